@@ -72,7 +72,7 @@ def _load(model: Any, rank: int) -> tuple[Any, int]:
     import mlx.core as mx
 
     from worker.adapters.matrices import dtype_of
-    from worker.adapters.slots import AdaptedLinear, Bank, Matrices, Slots
+    from worker.adapters.slots import AdaptedLinear, Matrices, Slots, StackedWeights
     from worker.model.linears import Linears
     from worker.model.packing import packing_of
 
@@ -86,7 +86,7 @@ def _load(model: Any, rank: int) -> tuple[Any, int]:
         for slot in range(1, ADAPTERS + 1):
             a, b = ((mx.random.normal(shape) / math.sqrt(shape[0])).astype(dtype) for shape in shapes)
             updates[slot] = Matrices(a, b)
-        bank = Bank.of(updates)
+        bank = StackedWeights.of(updates)
         place.holder[place.key] = AdaptedLinear(linear, place, slots, bank)
         size += bank.nbytes
     return slots, size

@@ -21,8 +21,8 @@ from benchmarks import models
 from benchmarks.compare import LOAD_TIMEOUT_S
 from benchmarks.engines import Mlxd, Unavailable
 from benchmarks.serve import first_model
-from gateway.ctl.bench.client import Connection, Reply, Target, run
-from gateway.ctl.bench.closed_loop import Job, Load
+from gateway.ctl.bench.client import BenchConnection, Reply, Target, run
+from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
 from gateway.ctl.bench.measure import Summary, summarize_ms
 
 
@@ -67,13 +67,13 @@ async def against_own(args: argparse.Namespace) -> Burst:
 
 async def against_url(args: argparse.Namespace) -> Burst:
     target = Target.parse(args.url, args.api_key)
-    return await burst(Load(target, args.model or await first_model(target)), args.clients, args.output_tokens)
+    return await burst(BenchLoad(target, args.model or await first_model(target)), args.clients, args.output_tokens)
 
 
-async def burst(load: Load, clients: int, output_tokens: int) -> Burst:
+async def burst(load: BenchLoad, clients: int, output_tokens: int) -> Burst:
     """One request from each of so many connections, all at once."""
-    bodies = [load.body(Job(f"client {at} says", output_tokens)) for at in range(clients)]
-    connections = [Connection(load.target) for _ in range(clients)]
+    bodies = [load.body(BenchRequest(f"client {at} says", output_tokens)) for at in range(clients)]
+    connections = [BenchConnection(load.target) for _ in range(clients)]
     start = time.perf_counter()
     replies = await asyncio.gather(
         *(one.request("/v1/completions", body, 300.0) for one, body in zip(connections, bodies, strict=True))

@@ -27,7 +27,7 @@ from benchmarks.measure import spread
 from benchmarks.serve import numbers
 from benchmarks.words import load_tokenizer
 from gateway.ctl.bench import client
-from gateway.ctl.bench.closed_loop import Job
+from gateway.ctl.bench.closed_loop import BenchRequest
 from gateway.ctl.bench.measure import table
 from gateway.ctl.bench.words import Prompts
 
@@ -139,7 +139,7 @@ def _pin(engine: Engine, cores: int, repeat: int) -> None:
         os.sched_setaffinity(thread.id, own)
 
 
-async def _measure(run: Run, engine: Engine, jobs: list[Job], concurrency: int, turn: int) -> None:
+async def _measure(run: Run, engine: Engine, jobs: list[BenchRequest], concurrency: int, turn: int) -> None:
     sample = await engine.measure(jobs, concurrency)
     if sample.cached_tokens > len(jobs) * run.args.prompt_tokens * CACHED_SHARE:
         print(f"  {engine.name} answered {sample.cached_tokens} prompt tokens from a cache", file=sys.stderr)
@@ -187,9 +187,9 @@ async def _warm_up(run: Run, engines: list[Engine], concurrency: int) -> None:
         run.requests[concurrency] = concurrency * min(max(waves, MIN_WAVES), MAX_WAVES)
 
 
-def _jobs(run: Run, count: int, output_tokens: int, seed: int) -> list[Job]:
+def _jobs(run: Run, count: int, output_tokens: int, seed: int) -> list[BenchRequest]:
     prompts = Prompts(load_tokenizer(run.folder), seed)
-    return [Job(prompts.make(run.args.prompt_tokens), output_tokens) for _ in range(count)]
+    return [BenchRequest(prompts.make(run.args.prompt_tokens), output_tokens) for _ in range(count)]
 
 
 def _cell(run: Run, name: str, concurrency: int) -> Cell:

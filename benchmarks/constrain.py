@@ -81,7 +81,7 @@ class Bench:
         from mlx_lm.models.cache import make_prompt_cache
 
         from protocol.spec import WorkerSpec
-        from worker.cache.kv import Layout
+        from worker.cache.kv import KvLayout
         from worker.model.loader import load
         from worker.prompt.intake import Intake
 
@@ -89,7 +89,7 @@ class Bench:
         spec = WorkerSpec(name="bench", path=path, epoch=1, down="", up="", dtype=dtype)
         self._loaded = load(spec, lambda *_: None)
         self._intake = Intake(self._loaded)
-        self._layout = Layout.of(lambda: make_prompt_cache(self._loaded.model))
+        self._layout = KvLayout.of(lambda: make_prompt_cache(self._loaded.model))
 
     def run(self, rows: int, slices: int) -> dict[str, list[float]]:
         """Seconds per tick in each slice of each case; the cases take turns, so that noise meets all of them."""

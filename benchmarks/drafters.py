@@ -110,17 +110,17 @@ def _head(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
     import mlx.core as mx
     from mlx_lm.models import qwen3
 
-    from worker.drafting.head import Head
+    from worker.drafting.head import PredictionHead
     from worker.drafting.head_drafts import HeadDrafts
     from worker.drafting.head_forms import QWEN
-    from worker.drafting.taps import Taps
+    from worker.drafting.taps import HiddenStateCapture
 
     layer = qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(_settings(hidden, vocab)))
-    head = Head(layer, hidden, 1e-6, QWEN)
+    head = PredictionHead(layer, hidden, 1e-6, QWEN)
     head.set_dtype(dtype)
     mx.eval(head.parameters())
     head.bind(target.model.embed_tokens, target.lm_head, target.model.norm)
-    return HeadDrafts(head, Taps(), dtype), hidden
+    return HeadDrafts(head, HiddenStateCapture(), dtype), hidden
 
 
 def _block(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
@@ -129,7 +129,7 @@ def _block(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
 
     from worker.drafting.block_drafts import TAIL, BlockDrafts
     from worker.drafting.block_head import BlockHead
-    from worker.drafting.taps import Taps
+    from worker.drafting.taps import HiddenStateCapture
 
     places = {"mask_token_id": 7, "target_layer_ids": list(PLACES), "num_target_layers": 36}
     settings = _settings(hidden, vocab) | {"num_hidden_layers": 5, "block_size": 16, "dflash_config": places}
@@ -137,7 +137,7 @@ def _block(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     size = hidden * len(PLACES)
-    return BlockDrafts(BlockHead(model, target, vocab), Taps(TAIL), size, dtype), size
+    return BlockDrafts(BlockHead(model, target, vocab), HiddenStateCapture(TAIL), size, dtype), size
 
 
 def _model(hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:

@@ -21,8 +21,8 @@ import psutil
 from benchmarks import blas
 from benchmarks.bare import Answer, Order
 from benchmarks.measure import cpu_s, tree
-from gateway.ctl.bench.client import Connection, Target
-from gateway.ctl.bench.closed_loop import Job, Load, closed_loop, report
+from gateway.ctl.bench.client import BenchConnection, Target
+from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest, closed_loop, report
 from gateway.ctl.bench.measure import Summary, summarize_ms
 
 STOP_S: Final = 15.0
@@ -61,7 +61,7 @@ class Engine(Protocol):
         """The process that has the model."""
         ...
 
-    async def measure(self, jobs: Sequence[Job], concurrency: int) -> Sample: ...
+    async def measure(self, jobs: Sequence[BenchRequest], concurrency: int) -> Sample: ...
 
     async def stop(self) -> None: ...
 
@@ -98,7 +98,7 @@ class Bare:
         self._process.stdin.write(msgspec.json.encode(order) + b"\n")
         return msgspec.json.decode(await self._line(), type=Answer)
 
-    async def measure(self, jobs: Sequence[Job], concurrency: int) -> Sample:
+    async def measure(self, jobs: Sequence[BenchRequest], concurrency: int) -> Sample:
         answer = await self.order(Order([job.prompt for job in jobs], jobs[0].max_tokens, concurrency))
         pairs = list(zip(answer.inserted_s, answer.token_s, strict=True))
         return Sample(
@@ -163,8 +163,8 @@ class Server(ABC):
         return max(tree(self.pid), key=lambda process: process.memory_info().rss)
 
     @property
-    def load(self) -> Load:
-        return Load(self.target, self.model_name())
+    def load(self) -> BenchLoad:
+        return BenchLoad(self.target, self.model_name())
 
     async def start(self) -> None:
         """Until a first request is answered. Raises Unavailable with the end of the server's log."""
@@ -173,10 +173,10 @@ class Server(ABC):
                 *self.command(), stdout=log, stderr=log, env=self.environment(), cwd=self.home, start_new_session=True
             )
         deadline = time.monotonic() + self._load_timeout_s
-        body = self.load.body(Job("Hello", 1))
+        body = self.load.body(BenchRequest("Hello", 1))
         reply = None
         while time.monotonic() < deadline and self._process.returncode is None:
-            connection = Connection(self.target)
+            connection = BenchConnection(self.target)
             reply = await connection.request("/v1/completions", body, self._load_timeout_s)
             await connection.close()
             if reply.ok:
@@ -186,7 +186,7 @@ class Server(ABC):
         why = f"last answer: {reply.error or reply.status} {reply.body[:300]!r}" if reply else "it ended at once"
         raise Unavailable(f"{self.name} did not start ({why}):\n{self.log_tail()}")
 
-    async def measure(self, jobs: Sequence[Job], concurrency: int) -> Sample:
+    async def measure(self, jobs: Sequence[BenchRequest], concurrency: int) -> Sample:
         processes = tree(self.pid)
         before = cpu_s(processes[:1]), cpu_s(processes[1:]), time.process_time()
         wall_s, replies = await closed_loop(self.load, jobs, concurrency)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.ctl.bench.measure import percentile, table
-from gateway.peers.placement import Place, choose
+from gateway.peers.placement import CandidatePlace, choose
 
 # Tokens a second of a Mac's prefill, seconds of an answer, and seconds until the next turn, on average.
 RATE: Final = 1000.0
@@ -98,7 +98,7 @@ def as_mlxd(macs: Sequence[Mac], turn: Turn, now: float, rng: random.Random, hom
     if (warm := home.get(turn.chat)) is not None and warm not in seen:
         seen.append(warm)
     rng.shuffle(seen)  # of equal ones the first is taken
-    places = [Place(mac.name, mac.wait_s(now), RATE, warm=mac.warm(turn.chat)) for mac in seen]
+    places = [CandidatePlace(mac.name, mac.wait_s(now), RATE, warm=mac.warm(turn.chat)) for mac in seen]
     chosen = choose(places, turn.tokens).place
     return next(mac for mac in seen if mac.name == chosen.name)
 

@@ -23,8 +23,8 @@ from benchmarks.compare import machine
 from benchmarks.engines import Server, Unavailable
 from benchmarks.measure import cpu_s
 from benchmarks.serve import numbers
-from gateway.ctl.bench.client import Connection, run, until
-from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, Job, Load
+from gateway.ctl.bench.client import BenchConnection, run, until
+from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, BenchLoad, BenchRequest
 from gateway.ctl.bench.measure import Summary, summarize_ms, table
 
 # Step times of a busy machine, by streams.
@@ -74,9 +74,9 @@ async def measure(streams: int, step_ms: float, seconds: float, endpoint: str) -
     """One window, with a gateway started for it alone. Raises Unavailable."""
     gateway = PacedGateway(step_ms)
     await gateway.start()
-    connections = [Connection(gateway.target) for _ in range(streams)]
-    load = Load(gateway.target, gateway.model_name(), endpoint)
-    body = load.body(Job("Hello", int((seconds + SETTLE_S + 10) / step_ms * 1000)))
+    connections = [BenchConnection(gateway.target) for _ in range(streams)]
+    load = BenchLoad(gateway.target, gateway.model_name(), endpoint)
+    body = load.body(BenchRequest("Hello", int((seconds + SETTLE_S + 10) / step_ms * 1000)))
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one.request(load.path, body)) for one in connections]
@@ -94,7 +94,7 @@ async def measure(streams: int, step_ms: float, seconds: float, endpoint: str) -
 
 
 async def _window(
-    process: psutil.Process, connections: list[Connection], step_ms: float, seconds: float, endpoint: str
+    process: psutil.Process, connections: list[BenchConnection], step_ms: float, seconds: float, endpoint: str
 ) -> Cost:
     first = [len(one.reply.texts) for one in connections]
     kernel = process.cpu_times().system

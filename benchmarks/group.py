@@ -140,7 +140,7 @@ def random_part(spec: WorkerSpec, division: Any) -> Any:
     import mlx.core as mx
     from mlx_lm.models import qwen3
 
-    from worker.model.loader import Loaded, nbytes
+    from worker.model.loader import LoadedModel, nbytes
 
     config = json.loads((Path(spec.path) / "config.json").read_text())
     mx.random.seed(0)
@@ -150,16 +150,16 @@ def random_part(spec: WorkerSpec, division: Any) -> Any:
         division.take(model, config)
     mx.eval(model.parameters())
     vocab = config["vocab_size"]
-    return Loaded(model, None, Path(spec.path), "qwen3", vocab, 32768, (), nbytes(model))
+    return LoadedModel(model, None, Path(spec.path), "qwen3", vocab, 32768, (), nbytes(model))
 
 
 def lead_steps(spec: WorkerSpec) -> None:
-    from worker.cache.kv import Layout
+    from worker.cache.kv import KvLayout
     from worker.cache.prefix import PrefixCache
     from worker.cache.quantized import make_caches
     from worker.engine.batch import Batch
     from worker.group.lead import open_group
-    from worker.model.lanes import Lane
+    from worker.model.lanes import BatchMode
 
     def lost(failure: Any, status: int) -> None:
         print(f"rank 0 ends with {status}: {failure.message}", flush=True)
@@ -169,14 +169,14 @@ def lead_steps(spec: WorkerSpec) -> None:
     if spec.group is not None:
         lead, division = open_group(spec, lost)
     loaded = random_part(spec, division)
-    layout = Layout.of(lambda: make_caches(loaded.model))
+    layout = KvLayout.of(lambda: make_caches(loaded.model))
     rows, contexts, steps = json.loads(os.environ["MLXD_BENCH_RUN"])
     for count in rows:
         for context in contexts:
             if lead is not None:
-                batch: Batch = lead.batch(loaded.model, (), lead.cache(layout, 0), Lane.TOGETHER)
+                batch: Batch = lead.batch(loaded.model, (), lead.cache(layout, 0), BatchMode.TOGETHER)
             else:
-                batch = Batch(loaded.model, (), PrefixCache(layout, 0), Lane.TOGETHER)
+                batch = Batch(loaded.model, (), PrefixCache(layout, 0), BatchMode.TOGETHER)
             size = spec.group.size if spec.group is not None else 1
             one(batch, size, count, context, steps, loaded.vocab_size)
             batch.close()

@@ -203,7 +203,7 @@ def _answers(samples: "Sequence[Sample]", bits: int) -> tuple[list[list[int]], i
 
 def _generate(loaded: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
     from protocol.messages import Sampling
-    from worker.cache.kv import Layout
+    from worker.cache.kv import KvLayout
     from worker.cache.prefix import PrefixCache
     from worker.cache.quantized import make_caches
     from worker.engine.batch import Batch
@@ -217,7 +217,7 @@ def _generate(loaded: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
         def finish(self) -> str:
             return ""
 
-    layout = Layout.of(lambda: make_caches(loaded.model))
+    layout = KvLayout.of(lambda: make_caches(loaded.model))
     batch = Batch(loaded.model, loaded.eos_ids, PrefixCache(layout, 0), loaded.plan.lane)
     said = [_Said() for _ in prompts]
     waiting = list(range(len(prompts)))

@@ -25,8 +25,8 @@ from benchmarks import blas, models
 from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.words import load_tokenizer
-from gateway.ctl.bench.client import Connection, Reply, run
-from gateway.ctl.bench.closed_loop import Job
+from gateway.ctl.bench.client import BenchConnection, Reply, run
+from gateway.ctl.bench.closed_loop import BenchRequest
 from gateway.ctl.bench.measure import table
 from gateway.ctl.bench.words import Prompts
 
@@ -160,8 +160,8 @@ async def ask(server: Server, prompts: Sequence[str]) -> list[Answer]:
     """Send prompts at once."""
 
     async def one(prompt: str) -> Reply:
-        connection = Connection(server.target)
-        reply = await connection.request(PATH, server.load.body(Job(prompt, OUTPUT_TOKENS)), ANSWER_S)
+        connection = BenchConnection(server.target)
+        reply = await connection.request(PATH, server.load.body(BenchRequest(prompt, OUTPUT_TOKENS)), ANSWER_S)
         await connection.close()
         if not reply.ok or not reply.times:
             raise Unavailable(f"a request failed: HTTP {reply.status} {reply.error or reply.body[:300]!r}")
@@ -216,13 +216,13 @@ def measure_look_up(tokens: int = LOOK_UP_TOKENS) -> LookUp:
     import numpy as np
     from mlx_lm.models.cache import KVCache, LRUPromptCache
 
-    from worker.cache.kv import Layout
+    from worker.cache.kv import KvLayout
     from worker.cache.prefix import PrefixCache
 
     ids = [number * 7919 % 30_000 for number in range(tokens)]
     diverging = [*ids[: tokens // 2], *(30_000 + number for number in ids[tokens // 2 :])]
     caches = [KVCache.from_state((mx.zeros((1, 1, tokens, 1)), mx.zeros((1, 1, tokens, 1)), tokens))]
-    ours = PrefixCache(Layout.of(lambda: [KVCache()]), 1 << 30)
+    ours = PrefixCache(KvLayout.of(lambda: [KVCache()]), 1 << 30)
     ours.store(np.array(ids, dtype=np.int32), caches)
     theirs = LRUPromptCache()
     theirs.insert_cache("model", ids, caches)

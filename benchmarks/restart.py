@@ -26,9 +26,9 @@ from protocol.messages import Generate, Progress, Sampling, Shutdown, Step, Toke
 from protocol.spec import WorkerSpec
 from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import Inbox
+from worker.engine.inbox import EngineInbox
 from worker.engine.loop import Engine
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 
 STREAMS: Final = 4
@@ -54,8 +54,8 @@ class Seen:
 class Server:
     """An engine on a thread of its own."""
 
-    def __init__(self, loaded: Loaded, spec: WorkerSpec, keeps: str) -> None:
-        self._inbox = Inbox()
+    def __init__(self, loaded: LoadedModel, spec: WorkerSpec, keeps: str) -> None:
+        self._inbox = EngineInbox()
         self._changed = threading.Condition()
         self._intake = Intake(loaded)
         self._rids = itertools.count(1)
@@ -69,7 +69,7 @@ class Server:
         self._thread.start()
         self._is_warm.wait(_TIMEOUT_S)
 
-    def _run(self, loaded: Loaded, spec: WorkerSpec, keeps: str) -> None:
+    def _run(self, loaded: LoadedModel, spec: WorkerSpec, keeps: str) -> None:
         engine = Engine(loaded, spec, self._inbox, self._take, Gauges(), self._intake.writer, keeps=keeps)
         engine.warm_up([1] * 24)
         self._is_warm.set()
@@ -138,7 +138,7 @@ def chunks(seen: Seen) -> list[int]:
     return [after - before for before, after in itertools.pairwise(marks) if after > before]
 
 
-def measure(loaded: Loaded, args: argparse.Namespace) -> dict[str, list[Seen]]:
+def measure(loaded: LoadedModel, args: argparse.Namespace) -> dict[str, list[Seen]]:
     spec = WorkerSpec(
         name="bench",
         path=str(loaded.path),

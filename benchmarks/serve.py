@@ -16,8 +16,17 @@ from typing import Any
 import msgspec
 
 from benchmarks.words import load_tokenizer
-from gateway.ctl.bench.client import Connection, Target, run
-from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, Job, Load, Report, as_table, closed_loop, sweep
+from gateway.ctl.bench.client import BenchConnection, Target, run
+from gateway.ctl.bench.closed_loop import (
+    CHAT,
+    COMPLETION,
+    BenchLoad,
+    BenchRequest,
+    Report,
+    as_table,
+    closed_loop,
+    sweep,
+)
 from gateway.ctl.bench.words import Prompts
 
 
@@ -46,7 +55,7 @@ async def measure(args: argparse.Namespace, prompts: Prompts) -> list[Report]:
     target = Target.parse(args.url, args.api_key)
     model = args.model or await first_model(target)
     extra = msgspec.json.decode(args.extra.encode(), type=dict[str, Any])
-    load = Load(target, model, args.endpoint, extra, args.timeout)
+    load = BenchLoad(target, model, args.endpoint, extra, args.timeout)
     source = random.Random(args.seed)
     if args.warmup:
         await closed_loop(load, _jobs(args, prompts, source, args.warmup), max(args.concurrency))
@@ -55,7 +64,7 @@ async def measure(args: argparse.Namespace, prompts: Prompts) -> list[Report]:
 
 async def first_model(target: Target) -> str:
     """The first model that the server lists. Exits with a sentence when there is none."""
-    connection = Connection(target)
+    connection = BenchConnection(target)
     reply = await connection.request("/v1/models", timeout_s=30)
     await connection.close()
     try:
@@ -64,9 +73,9 @@ async def first_model(target: Target) -> str:
         sys.exit(f"the server lists no model ({reply.error or f'HTTP {reply.status}'}); name one with --model")
 
 
-def _jobs(args: argparse.Namespace, prompts: Prompts, source: random.Random, count: int) -> list[Job]:
+def _jobs(args: argparse.Namespace, prompts: Prompts, source: random.Random, count: int) -> list[BenchRequest]:
     return [
-        Job(prompts.make(source.randint(*args.prompt_tokens)), source.randint(*args.output_tokens))
+        BenchRequest(prompts.make(source.randint(*args.prompt_tokens)), source.randint(*args.output_tokens))
         for _ in range(count)
     ]
 

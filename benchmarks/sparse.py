@@ -11,22 +11,22 @@ from benchmarks.tick import random_model, row_of
 from gateway.ctl.bench.measure import table
 
 if TYPE_CHECKING:
-    from worker.sparse.importance import Reader
-    from worker.sparse.kept import Kept
+    from worker.sparse.importance import ImportanceReader
+    from worker.sparse.kept import SelectedTokens
 
 CHUNK = 512
 
 
 def sparse(args: argparse.Namespace) -> None:
     """Seconds of prompts of each length: plain, and of the sparse way the reading by the draft model and the rest."""
-    from worker.sparse.importance import Reader
-    from worker.sparse.kept import Kept, count_kept
+    from worker.sparse.importance import ImportanceReader
+    from worker.sparse.kept import SelectedTokens, count_kept
 
     model, vocab = random_model(args.geometry, args.dtype)
-    reader = Reader(_loaded(args.draft, args.dtype))
+    reader = ImportanceReader(_loaded(args.draft, args.dtype))
     lines: list[tuple[str, ...]] = []
     for length in args.lengths:
-        whole = Kept([(0, length)])
+        whole = SelectedTokens([(0, length)])
         assert _first(model, vocab, length, None) == _first(model, vocab, length, whole), "all kept is the plain answer"
         taken: dict[str, list[tuple[float, float]]] = {"plain": [], "read": [], "run": []}
         kept = _choose(reader, vocab, length, args.keep)
@@ -54,7 +54,7 @@ def _timed(action: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - began[0], time.process_time() - began[1]
 
 
-def _choose(reader: "Reader", vocab: int, length: int, keep: float) -> "Kept":
+def _choose(reader: "ImportanceReader", vocab: int, length: int, keep: float) -> "SelectedTokens":
     import numpy as np
 
     from worker.sparse.kept import choose
@@ -65,15 +65,15 @@ def _choose(reader: "Reader", vocab: int, length: int, keep: float) -> "Kept":
     return choose(reading.importance, keep)
 
 
-def _first(model: Any, vocab: int, length: int, kept: "Kept | None") -> int:
+def _first(model: Any, vocab: int, length: int, kept: "SelectedTokens | None") -> int:
     """The first token of a prompt in a batch of its own."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from worker.cache.kv import Layout
+    from worker.cache.kv import KvLayout
     from worker.cache.prefix import PrefixCache
     from worker.engine.batch import Batch
 
-    batch = Batch(model, (), PrefixCache(Layout.of(lambda: make_prompt_cache(model)), 0))
+    batch = Batch(model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(model)), 0))
     row = row_of(1, length, 1, vocab)
     row.keep, row.kept = 1.0 if kept is not None else 0.0, kept
     batch.insert(row)
@@ -85,7 +85,7 @@ def _first(model: Any, vocab: int, length: int, kept: "Kept | None") -> int:
 
 
 def _loaded(geometry: str, dtype: str) -> Any:
-    from worker.model.loader import Loaded
+    from worker.model.loader import LoadedModel
 
     model, vocab = random_model(geometry, dtype)
-    return Loaded(model, None, Path(geometry), "qwen3", vocab, 1 << 20, (), 0)
+    return LoadedModel(model, None, Path(geometry), "qwen3", vocab, 1 << 20, (), 0)

@@ -31,7 +31,7 @@ from gateway.ctl.bench.measure import table
 
 if TYPE_CHECKING:
     from worker.engine.row import Row
-    from worker.model.loader import Loaded
+    from worker.model.loader import LoadedModel
     from worker.prompt.intake import Intake
 
 SHAPES: Final = ((1, 500), (1, 8000), (8, 500), (8, 4000), (32, 500))
@@ -180,20 +180,20 @@ class _Oracle:
 
 
 def _generated(
-    loaded: "Loaded", intake: "Intake", rows: int, tokens: int, drafter: Any
+    loaded: "LoadedModel", intake: "Intake", rows: int, tokens: int, drafter: Any
 ) -> tuple[list[list[int]], tuple[float, float]]:
     """The rows' output, and the seconds that it took from the first token of all, by the wall and of the CPU."""
     from mlx_lm.models.cache import make_prompt_cache
 
     from protocol.messages import Generate, Sampling, TokensPrompt
-    from worker.cache.kv import Layout
+    from worker.cache.kv import KvLayout
     from worker.cache.prefix import PrefixCache
     from worker.engine.batch import Batch
 
     batch = Batch(
         loaded.model,
         loaded.eos_ids,
-        PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0),
+        PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 0),
         drafter=drafter,
     )
     greedy = Sampling(temperature=0.0, ignore_eos=True)
@@ -217,7 +217,7 @@ def text(args: argparse.Namespace) -> None:
     """The demo model as it serves, with its head, `speculate` off and auto by turns."""
     from worker.checked_model import load_checked
     from worker.speculation.speculator import Speculator
-    from worker.verify.engine_session import Session
+    from worker.verify.engine_session import EngineSession
 
     args.geometry, args.dtype = "demo", "auto"
     loaded = load_checked(structs.replace(_spec("demo", "auto"), speculate="auto"), lambda *_: None)
@@ -229,7 +229,7 @@ def text(args: argparse.Namespace) -> None:
             speculator = Speculator(loaded.proposer)
             for _ in range(args.turns):
                 for is_on in (False, True):
-                    ids, seconds = _chats(loaded, Session, prompt, rows, speculator if is_on else None)
+                    ids, seconds = _chats(loaded, EngineSession, prompt, rows, speculator if is_on else None)
                     said.append(ids)
                     taken[is_on].append(seconds)
             assert all(ids == said[0] for ids in said), "drafts must change no token"
@@ -240,7 +240,7 @@ def text(args: argparse.Namespace) -> None:
     print(table(("text", "streams", "× CPU time a token", "drafted tokens right"), lines))
 
 
-def _chats(loaded: "Loaded", session: Any, prompt: str, rows: int, drafter: Any) -> tuple[list[list[int]], float]:
+def _chats(loaded: "LoadedModel", session: Any, prompt: str, rows: int, drafter: Any) -> tuple[list[list[int]], float]:
     """Outputs of as many equal chats, each with a salt of its own, and the CPU time from load to end."""
     from protocol.messages import ChatPrompt, Generate, Sampling
     from worker.prompt.intake import Intake
@@ -281,9 +281,9 @@ def _steps(prompt: list[int], output: list[int], width: int) -> tuple[int, int, 
     import numpy as np
 
     from worker.speculation.lookup import Lookup
-    from worker.speculation.text import Text
+    from worker.speculation.text import IndexedTokens
 
-    none = Text(np.empty(0, dtype=np.int32))
+    none = IndexedTokens(np.empty(0, dtype=np.int32))
     row = Lookup(np.array(prompt, dtype=np.int32), ())
     row.index(len(prompt))
     at = steps = drafted = right = 0
@@ -337,7 +337,7 @@ def _spec(path: str, dtype: str) -> Any:
     return WorkerSpec(name="bench", path=path, epoch=1, down="", up="", dtype=dtype, cache_bytes=0, speculate="off")
 
 
-def _load(args: argparse.Namespace) -> "Loaded":
+def _load(args: argparse.Namespace) -> "LoadedModel":
     from worker.model.loader import load
 
     path = "demo" if args.geometry == "demo" else str(models.build(args.geometry, args.dtype))

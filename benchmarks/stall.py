@@ -24,8 +24,8 @@ from benchmarks.bare import Order
 from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Bare, Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.words import load_tokenizer
-from gateway.ctl.bench.client import Connection, run, until
-from gateway.ctl.bench.closed_loop import Job, Load
+from gateway.ctl.bench.client import BenchConnection, run, until
+from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
 from gateway.ctl.bench.measure import Summary, percentile, summarize_ms, table
 from gateway.ctl.bench.words import Prompts
 
@@ -130,11 +130,13 @@ async def measure_bare(args: argparse.Namespace, folder: Path, chunk: int) -> St
     return _fold(f"bare, chunk {chunk}", alone, during, long_ttft)
 
 
-async def _disturb(load: Load, prompts: Prompts, args: argparse.Namespace) -> tuple[list[float], list[float], float]:
+async def _disturb(
+    load: BenchLoad, prompts: Prompts, args: argparse.Namespace
+) -> tuple[list[float], list[float], float]:
     """Gaps alone, gaps in the window, and the long prompt's time to first token."""
-    connections = [Connection(load.target) for _ in range(STREAMS + 1)]
-    bodies = [load.body(Job(prompts.make(64), args.output_tokens)) for _ in range(STREAMS)]
-    long_body = load.body(Job(prompts.make(args.long_tokens), 1))
+    connections = [BenchConnection(load.target) for _ in range(STREAMS + 1)]
+    bodies = [load.body(BenchRequest(prompts.make(64), args.output_tokens)) for _ in range(STREAMS)]
+    long_body = load.body(BenchRequest(prompts.make(args.long_tokens), 1))
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one.request(PATH, body)) for one, body in zip(connections, bodies, strict=False)]
         running = list(zip(connections, tasks, strict=False))
@@ -155,19 +157,19 @@ async def _disturb(load: Load, prompts: Prompts, args: argparse.Namespace) -> tu
     return alone, during, end - start
 
 
-async def _short(load: Load, prompts: Prompts) -> float:
+async def _short(load: BenchLoad, prompts: Prompts) -> float:
     """Seconds to the first token of a short request."""
-    connection = Connection(load.target)
-    reply = await connection.request(PATH, load.body(Job(prompts.make(20), 1)))
+    connection = BenchConnection(load.target)
+    reply = await connection.request(PATH, load.body(BenchRequest(prompts.make(20), 1)))
     await connection.close()
     if not reply.ok or not reply.times:
         raise Unavailable(f"a short request failed: HTTP {reply.status} {reply.error}")
     return reply.times[0] - reply.sent
 
 
-async def _short_behind(load: Load, prompts: Prompts, long_tokens: int) -> float:
-    connection = Connection(load.target)
-    long_body = load.body(Job(prompts.make(long_tokens), 1))
+async def _short_behind(load: BenchLoad, prompts: Prompts, long_tokens: int) -> float:
+    connection = BenchConnection(load.target)
+    long_body = load.body(BenchRequest(prompts.make(long_tokens), 1))
     long = asyncio.ensure_future(connection.request(PATH, long_body))
     await asyncio.sleep(0.05)  # long enough for the server to have begun with it
     seconds = await _short(load, prompts)

@@ -131,12 +131,12 @@ class Loop:
     def __init__(self, model: Any, way: str) -> None:
         from mlx_lm.models.cache import make_prompt_cache
 
-        from worker.cache.kv import Layout
+        from worker.cache.kv import KvLayout
         from worker.cache.prefix import PrefixCache
         from worker.engine.batch import Batch
         from worker.pacing.chunking import ChunkPolicy
 
-        self.batch = Batch(model, (), PrefixCache(Layout.of(lambda: make_prompt_cache(model)), 0))
+        self.batch = Batch(model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(model)), 0))
         self._policy = ChunkPolicy(512, can_ride=way == AFTER)
 
     def tick(self) -> "list[Token]":
@@ -245,7 +245,7 @@ def _members(model: Any, vocab: int, rows: int, context: int, is_equal: bool) ->
     from mlx_lm.models.cache import KVCache
 
     from worker.cache import batched
-    from worker.engine.member import Member, Members
+    from worker.engine.member import BatchSequence, BatchSequences
 
     heads, dim = model.args.num_key_value_heads, model.args.head_dim
     dtype = model.layers[0].self_attn.k_proj.weight.dtype
@@ -264,10 +264,10 @@ def _members(model: Any, vocab: int, rows: int, context: int, is_equal: bool) ->
     for layer in layers:
         layer.lengths = first
     members = [
-        Member(at, [[at % vocab]], 1 << 20, [], [0] * length, (), StopSequences().matcher())
+        BatchSequence(at, [[at % vocab]], 1 << 20, [], [0] * length, (), StopSequences().matcher())
         for at, length in enumerate(lengths)
     ]
-    return Members(members, layers)
+    return BatchSequences(members, layers)
 
 
 def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is_equal: bool) -> Any:
@@ -292,13 +292,13 @@ def _verifying(model: Any, vocab: int, rows: int, context: int, is_equal: bool) 
     import mlx.core as mx
 
     from worker.cache import batched
-    from worker.engine.forward import Part, forward
+    from worker.engine.forward import ForwardPart, forward
 
     held = _members(model, vocab, rows, context, is_equal)
     tokens = mx.random.randint(0, vocab, (rows, BLOCK))
 
     def step() -> None:
-        mx.eval(mx.argmax(forward(model, Part(held.members, tokens, held.caches, [BLOCK] * rows)), axis=-1))
+        mx.eval(mx.argmax(forward(model, ForwardPart(held.members, tokens, held.caches, [BLOCK] * rows)), axis=-1))
         batched.rewind(held.caches, [BLOCK - 1] * rows)
 
     return step

@@ -21,8 +21,8 @@ import psutil
 from benchmarks.compare import machine
 from benchmarks.gateway import PACE_MS, SETTLE_S, PacedGateway
 from benchmarks.measure import cpu_s
-from gateway.ctl.bench.client import Connection, until
-from gateway.ctl.bench.closed_loop import CHAT, Job, Load
+from gateway.ctl.bench.client import BenchConnection, until
+from gateway.ctl.bench.closed_loop import CHAT, BenchLoad, BenchRequest
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -78,10 +78,10 @@ async def measure(streams: int, viewers: int, turns: int, seconds: float) -> lis
     gateway = PacedGateway(step_ms)
     await gateway.start()
     feeds = Viewers(gateway)
-    connections = [Connection(gateway.target) for _ in range(streams)]
-    load = Load(gateway.target, gateway.model_name(), CHAT)
+    connections = [BenchConnection(gateway.target) for _ in range(streams)]
+    load = BenchLoad(gateway.target, gateway.model_name(), CHAT)
     length_s = turns * 2 * (seconds + SETTLE_S) + 30
-    body = load.body(Job("Hello", int(length_s / step_ms * 1000)))
+    body = load.body(BenchRequest("Hello", int(length_s / step_ms * 1000)))
     made: list[Turn] = []
     try:
         await feeds.log_in()
@@ -103,7 +103,7 @@ async def measure(streams: int, viewers: int, turns: int, seconds: float) -> lis
     return made
 
 
-async def _window(pid: int, connections: list[Connection], feeds: Viewers, count: int, seconds: float) -> Turn:
+async def _window(pid: int, connections: list[BenchConnection], feeds: Viewers, count: int, seconds: float) -> Turn:
     tokens, cpu, read, start = _tokens(connections), precise_cpu_s(pid), feeds.read_bytes, time.perf_counter()
     await asyncio.sleep(seconds)
     tokens, cpu = _tokens(connections) - tokens, precise_cpu_s(pid) - cpu
@@ -111,7 +111,7 @@ async def _window(pid: int, connections: list[Connection], feeds: Viewers, count
     return Turn(count, tokens, round(cpu / tokens * 1e6, 3), round(feed_bytes, 1))
 
 
-def _tokens(connections: list[Connection]) -> int:
+def _tokens(connections: list[BenchConnection]) -> int:
     return sum(len(one.reply.texts) for one in connections)
 
 

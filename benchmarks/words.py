@@ -4,10 +4,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from gateway.ctl.bench.words import Encoder, vocabulary
+from gateway.ctl.bench.words import WordEncoder, vocabulary
 
 
-def load_tokenizer(folder: Path) -> Encoder:
+def load_tokenizer(folder: Path) -> WordEncoder:
     """The tokenizer of a model's folder."""
     from transformers import AutoTokenizer
 

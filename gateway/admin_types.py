@@ -154,7 +154,7 @@ class MemoryStatus(Struct, frozen=True):
     waiting: tuple[str, ...]
 
 
-class Status(Struct, frozen=True):
+class DaemonStatus(Struct, frozen=True):
     version: str
     pid: int
     uptime_s: float
@@ -195,12 +195,12 @@ class RouteView(Struct, frozen=True):
     places: list[PlaceView]
 
 
-class Done(Struct, frozen=True):
+class CommandDone(Struct, frozen=True):
     model: str
     state: str
 
 
-class DrainOrder(Struct, frozen=True, forbid_unknown_fields=True):
+class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """`timeout_s` is what running requests get; None is what the configuration gives them.
 
     A daemon that `stays` refuses new requests until it is told otherwise, and ends nothing.
@@ -210,7 +210,7 @@ class DrainOrder(Struct, frozen=True, forbid_unknown_fields=True):
     stays: bool = False
 
 
-class Drained(Struct, frozen=True):
+class DrainResult(Struct, frozen=True):
     """Number of requests that had not finished at the drain's deadline."""
 
     cut_off: int
@@ -302,13 +302,13 @@ class RequestRef(Struct, frozen=True, forbid_unknown_fields=True):
     id: Annotated[str, Meta(min_length=1, max_length=200)]
 
 
-class Cancelling(Struct, frozen=True):
+class CancelResult(Struct, frozen=True):
     """The request of this id was told to end."""
 
     id: str
 
 
-class Captured(CapturedLine, frozen=True, kw_only=True):
+class CapturedRequest(CapturedLine, frozen=True, kw_only=True):
     """One request as it was. A body that was cut says so; headers that may hold secrets say nothing."""
 
     request_headers: list[tuple[str, str]]
@@ -323,10 +323,10 @@ class RequestDetail(Struct, frozen=True):
     """A request that runs, or one that was captured."""
 
     live: RequestView | None = None
-    captured: Captured | None = None
+    captured: CapturedRequest | None = None
 
 
-class Cleared(Struct, frozen=True):
+class ClearedCaptures(Struct, frozen=True):
     """Number of captured requests that were deleted."""
 
     captured: int
@@ -363,7 +363,7 @@ class UiRevoked(Struct, frozen=True):
     sessions: int
 
 
-class Reload(Struct, frozen=True):
+class ReloadResult(Struct, frozen=True):
     """Changes of a reload: names of models, and keys such as `server.drain` and `models.NAME.sampling`.
 
     A restarted model resumes its streams; a removed model finishes them first.

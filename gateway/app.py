@@ -7,38 +7,38 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.admin import adapter_endpoints, requests
 from gateway.admin import endpoints as admin
-from gateway.admin.orders import Audited
+from gateway.admin.orders import AuditedCommand
 from gateway.api import health, peer_requests
-from gateway.api.anthropic.endpoints import CountTokens, Messages
+from gateway.api.anthropic.endpoints import CountTokens, MessagesEndpoint
 from gateway.api.catalog import Catalog
 from gateway.api.infill import FillMiddle
 from gateway.api.lm_studio import ListV0, ListV1
 from gateway.api.models import Models, OneModel
 from gateway.api.ollama import endpoints as ollama
 from gateway.api.ollama.embed import Embed
-from gateway.api.ollama.pull_stream import Pull
+from gateway.api.ollama.pull_stream import PullEndpoint
 from gateway.api.ollama.refusals import REFUSED, Refusal
-from gateway.api.ollama_models import ListRunning, ListTags, OllamaVersion, Show
+from gateway.api.ollama_models import ListRunning, ListTags, OllamaVersion, ShowModel
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.completions import Completions
 from gateway.api.openai.embeddings import Embeddings
-from gateway.api.openai.speech import Speech
+from gateway.api.openai.speech import SpeechEndpoint
 from gateway.api.openai.transcriptions import Transcriptions
-from gateway.api.operations import Document
+from gateway.api.operations import OpenApiDocument
 from gateway.api.props import ModelProps
 from gateway.api.responses.endpoints import Responses
 from gateway.api.scores import Rerank, ScorePairs
 from gateway.api.tokenize import DetokenizeIds, TokenizeText
-from gateway.api.upstream import Leaving
+from gateway.api.upstream import UpstreamFallback
 from gateway.config.origins import is_loopback
 from gateway.config.settings import Config, url_of
-from gateway.link.link import Link
-from gateway.middleware.auth import Auth, Trusted
+from gateway.link.link import WorkerLink
+from gateway.middleware.auth import Auth, TrustedClient
 from gateway.middleware.cors import Cors
-from gateway.middleware.entry import Entry
-from gateway.pool.pool import Applied, Pool
+from gateway.middleware.entry import EntryMiddleware
+from gateway.pool.pool import AppliedConfig, Pool
 from gateway.reload import Reloader
-from gateway.services import Services, Tracer
+from gateway.services import Services, SpanTracer
 from gateway.telemetry.metrics import Metrics
 from gateway.web import entrance
 from gateway.web.backend import Backend
@@ -62,8 +62,12 @@ class App:
         self._responses = responses
         self.routes = routes
         router = Router(routes, redirect_slashes=False)
-        inner = Trusted(Audited(router, services.audit)) if backend is None else _guarded(router, services, backend)
-        self._entry: ASGIApp = Entry(inner, services, backend is not None)
+        inner = (
+            TrustedClient(AuditedCommand(router, services.audit))
+            if backend is None
+            else _guarded(router, services, backend)
+        )
+        self._entry: ASGIApp = EntryMiddleware(inner, services, backend is not None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._entry(scope, receive, send)
@@ -82,7 +86,7 @@ class App:
         if self._responses is not None:
             self._responses.leave()
 
-    def apply(self, config: Config) -> Applied:
+    def apply(self, config: Config) -> AppliedConfig:
         """Put a configuration into force, at once. Requests that run keep what they began with."""
         self.services.live.apply(config)
         self.services.metrics.declare(config.models)
@@ -119,30 +123,30 @@ def _guarded(app: ASGIApp, services: Services, backend: Backend) -> ASGIApp:
     return Site(Cors(auth(app), services.live), backend.api, auth(backend.me), backend.gate, services.live)
 
 
-def _services(config: Config, pool: Pool, link: Link, metrics: Metrics) -> Services:
+def _services(config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -> Services:
     return Services.make(config, pool, link, metrics, _tracer(config.server.otlp_endpoint))
 
 
-def _tracer(endpoint: str) -> Tracer | None:
+def _tracer(endpoint: str) -> SpanTracer | None:
     if not endpoint:
         return None
     # Only where it is wanted: OpenTelemetry is an extra, and takes a third of a second to import.
     from gateway.middleware import otel
 
-    return otel.Tracer(endpoint)
+    return otel.OtelTracer(endpoint)
 
 
-def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
+def create_app(config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -> App:
     """The public app."""
     services = _services(config, pool, link, metrics)
     responses = Responses(services, config)
     catalog = Catalog(services)
     models = Models(catalog)
     backend = Backend(services)
-    healthy = health.Healthy(services)
+    healthy = health.HealthResponse(services)
 
     def leaving(endpoint: ASGIApp, dialect: str) -> ASGIApp:
-        return Leaving(endpoint, services, dialect)
+        return UpstreamFallback(endpoint, services, dialect)
 
     return App(
         services,
@@ -153,7 +157,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             *_audio_routes(services),
             *(Route(path, Rerank(services), methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
             *(Route(path, ScorePairs(services), methods=["POST"]) for path in ("/v1/score", "/score")),
-            Route("/v1/messages", leaving(Messages(services), "anthropic"), methods=["POST"]),
+            Route("/v1/messages", leaving(MessagesEndpoint(services), "anthropic"), methods=["POST"]),
             Route("/v1/messages/count_tokens", CountTokens(services), methods=["POST"]),
             *responses.routes(),
             Route("/tokenize", TokenizeText(services), methods=["POST"]),
@@ -167,12 +171,12 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/api/v1/models", ListV1(catalog), methods=["GET"]),
             *_ollama_routes(services, catalog, backend),
             *peer_requests.routes(services),
-            Route("/livez", health.Live(), methods=["GET"]),
+            Route("/livez", health.LiveEndpoint(), methods=["GET"]),
             Route("/readyz", health.Readiness(services), methods=["GET"]),
             Route("/health", healthy, methods=["GET"]),
             Route("/healthz", healthy, methods=["GET"]),
             Route("/metrics", health.Scrape(services), methods=["GET"]),
-            Route("/openapi.json", Document(), methods=["GET"]),
+            Route("/openapi.json", OpenApiDocument(), methods=["GET"]),
             Route("/", health.Root(services), methods=["GET"]),
         ],
         backend=backend,
@@ -184,7 +188,7 @@ def _audio_routes(services: Services) -> list[Route]:
     return [
         Route("/v1/audio/transcriptions", Transcriptions(services, is_translated=False), methods=["POST"]),
         Route("/v1/audio/translations", Transcriptions(services, is_translated=True), methods=["POST"]),
-        Route("/v1/audio/speech", Speech(services), methods=["POST"]),
+        Route("/v1/audio/speech", SpeechEndpoint(services), methods=["POST"]),
     ]
 
 
@@ -196,9 +200,9 @@ def _ollama_routes(services: Services, catalog: Catalog, backend: Backend) -> li
         Route("/api/embeddings", Embed(services, is_old=True), methods=["POST"]),
         Route("/api/tags", ListTags(catalog), methods=["GET"]),
         Route("/api/ps", ListRunning(services, catalog), methods=["GET"]),
-        Route("/api/show", Show(services, catalog), methods=["POST"]),
+        Route("/api/show", ShowModel(services, catalog), methods=["POST"]),
         Route("/api/version", OllamaVersion(), methods=["GET"]),
-        Route("/api/pull", Pull(services, backend.downloads), methods=["POST"]),
+        Route("/api/pull", PullEndpoint(services, backend.downloads), methods=["POST"]),
         *(Route(path, Refusal(advice), methods=[method]) for method, path, advice in REFUSED),
     ]
 
@@ -206,7 +210,7 @@ def _ollama_routes(services: Services, catalog: Catalog, backend: Backend) -> li
 def create_admin_app(
     config: Config,
     pool: Pool,
-    link: Link,
+    link: WorkerLink,
     metrics: Metrics,
     *,
     public: App | None = None,
@@ -228,21 +232,23 @@ def create_admin_app(
         [
             Route("/v1/status", admin.StatusEndpoint(services, url), methods=["GET"]),
             Route("/v1/route", admin.RouteOf(services), methods=["GET"]),
-            Route("/v1/keys/usage", admin.Usage(services), methods=["GET"]),
+            Route("/v1/keys/usage", admin.KeyUsageEndpoint(services), methods=["GET"]),
             Route("/v1/usage", admin.UsageByDay(services), methods=["GET"]),
-            Route("/healthz", health.Healthy(services), methods=["GET"]),
+            Route("/healthz", health.HealthResponse(services), methods=["GET"]),
             *requests.routes(services),
             # `mlxctl chat` and `bench` need no key: who owns the socket owns the models.
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
             Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
-            Route("/v1/models/load", admin.Command(services, pool.load, "model.load"), methods=["POST"]),
-            Route("/v1/models/unload", admin.Command(services, pool.unload, "model.unload"), methods=["POST"]),
-            Route("/v1/models/restart", admin.Command(services, pool.restart, "model.restart"), methods=["POST"]),
-            Route("/v1/models/pin", admin.Command(services, pool.pin, "model.pin"), methods=["POST"]),
-            Route("/v1/models/unpin", admin.Command(services, pool.unpin, "model.unpin"), methods=["POST"]),
-            Route("/v1/undrain", admin.Undrain(services), methods=["POST"]),
+            Route("/v1/models/load", admin.CommandEndpoint(services, pool.load, "model.load"), methods=["POST"]),
+            Route("/v1/models/unload", admin.CommandEndpoint(services, pool.unload, "model.unload"), methods=["POST"]),
+            Route(
+                "/v1/models/restart", admin.CommandEndpoint(services, pool.restart, "model.restart"), methods=["POST"]
+            ),
+            Route("/v1/models/pin", admin.CommandEndpoint(services, pool.pin, "model.pin"), methods=["POST"]),
+            Route("/v1/models/unpin", admin.CommandEndpoint(services, pool.unpin, "model.unpin"), methods=["POST"]),
+            Route("/v1/undrain", admin.UndrainEndpoint(services), methods=["POST"]),
             *reload,
-            *([] if drain is None else [Route("/v1/drain", admin.Drain(drain, services), methods=["POST"])]),
+            *([] if drain is None else [Route("/v1/drain", admin.DrainEndpoint(drain, services), methods=["POST"])]),
             *_ui_routes(public, url),
         ],
     )

@@ -13,7 +13,7 @@ from typing import Final
 
 import uvicorn
 
-from gateway.access.audit_log import Actor, Fact, entry
+from gateway.access.audit_log import AuditActor, Fact, entry
 from gateway.app import create_admin_app, create_app
 from gateway.config.address import from_here
 from gateway.config.settings import CAN_HOLD_AWAKE, Config, ConfigError, ServerConfig, url_of
@@ -23,7 +23,7 @@ from gateway.http.connection_limits import admin_connections, public_connections
 from gateway.http.handshake import listener_protocol
 from gateway.http.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
 from gateway.keep_awake import Awake
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.nodes.local_agent import make_agent
 from gateway.nodes.remote_nodes import RemoteNodes
 from gateway.pool.pool import Pool
@@ -61,7 +61,7 @@ class Daemon:
         """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`, `AgentUnusable`,
         `TooFewFiles`, `KeysUnusable` and `CertificateUnusable`."""
         metrics = Metrics()
-        link = Link(config.run_dir, metrics)
+        link = WorkerLink(config.run_dir, metrics)
         self._pool = Pool(config, link, metrics, command=command)
         self._app = create_app(config, self._pool, link, metrics)
         live = self._app.services.live
@@ -194,7 +194,7 @@ class Daemon:
             log.exception("the configuration could not be reloaded")
         # The system does not tell which process sent the signal.
         self._app.services.audit.record(
-            entry("config.reload", outcome=outcome, client="signal", actor=Actor(), facts=facts)
+            entry("config.reload", outcome=outcome, client="signal", actor=AuditActor(), facts=facts)
         )
 
     async def _drain(self, signum: signal.Signals) -> None:

@@ -48,7 +48,7 @@ _THERMAL: Final = ("/usr/bin/pmset", "-g", "therm")
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class DesktopState:
     """State of the machine as far as a pace depends on it; `idle_s` are seconds since its newest input."""
 
     idle_s: float = 0.0
@@ -68,7 +68,7 @@ def pace(idle_s: float, display_on: bool, on_battery: bool, thermal: Thermal) ->
     return SetPace(min(hot, BATTERY_DUTY if on_battery else DUTY), TICK_MS, CHUNK)
 
 
-def wanted(mode: Desktop, scene: Scene | None) -> SetPace:
+def wanted(mode: Desktop, scene: DesktopState | None) -> SetPace:
     """The pace of a mode; `auto` is full where the machine cannot be seen."""
     if mode is True:
         return pace(0.0, True, scene is not None and scene.on_battery, "nominal" if scene is None else scene.thermal)
@@ -77,7 +77,7 @@ def wanted(mode: Desktop, scene: Scene | None) -> SetPace:
     return pace(scene.idle_s, scene.display_on, scene.on_battery, scene.thermal)
 
 
-class Senses:
+class DesktopProbe:
     """State of a Mac as its tools tell it, through `run`. What cannot be read counts as a person at a cool machine."""
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,7 +87,7 @@ class Senses:
         self._on_battery = False
         self._thermal: Thermal = "nominal"
 
-    def scene(self) -> Scene:
+    def scene(self) -> DesktopState:
         """Blocks for some milliseconds: not for the event loop."""
         now = self._clock()
         if now - self._power_at >= POWER_EVERY_S:
@@ -97,7 +97,7 @@ class Senses:
         idle_s = idle_of(self._run(_INPUT))
         # Asked only where it could make a difference.
         display_on = idle_s < AWAY_S and display_of(self._run(_DISPLAY))
-        return Scene(idle_s, display_on, self._on_battery, self._thermal)
+        return DesktopState(idle_s, display_on, self._on_battery, self._thermal)
 
 
 def idle_of(printed: str) -> float:
@@ -119,7 +119,7 @@ def thermal_of(printed: str) -> Thermal:
     return "nominal" if percent >= 100 else "serious" if percent >= 70 else "critical"
 
 
-class Wire(Protocol):
+class PaceWire(Protocol):
     """The part of the link that is used here."""
 
     def send(self, runner: WorkerHandle, message: Down) -> None: ...
@@ -132,9 +132,9 @@ class DesktopWatch:
         self,
         mode: Callable[[], Desktop],
         workers: Callable[[], Iterable[WorkerHandle]],
-        wire: Wire,
+        wire: PaceWire,
         *,
-        senses: Senses | None = None,
+        senses: DesktopProbe | None = None,
         clock: Callable[[], float] = time.monotonic,
         poll_s: float = POLL_S,
     ) -> None:
@@ -144,7 +144,7 @@ class DesktopWatch:
         self._senses = senses
         self._clock = clock
         self._poll_s = poll_s
-        self._scene: Scene | None = None
+        self._scene: DesktopState | None = None
         self._seen_at = float("-inf")
         # By name: the epoch that was told, and what.
         self._told: dict[str, tuple[int, SetPace]] = {}
@@ -192,6 +192,6 @@ def run_tool(command: Sequence[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def make_senses() -> Senses | None:
+def make_senses() -> DesktopProbe | None:
     """Those of this machine, where it has any."""
-    return Senses(run_tool) if CAN_SEE_DESKTOP else None
+    return DesktopProbe(run_tool) if CAN_SEE_DESKTOP else None

@@ -151,7 +151,7 @@ class Unavailable(ApiError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpStatus:
     """HTTP form of a failure code. `retry_after_s` is the least wait before a client retries.
 
     `public` replaces the message of a failure of the server, which may hold its paths, for clients that are no admins.
@@ -164,43 +164,45 @@ class Answer:
     public: str = ""
 
 
-TABLE: Final[dict[Code, Answer]] = {
-    Code.INTERNAL: Answer(500, SERVER, "internal_error", public="The server failed; its log says why."),
-    Code.INVALID_REQUEST: Answer(400, INVALID, "invalid_value"),
-    Code.UNSUPPORTED: Answer(400, INVALID, "unsupported_parameter"),
-    Code.CONTEXT_LENGTH_EXCEEDED: Answer(400, INVALID, "context_length_exceeded"),
-    Code.TEMPLATE_ERROR: Answer(400, INVALID, "template_error"),
-    Code.BUSY: Answer(429, RATE, "rate_limit_exceeded", 1.0),
-    Code.DEADLINE_EXCEEDED: Answer(504, SERVER, "deadline_exceeded"),
-    Code.ABORTED: Answer(503, OVERLOADED, "aborted", 1.0),
-    Code.DRAINING: Answer(503, OVERLOADED, "draining", 5.0),
-    Code.WORKER_DIED: Answer(503, OVERLOADED, "worker_died", 1.0, "The model's worker was lost. Try again."),
-    Code.QUARANTINED: Answer(400, INVALID, "quarantined"),
-    Code.ROW_FAILED: Answer(500, SERVER, "generation_failed"),
-    Code.UNSUPPORTED_MODALITY: Answer(400, INVALID, "unsupported_modality"),
-    Code.INVALID_IMAGE: Answer(400, INVALID, "invalid_image"),
-    Code.IMAGE_TOO_LARGE: Answer(400, INVALID, "image_too_large"),
-    Code.INVALID_VIDEO: Answer(400, INVALID, "invalid_video"),
-    Code.INVALID_AUDIO: Answer(400, INVALID, "invalid_audio"),
-    Code.TOO_MANY_MEDIA: Answer(400, INVALID, "too_many_media"),
-    Code.MODEL_MISSING: Answer(
+TABLE: Final[dict[Code, HttpStatus]] = {
+    Code.INTERNAL: HttpStatus(500, SERVER, "internal_error", public="The server failed; its log says why."),
+    Code.INVALID_REQUEST: HttpStatus(400, INVALID, "invalid_value"),
+    Code.UNSUPPORTED: HttpStatus(400, INVALID, "unsupported_parameter"),
+    Code.CONTEXT_LENGTH_EXCEEDED: HttpStatus(400, INVALID, "context_length_exceeded"),
+    Code.TEMPLATE_ERROR: HttpStatus(400, INVALID, "template_error"),
+    Code.BUSY: HttpStatus(429, RATE, "rate_limit_exceeded", 1.0),
+    Code.DEADLINE_EXCEEDED: HttpStatus(504, SERVER, "deadline_exceeded"),
+    Code.ABORTED: HttpStatus(503, OVERLOADED, "aborted", 1.0),
+    Code.DRAINING: HttpStatus(503, OVERLOADED, "draining", 5.0),
+    Code.WORKER_DIED: HttpStatus(503, OVERLOADED, "worker_died", 1.0, "The model's worker was lost. Try again."),
+    Code.QUARANTINED: HttpStatus(400, INVALID, "quarantined"),
+    Code.ROW_FAILED: HttpStatus(500, SERVER, "generation_failed"),
+    Code.UNSUPPORTED_MODALITY: HttpStatus(400, INVALID, "unsupported_modality"),
+    Code.INVALID_IMAGE: HttpStatus(400, INVALID, "invalid_image"),
+    Code.IMAGE_TOO_LARGE: HttpStatus(400, INVALID, "image_too_large"),
+    Code.INVALID_VIDEO: HttpStatus(400, INVALID, "invalid_video"),
+    Code.INVALID_AUDIO: HttpStatus(400, INVALID, "invalid_audio"),
+    Code.TOO_MANY_MEDIA: HttpStatus(400, INVALID, "too_many_media"),
+    Code.MODEL_MISSING: HttpStatus(
         503, OVERLOADED, "model_missing", public="Files of the model are missing on the server; its log says which."
     ),
-    Code.MODEL_CORRUPT: Answer(
+    Code.MODEL_CORRUPT: HttpStatus(
         503, OVERLOADED, "model_corrupt", public="The model's files cannot be loaded; the server's log says why."
     ),
-    Code.MODEL_UNSUPPORTED: Answer(
+    Code.MODEL_UNSUPPORTED: HttpStatus(
         503, OVERLOADED, "model_unsupported", public="The server cannot serve this model; its log says why."
     ),
-    Code.OUT_OF_MEMORY: Answer(503, OVERLOADED, "out_of_memory", 10.0, "The server is short of memory for this model."),
-    Code.LOAD_TIMEOUT: Answer(503, OVERLOADED, "load_timeout", 10.0),
-    Code.BAD_CONFIG: Answer(
+    Code.OUT_OF_MEMORY: HttpStatus(
+        503, OVERLOADED, "out_of_memory", 10.0, "The server is short of memory for this model."
+    ),
+    Code.LOAD_TIMEOUT: HttpStatus(503, OVERLOADED, "load_timeout", 10.0),
+    Code.BAD_CONFIG: HttpStatus(
         503, OVERLOADED, "bad_config", public="The server's configuration of this model is not valid; its log says why."
     ),
-    Code.INCOMPATIBLE: Answer(
+    Code.INCOMPATIBLE: HttpStatus(
         503, OVERLOADED, "incompatible_worker", public="The model's worker is of another version than the server."
     ),
-    Code.DOES_NOT_FIT: Answer(503, OVERLOADED, "model_does_not_fit"),
+    Code.DOES_NOT_FIT: HttpStatus(503, OVERLOADED, "model_does_not_fit"),
 }
 
 

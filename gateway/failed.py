@@ -1,7 +1,7 @@
 """The root of what the operator is told."""
 
 
-class Failed(Exception):
+class CommandFailed(Exception):
     """A failed command, with a sentence for the operator; `status` is the exit status of `mlxctl`."""
 
     def __init__(self, message: str, status: int = 1) -> None:

@@ -27,7 +27,7 @@ from gateway.http.listen import CannotListen, raise_file_limit
 from gateway.nodes.local_agent import AgentUnusable
 from gateway.supervisor.spawn import Command, default_command
 from gateway.telemetry.log_file import RotatingFile
-from gateway.telemetry.logs import LEVELS, Logs
+from gateway.telemetry.logs import LEVELS, LogSinks
 from protocol import __version__
 from protocol.sockets import PathTooLong
 
@@ -49,7 +49,7 @@ UNUSABLE: Final = (
 )
 
 
-class Status(IntEnum):
+class DaemonExit(IntEnum):
     """Exit statuses of the daemon (sysexits.h)."""
 
     OK = 0
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     status = run(options.config, options.host, options.port, options.log_level)
     # launchd restarts a failed job forever; that does not repair a bad file.
-    sys.exit(Status.OK if options.launchd and status == Status.BAD_CONFIG else status)
+    sys.exit(DaemonExit.OK if options.launchd and status == DaemonExit.BAD_CONFIG else status)
 
 
 def run(
@@ -85,14 +85,14 @@ def serve(read: Callable[[], Config], *, command: Command = default_command) -> 
     try:
         config = read()
     except ConfigError as error:
-        return _refuse(str(error), Status.BAD_CONFIG)
+        return _refuse(str(error), DaemonExit.BAD_CONFIG)
     try:
         with RunDir(config.home), _logs(config):
             raise_file_limit()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(config, read, command))
     except UNUSABLE as error:
-        return _refuse(str(error), Status.CANNOT_USE)
+        return _refuse(str(error), DaemonExit.CANNOT_USE)
 
 
 async def _serve(config: Config, read: Callable[[], Config], command: Command) -> int:
@@ -101,20 +101,20 @@ async def _serve(config: Config, read: Callable[[], Config], command: Command) -
         await daemon.run()
     except Exception:  # The root of the process. Workers that still run outlive us, and the next daemon adopts them.
         log.exception("mlxd ends after an internal error")
-        return Status.FAULT
-    return Status.OK
+        return DaemonExit.FAULT
+    return DaemonExit.OK
 
 
-def _logs(config: Config) -> Logs:
+def _logs(config: Config) -> LogSinks:
     server = config.server
     as_json = _FORMATS[server.log_format]
     if not server.log_file:
-        return Logs(server.log_level, json=as_json)
+        return LogSinks(server.log_level, json=as_json)
     try:
         file = RotatingFile(config.log_path, server.log_max_bytes, server.log_keep)
     except OSError as error:
         raise HomeUnusable(f"cannot write {config.log_path}: {error.strerror}") from error
-    return Logs(server.log_level, json=as_json, file=file)
+    return LogSinks(server.log_level, json=as_json, file=file)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse(message: str, status: Status) -> int:
+def _refuse(message: str, status: DaemonExit) -> int:
     print(f"mlxd: {message}", file=sys.stderr)
     return status
 

@@ -10,10 +10,10 @@ from msgspec import Struct, structs
 
 from gateway.access.audit_log import Fact
 from gateway.adapter_loads import AdapterLoads, with_adapter
-from gateway.admin_types import Reload
+from gateway.admin_types import ReloadResult
 from gateway.config.settings import Config, ConfigError, ModelConfig, file_key
 from gateway.errors import Unavailable
-from gateway.pool.pool import Applied
+from gateway.pool.pool import AppliedConfig
 from gateway.services import Services
 from gateway.telemetry.logs import set_level
 
@@ -33,24 +33,24 @@ FIXED: Final = (
 )
 
 
-class App(Protocol):
+class ReloadTarget(Protocol):
     """Port to the app, which a new configuration is applied to."""
 
     @property
     def services(self) -> Services: ...
-    def apply(self, config: Config) -> Applied: ...
+    def apply(self, config: Config) -> AppliedConfig: ...
 
 
 class Reloader:
     """Reads with `read`, which raises `ConfigError`, and applies what has changed. One reload at a time."""
 
-    def __init__(self, app: App, read: Callable[[], Config]) -> None:
+    def __init__(self, app: ReloadTarget, read: Callable[[], Config]) -> None:
         self._app = app
         self._read = read
         self._lock = asyncio.Lock()
         self.adapter_loads = AdapterLoads()
 
-    async def reload(self) -> Reload:
+    async def reload(self) -> ReloadResult:
         """Returns what it did. Models that it restarts or removes may still be at it.
 
         Raises `ConfigError`, logged, and `Unavailable` when the daemon is about to end.
@@ -91,13 +91,13 @@ class Reloader:
                 models = config.models | {model: structs.replace(known, adapters=adapters)}
                 self._app.apply(structs.replace(config, models=models))
 
-    async def preview(self) -> tuple[Config, Reload]:
+    async def preview(self) -> tuple[Config, ReloadResult]:
         """The configuration that a reload would apply, and what that would change. Raises `ConfigError`."""
         wanted = await asyncio.to_thread(self._read)
         services = self._app.services
         old = services.config
         new = self.adapter_loads.over(with_fixed(wanted, old))
-        changes_here = Reload(
+        changes_here = ReloadResult(
             added=[name for name in new.models if name not in old.models],
             removed=[name for name in old.models if name not in new.models],
             restarted=services.pool.would_restart(new),
@@ -106,14 +106,14 @@ class Reloader:
         )
         return new, changes_here
 
-    def _apply(self, wanted: Config) -> Reload:
+    def _apply(self, wanted: Config) -> ReloadResult:
         old = self._app.services.config
         new = self.adapter_loads.over(with_fixed(wanted, old))
         applied = self._app.apply(new)
         self.adapter_loads.settle(new)
         if new.server.log_level != old.server.log_level:
             set_level(new.server.log_level)
-        done = Reload(
+        done = ReloadResult(
             added=applied.added,
             removed=applied.removed,
             restarted=applied.restarted,
@@ -151,7 +151,7 @@ def changes(old: Config, new: Config) -> Iterator[str]:
             yield from _differences(before, model, f"models.{name}")
 
 
-def describe(done: Reload) -> str:
+def describe(done: ReloadResult) -> str:
     """In one line."""
     parts = [
         f"{what} {', '.join(names)}"
@@ -166,7 +166,7 @@ def describe(done: Reload) -> str:
     return "; ".join(parts) or ("nothing is applied now" if done.needs_restart else "nothing has changed")
 
 
-def facts_of(done: Reload) -> dict[str, Fact]:
+def facts_of(done: ReloadResult) -> dict[str, Fact]:
     """Facts of a reload, for the audit log."""
     lists: dict[str, list[str]] = msgspec.to_builtins(done)
     return {name: names for name, names in lists.items() if names}

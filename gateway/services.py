@@ -9,35 +9,35 @@ from gateway.access.key_addresses import KeyAddresses
 from gateway.access.key_file import KeyFile
 from gateway.access.keyring import Keyring
 from gateway.access.ledger import Ledger
-from gateway.access.strangers import Sample, Throttle
+from gateway.access.strangers import LogSample, Throttle
 from gateway.access.usage import UsageFile
 from gateway.config.periods import zone_of
 from gateway.config.settings import Config, ModelConfig
 from gateway.home.home_paths import audit_path
 from gateway.http.capture import Captures
 from gateway.http.tls import Tls
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.resolve import Fetch, bounded, fetch_public
 from gateway.peers.fleet import Fleet
-from gateway.peers.placement import Place
+from gateway.peers.placement import CandidatePlace
 from gateway.peers.upstream_client import Clients
 from gateway.pool.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.bodies import Bodies, memory_bytes, share_bytes
 from gateway.request.in_flight import Requests
 from gateway.request.model_load import LoadMeter
-from gateway.request.record import Record
-from gateway.request.routing import Live
+from gateway.request.record import RequestRecord
+from gateway.request.routing import LiveConfig
 from gateway.request.runtime import Runtime
 from gateway.task_set import TaskSet
 from gateway.telemetry.metrics import Metrics
 
 
-class Tracer(Protocol):
+class SpanTracer(Protocol):
     """Makes spans of requests; `otel.Tracer` is the one there is."""
 
-    def export(self, record: Record) -> str:
+    def export(self, record: RequestRecord) -> str:
         """Queue the spans of a request that has ended. Returns the trace's id."""
         ...
 
@@ -56,10 +56,10 @@ class Services(Runtime):
     audit: AuditTrail
     addresses: KeyAddresses
     throttle: Throttle
-    sample: Sample
+    sample: LogSample
     captures: Captures
     usage: UsageFile
-    tracer: Tracer | None
+    tracer: SpanTracer | None
     tls: Tls | None
     tasks: TaskSet
     # Of this daemon's models, for those who choose among daemons.
@@ -67,11 +67,13 @@ class Services(Runtime):
     upstreams: Clients
 
     @classmethod
-    def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics, tracer: Tracer | None = None) -> "Services":
+    def make(
+        cls, config: Config, pool: Pool, link: WorkerLink, metrics: Metrics, tracer: SpanTracer | None = None
+    ) -> "Services":
         """Raises `KeysUnusable` and `CertificateUnusable`."""
         metrics.declare(config.models)
         metrics.unacked_aborts = lambda: link.aborts.count
-        live = Live(config)
+        live = LiveConfig(config)
         metrics.has_vllm_names = lambda: live.config.server.metrics_compat == "vllm"
         trail = AuditTrail(Audit(config.home))
         metrics.audit_lines_lost = lambda: trail.lost
@@ -108,7 +110,7 @@ class Services(Runtime):
             audit=trail,
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),
             throttle=Throttle(lambda: live.config.server),
-            sample=Sample(),
+            sample=LogSample(),
             requests=requests,
             captures=Captures(config.capture_dir, lambda: live.config.server),
             usage=UsageFile(config.usage_path, metrics, meters=keyring.meters),
@@ -130,9 +132,9 @@ class Services(Runtime):
             self.tracer.close()
 
 
-def _here(meter: LoadMeter, model: ModelConfig) -> Place:
+def _here(meter: LoadMeter, model: ModelConfig) -> CandidatePlace:
     load = meter.read(model)
-    return Place("", load.wait_s, load.prefill_rate, load.load_s)
+    return CandidatePlace("", load.wait_s, load.prefill_rate, load.load_s)
 
 
 def _loads(meter: LoadMeter, model: ModelConfig) -> tuple[int, float]:

@@ -22,7 +22,7 @@ WIDTHS: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "uint8"
 _INDEX_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExpertTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of an expert: an array of its layer's projection, in MLX's names, and its place in the record."""
 
     projection: str
@@ -40,7 +40,7 @@ class ExpertLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
     experts: int
     record_bytes: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[ExpertTensor, ...]
     # By projection: group size and bits of quantized weights, and their mode.
     quantization: dict[str, tuple[int, int, str]] = {}
 

@@ -56,7 +56,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return self.code in RETRYABLE
 
 
-class Exit(IntEnum):
+class ExitStatus(IntEnum):
     """Worker exit statuses (sysexits.h where one fits)."""
 
     OK = 0
@@ -70,7 +70,9 @@ class Exit(IntEnum):
 
 
 # Starting again cannot help until the configuration or the files change.
-FINAL_EXITS = frozenset({Exit.BAD_CONFIG, Exit.MODEL_UNUSABLE, Exit.INCOMPATIBLE, Exit.OUT_OF_MEMORY})
+FINAL_EXITS = frozenset(
+    {ExitStatus.BAD_CONFIG, ExitStatus.MODEL_UNUSABLE, ExitStatus.INCOMPATIBLE, ExitStatus.OUT_OF_MEMORY}
+)
 
 EXIT_MEANING = {
     0: "stopped as asked",

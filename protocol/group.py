@@ -1,13 +1,14 @@
 """Messages between the ranks of a group: one model that several processes run together, each with a part of it.
 
 Rank 0 is an ordinary worker to its gateway. It decides all that hangs on a clock, a thread, bytes or a client, and
-says it in a `Plan` before each tick; the others, its followers, replay the plan on their parts. Two connections join a
-follower to rank 0, which binds both: the *plan*, between the two engine threads, and the *watch*, between threads that
-no engine can block. Both are CURVE over TCP, with keys that the gateway makes for each start. All ranks are of one
-version of mlxd, which `Join` says and rank 0 checks, so that fields may change between versions.
+says it in a `TickPlan` before each tick; the others, its followers, replay the plan on their parts. Two connections
+join a follower to rank 0, which binds both: the *plan*, between the two engine threads, and the *watch*, between
+threads that no engine can block. Both are CURVE over TCP, with keys that the gateway makes for each start. All ranks
+are of one version of mlxd, which `JoinGroup` says and rank 0 checks, so that fields may change between versions.
 
-Plan: `Join` up, `Go` down, `Loaded` up, then `Plan` down and `Done` up for each, with a `Measured` before it where
-there is a `Share` in it. Watch: `Beat` both ways, `Left` down and `Failed` up.
+Plan: `JoinGroup` up, `StartLoading` down, `RankLoaded` up, then `TickPlan` down and `PlanDone` up for each, with a
+`RankMemory` before it where there is a `GroupShare` in it. Watch: `RankHeartbeat` both ways, `GroupStopped` down and
+`RankFailed` up.
 """
 
 from typing import Final
@@ -29,7 +30,7 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
     mlx_lm: str
 
 
-class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """A follower is there. `form` is a digest of its model's files and of what changes its numbers.
 
     `links` are the addresses `ip:port` at which it will listen for a ring, and `devices` its RDMA devices by rank.
@@ -47,7 +48,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
     devices: tuple[str, ...] = ()
 
 
-class Go(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """All have joined: connect by `backend`, then load. `links` are those of all ranks; `split` are layers by rank."""
 
     backend: str
@@ -58,7 +59,7 @@ class Go(msgspec.Struct, frozen=True, array_like=True, tag=2):
     split: tuple[int, ...] = ()
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """A follower's part is in memory. `needs_checkpoints`: some of its layers go on at checkpoints only."""
 
     rank: int
@@ -70,7 +71,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
 # -- operations, in the order in which rank 0 has done them ----------------------------------------------------------
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag=16):
+class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=16):
     """A new batch without rows, on a new prefix cache of so many bytes."""
 
     lane: str
@@ -78,7 +79,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=16):
     needs_checkpoints: bool
 
 
-class Insert(msgspec.Struct, frozen=True, array_like=True, tag=17):
+class InsertRow(msgspec.Struct, frozen=True, array_like=True, tag=17):
     """A row enters the batch. Rank 0 has found `reused` of its tokens in its prefix cache: a follower must as well.
 
     `top` is how many likeliest tokens of each position of its prompt are wanted; None where none is scored.
@@ -96,13 +97,13 @@ class Insert(msgspec.Struct, frozen=True, array_like=True, tag=17):
     top: int | None = None
 
 
-class Remove(msgspec.Struct, frozen=True, array_like=True, tag=18):
+class RemoveRow(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """A row leaves the batch before its end; what it has computed goes to the prefix cache."""
 
     rid: int
 
 
-class Resize(msgspec.Struct, frozen=True, array_like=True, tag=19):
+class ResizeCache(msgspec.Struct, frozen=True, array_like=True, tag=19):
     """Another budget of the prefix cache. Where `token_bytes` is not 0, cached prefixes count as so much a token and a
     checkpoint, with so many arrays, whatever their part on a rank takes."""
 
@@ -112,30 +113,30 @@ class Resize(msgspec.Struct, frozen=True, array_like=True, tag=19):
     arrays: int = 0
 
 
-class Clear(msgspec.Struct, frozen=True, array_like=True, tag=20):
+class ClearCache(msgspec.Struct, frozen=True, array_like=True, tag=20):
     """Nothing that was computed before is reused."""
 
 
-class Settle(msgspec.Struct, frozen=True, array_like=True, tag=21):
+class SettleMemory(msgspec.Struct, frozen=True, array_like=True, tag=21):
     """Rows that have ended are stored."""
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """Another share of memory for the ranks of rank 0's host, as in `SetMemory`. Answered by `Measured`."""
+class GroupShare(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """Another share of memory for the ranks of rank 0's host, as in `SetMemory`. Answered by `RankMemory`."""
 
     share_bytes: int
     kv_part: float = 1.0
     cache_part: float = 1.0
 
 
-class Leave(msgspec.Struct, frozen=True, array_like=True, tag=24):
-    """The group ends. A follower answers with `Done`, and exits."""
+class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag=24):
+    """The group ends. A follower answers with `PlanDone`, and exits."""
 
 
-Op = Begin | Insert | Remove | Resize | Clear | Settle | Share | Leave
+Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | SettleMemory | GroupShare | LeaveGroup
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class TickPlan(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Operations, then a tick with at most `chunk` tokens of each prompt; 0 is no tick.
 
     `crc` is of all that was generated up to the plan before: a follower that has another one must not run this one.
@@ -148,7 +149,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=4):
     rides: bool = True
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """A plan was done. `crc` is of all rids and ids that were generated up to now."""
 
     rank: int
@@ -158,7 +159,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=5):
     memory: int = 0
 
 
-class Measured(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class RankMemory(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Memory of a rank: KV bytes of one sequence by its length, and the room that it has for KV and for prefixes.
 
     `windows` are bytes per token up to so many; `widest` is the layer with the most bytes per token; `arrays` are those
@@ -176,7 +177,7 @@ class Measured(msgspec.Struct, frozen=True, array_like=True, tag=6):
     limit: int = 0
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, tag=7):
+class RankHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """A sign of life several times a second, with the newest plan that was begun and the newest that was done.
 
     `cpu_s` is the CPU time of the process since it began the plan that runs.
@@ -188,7 +189,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=7):
     cpu_s: float = 0.0
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag=8):
+class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """The last message of a follower that cannot go on. `status` is what it exits with."""
 
     rank: int
@@ -196,13 +197,15 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=8):
     failure: Failure
 
 
-class Left(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Rank 0 has stopped the group: its end is no loss. Said in place of `Beat`, until all have answered `Leave`."""
+class GroupStopped(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Rank 0 has stopped the group: its end is no loss. Said in place of `RankHeartbeat`, until all have answered
+    `LeaveGroup`.
+    """
 
 
-Down = Go | Plan
-Up = Join | Loaded | Done | Measured
-Watch = Beat | Failed | Left
+Down = StartLoading | TickPlan
+Up = JoinGroup | RankLoaded | PlanDone | RankMemory
+Watch = RankHeartbeat | RankFailed | GroupStopped
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _down: Final[msgspec.msgpack.Decoder[Down]] = msgspec.msgpack.Decoder(Down)

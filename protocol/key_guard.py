@@ -8,7 +8,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 
-class Admitted:
+class AllowedKeys:
     """The public keys that may connect, as ZAP asks for them at each handshake."""
 
     def __init__(self, keys: Callable[[], Collection[str]], on_refusal: Callable[[str], None]) -> None:
@@ -24,7 +24,7 @@ class Admitted:
         return is_admitted
 
 
-def guard(context: "zmq.Context[Any]", admitted: Admitted) -> AsyncioAuthenticator:
+def guard(context: "zmq.Context[Any]", admitted: AllowedKeys) -> AsyncioAuthenticator:
     """Ask `admitted` about each key that connects to a CURVE socket of this context. Before any of them is bound."""
     authenticator = AsyncioAuthenticator(context)
     authenticator.start()

@@ -124,7 +124,7 @@ class ScorePrompt(msgspec.Struct, frozen=True, array_like=True, tag=5):
     params: tuple[str, str] = ("query", "documents")
 
 
-class HearPrompt(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class TranscribePrompt(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """A clip to write down what is said in it, or with `is_translated` that in English.
 
     `data` is the client's file. `language` is an ISO 639-1 code, empty is as heard; `text` is what was said before, or
@@ -139,7 +139,7 @@ class HearPrompt(msgspec.Struct, frozen=True, array_like=True, tag=6):
     most_s: float = 0.0
 
 
-class SpeakPrompt(msgspec.Struct, frozen=True, array_like=True, tag=7):
+class SpeechPrompt(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """A text to speak, in one of the formats of files of `AudioInfo`.
 
     `voice` is one of the model's, empty is its own choice; `instructions` are for models that take some. Speech of more
@@ -154,7 +154,7 @@ class SpeakPrompt(msgspec.Struct, frozen=True, array_like=True, tag=7):
     most_s: float = 0.0
 
 
-Prompt = ChatPrompt | TextPrompt | TokensPrompt | EmbedPrompt | ScorePrompt | HearPrompt | SpeakPrompt
+Prompt = ChatPrompt | TextPrompt | TokensPrompt | EmbedPrompt | ScorePrompt | TranscribePrompt | SpeechPrompt
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -399,7 +399,7 @@ Down = (
 # -- upstream --------------------------------------------------------------------------------------------------------
 
 
-class Kind(IntEnum):
+class DeltaKind(IntEnum):
     """Kind of a `Delta`'s text."""
 
     TEXT = 0
@@ -546,7 +546,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kept: int = 0
 
 
-class Tool(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The tool call that a TOOL_* delta belongs to. `name` is set on TOOL_BEGIN only."""
 
     index: int
@@ -560,16 +560,16 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `token_ids` are the sampled ids that the text so far accounts for: a successor that is given their concatenation as
     `Generate.resume` goes on with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`.
     `data` is the whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends it: float32 numbers,
-    little-endian, the vectors one after the other, or one score a pair. For a `SpeakPrompt` it is the next part of a
-    file, for a `HearPrompt` a `transcript.Part`. Then `token_ids` are those of `text`, or zeros, `SPOKEN_RATE` a
+    little-endian, the vectors one after the other, or one score a pair. For a `SpeechPrompt` it is the next part of a
+    file, for a `TranscribePrompt` a `transcript.Part`. Then `token_ids` are those of `text`, or zeros, `SPOKEN_RATE` a
     second: a successor computes all again, and leaves out what `Generate.resume` has.
     """
 
     rid: int
-    kind: Kind = Kind.TEXT
+    kind: DeltaKind = DeltaKind.TEXT
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    tool: Tool | None = None
+    tool: ToolCallDelta | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: Finish | None = None
     usage: Usage | None = None

@@ -1,7 +1,7 @@
 """Messages between mlxd daemons: what a gateway asks of a peer, and the frames of the stream that answers it.
 
 A request is one msgpack array, `PeerRequest`; its answer is a stream of frames, each a length of 4 bytes, big-endian,
-and a message: those that a worker sends, with the rids of the gateway that asks, and `Alive`. Fields are only ever
+and a message: those that a worker sends, with the rids of the gateway that asks, and `PeerAlive`. Fields are only ever
 appended, with a default. A gateway asks only peers of its own major and of no older minor than its own: what it asks
 for is understood there.
 """
@@ -39,11 +39,11 @@ class PeerRequest(msgspec.Struct, frozen=True, array_like=True):
     question: Tokenize | Detokenize | None = None
 
 
-class Alive(msgspec.Struct, frozen=True, array_like=True, tag=64):
+class PeerAlive(msgspec.Struct, frozen=True, array_like=True, tag=64):
     """Nothing new: the daemon lives. It says this at least once a second where it has nothing else to say."""
 
 
-PeerUp = Accepted | Rejected | Progress | Step | Tokenized | Alive
+PeerUp = Accepted | Rejected | Progress | Step | Tokenized | PeerAlive
 
 
 class PeerModel(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ import msgspec
 BLOCK: Final = 64
 
 
-class Drafted(msgspec.Struct, frozen=True, array_like=True):
+class DraftStats(msgspec.Struct, frozen=True, array_like=True):
     """Drafts of one source since the worker's start: how many, their tokens, and of these the accepted ones.
 
     `by_position` counts drafts of which the token at that place was accepted.
@@ -70,7 +70,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     mem_limit: int = 0
     # Steps that found no memory, after each of which KV got half.
     allocation_failures: int = 0
-    drafted: tuple[Drafted, ...] = ()
+    drafted: tuple[DraftStats, ...] = ()
     # Tokens of a row in the newest step, and tokens a second of steps with drafts ÷ of steps without.
     draft_width: int = 0
     draft_gain: float = 0.0

@@ -36,7 +36,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     words: tuple[Word, ...] = ()
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class TranscriptPart(msgspec.Struct, frozen=True, array_like=True):
     """Text of one window. `seconds` is the length of the whole clip."""
 
     segments: tuple[Segment, ...]
@@ -45,14 +45,14 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Part] = msgspec.msgpack.Decoder(Part)
+_decoder: msgspec.msgpack.Decoder[TranscriptPart] = msgspec.msgpack.Decoder(TranscriptPart)
 
 
-def encode(part: Part) -> bytes:
+def encode(part: TranscriptPart) -> bytes:
     """The `data` of a delta."""
     return _encoder.encode(part)
 
 
-def decode(data: bytes) -> Part:
+def decode(data: bytes) -> TranscriptPart:
     """The part in the `data` of a delta. Raises `msgspec.DecodeError`."""
     return _decoder.decode(data)

@@ -15,7 +15,7 @@ class Difference(msgspec.Struct, frozen=True):
     margin: float | None = None
 
 
-class Check(msgspec.Struct, frozen=True):
+class VerifyCheck(msgspec.Struct, frozen=True):
     """One way of running the same requests. `note` says why it was left out, or proves nothing."""
 
     name: str

@@ -70,7 +70,7 @@ class LoadFacts(msgspec.Struct, frozen=True):
     row_bytes: Count = 0
 
 
-class Speed(msgspec.Struct, frozen=True):
+class MeasuredSpeed(msgspec.Struct, frozen=True):
     """Tokens a second of so many rows that generate, or of a prompt of so many tokens."""
 
     size: Tokens
@@ -85,13 +85,13 @@ class Calibration(msgspec.Struct, frozen=True):
     """
 
     at: float
-    decode: Annotated[tuple[Speed, ...], Meta(max_length=32)]
-    prefill: Annotated[tuple[Speed, ...], Meta(max_length=32)]
+    decode: Annotated[tuple[MeasuredSpeed, ...], Meta(max_length=32)]
+    prefill: Annotated[tuple[MeasuredSpeed, ...], Meta(max_length=32)]
     max_running: Rows
     buffer_bytes: Count
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CalibrationResult(msgspec.Struct, frozen=True):
     """Line that `python -m worker.calibrate` prints.
 
     `kind` is `decode` or `prefill`, with tokens a second of `size` rows or prompt tokens; `buffers`, of which `size`
@@ -103,7 +103,7 @@ class Finding(msgspec.Struct, frozen=True):
     tokens_per_s: float = 0.0
 
 
-class Wisdom(msgspec.Struct, frozen=True, kw_only=True):
+class TimingProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Content of a file. `doubts` are starts in a row after which the times were found to be others."""
 
     format: int
@@ -119,11 +119,11 @@ class Wisdom(msgspec.Struct, frozen=True, kw_only=True):
     calibration: Calibration | None = None
 
 
-class Unusable(Exception):
+class UnusableProfile(Exception):
     """A file of wisdom that cannot be used."""
 
 
-_decoder = msgspec.json.Decoder(Wisdom)
+_decoder = msgspec.json.Decoder(TimingProfile)
 
 
 def wisdom_dir(home: Path) -> Path:
@@ -144,31 +144,31 @@ def file_of(folder: Path, model: str, key: str) -> Path:
     return folder / f"{_stem(model)}-{key[:_KEY_CHARS]}.json"
 
 
-def read(file: Path) -> Wisdom:
-    """Raises `Unusable`, and `FileNotFoundError` or `NotADirectoryError` where there is none."""
+def read(file: Path) -> TimingProfile:
+    """Raises `UnusableProfile`, and `FileNotFoundError` or `NotADirectoryError` where there is none."""
     try:
         with file.open("rb") as stream:
             text = stream.read(FILE_BYTES_MAX + 1)
         if len(text) > FILE_BYTES_MAX:
-            raise Unusable(f"it is longer than {FILE_BYTES_MAX} bytes")
+            raise UnusableProfile(f"it is longer than {FILE_BYTES_MAX} bytes")
         wisdom = _decoder.decode(text)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, *UNREADABLE) as error:
-        raise Unusable(str(error)) from None
+        raise UnusableProfile(str(error)) from None
     if wisdom.format != FORMAT:
-        raise Unusable(f"it has format {wisdom.format}, not {FORMAT}")
+        raise UnusableProfile(f"it has format {wisdom.format}, not {FORMAT}")
     return wisdom
 
 
-def newest(folder: Path, model: str, path: str) -> Wisdom | None:
-    """Newest file of a model that is loaded from `path`, whatever its key. Raises `Unusable`."""
+def newest(folder: Path, model: str, path: str) -> TimingProfile | None:
+    """Newest file of a model that is loaded from `path`, whatever its key. Raises `UnusableProfile`."""
     files = _files(folder, model)
     wisdom = read(files[0]) if files else None
     return wisdom if wisdom is not None and (wisdom.model, wisdom.path) == (model, path) else None
 
 
-def write(folder: Path, wisdom: Wisdom) -> None:
+def write(folder: Path, wisdom: TimingProfile) -> None:
     """Put it in place of what was kept under its key; at no time is there half a file. Raises `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = file_of(folder, wisdom.model, wisdom.key)

@@ -30,7 +30,7 @@ from tests.support.models import VOCAB, tiny_tokenizer
 from worker.cache.kv import leaves
 from worker.engine.self_check import SAMPLE, choose
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.verify.verifier import Verifier
 
 CONFIGURATIONS: Final = Path(__file__).parent / "support" / "architectures.json"
@@ -92,7 +92,7 @@ def examine(name: str) -> Row:
     with tempfile.TemporaryDirectory(prefix="mlxd-soak-") as folder:
         tiny_tokenizer().save_pretrained(folder)
         tokenizer = load_tokenizer(Path(folder), {}, eos_token_ids=2)
-        loaded = Loaded(model, tokenizer, Path(folder), kind, VOCAB, CONTEXT, (2,), 0, plan)
+        loaded = LoadedModel(model, tokenizer, Path(folder), kind, VOCAB, CONTEXT, (2,), 0, plan)
         checks = list(Verifier(loaded, spec(Path(folder)), TOKENS, WORDS).checks())
     told = tuple("-" if check.is_skipped else "yes" if check.is_good else "no" for check in checks[1:])
     lane = str(plan.lane) if plan.reuses_prefixes else f"{plan.lane}, no prefixes"

@@ -1,7 +1,7 @@
 """`python -m worker.calibrate`: how quick is a model here, by rows, by length of prompt and by width of drafts?
 
 Loads the model, measures within a given time, and writes the results where the next worker of the model looks for
-them. Prints a `protocol.wisdom.Finding` a line. Exit statuses are those of a worker.
+them. Prints a `protocol.wisdom.CalibrationResult` a line. Exit statuses are those of a worker.
 """
 
 import argparse
@@ -16,21 +16,21 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from protocol.failures import Exit, Failure
+from protocol.failures import ExitStatus, Failure
 from protocol.kinds import TEXT
 from protocol.spec import WorkerSpec, read_spec
-from protocol.wisdom import FOLDER_ENV, Calibration, Finding, Speed
+from protocol.wisdom import FOLDER_ENV, Calibration, CalibrationResult, MeasuredSpeed
 from worker.checked_model import load_checked
 from worker.embedding.load_model import kind_of_spec
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import Inbox
+from worker.engine.inbox import EngineInbox
 from worker.engine.loop import Engine
-from worker.engine.output import Writer
+from worker.engine.output import OutputWriter
 from worker.engine.row import Row
 from worker.errors import LoadFailed
 from worker.model import memory
-from worker.model.lanes import Lane
-from worker.model.loader import Loaded
+from worker.model.lanes import BatchMode
+from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 from worker.speculation.costs import WIDTHS, StepCosts
 from worker.speculation.drafter import NoDrafts
@@ -84,7 +84,13 @@ class Bench:
     learned; its batches draft by `blocks`."""
 
     def __init__(
-        self, loaded: Loaded, spec: WorkerSpec, engine: Engine, writer: Writer, gauges: Gauges, blocks: _Blocks
+        self,
+        loaded: LoadedModel,
+        spec: WorkerSpec,
+        engine: Engine,
+        writer: OutputWriter,
+        gauges: Gauges,
+        blocks: _Blocks,
     ) -> None:
         self._loaded = loaded
         self._engine = engine
@@ -95,15 +101,15 @@ class Bench:
         self._longest = spec.prefill_chunk
         self._batch = engine.new_batch()
 
-    def decode(self, limit_s: float) -> Iterator[Speed]:
+    def decode(self, limit_s: float) -> Iterator[MeasuredSpeed]:
         """Tokens a second of more and more rows, until more of them gain little."""
         before = 0.0
-        for rows in ROWS if self._loaded.plan.lane is not Lane.SINGLE else ROWS[:1]:
+        for rows in ROWS if self._loaded.plan.lane is not BatchMode.SINGLE else ROWS[:1]:
             if rows > 1 and self._engine.kv_cost.bytes(rows, PROMPT + OUTPUT // 8) > self._kv_limit:
                 return
             self._start(rows)
             steps, seconds = self._steps(limit_s / len(ROWS))
-            speed = Speed(rows, rows * steps / seconds)
+            speed = MeasuredSpeed(rows, rows * steps / seconds)
             yield speed
             if speed.tokens_per_s < GAIN * before:
                 return
@@ -122,7 +128,7 @@ class Bench:
                     self._steps(limit_s / 2 / len(WIDTHS))
             self._blocks.width = 1
 
-    def prefill(self, limit_s: float) -> Iterator[Speed]:
+    def prefill(self, limit_s: float) -> Iterator[MeasuredSpeed]:
         """Tokens a second of prompts of more and more tokens, each alone."""
         begin = time.perf_counter()
         for tokens in PROMPTS:
@@ -137,11 +143,11 @@ class Bench:
             began, done = time.perf_counter(), 0
             while self._batch.prefilling and (done == 0 or time.perf_counter() - began < limit_s / len(PROMPTS)):
                 done += self._tick(self._longest, done)
-            yield Speed(tokens, done / (time.perf_counter() - began))
+            yield MeasuredSpeed(tokens, done / (time.perf_counter() - began))
 
     def riding(self, limit_s: float) -> None:
         """Chunks beside rows that generate, of each size and both ways."""
-        if self._loaded.plan.lane is Lane.SINGLE:
+        if self._loaded.plan.lane is BatchMode.SINGLE:
             return
         end = time.perf_counter() + limit_s
         for tokens, rides in product((each for each in CHUNKS if each <= self._longest), (True, False)):
@@ -161,7 +167,7 @@ class Bench:
             limit = max(memory.usual_buffers() if part == BUFFER_PARTS[0] else 0, total // part)
             device.clear_cache()
             device.set_cache_limit(limit)
-            self._start(BESIDE if self._loaded.plan.lane is not Lane.SINGLE else 1)
+            self._start(BESIDE if self._loaded.plan.lane is not BatchMode.SINGLE else 1)
             steps, seconds = self._steps(limit_s / len(BUFFER_PARTS))
             if steps / seconds > BUFFER_GAIN * best_rate:
                 best, best_rate = limit, steps / seconds
@@ -209,33 +215,33 @@ class Bench:
         self._batch = self._engine.new_batch()
 
 
-def calibrate(spec: WorkerSpec, seconds: float, folder: str, tell: Callable[[Finding], None]) -> None:
+def calibrate(spec: WorkerSpec, seconds: float, folder: str, tell: Callable[[CalibrationResult], None]) -> None:
     """Measure and write. Raises `LoadFailed`, and `OSError` where the results cannot be written."""
     spec = replace(spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0)
     loaded = load_checked(spec, lambda _stage, _done, _total: None)
     writer, gauges, blocks = Intake(loaded, spec.parser).writer, Gauges(), _Blocks(loaded.vocab_size)
-    engine = Engine(loaded, spec, Inbox(), lambda _message: None, gauges, writer, blocks, keeps=folder)
+    engine = Engine(loaded, spec, EngineInbox(), lambda _message: None, gauges, writer, blocks, keeps=folder)
     engine.warm_up([1] * min(PROMPT, loaded.max_context - 4))
     assert engine.kept is not None
     blocks.costs = engine.kept.costs
     bench = Bench(loaded, spec, engine, writer, gauges, blocks)
-    decode, prefill = list[Speed](), list[Speed]()
+    decode, prefill = list[MeasuredSpeed](), list[MeasuredSpeed]()
     for speed in bench.decode(DECODE_PART * seconds):
         decode.append(speed)
-        tell(Finding("decode", speed.size, speed.tokens_per_s))
+        tell(CalibrationResult("decode", speed.size, speed.tokens_per_s))
     for speed in bench.prefill(PREFILL_PART * seconds):
         prefill.append(speed)
-        tell(Finding("prefill", speed.size, speed.tokens_per_s))
+        tell(CalibrationResult("prefill", speed.size, speed.tokens_per_s))
     bench.blocks(BLOCKS_PART * seconds)
     bench.riding(RIDING_PART * seconds)
     buffers = bench.buffers(BUFFERS_PART * seconds, memory.allowed(spec), memory.MlxDevice())
-    tell(Finding("buffers", buffers))
+    tell(CalibrationResult("buffers", buffers))
     most = enough(decode)
     engine.kept.calibrated(Calibration(time.time(), tuple(decode), tuple(prefill), most, buffers))
-    tell(Finding("max_running", most))
+    tell(CalibrationResult("max_running", most))
 
 
-def enough(decode: Sequence[Speed]) -> int:
+def enough(decode: Sequence[MeasuredSpeed]) -> int:
     """The smallest number of rows from which twice as many gain less than a tenth."""
     for speed, double in pairwise(decode):
         if double.tokens_per_s < GAIN * speed.tokens_per_s:
@@ -251,23 +257,23 @@ def main(argv: list[str] | None = None) -> int:
     spec, folder = read_spec(options.spec), os.environ.get(FOLDER_ENV, "")
     if not folder:
         print(f"worker.calibrate: {FOLDER_ENV} names no folder for the results", file=sys.stderr)
-        return Exit.BAD_CONFIG
+        return ExitStatus.BAD_CONFIG
     try:
         memory.prepare_load()
         if kind_of_spec(spec) != TEXT:
             print(f"model '{spec.name}' generates no text: there is nothing to calibrate", file=sys.stderr)
-            return Exit.BAD_CONFIG
+            return ExitStatus.BAD_CONFIG
         calibrate(spec, options.seconds, folder, lambda each: print(msgspec.json.encode(each).decode(), flush=True))
     except LoadFailed as error:
         print(_say(error.failure), file=sys.stderr)
         return error.exit_status
     except OSError as error:
         print(f"the results cannot be written: {error}", file=sys.stderr)
-        return Exit.INTERNAL
+        return ExitStatus.INTERNAL
     except Exception as error:  # the boundary to code of every architecture, and to memory that is not there
         print(f"a measurement failed: {type(error).__name__}: {error}", file=sys.stderr)
-        return Exit.INTERNAL
-    return Exit.OK
+        return ExitStatus.INTERNAL
+    return ExitStatus.OK
 
 
 def _say(failure: Failure) -> str:

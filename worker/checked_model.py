@@ -12,24 +12,24 @@ from worker.adapters.adapters import attach
 from worker.drafting.proposers import attach_draft, attach_head
 from worker.drafting.stored_head import NoHead
 from worker.engine.kv_check import quantize_kv
-from worker.engine.partners import Partners
+from worker.engine.partners import RankPeers
 from worker.engine.self_check import choose, sample
 from worker.errors import LoadFailed
 from worker.model.division import Division
-from worker.model.lanes import DETERMINISTIC, Lane, Plan
-from worker.model.loader import Loaded, load, read_config, resolve
+from worker.model.lanes import DETERMINISTIC, BatchMode, BatchModePlan
+from worker.model.loader import LoadedModel, load, read_config, resolve
 from worker.prompt.templates import adopt_template, check_template
 from worker.sparse.gap_check import gap_problem
-from worker.sparse.importance import Reader
+from worker.sparse.importance import ImportanceReader
 
 
 def load_checked(
     spec: WorkerSpec,
     progress: Callable[[str, int, int], None],
     division: Division | None = None,
-    partners: Partners | None = None,
-    check: Callable[[Any, Sequence[int], str, Partners | None], Plan] = choose,
-) -> Loaded:
+    partners: RankPeers | None = None,
+    check: Callable[[Any, Sequence[int], str, RankPeers | None], BatchModePlan] = choose,
+) -> LoadedModel:
     """Load what `spec` names and choose its lane by `check`; `progress` as for `load`. Raises `LoadFailed`."""
     if spec.chat_template:
         check_template(spec.chat_template)
@@ -45,16 +45,16 @@ def load_checked(
             raise _no_sparse("deterministic = true")
         return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
     plan = check(loaded.model, ids, spec.batching, partners)
-    if plan.lane is Lane.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
+    if plan.lane is BatchMode.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
         # Chunks of equal length would cut media whose tokens must run together.
-        plan = replace(plan, lane=Lane.SINGLE)
+        plan = replace(plan, lane=BatchMode.SINGLE)
     loaded = _with_drafts(replace(loaded, plan=plan), spec)
     if spec.sparse_keep:
         _check_sparse(loaded, spec)
     return _with_adapters(loaded, spec)
 
 
-def _with_adapters(loaded: Loaded, spec: WorkerSpec) -> Loaded:
+def _with_adapters(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
     """The adapters that are configured; one that cannot be served fails alone."""
     assert loaded.linears is not None, "of a model that was loaded"
     adapters = attach(loaded.model, loaded.linears, loaded.plan.lane)
@@ -63,19 +63,19 @@ def _with_adapters(loaded: Loaded, spec: WorkerSpec) -> Loaded:
     return replace(loaded, weights_bytes=loaded.weights_bytes + adapters.nbytes)
 
 
-def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:
+def _with_drafts(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
     """A draft model that is configured, or else the head of its checkpoint, where drafts can be verified."""
     if spec.draft:
-        opened: list[Loaded] = []
+        opened: list[LoadedModel] = []
 
-        def load_draft() -> Loaded:
+        def load_draft() -> LoadedModel:
             opened.append(_load_draft(spec))
             return opened[0]
 
         proposer, weights_bytes = attach_draft(loaded, resolve(spec.draft), load_draft)
         draft = opened[0] if opened else None
         return replace(loaded, proposer=proposer, weights_bytes=loaded.weights_bytes + weights_bytes, draft=draft)
-    if spec.group is not None or spec.speculate == "off" or loaded.plan.lane is not Lane.TOGETHER:
+    if spec.group is not None or spec.speculate == "off" or loaded.plan.lane is not BatchMode.TOGETHER:
         return loaded
     try:
         drafts, weights_bytes = attach_head(loaded.path, loaded.model)
@@ -84,13 +84,13 @@ def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:
     return replace(loaded, proposer=drafts, weights_bytes=loaded.weights_bytes + weights_bytes)
 
 
-def _check_sparse(loaded: Loaded, spec: WorkerSpec) -> None:
+def _check_sparse(loaded: LoadedModel, spec: WorkerSpec) -> None:
     """Refuse a sparse prefill that the model, or what drafts for it, cannot do. Raises `LoadFailed`."""
     if spec.group is not None:
         raise _no_sparse("several machines run this model together")
     if loaded.draft is None:
         raise _no_sparse("it takes a draft model, which chooses the tokens, and a head is none")
-    Reader(loaded.draft)
+    ImportanceReader(loaded.draft)
     if reason := gap_problem(loaded.model, loaded.vocab_size):
         raise _no_sparse(f"{loaded.path.name} cannot leave tokens out: {reason}")
 
@@ -99,7 +99,7 @@ def _no_sparse(reason: str) -> LoadFailed:
     return LoadFailed(Code.BAD_CONFIG, f"sparse_prefill is not possible: {reason}")
 
 
-def _load_draft(spec: WorkerSpec) -> Loaded:
+def _load_draft(spec: WorkerSpec) -> LoadedModel:
     """A model that drafts for another, with its lane."""
     draft = load(structs.replace(spec, path=spec.draft, chat_template=""), lambda _stage, _done, _total: None)
     return replace(draft, plan=choose(draft.model, sample(draft.tokenizer, draft.vocab_size), "auto"))

@@ -9,7 +9,7 @@ WorkerError
 
 from typing import Final
 
-from protocol.failures import Code, Exit, Failure
+from protocol.failures import Code, ExitStatus, Failure
 from worker.text.encodable import encodable
 
 # In the text of an exception of MLX: the device failed, and its state is unknown.
@@ -47,16 +47,16 @@ class WorkerError(Exception):
 
 class LoadFailed(WorkerError):
     @property
-    def exit_status(self) -> Exit:
+    def exit_status(self) -> ExitStatus:
         match self.failure.code:
             case Code.OUT_OF_MEMORY:
-                return Exit.OUT_OF_MEMORY
+                return ExitStatus.OUT_OF_MEMORY
             case Code.BAD_CONFIG:
-                return Exit.BAD_CONFIG
+                return ExitStatus.BAD_CONFIG
             case Code.INCOMPATIBLE:
-                return Exit.INCOMPATIBLE
+                return ExitStatus.INCOMPATIBLE
             case _:
-                return Exit.MODEL_UNUSABLE
+                return ExitStatus.MODEL_UNUSABLE
 
 
 class RequestInvalid(WorkerError):

@@ -18,7 +18,7 @@ log = logging.getLogger("mlxd.worker")
 _TOO_LARGE: Final = Failure(Code.INVALID_REQUEST, "the answer is too large to be sent; ask for less at once")
 
 
-class Frames:
+class MessageEncoder:
     """Encodes messages, on the sending thread alone.
 
     Half a surrogate becomes a question mark. A message above `limit` bytes is an error of the requests in it: a step is

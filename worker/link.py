@@ -14,7 +14,7 @@ import zmq
 from msgspec.structs import replace
 
 from protocol import __version__, codec, sockets
-from protocol.failures import Code, Exit, Failure
+from protocol.failures import Code, ExitStatus, Failure
 from protocol.messages import (
     MAJOR,
     MINOR,
@@ -42,7 +42,7 @@ from protocol.messages import (
 )
 from protocol.spec import WorkerSpec
 from worker.engine.gauges import Gauges
-from worker.frames import Frames
+from worker.frames import MessageEncoder
 
 log = logging.getLogger("mlxd.worker")
 
@@ -52,7 +52,7 @@ Question = Generate | Tokenize | Detokenize
 Control = Abort | Drain | Shutdown | SetMemory | SetPace | SetAdapters
 
 
-class Link:
+class GatewayLink:
     """Speaks for the worker from before the model is loaded until after it is gone.
 
     `on_control` is called on the receiving thread with what the engine must know; `on_question` with new requests.
@@ -63,7 +63,7 @@ class Link:
         self._gauges = gauges
         self._context = zmq.Context()
         self._outbox: SimpleQueue[Up | None] = SimpleQueue()
-        self._frames = Frames(gauges, lambda abort: self.on_control(abort))
+        self._frames = MessageEncoder(gauges, lambda abort: self.on_control(abort))
         self._is_closing = threading.Event()
         # This worker was asked to end, and does.
         self.is_stopped = False
@@ -183,7 +183,7 @@ class Link:
     def _control_while_loading(self, message: Control) -> None:
         match message:
             case Shutdown():
-                os._exit(Exit.OK)  # the main thread may be deep in native code
+                os._exit(ExitStatus.OK)  # the main thread may be deep in native code
             case Drain():
                 self.send(Drained(self._spec.epoch, 0))  # nothing has been accepted yet
             case Abort() | SetMemory() | SetPace() | SetAdapters():
@@ -206,7 +206,7 @@ class Link:
             body()
         except Exception:  # the root of a thread
             log.exception("an IO thread failed")
-            os._exit(Exit.INTERNAL)
+            os._exit(ExitStatus.INTERNAL)
 
 
 def _try_send(socket: "zmq.Socket[bytes]", frame: bytes) -> bool:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from protocol.failures import Code, Exit, Failure
+from protocol.failures import Code, ExitStatus, Failure
 from protocol.kinds import AUDIO, TEXT
 from protocol.messages import Goodbye, Loading, Ready, Rejected, Shutdown
 from protocol.spec import WorkerSpec, read_spec
 from worker.engine.gauges import Gauges
-from worker.link import Link
+from worker.link import GatewayLink
 
 if TYPE_CHECKING:
     from worker.engine.loop import Engine
-    from worker.group.lead import Lead
+    from worker.group.lead import Coordinator
     from worker.jobs.turn_loop import TurnLoop
 
 log = logging.getLogger("mlxd.worker")
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         _check(spec)
     except (msgspec.DecodeError, ValueError) as error:
         print(f"worker: bad --spec: {error}", file=sys.stderr)
-        return Exit.BAD_CONFIG
+        return ExitStatus.BAD_CONFIG
     # Read by MLX at its first attention: plans of cuDNN that are kept, each of which takes some 45 ms to build.
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")
     _prepare_process(spec)
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         from worker.group.follower import follow
 
         return _end(follow(spec))
-    status = Process(spec).run()
+    status = WorkerMain(spec).run()
     return status if spec.group is None else _end(status)
 
 
@@ -90,15 +90,15 @@ def _prepare_process(spec: WorkerSpec) -> None:
     os.environ.setdefault(_MISSES_RAISE, "0")
 
 
-class Process:
+class WorkerMain:
     """Wires link, intake and engine together. The main thread is the engine's."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._gauges = Gauges()
-        self._link = Link(spec, self._gauges)
+        self._link = GatewayLink(spec, self._gauges)
         # Of a group, which this process leads.
-        self._lead: Lead | None = None
+        self._lead: Coordinator | None = None
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compiler")
 
     def run(self) -> int:
@@ -137,15 +137,15 @@ class Process:
         except PartnerLost as error:
             if engine is not None:
                 engine.fail_all(error.failure)
-            return self._leave_group(error.failure, Exit.PARTNER_LOST)
+            return self._leave_group(error.failure, ExitStatus.PARTNER_LOST)
         except Exception as error:  # the root of the process
             log.exception("the worker failed")
             detail = error.failure.detail if isinstance(error, WorkerError) else repr(error)
             failure = Failure(Code.WORKER_DIED, "the model's worker failed; try again", detail)
             if engine is not None:
                 engine.fail_all(failure)
-            return self._leave("step loop failed", failure, Exit.INTERNAL)
-        return self._leave("asked to stop", None, Exit.OK)
+            return self._leave("step loop failed", failure, ExitStatus.INTERNAL)
+        return self._leave("asked to stop", None, ExitStatus.OK)
 
     def _start_text(self) -> "tuple[Engine, Ready]":
         from worker.start_text import start_text
@@ -182,17 +182,17 @@ class Process:
 
     def _lose(self, failure: Failure, status: int) -> None:
         """End the process from a thread of its group: the main thread may wait for another rank forever."""
-        ends_with = self._leave_group(failure, Exit(status))
+        ends_with = self._leave_group(failure, ExitStatus(status))
         self._link.close()
         os._exit(ends_with)
 
-    def _leave_group(self, failure: Failure, status: Exit) -> int:
+    def _leave_group(self, failure: Failure, status: ExitStatus) -> int:
         """Another rank is gone, which is no failure once this one was asked to stop."""
         if self._link.is_stopped:
-            return self._leave("asked to stop", None, Exit.OK)
+            return self._leave("asked to stop", None, ExitStatus.OK)
         return self._leave("the group is lost", failure, status)
 
-    def _leave(self, reason: str, failure: Failure | None, status: Exit) -> int:
+    def _leave(self, reason: str, failure: Failure | None, status: ExitStatus) -> int:
         if failure is not None:
             log.error("%s: %s %s", reason, failure.message, failure.detail)
         self._link.send(Goodbye(self._spec.epoch, reason, failure))

@@ -18,7 +18,7 @@ import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, save_model
 
-from protocol.experts import FOLDER, INDEX, VERSION, ExpertIndex, ExpertLayer, Tensor, has_index
+from protocol.experts import FOLDER, INDEX, VERSION, ExpertIndex, ExpertLayer, ExpertTensor, has_index
 from protocol.towers import has_media
 from worker.errors import LoadFailed
 from worker.experts.expert_cache import put, switches_of
@@ -136,7 +136,7 @@ def _write(
 
 
 def _write_layer(folder: Path, name: str, path: str, switch: Any) -> ExpertLayer:
-    tensors: list[Tensor] = []
+    tensors: list[ExpertTensor] = []
     arrays: list[mx.array] = []
     quantization: dict[str, tuple[int, int, str]] = {}
     end = 0
@@ -151,7 +151,7 @@ def _write_layer(folder: Path, name: str, path: str, switch: Any) -> ExpertLayer
                     f"{path}.{projection}.{tensor} has numbers of a kind that cannot be repacked ({array.dtype})"
                 )
             size = array.nbytes // array.shape[0]
-            tensors.append(Tensor(projection, tensor, kind, tuple(array.shape[1:]), end, size))
+            tensors.append(ExpertTensor(projection, tensor, kind, tuple(array.shape[1:]), end, size))
             arrays.append(array)
             end += -(-size // 64) * 64
     experts = {array.shape[0] for array in arrays}

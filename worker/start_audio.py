@@ -14,14 +14,14 @@ from worker.audio.audio_model import load_audio_model
 from worker.audio.clip_queue import ClipQueue
 from worker.audio.sample_room import SampleRoom
 from worker.engine.gauges import Gauges
-from worker.link import Link
+from worker.link import GatewayLink
 from worker.model import memory
 from worker.pacing.kept_load import keep_load
 from worker.take_requests import Refusing, refused_adapters, take_requests
 
 
 def start_audio(
-    spec: WorkerSpec, link: Link, gauges: Gauges, refusing: Refusing, progress: Callable[[str, int, int], None]
+    spec: WorkerSpec, link: GatewayLink, gauges: Gauges, refusing: Refusing, progress: Callable[[str, int, int], None]
 ) -> tuple[AudioLoop, Ready]:
     """A loop that is ready to run, on this thread, and what the gateway is told of it.
 

@@ -8,10 +8,10 @@ from protocol.messages import Ready
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from protocol.wisdom import LoadFacts
 from worker.embedding.job_loop import Command, JobLoop
-from worker.embedding.load_model import Reader, load_reader
+from worker.embedding.load_model import EmbeddingModel, load_reader
 from worker.embedding.prepare import Preparer
 from worker.engine.gauges import Gauges
-from worker.link import Link
+from worker.link import GatewayLink
 from worker.model import memory
 from worker.pacing.kept_load import keep_load
 from worker.take_requests import Refusing, refused_adapters, take_requests
@@ -20,7 +20,7 @@ from worker.take_requests import Refusing, refused_adapters, take_requests
 def start_reader(
     spec: WorkerSpec,
     kind: str,
-    link: Link,
+    link: GatewayLink,
     gauges: Gauges,
     refusing: Refusing,
     progress: Callable[[str, int, int], None],
@@ -44,7 +44,7 @@ def start_reader(
     return loop, _ready(spec, reader, time.monotonic() - started)
 
 
-def _ready(spec: WorkerSpec, reader: Reader, load_s: float) -> Ready:
+def _ready(spec: WorkerSpec, reader: EmbeddingModel, load_s: float) -> Ready:
     return Ready(
         epoch=spec.epoch,
         model_path=str(reader.path),

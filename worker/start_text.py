@@ -13,22 +13,22 @@ from protocol.model_info import MediaInfo
 from protocol.spec import WorkerSpec
 from protocol.wisdom import FOLDER_ENV, LoadFacts
 from worker.adapters.adapters import adapters_of
-from worker.cache.block_events import Journal
+from worker.cache.block_events import BlockEventLog
 from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import Inbox
+from worker.engine.inbox import EngineInbox
 from worker.engine.loop import Engine
 from worker.errors import LoadFailed
-from worker.group.lead import Lead, open_group
+from worker.group.lead import Coordinator, open_group
 from worker.kv_publisher import CannotPublish, KvPublisher
-from worker.link import Link
+from worker.link import GatewayLink
 from worker.model import memory
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 from worker.prompt.sparse_limits import SparseLimits
 from worker.take_prompts import take_prompts
 from worker.take_requests import Refusing
-from worker.vision.images import Limits
+from worker.vision.images import MediaLimits
 
 # Prompt tokens that show what a token of KV costs.
 _WARM_UP: Final = 20
@@ -38,13 +38,13 @@ MIN_CONTEXT: Final = 256
 
 def start_text(
     spec: WorkerSpec,
-    link: Link,
+    link: GatewayLink,
     gauges: Gauges,
     refusing: Refusing,
     compilers: ThreadPoolExecutor,
     progress: Callable[[str, int, int], None],
     lose: Callable[[Failure, int], None],
-) -> tuple[Engine, Ready, Lead | None]:
+) -> tuple[Engine, Ready, Coordinator | None]:
     """An engine that is ready to run, on this thread, what the gateway is told of it, and the group that it leads.
 
     `refusing` is as for `Questions`, `lose` as for `open_group`; grammars are made by `compilers`. Raises `LoadFailed`.
@@ -53,8 +53,8 @@ def start_text(
     lead, division = open_group(spec, lose) if spec.group is not None else (None, None)
     loaded = load_checked(spec, progress, division, lead)
     memory.give_back()
-    inbox = Inbox()
-    limits = Limits(spec.media_bytes, spec.media_count, spec.media_pixels)
+    inbox = EngineInbox()
+    limits = MediaLimits(spec.media_bytes, spec.media_count, spec.media_pixels)
     sparse = SparseLimits(spec.sparse_keep, spec.sparse_from)
     intake = Intake(loaded, spec.parser, limits, memory.allowed(spec), sparse)
     # Ranks of a group do the same, whatever was measured here.
@@ -71,7 +71,7 @@ def start_text(
     return engine, _ready(spec, engine, loaded, intake, lead, time.monotonic() - started), lead
 
 
-def _warm_up(engine: Engine, spec: WorkerSpec, loaded: Loaded) -> int:
+def _warm_up(engine: Engine, spec: WorkerSpec, loaded: LoadedModel) -> int:
     """The longest sequence that memory has room for, in tokens. Raises `LoadFailed`."""
     # A GPU compiles kernels for a whole chunk; a CPU has nothing to compile.
     length = min(_WARM_UP + (spec.prefill_chunk if memory.has_gpu() else 0), loaded.max_context - 4)
@@ -81,7 +81,9 @@ def _warm_up(engine: Engine, spec: WorkerSpec, loaded: Loaded) -> int:
     return fitting
 
 
-def _ready(spec: WorkerSpec, engine: Engine, loaded: Loaded, intake: Intake, lead: Lead | None, load_s: float) -> Ready:
+def _ready(
+    spec: WorkerSpec, engine: Engine, loaded: LoadedModel, intake: Intake, lead: Coordinator | None, load_s: float
+) -> Ready:
     adapters = adapters_of(loaded.model)
     return Ready(
         epoch=spec.epoch,
@@ -105,7 +107,7 @@ def _ready(spec: WorkerSpec, engine: Engine, loaded: Loaded, intake: Intake, lea
     )
 
 
-def _media_info(loaded: Loaded, intake: Intake) -> MediaInfo | None:
+def _media_info(loaded: LoadedModel, intake: Intake) -> MediaInfo | None:
     """Media of a model with towers, or the reason why it takes none; None for a model of text."""
     tower_bytes = loaded.vision.tower.nbytes if loaded.vision is not None else 0
     processor = intake.media_processor
@@ -114,17 +116,17 @@ def _media_info(loaded: Loaded, intake: Intake) -> MediaInfo | None:
     return MediaInfo(tower_bytes, processor.image_tokens, processor.max_pixels)
 
 
-def _journal(spec: WorkerSpec) -> Journal | None:
+def _journal(spec: WorkerSpec) -> BlockEventLog | None:
     """Journal of the prefix cache that is published, where that is asked for. Raises `LoadFailed`."""
     if not spec.kv_events:
         return None
     try:
-        return Journal(KvPublisher(spec.kv_events, spec.kv_events_replay, spec.kv_events_topic).put)
+        return BlockEventLog(KvPublisher(spec.kv_events, spec.kv_events_replay, spec.kv_events_topic).put)
     except CannotPublish as error:
         raise LoadFailed(Code.BAD_CONFIG, str(error)) from None
 
 
-def _keep_load(engine: Engine, loaded: Loaded, gauges: Gauges, seconds: float, warm_up_s: float) -> None:
+def _keep_load(engine: Engine, loaded: LoadedModel, gauges: Gauges, seconds: float, warm_up_s: float) -> None:
     """Keep what the load has shown, for estimates of the next one."""
     if engine.kept is not None:
         cost = engine.kv_cost

@@ -10,29 +10,29 @@ from msgspec import structs
 from protocol.messages import Abort, Generate, SetAdapters
 from worker.adapters.adapters import adapters_of, read_all
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import AdapterOrder, Inbox
+from worker.engine.inbox import AdapterOrder, EngineInbox
 from worker.engine.row import Row
-from worker.link import Control, Link, Question
-from worker.model.loader import Loaded
+from worker.link import Control, GatewayLink, Question
+from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
-from worker.prompt.questions import Questions
+from worker.prompt.questions import TokenizeCalls
 from worker.take_requests import Refusing
 
 Requests = SimpleQueue[tuple[Generate, float]]
 
 
 def take_prompts(
-    loaded: Loaded,
+    loaded: LoadedModel,
     intake: Intake,
-    inbox: Inbox,
-    link: Link,
+    inbox: EngineInbox,
+    link: GatewayLink,
     gauges: Gauges,
     refusing: Refusing,
     compilers: ThreadPoolExecutor,
 ) -> None:
     """From here on, what the link receives goes to the thread that it is for."""
     requests: Requests = SimpleQueue()
-    questions = Questions(intake, link.send, refusing, gauges)
+    questions = TokenizeCalls(intake, link.send, refusing, gauges)
 
     def take(request: Question) -> None:
         if isinstance(request, Generate):
@@ -58,7 +58,9 @@ def take_prompts(
     link.on_question = take
 
 
-def _read_adapters(loaded: Loaded, orders: SimpleQueue[SetAdapters], inbox: Inbox, link: Link) -> None:
+def _read_adapters(
+    loaded: LoadedModel, orders: SimpleQueue[SetAdapters], inbox: EngineInbox, link: GatewayLink
+) -> None:
     """Files of adapters are read and checked here, where they hold up no row."""
     adapters = adapters_of(loaded.model)
     assert adapters is not None, "load_checked attaches them"
@@ -69,7 +71,7 @@ def _read_adapters(loaded: Loaded, orders: SimpleQueue[SetAdapters], inbox: Inbo
 
 
 def _prepare(
-    intake: Intake, requests: Requests, inbox: Inbox, refusing: Refusing, compilers: ThreadPoolExecutor
+    intake: Intake, requests: Requests, inbox: EngineInbox, refusing: Refusing, compilers: ThreadPoolExecutor
 ) -> None:
     """Requests become rows in order, but for those that wait for the compiler of their grammar."""
 

@@ -11,13 +11,13 @@ from protocol.failures import Code, Failure
 from protocol.messages import Abort, AdaptersSet, Generate, SetAdapters
 from protocol.model_info import AdapterInfo
 from worker.engine.gauges import Gauges
-from worker.link import Control, Link, Question
-from worker.prompt.questions import Answerer, Questions
+from worker.link import Control, GatewayLink, Question
+from worker.prompt.questions import CallAnswerer, TokenizeCalls
 
 Refusing = Callable[[int], AbstractContextManager[None]]
 
 
-class Inbox(Protocol):
+class JobInbox(Protocol):
     """Door to the loop, for any thread."""
 
     def put(self, command: Any, /) -> None:
@@ -25,7 +25,7 @@ class Inbox(Protocol):
         ...
 
 
-class Preparing(Answerer, Protocol):
+class JobPreparation(CallAnswerer, Protocol):
     """Makes a job of a request, and answers questions about tokens."""
 
     def job(self, request: Generate, arrived: float) -> Any:
@@ -36,15 +36,15 @@ class Preparing(Answerer, Protocol):
 def take_requests(
     epoch: int,
     weights_bytes: int,
-    preparer: Preparing,
-    inbox: Inbox,
-    link: Link,
+    preparer: JobPreparation,
+    inbox: JobInbox,
+    link: GatewayLink,
     gauges: Gauges,
     refusing: Refusing,
 ) -> None:
     """From here on, what the link receives goes to the thread that it is for."""
     requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
-    questions = Questions(preparer, link.send, refusing, gauges)
+    questions = TokenizeCalls(preparer, link.send, refusing, gauges)
 
     def prepare() -> None:
         while True:

@@ -18,7 +18,7 @@ from benchmarks import blas
 from gateway.ctl.bench.measure import table
 
 if TYPE_CHECKING:
-    from worker.model.loader import Loaded
+    from worker.model.loader import LoadedModel
     from worker.vision.media import Medium
 
 DEMO: Final = blas.ROOT / "worker" / "demo_vision"
@@ -49,7 +49,7 @@ def report(turns: int, side: int) -> str:
     )
 
 
-def _load(folder: Path) -> "Loaded":
+def _load(folder: Path) -> "LoadedModel":
     from protocol.spec import WorkerSpec
     from worker.model.loader import load
 
@@ -66,7 +66,7 @@ def _as_text(folder: Path) -> Path:
     return folder
 
 
-def _feature_hit(loaded: "Loaded", side: int) -> tuple[float, float, float, float]:
+def _feature_hit(loaded: "LoadedModel", side: int) -> tuple[float, float, float, float]:
     """Milliseconds to read a header, to decode, to encode, and to find features that are held."""
     from worker.vision.features import FeatureCache
 
@@ -97,13 +97,13 @@ def _picture(side: int) -> Any:
     return picture(1, side // 24, side // 24)
 
 
-def _intake(loaded: "Loaded") -> Any:
+def _intake(loaded: "LoadedModel") -> Any:
     """The processor of the model's media."""
-    from worker.prompt.encode import Encoder
+    from worker.prompt.encode import PromptEncoder
     from worker.prompt.media_prompt import open_media
-    from worker.vision.images import Limits
+    from worker.vision.images import MediaLimits
 
-    media, reason = open_media(loaded, Encoder(loaded.tokenizer), Limits(1 << 26, 16, 1 << 26), 0)
+    media, reason = open_media(loaded, PromptEncoder(loaded.tokenizer), MediaLimits(1 << 26, 16, 1 << 26), 0)
     assert media is not None, reason
     return media.processor
 
@@ -115,7 +115,7 @@ def _ms(act: Any, count: int) -> float:
     return 1000 * (time.process_time() - began) / count
 
 
-def _text_ratio(vision: "Loaded", text: "Loaded", turn: int) -> float:
+def _text_ratio(vision: "LoadedModel", text: "LoadedModel", turn: int) -> float:
     """CPU time of the same rows by both, the first one by turns."""
     pair = [vision, text] if turn % 2 else [text, vision]
     (first, ids), (second, others) = (_decode(loaded, turn) for loaded in pair)
@@ -123,15 +123,15 @@ def _text_ratio(vision: "Loaded", text: "Loaded", turn: int) -> float:
     return first / second if turn % 2 else second / first
 
 
-def _decode(loaded: "Loaded", turn: int) -> tuple[float, list[list[int]]]:
+def _decode(loaded: "LoadedModel", turn: int) -> tuple[float, list[list[int]]]:
     """CPU seconds of a step of rows of text, the median of all, and the tokens."""
 
     from protocol.messages import Generate, Sampling, Step, TokensPrompt, Up
     from protocol.spec import WorkerSpec
     from worker.prompt.intake import Intake
-    from worker.verify.engine_session import Session
+    from worker.verify.engine_session import EngineSession
 
-    class Timed(Session):
+    class Timed(EngineSession):
         times: list[float]
 
         def _receive(self, message: Up) -> None:

@@ -17,7 +17,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.folder import FolderRefused, HomeFolder
 from gateway.home.home_paths import audit_path
 
@@ -52,7 +52,7 @@ Action = Literal[
 Fact = str | int | float | bool | list[str] | None
 
 
-class Actor(Struct, frozen=True):
+class AuditActor(Struct, frozen=True):
     """Process that gave an order. `sudo_uid` is the account behind root, as sudo tells it."""
 
     uid: int | None = None
@@ -60,7 +60,7 @@ class Actor(Struct, frozen=True):
     sudo_uid: int | None = None
 
 
-class Entry(Struct, frozen=True, kw_only=True):
+class AuditEntry(Struct, frozen=True, kw_only=True):
     """One line. `target` is a key, model or request; `client` an address or `unix`; `outcome` ok or an error's code."""
 
     time: str
@@ -74,7 +74,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     facts: dict[str, Fact] = {}
 
 
-class AuditUnwritable(Failed):
+class AuditUnwritable(CommandFailed):
     """A line could not be written; the message says why."""
 
 
@@ -86,7 +86,7 @@ class Audit:
         self._folder = HomeFolder(self._path.parent)
         self._max_bytes = max_bytes
 
-    def record(self, entry: Entry) -> None:
+    def record(self, entry: AuditEntry) -> None:
         """Append one line, on the disk when this returns. Raises `AuditUnwritable`."""
         line = msgspec.json.encode(entry) + b"\n"
         try:
@@ -121,13 +121,13 @@ def entry(
     *,
     outcome: str = "ok",
     client: str = "",
-    actor: Actor | None = None,
+    actor: AuditActor | None = None,
     facts: Mapping[str, Fact] | None = None,
     clock: Callable[[], float] = time.time,
-) -> Entry:
+) -> AuditEntry:
     """A line of now. Without an `actor` it is this process."""
     actor = this_process() if actor is None else actor
-    return Entry(
+    return AuditEntry(
         time=datetime.fromtimestamp(clock(), UTC).isoformat(timespec="milliseconds"),
         action=action,
         target=target,
@@ -159,7 +159,7 @@ def _rotate(folder: int, name: str, file: int) -> bool:
     return True
 
 
-def this_process() -> Actor:
+def this_process() -> AuditActor:
     """The user who runs this program, and who became root for it."""
     sudo_uid = os.environ.get("SUDO_UID", "") if os.geteuid() == 0 else ""
-    return Actor(os.getuid(), os.getpid(), int(sudo_uid) if sudo_uid.isdecimal() else None)
+    return AuditActor(os.getuid(), os.getpid(), int(sudo_uid) if sudo_uid.isdecimal() else None)

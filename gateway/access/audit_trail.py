@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from gateway.access.audit_log import Audit, AuditUnwritable, Entry
+from gateway.access.audit_log import Audit, AuditEntry, AuditUnwritable
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class AuditTrail:
         self._room = threading.Semaphore(PENDING_MAX)
         self.lost = 0
 
-    def record(self, entry: Entry) -> None:
+    def record(self, entry: AuditEntry) -> None:
         """Write a line, soon."""
         if self._room.acquire(blocking=False):
             self._thread.submit(self._write, entry)
@@ -33,14 +33,14 @@ class AuditTrail:
         """Finish writing. The last call."""
         self._thread.shutdown()
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: AuditEntry) -> None:
         self._room.release()
         try:
             self._audit.record(entry)
         except AuditUnwritable as error:
             self._lose(entry, str(error))
 
-    def _lose(self, entry: Entry, why: str) -> None:
+    def _lose(self, entry: AuditEntry, why: str) -> None:
         self.lost += 1
         fields = {"action": entry.action, "target": entry.target, "outcome": entry.outcome, "uid": entry.uid}
         log.error("not in the audit log: %s", why, extra={"fields": fields})

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from gateway.access.audit_log import Actor, Entry, entry
+from gateway.access.audit_log import AuditActor, AuditEntry, entry
 from gateway.access.audit_trail import AuditTrail
 from gateway.config.address import Address
 from gateway.telemetry.log_file import last_lines
@@ -20,7 +20,7 @@ ADDRESSES_MAX: Final = 256
 # Lines that are read at the start.
 _LINES_MAX: Final = 100_000
 
-_decoder = msgspec.json.Decoder(Entry)
+_decoder = msgspec.json.Decoder(AuditEntry)
 
 
 class KeyAddresses:
@@ -50,7 +50,7 @@ class KeyAddresses:
         if len(seen) > ADDRESSES_MAX:
             log.warning("key %s is used from more than %d addresses: further ones are not recorded", key, ADDRESSES_MAX)
             return
-        self._trail.record(entry("key.address", key, client=address.host, actor=Actor(), facts={"prefix": prefix}))
+        self._trail.record(entry("key.address", key, client=address.host, actor=AuditActor(), facts={"prefix": prefix}))
 
 
 def _lines(path: Path) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from gateway.access.audit_log import Entry, Fact, entry
+from gateway.access.audit_log import AuditEntry, Fact, entry
 from gateway.access.key import Key
 
 # What a secret could be told by, and what follows from other fields or from the time of the line.
@@ -14,7 +14,7 @@ _HIDDEN: Final = frozenset({"name", "salt", "hash", "cache_salt", "requires", "c
 _SECRET: Final = frozenset({"prefix", "hash"})
 
 
-def key_changes(before: Iterable[Key], after: Iterable[Key]) -> Iterator[Entry]:
+def key_changes(before: Iterable[Key], after: Iterable[Key]) -> Iterator[AuditEntry]:
     """One line for each key that was made, changed, given a new secret or revoked."""
     old, new = ({key.name: key for key in keys} for keys in (before, after))
     for name, key in new.items():

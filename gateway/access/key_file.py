@@ -21,7 +21,7 @@ from msgspec import Struct
 from gateway.access.audit_log import Audit, AuditUnwritable
 from gateway.access.key import EXPIRY_MAX_S, KNOWN, Key, digest
 from gateway.access.key_changes import key_changes
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.folder import FolderRefused, HomeFolder
 from gateway.home.private_file import write_private_in
 
@@ -54,11 +54,11 @@ class _Read:
     raw: dict[str, Any] | None = None
 
 
-class KeysUnusable(Failed):
+class KeysUnusable(CommandFailed):
     """The file cannot be read, or is none of ours."""
 
 
-class KeyRefused(Failed):
+class KeyRefused(CommandFailed):
     """A key cannot be made or found."""
 
 

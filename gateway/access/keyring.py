@@ -10,7 +10,7 @@ from gateway.access.caller import OWNER, Caller, tenant_of
 from gateway.access.key import Key, digest
 from gateway.access.key_file import PREFIX_CHARS, SECRET_CHARS_MAX, KeyFile, KeysUnusable, Stamp
 from gateway.access.ledger import Ledger
-from gateway.access.rate_limit import Limits, Meter
+from gateway.access.rate_limit import KeyLimits, Meter
 from gateway.config.patterns import Pattern
 from gateway.errors import Unauthorized
 from gateway.telemetry.metrics import Metrics
@@ -139,7 +139,7 @@ class Keyring:
                 log.warning("the key %s is not in force: it requires a later version of mlxd", key.name)
 
     def _make_caller(self, key: Key) -> Caller:
-        limits = Limits(
+        limits = KeyLimits(
             rpm=key.rpm,
             tpm=key.tpm,
             concurrency=key.concurrency,

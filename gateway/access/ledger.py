@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.config.periods import begin_of, day_of, next_day, next_month
-from gateway.home.snapshot import Snapshot
+from gateway.home.snapshot import WriteOrder
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ PERIOD_S: Final = 30.0
 DIMENSIONS: Final = ("day", "key", "model")
 
 
-class Line(Struct, array_like=True):
+class LedgerLine(Struct, array_like=True):
     """The use of one day, key and model; `requests` are sequences. The key is empty where there was none."""
 
     day: str
@@ -37,14 +37,14 @@ class Line(Struct, array_like=True):
     cached: int = 0
     completion: int = 0
 
-    def add(self, other: "Line") -> None:
+    def add(self, other: "LedgerLine") -> None:
         self.requests += other.requests
         self.prompt += other.prompt
         self.cached += other.cached
         self.completion += other.completion
 
 
-class Spent(Struct):
+class LedgerSpending(Struct):
     """One key's use of a period."""
 
     requests: int = 0
@@ -56,8 +56,8 @@ class _Month:
     """One month's lines and their file. Owned by the ledger."""
 
     name: str
-    file: Snapshot
-    lines: dict[tuple[str, str, str], Line] = field(default_factory=dict[tuple[str, str, str], Line])
+    file: WriteOrder
+    lines: dict[tuple[str, str, str], LedgerLine] = field(default_factory=dict[tuple[str, str, str], LedgerLine])
 
     def encoded(self) -> bytes:
         return msgspec.json.encode(list(self.lines.values()))
@@ -81,9 +81,9 @@ class Ledger:
         self._kept: set[Path] = set()
         self._begins = self._ends = 0.0
         self._day = date.min
-        self._by_day: dict[str, Spent] = {}
-        self._by_month: dict[str, Spent] = {}
-        self._month = _Month("", Snapshot(folder))
+        self._by_day: dict[str, LedgerSpending] = {}
+        self._by_month: dict[str, LedgerSpending] = {}
+        self._month = _Month("", WriteOrder(folder))
         # A month that has ended, until it is written for the last time.
         self._past: list[_Month] = []
         self._roll()
@@ -93,20 +93,20 @@ class Ledger:
     def book(self, key: str, model: str, requests: int, prompt: int, cached: int, completion: int) -> None:
         """Count what a request has used."""
         self._roll()
-        line = Line(self._day.isoformat(), key, model, requests, prompt, cached, completion)
+        line = LedgerLine(self._day.isoformat(), key, model, requests, prompt, cached, completion)
         self._add(self._month, line)
         for spent in (self._by_day, self._by_month):
             _spend(spent, line)
 
-    def day(self, key: str) -> Spent:
+    def day(self, key: str) -> LedgerSpending:
         """Usage of a key today."""
         self._roll()
-        return self._by_day.get(key) or Spent()
+        return self._by_day.get(key) or LedgerSpending()
 
-    def month(self, key: str) -> Spent:
+    def month(self, key: str) -> LedgerSpending:
         """Usage of a key this month."""
         self._roll()
-        return self._by_month.get(key) or Spent()
+        return self._by_month.get(key) or LedgerSpending()
 
     def left_s(self, period: str) -> float:
         """Seconds until the `day` or the `month` ends."""
@@ -134,13 +134,13 @@ class Ledger:
             if line.day == self._day.isoformat():
                 _spend(self._by_day, line)
 
-    def _add(self, month: _Month, line: Line) -> None:
+    def _add(self, month: _Month, line: LedgerLine) -> None:
         known = month.lines.setdefault((line.day, line.key, line.model), line)
         if known is not line:
             known.add(line)
 
     def _opened(self, name: str) -> _Month:
-        month = _Month(name, Snapshot(self._folder / f"{name}.json"))
+        month = _Month(name, WriteOrder(self._folder / f"{name}.json"))
         for line in _read(month.file.path, is_kept=True):
             self._add(month, line)
         month.file.written = month.encoded()
@@ -148,7 +148,7 @@ class Ledger:
 
     # -- reporting ---------------------------------------------------------------------------------------------------
 
-    async def lines(self, first: date, last: date, by: Sequence[str]) -> list[Line]:
+    async def lines(self, first: date, last: date, by: Sequence[str]) -> list[LedgerLine]:
         """The use of the days from `first` to `last`, one line for each that differs in what is in `by`."""
         self._roll()
         held = [*self._past, self._month]
@@ -178,7 +178,7 @@ class Ledger:
         for file, number, data in self._changed():
             file.write(number, data)
 
-    def _changed(self) -> list[tuple[Snapshot, int, bytes]]:
+    def _changed(self) -> list[tuple[WriteOrder, int, bytes]]:
         self._roll()
         changed = [(month.file, month.file.take(), month.encoded()) for month in (*self._past, self._month)]
         self._past = [month for month in self._past if month.file.written != month.encoded()]
@@ -198,26 +198,26 @@ class Ledger:
                 self._kept.add(path)
 
 
-def grouped(lines: Iterable[Line], by: Sequence[str]) -> list[Line]:
+def grouped(lines: Iterable[LedgerLine], by: Sequence[str]) -> list[LedgerLine]:
     """The sums of the lines that agree in what is in `by`, in its order; what is not in it is empty."""
-    sums: dict[tuple[str, ...], Line] = {}
+    sums: dict[tuple[str, ...], LedgerLine] = {}
     for line in lines:
         day, key, model = (getattr(line, name) if name in by else "" for name in DIMENSIONS)
         place = tuple({"day": day, "key": key, "model": model}[name] for name in by)
-        sums.setdefault(place, Line(day, key, model)).add(line)
+        sums.setdefault(place, LedgerLine(day, key, model)).add(line)
     return [sums[place] for place in sorted(sums)]
 
 
-def _spend(spent: dict[str, Spent], line: Line) -> None:
-    own = spent.setdefault(line.key, Spent())
+def _spend(spent: dict[str, LedgerSpending], line: LedgerLine) -> None:
+    own = spent.setdefault(line.key, LedgerSpending())
     own.requests += line.requests
     own.tokens += line.prompt + line.completion
 
 
-def _read(path: Path, *, is_kept: bool = False) -> list[Line]:
+def _read(path: Path, *, is_kept: bool = False) -> list[LedgerLine]:
     """The lines of a month's file; none when it is damaged. One that will be written over is set aside before."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[Line])
+        return msgspec.json.decode(path.read_bytes(), type=list[LedgerLine])
     except FileNotFoundError:
         return []
     except (OSError, msgspec.DecodeError) as error:

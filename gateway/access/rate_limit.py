@@ -35,7 +35,7 @@ SMOOTHING: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """0 means none."""
 
     rpm: int = 0
@@ -52,13 +52,13 @@ class Limits:
 
     @property
     def has_any(self) -> bool:
-        return self != Limits(alert_at=self.alert_at)
+        return self != KeyLimits(alert_at=self.alert_at)
 
 
 class Budget:
     """Daily and monthly budgets of a key, compared with its usage in the ledger."""
 
-    def __init__(self, name: str, limits: Limits, ledger: Ledger) -> None:
+    def __init__(self, name: str, limits: KeyLimits, ledger: Ledger) -> None:
         self._name = name
         self.limits = limits
         self._ledger = ledger
@@ -109,7 +109,7 @@ class Budget:
         return [each for each in every if each[2]]
 
 
-class Bucket:
+class TokenBucket:
     """`per_minute` at most, refilled evenly. Its level may be below zero: that is a debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
@@ -144,7 +144,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Bill:
+class UsageCharge:
     """The tokens of one request: what was reserved, and in the end what was used. Owned by its generation."""
 
     reserved: float
@@ -159,7 +159,7 @@ class Meter:
     def __init__(
         self,
         name: str,
-        limits: Limits,
+        limits: KeyLimits,
         numbers: KeyMetrics,
         clock: Callable[[], float] = time.monotonic,
         ledger: Ledger | None = None,
@@ -179,7 +179,7 @@ class Meter:
         if self._budget is not None:
             numbers.budget = self._budget.used
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: KeyLimits) -> None:
         """From now on these. What was used of a limit counts on under the one that takes its place."""
         now = self._clock()
         if limits.rpm != self._limits.rpm:
@@ -262,7 +262,7 @@ class Meter:
         return self._expected_completion if max_tokens is None else min(max_tokens, self._expected_completion)
 
     @contextmanager
-    def hold(self, estimate: float, sequences: int = 1) -> Generator[Bill, None, None]:
+    def hold(self, estimate: float, sequences: int = 1) -> Generator[UsageCharge, None, None]:
         """Be so many of the concurrent sequences, and reserve `estimate` tokens.
 
         Raises `BadRequest`, `RateLimited` and `BudgetSpent`.
@@ -276,7 +276,7 @@ class Meter:
         # One was booked when the request came in.
         self._admit_requests(sequences - 1)
         self._take_tokens(estimate)
-        bill = Bill(estimate, sequences)
+        bill = UsageCharge(estimate, sequences)
         self._numbers.running += 1
         self._numbers.sequences += sequences
         self._reserved += estimate
@@ -289,7 +289,7 @@ class Meter:
             self._settle(bill)
 
     @contextmanager
-    def question(self, estimate: float) -> Generator[Bill, None, None]:
+    def question(self, estimate: float) -> Generator[UsageCharge, None, None]:
         """Ask about so many tokens: a part of them is taken of what a minute has. Raises `RateLimited`, `BudgetSpent`.
 
         A question that is not answered is charged its estimate: it may have been counted all the same. It takes nothing
@@ -298,7 +298,7 @@ class Meter:
         self._check_budget(0, 1, 0.0)
         self._check_tokens(estimate * QUESTION_PART)
         self._take_tokens(estimate * QUESTION_PART)
-        bill = Bill(estimate, prompt=int(estimate))
+        bill = UsageCharge(estimate, prompt=int(estimate))
         try:
             yield bill
         finally:
@@ -324,7 +324,7 @@ class Meter:
         if self._tokens is not None:
             self._tokens.take(amount, self._clock())
 
-    def _settle(self, bill: Bill) -> None:
+    def _settle(self, bill: UsageCharge) -> None:
         self._numbers.prompt_tokens += bill.prompt
         self._numbers.generation_tokens += bill.completion
         if self._tokens is not None:
@@ -360,7 +360,7 @@ class Meter:
             ]
         return headers
 
-    def _buckets(self) -> list[tuple[str, Bucket]]:
+    def _buckets(self) -> list[tuple[str, TokenBucket]]:
         both = (("requests", self._requests), ("tokens", self._tokens))
         return [(kind, bucket) for kind, bucket in both if bucket is not None]
 
@@ -368,11 +368,11 @@ class Meter:
         self._numbers.rejections[reason] += 1
 
 
-def _bucket(per_minute: int, now: float) -> Bucket | None:
-    return Bucket(per_minute, now) if per_minute else None
+def _bucket(per_minute: int, now: float) -> TokenBucket | None:
+    return TokenBucket(per_minute, now) if per_minute else None
 
 
-def _resized(bucket: Bucket | None, per_minute: int, now: float) -> Bucket | None:
+def _resized(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBucket | None:
     """A bucket from which as much is missing as from the one before."""
     fresh = _bucket(per_minute, now)
     if fresh is not None and bucket is not None:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from gateway.access.rate_limit import Bucket
+from gateway.access.rate_limit import TokenBucket
 from gateway.config.address import Address
 from gateway.config.settings import ServerConfig
 from gateway.errors import RateLimited
@@ -33,7 +33,7 @@ class Throttle:
     def __init__(self, settings: Callable[[], ServerConfig], clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def fail(self, address: Address) -> None:
         """Book one failed attempt. Raises `RateLimited` beyond what `[server] unauthorized_rpm` allows."""
@@ -47,17 +47,17 @@ class Throttle:
             raise RateLimited(message, "requests", wait_s)
         bucket.take(1, now)
 
-    def _bucket(self, network: str, per_minute: int, now: float) -> Bucket:
+    def _bucket(self, network: str, per_minute: int, now: float) -> TokenBucket:
         bucket = self._buckets.get(network)
         if bucket is None or bucket.capacity != per_minute:
-            bucket = self._buckets[network] = Bucket(per_minute, now)
+            bucket = self._buckets[network] = TokenBucket(per_minute, now)
         self._buckets.move_to_end(network)
         if len(self._buckets) > ADDRESSES_MAX:
             self._buckets.popitem(last=False)
         return bucket
 
 
-class Sample:
+class LogSample:
     """Sample of the lines of strangers: a few a minute of each address, and then how many more there were."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

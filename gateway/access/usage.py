@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.access.rate_limit import Meter
-from gateway.home.snapshot import Snapshot
+from gateway.home.snapshot import WriteOrder
 from gateway.telemetry.metrics import KeyMetrics, Metrics
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class UsageFile:
         meters: Mapping[str, Meter] | None = None,
     ) -> None:
         """Goes on from the file, for the keys that there still are. One that cannot be read is begun again."""
-        self._file = Snapshot(path)
+        self._file = WriteOrder(path)
         self._metrics = metrics
         self._clock = clock
         # The mapping of a daemon that starts without keys is empty, and gets them later.

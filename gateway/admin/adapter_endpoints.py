@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.access.caller import OWNER
 from gateway.adapter_loads import NotAllowed, allowed_path, with_adapter
 from gateway.admin.order_body import read_order
-from gateway.admin.orders import Order, note
+from gateway.admin.orders import Command, note
 from gateway.admin_types import AdapterList, AdapterLoad, AdapterRef, AdapterStatus
 from gateway.config.settings import Config
 from gateway.errors import ApiError, BadRequest, Unavailable, from_failure
@@ -30,13 +30,13 @@ _ref = msgspec.json.Decoder(AdapterRef)
 
 def routes(services: Services, reloader: Reloader) -> list[Route]:
     return [
-        Route("/v1/adapters", Adapters(services, reloader), methods=["GET"]),
-        Route("/v1/load_lora_adapter", Load(services, reloader), methods=["POST"]),
-        Route("/v1/unload_lora_adapter", Unload(services, reloader), methods=["POST"]),
+        Route("/v1/adapters", ListAdapters(services, reloader), methods=["GET"]),
+        Route("/v1/load_lora_adapter", LoadAdapter(services, reloader), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", UnloadAdapter(services, reloader), methods=["POST"]),
     ]
 
 
-class Adapters:
+class ListAdapters:
     """`GET /v1/adapters`: those of all models, as their workers have them."""
 
     def __init__(self, services: Services, reloader: Reloader) -> None:
@@ -53,7 +53,7 @@ class Adapters:
         await send_body(send, 200, msgspec.json.encode(AdapterList(adapters)))
 
 
-class Load:
+class LoadAdapter:
     """`POST /v1/load_lora_adapter` with `{"lora_name": NAME, "lora_path": FOLDER}`, and `model` where there are
     several. It answers when the adapter is loaded, and loads its model first if it has to."""
 
@@ -64,7 +64,7 @@ class Load:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         expected = 'The body must be {"lora_name": NAME, "lora_path": FOLDER}'
         asked = await read_order(scope, receive, _load, expected)
-        order = note(scope, Order("adapter.load", asked.lora_name[:200], {"path": asked.lora_path[:1000]}))
+        order = note(scope, Command("adapter.load", asked.lora_name[:200], {"path": asked.lora_path[:1000]}))
         if asked.load_inplace or asked.is_3d_lora_weight:
             field = "load_inplace" if asked.load_inplace else "is_3d_lora_weight"
             raise BadRequest(f"{field} is not supported: unload the adapter, then load it.", field)
@@ -110,7 +110,7 @@ class Load:
         return self._services.router.locate_here(asked.model, OWNER).model.name
 
 
-class Unload:
+class UnloadAdapter:
     """`POST /v1/unload_lora_adapter` with `{"lora_name": NAME}`. Requests that run with it finish."""
 
     def __init__(self, services: Services, reloader: Reloader) -> None:
@@ -119,7 +119,7 @@ class Unload:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = await read_order(scope, receive, _ref, 'The body must be {"lora_name": NAME}')
-        order = note(scope, Order("adapter.unload", asked.lora_name[:200]))
+        order = note(scope, Command("adapter.unload", asked.lora_name[:200]))
         services = self._services
         found = self._reloader.adapter_loads.find(asked.lora_name)
         if found is None:

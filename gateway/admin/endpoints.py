@@ -13,20 +13,20 @@ from starlette.types import Receive, Scope, Send
 import protocol
 from gateway.access.audit_log import Action
 from gateway.access.caller import OWNER
-from gateway.access.ledger import DIMENSIONS, Line
+from gateway.access.ledger import DIMENSIONS, LedgerLine
 from gateway.admin.order_body import read_order
-from gateway.admin.orders import Order, note
+from gateway.admin.orders import Command, note
 from gateway.admin_types import (
-    Done,
-    Drained,
-    DrainOrder,
+    CommandDone,
+    DaemonStatus,
+    DrainRequest,
+    DrainResult,
     GroupStatus,
     KeyUsage,
     MemoryStatus,
     ModelRef,
     ModelStatus,
     RankStatus,
-    Status,
     UsageLine,
     UsageLines,
     UsageReport,
@@ -47,7 +47,7 @@ USAGE_DAYS = 30
 
 
 _model_ref = msgspec.json.Decoder(ModelRef)
-_drain_order = msgspec.json.Decoder(DrainOrder)
+_drain_order = msgspec.json.Decoder(DrainRequest)
 
 
 class StatusEndpoint:
@@ -61,11 +61,11 @@ class StatusEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_body(send, 200, msgspec.json.encode(self.status()))
 
-    def status(self) -> Status:
+    def status(self) -> DaemonStatus:
         """The daemon and every model, as they are now."""
         services = self._services
         memory = services.pool.memory()
-        return Status(
+        return DaemonStatus(
             protocol.__version__,
             os.getpid(),
             round(time.monotonic() - self._started, 1),
@@ -179,7 +179,7 @@ class ReloadConfig:
         self._reloader = reloader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        order = note(scope, Order("config.reload"))
+        order = note(scope, Command("config.reload"))
         try:
             done = await self._reloader.reload()
         except ConfigError as error:
@@ -188,7 +188,7 @@ class ReloadConfig:
         await send_body(send, 200, msgspec.json.encode(done))
 
 
-class Drain:
+class DrainEndpoint:
     """`POST /v1/drain`: the end of the daemon, as SIGTERM begins it. Answers when every request has ended."""
 
     def __init__(self, drain: Callable[[float | None], Awaitable[int]], services: Services) -> None:
@@ -197,9 +197,9 @@ class Drain:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         order = await read_order(scope, receive, _drain_order, 'The body must be {"timeout_s": SECONDS}')
-        note(scope, Order("daemon.drain", facts={"timeout_s": order.timeout_s, "stays": str(order.stays).lower()}))
+        note(scope, Command("daemon.drain", facts={"timeout_s": order.timeout_s, "stays": str(order.stays).lower()}))
         left = await (self._pause(order.timeout_s) if order.stays else self._drain(order.timeout_s))
-        await send_body(send, 200, msgspec.json.encode(Drained(left)))
+        await send_body(send, 200, msgspec.json.encode(DrainResult(left)))
 
     async def _pause(self, timeout_s: float | None) -> int:
         """Refuse new requests from now on, and wait for those that run. Returns how many still do at the deadline."""
@@ -212,22 +212,22 @@ class Drain:
         return len(services.requests.views())
 
 
-class Undrain:
+class UndrainEndpoint:
     """`POST /v1/undrain`: take requests again after a drain that stays up."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note(scope, Order("daemon.undrain"))
+        note(scope, Command("daemon.undrain"))
         admission = self._services.admission
         if admission.is_draining:
             raise Unavailable("The server is shutting down.", code="draining")
         admission.is_paused = False
-        await send_body(send, 200, msgspec.json.encode(Drained(0)))
+        await send_body(send, 200, msgspec.json.encode(DrainResult(0)))
 
 
-class Usage:
+class KeyUsageEndpoint:
     """`GET /v1/keys/usage`: what each key has used, also before the daemon was started."""
 
     def __init__(self, services: Services) -> None:
@@ -272,7 +272,7 @@ class UsageByDay:
         await send_body(send, 200, msgspec.json.encode(report))
 
 
-class Command:
+class CommandEndpoint:
     """`POST /v1/models/{load,unload,restart}` with `{"model": NAME}`; answers when it is done."""
 
     def __init__(self, services: Services, run: Callable[[str], Awaitable[None]], action: Action) -> None:
@@ -282,14 +282,14 @@ class Command:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ref = await read_order(scope, receive, _model_ref, 'The body must be {"model": NAME}')
-        order = note(scope, Order(self._action, ref.model))
+        order = note(scope, Command(self._action, ref.model))
         order.target = name = self._services.router.resolve(ref.model, OWNER).name
         worker = self._services.pool.worker(name)
         try:
             await self._run(name)
         except ModelUnavailable as error:
             raise from_failure(error.failure, error.retry_after_s, is_operator=True) from None
-        await send_body(send, 200, msgspec.json.encode(Done(name, str(worker.state))))
+        await send_body(send, 200, msgspec.json.encode(CommandDone(name, str(worker.state))))
 
 
 def _day(query: QueryParams, name: str) -> date | None:
@@ -307,6 +307,6 @@ def _days_before(day: date, days: int) -> date:
         raise BadRequest("'to' is too early to have days before it: send 'from' too.", "to", "invalid_value") from None
 
 
-def _usage_line(line: Line, by: list[str]) -> UsageLine:
+def _usage_line(line: LedgerLine, by: list[str]) -> UsageLine:
     day, key, model = (getattr(line, name) if name in by else None for name in DIMENSIONS)
     return UsageLine(day, key, model, line.requests, line.prompt, line.cached, line.completion)

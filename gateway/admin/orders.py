@@ -6,7 +6,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.access.audit_log import Action, Actor, Fact, entry
+from gateway.access.audit_log import Action, AuditActor, Fact, entry
 from gateway.access.audit_trail import AuditTrail
 from gateway.admin.peer import peer_of
 from gateway.errors import ApiError
@@ -17,7 +17,7 @@ KEY: Final = "mlxd.order"
 
 
 @dataclass(slots=True)
-class Order:
+class Command:
     """An admin command of a request, recorded by its endpoint before it is executed; `facts` may follow."""
 
     action: Action
@@ -25,7 +25,7 @@ class Order:
     facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
 
 
-class Audited:
+class AuditedCommand:
     """Pure ASGI. Records the order of each request that gives one, with who gave it and how it ended.
 
     Over the unix socket that is the process at its other end; over TCP it is a `session` of the page.
@@ -39,7 +39,7 @@ class Audited:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outlet = outlet_of(scope)
         # Asked now: a client may leave before it is obeyed.
-        actor = Actor() if outlet is None or self._session is not None else peer_of(outlet.socket)
+        actor = AuditActor() if outlet is None or self._session is not None else peer_of(outlet.socket)
         outcome = "interrupted"
         try:
             await self._app(scope, receive, send)
@@ -48,7 +48,7 @@ class Audited:
             outcome = error.outcome
             raise
         finally:
-            order: Order | None = scope.get(KEY)
+            order: Command | None = scope.get(KEY)
             if order is not None:
                 client = str(record_of(scope).client)
                 facts = dict(order.facts)
@@ -59,7 +59,7 @@ class Audited:
                 )
 
 
-def note(scope: Scope, order: Order) -> Order:
+def note(scope: Scope, order: Command) -> Command:
     """Say what this request orders."""
     scope[KEY] = order
     return order

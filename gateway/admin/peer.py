@@ -5,7 +5,7 @@ import struct
 import sys
 from typing import Final
 
-from gateway.access.audit_log import Actor
+from gateway.access.audit_log import AuditActor
 
 # struct ucred of Linux: pid, uid, gid.
 _UCRED: Final = struct.Struct("=iII")
@@ -18,7 +18,7 @@ _LOCAL_PEERPID: Final = 0x002
 _PID: Final = struct.Struct("=i")
 
 
-def peer_of(connection: socket.socket) -> Actor:
+def peer_of(connection: socket.socket) -> AuditActor:
     """The process that connected; with what the system does not tell left out."""
     try:
         if sys.platform == "linux":
@@ -28,16 +28,16 @@ def peer_of(connection: socket.socket) -> Actor:
             return from_xucred(credentials, connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID, _PID.size))
     except OSError:
         pass  # the client has left
-    return Actor()
+    return AuditActor()
 
 
-def from_ucred(credentials: bytes) -> Actor:
+def from_ucred(credentials: bytes) -> AuditActor:
     """Read Linux' answer."""
     pid, uid, _ = _UCRED.unpack(credentials)
-    return Actor(uid=uid, pid=pid)
+    return AuditActor(uid=uid, pid=pid)
 
 
-def from_xucred(credentials: bytes, pid: bytes) -> Actor:
+def from_xucred(credentials: bytes, pid: bytes) -> AuditActor:
     """Read the answers of macOS."""
     version, uid = _XUCRED.unpack_from(credentials)
-    return Actor(uid=uid if version == 0 else None, pid=_PID.unpack(pid)[0])
+    return AuditActor(uid=uid if version == 0 else None, pid=_PID.unpack(pid)[0])

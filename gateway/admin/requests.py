@@ -6,8 +6,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.admin.order_body import read_order
-from gateway.admin.orders import Order, note
-from gateway.admin_types import Cancelling, Cleared, RequestDetail, RequestList, RequestRef
+from gateway.admin.orders import Command, note
+from gateway.admin_types import CancelResult, ClearedCaptures, RequestDetail, RequestList, RequestRef
 from gateway.errors import ApiError
 from gateway.http.exchange import send_body
 from gateway.services import Services
@@ -18,14 +18,14 @@ _ref = msgspec.json.Decoder(RequestRef)
 def routes(services: Services, prefix: str = "/v1") -> list[Route]:
     """All of them."""
     return [
-        Route(f"{prefix}/requests", List(services), methods=["GET"]),
-        Route(f"{prefix}/requests/cancel", Cancel(services), methods=["POST"]),
-        Route(f"{prefix}/requests/clear", Clear(services), methods=["POST"]),
-        Route(f"{prefix}/requests/{{id}}", Show(services), methods=["GET"]),
+        Route(f"{prefix}/requests", ListRequests(services), methods=["GET"]),
+        Route(f"{prefix}/requests/cancel", CancelRequest(services), methods=["POST"]),
+        Route(f"{prefix}/requests/clear", ClearCaptured(services), methods=["POST"]),
+        Route(f"{prefix}/requests/{{id}}", RequestDetails(services), methods=["GET"]),
     ]
 
 
-class List:
+class ListRequests:
     """`GET /v1/requests`, with `?captured=1` for the captured ones as well."""
 
     def __init__(self, services: Services) -> None:
@@ -38,7 +38,7 @@ class List:
         await send_body(send, 200, msgspec.json.encode(listed))
 
 
-class Show:
+class RequestDetails:
     """`GET /v1/requests/ID`: one that is served, and the newest captured one of this id."""
 
     def __init__(self, services: Services) -> None:
@@ -51,11 +51,11 @@ class Show:
             hint = "" if services.captures.is_on else "; to keep those that have ended, set [server] capture"
             raise _unknown(name, hint)
         if detail.captured is not None:
-            note(scope, Order("capture.read", name[:200]))
+            note(scope, Command("capture.read", name[:200]))
         await send_body(send, 200, msgspec.json.encode(detail))
 
 
-class Cancel:
+class CancelRequest:
     """`POST /v1/requests/cancel` with `{"id": ID}`. Its client gets an error in its own dialect."""
 
     def __init__(self, services: Services) -> None:
@@ -63,21 +63,21 @@ class Cancel:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = (await read_order(scope, receive, _ref, 'The body must be {"id": ID}')).id
-        note(scope, Order("request.cancel", name[:200]))
+        note(scope, Command("request.cancel", name[:200]))
         if not self._services.requests.cancel(name):
             raise _unknown(name)
-        await send_body(send, 200, msgspec.json.encode(Cancelling(name)))
+        await send_body(send, 200, msgspec.json.encode(CancelResult(name)))
 
 
-class Clear:
+class ClearCaptured:
     """`POST /v1/requests/clear`: delete every captured request."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        order = note(scope, Order("capture.clear"))
-        cleared = Cleared(await self._services.captures.clear())
+        order = note(scope, Command("capture.clear"))
+        cleared = ClearedCaptures(await self._services.captures.clear())
         order.facts = msgspec.to_builtins(cleared)
         await send_body(send, 200, msgspec.json.encode(cleared))
 

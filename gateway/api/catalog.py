@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gateway.access.caller import Caller
-from gateway.config.names import Found
+from gateway.config.names import ResolvedName
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.media.modalities import modalities
 from gateway.model_files.facts import FactsReader, ModelFacts
@@ -17,10 +17,10 @@ from protocol.kinds import TEXT
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogEntry:
     """One name of a list: a model, or a profile or an adapter of it."""
 
-    found: Found
+    found: ResolvedName
     view: WorkerView
     facts: ModelFacts
     # Of requests that are silent.
@@ -90,30 +90,32 @@ class Catalog:
         self._services = services
         self._facts = FactsReader()
 
-    async def list(self, caller: Caller) -> list[Entry]:
+    async def list(self, caller: Caller) -> list[CatalogEntry]:
         """Models that `caller` may use, each with its profiles and adapters, in the configuration's order; then those
         of peers."""
         views = {view.name: view for view in self._services.pool.workers()}
         every = (each for model in self._services.config.models.values() for each in (model, *model.adapted))
         models = caller.usable(every)
         targets = [
-            (Found(model, profile), views[model.name])
+            (ResolvedName(model, profile), views[model.name])
             for model in models
             for profile in ("", *(() if model.adapter else model.profiles))
         ]
-        targets += [(Found(model), view) for model, view in self._services.fleet.models() if caller.may_use(model)]
+        targets += [
+            (ResolvedName(model), view) for model, view in self._services.fleet.models() if caller.may_use(model)
+        ]
         if caller.may_leave:
             known = {target.model.name for target, _ in targets}
-            targets += [(Found(model), view) for model, view in self._leaving() if model.name not in known]
+            targets += [(ResolvedName(model), view) for model, view in self._leaving() if model.name not in known]
             targets = [each for each in targets if caller.may_use(each[0].model)]
         router = self._services.router
 
-        def entries() -> list[Entry]:
+        def entries() -> list[CatalogEntry]:
             return [self._entry(router, target, view) for target, view in targets]
 
         return await asyncio.to_thread(entries)
 
-    async def find(self, name: str, caller: Caller) -> Entry:
+    async def find(self, name: str, caller: Caller) -> CatalogEntry:
         """The model behind a name. Raises `ModelNotFound`, and `BadRequest` without a name or a default."""
         router = self._services.router
         target = router.locate(name, caller)
@@ -125,8 +127,8 @@ class Catalog:
         for name in sorted(names):
             yield ModelConfig(name=name, path=""), WorkerView(name=name, path="", state=State.READY)
 
-    def _entry(self, router: Router, target: Found, view: WorkerView) -> Entry:
+    def _entry(self, router: Router, target: ResolvedName, view: WorkerView) -> CatalogEntry:
         path = target.model.path
         kind = kind_of_model(target.model, view.ready) or TEXT
         sampling = router.filled(target).sampling
-        return Entry(target, view, self._facts.read(path), sampling, modalities(path, view.ready), kind)
+        return CatalogEntry(target, view, self._facts.read(path), sampling, modalities(path, view.ready), kind)

@@ -31,7 +31,7 @@ class Health(Struct, frozen=True):
     notes: list[str] | UnsetType = UNSET
 
 
-class About(Struct, frozen=True):
+class AboutEndpoint(Struct, frozen=True):
     """The answer to `GET /`, for a person who opens the address in a browser."""
 
     version: str
@@ -43,7 +43,7 @@ class About(Struct, frozen=True):
     openapi: str = "/openapi.json"
 
 
-class Live:
+class LiveEndpoint:
     """Liveness: the gateway answers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +88,7 @@ class Readiness:
         return 503 if reasons else 200, body
 
 
-class Healthy:
+class HealthResponse:
     """For people and monitors: 200 while the gateway can serve anything, with what is wrong.
 
     `?deep=1` asks each loaded model for a token, or the one that `&model=` names; 503 when any does not give it.
@@ -148,7 +148,7 @@ class Root:
             await send_body(send, 200, OLLAMA_RUNNING, kind=b"text/plain; charset=utf-8")
             return
         models = record_of(scope).caller.usable(self._services.config.models.values())
-        about = About(protocol.__version__, [model.name for model in models])
+        about = AboutEndpoint(protocol.__version__, [model.name for model in models])
         await send_body(send, 200, msgspec.json.encode(about))
 
 

@@ -68,7 +68,7 @@ class Timings(Struct, frozen=True):
     predicted_per_second: float
 
 
-class Infilled(Struct, frozen=True, kw_only=True):
+class InfillResponse(Struct, frozen=True, kw_only=True):
     """A piece of the middle, or all of it. The last has `stop` true and what it cost."""
 
     content: str
@@ -104,7 +104,7 @@ class FillMiddle:
             services, record, model, lambda: _lower(request, model, services.link.next_rid, seed, deadline_ms)
         )
         answer = _Middle(model.full_name, is_silent=request.is_only_computed)
-        job = serve.Job(services, record, model, generates)
+        job = serve.PreparedRequest(services, record, model, generates)
         await (job.stream(answer, receive, send) if is_stream else job.whole(answer, receive, send))
 
 
@@ -133,7 +133,7 @@ class _Middle:
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         text = self._take(deltas)
-        return _event(Infilled(content=text, stop=False, model=self._model)) if text else b""
+        return _event(InfillResponse(content=text, stop=False, model=self._model)) if text else b""
 
     def add(self, deltas: Sequence[Delta]) -> None:
         self._texts.append(self._take(deltas))
@@ -157,12 +157,12 @@ class _Middle:
                 self._end = delta
         return "" if self._is_silent else "".join(delta.text for delta in deltas)
 
-    def _last(self, text: str) -> Infilled:
+    def _last(self, text: str) -> InfillResponse:
         usage, stop = self._end.usage or _EMPTY, self._end.stop
         is_cut = self._end.finish is Finish.LENGTH
         predicted = 0 if self._is_silent else usage.completion
         evaluated = usage.prompt - usage.cached
-        return Infilled(
+        return InfillResponse(
             content=text,
             stop=True,
             model=self._model,
@@ -187,5 +187,5 @@ def _rate(count: int, ms: float) -> float:
     return count / ms * 1000 if ms > 0 else 0.0
 
 
-def _event(piece: Infilled) -> bytes:
+def _event(piece: InfillResponse) -> bytes:
     return b"data: " + _encode(piece) + b"\n\n"

@@ -18,7 +18,7 @@ _Choices = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class RoutedFields(msgspec.Struct, frozen=True):
     """The fields that decide where a request goes."""
 
     model: str = ""
@@ -43,7 +43,7 @@ class _Wanted(msgspec.Struct, frozen=True):
         return prompts * max(self.n or 1, self.best_of or 1)
 
 
-_asked: Final = msgspec.json.Decoder(Asked)
+_asked: Final = msgspec.json.Decoder(RoutedFields)
 _wanted: Final = msgspec.json.Decoder(_Wanted)
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -61,12 +61,12 @@ class LeavingBody:
         return msgspec.json.encode(self.fields | {"model": msgspec.Raw(msgspec.json.encode(model))})
 
 
-def read_asked(body: bytes) -> Asked:
+def read_asked(body: bytes) -> RoutedFields:
     """The fields, or empty ones of a body that the endpoint will refuse in its own way."""
     try:
         return _asked.decode(body)
     except UNREADABLE:
-        return Asked()
+        return RoutedFields()
 
 
 def bounded_body(body: bytes, most_tokens: int) -> LeavingBody:

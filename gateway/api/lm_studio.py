@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.catalog import Catalog, Entry
+from gateway.api.catalog import Catalog, CatalogEntry
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
 from protocol.kinds import AUDIO, EMBED, RERANK
@@ -108,7 +108,7 @@ class ListV1:
         await send_body(send, 200, msgspec.json.encode(ModelsV1([_v1(entry) for entry in entries if _is_known(entry)])))
 
 
-def _v0(entry: Entry) -> ModelV0:
+def _v0(entry: CatalogEntry) -> ModelV0:
     ready, bits = entry.view.ready, entry.facts.bits
     return ModelV0(
         entry.name,
@@ -123,7 +123,7 @@ def _v0(entry: Entry) -> ModelV0:
     )
 
 
-def _v1(entry: Entry) -> ModelV1:
+def _v1(entry: CatalogEntry) -> ModelV1:
     ready, facts = entry.view.ready, entry.facts
     return ModelV1(
         entry.name,
@@ -139,16 +139,16 @@ def _v1(entry: Entry) -> ModelV1:
     )
 
 
-def _is_known(entry: Entry) -> bool:
+def _is_known(entry: CatalogEntry) -> bool:
     """Whether LM Studio has a type for it: none for rerankers and audio."""
     return entry.kind not in (RERANK, AUDIO)
 
 
-def _sees(entry: Entry) -> bool:
+def _sees(entry: CatalogEntry) -> bool:
     return "image" in entry.modalities
 
 
-def _publisher(entry: Entry) -> str | UnsetType:
+def _publisher(entry: CatalogEntry) -> str | UnsetType:
     """The owner of a repository of the hub; a folder has none."""
     owner, slash, name = entry.found.model.path.partition("/")
     return owner if slash and owner not in ("", ".", "..", "~") and "/" not in name else UNSET

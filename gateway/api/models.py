@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from gateway.access.caller import Caller
-from gateway.api.catalog import Catalog, Entry
+from gateway.api.catalog import Catalog, CatalogEntry
 from gateway.config.settings import SamplingDefaults
 from gateway.http.exchange import send_body
 from gateway.media.modalities import TEXT
@@ -107,7 +107,7 @@ class Models:
         ids = [card.id for card in cards] or [None]
         await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1])))
 
-    def card(self, entry: Entry, caller: Caller) -> ModelCard:
+    def card(self, entry: CatalogEntry, caller: Caller) -> ModelCard:
         model, profile = entry.found.model, entry.found.profile
         aliases = tuple(name for name in model.names if name != model.full_name)
         context, facts = entry.context or UNSET, entry.facts

@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from gateway.access.caller import Caller
-from gateway.api.catalog import Catalog, Entry
+from gateway.api.catalog import Catalog, CatalogEntry
 from gateway.api.common import serve
 from gateway.api.ollama.request import decode_show
 from gateway.api.ollama.response import timestamp
@@ -30,7 +30,7 @@ _BILLION: Final = 1_000_000_000
 _MILLION: Final = 1_000_000
 
 
-class Version(Struct, frozen=True):
+class VersionEndpoint(Struct, frozen=True):
     """The version of Ollama's API."""
 
     version: str
@@ -83,7 +83,7 @@ class RunningModels(Struct, frozen=True):
     models: list[Running]
 
 
-class Shown(Struct, frozen=True):
+class ShowResponse(Struct, frozen=True):
     """One model in full. `model_info` has its architecture, parameters and context in the words of GGUF files."""
 
     modelfile: str
@@ -100,7 +100,7 @@ class OllamaVersion:
     """An ASGI endpoint."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, msgspec.json.encode(Version(VERSION)))
+        await send_body(send, 200, msgspec.json.encode(VersionEndpoint(VERSION)))
 
 
 class ListTags:
@@ -130,7 +130,7 @@ class ListRunning:
         await send_body(send, 200, msgspec.json.encode(RunningModels(models)))
 
 
-class Show:
+class ShowModel:
     """An ASGI endpoint."""
 
     def __init__(self, services: Services, catalog: Catalog) -> None:
@@ -144,11 +144,11 @@ class Show:
         await send_body(send, 200, msgspec.json.encode(_shown(entry, record.caller)), ignored_header(unknown))
 
 
-def _tag(entry: Entry) -> Tag:
+def _tag(entry: CatalogEntry) -> Tag:
     return Tag(entry.name, entry.name, _modified(entry), entry.facts.size_bytes or 0, _digest(entry), _details(entry))
 
 
-def _running(entry: Entry, idle_s: dict[str, float]) -> Running | None:
+def _running(entry: CatalogEntry, idle_s: dict[str, float]) -> Running | None:
     ready, stats = entry.view.ready, entry.view.stats
     if ready is None or not entry.is_loaded:
         return None
@@ -161,14 +161,14 @@ def _running(entry: Entry, idle_s: dict[str, float]) -> Running | None:
     return Running(entry.name, entry.name, size, _digest(entry), _details(entry), expires, size, ready.max_context)
 
 
-def _shown(entry: Entry, caller: Caller) -> Shown:
+def _shown(entry: CatalogEntry, caller: Caller) -> ShowResponse:
     facts, context = entry.facts, entry.longest_context
     info: dict[str, Any] = {"general.architecture": facts.architecture, "general.basename": entry.name}
     if facts.parameters:
         info["general.parameter_count"] = facts.parameters
     if context:
         info[f"{facts.architecture or 'mlx'}.context_length"] = context
-    return Shown(
+    return ShowResponse(
         f"# The configuration of mlxd is mlxd.toml.\nFROM {entry.source(caller)}\n",
         "\n".join(f"{name} {value}" for name, value in _sampling(entry).items()),
         entry.chat_template,
@@ -180,7 +180,7 @@ def _shown(entry: Entry, caller: Caller) -> Shown:
     )
 
 
-def _sampling(entry: Entry) -> dict[str, object]:
+def _sampling(entry: CatalogEntry) -> dict[str, object]:
     """The sampling that is configured, in Ollama's words."""
     model, profile = entry.found.model, entry.found.profile
     own = msgspec.structs.asdict(model.sampling)
@@ -191,7 +191,7 @@ def _sampling(entry: Entry) -> dict[str, object]:
     return {names.get(name, name): value for name, value in own.items() if value is not None}
 
 
-def _capabilities(entry: Entry) -> list[str]:
+def _capabilities(entry: CatalogEntry) -> list[str]:
     has = {
         "insert": entry.facts.fills_middle,
         "tools": entry.knows_tools,
@@ -205,7 +205,7 @@ def _capabilities(entry: Entry) -> list[str]:
     return ["completion", *(name for name, is_able in has.items() if is_able)]
 
 
-def _details(entry: Entry) -> Details:
+def _details(entry: CatalogEntry) -> Details:
     facts = entry.facts
     families = [facts.architecture] if facts.architecture else []
     bits = f"{facts.bits}bit" if facts.bits else ""
@@ -221,12 +221,12 @@ def parameter_size(parameters: int | None) -> str:
     return f"{parameters / _MILLION:.2f}M" if parameters >= _MILLION else f"{parameters / 1000:.2f}K"
 
 
-def _digest(entry: Entry) -> str:
+def _digest(entry: CatalogEntry) -> str:
     """Tells one state of a model's files from another; the weights are not read for it."""
     facts = entry.facts
     said = f"{entry.root}\0{facts.size_bytes}\0{facts.parameters}\0{facts.modified_s}"
     return hashlib.blake2b(said.encode(), digest_size=32).hexdigest()
 
 
-def _modified(entry: Entry) -> str:
+def _modified(entry: CatalogEntry) -> str:
     return timestamp(datetime.fromtimestamp(entry.facts.modified_s, UTC))

@@ -9,17 +9,17 @@ import protocol
 from gateway.api import openapi, scores
 from gateway.api.anthropic import request as anthropic
 from gateway.api.anthropic import response as anthropic_out
-from gateway.api.health import About, Health
+from gateway.api.health import AboutEndpoint, Health
 from gateway.api.infill import NO_ACTION as INFILL_NO_ACTION
-from gateway.api.infill import Infilled, InfillRequest
+from gateway.api.infill import InfillRequest, InfillResponse
 from gateway.api.lm_studio import ModelsV0, ModelsV1
 from gateway.api.models import ModelCard, ModelList
 from gateway.api.ollama import request as ollama
 from gateway.api.ollama import response as ollama_out
-from gateway.api.ollama.embed import Embedded, EmbedRequest, OneEmbedding
-from gateway.api.ollama.embed import EmbeddingsRequest as OllamaEmbeddingsRequest
+from gateway.api.ollama.embed import EmbedRequest, EmbedResponse, OneEmbedding
+from gateway.api.ollama.embed import OllamaEmbeddingsRequest as OllamaEmbeddingsRequest
 from gateway.api.ollama.refusals import REFUSED
-from gateway.api.ollama_models import RunningModels, Shown, Tags, Version
+from gateway.api.ollama_models import RunningModels, ShowResponse, Tags, VersionEndpoint
 from gateway.api.openai import embeddings, speech, transcript_forms, transcriptions
 from gateway.api.openai import request as openai
 from gateway.api.openai import response as openai_out
@@ -28,7 +28,7 @@ from gateway.api.props import Props
 from gateway.api.responses import request as responses
 from gateway.api.responses import response as responses_out
 from gateway.api.responses.endpoints import ITEMS_DEFAULT, ITEMS_MAX
-from gateway.api.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens
+from gateway.api.tokenize import DetokenizedText, DetokenizeRequest, TokenizedText, TokenizeRequest
 from gateway.errors import ErrorBody
 from gateway.http.exchange import send_body
 
@@ -93,7 +93,7 @@ _OPENAI: Final = (
         openai_out.ChatCompletion,
         ErrorBody,
         _GENERATE,
-        openai.ChatRequest,
+        openai.ChatCompletionRequest,
         openai.NO_ACTION,
         (openai_out.ChatChunk, ErrorBody),
         headers=_SEED,
@@ -132,7 +132,7 @@ _AUDIO: Final = (
         _GENERATE,
         transcriptions.TranscriptionRequest,
         transcriptions.NO_ACTION,
-        (transcriptions.TextDelta, transcriptions.TextDone, ErrorBody),
+        (transcriptions.TranscriptDelta, transcriptions.TranscriptDone, ErrorBody),
         body_type=openapi.FORM,
         media_types={"text/plain": "Plain text, or subtitles as SRT.", "text/vtt": "Subtitles as WebVTT."},
         headers=_SEED,
@@ -181,8 +181,8 @@ _ANTHROPIC: Final = (
         "POST",
         "/v1/messages",
         "Create a message (Anthropic Messages API).",
-        anthropic_out.Message,
-        anthropic_out.ErrorBody,
+        anthropic_out.AnthropicMessage,
+        anthropic_out.AnthropicErrorBody,
         _GENERATE,
         anthropic.MessagesRequest,
         anthropic.NO_ACTION,
@@ -193,8 +193,8 @@ _ANTHROPIC: Final = (
         "POST",
         "/v1/messages/count_tokens",
         "Count the tokens of a conversation.",
-        anthropic_out.TokenCount,
-        anthropic_out.ErrorBody,
+        anthropic_out.AnthropicTokenCount,
+        anthropic_out.AnthropicErrorBody,
         _TOKENIZE,
         anthropic.CountRequest,
         anthropic.NO_ACTION,
@@ -219,10 +219,10 @@ _RESPONSES: Final = (
         "POST",
         "/v1/responses/compact",
         "Compact a conversation.",
-        responses_out.Compacted,
+        responses_out.CompactedResponse,
         ErrorBody,
         _GENERATE,
-        responses.CountRequest,
+        responses.InputTokensRequest,
         responses.NO_ACTION,
         headers=_SEED,
     ),
@@ -230,10 +230,10 @@ _RESPONSES: Final = (
         "POST",
         "/v1/responses/input_tokens",
         "Count the tokens of a request.",
-        responses_out.TokenCount,
+        responses_out.InputTokenCount,
         ErrorBody,
         _TOKENIZE,
-        responses.CountRequest,
+        responses.InputTokensRequest,
         responses.NO_ACTION,
         headers=_IGNORED,
     ),
@@ -251,7 +251,13 @@ _RESPONSES: Final = (
     *(
         Operation(method, path, summary, answer, ErrorBody, _KEPT, parameters=parameters)
         for method, path, summary, answer, parameters in (
-            ("DELETE", "/v1/responses/{id}", "Delete a stored response.", responses_out.Deleted, (_RESPONSE_ID,)),
+            (
+                "DELETE",
+                "/v1/responses/{id}",
+                "Delete a stored response.",
+                responses_out.DeletedResponse,
+                (_RESPONSE_ID,),
+            ),
             (
                 "POST",
                 "/v1/responses/{id}/cancel",
@@ -284,7 +290,7 @@ _OLLAMA: Final = (
             headers=_SEED,
         )
         for path, summary, line, body in (
-            ("/api/chat", "Chat, as Ollama does; streams by default.", ollama_out.ChatLine, ollama.ChatRequest),
+            ("/api/chat", "Chat, as Ollama does; streams by default.", ollama_out.ChatLine, ollama.OllamaChatRequest),
             (
                 "/api/generate",
                 "Complete a prompt, as Ollama does; streams by default.",
@@ -296,7 +302,7 @@ _OLLAMA: Final = (
     *(
         Operation("POST", path, summary, answer, ollama_out.ErrorLine, _GENERATE, body, headers=_IGNORED)
         for path, summary, answer, body in (
-            ("/api/embed", "Embed texts, as Ollama does.", Embedded, EmbedRequest),
+            ("/api/embed", "Embed texts, as Ollama does.", EmbedResponse, EmbedRequest),
             ("/api/embeddings", "Embed a text in Ollama's older form.", OneEmbedding, OllamaEmbeddingsRequest),
         )
     ),
@@ -317,7 +323,7 @@ _OLLAMA: Final = (
         "POST",
         "/api/show",
         "Get a model in Ollama's form.",
-        Shown,
+        ShowResponse,
         ollama_out.ErrorLine,
         _TOKENIZE,
         ollama.ShowRequest,
@@ -328,7 +334,9 @@ _OLLAMA: Final = (
     Operation(
         "GET", "/api/ps", "List the loaded models in Ollama's form.", RunningModels, ollama_out.ErrorLine, _ALWAYS
     ),
-    Operation("GET", "/api/version", "Get the version of Ollama's API.", Version, ollama_out.ErrorLine, _ALWAYS),
+    Operation(
+        "GET", "/api/version", "Get the version of Ollama's API.", VersionEndpoint, ollama_out.ErrorLine, _ALWAYS
+    ),
     *(
         Operation(
             method,
@@ -345,13 +353,20 @@ _OLLAMA: Final = (
 )
 _MLXD: Final = (
     Operation(
-        "POST", "/tokenize", "Tokenize a prompt.", Tokens, ErrorBody, _TOKENIZE, TokenizeRequest, headers=_IGNORED
+        "POST",
+        "/tokenize",
+        "Tokenize a prompt.",
+        TokenizedText,
+        ErrorBody,
+        _TOKENIZE,
+        TokenizeRequest,
+        headers=_IGNORED,
     ),
     Operation(
         "POST",
         "/detokenize",
         "Decode tokens into text.",
-        Text,
+        DetokenizedText,
         ErrorBody,
         _TOKENIZE,
         DetokenizeRequest,
@@ -361,12 +376,12 @@ _MLXD: Final = (
         "POST",
         "/infill",
         "Fill in the middle of a text, as llama.cpp's server does.",
-        Infilled,
+        InfillResponse,
         ErrorBody,
         _GENERATE,
         InfillRequest,
         INFILL_NO_ACTION,
-        (Infilled, ErrorBody),
+        (InfillResponse, ErrorBody),
         headers=_SEED,
     ),
     Operation("GET", "/v1/models", "List the models that the key may use.", ModelList, ErrorBody, _ALWAYS),
@@ -383,7 +398,7 @@ _MLXD: Final = (
     ),
     Operation("GET", "/api/v0/models", "List the models in LM Studio's older form.", ModelsV0, ErrorBody, _ALWAYS),
     Operation("GET", "/api/v1/models", "List the models in LM Studio's form.", ModelsV1, ErrorBody, _ALWAYS),
-    Operation("GET", "/", "Get the name, version and entry points of this server.", About, ErrorBody, _ALWAYS),
+    Operation("GET", "/", "Get the name, version and entry points of this server.", AboutEndpoint, ErrorBody, _ALWAYS),
     Operation("GET", "/openapi.json", "Get this OpenAPI document.", dict[str, Any], ErrorBody, _ALWAYS),
     Operation(
         "GET",
@@ -425,7 +440,7 @@ _HEALTH: Final = tuple(
 OPERATIONS: Final = (*_OPENAI, *_AUDIO, *_SCORES, *_ANTHROPIC, *_RESPONSES, *_OLLAMA, *_MLXD, *_HEALTH)
 
 
-class Document:
+class OpenApiDocument:
     """ASGI endpoint of the OpenAPI document, built at its first request."""
 
     def __init__(self) -> None:

@@ -12,11 +12,11 @@ from protocol.messages import (
     ChatPrompt,
     EmbedPrompt,
     Generate,
-    HearPrompt,
     Media,
     Sampling,
     ScorePrompt,
-    SpeakPrompt,
+    SpeechPrompt,
+    TranscribePrompt,
 )
 
 SEQUENCES_MAX: Final = 1024
@@ -47,7 +47,7 @@ def problems(asked: list[Generate]) -> Iterator[str]:
 def _problems_of(request: Generate) -> Iterator[str]:
     if request.adapter:
         yield "adapters are served where they are loaded, and not for peers"
-    if isinstance(request.prompt, EmbedPrompt | ScorePrompt | HearPrompt | SpeakPrompt):
+    if isinstance(request.prompt, EmbedPrompt | ScorePrompt | TranscribePrompt | SpeechPrompt):
         yield "peers are asked for text, not for vectors, scores or audio"
     if len(request.stop) > STOPS_MAX or not all(0 < len(stop) <= STOP_CHARS_MAX for stop in request.stop):
         yield f"it has {len(request.stop)} stop strings, or one that is empty or too long"

@@ -20,9 +20,9 @@ from gateway.api.peer_structure import check_peer_structure
 from gateway.config.settings import ModelConfig
 from gateway.errors import TABLE, ApiError, BadRequest, Cancelled
 from gateway.http.exchange import read_body, send_body
-from gateway.http.sse import Pace, cut_off, respond_stream
+from gateway.http.sse import StreamTiming, cut_off, respond_stream
 from gateway.request.generation import BYTES_PER_TOKEN, Generation
-from gateway.request.record import Record, record_of
+from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, pack
 from protocol.failures import Code, Failure
@@ -43,7 +43,7 @@ from protocol.peering import (
     GENERATE_PATH,
     STATUS_PATH,
     VIA_HEADER,
-    Alive,
+    PeerAlive,
     PeerModel,
     PeerRequest,
     PeerStatus,
@@ -53,7 +53,7 @@ from protocol.peering import (
 )
 
 # A peer hears of us at once, and then at least so often.
-PACE: Final = Pace(hold_s=0.0, keepalive_s=1.0)
+PACE: Final = StreamTiming(hold_s=0.0, keepalive_s=1.0)
 FRAMES: Final = b"application/vnd.mlxd.frames"
 MSGPACK: Final = b"application/msgpack"
 _CODES: Final = {answer.code: code for code, answer in TABLE.items()}
@@ -136,7 +136,7 @@ class GenerateForPeers:
             await self._generate(model, request.generates, record, receive, send)
 
     async def _answer(
-        self, model: ModelConfig, question: Tokenize | Detokenize, record: Record, receive: Receive, send: Send
+        self, model: ModelConfig, question: Tokenize | Detokenize, record: RequestRecord, receive: Receive, send: Send
     ) -> None:
         async with cut_off(record, receive):
             estimate = record.body_bytes / BYTES_PER_TOKEN
@@ -144,7 +144,7 @@ class GenerateForPeers:
             await send_body(send, 200, frame(replace(answer, rid=question.rid)), kind=FRAMES)
 
     async def _generate(
-        self, model: ModelConfig, asked: list[Generate], record: Record, receive: Receive, send: Send
+        self, model: ModelConfig, asked: list[Generate], record: RequestRecord, receive: Receive, send: Send
     ) -> None:
         services = self._services
         assert record.media_lease is not None, "the middleware makes one for each request"
@@ -155,7 +155,7 @@ class GenerateForPeers:
             media = asked[0].prompt.media
             record.media = tuple(replace(each, data=b"") for each in media)
             record.media_bytes = sum(len(each.data) for each in media)
-        encoder = Frames([each.rid for each in asked])
+        encoder = PeerStreamEncoder([each.rid for each in asked])
         with Generation(services, model, own, record, encoder.bind, stays_here=True) as generation:
             encoder.generation = generation
             write_timeout_s = services.config.server.write_timeout_s
@@ -167,7 +167,7 @@ class GenerateForPeers:
                 await send_body(send, 200, encoder.error(error), kind=FRAMES)
 
 
-class Frames:
+class PeerStreamEncoder:
     """The encoder of a stream to a peer, whose rids the frames have."""
 
     def __init__(self, theirs: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ class Frames:
 
     def keepalive(self) -> bytes:
         """Facts about the prompts, or just that this daemon lives."""
-        return self._acceptance() + self._progress() or frame(Alive())
+        return self._acceptance() + self._progress() or frame(PeerAlive())
 
     def error(self, error: ApiError) -> bytes:
         failure = _failure(error)

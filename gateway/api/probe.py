@@ -14,7 +14,7 @@ from gateway.admin_types import DeepHealth, Probe
 from gateway.errors import Forbidden, Unauthorized
 from gateway.link.collector import Collector
 from gateway.link.transport import WorkerGone
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from gateway.services import Services
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import State
@@ -23,13 +23,13 @@ from protocol.messages import (
     EmbedPrompt,
     Finish,
     Generate,
-    HearPrompt,
     Prompt,
     Ready,
     Sampling,
     ScorePrompt,
-    SpeakPrompt,
+    SpeechPrompt,
     TextPrompt,
+    TranscribePrompt,
 )
 
 DEADLINE_S: Final = 10.0
@@ -44,12 +44,12 @@ SALT: Final = "health"
 _PROMPTS: Final[dict[str, Prompt]] = {
     EMBED: EmbedPrompt(("Hi",)),
     RERANK: ScorePrompt(("Hi",), ("Hi",)),
-    AUDIO: SpeakPrompt("Hi."),
+    AUDIO: SpeechPrompt("Hi."),
 }
-_DESCRIBED: Final = SpeakPrompt("Hi.", instructions="A calm voice.")
+_DESCRIBED: Final = SpeechPrompt("Hi.", instructions="A calm voice.")
 # A quarter of a second of silence, as a WAV file.
 _SAMPLES: Final = bytes(8000)
-_SILENCE: Final = HearPrompt(
+_SILENCE: Final = TranscribePrompt(
     b"RIFF"
     + struct.pack(
         "<I4s4sIHHIIHH4sI", 36 + len(_SAMPLES), b"WAVE", b"fmt ", 16, 1, 1, 16000, 32000, 2, 16, b"data", 8000
@@ -58,7 +58,7 @@ _SILENCE: Final = HearPrompt(
 )
 
 
-def require_admin(record: Record) -> None:
+def require_admin(record: RequestRecord) -> None:
     """It costs a step of every model. Raises `Unauthorized` or `Forbidden`."""
     caller = record.caller
     if caller.is_admin:

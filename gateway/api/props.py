@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 import protocol
 from gateway.access.caller import Caller
-from gateway.api.catalog import Catalog, Entry
+from gateway.api.catalog import Catalog, CatalogEntry
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
 from gateway.services import Services
@@ -54,7 +54,7 @@ class ModelProps:
         await send_body(send, 200, msgspec.json.encode(_props(await self._catalog.find(name, caller), caller)))
 
 
-def _props(entry: Entry, caller: Caller) -> Props:
+def _props(entry: CatalogEntry, caller: Caller) -> Props:
     model, ready = entry.found.model, entry.view.ready
     return Props(
         SlotSettings(entry.longest_context or UNSET),

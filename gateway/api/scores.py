@@ -23,7 +23,7 @@ Truncate = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Text = Annotated[str, shape(TEXT)]
 
 
-class Document(Struct, frozen=True):
+class RankedDocument(Struct, frozen=True):
     text: Text
 
 
@@ -34,7 +34,7 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
 
     model: str = ""
     query: Text
-    documents: Annotated[list[Text | Document], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
+    documents: Annotated[list[Text | RankedDocument], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
     texts: Annotated[list[Text], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
     # TEI's: whether each result has its text, and whether a pair that is too long is cut.
     return_text: bool | None = None
@@ -52,7 +52,7 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
 class RerankResult(Struct, frozen=True):
     index: int
     relevance_score: float
-    document: Document | UnsetType = UNSET
+    document: RankedDocument | UnsetType = UNSET
 
 
 class RankedText(Struct, frozen=True):
@@ -97,7 +97,7 @@ class ScoreRequest(Struct, frozen=True, kw_only=True):
     instruction: Annotated[str, Meta(max_length=65_536)] | None = None
 
 
-class Score(Struct, frozen=True):
+class ScoredPair(Struct, frozen=True):
     index: int
     score: float
     object: str = "score"
@@ -107,7 +107,7 @@ class ScoreList(Struct, frozen=True):
     id: str
     created: int
     model: str
-    data: list[Score]
+    data: list[ScoredPair]
     usage: ScoreUsage
     object: str = "list"
 
@@ -147,7 +147,7 @@ class Rerank:
                 ranked = [RankedText(at, scores[at], documents[at] if request.return_text else UNSET) for at in order]
                 return msgspec.json.encode(ranked)
             results = [
-                RerankResult(at, scores[at], Document(documents[at]) if request.return_documents else UNSET)
+                RerankResult(at, scores[at], RankedDocument(documents[at]) if request.return_documents else UNSET)
                 for at in order
             ]
             usage = ScoreUsage(vectors.prompt_tokens, vectors.prompt_tokens)
@@ -174,14 +174,16 @@ class ScorePairs:
         job = await _job(services, scope, request.model, unknown, prompt)
 
         def render(vectors: Vectors) -> bytes:
-            data = [Score(at, vectors.numbers(at)[0]) for at in range(vectors.count)]
+            data = [ScoredPair(at, vectors.numbers(at)[0]) for at in range(vectors.count)]
             usage = ScoreUsage(vectors.prompt_tokens, vectors.prompt_tokens)
             return msgspec.json.encode(ScoreList(serve.new_id("score"), serve.now(), job.model.name, data, usage))
 
         await respond_vectors(job, len(documents), render, receive, send)
 
 
-async def _job(services: Services, scope: Scope, name: str, unknown: list[str], prompt: ScorePrompt) -> serve.Job:
+async def _job(
+    services: Services, scope: Scope, name: str, unknown: list[str], prompt: ScorePrompt
+) -> serve.PreparedRequest:
     """The request for the scores of `prompt`. Raises `ApiError`."""
     record = record_of(scope)
     model = serve.begin_reading(services, record, name, unknown)
@@ -193,7 +195,9 @@ async def _job(services: Services, scope: Scope, name: str, unknown: list[str], 
     request = Generate(
         services.link.next_rid(), prompt, Sampling(), max_tokens=0, deadline_ms=deadline_ms, want_progress=True
     )
-    return serve.Job(services, record, model, await serve.lower(services, record, model, lambda: request), RERANK)
+    return serve.PreparedRequest(
+        services, record, model, await serve.lower(services, record, model, lambda: request), RERANK
+    )
 
 
 def _documents(request: RerankRequest) -> tuple[str, ...]:

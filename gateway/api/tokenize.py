@@ -7,14 +7,14 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
-from gateway.api.common.canonical import ToolUse, chat_prompt
+from gateway.api.common.canonical import ToolPolicy, chat_prompt
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NULL, TEXT, case
 from gateway.api.common.refused_fields import REFUSED_FIELDS, RefusedField
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import template_kwargs
 from gateway.api.openai.messages import turns
-from gateway.api.openai.request import Message, TokenId
+from gateway.api.openai.request import RequestMessage, TokenId
 from gateway.config.settings import ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
 from gateway.http.exchange import send_body
@@ -38,7 +38,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     model: str = ""
     prompt: str | None = None
     content: str | None = None
-    messages: list[Message] | None = None
+    messages: list[RequestMessage] | None = None
     # Whether the tokenizer's special tokens are put around a text: by default around `prompt`, not around `content`.
     add_special_tokens: bool | None = None
     add_special: bool | None = None
@@ -50,13 +50,13 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     tokens: list[TokenId]
 
 
-class Tokens(Struct, frozen=True):
+class TokenizedText(Struct, frozen=True):
     tokens: tuple[int, ...]
     count: int
     max_model_len: int
 
 
-class Text(Struct, frozen=True):
+class DetokenizedText(Struct, frozen=True):
     """The text by both of its names."""
 
     prompt: str
@@ -73,7 +73,7 @@ _REFUSED: Final = {
     "continue_final_message": RefusedField("", (False,)),
     "chat_template": REFUSED_FIELDS["chat_template"],
 }
-_tokenize = Schema(TokenizeRequest, listed="messages", item=Message, refused=_REFUSED)
+_tokenize = Schema(TokenizeRequest, listed="messages", item=RequestMessage, refused=_REFUSED)
 _detokenize = Schema(DetokenizeRequest)
 
 
@@ -91,7 +91,7 @@ class TokenizeText:
         async with cut_off(record, receive):
             tokenized = await serve.tokenize(services, record, model, prompt, want_ids=True)
             ready = services.view(model).ready
-            answer = Tokens(tokenized.ids, tokenized.count, ready.max_context if ready is not None else 0)
+            answer = TokenizedText(tokenized.ids, tokenized.count, ready.max_context if ready is not None else 0)
             await send_body(send, 200, msgspec.json.encode(answer), record.headers)
 
 
@@ -107,7 +107,7 @@ class DetokenizeIds:
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         async with cut_off(record, receive):
             decoded = await serve.detokenize(services, record, model, tuple(request.tokens))
-            await send_body(send, 200, msgspec.json.encode(Text(decoded.text, decoded.text)), record.headers)
+            await send_body(send, 200, msgspec.json.encode(DetokenizedText(decoded.text, decoded.text)), record.headers)
 
 
 def _prompt(request: TokenizeRequest, default: ThinkingDefaults) -> ChatPrompt | TextPrompt:
@@ -124,7 +124,7 @@ def _prompt(request: TokenizeRequest, default: ThinkingDefaults) -> ChatPrompt |
         if adds_special:
             raise Unsupported("'add_special_tokens' is not supported with 'messages'.", "add_special_tokens")
         kwargs = template_kwargs(request.chat_template_kwargs)
-        return chat_prompt(turns(request.messages), ToolUse(), of_config(default), kwargs)
+        return chat_prompt(turns(request.messages), ToolPolicy(), of_config(default), kwargs)
     if request.content is not None:
         return TextPrompt(request.content, adds_special=bool(adds_special))
     return TextPrompt(request.prompt or "", adds_special=adds_special is not False)

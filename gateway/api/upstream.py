@@ -15,7 +15,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access.caller import Caller
-from gateway.access.rate_limit import Bill, Meter
+from gateway.access.rate_limit import Meter, UsageCharge
 from gateway.api.anthropic.response import anthropic_body
 from gateway.api.leaving_body import LeavingBody, bounded_body, read_asked
 from gateway.config.remote_settings import UpstreamConfig
@@ -31,11 +31,11 @@ from gateway.errors import (
     openai_body,
 )
 from gateway.http.exchange import read_body, send_body
-from gateway.http.sse import Watch, note_cut
-from gateway.peers.upstream_client import Answer, Unreachable
+from gateway.http.sse import StreamWatch, note_cut
+from gateway.peers.upstream_client import Unreachable, UpstreamResponse
 from gateway.request.generation import BYTES_PER_TOKEN
 from gateway.request.headers import served_by_header
-from gateway.request.record import Header, Record, record_of
+from gateway.request.record import Header, RequestRecord, record_of
 from gateway.services import Services
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ RETRY_AFTER_S: Final = 5.0
 _STAYS: Final = frozenset({"draining", "cancelled", "body_memory_full"})
 
 
-class Leaving:
+class UpstreamFallback:
     """Wraps an endpoint of `dialect`. Without `[upstreams]` it is that endpoint, at no cost."""
 
     def __init__(self, endpoint: ASGIApp, services: Services, dialect: str) -> None:
@@ -121,7 +121,7 @@ class Leaving:
             passing = _Passing(record, body.sequences)
             held.enter_context(services.requests.hold(passing))
             held.enter_context(services.upstreams.running())
-            async with Watch(receive, services.config.server.write_timeout_s) as watch:
+            async with StreamWatch(receive, services.config.server.write_timeout_s) as watch:
                 client = _Watched(send, watch)
                 try:
                     async with passing.until_cancelled():
@@ -140,7 +140,9 @@ class Leaving:
             if watch.reason is not None:
                 note_cut(record, watch.reason)
 
-    def _book(self, way: "_Way", body: LeavingBody, answer: Answer, record: Record, bill: Bill | None) -> None:
+    def _book(
+        self, way: "_Way", body: LeavingBody, answer: UpstreamResponse, record: RequestRecord, bill: UsageCharge | None
+    ) -> None:
         prompt, completion = answer.usage(len(way.body), body.sequences, body.max_tokens)
         record.prompt_tokens, record.completion_tokens = prompt, completion
         # What failed here after it had begun is a request already.
@@ -149,11 +151,13 @@ class Leaving:
         if bill is not None:
             bill.prompt, bill.completion = prompt, completion
 
-    async def _ask(self, way: "_Way", body: LeavingBody, upstreams: Sequence[UpstreamConfig], scope: Scope) -> Answer:
+    async def _ask(
+        self, way: "_Way", body: LeavingBody, upstreams: Sequence[UpstreamConfig], scope: Scope
+    ) -> UpstreamResponse:
         """The beginning of an answer: of the first upstream that takes the request, or the refusal of the last."""
         services, record = self._services, record_of(scope)
         metrics = services.metrics
-        refusal: Answer | None = None
+        refusal: UpstreamResponse | None = None
         for upstream in upstreams:
             record.served_by = upstream.name
             if refusal is not None:
@@ -188,7 +192,7 @@ class Leaving:
         problem = "does not serve this daemon" if refusal.is_about_key else f"answered with HTTP {refusal.status}"
         raise Unavailable(f"The upstream of {way.name} {problem}.", code="upstream_unavailable")
 
-    async def _pass_on(self, way: "_Way", answer: Answer, record: Record, send: Send) -> None:
+    async def _pass_on(self, way: "_Way", answer: UpstreamResponse, record: RequestRecord, send: Send) -> None:
         headers: list[Header] = [*answer.headers, *served_by_header(record.served_by)]
         if not answer.is_stream:
             try:
@@ -206,7 +210,7 @@ class Leaving:
             raise Unavailable(f"The upstream of {way.name} broke off.", RETRY_AFTER_S, error.reason) from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _in_band(self, error: ApiError, record: Record) -> bytes:
+    def _in_band(self, error: ApiError, record: RequestRecord) -> bytes:
         if self._dialect == "anthropic":
             return b"\n\nevent: error\ndata: " + anthropic_body(error, record.id) + b"\n\n"
         return b"\n\ndata: " + openai_body(error) + b"\n\n"
@@ -238,7 +242,7 @@ class _Started:
 class _Watched(_Started):
     """The same, for the watch over a client that does not read."""
 
-    def __init__(self, send: Send, watch: Watch) -> None:
+    def __init__(self, send: Send, watch: StreamWatch) -> None:
         super().__init__(send)
         self._watch = watch
 
@@ -257,7 +261,7 @@ class _Passing:
     state = "upstream"
     prompt_tokens = cached_tokens = prefilled_tokens = generated_tokens = 0
 
-    def __init__(self, record: Record, sequences: int) -> None:
+    def __init__(self, record: RequestRecord, sequences: int) -> None:
         self.record = record
         self.sequences = sequences
         self._patience = asyncio.timeout(None)
@@ -281,7 +285,7 @@ class _Passing:
             raise Cancelled from None
 
 
-def _is_for_client(refusal: Answer) -> bool:
+def _is_for_client(refusal: UpstreamResponse) -> bool:
     return refusal.is_of_api and not refusal.is_about_key
 
 

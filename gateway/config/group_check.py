@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from gateway.config.node_tables import LOCAL
 from gateway.config.remote_settings import NodeConfig, RemoteNodeConfig
 from gateway.config.settings import GroupConfig, ModelConfig
-from gateway.config.source import Source
+from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
 from protocol.collectives import ring_problem
 from protocol.kinds import TEXT, kind_of
@@ -15,7 +15,7 @@ RANKS_MAX = 64
 
 
 def check_groups(
-    source: Source, models: dict[str, ModelConfig], own: NodeConfig, nodes: Mapping[str, RemoteNodeConfig]
+    source: ConfigSource, models: dict[str, ModelConfig], own: NodeConfig, nodes: Mapping[str, RemoteNodeConfig]
 ) -> None:
     """Raises `ConfigError`. `own` is `[node]`, `nodes` are those of `[nodes]`."""
     for model in models.values():

@@ -40,9 +40,9 @@ from gateway.config.settings import (
     TlsConfig,
     UiConfig,
 )
-from gateway.config.source import Source
+from gateway.config.source import ConfigSource
 from gateway.errors import ModelNotFound
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.home_paths import keys_path
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
@@ -76,7 +76,7 @@ def load_config(
     `has_keys` says of the folder of keys whether there is one: a daemon that others can reach needs one.
     Raises `ConfigError`. Without any model configured: `demo`, and every model that the Hugging Face cache holds.
     """
-    source = Source(path or home / CONFIG_NAME)
+    source = ConfigSource(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
     tables = ("server", "memory", "media", "audio", "ui", "models", "peers", "upstreams", "node", "nodes")
     source.refuse_unknown(raw, tables, ())
@@ -111,7 +111,7 @@ def load_config(
     )
 
 
-def _media(source: Source, raw: Any) -> MediaConfig:
+def _media(source: ConfigSource, raw: Any) -> MediaConfig:
     """With absolute folders. Raises `ConfigError`."""
     media = source.convert(source.table(raw, MediaConfig, ("media",)), MediaConfig, ("media",))
     folders = tuple(str(source.path_of(folder)) for folder in media.folders)
@@ -121,7 +121,7 @@ def _media(source: Source, raw: Any) -> MediaConfig:
     return structs.replace(media, folders=folders)
 
 
-def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig:
+def _server(source: ConfigSource, raw: Any, overrides: dict[str, Any]) -> ServerConfig:
     table = source.table(raw, ServerConfig, ("server",))
     table |= overrides
     if isinstance(table.get("log_level"), str):
@@ -160,7 +160,7 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     return server
 
 
-def _tls(source: Source, raw: Any) -> TlsConfig:
+def _tls(source: ConfigSource, raw: Any) -> TlsConfig:
     """Checked with the files that it names. Raises `ConfigError`."""
     where = ("server", "tls")
     tls = source.convert(source.table(raw, TlsConfig, where), TlsConfig, where)
@@ -176,11 +176,11 @@ def _tls(source: Source, raw: Any) -> TlsConfig:
     return TlsConfig(str(certificate), str(key))
 
 
-def _need_keys(source: Source, host: str, has_keys: Callable[[], bool], *, is_override: bool) -> None:
+def _need_keys(source: ConfigSource, host: str, has_keys: Callable[[], bool], *, is_override: bool) -> None:
     """A daemon that others can reach must know who asks. Raises `ConfigError`."""
     try:
         has_one = has_keys()
-    except Failed as error:
+    except CommandFailed as error:
         raise ConfigError(str(error)) from None
     if not has_one:
         raise ConfigError(
@@ -191,7 +191,7 @@ def _need_keys(source: Source, host: str, has_keys: Callable[[], bool], *, is_ov
         )
 
 
-def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
+def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
     if not isinstance(raw, dict):
         raise source.error("models must be a table: write [models.NAME]", ("models",))
     models: dict[str, ModelConfig] = {}
@@ -235,7 +235,7 @@ def _bad_experts(model: ModelConfig) -> str:
     return ""
 
 
-def _model(source: Source, name: str, body: Any, where: tuple[str, ...]) -> ModelConfig:
+def _model(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> ModelConfig:
     table = _nested(source, source.table(body, ModelConfig, where, hidden=("name", "adapter")), where)
     if isinstance(table.get("log_level"), str):
         table["log_level"] = table["log_level"].lower()
@@ -255,7 +255,7 @@ def _model(source: Source, name: str, body: Any, where: tuple[str, ...]) -> Mode
     )
 
 
-def _nested(source: Source, table: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
+def _nested(source: ConfigSource, table: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
     """`table` with the tables inside of it renamed as well."""
     for key, struct in _TABLES.items():
         if isinstance(table.get(key), dict):
@@ -263,7 +263,7 @@ def _nested(source: Source, table: dict[str, Any], where: tuple[str, ...]) -> di
     return table
 
 
-def _profiles(source: Source, raw: Any, where: tuple[str, ...]) -> dict[str, ProfileConfig]:
+def _profiles(source: ConfigSource, raw: Any, where: tuple[str, ...]) -> dict[str, ProfileConfig]:
     if not isinstance(raw, dict):
         raise source.error("profiles must be a table: write [models.NAME.profiles.PROFILE]", where)
     profiles: dict[str, ProfileConfig] = {}
@@ -276,7 +276,7 @@ def _profiles(source: Source, raw: Any, where: tuple[str, ...]) -> dict[str, Pro
     return profiles
 
 
-def _adapters(source: Source, raw: Any, kind: str, where: tuple[str, ...]) -> dict[str, str]:
+def _adapters(source: ConfigSource, raw: Any, kind: str, where: tuple[str, ...]) -> dict[str, str]:
     """Paths of adapters by name. What is in a folder is checked by the worker, against the model."""
     if not isinstance(raw, dict):
         raise source.error('adapters must be a table: write [models.NAME.adapters] and ADAPTER = "path"', where)
@@ -295,7 +295,7 @@ def _adapters(source: Source, raw: Any, kind: str, where: tuple[str, ...]) -> di
     return adapters
 
 
-def _template(source: Source, given: str, where: tuple[str, ...]) -> str:
+def _template(source: ConfigSource, given: str, where: tuple[str, ...]) -> str:
     """The text of a chat template that is given as such, or by its file. Raises `ConfigError`."""
     if not given:
         return ""
@@ -318,7 +318,7 @@ def _found_models() -> dict[str, ModelConfig]:
     return demos | {name: ModelConfig(name=name, path=name) for name in names}
 
 
-def _refuse_duplicates(source: Source, models: dict[str, ModelConfig]) -> None:
+def _refuse_duplicates(source: ConfigSource, models: dict[str, ModelConfig]) -> None:
     owner: dict[str, str] = {}
     for model in models.values():
         for alias in model.aliases:
@@ -336,14 +336,14 @@ def _refuse_duplicates(source: Source, models: dict[str, ModelConfig]) -> None:
                 raise source.error(f"profile {profile!r} of model {model.name!r} is the name of another model", where)
 
 
-def _refuse_taken_adapters(source: Source, models: dict[str, ModelConfig]) -> None:
+def _refuse_taken_adapters(source: ConfigSource, models: dict[str, ModelConfig]) -> None:
     if (taken := taken_name(models)) is not None:
         model, adapter, owner = taken
         where = ("models", model, "adapters", adapter)
         raise source.error(f"adapter {adapter!r} of model {model!r} has a name that {owner} has already", where)
 
 
-def _check_references(source: Source, server: ServerConfig, models: dict[str, ModelConfig]) -> None:
+def _check_references(source: ConfigSource, server: ServerConfig, models: dict[str, ModelConfig]) -> None:
     """`default` and `small` must be what a client could ask for."""
     names = Names(models)
     for key, name in (("default", server.default), ("small", server.small)):

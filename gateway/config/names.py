@@ -33,7 +33,7 @@ LATEST: Final = "latest"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResolvedName:
     """A model, with the adapter if a name is of one, and the profile it was asked for with, empty without one.
 
     The profile may not exist.
@@ -52,21 +52,21 @@ class Names:
         self._aliases: dict[str, ModelConfig] = {}
         # With the adapter that the name is of.
         self._adapted = {name: each for model in models.values() for each in model.adapted for name in each.names}
-        patterns: list[tuple[Pattern, Found]] = []
+        patterns: list[tuple[Pattern, ResolvedName]] = []
         for model in models.values():
             for alias in model.aliases:
                 if "*" in alias:
-                    patterns.append((Pattern(alias), Found(model)))
+                    patterns.append((Pattern(alias), ResolvedName(model)))
                 else:
                     self._aliases[alias] = model
         self._patterns = _ordered(patterns)
-        self._default: Found | None = None
+        self._default: ResolvedName | None = None
         chosen = self.find(small) if small else None
         self._default = self.find(default) if default else None
         if chosen is not None:
             self._patterns = _ordered([*patterns, *((Pattern(text), chosen) for text in SMALL)])
 
-    def locate(self, name: str, may_use: Callable[[ModelConfig], bool] = lambda _: True) -> Found:
+    def locate(self, name: str, may_use: Callable[[ModelConfig], bool] = lambda _: True) -> ResolvedName:
         """The model behind `name`, which must be one that may be used, and its profile.
 
         Raises `ModelNotFound`, for a model that may not be used just as for none, and `BadRequest` without a name.
@@ -81,32 +81,32 @@ class Names:
             raise ModelNotFound(name, match.model.profiles, f"Profiles of {match.model.name}")
         return match
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> ResolvedName | None:
         """The model behind `name` without checking access."""
         if (model := self._exact(name)) is not None:
-            return Found(model)
+            return ResolvedName(model)
         if name in ("", DEFAULT) and self._default is not None:
             return self._default
         base, _, profile = name.rpartition(":")
         owner = self._exact(base)
         if owner is not None and profile == LATEST and LATEST not in owner.profiles:
-            return Found(owner)
+            return ResolvedName(owner)
         if owner is not None and owner.profiles:
-            return Found(owner, profile)
+            return ResolvedName(owner, profile)
         by_pattern = self._by_pattern(base)
         if by_pattern is not None and profile in by_pattern.model.profiles:
-            return Found(by_pattern.model, profile)
+            return ResolvedName(by_pattern.model, profile)
         if by_pattern is not None and profile in by_pattern.model.adapters and not by_pattern.model.adapter:
-            return Found(structs.replace(by_pattern.model, adapter=profile), by_pattern.profile)
+            return ResolvedName(structs.replace(by_pattern.model, adapter=profile), by_pattern.profile)
         return self._by_pattern(name)
 
     def _exact(self, name: str) -> ModelConfig | None:
         return self._models.get(name) or self._aliases.get(name) or self._adapted.get(name)
 
-    def _by_pattern(self, name: str) -> Found | None:
+    def _by_pattern(self, name: str) -> ResolvedName | None:
         return next((found for pattern, found in self._patterns if pattern.matches(name)), None)
 
 
-def _ordered(patterns: list[tuple[Pattern, Found]]) -> list[tuple[Pattern, Found]]:
+def _ordered(patterns: list[tuple[Pattern, ResolvedName]]) -> list[tuple[Pattern, ResolvedName]]:
     """The most specific first; then the order in which they came."""
     return sorted(patterns, key=lambda item: item[0].specificity, reverse=True)

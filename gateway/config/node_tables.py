@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from gateway.config.remote_settings import FabricConfig, NodeConfig, RemoteNodeConfig
-from gateway.config.source import Source
+from gateway.config.source import ConfigSource
 from protocol.curve import is_key
 
 # The name of this machine in a group's `nodes`.
@@ -31,7 +31,7 @@ class _Hostfile(Struct, frozen=True):
     hosts: tuple[_Host, ...]
 
 
-def read_node(source: Source, raw: Any, node_name: str) -> NodeConfig:
+def read_node(source: ConfigSource, raw: Any, node_name: str) -> NodeConfig:
     """With its fabric from the hostfile, if it has none of its own. Raises `ConfigError`."""
     table = _with_fabric(source, source.table(raw, NodeConfig, ("node",)), ("node",))
     node = source.convert(table, NodeConfig, ("node",))
@@ -46,7 +46,7 @@ def read_node(source: Source, raw: Any, node_name: str) -> NodeConfig:
 
 
 def read_nodes(
-    source: Source, raw: Any, node: NodeConfig, node_name: str, bad_name: Callable[[str], str | None]
+    source: ConfigSource, raw: Any, node: NodeConfig, node_name: str, bad_name: Callable[[str], str | None]
 ) -> dict[str, RemoteNodeConfig]:
     """All of them, with absolute paths. Raises `ConfigError`."""
     if not isinstance(raw, dict):
@@ -69,7 +69,7 @@ def read_nodes(
     return nodes
 
 
-def _remote(source: Source, name: str, body: Any, where: tuple[str, ...]) -> RemoteNodeConfig:
+def _remote(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> RemoteNodeConfig:
     table = _with_fabric(source, source.table(body, RemoteNodeConfig, where, hidden=("name",)), where)
     if "key" not in table:
         raise source.error("a node needs key: run mlxctl node add", where)
@@ -106,13 +106,13 @@ def bad_address(address: str, *, may_be_any_port: bool = False) -> str:
     return ""
 
 
-def _with_fabric(source: Source, table: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
+def _with_fabric(source: ConfigSource, table: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
     if "fabric" in table:
         table["fabric"] = source.table(table["fabric"], FabricConfig, (*where, "fabric"))
     return table
 
 
-def _check_fabric(source: Source, fabric: FabricConfig, where: tuple[str, ...]) -> None:
+def _check_fabric(source: ConfigSource, fabric: FabricConfig, where: tuple[str, ...]) -> None:
     for address in fabric.ips:
         try:
             ipaddress.IPv4Address(address)
@@ -121,7 +121,7 @@ def _check_fabric(source: Source, fabric: FabricConfig, where: tuple[str, ...]) 
             raise source.error(f"ips: {address!r} is no IPv4 address", (*where, "fabric")) from None
 
 
-def _imported(source: Source, node: NodeConfig, node_name: str) -> dict[str, FabricConfig]:
+def _imported(source: ConfigSource, node: NodeConfig, node_name: str) -> dict[str, FabricConfig]:
     """The fabrics of a file of mlx.distributed_config, by the names of nodes. Raises `ConfigError`."""
     path, where = Path(node.hostfile), ("node", "hostfile")
     try:

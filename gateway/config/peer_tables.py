@@ -11,11 +11,11 @@ from msgspec import structs
 from gateway.config.origins import is_loopback
 from gateway.config.remote_settings import PeerConfig, UpstreamConfig
 from gateway.config.settings import ModelConfig
-from gateway.config.source import Source
+from gateway.config.source import ConfigSource
 
 
 def read_peers(
-    source: Source, raw: Any, models: Container[str], bad_name: Callable[[str], str | None]
+    source: ConfigSource, raw: Any, models: Container[str], bad_name: Callable[[str], str | None]
 ) -> dict[str, PeerConfig]:
     """All of them, with absolute paths. Raises `ConfigError`."""
     if not isinstance(raw, dict):
@@ -32,7 +32,7 @@ def read_peers(
     return peers
 
 
-def _peer(source: Source, name: str, body: Any, where: tuple[str, ...]) -> PeerConfig:
+def _peer(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> PeerConfig:
     table = source.table(body, PeerConfig, where, hidden=("name",))
     for needed in ("url", "key_file"):
         if needed not in table:
@@ -42,7 +42,7 @@ def _peer(source: Source, name: str, body: Any, where: tuple[str, ...]) -> PeerC
     return structs.replace(peer, url=url, key_file=key_file, ca=ca)
 
 
-def read_upstreams(source: Source, raw: Any, models: Mapping[str, ModelConfig]) -> dict[str, UpstreamConfig]:
+def read_upstreams(source: ConfigSource, raw: Any, models: Mapping[str, ModelConfig]) -> dict[str, UpstreamConfig]:
     """All of them, with absolute paths, and what models fall back to. Raises `ConfigError`."""
     if not isinstance(raw, dict):
         raise source.error("upstreams must be a table: write [upstreams.NAME]", ("upstreams",))
@@ -57,7 +57,7 @@ def read_upstreams(source: Source, raw: Any, models: Mapping[str, ModelConfig]) 
     return upstreams
 
 
-def _upstream(source: Source, name: str, body: Any, where: tuple[str, ...]) -> UpstreamConfig:
+def _upstream(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> UpstreamConfig:
     table = source.table(body, UpstreamConfig, where, hidden=("name",))
     if "url" not in table:
         raise source.error("an upstream needs url", where)
@@ -67,7 +67,7 @@ def _upstream(source: Source, name: str, body: Any, where: tuple[str, ...]) -> U
 
 
 def _checked(
-    source: Source, far: PeerConfig | UpstreamConfig, where: tuple[str, ...], *, has_path: bool
+    source: ConfigSource, far: PeerConfig | UpstreamConfig, where: tuple[str, ...], *, has_path: bool
 ) -> tuple[str, str, str]:
     """URL, and the paths of the key and of the authorities. Raises `ConfigError`."""
     if reason := _bad_url(far, has_path=has_path):

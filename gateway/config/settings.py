@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct, structs
 
 from gateway.config.remote_settings import NodeConfig, PeerConfig, RemoteNodeConfig, Seconds, UpstreamConfig
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
 from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 from protocol.spec import USUAL_RUNNING
@@ -33,7 +33,7 @@ CAN_HOLD_AWAKE: Final = sys.platform == "darwin"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ConfigError(Failed):
+class ConfigError(CommandFailed):
     """The configuration cannot be used; with file and line when known."""
 
     def __init__(self, message: str, path: Path | None = None, line: int | None = None) -> None:

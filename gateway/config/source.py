@@ -51,7 +51,7 @@ _TABLES: Final[dict[str, type[Struct]]] = {
 }
 
 
-class Source:
+class ConfigSource:
     """One configuration file: its path and, once read, where each key stands."""
 
     def __init__(self, path: Path) -> None:

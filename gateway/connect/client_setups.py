@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from gateway.connect.config_edit import Edit, Form
-from gateway.failed import Failed
+from gateway.connect.config_edit import ConfigEdit, FileFormat
+from gateway.failed import CommandFailed
 
 # Of a model whose context is not known yet: agents need as much.
 CONTEXT: Final = 32768
@@ -53,17 +53,19 @@ class Setup(Struct, frozen=True):
     """Settings of one client: changes of its files, and the command that starts it with them."""
 
     client: str
-    edits: tuple[Edit, ...]
+    edits: tuple[ConfigEdit, ...]
     command: str
     note: str = ""
 
 
 def setup(client: str, endpoint: Endpoint) -> Setup:
-    """The settings of a client by its name. Raises `Failed` for one that is not known."""
+    """The settings of a client by its name. Raises `CommandFailed` for one that is not known."""
     try:
         make = CLIENTS[client]
     except KeyError:
-        raise Failed(f"unknown client {client!r}; known are {', '.join(CLIENTS)}. docs/clients.md has more") from None
+        raise CommandFailed(
+            f"unknown client {client!r}; known are {', '.join(CLIENTS)}. docs/clients.md has more"
+        ) from None
     return make(endpoint)
 
 
@@ -75,7 +77,9 @@ def _claude(to: Endpoint) -> Setup:
         "ANTHROPIC_SMALL_FAST_MODEL": to.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    return Setup("claude", (Edit("~/.claude/settings.json", Form.JSON, {"env": env}, has_key=to.has_key),), "claude")
+    return Setup(
+        "claude", (ConfigEdit("~/.claude/settings.json", FileFormat.JSON, {"env": env}, has_key=to.has_key),), "claude"
+    )
 
 
 def _codex(to: Endpoint) -> Setup:
@@ -94,7 +98,7 @@ def _codex(to: Endpoint) -> Setup:
     folder = os.environ.get("CODEX_HOME") or "~/.codex"
     return Setup(
         "codex",
-        (Edit(f"{folder}/config.toml", Form.TOML, content),),
+        (ConfigEdit(f"{folder}/config.toml", FileFormat.TOML, content),),
         "MLXD_KEY=… codex" if to.key else "codex",
         "Codex reads the key from the variable MLXD_KEY." if to.key else "",
     )
@@ -114,7 +118,7 @@ def _opencode(to: Endpoint) -> Setup:
     }
     content = {"model": f"mlxd/{to.model}", "small_model": f"mlxd/{to.model}", "provider": {"mlxd": provider}}
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    edit = Edit(f"{folder}/opencode/opencode.json", Form.JSON, content, has_key=to.has_key)
+    edit = ConfigEdit(f"{folder}/opencode/opencode.json", FileFormat.JSON, content, has_key=to.has_key)
     return Setup("opencode", (edit,), "opencode")
 
 
@@ -125,7 +129,7 @@ def _aider(to: Endpoint) -> Setup:
         "openai-api-base": to.openai,
         "openai-api-key": to.some_key,
     }
-    return Setup("aider", (Edit("~/.aider.conf.yml", Form.YAML, content, has_key=to.has_key),), "aider")
+    return Setup("aider", (ConfigEdit("~/.aider.conf.yml", FileFormat.YAML, content, has_key=to.has_key),), "aider")
 
 
 def _pi(to: Endpoint) -> Setup:
@@ -139,7 +143,7 @@ def _pi(to: Endpoint) -> Setup:
     }
     provider = {"baseUrl": to.openai, "api": "openai-completions", "apiKey": to.some_key, "models": [model]}
     content = {"providers": {"mlxd": provider}}
-    edit = Edit("~/.pi/agent/models.json", Form.JSON, content, item_key="id", has_key=to.has_key)
+    edit = ConfigEdit("~/.pi/agent/models.json", FileFormat.JSON, content, item_key="id", has_key=to.has_key)
     return Setup("pi", (edit,), f"pi --provider mlxd --model {to.model}")
 
 
@@ -155,13 +159,17 @@ def _continue(to: Endpoint) -> Setup:
     }
     path = "~/.continue/config.yaml"
     defaults = {"name": "local", "version": "1.0.0", "schema": "v1"}
-    edit = Edit(path, Form.YAML, {"models": [model]}, defaults=defaults, item_key="name", has_key=to.has_key)
+    edit = ConfigEdit(
+        path, FileFormat.YAML, {"models": [model]}, defaults=defaults, item_key="name", has_key=to.has_key
+    )
     return Setup("continue", (edit,), f"cn --config {path}", "The extension reads the same file.")
 
 
 def _qwen(to: Endpoint) -> Setup:
     variables = {"OPENAI_BASE_URL": to.openai, "OPENAI_API_KEY": to.some_key, "OPENAI_MODEL": to.model}
-    return Setup("qwen", (Edit("~/.qwen/.env", Form.ENV, variables, has_key=to.has_key),), "qwen --auth-type openai")
+    return Setup(
+        "qwen", (ConfigEdit("~/.qwen/.env", FileFormat.ENV, variables, has_key=to.has_key),), "qwen --auth-type openai"
+    )
 
 
 def _llm(to: Endpoint) -> Setup:
@@ -176,8 +184,8 @@ def _llm(to: Endpoint) -> Setup:
     own = "~/Library/Application Support" if sys.platform == "darwin" else "~/.config"
     folder = os.environ.get("LLM_USER_PATH") or f"{own}/io.datasette.llm"
     edits = (
-        Edit(f"{folder}/extra-openai-models.yaml", Form.YAML, [model], item_key="model_id"),
-        Edit(f"{folder}/keys.json", Form.JSON, {"mlxd": to.some_key}, has_key=to.has_key),
+        ConfigEdit(f"{folder}/extra-openai-models.yaml", FileFormat.YAML, [model], item_key="model_id"),
+        ConfigEdit(f"{folder}/keys.json", FileFormat.JSON, {"mlxd": to.some_key}, has_key=to.has_key),
     )
     return Setup("llm", edits, "llm -m mlxd")
 

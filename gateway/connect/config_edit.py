@@ -18,7 +18,7 @@ _WIDTH: Final = 4096
 _INDENT: Final = 2
 
 
-class Form(StrEnum):
+class FileFormat(StrEnum):
     """Formats of configuration files; `ENV` is lines of NAME=value."""
 
     JSON = "json"
@@ -31,7 +31,7 @@ class NotEditable(Exception):
     """A file has another form than its name says; the reason, for its owner."""
 
 
-class Edit(Struct, frozen=True):
+class ConfigEdit(Struct, frozen=True):
     """Change of one file. Mappings are merged into those that it has, at any depth; other values replace its own.
 
     Items of a list replace those of equal `item_key`, or are appended. `defaults` are set where it has no such key.
@@ -39,7 +39,7 @@ class Edit(Struct, frozen=True):
     """
 
     path: str
-    form: Form
+    form: FileFormat
     content: dict[str, Any] | list[dict[str, Any]]
     defaults: dict[str, Any] = {}
     item_key: str = ""
@@ -52,13 +52,13 @@ class Edit(Struct, frozen=True):
     def merged(self, text: str) -> str:
         """The text of the file after the change; `text` itself where nothing is to change. Raises `NotEditable`."""
         match self.form:
-            case Form.JSON:
+            case FileFormat.JSON:
                 return self._json(text)
-            case Form.TOML:
+            case FileFormat.TOML:
                 return self._toml(text)
-            case Form.YAML:
+            case FileFormat.YAML:
                 return self._yaml(text)
-            case Form.ENV:
+            case FileFormat.ENV:
                 return self._env(text)
 
     def _json(self, text: str) -> str:

@@ -9,13 +9,13 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.connect.config_edit import Edit, NotEditable
-from gateway.failed import Failed
+from gateway.connect.config_edit import ConfigEdit, NotEditable
+from gateway.failed import CommandFailed
 
 _OWNERS: Final = 0o700
 
 
-class Written(Struct, frozen=True):
+class WrittenFile(Struct, frozen=True):
     """One file. `backup` is empty where there was none before; nothing was written where it `is_unchanged`."""
 
     path: str
@@ -23,15 +23,15 @@ class Written(Struct, frozen=True):
     is_unchanged: bool
 
 
-def write(edit: Edit) -> Written:
-    """Merge it into its file. Raises `Failed`, and then the file is as it was."""
+def write(edit: ConfigEdit) -> WrittenFile:
+    """Merge it into its file. Raises `CommandFailed`, and then the file is as it was."""
     return rewrite(Path(edit.path), edit.merged, is_private=edit.has_key)
 
 
-def rewrite(file: Path, change: Callable[[str], str], *, is_private: bool = False) -> Written:
+def rewrite(file: Path, change: Callable[[str], str], *, is_private: bool = False) -> WrittenFile:
     """Put what `change` makes of its text into a file, which `is_private` takes from all but its owner.
 
-    Raises `Failed`, and then the file is as it was.
+    Raises `CommandFailed`, and then the file is as it was.
     """
     # The file itself and not a link to it, which may be of a folder of dot files.
     path = file.expanduser().resolve()
@@ -43,18 +43,18 @@ def rewrite(file: Path, change: Callable[[str], str], *, is_private: bool = Fals
         if after == before:
             if is_private and kept is not None:
                 path.chmod(path.stat().st_mode & _OWNERS)
-            return Written(str(path), "", True)
+            return WrittenFile(str(path), "", True)
         data = after.encode()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         backup = "" if kept is None else _keep(path, kept)
         _replace(path, data, _OWNERS if is_private else 0o777)
     except NotEditable as error:
-        raise Failed(f"{path} was not changed: {error}") from None
+        raise CommandFailed(f"{path} was not changed: {error}") from None
     except UnicodeError as error:
-        raise Failed(f"{path} was not changed: it is no UTF-8 text ({error})") from None
+        raise CommandFailed(f"{path} was not changed: it is no UTF-8 text ({error})") from None
     except OSError as error:
-        raise Failed(f"{path} was not changed: {error.strerror or error}") from None
-    return Written(str(path), backup, False)
+        raise CommandFailed(f"{path} was not changed: {error.strerror or error}") from None
+    return WrittenFile(str(path), backup, False)
 
 
 def _keep(path: Path, data: bytes) -> str:

@@ -7,18 +7,18 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The console script. What a verb raises as `Failed` is one line on stderr and an exit status."""
+    """The console script. What a verb raises as `CommandFailed` is one line on stderr and an exit status."""
     import sys
 
     try:
         from gateway.ctl.cli import app
-        from gateway.failed import Failed
+        from gateway.failed import CommandFailed
     except KeyboardInterrupt:
         # As a verb that is stopped ends, where it has begun.
         sys.exit(130)
 
     try:
         app(prog_name="mlxctl")
-    except Failed as failed:
+    except CommandFailed as failed:
         print(f"mlxctl: {failed}", file=sys.stderr)
         sys.exit(failed.status)

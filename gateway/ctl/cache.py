@@ -8,7 +8,7 @@ from gateway.config.settings import Config
 from gateway.ctl.complete import a_model
 from gateway.ctl.offline import read_config
 from gateway.ctl.printing import Json, console, print_json, tell
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 app = typer.Typer(help="Show and clear the prefix cache on disk.", no_args_is_help=True)
 
@@ -58,4 +58,4 @@ def _path(config: Config, name: str) -> str:
     try:
         return Names(config.models).locate(name).model.path
     except ModelNotFound as error:
-        raise Failed(str(error)) from None
+        raise CommandFailed(str(error)) from None

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from gateway.ctl.client import stream_chat
 from gateway.ctl.printing import harmless, print_json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 System = Annotated[str | None, typer.Option(help="System message.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens in an answer.")]
@@ -18,14 +18,14 @@ DIM = "\x1b[2m"
 RESET = "\x1b[0m"
 
 
-class Answer(Struct, frozen=True):
+class ChatAnswer(Struct, frozen=True):
     """One answer. `reasoning` is empty for a model that does not think aloud."""
 
     content: str
     reasoning: str
 
 
-class Options(Struct, frozen=True):
+class ChatOptions(Struct, frozen=True):
     """Options of a conversation, as on the command line; None is the model's own."""
 
     system: str | None = None
@@ -33,8 +33,8 @@ class Options(Struct, frozen=True):
     temperature: float | None = None
 
 
-def talk(model: str, prompt: str | None, options: Options, *, json: bool = False) -> None:
-    """Print the answer to a prompt, be it from a pipe; without one hold a conversation. Raises `Failed`."""
+def talk(model: str, prompt: str | None, options: ChatOptions, *, json: bool = False) -> None:
+    """Print the answer to a prompt, be it from a pipe; without one hold a conversation. Raises `CommandFailed`."""
     request: dict[str, Any] = {"model": model, "stream": True}
     if options.max_tokens is not None:
         request["max_tokens"] = options.max_tokens
@@ -54,11 +54,11 @@ def talk(model: str, prompt: str | None, options: Options, *, json: bool = False
         answer(request, sys.stdout)
 
 
-def whole(request: dict[str, Any]) -> Answer:
-    """One answer, when it is complete. Raises `Failed`."""
+def whole(request: dict[str, Any]) -> ChatAnswer:
+    """One answer, when it is complete. Raises `CommandFailed`."""
     deltas = list(stream_chat(request))
     content, reasoning = ("".join(delta.get(key) or "" for delta in deltas) for key in ("content", "reasoning_content"))
-    return Answer(content, reasoning)
+    return ChatAnswer(content, reasoning)
 
 
 def answer(request: dict[str, Any], out: TextIO) -> str:
@@ -104,7 +104,7 @@ def converse(request: dict[str, Any], messages: list[dict[str, str]]) -> None:
             messages = [*messages, {"role": "user", "content": line}]
             try:
                 said = answer(request | {"messages": messages}, sys.stdout)
-            except Failed as error:
+            except CommandFailed as error:
                 print(f"mlxctl: {error}", file=sys.stderr)
                 messages.pop()
             else:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.admin_types import Done
+from gateway.admin_types import CommandDone
 from gateway.ctl import cache, client, drain, info, keys, logs, models, pull, requests, rm, top, usage
 from gateway.ctl import config as config_verbs
 from gateway.ctl.adapter import verb as adapter
@@ -114,7 +114,7 @@ def chat(
     from gateway.ctl import chat as talking
 
     client.status()
-    talking.talk(model, prompt, talking.Options(system, max_tokens, temperature), json=json)
+    talking.talk(model, prompt, talking.ChatOptions(system, max_tokens, temperature), json=json)
 
 
 @app.command()
@@ -241,5 +241,5 @@ def version(json: Json = False) -> None:
 
 
 def _command(verb: str, model: str, json: bool, said: str = "") -> None:
-    done = client.post(f"/v1/models/{verb}", {"model": model}, Done)
+    done = client.post(f"/v1/models/{verb}", {"model": model}, CommandDone)
     tell(done, f"{done.model} is {said or done.state}", json)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from gateway.admin_types import DeepHealth, Status
-from gateway.failed import Failed
+from gateway.admin_types import DaemonStatus, DeepHealth
+from gateway.failed import CommandFailed
 from gateway.home import home_paths
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def admin_socket() -> Path:
 
 
 def get(path: str, kind: type[T]) -> T:
-    """Ask the admin API. Raises `Failed`, as do all of these."""
+    """Ask the admin API. Raises `CommandFailed`, as do all of these."""
     with _admin(STATUS_TIMEOUT_S) as client:
         return _read(client.get(path), kind)
 
 
-def status() -> Status:
+def status() -> DaemonStatus:
     """The daemon's status."""
-    return get("/v1/status", Status)
+    return get("/v1/status", DaemonStatus)
 
 
 def deep_health() -> DeepHealth:
@@ -59,7 +59,7 @@ def stream_chat(request: dict[str, Any]) -> Generator[dict[str, Any], None, None
     with _admin(None) as client, client.stream("POST", "/v1/chat/completions", json=request) as response:
         if response.status_code != 200:
             response.read()
-            raise Failed(_message(response))
+            raise CommandFailed(_message(response))
         yield from _deltas(response.iter_lines())
 
 
@@ -71,10 +71,10 @@ def _deltas(lines: Iterator[str]) -> Generator[dict[str, Any], None, None]:
             return
         chunk = json.loads(line[6:])
         if "error" in chunk:
-            raise Failed(chunk["error"]["message"])
+            raise CommandFailed(chunk["error"]["message"])
         for choice in chunk["choices"]:
             yield choice["delta"]
-    raise Failed("the answer ended before it was complete")
+    raise CommandFailed("the answer ended before it was complete")
 
 
 @contextmanager
@@ -87,24 +87,24 @@ def _admin(timeout_s: float | None) -> "Generator[httpx.Client, None, None]":
         with httpx.Client(transport=transport, base_url="http://mlxd", timeout=timeout_s, trust_env=False) as client:
             yield client
     except httpx.ConnectError:
-        raise Failed(
+        raise CommandFailed(
             f"mlxd does not run (nothing answers at {socket}). Start it with: mlxctl serve\n"
             "If it runs with another home, set MLXD_HOME to it.",
             NOT_RUNNING,
         ) from None
     except httpx.TimeoutException:
-        raise Failed("mlxd does not answer in time") from None
+        raise CommandFailed("mlxd does not answer in time") from None
     except httpx.TransportError as error:
-        raise Failed(f"the connection to mlxd was lost: {error}") from None
+        raise CommandFailed(f"the connection to mlxd was lost: {error}") from None
 
 
 def _read(response: "httpx.Response", kind: type[T], good: tuple[int, ...] = (200,)) -> T:
     if response.status_code not in good:
-        raise Failed(_message(response))
+        raise CommandFailed(_message(response))
     try:
         return msgspec.json.decode(response.content, type=kind)
     except msgspec.DecodeError as error:
-        raise Failed(f"mlxd's answer was not understood; is it of another version? ({error})") from None
+        raise CommandFailed(f"mlxd's answer was not understood; is it of another version? ({error})") from None
 
 
 def _message(response: "httpx.Response") -> str:

@@ -5,12 +5,12 @@ from typing import Annotated, Final
 
 import typer
 
-from gateway.admin_types import Reload
+from gateway.admin_types import ReloadResult
 from gateway.config.settings import Config, ConfigError
 from gateway.ctl.client import post
 from gateway.ctl.offline import folder_of, read_config
 from gateway.ctl.printing import Json, print_json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 BAD_CONFIG: Final = 2
 
@@ -34,7 +34,7 @@ def check(file: File = None, json: Json = False) -> None:
         config = read_config(file)
     except ConfigError as error:
         if not json:
-            raise Failed(str(error), BAD_CONFIG) from None
+            raise CommandFailed(str(error), BAD_CONFIG) from None
         print_json({"ok": False, "file": str(error.path or ""), "line": error.line, "error": str(error)})
         raise typer.Exit(BAD_CONFIG) from None
     absent = _absent(config)
@@ -60,7 +60,7 @@ def show(file: File = None, json: Json = False) -> None:
     try:
         config = read_config(file)
     except ConfigError as error:
-        raise Failed(str(error), BAD_CONFIG) from None
+        raise CommandFailed(str(error), BAD_CONFIG) from None
     if json:
         print_json(to_json(config))
     else:
@@ -75,7 +75,7 @@ def reload(json: Json = False) -> None:
 
     Example: mlxctl config reload
     """
-    done = post("/v1/config/reload", {}, Reload)
+    done = post("/v1/config/reload", {}, ReloadResult)
     if json:
         print_json(done)
         return
@@ -107,7 +107,7 @@ def _absent(config: Config) -> dict[str, str]:
     return absent
 
 
-def _rows(done: Reload) -> list[tuple[str, str]]:
+def _rows(done: ReloadResult) -> list[tuple[str, str]]:
     groups = (
         ("added", done.added),
         ("removed", done.removed),

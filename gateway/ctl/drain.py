@@ -6,11 +6,11 @@ from typing import Annotated, Final
 import typer
 from msgspec import Struct
 
-from gateway.admin_types import Drained
+from gateway.admin_types import DrainResult
 from gateway.ctl import client
 from gateway.ctl.offline import is_running
 from gateway.ctl.printing import Json, print_json, seconds, tell
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 POLL_S: Final = 0.05
 # After the last request: workers with much memory take their time.
@@ -60,11 +60,11 @@ def undrain(json: Json = False) -> None:
 
     Example: mlxctl undrain
     """
-    tell(client.post("/v1/undrain", {}, Drained), "mlxd takes requests again", json)
+    tell(client.post("/v1/undrain", {}, DrainResult), "mlxd takes requests again", json)
 
 
 def _pause(timeout_s: float | None, json: bool) -> None:
-    left = client.post("/v1/drain", {"timeout_s": timeout_s, "stays": True}, Drained)
+    left = client.post("/v1/drain", {"timeout_s": timeout_s, "stays": True}, DrainResult)
     still = f"; requests that still run: {left.cut_off}" if left.cut_off else "; nothing runs"
     tell(left, f"mlxd takes no new requests until mlxctl undrain{still}", json)
     if left.cut_off:
@@ -77,11 +77,11 @@ def _drain(timeout_s: float | None, *, is_quiet: bool) -> Result:
         counted = "1 request is" if inside == 1 else f"{inside} requests are"
         typer.echo(f"{counted} running or waiting; new ones are refused from now on", err=True)
     began = time.monotonic()
-    done = client.post("/v1/drain", {"timeout_s": timeout_s}, Drained)
+    done = client.post("/v1/drain", {"timeout_s": timeout_s}, DrainResult)
     # However long the requests took: from here on only workers have to end.
     deadline = time.monotonic() + STOP_S
     while is_running(status.pid):
         if time.monotonic() > deadline:
-            raise Failed(f"mlxd (pid {status.pid}) has finished its requests but does not exit")
+            raise CommandFailed(f"mlxd (pid {status.pid}) has finished its requests but does not exit")
         time.sleep(POLL_S)
     return Result(status.pid, round(time.monotonic() - began, 2), done.cut_off)

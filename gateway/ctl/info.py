@@ -11,10 +11,10 @@ from gateway.config.settings import Config, ModelConfig
 from gateway.ctl.complete import a_model
 from gateway.ctl.offline import available_bytes, folder_of, model_of, read_config
 from gateway.ctl.printing import Json, print_json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 if TYPE_CHECKING:
-    from gateway.model_files.metadata import Info
+    from gateway.model_files.metadata import ModelMetadata
 
 HEAD: Final = "for multi-token prediction: drafts where that pays"
 
@@ -44,7 +44,7 @@ def info(
         raise typer.Exit(1)
 
 
-def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> None:
+def say(name: str, found: "ModelMetadata", tell: Callable[[str], None] = typer.echo) -> None:
     """Print it for people, line by line."""
     from gateway.ctl.tables import MADE, measured, size
     from gateway.media.modalities import SETUP, has_towers_library
@@ -96,8 +96,8 @@ def _adapters(model: ModelConfig) -> dict[str, int]:
     return adapter_sizes(model.adapters)
 
 
-def _look(model: ModelConfig) -> "Info":
-    """Here, or else on the hub. Raises `Failed`."""
+def _look(model: ModelConfig) -> "ModelMetadata":
+    """Here, or else on the hub. Raises `CommandFailed`."""
     from gateway.model_files.metadata import Unreadable, inspect
 
     try:
@@ -106,20 +106,20 @@ def _look(model: ModelConfig) -> "Info":
         return inspect(folder, model.dtype, model.context, available_bytes(), model.kv_bits or 0, cache)
     except Unreadable as error:
         if not is_repository(model.path):
-            raise Failed(str(error)) from None
+            raise CommandFailed(str(error)) from None
         return _on_hub(model, error)
 
 
-def _on_hub(model: ModelConfig, here: Exception) -> "Info":
+def _on_hub(model: ModelConfig, here: Exception) -> "ModelMetadata":
     from gateway.model_files import hub
 
     try:
         repository = hub.look(*hub.split(model.path))
         info = hub.inspect(repository, model.dtype, model.context, available_bytes(), model.kv_bits or 0)
         if info is None:
-            raise Failed(f"{repository.id} cannot be loaded: {'; '.join(hub.obstacles(repository))}")
+            raise CommandFailed(f"{repository.id} cannot be loaded: {'; '.join(hub.obstacles(repository))}")
     except hub.HubFailed as error:
-        raise Failed(f"{here}\n{error}") from None
+        raise CommandFailed(f"{here}\n{error}") from None
     return info
 
 

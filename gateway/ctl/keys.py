@@ -13,7 +13,7 @@ import typer
 from gateway.admin_types import UsageReport
 from gateway.ctl.client import get
 from gateway.ctl.printing import Json, console, print_json, seconds, tell
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.home_paths import default_home, keys_path, usage_path
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _last_used() -> dict[str, float]:
     used = last_used(usage_path(default_home()))
     try:
         report = get("/v1/keys/usage", UsageReport)
-    except Failed:  # the keys can be listed without a daemon
+    except CommandFailed:  # the keys can be listed without a daemon
         return used
     return used | {key.name: key.last_used for key in report.keys if key.last_used}
 

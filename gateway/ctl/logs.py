@@ -8,7 +8,7 @@ import typer
 
 from gateway.ctl.complete import a_model
 from gateway.ctl.printing import Json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.home_paths import audit_path, default_home, log_path
 from gateway.telemetry import log_file
 from gateway.telemetry.log_line import is_about, read_line
@@ -35,7 +35,7 @@ def logs(
     """
     path = audit_path(default_home()) if audit else log_path(default_home())
     if not path.parent.exists():
-        raise Failed(f"no log at {path}; does mlxd use another home (MLXD_HOME), or log_file = false?")
+        raise CommandFailed(f"no log at {path}; does mlxd use another home (MLXD_HOME), or log_file = false?")
     people = plain_audit if audit else plain
 
     def show(found: Iterable[str]) -> int:
@@ -50,7 +50,7 @@ def logs(
     newer = log_file.follow(path, lambda: time.sleep(POLL_S))
     shown = show(log_file.last_lines(path, lines, lambda line: model is None or is_about(line, model)))
     if model is not None and not shown and lines and not follow:
-        raise Failed(f"no line of {path} is about a model {model}")
+        raise CommandFailed(f"no line of {path} is about a model {model}")
     if follow:
         try:
             show(newer)

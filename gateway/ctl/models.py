@@ -7,12 +7,12 @@ import typer
 from gateway.ctl import client
 from gateway.ctl.offline import available_bytes, read_config, running_models
 from gateway.ctl.printing import Json, console, print_json
-from gateway.ctl.rates import SPAN_S, Sample, take
+from gateway.ctl.rates import SPAN_S, RateSample, take
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gateway.model_files.listing import Listed
+    from gateway.model_files.listing import ListedModel
 
 
 def models(json: Json = False) -> None:
@@ -47,26 +47,26 @@ def ps(
         lanes(sample.models, console())
 
 
-def _list() -> "list[Listed]":
+def _list() -> "list[ListedModel]":
     """Those of the daemon, or else of the configuration, and those that are only in the cache. Raises `Failed`."""
-    from gateway.model_files.listing import Known, list_models
+    from gateway.model_files.listing import ConfiguredModel, list_models
 
     running, available = running_models(), available_bytes()
     if running is not None:
         # The daemon's word: the file may have changed since it was read.
         known = [
-            Known(model.name, model.path, model.aliases, "auto", model.context, model.state, model.pid != 0)
+            ConfiguredModel(model.name, model.path, model.aliases, "auto", model.context, model.state, model.pid != 0)
             for model in running
         ]
     else:
         known = [
-            Known(model.name, model.path, model.aliases, model.dtype, model.context)
+            ConfiguredModel(model.name, model.path, model.aliases, model.dtype, model.context)
             for model in read_config().models.values()
         ]
     return list_models(known, available)
 
 
-def _models_table(found: "list[Listed]") -> "Table":
+def _models_table(found: "list[ListedModel]") -> "Table":
     from rich.text import Text
 
     from gateway.ctl.tables import size_or_dash, state_text, table
@@ -88,7 +88,7 @@ def _models_table(found: "list[Listed]") -> "Table":
     return rows
 
 
-def ps_table(found: Sample, budget_bytes: int = 0) -> "Table":
+def ps_table(found: RateSample, budget_bytes: int = 0) -> "Table":
     """One row for each process, with its part of a budget as a bar where there is one."""
     from rich.text import Text
 

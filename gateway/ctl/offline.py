@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from gateway.config.settings import Config, ConfigError, ModelConfig
 from gateway.ctl import client
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.home_paths import default_home
 
 if TYPE_CHECKING:
-    from gateway.admin_types import ModelStatus, Status
+    from gateway.admin_types import DaemonStatus, ModelStatus
 
 
 GIB: Final = 1 << 30
 
 
-class Served(Protocol):
+class ServedModel(Protocol):
     """A model of the daemon or of the configuration."""
 
     @property
@@ -68,15 +68,15 @@ def folder_of(path: str) -> Path:
         raise
 
 
-def daemon() -> "Status | None":
+def daemon() -> "DaemonStatus | None":
     """The daemon's status; None when it does not run."""
     try:
         return client.status()
-    except Failed:
+    except CommandFailed:
         return None
 
 
-def served_models() -> "Sequence[Served]":
+def served_models() -> "Sequence[ServedModel]":
     """Models of the daemon, or of the one that the configuration describes. Raises `ConfigError`."""
     running = running_models()
     return running if running is not None else list(read_config().models.values())
@@ -98,7 +98,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def budget_bytes(status: "Status | None") -> int:
+def budget_bytes(status: "DaemonStatus | None") -> int:
     """The memory budget of all models: the daemon's, or the one that it would have."""
     from gateway.memory.host import ThisMachine
 
@@ -110,13 +110,15 @@ def budget_bytes(status: "Status | None") -> int:
 
 
 def check_room(model: ModelConfig) -> None:
-    """Raises `Failed` where a model that is loaded once more, beside what runs now, would make the machine swap."""
+    """Raises `CommandFailed` where a model that is loaded once more, beside what runs now, would make the machine
+    swap.
+    """
     from gateway.memory.estimate import estimate
     from gateway.memory.host import ThisMachine
 
     weights, free = estimate(model, 0).weights, ThisMachine().available()
     if weights > free:
-        raise Failed(
+        raise CommandFailed(
             f"the model is loaded once more for this: its weights take {weights / GIB:.1f} GiB, and {free / GIB:.1f} "
             f"GiB are free. `mlxctl unload {model.name}` before it, or --yes"
         )

@@ -19,7 +19,7 @@ LEDGER: Final = ".total"
 QUARANTINE: Final = "quarantine"
 
 
-class Folder(Struct, frozen=True):
+class PrefixFolder(Struct, frozen=True):
     """The files of one model in one form: another version of mlx or other weights have a folder of their own."""
 
     key: str
@@ -30,20 +30,20 @@ class Folder(Struct, frozen=True):
     used: float
 
 
-class Cleared(Struct, frozen=True):
+class DeletedFiles(Struct, frozen=True):
     """Counts of deleted files."""
 
     files: int
     size_bytes: int
 
 
-def measure(root: Path) -> list[Folder]:
+def measure(root: Path) -> list[PrefixFolder]:
     """Every folder that holds files, the largest first."""
     folders = [_measure(folder) for folder in _folders(root)]
     return sorted((folder for folder in folders if folder.files), key=lambda folder: -folder.size_bytes)
 
 
-def clear(root: Path, model: str | None = None) -> Cleared:
+def clear(root: Path, model: str | None = None) -> DeletedFiles:
     """Delete what was kept for the model with this path, or everything. Running workers notice and go on."""
     with _locked(root) as ledger:
         files = size_bytes = 0
@@ -58,7 +58,7 @@ def clear(root: Path, model: str | None = None) -> Cleared:
         if ledger is not None:
             # Without a number in it, the next writer counts what is there.
             os.ftruncate(ledger, 0)
-    return Cleared(files, size_bytes)
+    return DeletedFiles(files, size_bytes)
 
 
 @contextlib.contextmanager
@@ -80,14 +80,14 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("*") if path.is_dir() and not path.is_symlink())
 
 
-def _measure(folder: Path) -> Folder:
+def _measure(folder: Path) -> PrefixFolder:
     files = size_bytes = 0
     used = 0.0
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):
             facts = path.stat()
             files, size_bytes, used = files + 1, size_bytes + facts.st_size, max(used, facts.st_mtime)
-    return Folder(folder.name, _label(folder), files, size_bytes, used)
+    return PrefixFolder(folder.name, _label(folder), files, size_bytes, used)
 
 
 def _label(folder: Path) -> str:

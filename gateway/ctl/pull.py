@@ -14,11 +14,11 @@ import typer
 from gateway.ctl.info import say
 from gateway.ctl.offline import available_bytes, readable_config, running_models
 from gateway.ctl.printing import Json, print_json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 if TYPE_CHECKING:
-    from gateway.model_files.download import Plan
-    from gateway.model_files.metadata import Info
+    from gateway.model_files.download import DownloadPlan
+    from gateway.model_files.metadata import ModelMetadata
 
 # Between two lines of progress for the daemon.
 LINE_S: Final = 0.5
@@ -60,23 +60,23 @@ def pull(
         _tell(pulled.plan, pulled.path, time.monotonic() - began)
 
 
-class Pulled(NamedTuple):
+class PullResult(NamedTuple):
     """A download that is complete, and what was known before it."""
 
-    plan: "Plan"
-    info: "Info | None"
+    plan: "DownloadPlan"
+    info: "ModelMetadata | None"
     obstacles: list[str]
     path: Path
 
 
 # Told of a plan, it is called with the number of bytes that have come, from several threads.
-Progress = Callable[["Plan"], AbstractContextManager[Callable[[int], None]]]
+Progress = Callable[["DownloadPlan"], AbstractContextManager[Callable[[int], None]]]
 
 
 def bring(
     name: str, include: list[str] | None, yes: bool, tell: Callable[[str], None], progress: Progress | None = None
-) -> Pulled:
-    """Download a model after saying whether it fits, in memory and on the disk. Raises `Failed`."""
+) -> PullResult:
+    """Download a model after saying whether it fits, in memory and on the disk. Raises `CommandFailed`."""
     plan, found, obstacles = _consider(name, include)
     if found is not None:
         say(name, found, tell)
@@ -87,15 +87,15 @@ def bring(
         _confirm(plan, found, obstacles, yes)
     with (progress or _progress)(plan) as arrived:
         path = _fetch(plan, arrived)
-    return Pulled(plan, found, obstacles, path)
+    return PullResult(plan, found, obstacles, path)
 
 
 def _silent(_: str) -> None:
     """Of what JSON has no place for."""
 
 
-def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None, list[str]]":
-    """The download plan, the model's needs, and the obstacles to loading it. Raises `Failed`."""
+def _consider(name: str, include: list[str] | None) -> "tuple[DownloadPlan, ModelMetadata | None, list[str]]":
+    """The download plan, the model's needs, and the obstacles to loading it. Raises `CommandFailed`."""
     from gateway.model_files import hub
     from gateway.model_files.download import plan
 
@@ -105,14 +105,14 @@ def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None,
     return download, info, list(info.obstacles) if info is not None else hub.obstacles(repository)
 
 
-def _check_space(plan: "Plan", tell: Callable[[str], None]) -> None:
-    """Raises `Failed`."""
+def _check_space(plan: "DownloadPlan", tell: Callable[[str], None]) -> None:
+    """Raises `CommandFailed`."""
     from gateway.ctl.tables import size
     from gateway.model_files.download import RESERVE_BYTES, space
 
     disk = space(plan)
     if not disk.is_enough:
-        raise Failed(
+        raise CommandFailed(
             f"{plan.repository.id} needs {size(disk.needed_bytes)} more, and {size(disk.free_bytes)} are free in "
             f"{disk.folder}: free {size(disk.needed_bytes + RESERVE_BYTES - disk.free_bytes)} first (mlxctl models "
             "shows what is there, mlxctl rm removes), or set HF_HUB_CACHE to a larger disk"
@@ -124,7 +124,7 @@ def _check_space(plan: "Plan", tell: Callable[[str], None]) -> None:
     )
 
 
-def _confirm(plan: "Plan", found: "Info | None", obstacles: list[str], yes: bool) -> None:
+def _confirm(plan: "DownloadPlan", found: "ModelMetadata | None", obstacles: list[str], yes: bool) -> None:
     """Ask before downloading a model that cannot be used."""
     doubts = [f"{plan.repository.id} cannot be loaded: {obstacle}" for obstacle in obstacles]
     if found is not None and not found.fits:
@@ -134,25 +134,25 @@ def _confirm(plan: "Plan", found: "Info | None", obstacles: list[str], yes: bool
     if not doubts or yes:
         return
     if not sys.stdin.isatty():
-        raise Failed("not downloaded; --yes downloads it anyway")
+        raise CommandFailed("not downloaded; --yes downloads it anyway")
     if not typer.confirm("Download it anyway?", err=True):
         raise typer.Exit(1)
 
 
-def _fetch(plan: "Plan", arrived: Callable[[int], None]) -> Path:
+def _fetch(plan: "DownloadPlan", arrived: Callable[[int], None]) -> Path:
     from gateway.model_files.download import fetch
     from gateway.model_files.hub import HubFailed
 
     try:
         return fetch(plan, arrived)
     except HubFailed as error:
-        raise Failed(f"{error}\nThe partial download is kept: the same command resumes it.") from None
+        raise CommandFailed(f"{error}\nThe partial download is kept: the same command resumes it.") from None
     except KeyboardInterrupt:
-        raise Failed("stopped; the same command resumes the download", 130) from None
+        raise CommandFailed("stopped; the same command resumes the download", 130) from None
 
 
 @contextmanager
-def _progress(plan: "Plan") -> Generator[Callable[[int], None], None, None]:
+def _progress(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, None]:
     """A bar on stderr, for people only."""
     from rich import progress
     from rich.console import Console
@@ -171,7 +171,7 @@ def _progress(plan: "Plan") -> Generator[Callable[[int], None], None, None]:
 
 
 @contextmanager
-def _progress_lines(plan: "Plan") -> Generator[Callable[[int], None], None, None]:
+def _progress_lines(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, None]:
     """JSON lines on stdout, for the daemon, which shows them on its page."""
     lock, done, told = Lock(), plan.here_bytes, 0.0
     _print_line(done, plan.total_bytes)
@@ -193,7 +193,7 @@ def _print_line(downloaded_bytes: int, total_bytes: int, **more: str) -> None:
     print(msgspec.json.encode(line).decode(), flush=True)
 
 
-def _result(pulled: Pulled) -> dict[str, object]:
+def _result(pulled: PullResult) -> dict[str, object]:
     plan, found, obstacles, path = pulled
     return {
         "repository": plan.repository.id,
@@ -209,7 +209,7 @@ def _result(pulled: Pulled) -> dict[str, object]:
     }
 
 
-def _tell(plan: "Plan", path: Path, took_s: float) -> None:
+def _tell(plan: "DownloadPlan", path: Path, took_s: float) -> None:
     """Print the model's folder and how it is served."""
     from gateway.ctl.tables import duration, size
 
@@ -220,7 +220,7 @@ def _tell(plan: "Plan", path: Path, took_s: float) -> None:
     typer.echo(how_to_serve(plan, path))
 
 
-def how_to_serve(plan: "Plan", path: Path) -> str:
+def how_to_serve(plan: "DownloadPlan", path: Path) -> str:
     """The next command."""
     from gateway.model_files.hub import MAIN
 

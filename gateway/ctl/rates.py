@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.admin_types import ModelStatus, Speeds, Status
+from gateway.admin_types import DaemonStatus, ModelStatus, Speeds
 
 # Default time between the two samples.
 SPAN_S: Final = 0.5
@@ -45,7 +45,7 @@ class ModelSample(Struct, frozen=True):
     measured: Speeds | None = None
 
 
-class Sample(Struct, frozen=True):
+class RateSample(Struct, frozen=True):
     """All of it. `waiting` counts those for models without a process, too."""
 
     version: str
@@ -61,7 +61,7 @@ class Sample(Struct, frozen=True):
     models: list[ModelSample]
 
 
-def take(look: Callable[[], Status], span_s: float) -> Sample:
+def take(look: Callable[[], DaemonStatus], span_s: float) -> RateSample:
     """Two looks. Where nothing is generated one is enough."""
     before = look()
     if not any(model.inside for model in before.models):
@@ -71,11 +71,11 @@ def take(look: Callable[[], Status], span_s: float) -> Sample:
     return compare(before, look(), time.monotonic() - began)
 
 
-def compare(before: Status, after: Status, span_s: float) -> Sample:
+def compare(before: DaemonStatus, after: DaemonStatus, span_s: float) -> RateSample:
     """Rates between two samples."""
     old = {model.name: model for model in before.models}
     models = [_model(old.get(model.name), model, span_s) for model in after.models if model.pid]
-    return Sample(
+    return RateSample(
         version=after.version,
         url=after.url,
         pid=after.pid,

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from gateway.admin_types import Cancelling, Captured, Cleared, RequestDetail, RequestList, RequestView
+from gateway.admin_types import CancelResult, CapturedRequest, ClearedCaptures, RequestDetail, RequestList, RequestView
 from gateway.ctl.client import get, post
 from gateway.ctl.printing import Json, console, harmless, print_json, tell
 
@@ -59,7 +59,7 @@ def clear(json: Json = False) -> None:
 
     Example: mlxctl requests clear
     """
-    done = post("/v1/requests/clear", {}, Cleared)
+    done = post("/v1/requests/clear", {}, ClearedCaptures)
     tell(done, f"{done.captured} captured request{'' if done.captured == 1 else 's'} deleted", json)
 
 
@@ -68,7 +68,7 @@ def cancel(request: Id, json: Json = False) -> None:
 
     Example: mlxctl cancel req_0123456789abcdef01234567
     """
-    done = post("/v1/requests/cancel", {"id": request}, Cancelling)
+    done = post("/v1/requests/cancel", {"id": request}, CancelResult)
     tell(done, f"{done.id} is cancelled", json)
 
 
@@ -116,7 +116,7 @@ def _facts(view: RequestView) -> list[tuple[str, object]]:
     ]
 
 
-def _print(captured: Captured) -> None:
+def _print(captured: CapturedRequest) -> None:
     when = datetime.fromtimestamp(captured.at).astimezone().isoformat(" ", "milliseconds")
     typer.echo(f"{captured.id} at {when}: {captured.status} {captured.outcome} after {captured.ms:.0f} ms")
     typer.echo(f"\n{captured.method} {captured.path}")

@@ -10,7 +10,7 @@ from gateway.config.settings import Config
 from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.offline import model_of, read_config, running_models
 from gateway.ctl.printing import Json, print_json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.model_files.metadata import DEMOS
 
 
@@ -32,7 +32,7 @@ def rm(
     held = repository_bytes(repository)
     if not yes:
         if not sys.stdin.isatty():
-            raise Failed(f"{repository} holds {size(held)}; --yes removes it")
+            raise CommandFailed(f"{repository} holds {size(held)}; --yes removes it")
         typer.confirm(f"Remove {repository}, {size(held)}?", abort=True, err=True)
     freed = remove(repository)
     if json:
@@ -45,19 +45,19 @@ def rm(
 
 
 def _find(config: Config, name: str) -> str:
-    """The repository behind a name, which the cache must hold. Raises `Failed`."""
+    """The repository behind a name, which the cache must hold. Raises `CommandFailed`."""
     from gateway.model_files.hub_cache import cache_dir, is_cached
 
     path = model_of(config, name).path
     if path in DEMOS:
-        raise Failed("the demo models are part of mlxd and cannot be removed")
+        raise CommandFailed("the demo models are part of mlxd and cannot be removed")
     if repository := _repository(path):
         if not is_cached(repository):
-            raise Failed(f"{repository} is not in the Hugging Face cache ({cache_dir()})")
+            raise CommandFailed(f"{repository} is not in the Hugging Face cache ({cache_dir()})")
         return repository
     if Path(path).expanduser().is_dir():
-        raise Failed(f"{path} is a folder outside of the Hugging Face cache, which mlxctl leaves alone")
-    raise Failed(f"there is no model {name}")
+        raise CommandFailed(f"{path} is a folder outside of the Hugging Face cache, which mlxctl leaves alone")
+    raise CommandFailed(f"there is no model {name}")
 
 
 def _repository(path: str) -> str | None:
@@ -72,7 +72,7 @@ def _repository(path: str) -> str | None:
 
 
 def _refuse_loaded(repository: str) -> None:
-    """Raises `Failed`. Its files are mapped, and read again at its next load."""
+    """Raises `CommandFailed`. Its files are mapped, and read again at its next load."""
     for model in running_models() or ():
         if model.pid and _repository(model.path) == repository:
-            raise Failed(f"{repository} is loaded as {model.name}; first: mlxctl unload {model.name}")
+            raise CommandFailed(f"{repository} is loaded as {model.name}; first: mlxctl unload {model.name}")

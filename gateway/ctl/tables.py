@@ -8,17 +8,17 @@ from rich.text import Text
 
 from gateway.access.key import EXPIRY_MAX_S, Key
 from gateway.admin_types import (
+    DaemonStatus,
     GroupStatus,
     MemoryStatus,
     ModelStatus,
     Speeds,
-    Status,
     UsageLine,
     UsageLines,
     UsageReport,
 )
-from gateway.ctl.prefix_files import Folder
-from gateway.ctl.rates import ModelSample, Sample, waiting
+from gateway.ctl.prefix_files import PrefixFolder
+from gateway.ctl.rates import ModelSample, RateSample, waiting
 
 # By models that generate nothing.
 MADE = {"embed": "embeddings", "rerank": "scores of pairs", "audio": "transcripts or speech"}
@@ -32,7 +32,7 @@ STATE_COLORS = {
 }
 
 
-def status(status: Status, console: Console) -> None:
+def status(status: DaemonStatus, console: Console) -> None:
     """One line for the daemon, one row for each model."""
     console.print(headline(status), highlight=False, soft_wrap=True)
     if status.memory is not None:
@@ -112,7 +112,7 @@ def measured(name: str, speeds: Speeds) -> str:
     return f"{name}: {how} here: {', '.join(parts)}{best}"
 
 
-def headline(daemon: Status | Sample) -> str:
+def headline(daemon: DaemonStatus | RateSample) -> str:
     draining = " · draining" if daemon.is_draining else ""
     return f"mlxd {daemon.version} at {daemon.url} · pid {daemon.pid} · up {duration(daemon.uptime_s)}{draining}"
 
@@ -273,7 +273,7 @@ def _usage_numbers(line: UsageLine) -> tuple[int, int, int, int]:
     return (line.requests, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
 
 
-def cache(folders: Sequence[Folder], now: float, console: Console) -> None:
+def cache(folders: Sequence[PrefixFolder], now: float, console: Console) -> None:
     """One row for each folder of the prefix cache on disk."""
     rows = table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"))
     for folder in folders:

@@ -16,7 +16,7 @@ from gateway.admin_types import RequestList, RequestView
 from gateway.ctl import client
 from gateway.ctl.offline import budget_bytes
 from gateway.ctl.printing import Json, console, print_json
-from gateway.ctl.rates import Sample, compare, take
+from gateway.ctl.rates import RateSample, compare, take
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -30,7 +30,7 @@ class View(Struct, frozen=True):
     """One update of `top`."""
 
     budget_bytes: int
-    sample: Sample
+    sample: RateSample
     requests: list[RequestView]
 
 

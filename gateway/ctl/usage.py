@@ -15,7 +15,7 @@ from gateway.ctl.client import get
 from gateway.ctl.printing import Json, console, print_json
 
 
-class Format(StrEnum):
+class UsageFormat(StrEnum):
     """Forms of output."""
 
     TABLE = "table"
@@ -33,7 +33,9 @@ def usage(
         typer.Option("--to", formats=["%Y-%m-%d"], metavar="DAY", help="Last day, included; today by default."),
     ] = None,
     by: Annotated[str, typer.Option(help="Group by any of: day, key, model.", metavar="LIST")] = "key",
-    output: Annotated[Format, typer.Option("--format", help="Output format: table, csv or json.")] = Format.TABLE,
+    output: Annotated[
+        UsageFormat, typer.Option("--format", help="Output format: table, csv or json.")
+    ] = UsageFormat.TABLE,
     json: Json = False,
 ) -> None:
     """Show what was used from one day to another, by key, model or day.
@@ -43,12 +45,12 @@ def usage(
     parameters = {"from": first and f"{first:%Y-%m-%d}", "to": last and f"{last:%Y-%m-%d}", "by": by}
     query = urlencode({name: value for name, value in parameters.items() if value is not None})
     report = get(f"/v1/usage?{query}", UsageLines)
-    match Format.JSON if json else output:
-        case Format.JSON:
+    match UsageFormat.JSON if json else output:
+        case UsageFormat.JSON:
             print_json(report)
-        case Format.CSV:
+        case UsageFormat.CSV:
             _write_csv(report)
-        case Format.TABLE:
+        case UsageFormat.TABLE:
             from gateway.ctl import tables
 
             tables.usage_lines(report, console())

@@ -18,11 +18,11 @@ from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec import worker_spec
 from gateway.ctl import client
 from gateway.ctl.printing import records
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.supervisor.ranks import LOCAL, ranks_of
 from gateway.supervisor.spawn import default_command
 from protocol.spec import STDIN, WorkerSpec
-from protocol.verify import Check, Difference
+from protocol.verify import Difference, VerifyCheck
 
 STREAMS: Final = 6
 STREAM_TOKENS: Final = 256
@@ -35,20 +35,20 @@ FIRST_DELTA_TIMEOUT_S: Final = 600.0
 FOLLOWER_S: Final = 15.0
 NOTHING_WRONG: Final = frozenset({0, 1})
 
-_check = msgspec.json.Decoder(Check)
+_check = msgspec.json.Decoder(VerifyCheck)
 
 
-def checks(config: Config, model: ModelConfig, tokens: int, *, kill: bool) -> Generator[Check, None, None]:
-    """Every check, as it is done. Raises `Failed`."""
+def checks(config: Config, model: ModelConfig, tokens: int, *, kill: bool) -> Generator[VerifyCheck, None, None]:
+    """Every check, as it is done. Raises `CommandFailed`."""
     yield from in_process(config, model, tokens)
     if kill:
         yield through_daemon(model.name)
 
 
-def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
-    """Load the model once more, beside the daemon's, and compare its outputs. Raises `Failed`."""
+def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[VerifyCheck, None, None]:
+    """Load the model once more, beside the daemon's, and compare its outputs. Raises `CommandFailed`."""
     if set(model.group.nodes) - {LOCAL}:
-        raise Failed("a model with ranks on other machines cannot be verified by a process beside the daemon")
+        raise CommandFailed("a model with ranks on other machines cannot be verified by a process beside the daemon")
     spec = worker_spec(config, model)
     first, *followers = ranks_of(spec) if spec.group is not None else [spec]
     argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", STDIN, "--tokens", str(tokens)]
@@ -60,7 +60,7 @@ def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[Che
             assert process.stdout is not None
             yield from records(process.stdout, _check)
     if process.returncode not in NOTHING_WRONG:
-        raise Failed(f"the model could not be verified (exit status {process.returncode})")
+        raise CommandFailed(f"the model could not be verified (exit status {process.returncode})")
 
 
 @contextmanager
@@ -82,13 +82,13 @@ def _following(spec: WorkerSpec) -> Generator[None, None, None]:
             process.kill()
 
 
-def through_daemon(name: str) -> Check:
-    """Kill the model's worker in the running daemon amid streams, which go on elsewhere. Raises `Failed`."""
+def through_daemon(name: str) -> VerifyCheck:
+    """Kill the model's worker in the running daemon amid streams, which go on elsewhere. Raises `CommandFailed`."""
     check = _killed(name, STREAM_TOKENS)
     return _killed(name, LONGER_TOKENS) if check.note and not check.differences else check
 
 
-def _killed(name: str, tokens: int) -> Check:
+def _killed(name: str, tokens: int) -> VerifyCheck:
     with ThreadPoolExecutor(STREAMS) as threads:
         expected = [answer.result() for answer in _ask(threads, name, tokens, Event())]
         pid = _pid(name)
@@ -103,7 +103,7 @@ def _killed(name: str, tokens: int) -> Check:
         if output != other
     ]
     note = "" if is_killed else "every stream had ended before its worker could be killed"
-    return Check("killed worker", STREAMS, STREAMS * tokens, 0, tuple(differences), note)
+    return VerifyCheck("killed worker", STREAMS, STREAMS * tokens, 0, tuple(differences), note)
 
 
 def _ask(threads: ThreadPoolExecutor, name: str, tokens: int, has_begun: Event) -> list[Future[str]]:
@@ -153,7 +153,7 @@ def _common(one: str, other: str) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def row(check: Check) -> str:
+def row(check: VerifyCheck) -> str:
     """One line of the table."""
     if check.is_skipped:
         verdict = f"left out: {check.note}"
@@ -164,7 +164,7 @@ def row(check: Check) -> str:
     return f"{check.name:<16} {check.requests:>8} {check.tokens:>7} {check.cached:>7}  {verdict}"
 
 
-def encode(check: Check) -> str:
+def encode(check: VerifyCheck) -> str:
     """One line of JSON."""
     return msgspec.json.encode(check).decode()
 

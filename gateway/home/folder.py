@@ -15,7 +15,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 LOCK: Final = "lock"
 LOCK_TIMEOUT_S: Final = 10.0
@@ -26,7 +26,7 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE: Final = os.O_CLOEXEC | os.O_NONBLOCK
 
 
-class FolderRefused(Failed):
+class FolderRefused(CommandFailed):
     """The folder, or a file in it, is not what its home's owner would have made."""
 
 

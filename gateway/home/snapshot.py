@@ -9,7 +9,7 @@ from gateway.home.private_file import write_private
 log = logging.getLogger(__name__)
 
 
-class Snapshot:
+class WriteOrder:
     """Numbers what is to be written, so that a thread that comes late never writes over what is newer."""
 
     def __init__(self, path: Path, written: bytes = b"") -> None:

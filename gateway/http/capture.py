@@ -19,11 +19,11 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.admin_types import Captured, CapturedLine
+from gateway.admin_types import CapturedLine, CapturedRequest
 from gateway.config.settings import ServerConfig
 from gateway.http.media_digests import MediaDigests
 from gateway.http.multipart import FORM
-from gateway.request.record import Header, Record
+from gateway.request.record import Header, RequestRecord
 from gateway.wall_clock import WallClock
 
 log = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ REDACTED: Final = "[redacted]"
 _AUDIO: Final = b"audio/"
 _SECRET_WORDS: Final = ("auth", "cookie", "credential", "key", "password", "secret", "session", "token")
 
-_whole = msgspec.json.Decoder(Captured)
+_whole = msgspec.json.Decoder(CapturedRequest)
 _line = msgspec.json.Decoder(CapturedLine)
 
 
-class Tape:
+class Recorder:
     """Listens to one request: stands in for its `receive` and `send`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,10 +71,10 @@ class Tape:
             self._answered.add(message.get("body", b""))
         await self._send(message)
 
-    def captured(self, record: Record) -> Captured:
+    def captured(self, record: RequestRecord) -> CapturedRequest:
         """All of it, once the request has ended."""
         elapsed_s = time.perf_counter() - record.started
-        return Captured(
+        return CapturedRequest(
             id=record.id,
             at=time.time() - elapsed_s,
             method=record.method,
@@ -169,7 +169,7 @@ class Captures:
     def is_on(self) -> bool:
         return self._settings().capture > 0
 
-    def put(self, captured: Captured) -> None:
+    def put(self, captured: CapturedRequest) -> None:
         """Keep a request, soon. One that cannot be kept is logged."""
         if self._room.acquire(blocking=False):
             self._thread.submit(self._put, captured)
@@ -180,7 +180,7 @@ class Captures:
         """Captured lines, oldest first."""
         return await self._call(lambda: [kept.line for kept in self._swept()])
 
-    async def find(self, request_id: str) -> Captured | None:
+    async def find(self, request_id: str) -> CapturedRequest | None:
         """The newest of this id."""
         return await self._call(lambda: self._find(request_id))
 
@@ -207,7 +207,7 @@ class Captures:
 
     # In the thread.
 
-    def _put(self, captured: Captured) -> None:
+    def _put(self, captured: CapturedRequest) -> None:
         self._room.release()
         data = msgspec.json.encode(captured)
         digest = hashlib.sha256(captured.id.encode()).hexdigest()[:16]
@@ -232,7 +232,7 @@ class Captures:
             log.warning("requests cannot be captured in %s: %s", self._folder, why)
         self._is_failing = True
 
-    def _find(self, request_id: str) -> Captured | None:
+    def _find(self, request_id: str) -> CapturedRequest | None:
         for kept in reversed(self._swept()):
             if kept.line.id == request_id:
                 with suppress(OSError, msgspec.DecodeError):

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from gateway.http.connection_limits import Connections, Opening
-from gateway.http.direct_write import KEY, CloseDelimited, Outlet, outlet_of, queued_bytes
+from gateway.http.direct_write import KEY, CloseDelimited, DirectWriter, outlet_of, queued_bytes
 
 log = logging.getLogger(__name__)
 # uvicorn warns of each malformed request: any client that can connect could fill the log.
@@ -72,7 +72,7 @@ _TOO_LARGE: Final = _answer(
 _NO_TUNNEL: Final = _answer(b"405 Method Not Allowed", b"CONNECT is not allowed here.", b"method_not_allowed")
 
 
-class Refused(Exception):
+class RefusedConnection(Exception):
     """Ends the parsing of a connection: what it is answered if no other answer is under way, and why."""
 
     def __init__(self, answer: bytes, reason: str) -> None:
@@ -114,7 +114,7 @@ class GuardedProtocol(HttpToolsProtocol):
         # Whether the parser got through a head, or some of a body, with what it was fed last; what it was fed since.
         self._has_moved = False
         self._still_bytes = 0
-        self._refused: Refused | None = None
+        self._refused: RefusedConnection | None = None
         # An upgrade was offered with the head that has just been parsed.
         self._is_offered = False
         # What is answered while newer requests wait behind it: uvicorn knows only of the newest.
@@ -240,8 +240,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._feed(data)
             self._count(len(data), was_ahead)
         except httptools.HttpParserError:
-            self._refuse(self._refused or Refused(_INVALID, "invalid"))
-        except Refused as refused:
+            self._refuse(self._refused or RefusedConnection(_INVALID, "invalid"))
+        except RefusedConnection as refused:
             self._refuse(refused)
 
     def _feed(self, data: bytes) -> None:
@@ -267,14 +267,14 @@ class GuardedProtocol(HttpToolsProtocol):
         return b"".join([*head, b"\r\n", rest])
 
     def _count(self, size: int, was_ahead: bool) -> None:
-        """Bound what neither ends nor is asked for. Raises `Refused`."""
+        """Bound what neither ends nor is asked for. Raises `RefusedConnection`."""
         self._still_bytes = 0 if self._has_moved else self._still_bytes + size
         if self._still_bytes > HEAD_BYTES_MAX:
-            raise Refused(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
+            raise RefusedConnection(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
         if self.pipeline:
             self._behind_bytes += size if was_ahead else 0
             if self._behind_bytes > BEHIND_BYTES_MAX:
-                raise Refused(b"", "pipelined")
+                raise RefusedConnection(b"", "pipelined")
             # uvicorn stops reading, and would not hear of a client that leaves.
             self.flow.resume_reading()
         elif self._is_in_head:
@@ -288,7 +288,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 if self.transport.can_write_eof():
                     self.transport.write_eof()
 
-    def _refuse(self, refused: Refused) -> None:
+    def _refuse(self, refused: RefusedConnection) -> None:
         """Parse no more: answer, unless that would be the second answer to a request, or come before another's."""
         self._registry.dropped(refused.reason)
         if self._is_answering and (self._is_in_head or self.pipeline):
@@ -352,7 +352,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if not is_current:
             self.cycle.keep_alive = False
         # Its task has not had a turn yet.
-        self.scope[KEY] = Outlet(self.cycle)  # type: ignore[typeddict-unknown-key]
+        self.scope[KEY] = DirectWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
         self._has_moved = True
@@ -372,9 +372,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._field_room < 0:
             raise self._refusal(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
 
-    def _refusal(self, answer: bytes, reason: str) -> Refused:
+    def _refusal(self, answer: bytes, reason: str) -> RefusedConnection:
         # The parser makes an error of its own of it.
-        self._refused = Refused(answer, reason)
+        self._refused = RefusedConnection(answer, reason)
         return self._refused
 
     # What is answered.

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from gateway.config.address import Address
 from gateway.config.settings import ServerConfig
-from gateway.request.routing import Live
+from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class TooFewFiles(Exception):
     """The limit of open files leaves too few for clients; the message says so, for a human."""
 
 
-class Connection(Protocol):
+class LimitedConnection(Protocol):
     """As much of a connection as is needed to end it."""
 
     def give_way(self) -> None:
@@ -55,7 +55,7 @@ class Connection(Protocol):
         ...
 
 
-class Opening(Connection, Protocol):
+class Opening(LimitedConnection, Protocol):
     """A TLS handshake: a connection that is another one when it is done."""
 
     def finish(self, transport: Transport) -> None:
@@ -82,7 +82,7 @@ class _Peer:
 
     count: int = 0
     # Longest idle first.
-    idle: dict[Connection, None] = field(default_factory=dict[Connection, None])
+    idle: dict[LimitedConnection, None] = field(default_factory=dict[LimitedConnection, None])
 
 
 class Connections:
@@ -108,14 +108,14 @@ class Connections:
         self._is_shared = is_shared
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
-        self._open: dict[Connection, str] = {}
-        self._idle: dict[Connection, None] = {}
+        self._open: dict[LimitedConnection, str] = {}
+        self._idle: dict[LimitedConnection, None] = {}
         self._timer: TimerHandle | None = None
         self._logged = float("-inf")
         metrics.connections[listener] = lambda: len(self._open)
         metrics.connections_max[listener] = lambda: bounds().total
 
-    def admit(self, connection: Connection, address: str) -> bool:
+    def admit(self, connection: LimitedConnection, address: str) -> bool:
         """Count a new connection, which is idle. False when there is no room for it."""
         bounds = self._bounds()
         most = bounds.total if self._is_shared(address) else bounds.per_address
@@ -134,7 +134,7 @@ class Connections:
             self._arm()
         return True
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: LimitedConnection) -> None:
         """It has ended, or was never admitted."""
         address = self._open.pop(connection, None)
         if address is None:
@@ -146,13 +146,13 @@ class Connections:
         if peer.count == 0:
             del self._peers[address]
 
-    def work(self, connection: Connection) -> None:
+    def work(self, connection: LimitedConnection) -> None:
         """It has a request: it does not give way."""
         if connection in self._idle:
             del self._idle[connection]
             del self._peers[self._open[connection]].idle[connection]
 
-    def rest(self, connection: Connection) -> None:
+    def rest(self, connection: LimitedConnection) -> None:
         """It has no request, from now on."""
         address = self._open.get(connection)
         if address is not None:
@@ -162,7 +162,7 @@ class Connections:
         """A connection was ended by us for what its client did, or did not."""
         self._metrics.connections_dropped[reason] += 1
 
-    def _make_room(self, idle: dict[Connection, None]) -> bool:
+    def _make_room(self, idle: dict[LimitedConnection, None]) -> bool:
         oldest = next(iter(idle), None)
         if oldest is None:
             return False
@@ -188,7 +188,7 @@ class Connections:
         if self._open:
             self._look_at(list(self._open) if self._bounds().write_timeout_s else [])
 
-    def _look_at(self, connections: list[Connection]) -> None:
+    def _look_at(self, connections: list[LimitedConnection]) -> None:
         # A few in one turn of the loop: streams go on in between.
         for connection in connections[-LOOKS_A_TURN:]:
             if connection in self._open:
@@ -200,7 +200,7 @@ class Connections:
             self._arm()
 
 
-def public_connections(live: Live, metrics: Metrics, files: int) -> Connections:
+def public_connections(live: LiveConfig, metrics: Metrics, files: int) -> Connections:
     """Those of the API, as configured, of a process that may have `files` open files. Raises `TooFewFiles`."""
     room = room_for_clients(files, len(live.config.models))
     if room < CLIENTS_MIN:
@@ -218,7 +218,7 @@ def public_connections(live: Live, metrics: Metrics, files: int) -> Connections:
     return Connections(PUBLIC, bounds, metrics, lambda address: live.proxies.trusts(address))
 
 
-def admin_connections(live: Live, metrics: Metrics) -> Connections:
+def admin_connections(live: LiveConfig, metrics: Metrics) -> Connections:
     """Those of the admin socket: few, and not counted by address, which they do not have."""
     return Connections(ADMIN, lambda: Bounds(ADMIN_MAX, ADMIN_MAX, live.config.server.write_timeout_s), metrics)
 

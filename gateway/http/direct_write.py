@@ -15,7 +15,7 @@ KEY: Final = "mlxd.outlet"
 SO_NWRITE: Final = 0x1024
 
 
-class Outlet:
+class DirectWriter:
     """Plain call that writes a piece of a chunked body as ASGI's `send` does. Made by the connection's protocol.
 
     Only while no task waits in `send`, and after the first piece has gone through it.
@@ -72,7 +72,7 @@ class CloseDelimited:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet: Outlet = scope[KEY]
+        outlet: DirectWriter = scope[KEY]
         is_sized = True
 
         async def send_plainly(message: Message) -> None:
@@ -88,7 +88,7 @@ class CloseDelimited:
         await self._app(scope, receive, send_plainly)
 
 
-def outlet_of(scope: Scope) -> Outlet | None:
+def outlet_of(scope: Scope) -> DirectWriter | None:
     """The connection's outlet; None where the server is not ours."""
     return scope.get(KEY)
 

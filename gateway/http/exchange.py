@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
 from gateway.request.bodies import LARGE_BYTES
-from gateway.request.record import ClientLeft, Dialect, Header, Record, record_of
+from gateway.request.record import ClientLeft, Dialect, Header, RequestRecord, record_of
 
 JSON: Final = b"application/json"
 # No body is taken for a page that it is not, whatever text it quotes.
@@ -24,12 +24,12 @@ SLICE_BYTES: Final = 64 * 1024
 CLIENT_CLOSED: Final = 499
 
 
-class Answer:
+class ResponseSender:
     """`send`, with the headers of the middleware added and the status noted."""
 
     __slots__ = ("_record", "inner", "is_started")
 
-    def __init__(self, send: Send, record: Record) -> None:
+    def __init__(self, send: Send, record: RequestRecord) -> None:
         self.inner = send
         self._record = record
         self.is_started = False
@@ -77,7 +77,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     return body.removeprefix(b"\xef\xbb\xbf")
 
 
-async def _receive_all(record: Record, receive: Receive, limit_bytes: int, announced: int) -> bytes:
+async def _receive_all(record: RequestRecord, receive: Receive, limit_bytes: int, announced: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -95,7 +95,7 @@ async def _receive_all(record: Record, receive: Receive, limit_bytes: int, annou
             return b"".join(chunks)
 
 
-async def reserve(record: Record, size_bytes: int) -> None:
+async def reserve(record: RequestRecord, size_bytes: int) -> None:
     """Have room for this much of a request's body in all. Raises `Unavailable` or `BodyTooLarge`."""
     if record.lease is not None:
         record.lease.owner = record.caller.key or ""

@@ -19,14 +19,14 @@ _HEADER_BYTES_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class MultipartForm:
     """Fields in the order of their parts; a name may come several times. `file` is None where there is none."""
 
     fields: tuple[tuple[str, str], ...]
     file: bytes | None
 
 
-def read_form(body: bytes, content_type: str, file_field: str) -> Form:
+def read_form(body: bytes, content_type: str, file_field: str) -> MultipartForm:
     """The parts of a body, of which `file_field` is the file's name. Raises `BadRequest`."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
@@ -55,7 +55,7 @@ def read_form(body: bytes, content_type: str, file_field: str) -> Form:
         raise BadRequest(f"The form cannot be read: {error}.", code="invalid_form") from None
     if not reader.is_whole:
         raise BadRequest("The form cannot be read: it has no end.", code="invalid_form")
-    return Form(tuple(reader.fields), reader.file)
+    return MultipartForm(tuple(reader.fields), reader.file)
 
 
 class _Reader:

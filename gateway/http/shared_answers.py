@@ -9,7 +9,7 @@ from typing import Final
 from gateway.errors import ApiError
 from gateway.http.exchange import SLICE_BYTES, reserve
 from gateway.request.bodies import Bodies, BodyLease
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 
 # Slices that one reader holds: those in the transport, whose high-water mark is one slice, and the one that waits.
 READER_BYTES: Final = 3 * SLICE_BYTES
@@ -39,7 +39,7 @@ class SharedAnswers:
 
     @asynccontextmanager
     async def reading(
-        self, record: Record, key: Hashable, size_bytes: int, make: Callable[[], Awaitable[bytes]]
+        self, record: RequestRecord, key: Hashable, size_bytes: int, make: Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[bytes]:
         """The answer of this key, which takes about so many bytes. Equal keys stand for equal bytes.
 

@@ -12,9 +12,9 @@ from starlette.types import Receive, Send
 
 from gateway.errors import ApiError, InternalError
 from gateway.http.encoder import Fold, StreamEncoder
-from gateway.http.exchange import CLIENT_CLOSED, Answer, send_body
+from gateway.http.exchange import CLIENT_CLOSED, ResponseSender, send_body
 from gateway.request.generation import Generation
-from gateway.request.record import ChunkWriter, Header, Record
+from gateway.request.record import ChunkWriter, Header, RequestRecord
 
 STALLS_MAX: Final = 2
 # Content types of a stream.
@@ -29,7 +29,7 @@ HEADERS: Final[tuple[Header, ...]] = ((b"content-type", EVENTS), *_UNBUFFERED)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StreamTiming:
     """Timing of a stream: the longest wait of the status line for the first event, so that a refusal is a status and
     not an event, and the interval of keep-alives."""
 
@@ -37,10 +37,10 @@ class Pace:
     keepalive_s: float = 10.0
 
 
-DEFAULT_PACE: Final = Pace()
+DEFAULT_PACE: Final = StreamTiming()
 
 
-class Watch:
+class StreamWatch:
     """Cuts off the task that enters it when its client leaves, or does not read for `write_timeout_s`.
 
     uvicorn's `send` returns silently after a disconnect, so `receive` is watched. Being cut off cancels the task; the
@@ -117,8 +117,8 @@ class _Stream:
         generation: Generation,
         encoder: StreamEncoder,
         send: Send,
-        watch: Watch,
-        pace: Pace,
+        watch: StreamWatch,
+        pace: StreamTiming,
         writer: ChunkWriter | None,
         kind: bytes,
     ) -> None:
@@ -225,7 +225,7 @@ class _Stream:
                 # Headers alone are no sign of life to a client that reads events.
                 data = self._encoder.keepalive()
             # Nothing above us looks at the body: one call less for each event.
-            if isinstance(self._send, Answer):
+            if isinstance(self._send, ResponseSender):
                 self._send = self._send.inner
         if data or not more:
             watch = self._watch
@@ -239,11 +239,11 @@ class _Stream:
 async def respond_stream(
     generation: Generation,
     encoder: StreamEncoder,
-    record: Record,
+    record: RequestRecord,
     receive: Receive,
     send: Send,
     write_timeout_s: float,
-    pace: Pace = DEFAULT_PACE,
+    pace: StreamTiming = DEFAULT_PACE,
     kind: bytes = EVENTS,
 ) -> ApiError | None:
     """Answer with the events of `generation`, in a stream of this content type.
@@ -251,7 +251,7 @@ async def respond_stream(
     Raises `ApiError` only while the status can still say so; returns a later one.
     """
     error: ApiError | None = None
-    async with Watch(receive, write_timeout_s) as watch:
+    async with StreamWatch(receive, write_timeout_s) as watch:
         # A task of its own: what wakes up for a token passes through a few frames, not through the whole app.
         stream = _Stream(generation, encoder, send, watch, pace, record.writer, kind)
         error = await asyncio.create_task(stream.run())
@@ -262,7 +262,9 @@ async def respond_stream(
     return error
 
 
-async def respond_whole(generation: Generation, fold: Fold, record: Record, receive: Receive, send: Send) -> None:
+async def respond_whole(
+    generation: Generation, fold: Fold, record: RequestRecord, receive: Receive, send: Send
+) -> None:
     """Answer in one piece. Raises `ApiError`."""
 
     async with cut_off(record, receive):
@@ -286,15 +288,15 @@ async def folded(generation: Generation, fold: Fold) -> bytes:
 
 
 @asynccontextmanager
-async def cut_off(record: Record, receive: Receive) -> AsyncGenerator[None]:
+async def cut_off(record: RequestRecord, receive: Receive) -> AsyncGenerator[None]:
     """Ends what is inside when its client leaves, and goes on behind it."""
-    async with Watch(receive, 0) as watch:
+    async with StreamWatch(receive, 0) as watch:
         yield
     if watch.reason is not None:
         note_cut(record, watch.reason)
 
 
-def note_cut(record: Record, reason: str) -> None:
+def note_cut(record: RequestRecord, reason: str) -> None:
     """Record that the client left, or did not read."""
     record.outcome = reason
     record.status = record.status or CLIENT_CLOSED

@@ -52,39 +52,39 @@ class Service(Struct, frozen=True):
         return {"HOME": str(self.user_home), "PATH": PATH, "MLXD_HOME": str(self.home)}
 
 
-class Write(Struct, frozen=True, tag=True):
+class WriteFile(Struct, frozen=True, tag=True):
     """A file that every user can read."""
 
     path: Path
     content: str
 
 
-class Folder(Struct, frozen=True, tag=True):
+class PrivateFolder(Struct, frozen=True, tag=True):
     """A folder that only `user` may enter."""
 
     path: Path
     user: str
 
 
-class Remove(Struct, frozen=True, tag=True):
+class RemovePath(Struct, frozen=True, tag=True):
     path: Path
 
 
-class Link(Struct, frozen=True, tag=True):
+class SymbolicLink(Struct, frozen=True, tag=True):
     """A symbolic link, there at every moment: an older one is replaced in one step."""
 
     path: Path
     target: Path
 
 
-class Run(Struct, frozen=True, tag=True):
+class RunCommand(Struct, frozen=True, tag=True):
     """A command. With `may_fail` its exit status does not matter."""
 
     argv: tuple[str, ...]
     may_fail: bool = False
 
 
-class Wait(Struct, frozen=True, tag=True):
+class WaitUntil(Struct, frozen=True, tag=True):
     """Until what a command prints no longer matches."""
 
     argv: tuple[str, ...]
@@ -92,10 +92,10 @@ class Wait(Struct, frozen=True, tag=True):
     deadline_s: float
 
 
-Action = Write | Folder | Remove | Link | Run | Wait
+Action = WriteFile | PrivateFolder | RemovePath | SymbolicLink | RunCommand | WaitUntil
 
 
-class Facts(Struct, frozen=True):
+class HostFacts(Struct, frozen=True):
     """State of the service, as observed from the service manager."""
 
     is_installed: bool
@@ -104,7 +104,7 @@ class Facts(Struct, frozen=True):
     last_exit: str = ""
 
 
-class Standing(Facts, frozen=True):
+class ServiceState(HostFacts, frozen=True):
     """The same with the versions: of the installed environment, and of the daemon that answers."""
 
     version: str = ""
@@ -120,4 +120,4 @@ class Manager(Protocol):
     def stop(self, service: Service) -> list[Action]: ...
     def restart(self, service: Service) -> list[Action]: ...
     def ask(self, service: Service) -> tuple[str, ...]: ...
-    def facts(self, said: str) -> Facts: ...
+    def facts(self, said: str) -> HostFacts: ...

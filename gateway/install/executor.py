@@ -8,27 +8,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Protocol, assert_never
 
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.folder import FolderRefused, private_folder
 from gateway.install.description import (
     COMMAND_TIMEOUT_S,
     Action,
-    Folder,
-    Link,
-    Remove,
-    Run,
-    Wait,
-    Write,
+    PrivateFolder,
+    RemovePath,
+    RunCommand,
+    SymbolicLink,
+    WaitUntil,
+    WriteFile,
 )
 
 POLL_S: Final = 0.2
 
 
-class ServiceFailed(Failed):
+class ServiceFailed(CommandFailed):
     """An action on the machine, or what it was for, went wrong."""
 
 
-class Machine(Protocol):
+class InstallMachine(Protocol):
     """Port of the install actions to the machine; tests have one of their own, for there is no launchd here."""
 
     def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
@@ -42,7 +42,7 @@ class Machine(Protocol):
     def pause(self) -> None: ...
 
 
-def carry_out(actions: Iterable[Action], machine: Machine) -> None:
+def carry_out(actions: Iterable[Action], machine: InstallMachine) -> None:
     """In their order. Raises `ServiceFailed` at the first that fails."""
     for action in actions:
         try:
@@ -55,21 +55,21 @@ def carry_out(actions: Iterable[Action], machine: Machine) -> None:
             raise ServiceFailed(f"{' '.join(error.cmd)} did not end within {error.timeout:.0f} s") from error
 
 
-def _carry_out(action: Action, machine: Machine) -> None:
+def _carry_out(action: Action, machine: InstallMachine) -> None:
     match action:
-        case Write(path, content):
+        case WriteFile(path, content):
             machine.write(path, content)
-        case Folder(path, user):
+        case PrivateFolder(path, user):
             machine.folder(path, user)
-        case Remove(path):
+        case RemovePath(path):
             machine.remove(path)
-        case Link(path, target):
+        case SymbolicLink(path, target):
             machine.link(path, target)
-        case Run(argv, may_fail):
+        case RunCommand(argv, may_fail):
             status, output = machine.run(argv)
             if status != 0 and not may_fail:
                 raise ServiceFailed(f"{' '.join(argv)} ended with {status}: {output.strip()}")
-        case Wait(argv, pattern, deadline_s):
+        case WaitUntil(argv, pattern, deadline_s):
             end = time.monotonic() + deadline_s
             while re.search(pattern, machine.run(argv)[1]):
                 if time.monotonic() > end:
@@ -84,17 +84,17 @@ def describe(actions: Iterable[Action]) -> str:
     lines: list[str] = []
     for action in actions:
         match action:
-            case Write(path, content):
+            case WriteFile(path, content):
                 lines.append(f"write {path}:\n" + "".join(f"    {line}\n" for line in content.splitlines()).rstrip())
-            case Folder(path, user):
+            case PrivateFolder(path, user):
                 lines.append(f"make {path} for {user} alone")
-            case Remove(path):
+            case RemovePath(path):
                 lines.append(f"remove {path}")
-            case Link(path, target):
+            case SymbolicLink(path, target):
                 lines.append(f"link {path} to {target}")
-            case Run(argv, may_fail):
+            case RunCommand(argv, may_fail):
                 lines.append(f"run {' '.join(argv)}" + (" (may fail)" if may_fail else ""))
-            case Wait(argv, pattern, deadline_s):
+            case WaitUntil(argv, pattern, deadline_s):
                 lines.append(f"wait up to {deadline_s:.0f} s while {' '.join(argv)} says {pattern}")
             case _:
                 assert_never(action)

@@ -9,8 +9,8 @@ from typing import Final
 
 from msgspec import DecodeError, Struct, json
 
-from gateway.failed import Failed
-from gateway.install.description import Action, Link, Remove, Write
+from gateway.failed import CommandFailed
+from gateway.install.description import Action, RemovePath, SymbolicLink, WriteFile
 
 SERVICE_FILE: Final = "service.json"
 PACKAGE: Final = "mlxd"
@@ -44,11 +44,14 @@ class Installation:
 
     def link(self, env: Path, owner: Owner) -> list[Action]:
         """Make this environment that of the service."""
-        return [Write(self._owner_file, json.encode(owner).decode() + "\n"), Link(self._link, env.resolve())]
+        return [
+            WriteFile(self._owner_file, json.encode(owner).decode() + "\n"),
+            SymbolicLink(self._link, env.resolve()),
+        ]
 
     def unlink(self) -> list[Action]:
         """Remove what `link` wrote, but not the environment."""
-        return [Remove(self._link), Remove(self._owner_file)]
+        return [RemovePath(self._link), RemovePath(self._owner_file)]
 
 
 def launcher(prefix: Path) -> tuple[str, ...]:
@@ -88,12 +91,12 @@ def writers(env: Path) -> set[int]:
 def check_writers(env: Path, uid: int) -> str:
     """A warning where another user can change what root runs as `mlxctl`; empty when only root can.
 
-    Raises `Failed` where the service's own user, `uid`, can: that user would be root at the next `sudo mlxctl`.
+    Raises `CommandFailed` where the service's own user, `uid`, can: that user would be root at the next `sudo mlxctl`.
     """
     others = writers(env)
     if others & {uid, EVERYBODY}:
         who = "every user" if EVERYBODY in others else f"the service's user ({uid})"
-        raise Failed(f"{env} can be changed by {who}, and root runs it: install mlxd where only root can write")
+        raise CommandFailed(f"{env} can be changed by {who}, and root runs it: install mlxd where only root can write")
     if not others:
         return ""
     users = ", ".join(str(other) for other in sorted(others))

@@ -5,7 +5,18 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.install.description import FILES, Action, Facts, Folder, Remove, Run, Scope, Service, Wait, Write
+from gateway.install.description import (
+    FILES,
+    Action,
+    HostFacts,
+    PrivateFolder,
+    RemovePath,
+    RunCommand,
+    Scope,
+    Service,
+    WaitUntil,
+    WriteFile,
+)
 
 LABEL: Final = "dev.mlxd.gateway"
 WIRED_LABEL: Final = "dev.mlxd.wired-limit"
@@ -48,37 +59,37 @@ def path(service: Service) -> Path:
 def install(service: Service) -> list[Action]:
     """Also over an older installation."""
     return [
-        Folder(service.home, service.user),
-        Folder(service.home / "logs", service.user),
-        Write(path(service), render(service)),
+        PrivateFolder(service.home, service.user),
+        PrivateFolder(service.home / "logs", service.user),
+        WriteFile(path(service), render(service)),
         *stop(service, may_fail=True),
-        Run(("launchctl", "enable", _target(service))),
+        RunCommand(("launchctl", "enable", _target(service))),
         _bootstrap(service),
     ]
 
 
 def uninstall(service: Service) -> list[Action]:
-    return [*stop(service, may_fail=True), Remove(path(service))]
+    return [*stop(service, may_fail=True), RemovePath(path(service))]
 
 
 def start(service: Service) -> list[Action]:
     """Also one that has ended by itself, which is still known and cannot be booted in again."""
-    return [_bootstrap(service, may_fail=True), Run(("launchctl", "kickstart", _target(service)))]
+    return [_bootstrap(service, may_fail=True), RunCommand(("launchctl", "kickstart", _target(service)))]
 
 
 def stop(service: Service, *, may_fail: bool = False) -> list[Action]:
     """`bootout` returns before the daemon has ended."""
-    gone = Wait(("launchctl", "print", _target(service)), r"state = ", service.stop_s + 10)
-    return [Run(("launchctl", "bootout", _target(service)), may_fail), gone]
+    gone = WaitUntil(("launchctl", "print", _target(service)), r"state = ", service.stop_s + 10)
+    return [RunCommand(("launchctl", "bootout", _target(service)), may_fail), gone]
 
 
 def restart(service: Service) -> list[Action]:
     """The workers keep their models: the daemon hands them over to the next one."""
     return [
         # One that has ended has nothing to hand over.
-        Run(("launchctl", "kill", "SIGUSR2", _target(service)), may_fail=True),
-        Wait(("launchctl", "print", _target(service)), r"\bpid = \d", service.stop_s),
-        Run(("launchctl", "kickstart", _target(service))),
+        RunCommand(("launchctl", "kill", "SIGUSR2", _target(service)), may_fail=True),
+        WaitUntil(("launchctl", "print", _target(service)), r"\bpid = \d", service.stop_s),
+        RunCommand(("launchctl", "kickstart", _target(service))),
     ]
 
 
@@ -90,18 +101,18 @@ def set_wired_limit(megabytes: int) -> list[Action]:
         "RunAtLoad": True,
     }
     return [
-        Run(("launchctl", "bootout", f"system/{WIRED_LABEL}"), may_fail=True),
-        Write(WIRED_PATH, plistlib.dumps(body, sort_keys=False).decode()),
-        Run(("launchctl", "bootstrap", "system", str(WIRED_PATH))),
+        RunCommand(("launchctl", "bootout", f"system/{WIRED_LABEL}"), may_fail=True),
+        WriteFile(WIRED_PATH, plistlib.dumps(body, sort_keys=False).decode()),
+        RunCommand(("launchctl", "bootstrap", "system", str(WIRED_PATH))),
     ]
 
 
 def drop_wired_limit() -> list[Action]:
     """Back to the system's own share."""
     return [
-        Run(("launchctl", "bootout", f"system/{WIRED_LABEL}"), may_fail=True),
-        Remove(WIRED_PATH),
-        Run(("/usr/sbin/sysctl", "iogpu.wired_limit_mb=0")),
+        RunCommand(("launchctl", "bootout", f"system/{WIRED_LABEL}"), may_fail=True),
+        RemovePath(WIRED_PATH),
+        RunCommand(("/usr/sbin/sysctl", "iogpu.wired_limit_mb=0")),
     ]
 
 
@@ -109,12 +120,12 @@ def ask(service: Service) -> tuple[str, ...]:
     return ("launchctl", "print", _target(service))
 
 
-def facts(said: str) -> Facts:
+def facts(said: str) -> HostFacts:
     """From what `launchctl print` says; nothing when the service is not there."""
     state = re.search(r"^\s*state = (.+)$", said, re.MULTILINE)
     pid = re.search(r"^\s*pid = (\d+)$", said, re.MULTILINE)
     last = re.search(r"^\s*last exit code = (.+)$", said, re.MULTILINE)
-    return Facts(
+    return HostFacts(
         is_installed=state is not None,
         state=state[1] if state else "not loaded",
         pid=int(pid[1]) if pid else 0,
@@ -122,8 +133,8 @@ def facts(said: str) -> Facts:
     )
 
 
-def _bootstrap(service: Service, *, may_fail: bool = False) -> Run:
-    return Run(("launchctl", "bootstrap", _domain(service), str(path(service))), may_fail)
+def _bootstrap(service: Service, *, may_fail: bool = False) -> RunCommand:
+    return RunCommand(("launchctl", "bootstrap", _domain(service), str(path(service))), may_fail)
 
 
 def _domain(service: Service) -> str:

@@ -3,7 +3,18 @@
 from pathlib import Path
 from typing import Final
 
-from gateway.install.description import FILES, Action, Facts, Folder, Remove, Run, Scope, Service, Wait, Write
+from gateway.install.description import (
+    FILES,
+    Action,
+    HostFacts,
+    PrivateFolder,
+    RemovePath,
+    RunCommand,
+    Scope,
+    Service,
+    WaitUntil,
+    WriteFile,
+)
 
 UNIT: Final = "mlxd.service"
 
@@ -98,37 +109,37 @@ def install(service: Service) -> list[Action]:
     """Also over an older installation."""
     is_system = service.scope is Scope.SYSTEM
     return [
-        Folder(service.home, service.user),
-        *([Folder(_tmp(service), service.user)] if is_system else []),
-        Write(path(service), render(service)),
-        Run(_systemctl(service, "daemon-reload")),
-        Run(_systemctl(service, "enable", UNIT)),
-        Run(_systemctl(service, "restart", UNIT)),
+        PrivateFolder(service.home, service.user),
+        *([PrivateFolder(_tmp(service), service.user)] if is_system else []),
+        WriteFile(path(service), render(service)),
+        RunCommand(_systemctl(service, "daemon-reload")),
+        RunCommand(_systemctl(service, "enable", UNIT)),
+        RunCommand(_systemctl(service, "restart", UNIT)),
     ]
 
 
 def uninstall(service: Service) -> list[Action]:
     return [
-        Run(_systemctl(service, "disable", "--now", UNIT), may_fail=True),
-        Remove(path(service)),
-        Run(_systemctl(service, "daemon-reload")),
+        RunCommand(_systemctl(service, "disable", "--now", UNIT), may_fail=True),
+        RemovePath(path(service)),
+        RunCommand(_systemctl(service, "daemon-reload")),
     ]
 
 
 def start(service: Service) -> list[Action]:
-    return [Run(_systemctl(service, "start", UNIT))]
+    return [RunCommand(_systemctl(service, "start", UNIT))]
 
 
 def stop(service: Service) -> list[Action]:
-    return [Run(_systemctl(service, "stop", UNIT))]
+    return [RunCommand(_systemctl(service, "stop", UNIT))]
 
 
 def restart(service: Service) -> list[Action]:
     """The workers keep their models: the daemon hands them over to the next one."""
     return [
         # One that has ended has nothing to hand over.
-        Run(_systemctl(service, "kill", "--kill-who=main", "--signal=SIGUSR2", UNIT), may_fail=True),
-        Wait(_systemctl(service, "is-active", UNIT), r"^(active|deactivating)", service.stop_s),
+        RunCommand(_systemctl(service, "kill", "--kill-who=main", "--signal=SIGUSR2", UNIT), may_fail=True),
+        WaitUntil(_systemctl(service, "is-active", UNIT), r"^(active|deactivating)", service.stop_s),
         *start(service),
     ]
 
@@ -137,10 +148,10 @@ def ask(service: Service) -> tuple[str, ...]:
     return _systemctl(service, "show", "--property=LoadState,ActiveState,MainPID,ExecMainStatus", UNIT)
 
 
-def facts(said: str) -> Facts:
+def facts(said: str) -> HostFacts:
     """From what `systemctl show` says."""
     fields = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
-    return Facts(
+    return HostFacts(
         is_installed=fields.get("LoadState") == "loaded",
         state=fields.get("ActiveState", "unknown"),
         pid=int(fields.get("MainPID") or 0),

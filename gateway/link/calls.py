@@ -10,7 +10,7 @@ from protocol.messages import Tokenized
 Answer = asyncio.Future[Tokenized]
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A worker's answer to a question was no."""
 
     def __init__(self, failure: Failure) -> None:
@@ -18,7 +18,7 @@ class Refused(Exception):
         self.failure = failure
 
 
-class Questions:
+class PendingCalls:
     """Open questions by their rid, with the epoch of the worker. Owned by the link."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Questions:
 
     @contextmanager
     def asking(self, epoch: int, rid: int) -> Generator[Answer, None, None]:
-        """The answer to come; it raises `Refused`. The question is forgotten at the end."""
+        """The answer to come; it raises `CallRefused`. The question is forgotten at the end."""
         answer: Answer = asyncio.get_running_loop().create_future()
         self._open[rid] = (epoch, answer)
         try:
@@ -53,7 +53,7 @@ class Questions:
     def refused(self, rid: int, failure: Failure) -> None:
         pending = self._open.get(rid)
         if pending is not None and not pending[1].done():
-            pending[1].set_exception(Refused(failure))
+            pending[1].set_exception(CallRefused(failure))
 
     def lost(self, epoch: int, failure: Failure) -> None:
         """This worker is gone."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Final, cast
 
 from protocol.failures import Failure
-from protocol.messages import Delta, Finish, Kind, TokenLogprob
+from protocol.messages import Delta, DeltaKind, Finish, TokenLogprob
 
 # A TOOL_BEGIN or TOOL_END is an event, not text: two of them are never one.
-_JOINABLE: Final = frozenset({Kind.TEXT, Kind.REASONING, Kind.TOOL_ARGS})
+_JOINABLE: Final = frozenset({DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_ARGS})
 
 # Takes what is unread, and says whether it could.
 Relay = Callable[[], bool]
@@ -209,7 +209,7 @@ class Collector:
             waiter.set_result(None)
 
 
-def _is_joinable(kind: Kind, tool_index: int | None, delta: Delta) -> bool:
+def _is_joinable(kind: DeltaKind, tool_index: int | None, delta: Delta) -> bool:
     if delta.kind is not kind or kind not in _JOINABLE or delta.data or delta.prompt is not None:
         return False
     return (delta.tool and delta.tool.index) == tool_index

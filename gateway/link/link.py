@@ -11,11 +11,11 @@ from typing import Final
 from msgspec.structs import replace
 
 from gateway.link.aborts import Aborts
-from gateway.link.calls import Questions
+from gateway.link.calls import PendingCalls
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
-from gateway.link.sequence import PARKED, Connection, Runner, Sequence
-from gateway.link.transport import Carrier, Transport, WorkerGone
+from gateway.link.sequence import PARKED, Runner, Sequence, WorkerConnection
+from gateway.link.transport import FrameSender, Transport, WorkerGone
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, MalformedFrame, Unsendable, decode_up, encode
 from protocol.failures import Code, Failure
 from protocol.messages import (
@@ -56,7 +56,7 @@ LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed
 UNSENDABLE: Final = Failure(Code.INVALID_REQUEST, "the request cannot be sent to the model's worker")
 
 
-class Link:
+class WorkerLink:
     """Sends to workers, and tells each collector what was said about its sequences.
 
     The transport owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
@@ -69,9 +69,9 @@ class Link:
         self._transport = Transport(run_dir, self._handle, self._deliver)
         self.down, self.up = self._transport.down, self._transport.up
         self._events = events
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, WorkerConnection] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._questions = Questions()
+        self._questions = PendingCalls()
         # Also for threads that lower requests: the next of a count is one step of the interpreter.
         self._rids = itertools.count((self.boot << RID_BITS) + 1)
         self._seq = 0
@@ -194,9 +194,9 @@ class Link:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def attach(self, runner: Runner, carrier: Carrier | None = None) -> Connection:
+    def attach(self, runner: Runner, carrier: FrameSender | None = None) -> WorkerConnection:
         """Let the messages of `runner.epoch` in. What is sent to it goes by `carrier`, if it has one."""
-        connection = self._connections[runner.epoch] = Connection(runner)
+        connection = self._connections[runner.epoch] = WorkerConnection(runner)
         if carrier is not None:
             self._transport.carriers[runner.epoch] = carrier
         return connection

@@ -87,7 +87,7 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Connection:
+class WorkerConnection:
     """One attached worker incarnation. Written by the link; it stays readable after the epoch is detached."""
 
     runner: "Runner"

@@ -29,7 +29,7 @@ class WorkerGone(Exception):
     """The worker could not be reached. Nothing was sent: another attempt is safe."""
 
 
-class Carrier(Protocol):
+class FrameSender(Protocol):
     """A way to a runner that is no worker of this gateway."""
 
     def carry(self, frame: bytes) -> None:
@@ -49,7 +49,7 @@ class Transport:
         self.down, self.up = sockets.addresses(run_dir)
         self._handle = handle
         self._settle = settle
-        self.carriers: dict[int, Carrier] = {}
+        self.carriers: dict[int, FrameSender] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._pull: zmq.Socket[bytes] | None = None

@@ -71,7 +71,7 @@ def bounded(
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MediaReader:
     """Bounds and means of reading one request's media. `offload` runs work on many bytes in a thread.
 
     `stored` gives the bytes of digests that were kept for the request's tenant, as many as there are.
@@ -84,7 +84,7 @@ class Reading:
     stored: Stored | None = None
 
 
-async def resolve(prompt: ChatPrompt, reading: Reading) -> ChatPrompt:
+async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
     """The prompt with the bytes of all its media. Raises `ApiError`."""
     references = cast(tuple[Reference, ...], prompt.media)
     limit = reading.settings.max_count
@@ -117,7 +117,7 @@ def _read(
     kept: dict[bytes, bytes],
     fetched: dict[int, bytes],
     hashed: set[bytes],
-    reading: Reading,
+    reading: MediaReader,
 ) -> Media:
     limit_bytes = reading.settings.max_size_bytes
     options = reference.options
@@ -154,7 +154,7 @@ def _is_remote(reference: Reference) -> bool:
     raise invalid(reference, "it is neither a data URI nor a URL")
 
 
-async def _fetched(references: Sequence[Reference], reading: Reading) -> dict[int, bytes]:
+async def _fetched(references: Sequence[Reference], reading: MediaReader) -> dict[int, bytes]:
     remote = {index: reference for index, reference in enumerate(references) if _is_remote(reference)}
     if not remote:
         return {}
@@ -178,7 +178,7 @@ async def _fetched(references: Sequence[Reference], reading: Reading) -> dict[in
     return {index: task.result() for index, task in fetches.items()}
 
 
-async def _fetch(reference: Reference, reading: Reading) -> bytes:
+async def _fetch(reference: Reference, reading: MediaReader) -> bytes:
     settings, lease = reading.settings, reading.lease
     try:
         return await reading.fetch(
@@ -201,7 +201,7 @@ def _file(reference: Reference, folders: Sequence[str], limit_bytes: int) -> byt
     return data
 
 
-async def _stored(references: Sequence[Reference], reading: Reading) -> dict[bytes, bytes]:
+async def _stored(references: Sequence[Reference], reading: MediaReader) -> dict[bytes, bytes]:
     """The bytes of what was kept of an earlier response; the digests are checked as those of all others are."""
     wanted = [digest for reference in references if (digest := _digest(reference)) is not None]
     if not wanted or reading.stored is None:

@@ -11,18 +11,18 @@ from contextlib import suppress
 from typing import Final
 
 from gateway.config.settings import Config, ModelConfig
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.link.transport import WorkerGone
 from gateway.memory import policy
 from gateway.memory.estimate import Need, estimate, parts_of, portion
-from gateway.memory.grants import Asking, Return, Tenancy
-from gateway.memory.host import Machine
-from gateway.memory.policy import Never, Plan, Tenant, Terms
+from gateway.memory.grants import Allocation, MemoryReturn, PendingGrant
+from gateway.memory.host import HostMemory
+from gateway.memory.policy import EvictionTerms, Infeasible, MemoryPlan, ModelSnapshot
 from gateway.memory.pressure import Pressure
 from gateway.model_files.known_times import KnownTimes
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.ranks import LOCAL
-from gateway.supervisor.state import Limits, MemoryEvents, MemoryView, ModelMemory, ModelUnavailable, State
+from gateway.supervisor.state import MemoryEvents, MemoryView, ModelMemory, ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code, Failure
 from protocol.messages import SetMemory
 
@@ -48,10 +48,10 @@ class Broker:
         self,
         config: Config,
         workers: Mapping[str, WorkerHandle],
-        link: Link,
+        link: WorkerLink,
         events: MemoryEvents,
-        machine: Machine,
-        limits: Limits,
+        machine: HostMemory,
+        limits: WorkerLimits,
         clock: Callable[[], float],
         times: KnownTimes | None = None,
     ) -> None:
@@ -63,10 +63,10 @@ class Broker:
         self._clock = clock
         # What loads before have shown; None knows nothing.
         self._times = times
-        self.tenancies: dict[str, Tenancy] = {}
+        self.tenancies: dict[str, Allocation] = {}
         self._leases: dict[str, int] = {}
-        self._asking: dict[str, Asking] = {}
-        self._returns: list[Return] = []
+        self._asking: dict[str, PendingGrant] = {}
+        self._returns: list[MemoryReturn] = []
         # Bytes by name of what is no worker of this gateway: neither lent to nor evicted, until it gives them back.
         self._guests: dict[str, int] = {}
         self._numbers = itertools.count()
@@ -97,7 +97,7 @@ class Broker:
         if model is None:  # removed, and on its way out
             return 0
         need = await asyncio.to_thread(self._need_here, model)
-        return await self._wait_for(Asking(name, number, since, need, asyncio.get_running_loop().create_future()))
+        return await self._wait_for(PendingGrant(name, number, since, need, asyncio.get_running_loop().create_future()))
 
     async def admit_guest(self, name: str, size_bytes: int) -> None:
         """Wait for room for a process that is no worker of this gateway. No model has such a name.
@@ -106,7 +106,7 @@ class Broker:
         """
         need = Need(size_bytes, size_bytes, size_bytes, size_bytes)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        asking = Asking(name, next(self._numbers), self._clock(), need, answer, is_guest=True)
+        asking = PendingGrant(name, next(self._numbers), self._clock(), need, answer, is_guest=True)
         try:
             await self._wait_for(asking)
         except asyncio.CancelledError:
@@ -118,7 +118,7 @@ class Broker:
         share = self._guests.pop(name, 0)
         if share and pid:
             footprint, free = self.machine.footprint(pid), self.machine.available()
-            self._returns.append(Return(name, pid, share, footprint, free, self._clock()))
+            self._returns.append(MemoryReturn(name, pid, share, footprint, free, self._clock()))
         self._poke.set()
 
     def withdraw(self, name: str) -> None:
@@ -127,7 +127,7 @@ class Broker:
             del self.tenancies[name]
         self._poke.set()
 
-    async def _wait_for(self, asking: Asking) -> int:
+    async def _wait_for(self, asking: PendingGrant) -> int:
         self._asking[asking.name] = asking
         self._poke.set()
         try:
@@ -145,7 +145,7 @@ class Broker:
             del self.tenancies[name]
             if tenancy.pid:
                 before = tenancy.available or self.machine.available()
-                self._returns.append(Return(name, tenancy.pid, tenancy.held, tenancy.footprint, before, now))
+                self._returns.append(MemoryReturn(name, tenancy.pid, tenancy.held, tenancy.footprint, before, now))
         elif tenancy is not None and state is State.READY:
             if tenancy.is_swap and tenancy.asked_at is not None:
                 self._events.swapped(name, now - tenancy.asked_at)
@@ -280,15 +280,15 @@ class Broker:
         self._carry_out(plan, now)
         return plan.wake_at
 
-    def _queue(self) -> list[Asking]:
+    def _queue(self) -> list[PendingGrant]:
         waiting = (asking for asking in self._asking.values() if not asking.answer.done())
         return sorted(waiting, key=lambda asking: asking.number)
 
-    def terms(self) -> Terms:
+    def terms(self) -> EvictionTerms:
         leaving = [tenancy for tenancy in self.tenancies.values() if self._is_leaving(tenancy)]
         returning = sum(t.held for t in leaving) + sum(each.share for each in self._returns)
         memory = self._memory
-        return Terms(
+        return EvictionTerms(
             self.budget,
             memory.max_loaded,
             max(memory.min_residency_s, TURN_S),
@@ -297,17 +297,17 @@ class Broker:
             self.machine.available(),
         )
 
-    def picture(self) -> list[Tenant]:
+    def picture(self) -> list[ModelSnapshot]:
         workers = [self._tenant(tenancy) for tenancy in self.tenancies.values() if not self._is_leaving(tenancy)]
         return workers + [_guest(name, share) for name, share in self._guests.items()]
 
-    def _is_leaving(self, tenancy: Tenancy) -> bool:
+    def _is_leaving(self, tenancy: Allocation) -> bool:
         state = self._workers[tenancy.name].state
         return bool(tenancy.leaving) or state in (State.DRAINING, State.STOPPING)
 
-    def _tenant(self, tenancy: Tenancy) -> Tenant:
+    def _tenant(self, tenancy: Allocation) -> ModelSnapshot:
         worker = self._workers[tenancy.name]
-        return Tenant(
+        return ModelSnapshot(
             tenancy.name,
             tenancy.held,
             min(tenancy.floor, tenancy.held),
@@ -325,7 +325,7 @@ class Broker:
         is_asked_for = self.leases(worker.name) > 0 and self.tenancies[worker.name].gated_at is None
         return is_asked_for or worker.has_parked or self._link.is_busy(worker.epoch)
 
-    def _carry_out(self, made: Plan, now: float) -> None:
+    def _carry_out(self, made: MemoryPlan, now: float) -> None:
         for never in made.never:
             self._refuse(never)
         for name in made.evictions:
@@ -358,7 +358,7 @@ class Broker:
         self._events.evicted(name, reason)
         return True
 
-    def _grant(self, asking: Asking, share: int, now: float) -> None:
+    def _grant(self, asking: PendingGrant, share: int, now: float) -> None:
         if asking.is_guest:
             self._guests[asking.name] = share
             asking.answer.set_result(share)
@@ -371,10 +371,10 @@ class Broker:
         self._events.granted(asking.name, now - asking.since, reason)
         log.info("model %s is granted %d MiB (%s)", asking.name, share >> 20, reason)
 
-    def _tenancy(self, name: str, share: int, need: Need) -> Tenancy:
-        return Tenancy(name, share, min(share, need.floor), need.most, self._clock(), Pressure(self._limits))
+    def _tenancy(self, name: str, share: int, need: Need) -> Allocation:
+        return Allocation(name, share, min(share, need.floor), need.most, self._clock(), Pressure(self._limits))
 
-    def _refuse(self, never: Never) -> None:
+    def _refuse(self, never: Infeasible) -> None:
         asking = self._asking[never.name]
         why = _why(never, self.budget, self._memory.max_loaded)
         log.error("%s cannot be loaded: %s", asking.title, why)
@@ -383,7 +383,7 @@ class Broker:
 
     # -- shares that change ------------------------------------------------------------------------------------------
 
-    def order(self, tenancy: Tenancy, share: int) -> bool:
+    def order(self, tenancy: Allocation, share: int) -> bool:
         """Tell a worker its share, under the measures that are in force. False when it cannot be told."""
         worker, measure = self._workers[tenancy.name], tenancy.pressure.measure
         try:
@@ -392,12 +392,12 @@ class Broker:
             return False
         return True
 
-    def _shrink(self, tenancy: Tenancy, share: int, now: float) -> None:
+    def _shrink(self, tenancy: Allocation, share: int, now: float) -> None:
         if self.order(tenancy, share):
             log.info("model %s gives back %d MiB", tenancy.name, (tenancy.share - share) >> 20)
             tenancy.shrinking_to, tenancy.shrink_ends = share, now + SHRINK_DEADLINE_S
 
-    def _end_shrinking(self, tenancy: Tenancy, now: float) -> None:
+    def _end_shrinking(self, tenancy: Allocation, now: float) -> None:
         """Its share is smaller when the worker has said so and it was measured, or as small as it gets in time."""
         target = tenancy.shrinking_to
         if target is None:
@@ -431,12 +431,14 @@ class Broker:
                 log.error("model %s: %.0f %% of its memory came back", each.name, 100 * part)
 
 
-def _guest(name: str, share: int) -> Tenant:
+def _guest(name: str, share: int) -> ModelSnapshot:
     """It is never ready to leave for another model."""
-    return Tenant(name, share, share, False, True, False, gated_at=None, shrinking_to=None, ready_at=0.0, used_at=0.0)
+    return ModelSnapshot(
+        name, share, share, False, True, False, gated_at=None, shrinking_to=None, ready_at=0.0, used_at=0.0
+    )
 
 
-def _why(never: Never, budget: int, max_loaded: int) -> str:
+def _why(never: Infeasible, budget: int, max_loaded: int) -> str:
     """The numbers behind a refusal."""
     pinned = ", ".join(never.pinned)
     if never.is_full:

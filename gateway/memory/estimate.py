@@ -6,7 +6,7 @@ from typing import Final
 
 from gateway.config.settings import ModelConfig
 from gateway.model_files.adapter_sizes import adapter_sizes
-from gateway.model_files.metadata import Info, Unreadable, find, inspect
+from gateway.model_files.metadata import ModelMetadata, Unreadable, find, inspect
 from gateway.model_files.worker_memory import BUFFER_BYTES, MIB, OVERHEAD_BYTES, fixed_bytes
 from protocol.kinds import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
 from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST
@@ -90,7 +90,7 @@ def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -
     return Need(weights, least, floor, floor + lendable)
 
 
-def _info(model: ModelConfig, path: str) -> Info | None:
+def _info(model: ModelConfig, path: str) -> ModelMetadata | None:
     """The files of a model, or of the one that drafts for it, with its settings."""
     try:
         is_draft = path != model.path
@@ -101,18 +101,18 @@ def _info(model: ModelConfig, path: str) -> Info | None:
         return None
 
 
-def _kind(model: ModelConfig, info: Info | None) -> str:
+def _kind(model: ModelConfig, info: ModelMetadata | None) -> str:
     if model.kind != "auto":
         return model.kind
     return info.kind if info is not None else ""
 
 
-def _hears(model: ModelConfig, info: Info | None) -> bool:
+def _hears(model: ModelConfig, info: ModelMetadata | None) -> bool:
     """Whether a model of audio holds clips. One whose family is not known may."""
     return audio_family({"model_type": info.model_type if info is not None else ""}, model.path) not in SPEAKERS
 
 
-def _kv_bytes(info: Info | None, tokens: int, load: LoadFacts | None) -> int:
+def _kv_bytes(info: ModelMetadata | None, tokens: int, load: LoadFacts | None) -> int:
     if (info is None or info.kv_1k_bytes is None) and load is not None and load.token_bytes:
         longest = min(tokens, (info.context if info is not None else None) or tokens)
         return int((load.token_bytes * longest + load.row_bytes) / KV_PART)

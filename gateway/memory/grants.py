@@ -4,13 +4,13 @@ import asyncio
 from dataclasses import dataclass
 
 from gateway.memory.estimate import Need
-from gateway.memory.policy import Claim
+from gateway.memory.policy import LoadClaim
 from gateway.memory.pressure import Pressure
 from protocol.failures import Failure
 
 
 @dataclass(slots=True)
-class Asking:
+class PendingGrant:
     """A worker that waits to be started. Owned by the broker."""
 
     name: str
@@ -29,12 +29,12 @@ class Asking:
         return self.name if self.is_guest else f"model '{self.name}'"
 
     @property
-    def claim(self) -> Claim:
-        return Claim(self.name, self.need.least, self.need.floor, self.need.most)
+    def claim(self) -> LoadClaim:
+        return LoadClaim(self.name, self.need.least, self.need.floor, self.need.most)
 
 
 @dataclass(slots=True)
-class Tenancy:
+class Allocation:
     """A worker that has been given memory, from the grant to the end of its process. Owned by the broker."""
 
     name: str
@@ -66,7 +66,7 @@ class Tenancy:
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class MemoryReturn:
     """A process that has ended, and what it held: counted until it was measured to be back."""
 
     name: str

@@ -20,7 +20,7 @@ _CGROUP_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/mem
 _CGROUP_USES: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
-class Machine(Protocol):
+class HostMemory(Protocol):
     """The machine's memory as the broker sees it; a test may have a smaller machine."""
 
     def budget(self) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from gateway.memory.broker import Broker
-from gateway.memory.grants import Tenancy
+from gateway.memory.grants import Allocation
 from gateway.memory.policy import LENT_PART
 from gateway.supervisor.handle import WorkerHandle
-from gateway.supervisor.state import Limits, MemoryEvents, State
+from gateway.supervisor.state import MemoryEvents, State, WorkerLimits
 from protocol.failures import Code, Failure
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class MemoryWatch:
         broker: Broker,
         worker_of: Callable[[str], WorkerHandle],
         events: MemoryEvents,
-        limits: Limits,
+        limits: WorkerLimits,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
@@ -88,7 +88,7 @@ class MemoryWatch:
         low = min(max(SHORT_MIN, int(broker.budget * SHORT_PART)), broker.budget // 10)
         return total > broker.budget or broker.machine.available() < low
 
-    def _press(self, tenancy: Tenancy, worker: WorkerHandle, now: float, is_short: bool) -> None:
+    def _press(self, tenancy: Allocation, worker: WorkerHandle, now: float, is_short: bool) -> None:
         pressure = tenancy.pressure
         if pressure.observe(now, tenancy.footprint, tenancy.share, is_short=is_short):
             log.warning(
@@ -114,7 +114,7 @@ class MemoryWatch:
         own = self._recycled.get(name, float("-inf"))
         return now - own >= self._limits.recycle_s and now - newest >= self._limits.recycle_gap_s
 
-    def _expire(self, tenancy: Tenancy, worker: WorkerHandle, now: float) -> None:
+    def _expire(self, tenancy: Allocation, worker: WorkerHandle, now: float) -> None:
         ttl_s = self._broker.ttl_s(tenancy.name)
         if ttl_s and now - tenancy.used_at >= ttl_s and not self._broker.is_busy(worker):
             self._broker.evict(tenancy.name, "ttl")

@@ -20,7 +20,7 @@ PATIENCE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LoadClaim:
     """A model that is asked for and has no process. `least`, `floor` and `most` as in `need.Need`."""
 
     name: str
@@ -30,7 +30,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class ModelSnapshot:
     """A model that has memory. `share` is what it has, `floor` what it cannot be without; times are monotonic."""
 
     name: str
@@ -52,7 +52,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class EvictionTerms:
     """The limits that the operator has set, and the bytes that processes that have ended still hold."""
 
     budget: int
@@ -66,7 +66,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Never:
+class Infeasible:
     """A claim that cannot be served whatever is unloaded, and the reason."""
 
     name: str
@@ -78,11 +78,11 @@ class Never:
 
 
 @dataclass(slots=True)
-class Plan:
+class MemoryPlan:
     """Actions to take now. `wake_at` is when the same snapshot would give another plan."""
 
     grants: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
-    never: list[Never] = field(default_factory=list[Never])
+    never: list[Infeasible] = field(default_factory=list[Infeasible])
     evictions: list[str] = field(default_factory=list[str])
     # The gates that are to be closed; every other one is to be open.
     gated: set[str] = field(default_factory=set[str])
@@ -94,9 +94,9 @@ class Plan:
             self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
 
 
-def plan(claims: Sequence[Claim], tenants: Sequence[Tenant], terms: Terms, now: float) -> Plan:
+def plan(claims: Sequence[LoadClaim], tenants: Sequence[ModelSnapshot], terms: EvictionTerms, now: float) -> MemoryPlan:
     """`claims` in the order in which they are to be served."""
-    plan = Plan()
+    plan = MemoryPlan()
     free = terms.budget - sum(tenant.share for tenant in tenants) - terms.returning
     places = terms.max_loaded - len(tenants) - terms.leaving if terms.max_loaded else len(claims)
     waiting = [claim for claim in claims if not _is_hopeless(claim, tenants, terms, plan)]
@@ -122,9 +122,9 @@ def plan(claims: Sequence[Claim], tenants: Sequence[Tenant], terms: Terms, now: 
     return plan
 
 
-def relieve(tenants: Sequence[Tenant], terms: Terms, now: float) -> Plan:
+def relieve(tenants: Sequence[ModelSnapshot], terms: EvictionTerms, now: float) -> MemoryPlan:
     """Evictions and reclaims due because the operator lowered a limit, without a waiting claim."""
-    plan = Plan()
+    plan = MemoryPlan()
     missing = sum(tenant.share for tenant in tenants) + terms.returning - terms.budget
     places = len(tenants) + terms.leaving - terms.max_loaded if terms.max_loaded else 0
     if missing > 0 or places > 0:
@@ -135,22 +135,22 @@ def relieve(tenants: Sequence[Tenant], terms: Terms, now: float) -> Plan:
 # -- who can never be served -----------------------------------------------------------------------------------------
 
 
-def _floor(claim: Claim, tenants: Sequence[Tenant], terms: Terms) -> int:
+def _floor(claim: LoadClaim, tenants: Sequence[ModelSnapshot], terms: EvictionTerms) -> int:
     """A model gets less than its floor where it could never have that much."""
     return min(claim.floor, max(claim.least, _cap(tenants, terms)))
 
 
-def _cap(tenants: Sequence[Tenant], terms: Terms) -> int:
+def _cap(tenants: Sequence[ModelSnapshot], terms: EvictionTerms) -> int:
     """Memory available once every evictable model is unloaded."""
     return terms.budget - sum(tenant.floor for tenant in tenants if tenant.is_pinned)
 
 
-def _is_hopeless(claim: Claim, tenants: Sequence[Tenant], terms: Terms, made: Plan) -> bool:
+def _is_hopeless(claim: LoadClaim, tenants: Sequence[ModelSnapshot], terms: EvictionTerms, made: MemoryPlan) -> bool:
     pinned = tuple(tenant.name for tenant in tenants if tenant.is_pinned)
     is_full = bool(terms.max_loaded) and len(pinned) >= terms.max_loaded
     cap = _cap(tenants, terms)
     if claim.least > cap or is_full:
-        made.never.append(Never(claim.name, claim.least, cap, pinned, is_full and claim.least <= cap))
+        made.never.append(Infeasible(claim.name, claim.least, cap, pinned, is_full and claim.least <= cap))
         return True
     return False
 
@@ -158,12 +158,14 @@ def _is_hopeless(claim: Claim, tenants: Sequence[Tenant], terms: Terms, made: Pl
 # -- who makes room --------------------------------------------------------------------------------------------------
 
 
-def _make_room(missing: int, places: int, tenants: Sequence[Tenant], terms: Terms, now: float, made: Plan) -> int:
+def _make_room(
+    missing: int, places: int, tenants: Sequence[ModelSnapshot], terms: EvictionTerms, now: float, made: MemoryPlan
+) -> int:
     """Have `missing` bytes and `places` places made free. Returns the bytes that are on their way."""
     places -= terms.leaving
     promised = terms.returning + sum(t.share - t.shrinking_to for t in tenants if t.shrinking_to is not None)
     lenders = {t.name: t.loan for t in tenants if t.is_ready and t.shrinking_to is None and t.loan > 0}
-    victims: list[Tenant] = []
+    victims: list[ModelSnapshot] = []
     short = missing - promised - sum(lenders.values())
     if short > 0 or places > 0:
         kept = {t.name: t.share - lenders.get(t.name, 0) if t.shrinking_to is None else t.shrinking_to for t in tenants}
@@ -186,13 +188,19 @@ def _make_room(missing: int, places: int, tenants: Sequence[Tenant], terms: Term
 
 
 def _victims(
-    missing: int, places: int, tenants: Sequence[Tenant], kept: dict[str, int], terms: Terms, now: float, made: Plan
-) -> list[Tenant]:
+    missing: int,
+    places: int,
+    tenants: Sequence[ModelSnapshot],
+    kept: dict[str, int],
+    terms: EvictionTerms,
+    now: float,
+    made: MemoryPlan,
+) -> list[ModelSnapshot]:
     """Models to evict: idle ones first, in order of last use, then busy ones in order of arrival. Enough, or none.
 
     One whose gate was closed for long and that still runs something is the last choice: others may be quicker.
     """
-    turn: list[Tenant] = []
+    turn: list[ModelSnapshot] = []
     for tenant in tenants:
         if tenant.is_pinned or not tenant.is_ready:
             continue
@@ -201,14 +209,14 @@ def _victims(
         else:
             turn.append(tenant)
 
-    def order(tenant: Tenant) -> tuple[bool, bool, float]:
+    def order(tenant: ModelSnapshot) -> tuple[bool, bool, float]:
         is_slow = False
         if tenant.is_busy and tenant.gated_at is not None:
             is_slow = now >= tenant.gated_at + PATIENCE_S
             made.wake(None if is_slow else tenant.gated_at + PATIENCE_S)
         return tenant.is_busy, is_slow, tenant.ready_at if tenant.is_busy else tenant.used_at
 
-    chosen: list[Tenant] = []
+    chosen: list[ModelSnapshot] = []
     for tenant in sorted(turn, key=order):
         if _is_enough(chosen, kept, missing, places):
             break
@@ -223,5 +231,5 @@ def _victims(
     return chosen
 
 
-def _is_enough(chosen: Sequence[Tenant], kept: dict[str, int], missing: int, places: int) -> bool:
+def _is_enough(chosen: Sequence[ModelSnapshot], kept: dict[str, int], missing: int, places: int) -> bool:
     return missing <= sum(kept[tenant.name] for tenant in chosen) and places <= len(chosen)

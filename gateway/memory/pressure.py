@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.supervisor.state import Limits
+from gateway.supervisor.state import WorkerLimits
 
 # Pages are not returned the moment that they are free.
 TOLERANCE: Final = 0.02
@@ -12,7 +12,7 @@ CREEP_PART: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class PressureMeasure:
     """The parts of its KV and of its prefix cache that a worker may use, and whether it takes new requests."""
 
     kv_part: float = 1.0
@@ -21,21 +21,26 @@ class Measure:
 
 
 # Caches first, then rows make room for each other, and at last new requests are turned away.
-MEASURES: Final = (Measure(), Measure(1.0, 0.25), Measure(0.5, 0.1), Measure(0.25, 0.1, is_refusing=True))
+MEASURES: Final = (
+    PressureMeasure(),
+    PressureMeasure(1.0, 0.25),
+    PressureMeasure(0.5, 0.1),
+    PressureMeasure(0.25, 0.1, is_refusing=True),
+)
 
 
 @dataclass(slots=True)
 class Pressure:
     """One worker's. Owned by the broker; times are monotonic seconds."""
 
-    limits: Limits
+    limits: WorkerLimits
     level: int = 0
     _changed_at: float = float("-inf")
     _well_since: float | None = None
     _creeps_since: float | None = None
 
     @property
-    def measure(self) -> Measure:
+    def measure(self) -> PressureMeasure:
         return MEASURES[self.level]
 
     def observe(self, now: float, footprint: int, share: int, *, is_short: bool) -> bool:

@@ -5,8 +5,8 @@ import time
 from typing import Final
 
 from gateway.access.caller import NOBODY
-from gateway.access.strangers import Sample
-from gateway.request.record import Record
+from gateway.access.strangers import LogSample
+from gateway.request.record import RequestRecord
 from protocol.peering import STATUS_PATH
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ QUIET: Final = frozenset(
 )
 
 
-def write(record: Record, slow_s: float, sample: Sample, trace_id: str = "") -> None:
+def write(record: RequestRecord, slow_s: float, sample: LogSample, trace_id: str = "") -> None:
     """The lines of a request that has ended; `sample` takes those of strangers.
 
     `slow_s` 0 warns of none; `trace_id` is that of its exported trace.
@@ -34,7 +34,7 @@ def write(record: Record, slow_s: float, sample: Sample, trace_id: str = "") -> 
         log.log(level, "%s %s", record.method, record.path[:200], extra={"fields": fields})
 
 
-def _fields(record: Record, elapsed_s: float, trace_id: str) -> dict[str, object]:
+def _fields(record: RequestRecord, elapsed_s: float, trace_id: str) -> dict[str, object]:
     fields: dict[str, object] = {
         "request": record.id,
         "status": record.status,

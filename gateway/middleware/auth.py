@@ -22,8 +22,8 @@ from gateway.config.address import Address
 from gateway.config.origins import is_own, is_same, is_served
 from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
 from gateway.middleware.paths import is_counted
-from gateway.request.record import Dialect, Record, record_of
-from gateway.request.routing import Live
+from gateway.request.record import Dialect, RequestRecord, record_of
+from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 
 HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
@@ -62,7 +62,7 @@ class Auth:
         throttle: Throttle,
         addresses: KeyAddresses,
         metrics: Metrics,
-        live: Live,
+        live: LiveConfig,
         sessions: PageSessions,
         *,
         is_loopback: bool,
@@ -90,7 +90,7 @@ class Auth:
                 meter.request()
         await self._app(scope, receive, send)
 
-    def _admit(self, scope: Scope, record: Record) -> Caller:
+    def _admit(self, scope: Scope, record: RequestRecord) -> Caller:
         keyring = self._keyring
         keyring.refresh()
         path = scope["path"]
@@ -126,7 +126,7 @@ class Auth:
             )
         return caller
 
-    def _refuse(self, error: Unauthorized, record: Record) -> NoReturn:
+    def _refuse(self, error: Unauthorized, record: RequestRecord) -> NoReturn:
         """Only now that no key was valid: those of others behind the same address are not held up."""
         try:
             self._throttle.fail(record.client)
@@ -177,7 +177,7 @@ class Auth:
             raise Forbidden("This web page may not use mlxd. Name its origin in [server] cors, or use an API key.")
 
 
-class Trusted:
+class TrustedClient:
     """In place of `Auth` on the unix socket: a client that can open it is the owner."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.request.record import Header, record_of
-from gateway.request.routing import Live
+from gateway.request.routing import LiveConfig
 
 METHODS: Final = b"GET, POST, DELETE"
 MAX_AGE_S: Final = b"600"
@@ -25,7 +25,7 @@ _HEADER_NAMES: Final = re.compile(r"[A-Za-z0-9_\-, ]{0,2000}")
 class Cors:
     """Pure ASGI. A preflight is answered here, before a key is asked for: browsers send none with it."""
 
-    def __init__(self, app: ASGIApp, live: Live) -> None:
+    def __init__(self, app: ASGIApp, live: LiveConfig) -> None:
         self._app = app
         self._live = live
 

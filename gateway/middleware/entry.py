@@ -14,12 +14,12 @@ from gateway.api.anthropic.response import anthropic_body
 from gateway.api.ollama.response import ollama_body
 from gateway.config.address import UNIX
 from gateway.errors import ApiError, InternalError, error_headers, openai_body
-from gateway.http.capture import Tape
+from gateway.http.capture import Recorder
 from gateway.http.direct_write import outlet_of
-from gateway.http.exchange import CLIENT_CLOSED, Answer, send_body
+from gateway.http.exchange import CLIENT_CLOSED, ResponseSender, send_body
 from gateway.middleware import access_log
 from gateway.middleware.paths import dialect_of, is_of_api, versioned
-from gateway.request.record import ClientLeft, Dialect, Record
+from gateway.request.record import ClientLeft, Dialect, RequestRecord
 from gateway.request.trace_context import read_context
 from gateway.services import Services
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
-class Entry:
+class EntryMiddleware:
     """Pure ASGI. Everything below may raise `ApiError`; what else it raises is a 500, logged once and counted."""
 
     def __init__(self, app: ASGIApp, services: Services, is_public: bool) -> None:
@@ -50,7 +50,7 @@ class Entry:
         client = self._services.live.proxies.client(scope) if self._is_public else UNIX
         if self._is_public:
             scope["path"] = versioned(scope["path"])
-        record = Record(_request_id(headers), scope["method"], scope["path"], client)
+        record = RequestRecord(_request_id(headers), scope["method"], scope["path"], client)
         record.dialect = dialect_of(record.path, headers)
         if "traceparent" in headers:
             record.trace = read_context(headers.getlist("traceparent"), headers.getlist("tracestate"))
@@ -61,13 +61,13 @@ class Entry:
         scope["app"] = self
         tape = None
         if self._is_public and self._services.captures.is_on and is_of_api(record.method, record.path):
-            tape = Tape(scope, receive, send)
+            tape = Recorder(scope, receive, send)
             receive, send = tape.receive, tape.send
         else:
             record.writer = outlet_of(scope)
         if node := self._services.config.server.node:
             record.always.append((b"x-mlxd-node", node.encode()))
-        answer = Answer(send, record)
+        answer = ResponseSender(send, record)
         try:
             await self._app(scope, receive, answer)
         except ApiError as error:
@@ -88,13 +88,13 @@ class Entry:
             record.media_lease.close()
             self._account(record, tape)
 
-    async def _refuse(self, answer: Answer, record: Record, error: ApiError) -> None:
+    async def _refuse(self, answer: ResponseSender, record: RequestRecord, error: ApiError) -> None:
         record.outcome = error.outcome
         if not answer.is_started:
             headers = [*error_headers(error), *record.headers]
             await send_body(answer, error.status, _error_body(error, record), headers)
 
-    def _account(self, record: Record, tape: Tape | None) -> None:
+    def _account(self, record: RequestRecord, tape: Recorder | None) -> None:
         services = self._services
         if self._is_public and is_of_api(record.method, record.path):
             services.metrics.request_ended(record.model, record.caller.key, record.status)
@@ -106,7 +106,7 @@ class Entry:
             services.captures.put(tape.captured(record))
 
 
-def _error_body(error: ApiError, record: Record) -> bytes:
+def _error_body(error: ApiError, record: RequestRecord) -> bytes:
     match record.dialect:
         case Dialect.OPENAI:
             return openai_body(error)

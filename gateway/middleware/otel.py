@@ -28,7 +28,7 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AttributeValue
 
 import protocol
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from gateway.request.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
@@ -41,19 +41,19 @@ PAUSE_S: Final = 60.0
 _OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 
 
-class Tracer:
+class OtelTracer:
     """Makes spans of requests that have ended; a thread of OpenTelemetry's sends them."""
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint` with or without its path. The environment may add headers (`OTEL_EXPORTER_OTLP_HEADERS`)."""
         url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
-        exporter = Patient(OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S), url)
+        exporter = PatientExporter(OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S), url)
         resource = Resource.create({"service.name": "mlxd", "service.version": protocol.__version__})
         self._provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("mlxd", protocol.__version__)
 
-    def export(self, record: Record) -> str:
+    def export(self, record: RequestRecord) -> str:
         """Queue the spans of a request that has ended. Returns the trace's id."""
         now_ns = time.time_ns()
         began_ns = now_ns - round((time.perf_counter() - record.started) * 1e9)
@@ -77,7 +77,7 @@ class Tracer:
         self._provider.shutdown()
 
 
-class Patient(SpanExporter):
+class PatientExporter(SpanExporter):
     """Leaves a collector that does not answer alone for a while, and says so once. Owned by the thread that exports."""
 
     def __init__(self, inner: SpanExporter, url: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,12 +106,12 @@ class Patient(SpanExporter):
         self._inner.shutdown()
 
 
-def _operation(record: Record) -> str:
+def _operation(record: RequestRecord) -> str:
     """One of the operations that OpenTelemetry's conventions know."""
     return _OPERATIONS.get(record.path, "chat")
 
 
-def _attributes(record: Record) -> dict[str, AttributeValue]:
+def _attributes(record: RequestRecord) -> dict[str, AttributeValue]:
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": _operation(record),
         "gen_ai.provider.name": "mlxd",

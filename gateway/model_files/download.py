@@ -35,7 +35,7 @@ RESERVE_BYTES: Final = 256 * 1024 * 1024
 _PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
-class Plan(Struct, frozen=True):
+class DownloadPlan(Struct, frozen=True):
     """Plan of a download. `here_bytes` are those of files that are present already, in whole or in part."""
 
     repository: Repository
@@ -61,7 +61,7 @@ class Space(Struct, frozen=True):
         return self.needed_bytes == 0 or self.free_bytes >= self.needed_bytes + RESERVE_BYTES
 
 
-def plan(repository: Repository, patterns: Sequence[str]) -> Plan:
+def plan(repository: Repository, patterns: Sequence[str]) -> DownloadPlan:
     """Files of a repository that are wanted, and those that the cache lacks. Raises `HubFailed`."""
     files = repository.matching(patterns)
     if not files:
@@ -71,17 +71,17 @@ def plan(repository: Repository, patterns: Sequence[str]) -> Plan:
     large = tuple(filter(_is_ours, lacking))
     total = sum(file.size_bytes for file in files)
     to_come = sum(file.size_bytes for file in lacking) - sum(_size_so_far(repository, file) for file in large)
-    return Plan(repository, files, large, total, total - to_come)
+    return DownloadPlan(repository, files, large, total, total - to_come)
 
 
-def space(plan: Plan) -> Space:
+def space(plan: DownloadPlan) -> Space:
     """Whether the disk takes it."""
     folder = cache_dir()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return Space(str(folder), shutil.disk_usage(there).free, plan.missing_bytes)
 
 
-def fetch(plan: Plan, arrived: Callable[[int], None]) -> Path:
+def fetch(plan: DownloadPlan, arrived: Callable[[int], None]) -> Path:
     """Download all of it and return the snapshot. Raises `HubFailed`. `arrived` is told bytes, from several threads."""
     disable_progress_bars()
     stop = threading.Event()
@@ -100,7 +100,7 @@ def fetch(plan: Plan, arrived: Callable[[int], None]) -> Path:
     return _complete(plan)
 
 
-def _complete(plan: Plan) -> Path:
+def _complete(plan: DownloadPlan) -> Path:
     """The rest of the files and the links by the hub's library. The reference moves last, to what is then whole."""
     repository = plan.repository
     names = [glob.escape(file.name) for file in plan.files]

@@ -8,7 +8,7 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gateway.model_files.metadata import Tensor, Unreadable, find, own_context, read_config, read_tensors
+from gateway.model_files.metadata import TensorEntry, Unreadable, find, own_context, read_config, read_tensors
 
 # The first tokens of prompts to fill in the middle; workers have the whole forms.
 FILL_MARKS: Final = ("<|fim_prefix|>", "<fim_prefix>", "▁<PRE>", "<｜fim▁begin｜>", "<[fim-suffix]>", "[SUFFIX]")
@@ -75,7 +75,7 @@ def _read(folder: Path) -> ModelFacts:
     )
 
 
-def parameters(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> int | None:
+def parameters(tensors: Mapping[str, TensorEntry], quantization: Mapping[str, Any]) -> int | None:
     """Number of parameters, those of MLX's quantized layers as they were before; None for other packed forms."""
     total = 0
     for name, tensor in tensors.items():
@@ -95,7 +95,7 @@ def parameters(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -
     return total
 
 
-def _unpacked(layer: str, weight: Tensor, scales: Tensor, quantization: Mapping[str, Any]) -> int | None:
+def _unpacked(layer: str, weight: TensorEntry, scales: TensorEntry, quantization: Mapping[str, Any]) -> int | None:
     own = quantization.get(layer)
     group = (own if isinstance(own, dict) else quantization).get("group_size")
     if weight.dtype != _PACKED or not isinstance(group, int) or not weight.shape or not scales.shape:
@@ -107,7 +107,7 @@ def _unpacked(layer: str, weight: Tensor, scales: Tensor, quantization: Mapping[
     return _elements(scales) * group
 
 
-def _elements(tensor: Tensor) -> int:
+def _elements(tensor: TensorEntry) -> int:
     count = 1
     for length in tensor.shape:
         count *= length

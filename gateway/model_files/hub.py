@@ -27,9 +27,9 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status
 from msgspec import Struct
 
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.model_files import support
-from gateway.model_files.metadata import Info, Tensor, Weights, estimate, measure
+from gateway.model_files.metadata import ModelMetadata, TensorEntry, Weights, estimate, measure
 from gateway.model_files.support import is_weights
 from protocol.prediction_heads import is_head
 from protocol.towers import is_tower
@@ -46,7 +46,7 @@ _READERS: Final = 8
 _CONFIG_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
-class HubFailed(Failed):
+class HubFailed(CommandFailed):
     """The hub did not give what was asked."""
 
 
@@ -122,12 +122,12 @@ def read_weights(repository: Repository, dtype: str) -> Weights:
         raise HubFailed(f"{repository.id} holds no model*.safetensors file")
     api = HfApi(token=token())
 
-    def tensors(name: str) -> list[Tensor]:
+    def tensors(name: str) -> list[TensorEntry]:
         headers = api.parse_safetensors_file_metadata(
             repository.id, name, revision=repository.commit, timeout=TIMEOUT_S
         )
         return [
-            Tensor(tensor.dtype, tuple(tensor.shape), (begin, end), is_tower(key), is_head(key))
+            TensorEntry(tensor.dtype, tuple(tensor.shape), (begin, end), is_tower(key), is_head(key))
             for key, tensor in headers.tensors.items()
             for begin, end in [tensor.data_offsets]
         ]
@@ -136,7 +136,9 @@ def read_weights(repository: Repository, dtype: str) -> Weights:
         return measure((tensor for part in readers.map(tensors, names) for tensor in part), dtype)
 
 
-def inspect(repository: Repository, dtype: str, context: int, available_bytes: int, kv_bits: int = 0) -> Info | None:
+def inspect(
+    repository: Repository, dtype: str, context: int, available_bytes: int, kv_bits: int = 0
+) -> ModelMetadata | None:
     """Memory that a model needs, and whether it fits; None if unknown: see `obstacles`. Raises `HubFailed`."""
     config = read_config(repository)
     if config is None or not any(is_weights(file.name) for file in repository.files):

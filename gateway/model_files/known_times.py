@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.admin_types import Speeds
-from protocol.wisdom import Unusable, Wisdom, newest
+from protocol.wisdom import TimingProfile, UnusableProfile, newest
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ class KnownTimes:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
         self._clock = clock
-        self._answers: dict[tuple[str, str], tuple[float, Wisdom | None]] = {}
+        self._answers: dict[tuple[str, str], tuple[float, TimingProfile | None]] = {}
         self._told: set[str] = set()
 
-    def of(self, model: str, path: str) -> Wisdom | None:
+    def of(self, model: str, path: str) -> TimingProfile | None:
         """Newest times of a model that is loaded from `path`."""
         now = self._clock()
         at, answer = self._answers.get((model, path), (0.0, None))
@@ -36,7 +36,7 @@ class KnownTimes:
             return answer
         try:
             answer = newest(self._folder, model, path)
-        except (Unusable, OSError) as error:
+        except (UnusableProfile, OSError) as error:
             answer = None
             if model not in self._told:
                 self._told.add(model)
@@ -50,7 +50,7 @@ class KnownTimes:
         return wisdom.load.seconds if wisdom is not None and wisdom.load is not None else 0.0
 
 
-def speeds(wisdom: Wisdom | None) -> Speeds | None:
+def speeds(wisdom: TimingProfile | None) -> Speeds | None:
     """Speeds for people: of a calibration, or else of what was seen at short contexts."""
     if wisdom is None:
         return None

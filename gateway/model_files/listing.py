@@ -8,7 +8,7 @@ from gateway.model_files.metadata import Unreadable, find, inspect
 NOT_CONFIGURED = "not configured"
 
 
-class Listed(Struct, frozen=True):
+class ListedModel(Struct, frozen=True):
     """One model. `state` is `stopped` without a daemon, and `not configured` where only the cache has it."""
 
     name: str
@@ -22,7 +22,7 @@ class Listed(Struct, frozen=True):
     verdict: str
 
 
-class Known(Struct, frozen=True):
+class ConfiguredModel(Struct, frozen=True):
     """A model that is configured, as far as its listing needs."""
 
     name: str
@@ -34,18 +34,18 @@ class Known(Struct, frozen=True):
     is_loaded: bool = False
 
 
-def list_models(known: list[Known], available_bytes: int) -> list[Listed]:
+def list_models(known: list[ConfiguredModel], available_bytes: int) -> list[ListedModel]:
     """Those that are known, and those that only the cache has. Reads files: blocks."""
     paths = {model.path for model in known}
-    more = (Known(name, name, state=NOT_CONFIGURED) for name in cached_models() if name not in paths)
+    more = (ConfiguredModel(name, name, state=NOT_CONFIGURED) for name in cached_models() if name not in paths)
     return [_listed(model, available_bytes) for model in (*known, *more)]
 
 
-def _listed(model: Known, available_bytes: int) -> Listed:
+def _listed(model: ConfiguredModel, available_bytes: int) -> ListedModel:
     head = (model.name, model.aliases, model.path, model.state)
     try:
         info = inspect(find(model.path), model.dtype, model.context, available_bytes)
     except Unreadable as error:
-        return Listed(*head, 0, 0, model.context, None, str(error))
+        return ListedModel(*head, 0, 0, model.context, None, str(error))
     fits, verdict = (True, "is loaded") if model.is_loaded else (info.fits, info.verdict)
-    return Listed(*head, info.disk_bytes, info.weights_bytes, info.context or 0, fits, verdict)
+    return ListedModel(*head, info.disk_bytes, info.weights_bytes, info.context or 0, fits, verdict)

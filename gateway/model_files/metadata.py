@@ -42,7 +42,7 @@ class Unreadable(Exception):
     """A model's files cannot be read; the reason, for the operator."""
 
 
-class Tensor(Struct, frozen=True):
+class TensorEntry(Struct, frozen=True):
     """An entry of a safetensors header, and whether its name is one of a tower's, or of a head's."""
 
     dtype: str
@@ -76,7 +76,7 @@ class Attention(Struct, frozen=True):
         return max(0, budget - self.window_bytes) // self.token_bytes if self.token_bytes else None
 
 
-class Info(Struct, frozen=True):
+class ModelMetadata(Struct, frozen=True):
     """The output of `mlxctl info`. `kv_1k_bytes` is None for attention that is not computed here."""
 
     path: str
@@ -144,7 +144,7 @@ def kind_of_files(path: str) -> str:
 
 def inspect(
     folder: Path, dtype: str, context: int, available_bytes: int, kv_bits: int = 0, expert_cache_bytes: int = -1
-) -> Info:
+) -> ModelMetadata:
     """Raises `Unreadable`. `dtype`, `context`, `kv_bits` and `expert_cache_bytes` as configured."""
     config, weights = read_config(folder), read_weights(folder, dtype)
     files = [file.name for file in folder.iterdir()]
@@ -168,7 +168,7 @@ def estimate(
     available_bytes: int,
     files: Container[str] = (),
     kv_bits: int = 0,
-) -> Info:
+) -> ModelMetadata:
     """From what was read, here or elsewhere; `files` are the names of those beside config.json."""
     kv = attention(config, weights.number_bytes, kv_bits)
     own = own_context(config)
@@ -177,7 +177,7 @@ def estimate(
     left = available_bytes - fixed
     tokens = kv.tokens(left // 2) if kv and left > 0 else None
     fits, verdict = _judge(fixed, available_bytes, tokens, longest)
-    return Info(
+    return ModelMetadata(
         path=path,
         model_type=str(config.get("model_type", "")),
         disk_bytes=weights.disk_bytes,
@@ -199,7 +199,7 @@ def estimate(
 
 
 def _head(config: dict[str, Any], weights: Weights, files: Container[str]) -> str:
-    """As `Info.head`: one beside the weights has a form that is run with any model."""
+    """As `ModelMetadata.head`: one beside the weights has a form that is run with any model."""
     if not weights.has_head:
         return ""
     return (HEAD not in files and unused(str(config.get("model_type", "")))) or "run"
@@ -217,7 +217,7 @@ def read_weights(folder: Path, dtype: str) -> Weights:
     return measure([*read_tensors(folder).values(), *(_header(head).values() if head.exists() else ())], dtype)
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, TensorEntry]:
     """All tensors of a model by name, from the headers. Raises `Unreadable`."""
     files = sorted(file for file in folder.glob(WEIGHTS) if file.exists())
     if not files:
@@ -225,7 +225,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in _header(file).items()}
 
 
-def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
+def measure(tensors: Iterable[TensorEntry], dtype: str) -> Weights:
     """Sizes of tensors in all files of a model."""
     target = _target(dtype)
     disk = loaded = tower = 0
@@ -307,20 +307,22 @@ def _has_cuda() -> bool:
     return any(name.lower().startswith("mlx-cuda") for name in names)
 
 
-def _header(file: Path) -> dict[str, Tensor]:
+def _header(file: Path) -> dict[str, TensorEntry]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > file.stat().st_size - 8:
                 raise Unreadable(f"{file} is truncated, or no safetensors file")
             header: dict[str, msgspec.Raw] = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
-        tensors = {name: msgspec.json.decode(entry, type=Tensor) for name, entry in header.items() if name != METADATA}
+        tensors = {
+            name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in header.items() if name != METADATA
+        }
     except (OSError, struct.error, msgspec.DecodeError) as error:
         raise Unreadable(f"{file} cannot be read: {error}") from None
     return {name: _told(name, tensor) for name, tensor in tensors.items()}
 
 
-def _told(name: str, tensor: Tensor) -> Tensor:
+def _told(name: str, tensor: TensorEntry) -> TensorEntry:
     tower, head = is_tower(name), is_head(name)
     return replace(tensor, is_tower=tower, is_head=head) if tower or head else tensor
 

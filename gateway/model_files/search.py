@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from gateway.model_files import hub, metadata, support
 from gateway.model_files.hub import HubFailed
-from gateway.model_files.metadata import Info
-from gateway.model_files.shortlist import SHORTLIST, Known
+from gateway.model_files.metadata import ModelMetadata
+from gateway.model_files.shortlist import SHORTLIST, HubModel
 
 LIMIT: Final = 10
 # Repositories of MLX models carry it.
@@ -30,7 +30,7 @@ _TOKENS_MIN: Final = 8192
 _WEIGHTS_PART: Final = 0.8
 
 
-class Candidate(Struct, frozen=True):
+class FoundRepository(Struct, frozen=True):
     """One repository. `downloads` are those of the last month, None where the hub was not asked.
 
     `is_usable` is what `mlxctl info` ends with 0 for: it fits and can be loaded. `reason` says it, or why not.
@@ -43,13 +43,13 @@ class Candidate(Struct, frozen=True):
     is_downloaded: bool = False
     purpose: str = ""
     # None where nothing is known of its needs.
-    info: Info | None = None
+    info: ModelMetadata | None = None
 
 
 class Recommendation(Struct, frozen=True):
     """Models that can be used here. `offline` is why the hub was not asked, empty where it was."""
 
-    candidates: list[Candidate]
+    candidates: list[FoundRepository]
     offline: str = ""
 
 
@@ -61,7 +61,7 @@ class _Listed(Struct, frozen=True):
     config: dict[str, Any] | None = None
 
 
-def search(words: Sequence[str], available_bytes: int, limit: int = LIMIT) -> list[Candidate]:
+def search(words: Sequence[str], available_bytes: int, limit: int = LIMIT) -> list[FoundRepository]:
     """Repositories whose name has all of `words`, the most downloaded first. Raises `HubFailed`.
 
     Up to `limit` of them can be used; those between them that cannot be are in the list with their reasons.
@@ -71,7 +71,7 @@ def search(words: Sequence[str], available_bytes: int, limit: int = LIMIT) -> li
     return _judged(named, available_bytes, limit)
 
 
-def search_shortlist(words: Sequence[str], available_bytes: int) -> list[Candidate]:
+def search_shortlist(words: Sequence[str], available_bytes: int) -> list[FoundRepository]:
     """The same of mlxd's own list, without the hub."""
     named = [known for known in SHORTLIST if all(word.lower() in known.repository.lower() for word in words)]
     return [_offline(known, available_bytes) for known in named]
@@ -95,7 +95,7 @@ def recommend(available_bytes: int, limit: int = LIMIT) -> Recommendation:
     return Recommendation(chosen)
 
 
-def inspect_one(repository: str, available_bytes: int) -> Candidate:
+def inspect_one(repository: str, available_bytes: int) -> FoundRepository:
     """One repository by its name."""
     return _judge(_Listed(repository), available_bytes)
 
@@ -119,9 +119,9 @@ def _list(word: str, author: str = "") -> list[_Listed]:
         raise HubFailed(f"the hub's list of models was not understood: {error}") from None
 
 
-def _judged(listed: Sequence[_Listed], available_bytes: int, limit: int) -> list[Candidate]:
+def _judged(listed: Sequence[_Listed], available_bytes: int, limit: int) -> list[FoundRepository]:
     """In order, until `limit` can be used or enough were looked at."""
-    judged: list[Candidate] = []
+    judged: list[FoundRepository] = []
     for first in range(0, min(len(listed), limit * _JUDGED_MAX), limit):
         judged += _judge_all(listed[first : first + limit], available_bytes)
         if sum(model.is_usable for model in judged) >= limit:
@@ -129,12 +129,12 @@ def _judged(listed: Sequence[_Listed], available_bytes: int, limit: int) -> list
     return judged
 
 
-def _judge_all(listed: Iterable[_Listed], available_bytes: int) -> list[Candidate]:
+def _judge_all(listed: Iterable[_Listed], available_bytes: int) -> list[FoundRepository]:
     with ThreadPoolExecutor(_AT_ONCE, "judge") as judges:
         return list(judges.map(partial(_judge, available_bytes=available_bytes), listed))
 
 
-def _judge(listed: _Listed, available_bytes: int) -> Candidate:
+def _judge(listed: _Listed, available_bytes: int) -> FoundRepository:
     """By its files here, or else by those on the hub."""
     name = listed.repository
     try:
@@ -143,21 +143,21 @@ def _judge(listed: _Listed, available_bytes: int) -> Candidate:
         # The list has parts of config.json: an architecture that no library has costs no request more.
         known = listed.config or {}
         if "model_type" in known and (reasons := support.architecture_obstacles(known)):
-            return Candidate(name, False, f"cannot be loaded: {'; '.join(reasons)}", listed.downloads)
+            return FoundRepository(name, False, f"cannot be loaded: {'; '.join(reasons)}", listed.downloads)
         try:
             repository = hub.look(name)
             info = hub.inspect(repository, "auto", 0, available_bytes)
             if info is None:
                 reason = "; ".join(hub.obstacles(repository))
-                return Candidate(name, False, f"cannot be loaded: {reason}", listed.downloads)
+                return FoundRepository(name, False, f"cannot be loaded: {reason}", listed.downloads)
         except HubFailed as error:
-            return Candidate(name, False, str(error), listed.downloads)
+            return FoundRepository(name, False, str(error), listed.downloads)
     return _candidate(info, name, listed.downloads)
 
 
-def _candidate(info: Info, name: str, downloads: int | None = None) -> Candidate:
+def _candidate(info: ModelMetadata, name: str, downloads: int | None = None) -> FoundRepository:
     reason = f"cannot be loaded: {'; '.join(info.obstacles)}" if info.obstacles else info.verdict
-    return Candidate(
+    return FoundRepository(
         repository=name,
         is_usable=info.fits and not info.obstacles,
         reason=reason,
@@ -167,7 +167,7 @@ def _candidate(info: Info, name: str, downloads: int | None = None) -> Candidate
     )
 
 
-def _offline(known: Known, available_bytes: int) -> Candidate:
+def _offline(known: HubModel, available_bytes: int) -> FoundRepository:
     try:
         info = metadata.inspect(metadata.find(known.repository), "auto", 0, available_bytes)
     except metadata.Unreadable:
@@ -176,7 +176,7 @@ def _offline(known: Known, available_bytes: int) -> Candidate:
     return replace(_candidate(info, known.repository), purpose=known.purpose)
 
 
-def _is_roomy(model: Candidate) -> bool:
+def _is_roomy(model: FoundRepository) -> bool:
     """Whether it can be used and leaves memory for long prompts."""
     info = model.info
     if not model.is_usable or info is None or info.weights_bytes > info.available_bytes * _WEIGHTS_PART:

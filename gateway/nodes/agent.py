@@ -20,13 +20,13 @@ import zmq
 import zmq.asyncio
 
 from gateway.nodes.reservations import Reservation, Reservations, Stage, label_of
-from gateway.supervisor.ports import Process
+from gateway.supervisor.ports import WorkerPort
 from gateway.supervisor.state import ModelUnavailable
 from protocol import node_agent, sockets
 from protocol.codec import MalformedFrame
 from protocol.curve import KeyPair, fingerprint
 from protocol.failures import Code, Failure
-from protocol.key_guard import Admitted, guard, sender
+from protocol.key_guard import AllowedKeys, guard, sender
 from protocol.node_agent import (
     Alive,
     Answer,
@@ -89,7 +89,7 @@ class NodeHost(Protocol):
         """The memory is free again; `pid` is the process that has held it, 0 for none."""
         ...
 
-    def spawn(self, label: str, path: str, spec: bytes, order: Reserve) -> Process:
+    def spawn(self, label: str, path: str, spec: bytes, order: Reserve) -> WorkerPort:
         """Start the rank that memory was reserved for. Raises `OSError`, and `ValueError` for what is no specification
         of it."""
         ...
@@ -121,7 +121,7 @@ class Agent:
     def open(self) -> None:
         """Listen. Raises `zmq.ZMQError`."""
         self._context = zmq.asyncio.Context()
-        self._guard = guard(self._context, Admitted(self._nodes, self._refuse_key))
+        self._guard = guard(self._context, AllowedKeys(self._nodes, self._refuse_key))
         try:
             self._router = sockets.bind_secure_router(self._context, f"tcp://{self._address}", self._own)
         except BaseException:  # Re-raised: a context with open sockets would wait for them at its end.
@@ -311,14 +311,14 @@ class Agent:
             self._host.give_back(reservation.label, 0)
         self._reservations.remove(reservation)
 
-    async def _escalate(self, process: Process) -> None:
+    async def _escalate(self, process: WorkerPort) -> None:
         process.signal(signal.SIGTERM)
         await asyncio.sleep(self._limits.term_s)
         process.signal(signal.SIGABRT)
         await asyncio.sleep(self._limits.abort_s)
         process.signal(signal.SIGKILL)
 
-    async def _watch(self, reservation: Reservation, process: Process) -> None:
+    async def _watch(self, reservation: Reservation, process: WorkerPort) -> None:
         status = await process.wait()
         lines, pid = process.last_lines(), process.pid
         if reservation.task is not None:

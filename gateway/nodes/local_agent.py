@@ -5,7 +5,7 @@ from collections.abc import Callable
 import zmq
 
 from gateway.config.settings import Config
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.nodes.agent import Agent, AgentLimits
 from gateway.nodes.known_nodes import KnownNodes
 from gateway.nodes.node_keys import own_pair
@@ -13,7 +13,7 @@ from gateway.nodes.this_host import ThisHost
 from gateway.pool.pool import Pool
 
 
-class AgentUnusable(Failed):
+class AgentUnusable(CommandFailed):
     """The agent cannot listen, or has no key."""
 
 
@@ -32,7 +32,7 @@ def make_agent(config: Callable[[], Config], pool: Pool, links: tuple[str, str])
             AgentLimits(),
         )
         agent.open()
-    except Failed as error:
+    except CommandFailed as error:
         raise AgentUnusable(str(error)) from None
     except zmq.ZMQError as error:
         raise AgentUnusable(f"[node] listen: cannot listen on {address}: {error.strerror}") from None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.config.node_tables import read_public
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.folder import FolderRefused, HomeFolder
 from gateway.home.home_paths import node_key_path
 from gateway.home.private_file import write_private_in
@@ -16,7 +16,7 @@ _PUBLIC_SUFFIX: Final = ".public"
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 
 
-class NodeKeyUnusable(Failed):
+class NodeKeyUnusable(CommandFailed):
     """The key cannot be read or made."""
 
 

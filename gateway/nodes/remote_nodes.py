@@ -18,8 +18,8 @@ from gateway.nodes.networks import device, interfaces, objection
 from gateway.nodes.node_keys import NodeKeyUnusable, own_pair, public_of
 from gateway.nodes.remote_rank import RemoteRank
 from gateway.nodes.this_host import group_name, versions
-from gateway.supervisor.ports import Process
-from gateway.supervisor.ranks import Place, RankStarter
+from gateway.supervisor.ports import WorkerPort
+from gateway.supervisor.ranks import RankPlace, RankStarter
 from gateway.supervisor.state import SHUTTING_DOWN, ModelUnavailable, State
 from protocol.curve import KeyPair
 from protocol.failures import Code, Failure
@@ -192,7 +192,7 @@ class RemoteNodes:
 
     # -- starts ------------------------------------------------------------------------------------------------------
 
-    def place(self, name: str, nodes: Sequence[str]) -> Place:
+    def place(self, name: str, nodes: Sequence[str]) -> RankPlace:
         """The place of a node in a group over `nodes`."""
         config = self._config()
         if name == LOCAL:
@@ -200,18 +200,18 @@ class RemoteNodes:
             towards = _towards(self._ip(config.nodes[other].address)) if other in config.nodes else "127.0.0.1"
             fabric = config.node.fabric
             ip = fabric.ips[0] if fabric.ips else towards
-            return Place(towards, ip, tuple(device(fabric, node) for node in nodes))
+            return RankPlace(towards, ip, tuple(device(fabric, node) for node in nodes))
         node = config.nodes[name]
         own = self._ip(node.address)
         ip = node.fabric.ips[0] if node.fabric.ips else own
-        return Place(_towards(own), ip, tuple(device(node.fabric, each) for each in nodes))
+        return RankPlace(_towards(own), ip, tuple(device(node.fabric, each) for each in nodes))
 
     def _ip(self, address: str) -> str:
         """The IPv4 address of a node, as it was when memory was asked for. Raises `OSError`."""
         host = _host(address)
         return self._ips.get(host) or socket.gethostbyname(host)
 
-    def start(self, name: str, spec: WorkerSpec) -> Process:
+    def start(self, name: str, spec: WorkerSpec) -> WorkerPort:
         """Start a rank in what was granted for it. Raises `OSError`."""
         assert spec.rank is not None, "a rank's specification"
         grants = self._granted.get(spec.name)
@@ -228,10 +228,10 @@ class _Elsewhere:
     nodes: RemoteNodes
     name: str
 
-    def place(self, nodes: Sequence[str]) -> Place:
+    def place(self, nodes: Sequence[str]) -> RankPlace:
         return self.nodes.place(self.name, nodes)
 
-    def start(self, spec: WorkerSpec) -> Process:
+    def start(self, spec: WorkerSpec) -> WorkerPort:
         return self.nodes.start(self.name, spec)
 
 
@@ -241,10 +241,10 @@ class _Here:
 
     nodes: RemoteNodes
 
-    def place(self, nodes: Sequence[str]) -> Place:
+    def place(self, nodes: Sequence[str]) -> RankPlace:
         return self.nodes.place(LOCAL, nodes)
 
-    def start(self, spec: WorkerSpec) -> Process:
+    def start(self, spec: WorkerSpec) -> WorkerPort:
         raise AssertionError("the spawner starts what runs here")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from gateway.supervisor.ports import Process
+from gateway.supervisor.ports import WorkerPort
 from protocol.failures import Code, Failure
 from protocol.node_agent import Reserve
 
@@ -41,7 +41,7 @@ class Reservation:
     path: str = ""
     # While it is held: when it is taken back.
     expires_at: float = 0.0
-    process: Process | None = None
+    process: WorkerPort | None = None
     # Of the wait for memory, and of the end of the process.
     task: asyncio.Task[None] | None = None
 

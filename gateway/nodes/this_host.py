@@ -14,7 +14,7 @@ from gateway.memory.broker import Broker
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.served_form import FormReader
 from gateway.nodes.networks import interfaces, objection, trusted_ips
-from gateway.supervisor.ports import Process
+from gateway.supervisor.ports import WorkerPort
 from protocol import __version__
 from protocol.group import Versions
 from protocol.node_agent import Described, Reserve
@@ -51,7 +51,7 @@ class ThisHost:
         self,
         config: Callable[[], Config],
         broker: Broker,
-        start: Callable[[WorkerSpec], Process],
+        start: Callable[[WorkerSpec], WorkerPort],
         links: tuple[str, str],
     ) -> None:
         self._config = config
@@ -94,7 +94,7 @@ class ThisHost:
     def give_back(self, label: str, pid: int) -> None:
         self._broker.end_guest(label, pid)
 
-    def spawn(self, label: str, path: str, spec: bytes, order: Reserve) -> Process:
+    def spawn(self, label: str, path: str, spec: bytes, order: Reserve) -> WorkerPort:
         sent = msgspec.json.decode(spec, type=WorkerSpec)  # a DecodeError is a ValueError
         if problem := _problem(sent) or _mismatch(sent, order) or self._objection(sent):
             raise ValueError(problem)

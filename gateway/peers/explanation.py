@@ -3,9 +3,9 @@
 from gateway.admin_types import PlaceView, RouteView
 from gateway.config.settings import ModelConfig
 from gateway.peers.fleet import Fleet
-from gateway.peers.journey import Candidate
-from gateway.peers.node import Node
-from gateway.peers.placement import Choice, choose, cost_s, usual_rate
+from gateway.peers.journey import RouteCandidate
+from gateway.peers.node import PeerNode
+from gateway.peers.placement import PlacementChoice, choose, cost_s, usual_rate
 
 
 def explain(fleet: Fleet, model: ModelConfig | None, tokens: float) -> RouteView:
@@ -28,11 +28,11 @@ def explain(fleet: Fleet, model: ModelConfig | None, tokens: float) -> RouteView
     return RouteView(model.name, "" if choice is None else choice.reason, places)
 
 
-def _nodes(fleet: Fleet) -> list[tuple[str, Node]]:
+def _nodes(fleet: Fleet) -> list[tuple[str, PeerNode]]:
     return list(fleet.nodes.items())
 
 
-def _choice(candidate: Candidate, choice: Choice | None, cost_s: float) -> PlaceView:
+def _choice(candidate: RouteCandidate, choice: PlacementChoice | None, cost_s: float) -> PlaceView:
     place, there = candidate.place, candidate.there
     return PlaceView(
         place.name,
@@ -46,7 +46,7 @@ def _choice(candidate: Candidate, choice: Choice | None, cost_s: float) -> Place
     )
 
 
-def _objection(node: Node, name: str) -> str:
+def _objection(node: PeerNode, name: str) -> str:
     """The reason why a peer is not among the places of a model."""
     if not node.is_up:
         return node.state

@@ -10,14 +10,14 @@ import msgspec
 
 from gateway.config.settings import Config, ModelConfig, SamplingDefaults, ThinkingDefaults
 from gateway.errors import Unavailable
-from gateway.link.calls import Refused
-from gateway.link.link import Link
+from gateway.link.calls import CallRefused
+from gateway.link.link import WorkerLink
 from gateway.peers.affinity import BYTES_PER_TOKEN, Affinity, Prefix, prefixes_of
 from gateway.peers.forms import Forms
-from gateway.peers.journey import HERE, Candidate, Journey, no_peer
-from gateway.peers.node import POLL_S, Node
-from gateway.peers.peer_stream import Loss, PeerStream
-from gateway.peers.placement import Choice, Place
+from gateway.peers.journey import HERE, RequestRoute, RouteCandidate, no_peer
+from gateway.peers.node import POLL_S, PeerNode
+from gateway.peers.peer_stream import PeerLost, PeerStream
+from gateway.peers.placement import CandidatePlace, PlacementChoice
 from gateway.pool.pool import Pool
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import SHUTTING_DOWN, State, WorkerView
@@ -49,14 +49,14 @@ class Fleet:
         self,
         config: Config,
         pool: Pool,
-        link: Link,
+        link: WorkerLink,
         metrics: Metrics,
         tasks: TaskSet,
-        here: Callable[[ModelConfig], Place],
+        here: Callable[[ModelConfig], CandidatePlace],
     ) -> None:
         self.link = link
         self.is_closing = False
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, PeerNode] = {}
         self.forms = Forms()
         self._pool = pool
         self._metrics = metrics
@@ -66,7 +66,7 @@ class Fleet:
         # Epochs of workers are above 0.
         self._epochs = itertools.count(-1, -1)
         self._streams = 0
-        self._left: list[Node] = []
+        self._left: list[PeerNode] = []
         self._config = config
         self.apply(config)
         metrics.peers = self._numbers
@@ -76,21 +76,21 @@ class Fleet:
     def apply(self, config: Config) -> None:
         """Put the peers of a configuration into force. What runs at one that was removed goes on there."""
         self._config = config
-        nodes: dict[str, Node] = {}
+        nodes: dict[str, PeerNode] = {}
         for name, peer in config.peers.items():
             known = self.nodes.pop(name, None)
             if known is not None and known.config == peer:
                 nodes[name] = known
                 continue
             self._left += [] if known is None else [known]
-            nodes[name] = Node(peer, self.link.boot)
+            nodes[name] = PeerNode(peer, self.link.boot)
         self._left += self.nodes.values()
         self.nodes = nodes
 
     async def run(self) -> None:
         """Ask each peer for its status, once a second, until cancelled."""
         loop = asyncio.get_running_loop()
-        polls: dict[Node, asyncio.Task[None]] = {}
+        polls: dict[PeerNode, asyncio.Task[None]] = {}
         try:
             while True:
                 due = loop.time() + POLL_S
@@ -119,7 +119,7 @@ class Fleet:
         for node in (*self.nodes.values(), *self._left):
             await node.close()
 
-    async def _poll(self, node: Node) -> None:
+    async def _poll(self, node: PeerNode) -> None:
         if await node.poll():
             self._affinity.forget(node.name)
 
@@ -156,13 +156,13 @@ class Fleet:
         entries = list(self._served(name))
         return _view(entries[0][1]) if entries else WorkerView(name=name, path="", state=State.STOPPED)
 
-    def _entries(self, name: str) -> Iterator[tuple[Node, PeerModel]]:
+    def _entries(self, name: str) -> Iterator[tuple[PeerNode, PeerModel]]:
         """Each peer that may be sent requests, with its model of this name, in the order of the configuration."""
         for node in self.nodes.values():
             if node.is_up and (model := node.model(name)) is not None:
                 yield node, model
 
-    def _served(self, name: str) -> Iterator[tuple[Node, PeerModel]]:
+    def _served(self, name: str) -> Iterator[tuple[PeerNode, PeerModel]]:
         """The same for the name of a resolved model, which may be `PEER/NAME`."""
         pinned, _, rest = name.partition("/")
         node = self.nodes.get(pinned)
@@ -183,7 +183,7 @@ class Fleet:
         request: str,
         on_move: Callable[[str], None],
         form: str = "",
-    ) -> Journey | None:
+    ) -> RequestRoute | None:
         """The way of a request; None where it can only run here. With `form` it begins where the model has that.
 
         One that goes on from an earlier answer stays: only this daemon is known to have generated that.
@@ -195,27 +195,29 @@ class Fleet:
         prompt = cast("Prompt | msgspec.Raw", generates[0].prompt)
         scope = model.name, generates[0].cache_salt
         prefixes = prefixes_of(prompt, *scope) if isinstance(prompt, msgspec.Raw) else []
-        return Journey(self, model, prefixes, tokens, request, on_move, form=form)
+        return RequestRoute(self, model, prefixes, tokens, request, on_move, form=form)
 
-    def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[Candidate]:
+    def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[RouteCandidate]:
         """Places that have the model, this daemon first: all of one form, or of `form` if that is given."""
         warm = self._affinity.warm(prefixes)
-        found: list[Candidate] = []
+        found: list[RouteCandidate] = []
         if self._is_here(model.name):
             here = self._here(model)
-            found.append(Candidate(_warmed(here, warm), self.forms.known(model)))
+            found.append(RouteCandidate(_warmed(here, warm), self.forms.known(model)))
         for node, there in self._served(model.name):
             # A form that is not known is no other's.
             is_alike = not found or (there.form and there.form == found[0].form)
             if is_alike if form is None else there.form == form:
-                found.append(Candidate(_warmed(_place(node, there), warm), there.form, node, there))
+                found.append(RouteCandidate(_warmed(_place(node, there), warm), there.form, node, there))
         return found if form is None else [each for each in found if form and each.form == form]
 
     def has(self, model: ModelConfig, form: str | None) -> bool:
         """Whether a place has the model now, in `form` if that is given."""
         return bool(self.candidates(model, [], form))
 
-    def open(self, candidate: Candidate, model: str, on_loss: Callable[[Loss], None], request: str) -> PeerStream:
+    def open(
+        self, candidate: RouteCandidate, model: str, on_loss: Callable[[PeerLost], None], request: str
+    ) -> PeerStream:
         """A stream at a peer, which counts until it has ended. Raises `Unavailable` when its key cannot be read."""
         node, there = candidate.node, candidate.there
         assert node is not None, "a place elsewhere"
@@ -239,7 +241,7 @@ class Fleet:
         self._streams += 1
         return stream
 
-    def chosen(self, model: str, choice: Choice, reason: str, prefixes: list[Prefix], tokens: float) -> None:
+    def chosen(self, model: str, choice: PlacementChoice, reason: str, prefixes: list[Prefix], tokens: float) -> None:
         """Note where a request goes; `model` is the name there."""
         name = choice.place.name
         self._affinity.note(prefixes, name)
@@ -254,7 +256,7 @@ class Fleet:
     async def ask(self, model: ModelConfig, question: Tokenize | Detokenize) -> Tokenized:
         """The answer of a peer, or of the next one where it is lost.
 
-        Raises `Refused`, `WorkerGone`, `Unsendable`, `Unavailable`.
+        Raises `CallRefused`, `WorkerGone`, `Unsendable`, `Unavailable`.
         """
         for candidate in self.candidates(model, [], None)[:ASKED_MAX]:
             stream = self.open(candidate, model.name, lambda _: None, "")
@@ -263,12 +265,12 @@ class Fleet:
             except Unsendable:
                 stream.discard()
                 raise
-            except Refused as error:
+            except CallRefused as error:
                 if error.failure.code is not Code.WORKER_DIED:
                     raise
         raise no_peer(model.name)
 
-    def start(self, journey: Journey, loss: Loss) -> None:
+    def start(self, journey: RequestRoute, loss: PeerLost) -> None:
         """Let what was lost go on, in a task."""
         if self.is_closing:
             self.link.fail(loss.sequences, SHUTTING_DOWN)
@@ -287,15 +289,15 @@ class Fleet:
         return [(name, node.is_up, dict(node.failures)) for name, node in self.nodes.items()]
 
 
-def _place(node: Node, model: PeerModel) -> Place:
+def _place(node: PeerNode, model: PeerModel) -> CandidatePlace:
     load_s = 0.0 if model.state == State.READY else model.load_s or LOAD_S
     # What was sent since it last said how long its queue is comes on top.
     unseen = node.sent[model.name] / model.prefill_rate if model.prefill_rate else 0.0
-    return Place(node.name, model.wait_s + unseen, model.prefill_rate, load_s)
+    return CandidatePlace(node.name, model.wait_s + unseen, model.prefill_rate, load_s)
 
 
-def _warmed(place: Place, warm: dict[str, float]) -> Place:
-    return Place(place.name, place.wait_s, place.rate, place.load_s, warm.get(place.name, 0.0))
+def _warmed(place: CandidatePlace, warm: dict[str, float]) -> CandidatePlace:
+    return CandidatePlace(place.name, place.wait_s, place.rate, place.load_s, warm.get(place.name, 0.0))
 
 
 def _as_model(name: str, model: PeerModel, aliases: tuple[str, ...]) -> ModelConfig:

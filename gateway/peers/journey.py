@@ -8,13 +8,13 @@ from typing import Final, Protocol
 
 from gateway.config.settings import ModelConfig
 from gateway.errors import Unavailable
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.link.sequence import PARKED, Sequence
 from gateway.link.transport import WorkerGone
 from gateway.peers.affinity import Prefix
-from gateway.peers.node import Node
-from gateway.peers.peer_stream import Loss, PeerStream
-from gateway.peers.placement import Choice, Place, choose
+from gateway.peers.node import PeerNode
+from gateway.peers.peer_stream import PeerLost, PeerStream
+from gateway.peers.placement import CandidatePlace, PlacementChoice, choose
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import ModelUnavailable
 from protocol.peering import PeerModel
@@ -31,37 +31,41 @@ HERE: Final = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RouteCandidate:
     """A place, and the peer with its model; None for this daemon."""
 
-    place: Place
+    place: CandidatePlace
     form: str
-    node: Node | None = None
+    node: PeerNode | None = None
     there: PeerModel | None = None
 
 
-class Fleet(Protocol):
+class RouteFleet(Protocol):
     """Port of a journey to the fleet, which knows the places."""
 
-    link: Link
+    link: WorkerLink
     is_closing: bool
 
-    def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[Candidate]: ...
-    def open(self, candidate: Candidate, model: str, on_loss: "Callable[[Loss], None]", request: str) -> PeerStream: ...
-    def chosen(self, model: str, choice: Choice, reason: str, prefixes: list[Prefix], tokens: float) -> None: ...
+    def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[RouteCandidate]: ...
+    def open(
+        self, candidate: RouteCandidate, model: str, on_loss: "Callable[[PeerLost], None]", request: str
+    ) -> PeerStream: ...
+    def chosen(
+        self, model: str, choice: PlacementChoice, reason: str, prefixes: list[Prefix], tokens: float
+    ) -> None: ...
     async def ensure_here(self, model: str) -> WorkerHandle: ...
-    def start(self, journey: "Journey", loss: Loss) -> None: ...
+    def start(self, journey: "RequestRoute", loss: PeerLost) -> None: ...
 
 
 @dataclass(slots=True)
-class Journey:
+class RequestRoute:
     """The places of one request. Owned by its generation; what was lost is moved on by a task of the fleet.
 
     `served_by` is the peer that serves it, or empty. A place where tokens were generated or scored fixes `form`: only
     where the model has the same form can the next token be the same.
     """
 
-    fleet: Fleet
+    fleet: RouteFleet
     model: ModelConfig
     prefixes: list[Prefix]
     tokens: float
@@ -87,7 +91,7 @@ class Journey:
         self.is_refused_here = True
         return self._next("unavailable")
 
-    async def go_on(self, loss: Loss) -> None:
+    async def go_on(self, loss: PeerLost) -> None:
         """Let the sequences go on at a peer, here, or where one comes back in time; else they end with the failure."""
         loop = asyncio.get_running_loop()
         end, link = loop.time() + RETURN_S, self.fleet.link
@@ -160,7 +164,7 @@ class Journey:
         self.served_by, self.form = place, form
         self.on_move("" if place == "-" else place)
 
-    def _on_loss(self, loss: Loss) -> None:
+    def _on_loss(self, loss: PeerLost) -> None:
         self.fleet.start(self, loss)
 
 

@@ -42,7 +42,7 @@ ABSENT_S: Final = 30.0
 BUSY_S: Final = 1.0
 
 
-class Declined(Exception):
+class PeerDeclined(Exception):
     """The peer answered with another status than 200: it takes the request not, or not now."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -50,7 +50,7 @@ class Declined(Exception):
         self.status = status
 
 
-class Node:
+class PeerNode:
     """One peer, on the event loop of its fleet, which polls it."""
 
     def __init__(self, config: PeerConfig, boot: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -121,7 +121,7 @@ class Node:
         except (httpx.HTTPError, TimeoutError, MalformedFrame, OSError, ValueError) as error:
             self._set_problem(_words(error))
             return False
-        except Declined as error:
+        except PeerDeclined as error:
             self._set_problem("its key is refused there" if error.status in (401, 403) else str(error))
             return False
         self.status, self._seen_at = status, self._clock()
@@ -131,14 +131,16 @@ class Node:
 
     @asynccontextmanager
     async def generate(self, body: bytes, headers: dict[str, str]) -> AsyncGenerator[httpx.Response]:
-        """The answer to a `PeerRequest`, whose status is 200. Raises `Declined`, `httpx.HTTPError`, `TimeoutError`."""
+        """The answer to a `PeerRequest`, whose status is 200. Raises `PeerDeclined`, `httpx.HTTPError`,
+        `TimeoutError`.
+        """
         request = self._client.build_request("POST", GENERATE_PATH, content=body, headers=self._authorized() | headers)
         async with asyncio.timeout(CONNECT_S + ACCEPT_S + len(body) / UPLOAD_BYTES_PER_S):
             response = await self._client.send(request, stream=True)
         try:
             if response.status_code != 200:
                 async with asyncio.timeout(ACCEPT_S):
-                    raise Declined(response.status_code, await _refusal(response))
+                    raise PeerDeclined(response.status_code, await _refusal(response))
             yield response
         finally:
             await response.aclose()
@@ -152,7 +154,7 @@ class Node:
                     if len(data) > STATUS_BYTES_MAX:
                         raise MalformedFrame(f"a status of more than {STATUS_BYTES_MAX} bytes")
         if response.status_code != 200:
-            raise Declined(response.status_code, data.decode(errors="replace"))
+            raise PeerDeclined(response.status_code, data.decode(errors="replace"))
         status = decode_status(data)
         if len(status.models) > MODELS_MAX:
             raise MalformedFrame(f"a status of more than {MODELS_MAX} models")

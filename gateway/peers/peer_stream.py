@@ -15,15 +15,15 @@ import httpx
 import msgspec
 from msgspec.structs import replace
 
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.link.sequence import Sequence
-from gateway.peers.node import ABSENT_S, BUSY_S, KEY_REFUSED_S, Declined, Node
-from gateway.peers.plausibility import Claims
+from gateway.peers.node import ABSENT_S, BUSY_S, KEY_REFUSED_S, PeerDeclined, PeerNode
+from gateway.peers.plausibility import PeerClaims
 from gateway.task_set import TaskSet
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame
 from protocol.failures import Code, Failure
 from protocol.messages import Accepted, Delta, Generate, Progress, Rejected, Step, Tokenized
-from protocol.peering import VIA_HEADER, Alive, FrameReader, PeerModel, PeerUp, encode_request
+from protocol.peering import VIA_HEADER, FrameReader, PeerAlive, PeerModel, PeerUp, encode_request
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ _heads: Final[msgspec.msgpack.Decoder[_AbortHead | _GenerateHead | _TokenizeHead
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class PeerLost:
     """Sequences that a stream gave up, parked, and why: for its client if nothing else can be done."""
 
     stream: "PeerStream"
@@ -82,7 +82,7 @@ class Loss:
 
 
 # Told of a loss. Called once at most, when the stream has ended.
-OnLoss = Callable[[Loss], None]
+OnLoss = Callable[[PeerLost], None]
 
 
 class PeerStream:
@@ -95,11 +95,11 @@ class PeerStream:
 
     def __init__(
         self,
-        node: Node,
+        node: PeerNode,
         name: str,
         there: PeerModel,
         epoch: int,
-        link: Link,
+        link: WorkerLink,
         tasks: TaskSet,
         on_loss: OnLoss,
         headers: dict[str, str],
@@ -109,7 +109,7 @@ class PeerStream:
         self.name = name
         self.there = there.name
         # Of what it was asked for, all that it may say.
-        self.claims = Claims(there)
+        self.claims = PeerClaims(there)
         self.epoch = epoch
         self._secret = node.secret.encode()
         self._link = link
@@ -199,7 +199,7 @@ class PeerStream:
     async def _run(self) -> None:
         try:
             await self._exchange()
-        except Declined as error:
+        except PeerDeclined as error:
             self._decline(error)
         except (httpx.HTTPError, TimeoutError) as error:
             self._fail("timeout" if isinstance(error, TimeoutError | httpx.TimeoutException) else "connection", error)
@@ -225,7 +225,7 @@ class PeerStream:
 
     def _take(self, message: PeerUp) -> None:
         match message:
-            case Alive():
+            case PeerAlive():
                 pass
             case Step(deltas=deltas):
                 for delta in deltas:
@@ -263,7 +263,7 @@ class PeerStream:
         self.node.block(self.there, BUSY_S if failure.is_retryable else ABSENT_S)
         return replace(failure, code=Code.WORKER_DIED)
 
-    def _decline(self, error: Declined) -> None:
+    def _decline(self, error: PeerDeclined) -> None:
         self._failure = Failure(Code.DRAINING, LOST, str(error))
         if error.status in _FINAL:
             failure = Failure(Code.INTERNAL, f"The peer {self.node.name} does not take this request.", str(error))
@@ -289,7 +289,7 @@ class PeerStream:
         lost = [sequence for sequence in (*self._parked, *self._link.detach(self.epoch)) if not sequence.is_over]
         if lost:
             failure = self._failure or Failure(Code.WORKER_DIED, LOST)
-            self._on_loss(Loss(self, lost, failure))
+            self._on_loss(PeerLost(self, lost, failure))
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from typing import Final
 from msgspec.structs import astuple
 
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, prompt_bytes
-from protocol.messages import Accepted, Delta, Generate, Kind, Progress, PromptPart, Ready, Usage
+from protocol.messages import Accepted, Delta, DeltaKind, Generate, Progress, PromptPart, Ready, Usage
 from protocol.peering import PeerModel
 
 # More than any count or time of a machine.
@@ -60,7 +60,7 @@ class _Expected:
     chars: int = 0
 
 
-class Claims:
+class PeerClaims:
     """All that one stream may say of its sequences. Raises `MalformedFrame` for what cannot be true.
 
     `calls` is the tool call that each sequence is in, by its index, for the stream that goes on with it.
@@ -125,16 +125,16 @@ class Claims:
     def _follow(self, delta: Delta) -> None:
         """Follow the sequence into a tool call and out of it."""
         call = self.calls[delta.rid]
-        if delta.kind is Kind.TEXT or delta.kind is Kind.REASONING:
+        if delta.kind is DeltaKind.TEXT or delta.kind is DeltaKind.REASONING:
             if delta.text:
                 self.calls[delta.rid] = NO_CALL
             return
         tool = delta.tool
         if tool is None or tool.index < 0:
             raise MalformedFrame("a part of a tool call does not say of which")
-        if delta.kind is not Kind.TOOL_BEGIN:
+        if delta.kind is not DeltaKind.TOOL_BEGIN:
             _must(call in (tool.index, _ANY_CALL), "a part of a tool call comes without its beginning")
-        self.calls[delta.rid] = NO_CALL if delta.kind is Kind.TOOL_END else tool.index
+        self.calls[delta.rid] = NO_CALL if delta.kind is DeltaKind.TOOL_END else tool.index
 
     def _check_usage(self, expected: _Expected, usage: Usage) -> None:
         _must(all(0 <= value <= NUMBER_MAX for value in astuple(usage)), "a number of its usage is out of range")

@@ -79,7 +79,7 @@ class Clients:
         self._replaced: list[httpx.AsyncClient] = []
         self._running = 0
 
-    async def ask(self, upstream: UpstreamConfig, scope: Scope, body: bytes) -> "Answer":
+    async def ask(self, upstream: UpstreamConfig, scope: Scope, body: bytes) -> "UpstreamResponse":
         """The beginning of an answer, whatever its status. Raises `Unreachable`."""
         path = scope["path"]
         suffix = path.removeprefix("/v1") if upstream.dialect == "openai" else path
@@ -88,7 +88,7 @@ class Clients:
                 "POST", upstream.url + suffix, content=body, headers=_headers(upstream, Headers(scope=scope))
             )
             async with asyncio.timeout(upstream.first_byte_s):
-                answer = Answer(await self._client(upstream).send(request, stream=True), upstream)
+                answer = UpstreamResponse(await self._client(upstream).send(request, stream=True), upstream)
         except (TimeoutError, httpx.TimeoutException):
             raise Unreachable("timeout", f"no answer within {upstream.first_byte_s:g} s") from None
         except (httpx.HTTPError, OSError, ValueError) as error:
@@ -129,7 +129,7 @@ class Clients:
         return client
 
 
-class Answer:
+class UpstreamResponse:
     """One answer of an upstream, which is read once and closed."""
 
     def __init__(self, response: httpx.Response, upstream: UpstreamConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from gateway.config.settings import Config
 from gateway.memory.broker import Broker
-from gateway.supervisor.ports import Process
+from gateway.supervisor.ports import WorkerPort
 from gateway.supervisor.ranks import RankStarter, is_local
 from gateway.supervisor.registry import Registry
 from gateway.supervisor.spawn import Spawner
@@ -17,7 +17,7 @@ from protocol.failures import Code, Failure
 from protocol.spec import WorkerSpec
 
 
-class Elsewhere(Protocol):
+class RemoteHosts(Protocol):
     """Port to the other machines of groups: their memory, and starts of ranks there."""
 
     @property
@@ -42,7 +42,7 @@ class RealEffects:
         spawner: Spawner,
         is_cleared: asyncio.Event,
         broker: Broker,
-        elsewhere: Elsewhere | None,
+        elsewhere: RemoteHosts | None,
     ) -> None:
         self._broker = broker
         self._elsewhere = elsewhere
@@ -80,5 +80,5 @@ class RealEffects:
         if self._elsewhere is not None:
             self._elsewhere.entered(model, state)
 
-    def spawn(self, spec: WorkerSpec) -> Process:
+    def spawn(self, spec: WorkerSpec) -> WorkerPort:
         return self._spawner.spawn(spec)

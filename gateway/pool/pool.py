@@ -10,19 +10,19 @@ from typing import Any, Self
 
 from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec import loads_alike, worker_spec
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.memory.broker import Broker
 from gateway.memory.estimate import Need
-from gateway.memory.host import Machine, ThisMachine
+from gateway.memory.host import HostMemory, ThisMachine
 from gateway.memory.monitor import MemoryWatch
 from gateway.model_files.known_times import KnownTimes
-from gateway.pool.effects import Elsewhere, RealEffects
+from gateway.pool.effects import RealEffects, RemoteHosts
 from gateway.pool.leftovers import objection, stop_leftovers
 from gateway.supervisor.handle import WorkerHandle
-from gateway.supervisor.ports import Effects, Process
+from gateway.supervisor.ports import Effects, WorkerPort
 from gateway.supervisor.registry import Registry, Survivor
 from gateway.supervisor.spawn import Command, Spawner, default_command
-from gateway.supervisor.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
+from gateway.supervisor.state import Events, MemoryView, ModelUnavailable, State, WorkerLimits, WorkerView
 from protocol.failures import Code, Failure
 from protocol.spec import WorkerSpec
 from protocol.wisdom import wisdom_dir
@@ -39,17 +39,17 @@ class Pool:
     def __init__(
         self,
         config: Config,
-        link: Link,
+        link: WorkerLink,
         events: Events,
         *,
         command: Command = default_command,
-        limits: Limits | None = None,
-        machine: Machine | None = None,
+        limits: WorkerLimits | None = None,
+        machine: HostMemory | None = None,
     ) -> None:
         self._config = config
         self._link = link
         self._events = events
-        self._limits = limits or Limits()
+        self._limits = limits or WorkerLimits()
         self._command = command
         # All that there are; those of models that were removed stay until they have stopped.
         self._workers: dict[str, WorkerHandle] = {}
@@ -62,7 +62,7 @@ class Pool:
             config, self._workers, link, events, machine or ThisMachine(), self._limits, time.monotonic, self.times
         )
         # Of groups with ranks on other machines; None where there can be none.
-        self.elsewhere: Elsewhere | None = None
+        self.elsewhere: RemoteHosts | None = None
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._is_cleared = asyncio.Event()
@@ -154,7 +154,7 @@ class Pool:
         """The number of requests that hold the model."""
         return self._broker.leases(model)
 
-    def apply(self, config: Config) -> "Applied":
+    def apply(self, config: Config) -> "AppliedConfig":
         """Apply `config`. Workers whose settings changed are restarted, and their streams pause until they are back.
 
         A model that was removed finishes what it does until the drain's deadline, and then stops.
@@ -172,7 +172,7 @@ class Pool:
         for model in added:
             self._add(model)
         restarted = [model.name for before, model in kept if self._change(old, before, model)]
-        return Applied([model.name for model in added], removed, restarted)
+        return AppliedConfig([model.name for model in added], removed, restarted)
 
     def would_restart(self, config: Config) -> list[str]:
         """Models whose resident workers `apply` would restart."""
@@ -212,7 +212,7 @@ class Pool:
         """Memory that a configured model needs in one process. Reads files."""
         return self._broker.need_of(self._config.models[model])
 
-    def start_rank(self, spec: WorkerSpec) -> Process:
+    def start_rank(self, spec: WorkerSpec) -> WorkerPort:
         """Start a rank of another gateway's group, whose memory was granted already. Raises `OSError`."""
         assert self._effects is not None, "start() comes first"
         return self._effects.spawn(spec)
@@ -245,7 +245,7 @@ class Pool:
         """The worker of a model, None for one that is not configured here."""
         return self._workers.get(model)
 
-    async def _run(self, unwanted: Sequence[Process]) -> None:
+    async def _run(self, unwanted: Sequence[WorkerPort]) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for worker in self._workers.values():
@@ -323,7 +323,7 @@ class Pool:
             is_preload=model.preload,
         )
 
-    async def _clear(self, unwanted: Sequence[Process]) -> None:
+    async def _clear(self, unwanted: Sequence[WorkerPort]) -> None:
         await stop_leftovers(unwanted)
         self._is_cleared.set()
 
@@ -336,7 +336,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedConfig:
     """The models that a new configuration added, removed and restarted."""
 
     added: list[str]

@@ -10,7 +10,7 @@ from typing import Final, Self
 
 import msgspec
 
-from gateway.access.rate_limit import Bill, Meter
+from gateway.access.rate_limit import Meter, UsageCharge
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, BadRequest, Cancelled, Unavailable, from_failure, from_unsendable
 from gateway.link.collector import Collector, Relay
@@ -21,7 +21,7 @@ from gateway.peers.peer_stream import PeerStream
 from gateway.pool.pool import Pool
 from gateway.request.headers import relaxed_header, served_by_header, truncated_header
 from gateway.request.model_kind import check_kind
-from gateway.request.record import Header, Record
+from gateway.request.record import Header, RequestRecord
 from gateway.request.runtime import Runtime
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import ModelUnavailable, State
@@ -61,7 +61,7 @@ class Generation:
         runtime: Runtime,
         model: ModelConfig,
         generates: Sequence[Generate],
-        record: Record,
+        record: RequestRecord,
         bind: Callable[[Sequence[int]], None],
         *,
         kind: str = TEXT,
@@ -90,7 +90,7 @@ class Generation:
         self._deadline = record.started + limit_ms / 1000 if limit_ms else math.inf
         self._held = ExitStack()
         # What the caller's key is charged in the end.
-        self._bill: Bill | None = None
+        self._bill: UsageCharge | None = None
         self._tokens = 0
         # Tokens of an earlier daemon, which it has charged nobody for.
         self._had = sum(len(generate.resume) for generate in generates)

@@ -6,16 +6,16 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 from gateway.admin_types import RequestView
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 
 # No id that a client may give has it.
 AGAIN: Final = "~"
 
 
-class Served(Protocol):
+class InFlightRequest(Protocol):
     """A request as it is listed; `Generation` is the one there is."""
 
-    record: Record
+    record: RequestRecord
 
     @property
     def state(self) -> str: ...
@@ -37,10 +37,10 @@ class Requests:
     """By the id that their client gave, or else got. One that comes with an id in use is listed as `ID~2`, `ID~3`, …"""
 
     def __init__(self) -> None:
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, InFlightRequest] = {}
 
     @contextmanager
-    def hold(self, served: Served) -> Generator[None, None, None]:
+    def hold(self, served: InFlightRequest) -> Generator[None, None, None]:
         """Be listed."""
         name = stem = served.record.id
         number = 1
@@ -53,7 +53,7 @@ class Requests:
         finally:
             del self._served[name]
 
-    def of(self, model: str) -> Iterator[Served]:
+    def of(self, model: str) -> Iterator[InFlightRequest]:
         """Those of one model."""
         return (served for served in self._served.values() if served.record.model == model)
 
@@ -74,7 +74,7 @@ class Requests:
         return True
 
 
-def _view(name: str, served: Served) -> RequestView:
+def _view(name: str, served: InFlightRequest) -> RequestView:
     record = served.record
     now = time.perf_counter()
     first = record.first_token_s

@@ -41,7 +41,7 @@ class ClientLeft(Exception):
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """Facts about one request, for its logs and traces, and what travels with it. Owned by its task."""
 
     id: str
@@ -86,15 +86,15 @@ class Record:
     # Direct writes to the client, unless something wants to see what takes them.
     writer: ChunkWriter | None = None
 
-    def detached(self, lease: BodyLease, media_lease: MediaLease) -> "Record":
+    def detached(self, lease: BodyLease, media_lease: MediaLease) -> "RequestRecord":
         """A record for what outlives the request: it takes over the room of its body and media, for these leases."""
         own = replace(self, phases=Phases(), finishes=[], headers=list(self.headers), writer=None)
         self.lease, self.media_lease = lease, media_lease
         return own
 
 
-def record_of(scope: Scope) -> Record:
+def record_of(scope: Scope) -> RequestRecord:
     """The record that the middleware made."""
     record = scope["mlxd.record"]
-    assert isinstance(record, Record)
+    assert isinstance(record, RequestRecord)
     return record

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from gateway.access.caller import Caller
 from gateway.config.address import Proxies
-from gateway.config.names import LATEST, Found, Names
+from gateway.config.names import LATEST, Names, ResolvedName
 from gateway.config.settings import Config, ModelConfig
 from gateway.errors import ModelNotFound
 from gateway.request.defaults import Defaults
@@ -40,13 +40,13 @@ class Router:
         """
         return self.filled(self.locate(name, caller))
 
-    def filled(self, target: Found) -> ModelConfig:
+    def filled(self, target: ResolvedName) -> ModelConfig:
         """A model with the defaults of a request that names it so."""
         if not target.model.path:  # a peer has filled in its own
             return target.model
         return self._defaults.of(target.model, target.profile)
 
-    def locate(self, name: str, caller: Caller) -> Found:
+    def locate(self, name: str, caller: Caller) -> ResolvedName:
         """Like `resolve`, with the model as it is configured. A name of this daemon comes before one of a peer."""
         try:
             return self.locate_here(name, caller)
@@ -54,18 +54,18 @@ class Router:
             model = self._elsewhere(name) or self._elsewhere(name.removesuffix(f":{LATEST}"))
             if model is None or not caller.may_use(model):
                 raise
-            return Found(model)
+            return ResolvedName(model)
 
     def resolve_here(self, name: str, caller: Caller) -> ModelConfig:
         """Like `resolve`, of the models of this daemon only."""
         return self.filled(self.locate_here(name, caller))
 
-    def locate_here(self, name: str, caller: Caller) -> Found:
+    def locate_here(self, name: str, caller: Caller) -> ResolvedName:
         """Like `locate`, of the models of this daemon only."""
         return self._names.locate(name, caller.may_use)
 
 
-class Live:
+class LiveConfig:
     """The configuration in force, with its names. A reload replaces it as a whole, between two steps of the event loop.
 
     A request takes from it once what it needs, so that it keeps what it began with.

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from gateway.access.ledger import Ledger
 from gateway.config.settings import Config, ModelConfig
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.peers.fleet import Fleet
 from gateway.pool.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
-from gateway.request.routing import Live, Router
+from gateway.request.routing import LiveConfig, Router
 from gateway.supervisor.state import WorkerView
 from gateway.telemetry.metrics import Metrics
 
@@ -18,9 +18,9 @@ from gateway.telemetry.metrics import Metrics
 class Runtime:
     """Made once per app, as the first part of its `Services`."""
 
-    live: Live
+    live: LiveConfig
     pool: Pool
-    link: Link
+    link: WorkerLink
     metrics: Metrics
     admission: Admission
     requests: Requests

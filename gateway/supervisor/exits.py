@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from gateway.supervisor.postmortem import Kind
+from gateway.supervisor.postmortem import ExitKind
 from gateway.supervisor.state import State
 from protocol.failures import Code, Failure
 
@@ -37,7 +37,7 @@ class SequenceAction(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class ExitRule:
     """Consequences of an exit. `next` is the settled state; the restart policy refines that of a crash."""
 
     sequences: SequenceAction
@@ -46,26 +46,26 @@ class Exit:
     while_loading: SequenceAction = SequenceAction.RESUME
 
 
-EXITS: Final[Mapping[Cause, Exit]] = {
-    Cause.UNLOADED: Exit(SequenceAction.FAIL, State.STOPPED, while_loading=SequenceAction.FAIL),
-    Cause.REPLACED: Exit(SequenceAction.RESUME, State.STOPPED),
-    Cause.CLEAN: Exit(SequenceAction.RESUME, State.STOPPED),
-    Cause.CRASHED: Exit(SequenceAction.SUSPECT, State.BACKOFF),
-    Cause.PARTNER_LOST: Exit(SequenceAction.RESUME, State.BACKOFF),
-    Cause.FINAL: Exit(SequenceAction.SUSPECT, State.FAILED),
-    Cause.INCOMPATIBLE: Exit(SequenceAction.SUSPECT, State.INCOMPATIBLE),
+EXITS: Final[Mapping[Cause, ExitRule]] = {
+    Cause.UNLOADED: ExitRule(SequenceAction.FAIL, State.STOPPED, while_loading=SequenceAction.FAIL),
+    Cause.REPLACED: ExitRule(SequenceAction.RESUME, State.STOPPED),
+    Cause.CLEAN: ExitRule(SequenceAction.RESUME, State.STOPPED),
+    Cause.CRASHED: ExitRule(SequenceAction.SUSPECT, State.BACKOFF),
+    Cause.PARTNER_LOST: ExitRule(SequenceAction.RESUME, State.BACKOFF),
+    Cause.FINAL: ExitRule(SequenceAction.SUSPECT, State.FAILED),
+    Cause.INCOMPATIBLE: ExitRule(SequenceAction.SUSPECT, State.INCOMPATIBLE),
 }
 
 
-def cause_of(kind: Kind, fault: Failure | None, *, is_asked: bool, is_replaced: bool, was_ready: bool) -> Cause:
+def cause_of(kind: ExitKind, fault: Failure | None, *, is_asked: bool, is_replaced: bool, was_ready: bool) -> Cause:
     """The cause of an exit. `fault` is the reason for which the gateway ended the worker, if it was at fault."""
     if is_asked:
         return Cause.REPLACED if is_replaced else Cause.UNLOADED
-    if kind is Kind.INCOMPATIBLE or (fault is not None and fault.code is Code.INCOMPATIBLE):
+    if kind is ExitKind.INCOMPATIBLE or (fault is not None and fault.code is Code.INCOMPATIBLE):
         return Cause.INCOMPATIBLE
-    if kind is Kind.FINAL:
+    if kind is ExitKind.FINAL:
         return Cause.FINAL
-    if kind is Kind.PARTNER_LOST:
+    if kind is ExitKind.PARTNER_LOST:
         return Cause.PARTNER_LOST
-    is_clean = kind is Kind.STOPPED and fault is None and was_ready
+    is_clean = kind is ExitKind.STOPPED and fault is None and was_ready
     return Cause.CLEAN if is_clean else Cause.CRASHED

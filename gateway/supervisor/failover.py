@@ -16,9 +16,9 @@ from typing import Final
 
 from gateway.link.sequence import Runner, Sequence
 from gateway.link.transport import WorkerGone
-from gateway.supervisor.ports import Wire
+from gateway.supervisor.ports import WorkerWire
 from gateway.supervisor.quarantine import REFUSED, Quarantine, fingerprint
-from gateway.supervisor.state import Events, Limits
+from gateway.supervisor.state import Events, WorkerLimits
 from protocol.failures import Failure
 from protocol.messages import Generate
 
@@ -32,7 +32,7 @@ FORGOTTEN_S: Final = 0.5
 class ParkedSequences:
     """Parked sequences of one model, and which of them may crash its workers. Owned by the worker's state machine."""
 
-    def __init__(self, model: str, wire: Wire, events: Events, limits: Limits) -> None:
+    def __init__(self, model: str, wire: WorkerWire, events: Events, limits: WorkerLimits) -> None:
         self._model = model
         self._wire = wire
         self._events = events

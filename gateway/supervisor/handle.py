@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from gateway.link.sequence import Sequence
 from gateway.supervisor import inbox
-from gateway.supervisor.inbox import CommandKind, EventKind, Inbox
-from gateway.supervisor.ports import Effects, Process, Wire
-from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, ModelUnavailable, State, WorkerView
+from gateway.supervisor.inbox import CommandKind, EventKind, WorkerInbox
+from gateway.supervisor.ports import Effects, WorkerPort, WorkerWire
+from gateway.supervisor.state import SHUTTING_DOWN, Events, ModelUnavailable, State, WorkerLimits, WorkerView
 from gateway.supervisor.waiters import Waiter
 from gateway.supervisor.worker import Worker
 from protocol.failures import Failure
@@ -30,16 +30,16 @@ class WorkerHandle:
         spec: WorkerSpec,
         *,
         effects: Effects,
-        wire: Wire,
+        wire: WorkerWire,
         events: Events,
-        limits: Limits,
+        limits: WorkerLimits,
         load_timeout_s: float = 600.0,
         is_preload: bool = False,
     ) -> None:
         self.name = spec.name
         self._effects = effects
         self._events = events
-        self._inbox = Inbox()
+        self._inbox = WorkerInbox()
         self._worker = Worker(
             spec,
             self,
@@ -180,15 +180,15 @@ class WorkerHandle:
         `reason` is the failure of requests that wait for the model.
         """
         if not self._inbox.is_closed:
-            await self._ask(lambda waiter: inbox.Stop(waiter, drain_s, is_closing, reason))
+            await self._ask(lambda waiter: inbox.StopWorker(waiter, drain_s, is_closing, reason))
 
     def change(self, spec: WorkerSpec, load_timeout_s: float, *, is_preload: bool, is_reload: bool) -> None:
         """Use another specification from now on. With `is_reload` a running worker restarts, and its streams pause."""
-        self._inbox.put(inbox.Change(spec, load_timeout_s, is_preload, is_reload))
+        self._inbox.put(inbox.ChangeSpec(spec, load_timeout_s, is_preload, is_reload))
 
-    def adopt(self, process: Process, epoch: int) -> None:
+    def adopt(self, process: WorkerPort, epoch: int) -> None:
         """Take over a worker that an earlier gateway started. Must come before every other command."""
-        self._inbox.put(inbox.Adopt(process, epoch))
+        self._inbox.put(inbox.AdoptProcess(process, epoch))
 
     def kill(self) -> None:
         """SIGKILL, without grace: the last resort of a daemon that must go now."""

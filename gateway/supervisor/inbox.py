@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from gateway.supervisor.ports import Process
+from gateway.supervisor.ports import WorkerPort
 from gateway.supervisor.waiters import Waiter
 from protocol.failures import Failure
 from protocol.messages import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
@@ -29,7 +29,7 @@ class WorkerCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopWorker:
     waiter: Waiter
     drain_s: float
     is_closing: bool
@@ -38,7 +38,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangeSpec:
     """Another specification for the next start; with `is_reload` a running worker is replaced now."""
 
     spec: WorkerSpec
@@ -48,8 +48,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
-    process: Process
+class AdoptProcess:
+    process: WorkerPort
     epoch: int
 
 
@@ -76,38 +76,50 @@ class WorkerEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class MemoryGranted:
     epoch: int
     share_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Denied:
+class MemoryDenied:
     epoch: int
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class Exited:
+class ProcessExited:
     epoch: int
     status: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
+class AlarmDue:
     token: int
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class HeartbeatDue:
     pass
 
 
 Message = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet
-InboxMessage = WorkerCommand | Stop | Change | Adopt | WorkerEvent | Admitted | Denied | Exited | Alarm | Beat | Message
+InboxMessage = (
+    WorkerCommand
+    | StopWorker
+    | ChangeSpec
+    | AdoptProcess
+    | WorkerEvent
+    | MemoryGranted
+    | MemoryDenied
+    | ProcessExited
+    | AlarmDue
+    | HeartbeatDue
+    | Message
+)
 
 
-class Inbox:
+class WorkerInbox:
     """Queue of one worker's state machine. Once closed, no one takes from it any more."""
 
     def __init__(self) -> None:

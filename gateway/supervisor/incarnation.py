@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from gateway.link.sequence import Connection, Runner, Sequence
+from gateway.link.sequence import Runner, Sequence, WorkerConnection
 from gateway.link.transport import WorkerGone
 from gateway.supervisor import inbox
-from gateway.supervisor.ports import Effects, Process, Wire
-from gateway.supervisor.ranks import Group
-from gateway.supervisor.state import Limits, ModelUnavailable
+from gateway.supervisor.ports import Effects, WorkerPort, WorkerWire
+from gateway.supervisor.ranks import RankGroup
+from gateway.supervisor.state import ModelUnavailable, WorkerLimits
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MINOR,
@@ -51,14 +51,14 @@ class Incarnation:
         self,
         epoch: int,
         runner: Runner,
-        wire: Wire,
+        wire: WorkerWire,
         effects: Effects,
-        limits: Limits,
+        limits: WorkerLimits,
         post: Callable[[inbox.InboxMessage], None],
         start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self.epoch = epoch
-        self.process: Process | None = None
+        self.process: WorkerPort | None = None
         self.loading: Loading | None = None
         self.ready: Ready | None = None
         self.ready_at = 0.0
@@ -82,7 +82,7 @@ class Incarnation:
         self._limits = limits
         self._post = post
         self._start_task = start_task
-        self._connection: Connection | None = None
+        self._connection: WorkerConnection | None = None
         self._admission: asyncio.Task[None] | None = None
         self._greeting: asyncio.Task[None] | None = None
         self._escalation: asyncio.Task[None] | None = None
@@ -97,7 +97,7 @@ class Incarnation:
     @property
     def pids(self) -> tuple[int, ...]:
         """Processes on this machine: several of a group."""
-        if isinstance(self.process, Group):
+        if isinstance(self.process, RankGroup):
             return self.process.pids
         return (self.process.pid,) if self.process is not None else ()
 
@@ -134,7 +134,7 @@ class Incarnation:
             raise
         self._watch(process)
 
-    def adopt(self, process: Process) -> None:
+    def adopt(self, process: WorkerPort) -> None:
         """Take over a process that an earlier gateway started."""
         self._connection = self._wire.attach(self._runner)
         self._watch(process)
@@ -144,7 +144,7 @@ class Incarnation:
         if self._greeting is None:
             self._greeting = self._start_task(self._greet())
 
-    def _watch(self, process: Process) -> None:
+    def _watch(self, process: WorkerPort) -> None:
         self.process = process
         self._start_task(self._report_exit(process))
 
@@ -210,7 +210,7 @@ class Incarnation:
         limits = self._limits
         self._escalate(self.process, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
 
-    def close(self, process: Process) -> list[str]:
+    def close(self, process: WorkerPort) -> list[str]:
         """Release the process, which has exited. Returns the end of its output."""
         lines = process.last_lines()
         process.close()
@@ -225,20 +225,20 @@ class Incarnation:
         try:
             share_bytes = await self._effects.admit(spec)
         except ModelUnavailable as error:
-            self._post(inbox.Denied(spec.epoch, error.failure))
+            self._post(inbox.MemoryDenied(spec.epoch, error.failure))
         except Exception:  # The root of a task, in a group with all that the daemon does.
             log.exception("worker %s: internal error in its wait for memory", spec.name)
             why = f"model '{spec.name}' is not available: internal error"
-            self._post(inbox.Denied(spec.epoch, Failure(Code.INTERNAL, why)))
+            self._post(inbox.MemoryDenied(spec.epoch, Failure(Code.INTERNAL, why)))
         else:
-            self._post(inbox.Admitted(spec.epoch, share_bytes))
+            self._post(inbox.MemoryGranted(spec.epoch, share_bytes))
 
-    async def _report_exit(self, process: Process) -> None:
+    async def _report_exit(self, process: WorkerPort) -> None:
         status = await process.wait()
         if status is None or status > 0:
             # A worker that exits by itself may have its Goodbye and its last deltas still in the socket.
             await self._effects.sleep(self._limits.goodbye_s)
-        self._post(inbox.Exited(self.epoch, status))
+        self._post(inbox.ProcessExited(self.epoch, status))
 
     async def _greet(self) -> None:
         welcome = Welcome(MINOR, self._wire.boot, self._limits.heartbeat_s)
@@ -249,12 +249,12 @@ class Incarnation:
             self.is_greeted = True
             self._post(inbox.WorkerEvent(inbox.EventKind.GREETED, self.epoch))
 
-    def _escalate(self, process: Process, steps: tuple[tuple[float, int], ...]) -> None:
+    def _escalate(self, process: WorkerPort, steps: tuple[tuple[float, int], ...]) -> None:
         """Send each signal after its delay, unless the process has exited by then."""
         _cancel(self._escalation)
         self._escalation = self._start_task(self._signal_in_turn(process, steps))
 
-    async def _signal_in_turn(self, process: Process, steps: tuple[tuple[float, int], ...]) -> None:
+    async def _signal_in_turn(self, process: WorkerPort, steps: tuple[tuple[float, int], ...]) -> None:
         for delay_s, signum in steps:
             await self._effects.sleep(delay_s)
             process.signal(signum)

@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from gateway.link.sequence import Connection, Runner, Sequence
+from gateway.link.sequence import Runner, Sequence, WorkerConnection
 from gateway.supervisor.state import State
 from protocol.failures import Failure
 from protocol.messages import Down
 from protocol.spec import WorkerSpec
 
 
-class Process(Protocol):
+class WorkerPort(Protocol):
     """A worker process, started by us or adopted."""
 
     @property
@@ -56,17 +56,17 @@ class Effects(Protocol):
         """A worker is in another state. In a settled one but `ready` it has no process."""
         ...
 
-    def spawn(self, spec: WorkerSpec) -> Process:
+    def spawn(self, spec: WorkerSpec) -> WorkerPort:
         """Start the process. Raises `OSError`."""
         ...
 
 
-class Wire(Protocol):
+class WorkerWire(Protocol):
     """The part of the link that a state machine uses."""
 
     boot: int
 
-    def attach(self, runner: Runner) -> Connection: ...
+    def attach(self, runner: Runner) -> WorkerConnection: ...
     def detach(self, epoch: int) -> list[Sequence]: ...
     def resume(self, worker: Runner, sequence: Sequence) -> None: ...
     def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None: ...

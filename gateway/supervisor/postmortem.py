@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from protocol.failures import EXIT_MEANING, FINAL_EXITS, Code, Exit, Failure
+from protocol.failures import EXIT_MEANING, FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.messages import Goodbye
 
 # The failures behind a final exit, for a worker whose exit status cannot be read.
@@ -14,17 +14,17 @@ _FINAL_CODES: Final = frozenset(
     {Code.BAD_CONFIG, Code.MODEL_MISSING, Code.MODEL_CORRUPT, Code.MODEL_UNSUPPORTED, Code.INCOMPATIBLE}
 )
 _CODES: Final[dict[int | None, Code]] = {
-    Exit.BAD_CONFIG: Code.BAD_CONFIG,
-    Exit.MODEL_UNUSABLE: Code.MODEL_CORRUPT,
-    Exit.INCOMPATIBLE: Code.INCOMPATIBLE,
-    Exit.OUT_OF_MEMORY: Code.OUT_OF_MEMORY,
+    ExitStatus.BAD_CONFIG: Code.BAD_CONFIG,
+    ExitStatus.MODEL_UNUSABLE: Code.MODEL_CORRUPT,
+    ExitStatus.INCOMPATIBLE: Code.INCOMPATIBLE,
+    ExitStatus.OUT_OF_MEMORY: Code.OUT_OF_MEMORY,
 }
 
 # Of an abort in Metal or C++, of a segmentation fault, and the like.
 _REPORTED: Final = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGTRAP})
 
 
-class Kind(Enum):
+class ExitKind(Enum):
     """Kind of an exit, by status and last message."""
 
     STOPPED = auto()
@@ -38,7 +38,7 @@ class Kind(Enum):
 class Postmortem:
     """`failure` is for those who wait for the model, `stream_failure` for running streams."""
 
-    kind: Kind
+    kind: ExitKind
     failure: Failure
     stream_failure: Failure
 
@@ -64,14 +64,14 @@ def crash_report(status: int | None, platform: str = sys.platform) -> str:
     return "; crash report: in ~/Library/Logs/DiagnosticReports, of a service in /Library/Logs/DiagnosticReports"
 
 
-def _kind(status: int | None, goodbye: Goodbye | None) -> Kind:
+def _kind(status: int | None, goodbye: Goodbye | None) -> ExitKind:
     code = goodbye.failure.code if goodbye is not None and goodbye.failure is not None else None
-    if status == Exit.INCOMPATIBLE or code is Code.INCOMPATIBLE:
-        return Kind.INCOMPATIBLE
+    if status == ExitStatus.INCOMPATIBLE or code is Code.INCOMPATIBLE:
+        return ExitKind.INCOMPATIBLE
     if status in FINAL_EXITS or (status is None and code in _FINAL_CODES):
-        return Kind.FINAL
-    if status == Exit.PARTNER_LOST:
-        return Kind.PARTNER_LOST
-    if status == Exit.OK or (status is None and goodbye is not None and code is None):
-        return Kind.STOPPED
-    return Kind.CRASHED
+        return ExitKind.FINAL
+    if status == ExitStatus.PARTNER_LOST:
+        return ExitKind.PARTNER_LOST
+    if status == ExitStatus.OK or (status is None and goodbye is not None and code is None):
+        return ExitKind.STOPPED
+    return ExitKind.CRASHED

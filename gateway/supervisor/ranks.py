@@ -10,9 +10,9 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from gateway.supervisor.ports import Process
+from gateway.supervisor.ports import WorkerPort
 from protocol.curve import make_pair
-from protocol.failures import FINAL_EXITS, Exit
+from protocol.failures import FINAL_EXITS, ExitStatus
 from protocol.spec import GroupSpec, RankSpec, WorkerSpec
 
 # Name of this machine among a group's nodes.
@@ -26,7 +26,7 @@ _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """A node as a group uses it. `host` is the address of this machine that the node reaches; `ip` is where a rank
     listens there, `devices` are its RDMA devices by rank."""
 
@@ -38,11 +38,11 @@ class Place:
 class RankStarter(Protocol):
     """Start of ranks on one node: here, or by the agent of another machine."""
 
-    def place(self, nodes: Sequence[str]) -> Place:
+    def place(self, nodes: Sequence[str]) -> RankPlace:
         """The place of this node in a group over `nodes`, by rank."""
         ...
 
-    def start(self, spec: WorkerSpec) -> Process:
+    def start(self, spec: WorkerSpec) -> WorkerPort:
         """Start a rank. Returns at once: where it cannot be started, that is how the process ends. Raises `OSError`."""
         ...
 
@@ -52,15 +52,15 @@ def is_local(group: GroupSpec) -> bool:
     return all(node == LOCAL for node in group.nodes)
 
 
-def ranks_of(spec: WorkerSpec, places: Mapping[str, Place] | None = None) -> list[WorkerSpec]:
+def ranks_of(spec: WorkerSpec, places: Mapping[str, RankPlace] | None = None) -> list[WorkerSpec]:
     """The specifications of all ranks of one start: with new keys, and ports that were free a moment ago.
 
     Raises `OSError`.
     """
     assert spec.group is not None
-    nodes, places = spec.group.nodes, {LOCAL: Place(), **(places or {})}
+    nodes, places = spec.group.nodes, {LOCAL: RankPlace(), **(places or {})}
     if is_local(spec.group):
-        places[LOCAL] = Place()
+        places[LOCAL] = RankPlace()
     keys = [make_pair() for _ in nodes]
     # Ranks on other machines come by the address that they know this one by.
     host = next((places[node].host for node in nodes if node != LOCAL), places[LOCAL].host)
@@ -92,13 +92,13 @@ def _free_addresses(host: str) -> tuple[str, str]:
         return plan, watch
 
 
-class Group:
+class RankGroup:
     """The processes of a group as one: that of rank 0, which is the worker's, and those of its followers.
 
     Rank 0 hears of a lost follower by itself. Its end is the end of all of them: none is left when `wait` returns.
     """
 
-    def __init__(self, lead: Process, followers: Sequence[Process], here: Sequence[int]) -> None:
+    def __init__(self, lead: WorkerPort, followers: Sequence[WorkerPort], here: Sequence[int]) -> None:
         """`here` are the pids of the followers on this machine."""
         self.pids = (lead.pid, *here)
         self._lead = lead
@@ -122,14 +122,14 @@ class Group:
             lost = [task.result() for task in followers if task.done()] if is_first else []
             if lost and await self._end([self._lead], [lead], (NOTICE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL)):
                 # A clean stop is one in whatever order the ranks end.
-                lost = [] if lead.result() == Exit.OK else lost
+                lost = [] if lead.result() == ExitStatus.OK else lost
             await asyncio.wait([lead])
             await self._end(self._followers, followers, (LEAVE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL))
         return _verdict(lead.result(), lost)
 
     async def _end(
         self,
-        processes: Sequence[Process],
+        processes: Sequence[WorkerPort],
         waits: "Sequence[asyncio.Task[int | None]]",
         *steps: tuple[float, signal.Signals],
     ) -> bool:
@@ -169,10 +169,10 @@ def _verdict(status: int | None, lost: Sequence[int | None]) -> int | None:
     """Exit status of a group, of which followers that ended before rank 0 did may be the cause."""
     if not lost:
         # Native code that lost a partner ends its process with 1, and so does the guard of a rank that is stuck in it.
-        return Exit.PARTNER_LOST if status == 1 else status
+        return ExitStatus.PARTNER_LOST if status == 1 else status
     final = next((each for each in lost if each in FINAL_EXITS), None)
     if final is not None:
         return final
     fault = next((each for each in lost if each is not None and -each in _FAULTS), None)
     # Faults in native code may come from a request: they count as those of a worker do.
-    return Exit.PARTNER_LOST if fault is None else fault
+    return ExitStatus.PARTNER_LOST if fault is None else fault

@@ -18,8 +18,8 @@ import psutil
 
 from gateway.supervisor.exit_watch import wait_exit
 from gateway.supervisor.os_process import start_ticks
-from gateway.supervisor.ports import Process
-from gateway.supervisor.ranks import LOCAL, Group, RankStarter, ranks_of
+from gateway.supervisor.ports import WorkerPort
+from gateway.supervisor.ranks import LOCAL, RankGroup, RankStarter, ranks_of
 from gateway.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
 from protocol.spec import STDIN, GroupSpec, WorkerSpec
 from protocol.wisdom import FOLDER_ENV, wisdom_dir
@@ -61,7 +61,7 @@ class Spawner:
         self._command = command
         self._starters = starters if starters is not None else {}
 
-    def spawn(self, spec: WorkerSpec) -> Process:
+    def spawn(self, spec: WorkerSpec) -> WorkerPort:
         """Start a worker, or all ranks of its group; of another gateway's group one rank. Raises `OSError`."""
         if spec.group is None or spec.rank is not None:
             child, argv = self._start(spec, f"{spec.name}#{spec.epoch}", lambda: self._registry.remove(spec.name))
@@ -69,7 +69,7 @@ class Spawner:
             return child
         return self._spawn_group(spec, spec.group)
 
-    def _spawn_group(self, spec: WorkerSpec, group: GroupSpec) -> Process:
+    def _spawn_group(self, spec: WorkerSpec, group: GroupSpec) -> WorkerPort:
         nodes = group.nodes
         places = {node: self._starters[node].place(nodes) for node in nodes if node in self._starters}
         absent = [node for node in group.nodes if node != LOCAL and node not in places]
@@ -77,7 +77,7 @@ class Spawner:
             raise FileNotFoundError(f"there is no node '{absent[0]}'")
         first, *others = ranks_of(spec, places)
         lead, argv = self._start(first, f"{spec.name}#{spec.epoch}", lambda: self._registry.remove(spec.name))
-        followers: list[Process] = []
+        followers: list[WorkerPort] = []
         recorded: list[WorkerProcess] = []
         try:
             for rank, each in enumerate(others, 1):
@@ -98,7 +98,7 @@ class Spawner:
                 process.close()
             raise
         self._registry.add(_record(lead.pid, spec, argv, recorded))
-        return Group(lead, followers, [process.pid for process in recorded])
+        return RankGroup(lead, followers, [process.pid for process in recorded])
 
     def _start(self, spec: WorkerSpec, label: str, forget: Callable[[], None]) -> tuple["Child", list[str]]:
         """Start a process in a session of its own, so that no signal to our group reaches it. Raises `OSError`."""
@@ -124,14 +124,14 @@ class Spawner:
             raise
         finally:
             os.close(write_fd)
-        return Child(popen, Output(read_fd, label), forget), argv
+        return Child(popen, WorkerOutput(read_fd, label), forget), argv
 
-    def adopt(self, survivor: Survivor) -> Process:
-        lead = Adopted(survivor.process, lambda: self._registry.remove(survivor.name))
+    def adopt(self, survivor: Survivor) -> WorkerPort:
+        lead = AdoptedProcess(survivor.process, lambda: self._registry.remove(survivor.name))
         if not survivor.ranks:
             return lead
-        followers = [Adopted(process, lambda: None) for process in survivor.ranks]
-        return Group(lead, followers, [follower.pid for follower in followers])
+        followers = [AdoptedProcess(process, lambda: None) for process in survivor.ranks]
+        return RankGroup(lead, followers, [follower.pid for follower in followers])
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ class Child:
 
     is_adopted: bool = False
 
-    def __init__(self, popen: subprocess.Popen[bytes], output: "Output", forget: Callable[[], None]) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], output: "WorkerOutput", forget: Callable[[], None]) -> None:
         self._popen = popen
         self._output = output
         self._forget = forget
@@ -201,7 +201,7 @@ class Child:
         self._forget()
 
 
-class Adopted:
+class AdoptedProcess:
     """A worker process that an earlier gateway started. Its output went away with that gateway."""
 
     is_adopted: bool = True
@@ -230,7 +230,7 @@ class Adopted:
         self._forget()
 
 
-class Output:
+class WorkerOutput:
     """Output of a worker, copied to the log line by line; the last lines explain a crash."""
 
     def __init__(self, fd: int, label: str) -> None:

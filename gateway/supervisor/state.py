@@ -107,7 +107,7 @@ class Events(LinkEvents, MemoryEvents, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """Limits of a worker and its memory; times in seconds."""
 
     heartbeat_s: float = 1.0

@@ -6,13 +6,13 @@ from typing import Any
 
 from gateway.supervisor import inbox
 from gateway.supervisor.ports import Effects
-from gateway.supervisor.state import Limits
+from gateway.supervisor.state import WorkerLimits
 
 
 class Timers:
     """Heartbeat and alarm of one worker over all its incarnations. Every task ends with the group of `begin`."""
 
-    def __init__(self, effects: Effects, limits: Limits, post: Callable[[inbox.InboxMessage], None]) -> None:
+    def __init__(self, effects: Effects, limits: WorkerLimits, post: Callable[[inbox.InboxMessage], None]) -> None:
         self._effects = effects
         self._limits = limits
         self._post = post
@@ -39,15 +39,15 @@ class Timers:
             self._alarm.cancel()
         self._alarm = None
 
-    def is_current(self, alarm: inbox.Alarm) -> bool:
+    def is_current(self, alarm: inbox.AlarmDue) -> bool:
         """Whether nothing was armed or disarmed since it rang."""
         return alarm.token == self._alarm_token
 
     async def _beat(self) -> None:
         while True:
             await self._effects.sleep(self._limits.heartbeat_s)
-            self._post(inbox.Beat())
+            self._post(inbox.HeartbeatDue())
 
     async def _ring(self, token: int, delay_s: float) -> None:
         await self._effects.sleep(delay_s)
-        self._post(inbox.Alarm(token))
+        self._post(inbox.AlarmDue(token))

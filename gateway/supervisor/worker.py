@@ -18,11 +18,11 @@ from gateway.supervisor import inbox, postmortem
 from gateway.supervisor.exits import EXITS, SequenceAction, cause_of
 from gateway.supervisor.failover import ParkedSequences
 from gateway.supervisor.heartbeat import Heartbeat
-from gateway.supervisor.inbox import CommandKind, EventKind, Inbox
+from gateway.supervisor.inbox import CommandKind, EventKind, WorkerInbox
 from gateway.supervisor.incarnation import Incarnation
-from gateway.supervisor.ports import Effects, Process, Wire
+from gateway.supervisor.ports import Effects, WorkerPort, WorkerWire
 from gateway.supervisor.restart_policy import RestartPolicy
-from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, ModelUnavailable, State
+from gateway.supervisor.state import SHUTTING_DOWN, Events, ModelUnavailable, State, WorkerLimits
 from gateway.supervisor.timers import Timers
 from gateway.supervisor.waiters import Waiter, Waiters
 from protocol.failures import Code, Failure
@@ -58,12 +58,12 @@ class Worker:
         self,
         spec: WorkerSpec,
         runner: Runner,
-        inbox: Inbox,
+        inbox: WorkerInbox,
         *,
         effects: Effects,
-        wire: Wire,
+        wire: WorkerWire,
         events: Events,
-        limits: Limits,
+        limits: WorkerLimits,
         load_timeout_s: float,
         is_preload: bool,
     ) -> None:
@@ -127,7 +127,7 @@ class Worker:
             match item:
                 case inbox.WorkerCommand(_, waiter):
                     self._waiters.add(waiter)
-                case inbox.Stop(waiter):
+                case inbox.StopWorker(waiter):
                     self._stoppers.add(waiter)
                 case _:
                     pass
@@ -139,7 +139,7 @@ class Worker:
         match item:
             case Pong():
                 self._on_pong(item)
-            case inbox.Beat():
+            case inbox.HeartbeatDue():
                 self._on_beat()
             case Hello() | Loading() | Ready() | Drained() | Goodbye() | AdaptersSet():
                 # Fenced by the link already; this drops what was queued while the epoch changed.
@@ -147,25 +147,25 @@ class Worker:
                     self._on_message(item, incarnation.process)
             case inbox.WorkerCommand():
                 self._on_command(item)
-            case inbox.Stop():
+            case inbox.StopWorker():
                 self._on_stop(item)
-            case inbox.Change():
+            case inbox.ChangeSpec():
                 self._on_change(item)
-            case inbox.Adopt(process, epoch):
+            case inbox.AdoptProcess(process, epoch):
                 self._on_adopt(process, epoch)
             case inbox.WorkerEvent(kind, epoch):
                 if epoch == incarnation.epoch:
                     self._on_event(kind)
-            case inbox.Admitted(epoch, share_bytes):
+            case inbox.MemoryGranted(epoch, share_bytes):
                 if epoch == incarnation.epoch:
                     self._on_admitted(share_bytes)
-            case inbox.Denied(epoch, failure):
+            case inbox.MemoryDenied(epoch, failure):
                 if epoch == incarnation.epoch:
                     self._on_denied(failure)
-            case inbox.Exited(epoch, status):
+            case inbox.ProcessExited(epoch, status):
                 if epoch == incarnation.epoch and incarnation.process is not None:
                     self._on_exited(status, incarnation.process)
-            case inbox.Alarm():
+            case inbox.AlarmDue():
                 if self._timers.is_current(item):
                     self._on_alarm()
             case _:
@@ -215,7 +215,7 @@ class Worker:
                 self._replace()
         self._on_load(waiter)
 
-    def _on_stop(self, command: inbox.Stop) -> None:
+    def _on_stop(self, command: inbox.StopWorker) -> None:
         self._stoppers.add(command.waiter)
         self._is_closing |= command.is_closing
         self.incarnation.has_successor = False
@@ -234,7 +234,7 @@ class Worker:
                 self.restart_policy.reset()
                 self._settle_stopped()
 
-    def _on_change(self, command: inbox.Change) -> None:
+    def _on_change(self, command: inbox.ChangeSpec) -> None:
         if command.spec.log_level != self.spec.log_level and self.incarnation.process is not None:
             self.incarnation.send(SetLogLevel(command.spec.log_level))
         is_other = command.spec.adapters != self.spec.adapters
@@ -255,7 +255,7 @@ class Worker:
             case State.STOPPED | State.STOPPING | State.DRAINING:
                 pass
 
-    def _on_adopt(self, process: Process, epoch: int) -> None:
+    def _on_adopt(self, process: WorkerPort, epoch: int) -> None:
         self.incarnation = self._new_incarnation(epoch)
         self.incarnation.adopt(process)
         self._enter(State.STARTING)
@@ -310,7 +310,9 @@ class Worker:
             self._fail_waiting(failure)
             self._settle_stopped()
 
-    def _on_message(self, message: Hello | Loading | Ready | Drained | Goodbye | AdaptersSet, process: Process) -> None:
+    def _on_message(
+        self, message: Hello | Loading | Ready | Drained | Goodbye | AdaptersSet, process: WorkerPort
+    ) -> None:
         match message:
             case Hello():
                 self._on_hello(message, process)
@@ -328,7 +330,7 @@ class Worker:
             case AdaptersSet():
                 self.incarnation.note_adapters(message)
 
-    def _on_hello(self, hello: Hello, process: Process) -> None:
+    def _on_hello(self, hello: Hello, process: WorkerPort) -> None:
         if hello.pid != process.pid:
             self._events.stale_message()
             log.warning("refused a second worker %s: pid %d, not %d", self.incarnation, hello.pid, process.pid)
@@ -348,7 +350,7 @@ class Worker:
             self._timers.arm(self._load_timeout_s)
             self.incarnation.greet()
 
-    def _on_ready(self, ready: Ready, process: Process) -> None:
+    def _on_ready(self, ready: Ready, process: WorkerPort) -> None:
         if self.state not in (State.STARTING, State.LOADING):
             return
         if self.incarnation.ready is None and process.is_adopted:
@@ -498,7 +500,7 @@ class Worker:
     def _park(self) -> None:
         self.parked.park(self.incarnation.detach(), self._effects.now())
 
-    def _on_exited(self, status: int | None, process: Process) -> None:
+    def _on_exited(self, status: int | None, process: WorkerPort) -> None:
         """Do what `EXITS` says of this exit."""
         incarnation = self.incarnation
         lines = incarnation.close(process)
@@ -527,7 +529,7 @@ class Worker:
     def _dispose_of_parked(self, action: SequenceAction, report: postmortem.Postmortem) -> None:
         match action:
             case SequenceAction.FAIL:
-                is_clean = report.kind is postmortem.Kind.STOPPED
+                is_clean = report.kind is postmortem.ExitKind.STOPPED
                 stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
                 self.parked.fail(stopped if is_clean else report.stream_failure)
             case SequenceAction.RESUME:

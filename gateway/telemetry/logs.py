@@ -107,7 +107,7 @@ def dropped_records() -> int:
     return sum(handler.dropped for handler in handlers if isinstance(handler, LogWriter))
 
 
-class Logs:
+class LogSinks:
     """The configured logs: a context manager that puts the loggers back as they were."""
 
     def __init__(

@@ -14,7 +14,7 @@ from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.logs import dropped_records
 from gateway.telemetry.metrics import KeyMetrics, Metrics, ModelMetrics
 from gateway.telemetry.vllm_names import cache_config, lora_requests, with_vllm_names
-from protocol.stats import Drafted, Stats
+from protocol.stats import DraftStats, Stats
 
 # The values of a family's labels, and the number.
 Samples = Iterable[tuple[list[str], float]]
@@ -123,7 +123,7 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] =
         lambda s: s.allocation_failures,
     ),
 )
-_DRAFTS: Final[tuple[tuple[str, str, Callable[[Drafted], int]], ...]] = (
+_DRAFTS: Final[tuple[tuple[str, str, Callable[[DraftStats], int]], ...]] = (
     ("spec_decode_num_drafts", "Drafts of next tokens that were verified.", lambda d: d.drafts),
     ("spec_decode_num_draft_tokens", "Tokens of drafts that were verified.", lambda d: d.tokens),
     ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", lambda d: d.accepted),

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.admin import endpoints as admin
 from gateway.admin import requests
-from gateway.admin.orders import Audited
+from gateway.admin.orders import AuditedCommand
 from gateway.http.exchange import send_body
 from gateway.reload import Reloader
 from gateway.services import Services
@@ -19,7 +19,7 @@ from gateway.web.connect_routes import Connect
 from gateway.web.entrance import LogInOrOut, WhoAmI, session_of
 from gateway.web.feed import Feed
 from gateway.web.gate import Gate
-from gateway.web.log_lines import Logs
+from gateway.web.log_lines import LogsEndpoint
 from gateway.web.session import Sessions
 from gateway.web.site import LOG_IN, ME
 
@@ -33,7 +33,7 @@ class Backend:
         self.gate = Gate(Sessions(), services.live, services.throttle, services.metrics)
         self.me: ASGIApp = WhoAmI(services)
         self.sampler = Sampler(services)
-        self.downloads = pulls.Downloads(services)
+        self.downloads = pulls.PullQueue(services)
         status = admin.StatusEndpoint(services)
         self.feed = Feed(services, status.status, self.sampler, self.downloads, self.gate.sessions)
         self._configuration = Configuration(services)
@@ -42,8 +42,8 @@ class Backend:
             Route(ME, self.me, methods=["GET"]),
             Route(f"{PREFIX}/status", status, methods=["GET"]),
             Route(f"{PREFIX}/usage", admin.UsageByDay(services), methods=["GET"]),
-            Route(f"{PREFIX}/history", History(self.sampler), methods=["GET"]),
-            Route(f"{PREFIX}/logs", Logs(services), methods=["GET"]),
+            Route(f"{PREFIX}/history", HistoryEndpoint(self.sampler), methods=["GET"]),
+            Route(f"{PREFIX}/logs", LogsEndpoint(services), methods=["GET"]),
             Route(f"{PREFIX}/connect", Connect(services), methods=["GET"]),
             Route(f"{PREFIX}/feed", self.feed, methods=["GET"]),
             *requests.routes(services, PREFIX),
@@ -54,7 +54,7 @@ class Backend:
             *key_routes.routes(services, PREFIX),
         ]
         router = Router(self.routes, redirect_slashes=False)
-        self.api: ASGIApp = Audited(router, services.audit, lambda scope: session_of(scope).id)
+        self.api: ASGIApp = AuditedCommand(router, services.audit, lambda scope: session_of(scope).id)
 
     def read_with(self, reloader: Reloader) -> None:
         """Let the page check and reload the configuration."""
@@ -66,7 +66,7 @@ class Backend:
         await self.downloads.close()
 
 
-class History:
+class HistoryEndpoint:
     """`GET /ui/api/history`."""
 
     def __init__(self, sampler: Sampler) -> None:

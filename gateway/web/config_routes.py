@@ -7,7 +7,7 @@ import msgspec
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.admin.orders import Order, note
+from gateway.admin.orders import Command, note
 from gateway.config.export import to_json, to_toml
 from gateway.config.settings import Config, ConfigError
 from gateway.errors import BadRequest, Unavailable
@@ -35,13 +35,13 @@ class Configuration:
     def routes(self, prefix: str) -> list[Route]:
         """All of them."""
         return [
-            Route(f"{prefix}/config", Show(self), methods=["GET"]),
-            Route(f"{prefix}/config/check", Check(self), methods=["POST"]),
-            Route(f"{prefix}/config/reload", Reload(self), methods=["POST"]),
+            Route(f"{prefix}/config", ShowConfig(self), methods=["GET"]),
+            Route(f"{prefix}/config/check", CheckEndpoint(self), methods=["POST"]),
+            Route(f"{prefix}/config/reload", ReloadEndpoint(self), methods=["POST"]),
         ]
 
 
-class Show:
+class ShowConfig:
     """`GET /ui/api/config`."""
 
     def __init__(self, configuration: Configuration) -> None:
@@ -53,7 +53,7 @@ class Show:
         await send_body(send, 200, _encode(shown))
 
 
-class Check:
+class CheckEndpoint:
     """`POST /ui/api/config/check`."""
 
     def __init__(self, configuration: Configuration) -> None:
@@ -70,7 +70,7 @@ class Check:
         await send_body(send, 200, _encode(checked))
 
 
-class Reload:
+class ReloadEndpoint:
     """`POST /ui/api/config/reload`. A bad file is a 400, and changes nothing."""
 
     def __init__(self, configuration: Configuration) -> None:
@@ -78,7 +78,7 @@ class Reload:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, reloader = self._configuration.services, self._configuration.reading()
-        order, old = note(scope, Order("config.reload")), services.config
+        order, old = note(scope, Command("config.reload")), services.config
         try:
             done = await reloader.reload()
         except ConfigError as error:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.access.caller import OWNER
 from gateway.config.address import is_daemon_url
 from gateway.errors import BadRequest
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.http.exchange import send_body
 from gateway.services import Services
 from gateway.web.schemas import ClientSetup
@@ -37,7 +37,7 @@ class Connect:
         key = "" if services.keyring.is_open else YOUR_KEY
         try:
             setup = await asyncio.to_thread(_setup, query.get("client", ""), url, model.name, context, key)
-        except Failed as error:
+        except CommandFailed as error:
             raise BadRequest(str(error), "client", "invalid_value") from None
         await send_body(send, 200, msgspec.json.encode(setup))
 

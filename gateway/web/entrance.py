@@ -8,9 +8,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import protocol
-from gateway.access.audit_log import Actor, entry
+from gateway.access.audit_log import AuditActor, entry
 from gateway.admin.order_body import read_order
-from gateway.admin.orders import Order, note
+from gateway.admin.orders import Command, note
 from gateway.admin_types import UiCode, UiRevoked
 from gateway.config.address import from_here
 from gateway.errors import ApiError, Forbidden
@@ -19,7 +19,7 @@ from gateway.request.record import record_of
 from gateway.services import Services
 from gateway.web.gate import Gate, has_session_token
 from gateway.web.schemas import LoggedIn, LogIn, Me, OwnUsage
-from gateway.web.session import CODE_S, IDLE_S, Session
+from gateway.web.session import CODE_S, IDLE_S, WebSession
 
 _encode: Final = msgspec.json.Encoder().encode
 _log_in: Final = msgspec.json.Decoder(LogIn)
@@ -47,11 +47,11 @@ class LogInOrOut:
             )
         await send_body(send, 200, _encode(LoggedIn(opened[0], IDLE_S, protocol.__version__)))
 
-    def _record(self, scope: Scope, session: Session | None) -> None:
+    def _record(self, scope: Scope, session: WebSession | None) -> None:
         # A wrong code adds no line: strangers must not make the audit log roll.
         if session is not None:
             client = str(record_of(scope).client)
-            self._services.audit.record(entry("ui.login", session.id, client=client, actor=Actor()))
+            self._services.audit.record(entry("ui.login", session.id, client=client, actor=AuditActor()))
 
 
 class WhoAmI:
@@ -90,7 +90,7 @@ class MakeCode:
         self._url = url
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note(scope, Order("ui.code"))
+        note(scope, Command("ui.code"))
         page = f"{from_here(self._url())}/ui/"
         if self._services.config.ui.admin == "off":
             raise Forbidden(f'[ui] admin is "off": nothing is administered by the page. For chat open {page}')
@@ -105,7 +105,7 @@ class Revoke:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        order = note(scope, Order("ui.revoke"))
+        order = note(scope, Command("ui.revoke"))
         revoked = UiRevoked(self._gate.sessions.revoke())
         order.facts = {"sessions": revoked.sessions}
         await send_body(send, 200, _encode(revoked))
@@ -119,8 +119,8 @@ def socket_routes(gate: Gate, services: Services, url: Callable[[], str]) -> lis
     ]
 
 
-def session_of(scope: Scope) -> Session:
+def session_of(scope: Scope) -> WebSession:
     """The session that the gate has found."""
     session = scope["mlxd.session"]
-    assert isinstance(session, Session)
+    assert isinstance(session, WebSession)
     return session

@@ -14,17 +14,17 @@ from msgspec import Struct
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
-from gateway.admin_types import MemoryStatus, ModelStatus, RequestView, Status
+from gateway.admin_types import DaemonStatus, MemoryStatus, ModelStatus, RequestView
 from gateway.errors import Overloaded
-from gateway.http.sse import HEADERS, Watch, note_cut
+from gateway.http.sse import HEADERS, StreamWatch, note_cut
 from gateway.request.record import ChunkWriter, record_of
 from gateway.services import Services
 from gateway.web.charts import Sampler
 from gateway.web.entrance import session_of
 from gateway.web.log_lines import LogTail
-from gateway.web.pulls import Downloads
-from gateway.web.schemas import ModelTick, Ping, Pull, Snapshot, StateChange, Tick
-from gateway.web.session import Session, Sessions
+from gateway.web.pulls import PullQueue
+from gateway.web.schemas import FeedPing, FeedSnapshot, FeedTick, ModelTick, PullStatus, StateChange
+from gateway.web.session import Sessions, WebSession
 
 INTERVAL_S: Final = 1.0
 PING_S: Final = 15.0
@@ -44,7 +44,7 @@ _encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 class _Viewer:
     """One open stream. Owned by its request's task; the feed puts events in."""
 
-    session: Session
+    session: WebSession
     wants_log: bool
     # Writes straight to the connection while the task waits: no task's turn for each viewer and event.
     writer: ChunkWriter | None
@@ -88,7 +88,7 @@ class _Seen:
     memory: MemoryStatus | None = None
     requests: list[RequestView] = field(default_factory=list[RequestView])
     requests_in_all: int = 0
-    pulls: list[Pull] = field(default_factory=list[Pull])
+    pulls: list[PullStatus] = field(default_factory=list[PullStatus])
     is_draining: bool = False
 
 
@@ -98,9 +98,9 @@ class Feed:
     def __init__(
         self,
         services: Services,
-        status: Callable[[], Status],
+        status: Callable[[], DaemonStatus],
         sampler: Sampler,
-        downloads: Downloads,
+        downloads: PullQueue,
         sessions: Sessions,
     ) -> None:
         self._services = services
@@ -123,7 +123,7 @@ class Feed:
             raise Overloaded(f"{VIEWERS_MAX} pages view already. Close one.", 10.0)
         wants_log = QueryParams(scope["query_string"]).get("log") == "1"
         viewer = _Viewer(session_of(scope), wants_log, record_of(scope).writer)
-        async with Watch(receive, self._services.config.server.write_timeout_s) as watch:
+        async with StreamWatch(receive, self._services.config.server.write_timeout_s) as watch:
             self._join(viewer)
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
@@ -165,7 +165,7 @@ class Feed:
                 self._task.cancel()
                 self._task = None
 
-    async def _show(self, viewer: _Viewer, send: Send, watch: Watch) -> None:
+    async def _show(self, viewer: _Viewer, send: Send, watch: StreamWatch) -> None:
         is_over = False
         while not is_over:
             data = await self._next(viewer)
@@ -190,7 +190,7 @@ class Feed:
                     await viewer.news.wait()
             except TimeoutError:
                 is_silent = time.monotonic() - viewer.wrote_at >= PING_S
-                return _event("ping", Ping(time.time())) if is_silent else b""
+                return _event("ping", FeedPing(time.time())) if is_silent else b""
             finally:
                 viewer.is_idle = False
         queue, viewer.queue = viewer.queue, []
@@ -228,7 +228,7 @@ class Feed:
         if any(getattr(tick, name) for name in tick.__struct_fields__[1:]) or _is_emptied(tick):
             self._offer(_event("tick", tick))
 
-    def _compare(self, status: Status) -> tuple[Tick, _Seen]:
+    def _compare(self, status: DaemonStatus) -> tuple[FeedTick, _Seen]:
         before, requests = self._seen, self._services.requests.views()
         seen = _Seen(
             models={model.name: self._numbers(model) for model in status.models},
@@ -239,7 +239,7 @@ class Feed:
             is_draining=status.is_draining,
         )
         has_new_requests = self._has_new_requests(seen)
-        tick = Tick(
+        tick = FeedTick(
             time=time.time(),
             models=[model for name, model in seen.models.items() if before.models.get(name) != model],
             removed=[name for name in before.models if name not in seen.models],
@@ -270,7 +270,7 @@ class Feed:
         if self._snapshot is None:
             status, seen = self._status(), self._seen
             assert status.memory is not None
-            snapshot = Snapshot(
+            snapshot = FeedSnapshot(
                 time=time.time(),
                 version=status.version,
                 url=status.url,
@@ -298,7 +298,7 @@ def _states(requests: list[RequestView]) -> list[tuple[str, str]]:
     return [(request.id, request.state) for request in requests]
 
 
-def _is_emptied(tick: Tick) -> bool:
+def _is_emptied(tick: FeedTick) -> bool:
     """Whether something is told to be none any more."""
     return tick.requests is not None or tick.pulls is not None or tick.is_draining is not None
 

@@ -12,9 +12,9 @@ from gateway.config.address import Address
 from gateway.config.origins import is_address, is_same, is_served
 from gateway.errors import Forbidden, Misdirected, Unauthorized
 from gateway.request.record import record_of
-from gateway.request.routing import Live
+from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
-from gateway.web.session import TOKEN_START, Session, Sessions
+from gateway.web.session import TOKEN_START, Sessions, WebSession
 
 # Of what the browser says about where a fetch comes from: our own page, or no page at all.
 _OWN_SITE: Final = ("same-origin", "none")
@@ -24,7 +24,7 @@ NOT_A_SESSION: Final = "Open the page with 'mlxctl ui': its session has ended, o
 class Gate:
     """Every check but the last raises before the token is looked at."""
 
-    def __init__(self, sessions: Sessions, live: Live, throttle: Throttle, metrics: Metrics) -> None:
+    def __init__(self, sessions: Sessions, live: LiveConfig, throttle: Throttle, metrics: Metrics) -> None:
         self.sessions = sessions
         self._live = live
         self._throttle = throttle
@@ -62,7 +62,7 @@ class Gate:
             )
         self._check_origin(Headers(scope=scope))
 
-    def session(self, scope: Scope) -> Session:
+    def session(self, scope: Scope) -> WebSession:
         """The session that a request has. Raises `Unauthorized`, `Forbidden`, `Misdirected` or `RateLimited`."""
         self.check_visitor(scope)
         token = bearer(scope)

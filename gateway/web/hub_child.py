@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from gateway.model_files.hub import HubFailed
-from gateway.model_files.search import Candidate, inspect_one, recommend, search, search_shortlist
+from gateway.model_files.search import FoundRepository, inspect_one, recommend, search, search_shortlist
 from gateway.web.schemas import HubAnswer, HubModel, HubModels, HubOrder
 
 
@@ -39,7 +39,7 @@ def _ask(order: HubOrder) -> HubModels:
     return HubModels([_model(model) for model in models], available, is_offline)
 
 
-def _model(model: Candidate) -> HubModel:
+def _model(model: FoundRepository) -> HubModel:
     info = model.info
     if info is None:
         reason = model.reason.removeprefix("cannot be loaded: ")

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.errors import ApiError, BadRequest, Overloaded, Unavailable
 from gateway.http.exchange import send_body
 from gateway.memory.host import ThisMachine
-from gateway.model_files.listing import Known, list_models
+from gateway.model_files.listing import ConfiguredModel, list_models
 from gateway.services import Services
 from gateway.web.schemas import HubAnswer, HubModels, HubOrder, ModelFilesList, PullOrder
 
@@ -55,7 +55,7 @@ class ModelFiles:
         services = self._services
         models = services.config.models
         known = [
-            Known(
+            ConfiguredModel(
                 name=view.name,
                 path=view.path,
                 aliases=models[view.name].aliases,

@@ -12,7 +12,7 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, KeyRefused
 from gateway.admin.order_body import read_order
 from gateway.errors import BadRequest, Forbidden
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
 from gateway.services import Services
@@ -127,5 +127,5 @@ async def _carry_out(action: Callable[[], T]) -> T:
         return await asyncio.to_thread(action)
     except KeyRefused as error:
         raise BadRequest(str(error), code="key_refused") from None
-    except Failed as error:
+    except CommandFailed as error:
         raise BadRequest(str(error), code="keys_unusable") from None

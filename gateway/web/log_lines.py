@@ -28,7 +28,7 @@ _TEXT_MAX: Final = 200
 _encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 
 
-class Logs:
+class LogsEndpoint:
     """`GET /ui/api/logs`."""
 
     def __init__(self, services: Services) -> None:

@@ -10,12 +10,12 @@ from starlette.types import Receive, Scope, Send
 from gateway.access.audit_log import Action
 from gateway.access.caller import OWNER
 from gateway.admin.order_body import read_order
-from gateway.admin.orders import Order, note
+from gateway.admin.orders import Command, note
 from gateway.admin_types import ModelRef
 from gateway.http.exchange import send_body
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable
-from gateway.web.schemas import Accepted
+from gateway.web.schemas import OrderAccepted
 
 Verb = Literal["load", "unload", "restart", "pin", "unpin"]
 
@@ -76,7 +76,7 @@ class ModelOrder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ref = await read_order(scope, receive, _model_ref)
-        order = note(scope, Order(self._action, ref.model))
+        order = note(scope, Command(self._action, ref.model))
         order.target = name = self._services.router.resolve(ref.model, OWNER).name
         self._orders.start(self._verb, name, self._run)
-        await send_body(send, 202, msgspec.json.encode(Accepted(name, self._verb)))
+        await send_body(send, 202, msgspec.json.encode(OrderAccepted(name, self._verb)))

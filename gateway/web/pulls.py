@@ -16,11 +16,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.admin.order_body import read_order
-from gateway.admin.orders import Order, note
+from gateway.admin.orders import Command, note
 from gateway.errors import ApiError, Overloaded
 from gateway.http.exchange import send_body
 from gateway.services import Services
-from gateway.web.schemas import Pull, PullOrder, Pulls
+from gateway.web.schemas import PullOrder, Pulls, PullStatus
 
 COMMAND: Final = (sys.executable, "-P", "-c", "from gateway.ctl import main; main()", "pull", "--yes", "--events", "--")
 WAITING_MAX: Final = 16
@@ -52,7 +52,7 @@ _event: Final = msgspec.json.Decoder(PullEvent)
 
 @dataclass(slots=True)
 class _Download:
-    """One order. Owned by `Downloads`."""
+    """One order. Owned by `PullQueue`."""
 
     repository: str
     id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -68,10 +68,10 @@ class _Download:
     def has_ended(self) -> bool:
         return self.state not in ("waiting", "running")
 
-    def view(self) -> Pull:
+    def view(self) -> PullStatus:
         rate = self._rate() if self.state == "running" else 0.0
         left = self.newest.total_bytes - self.newest.downloaded_bytes
-        return Pull(
+        return PullStatus(
             id=self.id,
             repository=self.repository,
             state=self.state,
@@ -97,7 +97,7 @@ class _Download:
         return max(0.0, (last - first) / (ended - began)) if ended > began else 0.0
 
 
-class Downloads:
+class PullQueue:
     """In the order in which they were ordered; the first that has not ended runs."""
 
     def __init__(self, services: Services) -> None:
@@ -105,11 +105,11 @@ class Downloads:
         self._all: list[_Download] = []
         self._is_running = False
 
-    def views(self) -> list[Pull]:
+    def views(self) -> list[PullStatus]:
         """All that are listed, the newest last."""
         return [download.view() for download in self._all]
 
-    def order(self, repository: str) -> Pull:
+    def order(self, repository: str) -> PullStatus:
         """Download a repository, after those ordered before. Raises `Overloaded`."""
         for download in self._all:
             if download.repository == repository and not download.has_ended:
@@ -126,7 +126,7 @@ class Downloads:
             self._services.tasks.start(self._run(), "downloads")
         return download.view()
 
-    def cancel(self, pull_id: str) -> Pull:
+    def cancel(self, pull_id: str) -> PullStatus:
         """Stop one; what has come of it is kept. Raises `ApiError`."""
         download = next((each for each in self._all if each.id == pull_id), None)
         if download is None:
@@ -184,38 +184,38 @@ class Downloads:
             _end(download, "failed", said or f"mlxctl pull ended with status {status}.")
 
 
-class List:
+class ListPulls:
     """`GET` and `POST /ui/api/pulls`."""
 
-    def __init__(self, downloads: Downloads) -> None:
+    def __init__(self, downloads: PullQueue) -> None:
         self._downloads = downloads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST":
             wanted = await read_order(scope, receive, _order)
-            note(scope, Order("model.pull", wanted.repository))
+            note(scope, Command("model.pull", wanted.repository))
             await send_body(send, 202, _encode(self._downloads.order(wanted.repository)))
         else:
             await send_body(send, 200, _encode(Pulls(self._downloads.views())))
 
 
-class Cancel:
+class CancelPull:
     """`DELETE /ui/api/pulls/ID`."""
 
-    def __init__(self, downloads: Downloads) -> None:
+    def __init__(self, downloads: PullQueue) -> None:
         self._downloads = downloads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pull = self._downloads.cancel(scope["path_params"]["id"])
-        note(scope, Order("model.pull", pull.repository, {"cancelled": True}))
+        note(scope, Command("model.pull", pull.repository, {"cancelled": True}))
         await send_body(send, 200, _encode(pull))
 
 
-def routes(downloads: Downloads, prefix: str) -> list[Route]:
+def routes(downloads: PullQueue, prefix: str) -> list[Route]:
     """All of them."""
     return [
-        Route(f"{prefix}/pulls", List(downloads), methods=["GET", "POST"]),
-        Route(f"{prefix}/pulls/{{id}}", Cancel(downloads), methods=["DELETE"]),
+        Route(f"{prefix}/pulls", ListPulls(downloads), methods=["GET", "POST"]),
+        Route(f"{prefix}/pulls/{{id}}", CancelPull(downloads), methods=["DELETE"]),
     ]
 
 

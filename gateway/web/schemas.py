@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from gateway.access.key import Expiry, Limit, Percent
-from gateway.admin_types import MemoryStatus, ModelStatus, Reload, RequestView
-from gateway.model_files.listing import Listed
+from gateway.admin_types import MemoryStatus, ModelStatus, ReloadResult, RequestView
+from gateway.model_files.listing import ListedModel
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 # No part begins with a dot or a dash.
@@ -59,7 +59,7 @@ class Me(Struct, frozen=True):
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-class Accepted(Struct, frozen=True):
+class OrderAccepted(Struct, frozen=True):
     """202: the order is carried out; the feed has its progress, and `last_failure` of the model how it failed."""
 
     model: str
@@ -69,7 +69,7 @@ class Accepted(Struct, frozen=True):
 class ModelFilesList(Struct, frozen=True):
     """`GET models`. `state` of a model is `not configured` where only the cache has it."""
 
-    models: list[Listed]
+    models: list[ListedModel]
     available_bytes: int
 
 
@@ -118,7 +118,7 @@ class PullOrder(Struct, frozen=True, forbid_unknown_fields=True):
     repository: RepositoryName
 
 
-class Pull(Struct, frozen=True):
+class PullStatus(Struct, frozen=True):
     """One download. `waiting` for the one before; `failed` and `cancelled` ones keep what has come: order it again.
 
     `left_s` is None while the rate is not known. `message` is the end's sentence; `path` the folder of a finished one.
@@ -138,7 +138,7 @@ class Pull(Struct, frozen=True):
 class Pulls(Struct, frozen=True):
     """`GET pulls`: the newest last, ended ones included."""
 
-    pulls: list[Pull]
+    pulls: list[PullStatus]
 
 
 # -- configuration and keys --------------------------------------------------------------------------------------------
@@ -159,14 +159,14 @@ class ConfigChecked(Struct, frozen=True):
     ok: bool
     error: str = ""
     line: int | None = None
-    changes: Reload | None = None
+    changes: ReloadResult | None = None
     diff: str = ""
 
 
 class ConfigReloaded(Struct, frozen=True):
     """`POST config/reload`."""
 
-    done: Reload
+    done: ReloadResult
     diff: str
 
 
@@ -332,7 +332,7 @@ class ModelTick(Struct, frozen=True):
     last_failure: str
 
 
-class Snapshot(Struct, frozen=True):
+class FeedSnapshot(Struct, frozen=True):
     """Event `snapshot`: the first one, and again for a viewer that has missed some."""
 
     time: float
@@ -344,11 +344,11 @@ class Snapshot(Struct, frozen=True):
     memory: MemoryStatus
     requests: list[RequestView]
     requests_in_all: int
-    pulls: list[Pull]
+    pulls: list[PullStatus]
     captures_on: bool
 
 
-class Tick(Struct, frozen=True, omit_defaults=True):
+class FeedTick(Struct, frozen=True, omit_defaults=True):
     """Event `tick`, once a second: what has changed, and nothing else.
 
     `models` are those with changed numbers, `removed` names that are gone, `requests` all of the oldest 50 as soon as
@@ -361,7 +361,7 @@ class Tick(Struct, frozen=True, omit_defaults=True):
     memory: MemoryStatus | None = None
     requests: list[RequestView] | None = None
     requests_in_all: int | None = None
-    pulls: list[Pull] | None = None
+    pulls: list[PullStatus] | None = None
     is_draining: bool | None = None
 
 
@@ -373,7 +373,7 @@ class StateChange(Struct, frozen=True):
     state: str
 
 
-class Ping(Struct, frozen=True):
+class FeedPing(Struct, frozen=True):
     """Event `ping`, when nothing else was sent for 15 s."""
 
     time: float

@@ -29,7 +29,7 @@ def boot_time() -> float:
 
 
 @dataclass(slots=True)
-class Session:
+class WebSession:
     """One log-in. `id` is for the audit log, and opens nothing. Owned by `Sessions`."""
 
     id: str
@@ -45,7 +45,7 @@ class Sessions:
         # Hash of a code -> when it ends.
         self._codes: OrderedDict[bytes, float] = OrderedDict()
         # Hash of a token -> its session, the least recently used first.
-        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        self._sessions: OrderedDict[bytes, WebSession] = OrderedDict()
 
     def make_code(self) -> str:
         """A new code, which logs in once, within `CODE_S`."""
@@ -56,7 +56,7 @@ class Sessions:
         self._codes[_digest(code)] = self._clock() + CODE_S
         return code
 
-    def redeem(self, code: str) -> tuple[str, Session] | None:
+    def redeem(self, code: str) -> tuple[str, WebSession] | None:
         """Token and session for a code, which ends with it; None for a code that is unknown, used or too old."""
         self._forget_old()
         if len(code) > _SECRET_CHARS_MAX or self._codes.pop(_digest(code), None) is None:
@@ -64,11 +64,11 @@ class Sessions:
         if len(self._sessions) >= SESSIONS_MAX:
             self._sessions.popitem(last=False)[1].is_over = True
         token = TOKEN_START + secrets.token_urlsafe(SECRET_BYTES)
-        session = Session(secrets.token_hex(4), self._clock())
+        session = WebSession(secrets.token_hex(4), self._clock())
         self._sessions[_digest(token)] = session
         return token, session
 
-    def use(self, token: str) -> Session | None:
+    def use(self, token: str) -> WebSession | None:
         """The session of a token, whose idle time begins again; None when it has none."""
         self._forget_old()
         key = _digest(token) if len(token) <= _SECRET_CHARS_MAX else b""
@@ -78,11 +78,11 @@ class Sessions:
             self._sessions.move_to_end(key)
         return session
 
-    def is_alive(self, session: Session) -> bool:
+    def is_alive(self, session: WebSession) -> bool:
         """Whether it has neither ended nor been idle for too long. Asking is no use of it."""
         return not session.is_over and self._clock() - session.used < IDLE_S
 
-    def end(self, session: Session) -> None:
+    def end(self, session: WebSession) -> None:
         """Log out."""
         session.is_over = True
         self._sessions = OrderedDict((key, kept) for key, kept in self._sessions.items() if kept is not session)

@@ -9,7 +9,7 @@ from gateway.access.caller import OWNER
 from gateway.errors import ApiError
 from gateway.http.exchange import came_to
 from gateway.request.record import record_of
-from gateway.request.routing import Live
+from gateway.request.routing import LiveConfig
 from gateway.web.gate import Gate, has_session_token
 from gateway.web.page import HEADERS, Page
 
@@ -25,7 +25,7 @@ class Site:
     """Pure ASGI. `app` gets all that is not below `/ui`; `api` what has a session; `me` asks who the visitor is, which
     clients with an API key, and those of an open loopback, may as well."""
 
-    def __init__(self, app: ASGIApp, api: ASGIApp, me: ASGIApp, gate: Gate, live: Live) -> None:
+    def __init__(self, app: ASGIApp, api: ASGIApp, me: ASGIApp, gate: Gate, live: LiveConfig) -> None:
         self._live = live
         self._app = app
         self._api = api

@@ -9,14 +9,14 @@ from deploy.demo_model.evaluate.measure import SHIPPED
 from deploy.demo_model.train.tokenizer import Renderer
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.speculation.eager import EagerDrafts
 
 # Of drafts of three tokens each, a token that follows a wrong one counted as wrong.
 LEAST = 0.6
 
 
-def eager(loaded: Loaded) -> EagerDrafts:
+def eager(loaded: LoadedModel) -> EagerDrafts:
     assert loaded.proposer is not None, loaded.no_head
     return EagerDrafts(loaded.proposer, 3)
 

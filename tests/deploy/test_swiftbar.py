@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.admin_types import Status
+from gateway.admin_types import DaemonStatus
 from tests.support.ctl import COMMAND
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.scale import patient
@@ -57,7 +57,7 @@ def recorded() -> dict[str, Any]:
 
 
 def test_the_recorded_status_is_one_of_todays_daemon(recorded: dict[str, Any]) -> None:
-    assert msgspec.to_builtins(msgspec.convert(recorded, Status)).keys() == recorded.keys()
+    assert msgspec.to_builtins(msgspec.convert(recorded, DaemonStatus)).keys() == recorded.keys()
 
 
 def test_models_are_shown_with_what_can_be_done_with_them(tmp_path: Path, recorded: dict[str, Any]) -> None:

@@ -24,10 +24,10 @@ from gateway.http.connection import GuardedProtocol
 from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
 from gateway.http.listen import file_limit
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.pool.pool import Pool
 from gateway.supervisor.spawn import default_command
-from gateway.supervisor.state import Limits
+from gateway.supervisor.state import WorkerLimits
 from gateway.telemetry.metrics import Metrics
 from protocol.spec import WorkerSpec
 from tests.support.pool import short_home
@@ -47,7 +47,7 @@ class Gateway:
     app: App
     admin: App
     pool: Pool
-    link: Link
+    link: WorkerLink
     metrics: Metrics
 
 
@@ -84,7 +84,7 @@ async def running(
     models: Sequence[ModelConfig] = (),
     server: ServerConfig | None = None,
     worker: str = "scripted",
-    limits: Limits | None = None,
+    limits: WorkerLimits | None = None,
     command: Callable[[WorkerSpec], list[str]] | None = None,
     protocol: type[GuardedProtocol] = GuardedProtocol,
     handshake_s: float = HANDSHAKE_S,
@@ -110,7 +110,7 @@ async def running(
     )
     config.run_dir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics()
-    link = Link(config.run_dir, metrics)
+    link = WorkerLink(config.run_dir, metrics)
     start = command or _command(WORKERS / f"{worker}.py", options)
     pool = Pool(config, link, metrics, command=start, limits=limits)
     app = create_app(config, pool, link, metrics)

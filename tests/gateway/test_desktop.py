@@ -14,9 +14,9 @@ from gateway.desktop import (
     INPUT_EVERY_S,
     POWER_EVERY_S,
     TICK_MS,
+    DesktopProbe,
+    DesktopState,
     DesktopWatch,
-    Scene,
-    Senses,
     display_of,
     idle_of,
     pace,
@@ -56,11 +56,11 @@ def test_heat_slows_down_whoever_is_there() -> None:
 
 
 def test_a_mode_that_is_set_counts_wherever_this_is_and_auto_where_the_machine_can_be_seen() -> None:
-    away, here = Scene(idle_s=AWAY_S), Scene()
+    away, here = DesktopState(idle_s=AWAY_S), DesktopState()
     assert wanted(True, None) == wanted(True, away) == pace(0.0, True, False, "nominal")
     assert wanted(False, here) == wanted("auto", None) == wanted("auto", away) == FULL
     assert wanted("auto", here) == wanted(True, None)
-    assert wanted(True, Scene(on_battery=True)).duty == BATTERY_DUTY
+    assert wanted(True, DesktopState(on_battery=True)).duty == BATTERY_DUTY
 
 
 def test_what_the_tools_of_macos_print_is_read_and_silence_is_a_person_at_a_cool_machine() -> None:
@@ -100,8 +100,8 @@ class Mac:
 
 def test_battery_and_heat_are_looked_at_more_rarely_than_input() -> None:
     mac = Mac(power=BATTERY)
-    senses = Senses(mac.run, mac.clock)
-    assert senses.scene() == Scene(0.0, True, True, "nominal")
+    senses = DesktopProbe(mac.run, mac.clock)
+    assert senses.scene() == DesktopState(0.0, True, True, "nominal")
     mac.now, mac.power = POWER_EVERY_S - 1, MAINS
     assert senses.scene().on_battery
     mac.now = POWER_EVERY_S
@@ -140,7 +140,7 @@ def watched(mac: Mac, models: list[Model], mode: list[object]) -> tuple[DesktopW
         lambda: mode[0],  # type: ignore[arg-type,return-value]
         lambda: models,  # type: ignore[arg-type,return-value]
         wire,  # type: ignore[arg-type]
-        senses=Senses(mac.run, mac.clock),
+        senses=DesktopProbe(mac.run, mac.clock),
         clock=mac.clock,
     )
     return watch, wire
@@ -149,7 +149,7 @@ def watched(mac: Mac, models: list[Model], mode: list[object]) -> tuple[DesktopW
 async def test_workers_are_told_once_and_again_when_it_changes_and_new_ones_when_they_are_ready() -> None:
     mac, models = Mac(), [Model("a"), Model("b", is_serving=False)]
     watch, wire = watched(mac, models, ["auto"])
-    slow = wanted("auto", Scene())
+    slow = wanted("auto", DesktopState())
     for _ in range(3):
         await watch.look()
     assert wire.sent == [("a", 1, slow)]

@@ -12,7 +12,7 @@ from gateway.request.model_load import LOAD_S
 from gateway.supervisor.spawn import default_command
 from protocol import wisdom
 from protocol.spec import WorkerSpec
-from protocol.wisdom import FORMAT, Calibration, LoadFacts, Wisdom, wisdom_dir
+from protocol.wisdom import FORMAT, Calibration, LoadFacts, TimingProfile, wisdom_dir
 from tests.gateway.harness import chat, running, serving, until
 from tests.support.audio_models import build_moonshine
 from tests.support.pool import short_home
@@ -22,9 +22,9 @@ from worker.pacing.kept_load import keep_load
 pytestmark = pytest.mark.anyio
 
 
-def kept(load_s: float) -> Wisdom:
+def kept(load_s: float) -> TimingProfile:
     load = LoadFacts(load_s, 0.5, 100, 200, 8, 0)
-    return Wisdom(format=FORMAT, key="a" * 20, model="m", path="m", machine="", written=1.0, load=load)
+    return TimingProfile(format=FORMAT, key="a" * 20, model="m", path="m", machine="", written=1.0, load=load)
 
 
 async def test_a_client_that_waited_in_vain_is_told_when_the_model_will_be_there() -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from gateway.access.key_file import has_keys
-from gateway.admin_types import Reload
+from gateway.admin_types import ReloadResult
 from gateway.app import create_admin_app
 from gateway.config.load import load_config
 from gateway.config.settings import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig
@@ -24,7 +24,7 @@ from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
-NOTHING = Reload([], [], [], [], [])
+NOTHING = ReloadResult([], [], [], [], [])
 STREAM = {"stream": True, "max_tokens": 200}
 
 
@@ -40,7 +40,7 @@ class Reloadable:
     def write(self, text: str) -> None:
         self.path.write_text(text)
 
-    async def reload(self, text: str) -> Reload:
+    async def reload(self, text: str) -> ReloadResult:
         self.write(text)
         return await self.reloader.reload()
 
@@ -141,7 +141,7 @@ sampling = { max_tokens = 2 }
 """
         )
 
-        assert done == Reload(
+        assert done == ReloadResult(
             [],
             [],
             [],

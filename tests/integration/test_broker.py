@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from gateway.config.settings import Config, MemoryConfig
 from gateway.memory.broker import TURN_S
 from gateway.memory.host import ThisMachine
-from gateway.supervisor.state import Limits, ModelUnavailable, State
+from gateway.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.messages import Delta, Finish
 from tests.support.pool import DEADLINE_S, Running, config, finish_of, read_all, short_home, text_of, tokens, until
@@ -22,7 +22,7 @@ from tests.support.scale import patient
 pytestmark = pytest.mark.anyio
 
 MIB = 1 << 20
-QUICK = Limits(
+QUICK = WorkerLimits(
     heartbeat_s=0.05,
     term_s=0.2,
     grace_s=0.5,

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.link.collector import Collector
 from gateway.supervisor.spawn import default_command
-from gateway.supervisor.state import Limits
+from gateway.supervisor.state import WorkerLimits
 from protocol.messages import Delta
 from tests.support.daemon import DaemonProcess
 from tests.support.pool import Running, config, short_home
@@ -187,7 +187,7 @@ async def test_streams_of_a_worker_that_is_started_anew_for_its_memory_equal_the
         "cache": {"ram_bytes": 0, "disk_bytes": 0},
     }
 
-    async def ids(limits: Limits, memory: int) -> tuple[list[list[int]], Running]:
+    async def ids(limits: WorkerLimits, memory: int) -> tuple[list[list[int]], Running]:
         command = default_command
         async with Running(config(home, ("m",), memory_bytes=memory, **fields), command=command, limits=limits) as r:
             async with asyncio.timeout(patient(DEADLINE_S)):
@@ -197,10 +197,10 @@ async def test_streams_of_a_worker_that_is_started_anew_for_its_memory_equal_the
             r.note_pids()
         return found, r
 
-    expected, calm = await ids(Limits(), SHARE)
+    expected, calm = await ids(WorkerLimits(), SHARE)
     assert calm.events.recycles == []
     # Less than Python alone takes: nothing that the worker can do will help.
-    eager = Limits(look_s=0.05, squeeze_s=0.1, creep_s=0.3, creep_bytes=0)
+    eager = WorkerLimits(look_s=0.05, squeeze_s=0.1, creep_s=0.3, creep_bytes=0)
     found, pressed = await ids(eager, 8 * MIB)
 
     assert pressed.events.recycles == ["m"]

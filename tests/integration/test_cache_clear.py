@@ -9,7 +9,7 @@ import numpy as np
 from gateway.ctl import prefix_files
 from tests.support import disk as folder
 from tests.support.ctl import ctl
-from worker.cache.disk import CacheDisk, Entry, Status
+from worker.cache.disk import CacheDisk, DiskEntry, FileStatus
 from worker.cache.fingerprint import LABEL
 from worker.cache.salts import salt_key
 
@@ -17,7 +17,7 @@ CAP = 100_000
 CONFIG = '[models.coder]\npath = "org/coder"\naliases = ["c"]\n[models.other]\n'
 
 
-def write(disk: CacheDisk, number: int) -> Entry:
+def write(disk: CacheDisk, number: int) -> DiskEntry:
     """A file of about 10 kB."""
     array = mx.ones((1, 1, 10, 128))
     mx.eval(array)
@@ -44,7 +44,7 @@ def test_a_model_is_cleared_under_a_running_worker_which_then_fills_the_whole_ca
     root = tmp_path / "cache" / "prefix"
     coder, other = started(root, "k1", "org/coder"), started(root, "k2", "other")
     entries = [write(coder, number) for number in range(5)] + [write(other, 1)]
-    assert all(entry.status is Status.WRITTEN for entry in entries)
+    assert all(entry.status is FileStatus.WRITTEN for entry in entries)
 
     shown = json.loads(ctl(tmp_path, "cache", "stats", "--json").stdout)
     assert [(model["model"], model["files"]) for model in shown["models"]] == [("org/coder", 5), ("other", 1)]
@@ -55,7 +55,7 @@ def test_a_model_is_cleared_under_a_running_worker_which_then_fills_the_whole_ca
 
     # The ledger no longer counts what is gone: what fits by its true size is kept.
     entries = [write(coder, number) for number in range(10, 15)]
-    assert all(entry.status is Status.WRITTEN for entry in entries)
+    assert all(entry.status is FileStatus.WRITTEN for entry in entries)
     assert len(folder.files(root)) == 6
     assert folder.size(root) <= CAP
     assert int((root / ".total").read_text()) == sum(path.stat().st_size for path in folder.files(root))

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from gateway.main import Status
+from gateway.main import DaemonExit
 from gateway.supervisor.spawn import default_command
-from gateway.supervisor.state import Limits, State
+from gateway.supervisor.state import State, WorkerLimits
 from protocol.messages import TextPrompt, Tokenize
 from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DEADLINE_S, DaemonProcess, stream_text, write_config
@@ -125,12 +125,12 @@ def test_a_limit_of_open_files_that_is_too_small_is_said_at_the_start(home: Path
     write_config(home)
     daemon = DaemonProcess(home, files=128)
 
-    assert daemon.wait() == Status.CANNOT_USE
+    assert daemon.wait() == DaemonExit.CANNOT_USE
     assert "mlxd: at most 128 files may be open, and mlxd needs 144 for itself" in daemon.new_log()
 
 
 async def test_a_worker_that_is_starved_for_a_moment_is_left_alone(home: Path) -> None:
-    async with Running(config(home), limits=Limits(heartbeat_s=0.05)) as running:
+    async with Running(config(home), limits=WorkerLimits(heartbeat_s=0.05)) as running:
         worker = await running.ready()
         stream = running.generate(worker, max_tokens=100)
         begun = await stream.next()
@@ -148,7 +148,7 @@ async def test_a_worker_that_is_starved_for_a_moment_is_left_alone(home: Path) -
 
 
 async def test_a_gateway_that_did_not_run_for_a_while_blames_nobody(home: Path) -> None:
-    limits = Limits(heartbeat_s=0.05, pong_s=patient(0.5), step_s=patient(0.5), blackout_s=patient(0.3))
+    limits = WorkerLimits(heartbeat_s=0.05, pong_s=patient(0.5), step_s=patient(0.5), blackout_s=patient(0.3))
     async with Running(config(home), limits=limits) as running:
         worker = await running.ready()
         stream = running.generate(worker, max_tokens=300)
@@ -182,7 +182,7 @@ async def test_an_aborted_process_leaves_its_stacks_in_the_log_and_its_stream_go
 @pytest.mark.soak
 async def test_a_long_prefill_is_no_stuck_step(home: Path, model_folder: ModelFolder) -> None:
     # A chunk may wait for the machine.
-    limits = Limits(heartbeat_s=0.02, step_s=patient(0.25))
+    limits = WorkerLimits(heartbeat_s=0.02, step_s=patient(0.25))
     cold = config(home, path=str(model_folder("qwen3")), prefill_chunk=16)
     async with Running(cold, command=default_command, limits=limits) as running:
         worker = await running.ready()

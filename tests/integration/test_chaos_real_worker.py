@@ -10,7 +10,7 @@ import pytest
 
 from gateway.config.settings import Config
 from gateway.supervisor.spawn import default_command
-from gateway.supervisor.state import Limits, ModelUnavailable, State
+from gateway.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from tests.support.pool import Running, config, read_all, short_home, text_of, until
 from tests.support.scale import patient
@@ -25,7 +25,7 @@ def home() -> Iterator[Path]:
         yield path
 
 
-def running(config: Config, limits: Limits | None = None) -> Running:
+def running(config: Config, limits: WorkerLimits | None = None) -> Running:
     return Running(config, command=default_command, limits=limits)
 
 
@@ -33,7 +33,7 @@ def running(config: Config, limits: Limits | None = None) -> Running:
 async def test_a_stopped_process_is_noticed_killed_and_replaced_and_its_stream_goes_on(
     home: Path, model_folder: ModelFolder
 ) -> None:
-    limits = Limits(heartbeat_s=0.1, pong_s=patient(1.5), dump_s=0.1, abort_s=0.5)
+    limits = WorkerLimits(heartbeat_s=0.1, pong_s=patient(1.5), dump_s=0.1, abort_s=0.5)
     # One token a step: drafts would end the stream before its worker can be stopped.
     async with running(config(home, path=str(model_folder("qwen3")), speculate="off"), limits) as pool:
         whole = text_of(await pool.complete(text="one", max_tokens=600))
@@ -71,7 +71,7 @@ async def test_a_stop_while_loading_leaves_no_process(home: Path, model_folder: 
 
 
 async def test_an_abort_frees_the_row_and_unload_exits_cleanly(home: Path, model_folder: ModelFolder) -> None:
-    limits = Limits(heartbeat_s=0.05)
+    limits = WorkerLimits(heartbeat_s=0.05)
     async with running(config(home, path=str(model_folder("qwen3"))), limits) as pool:
         worker = await pool.ready()
         stream = pool.generate(worker, "one", 100_000)

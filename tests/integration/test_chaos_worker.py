@@ -13,7 +13,7 @@ from gateway.link.collector import Collector
 from gateway.link.transport import WorkerGone
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.quarantine import REFUSED
-from gateway.supervisor.state import Limits, ModelUnavailable, State
+from gateway.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.messages import Delta, Finish, Usage
 from tests.support.pool import Running, config, finish_of, read_all, short_home, text_of, tokens, until
@@ -22,7 +22,7 @@ from tests.support.scale import patient
 pytestmark = pytest.mark.anyio
 
 # Short enough for a test, in the proportions of the real ones.
-QUICK = Limits(
+QUICK = WorkerLimits(
     heartbeat_s=0.05,
     pong_s=patient(0.5),
     step_s=patient(0.4),
@@ -222,7 +222,7 @@ async def test_a_request_sent_as_the_worker_dies_is_refused_unsent_and_a_retry_i
 
 
 async def test_a_request_that_can_be_given_to_no_other_worker_ends_with_its_own(home: Path) -> None:
-    async with Running(config(home), limits=Limits(fruitless_resumes=0)) as running:
+    async with Running(config(home), limits=WorkerLimits(fruitless_resumes=0)) as running:
         worker = await running.ready()
         stream = running.generate(worker, text="ignored")
         assert await stream.next(0.05) == []

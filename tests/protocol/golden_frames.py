@@ -10,9 +10,9 @@ import msgspec
 from protocol import codec
 from protocol import messages as m
 from protocol.failures import Code, Failure
-from protocol.messages import EmbedPrompt, HearPrompt, ScorePrompt, SpeakPrompt
+from protocol.messages import EmbedPrompt, ScorePrompt, SpeechPrompt, TranscribePrompt
 from protocol.model_info import AdapterInfo, AudioInfo, EmbeddingInfo, GroupInfo, MediaInfo, RankInfo
-from protocol.stats import Drafted, RankStats, Stats
+from protocol.stats import DraftStats, RankStats, Stats
 
 FOLDER = Path(__file__).parent / "golden"
 _FAILURE = Failure(Code.ROW_FAILED, "failed", "détail", "top_k")
@@ -28,7 +28,7 @@ _ADAPTERS = (
 )
 _STATS = Stats(
     *(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 11),
-    drafted=(Drafted("lookup", 4, 9, 7, (4, 3)),),
+    drafted=(DraftStats("lookup", 4, 9, 7, (4, 3)),),
     draft_width=4,
     draft_gain=1.5,
     ranks=(RankStats(2**33, 12), RankStats(7)),
@@ -91,8 +91,8 @@ def down() -> list[m.Down]:
         m.SetLogLevel("debug"),
         m.Generate(6, EmbedPrompt(("né", (1, 2)), "query", True, False, 256, -1), m.Sampling()),
         m.SetAdapters(8, (("sql", "/adapters/sql"),)),
-        m.Generate(8, HearPrompt(b"RIFF", "en", "né", True, True, 7200.0), m.Sampling()),
-        m.Generate(9, SpeakPrompt("né", "alba", 1.5, "mp3", "gently", 900.0), m.Sampling()),
+        m.Generate(8, TranscribePrompt(b"RIFF", "en", "né", True, True, 7200.0), m.Sampling()),
+        m.Generate(9, SpeechPrompt("né", "alba", 1.5, "mp3", "gently", 900.0), m.Sampling()),
         m.Generate(7, ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), m.Sampling()),
         m.SetPace(0.75, 60, 256),
     ]
@@ -103,10 +103,10 @@ def up() -> list[m.Up]:
     logprob = m.TokenLogprob(b"\xf0\x9f", -0.5, ((b"\xf0\x9f", -0.5), (b"a", -1.0)))
     deltas = [
         m.Delta(1, text="né 🙂", token_ids=(5, 6), logprobs=(logprob,)),
-        m.Delta(1, m.Kind.REASONING, "hm"),
-        m.Delta(1, m.Kind.TOOL_BEGIN, tool=m.Tool(0, "call_1", "f")),
-        m.Delta(1, m.Kind.TOOL_ARGS, "{}", tool=m.Tool(0)),
-        m.Delta(1, m.Kind.TOOL_END, tool=m.Tool(0)),
+        m.Delta(1, m.DeltaKind.REASONING, "hm"),
+        m.Delta(1, m.DeltaKind.TOOL_BEGIN, tool=m.ToolCallDelta(0, "call_1", "f")),
+        m.Delta(1, m.DeltaKind.TOOL_ARGS, "{}", tool=m.ToolCallDelta(0)),
+        m.Delta(1, m.DeltaKind.TOOL_END, tool=m.ToolCallDelta(0)),
         m.Delta(1, finish=m.Finish.TOOL_CALLS, usage=_USAGE),
         m.Delta(2, finish=m.Finish.ERROR, usage=_USAGE, failure=_FAILURE),
         *(m.Delta(3, finish=finish) for finish in (m.Finish.STOP, m.Finish.LENGTH, m.Finish.ABORT)),

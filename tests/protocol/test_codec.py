@@ -60,8 +60,8 @@ logprobs = st.builds(
     m.TokenLogprob, st.binary(max_size=6), real, st.lists(st.tuples(st.binary(max_size=4), real), max_size=3).map(tuple)
 )
 deltas = st.builds(
-    m.Delta, whole, st.sampled_from(m.Kind), texts, st.lists(count, max_size=4).map(tuple),
-    st.none() | st.builds(m.Tool, count, texts, texts), st.none() | st.lists(logprobs, max_size=3).map(tuple),
+    m.Delta, whole, st.sampled_from(m.DeltaKind), texts, st.lists(count, max_size=4).map(tuple),
+    st.none() | st.builds(m.ToolCallDelta, count, texts, texts), st.none() | st.lists(logprobs, max_size=3).map(tuple),
     st.none() | st.sampled_from(m.Finish),
     st.none() | st.builds(m.Usage, count, count, count, count, real, real, real), st.none() | failures,
 )  # fmt: skip

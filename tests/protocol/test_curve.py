@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from protocol import sockets
 from protocol.curve import KeyPair, encoded, fingerprint, is_key, make_pair, pair_of
-from protocol.key_guard import Admitted, guard, sender
+from protocol.key_guard import AllowedKeys, guard, sender
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +22,7 @@ async def served(own: KeyPair, *admitted: KeyPair) -> AsyncGenerator[tuple[Any, 
     """A ROUTER on a port of its own, and the keys that it has refused."""
     context, refused = zmq.asyncio.Context(), list[str]()
     keys = {pair.public for pair in admitted}
-    authenticator = guard(context, Admitted(lambda: keys, refused.append))
+    authenticator = guard(context, AllowedKeys(lambda: keys, refused.append))
     router = sockets.bind_secure_router(context, "tcp://127.0.0.1:*", own)
     try:
         yield router, refused

@@ -1,6 +1,6 @@
 """Failure codes and exit statuses are wire values."""
 
-from protocol.failures import EXIT_MEANING, FINAL_EXITS, RETRYABLE, Code, Exit, Failure
+from protocol.failures import EXIT_MEANING, FINAL_EXITS, RETRYABLE, Code, ExitStatus, Failure
 
 
 def test_every_code_keeps_its_number() -> None:
@@ -15,9 +15,9 @@ def test_every_code_keeps_its_number() -> None:
 
 
 def test_every_exit_status_has_a_meaning_for_the_operator() -> None:
-    assert set(Exit) <= set(EXIT_MEANING)
-    assert Exit.OK not in FINAL_EXITS
-    assert Exit.INTERNAL not in FINAL_EXITS
+    assert set(ExitStatus) <= set(EXIT_MEANING)
+    assert ExitStatus.OK not in FINAL_EXITS
+    assert ExitStatus.INTERNAL not in FINAL_EXITS
 
 
 def test_what_the_client_did_wrong_is_not_worth_another_attempt() -> None:

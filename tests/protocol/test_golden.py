@@ -99,9 +99,15 @@ def test_every_message_of_both_directions_is_golden() -> None:
 
 
 def test_kinds_and_finishes_keep_their_numbers() -> None:
-    assert [kind.name for kind in sorted(messages.Kind)] == ["TEXT", "REASONING", "TOOL_BEGIN", "TOOL_ARGS", "TOOL_END"]
+    assert [kind.name for kind in sorted(messages.DeltaKind)] == [
+        "TEXT",
+        "REASONING",
+        "TOOL_BEGIN",
+        "TOOL_ARGS",
+        "TOOL_END",
+    ]
     assert [finish.name for finish in sorted(messages.Finish)] == ["STOP", "LENGTH", "TOOL_CALLS", "ABORT", "ERROR"]
-    assert sorted(messages.Kind) == list(range(5))
+    assert sorted(messages.DeltaKind) == list(range(5))
     assert sorted(messages.Finish) == list(range(5))
 
 

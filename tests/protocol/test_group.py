@@ -4,41 +4,47 @@ import pytest
 
 from protocol import group as g
 from protocol.codec import MalformedFrame
-from protocol.failures import Code, Exit, Failure
+from protocol.failures import Code, ExitStatus, Failure
 
-INSERT = g.Insert(1 << 62, [1, 2], [3], 9, 1, True, (7,), [1], "salt", 0)
+INSERT = g.InsertRow(1 << 62, [1, 2], [3], 9, 1, True, (7,), [1], "salt", 0)
 OPS: list[g.Op] = [
-    g.Begin("together", 1 << 40, True),
+    g.BeginGroup("together", 1 << 40, True),
     INSERT,
-    g.Remove(1 << 62),
-    g.Resize(1 << 40, 1, 2, 3),
-    g.Clear(),
-    g.Settle(),
-    g.Share(1 << 40, 0.5, 0.25),
-    g.Leave(),
+    g.RemoveRow(1 << 62),
+    g.ResizeCache(1 << 40, 1, 2, 3),
+    g.ClearCache(),
+    g.SettleMemory(),
+    g.GroupShare(1 << 40, 0.5, 0.25),
+    g.LeaveGroup(),
 ]
 
 
 def test_each_operation_of_a_plan_survives_its_frame() -> None:
-    plan = g.Plan(7, 0xFFFFFFFF, OPS, 512, False)
+    plan = g.TickPlan(7, 0xFFFFFFFF, OPS, 512, False)
     assert g.decode_down(g.encode(plan)) == plan
 
 
 def test_what_followers_say_survives_its_frame() -> None:
-    join = g.Join(3, 1, 42, "né", g.Versions("0.1.0", "0.32.4", "0.32.2"), "form", "gpu", 9, ("1.2.3.4:5",), ("", "a"))
+    join = g.JoinGroup(
+        3, 1, 42, "né", g.Versions("0.1.0", "0.32.4", "0.32.2"), "form", "gpu", 9, ("1.2.3.4:5",), ("", "a")
+    )
     said: list[g.Up] = [
-        join, g.Loaded(1, 2, 0.5, True), g.Done(1, 7, 8, 9, 10), g.Measured(1, 2, ((3, 4),), 5, 6, 7, 8, 9, 10),
+        join, g.RankLoaded(1, 2, 0.5, True), g.PlanDone(1, 7, 8, 9, 10), g.RankMemory(1, 2, ((3, 4),), 5, 6, 7, 8, 9,
+        10),
     ]  # fmt: skip
     assert [g.decode_up(g.encode(message)) for message in said] == said
-    watched: list[g.Watch] = [g.Beat(1, 3, 2), g.Failed(1, Exit.INCOMPATIBLE, Failure(Code.INCOMPATIBLE, "versions"))]
+    watched: list[g.Watch] = [
+        g.RankHeartbeat(1, 3, 2),
+        g.RankFailed(1, ExitStatus.INCOMPATIBLE, Failure(Code.INCOMPATIBLE, "versions")),
+    ]
     assert [g.decode_watch(g.encode(message)) for message in watched] == watched
 
 
 def test_a_plan_of_a_plain_step_is_a_few_bytes() -> None:
-    assert len(g.encode(g.Plan(1 << 20, 1 << 31, [], 512))) <= 20
+    assert len(g.encode(g.TickPlan(1 << 20, 1 << 31, [], 512))) <= 20
 
 
-@pytest.mark.parametrize("frame", [b"", b"\xff", b"\x91\x7f", g.encode(g.Go("ring", "tensor"))])
+@pytest.mark.parametrize("frame", [b"", b"\xff", b"\x91\x7f", g.encode(g.StartLoading("ring", "tensor"))])
 def test_a_frame_of_another_kind_is_malformed(frame: bytes) -> None:
     with pytest.raises(MalformedFrame):
         g.decode_up(frame)

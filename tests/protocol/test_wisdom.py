@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from protocol import wisdom
-from protocol.wisdom import ChunkTime, StepTime, Unusable, Wisdom
+from protocol.wisdom import ChunkTime, StepTime, TimingProfile, UnusableProfile
 
 KEY = "0123456789abcdef0123"
 
 
-def kept(model: str = "m", key: str = KEY, path: str = "org/m") -> Wisdom:
-    return Wisdom(
+def kept(model: str = "m", key: str = KEY, path: str = "org/m") -> TimingProfile:
+    return TimingProfile(
         format=wisdom.FORMAT,
         key=key,
         model=model,
@@ -56,7 +56,7 @@ def test_a_file_that_says_what_cannot_be_is_unusable_and_says_why(tmp_path: Path
     file = wisdom.file_of(tmp_path, "m", KEY)
     assert callable(change)
     file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(Unusable, match=reason):
+    with pytest.raises(UnusableProfile, match=reason):
         wisdom.read(file)
 
 
@@ -65,7 +65,7 @@ def test_a_file_that_is_none_is_unusable_and_one_that_is_not_there_is_absent(tmp
     with pytest.raises(FileNotFoundError):
         wisdom.read(file)
     file.mkdir()
-    with pytest.raises(Unusable):
+    with pytest.raises(UnusableProfile):
         wisdom.read(file)
 
 

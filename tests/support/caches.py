@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from worker.cache.kv import Layout
+from worker.cache.kv import KvLayout
 from worker.cache.quantized import KvForm, QuantizedKV, quantized
 
 WINDOW = 8
@@ -27,8 +27,8 @@ KINDS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-def layout(kind: str) -> Layout:
-    return Layout.of(KINDS[kind])
+def layout(kind: str) -> KvLayout:
+    return KvLayout.of(KINDS[kind])
 
 
 def grow(caches: Sequence[Any], prefix: Sequence[int], tokens: Sequence[int]) -> None:

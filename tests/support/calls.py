@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jsonschema
 
-from protocol.messages import Kind
+from protocol.messages import DeltaKind
 from worker.parsers import FAMILIES, make_parser
 from worker.parsers.channels import Channels
 from worker.structured.tool_grammar import has_calls
@@ -96,12 +96,12 @@ class Called:
     def read(cls, family: str, text: str, tools: Sequence[dict[str, Any]] = TOOLS) -> "Called":
         parser = make_parser(family, tools=tools, start_in_reasoning=False)
         events = [*parser.feed(text), *parser.finish()]
-        names = [event.tool.name for event in events if event.kind is Kind.TOOL_BEGIN and event.tool]
+        names = [event.tool.name for event in events if event.kind is DeltaKind.TOOL_BEGIN and event.tool]
         arguments = ["" for _ in names]
         for event in events:
-            if event.kind is Kind.TOOL_ARGS and event.tool:
+            if event.kind is DeltaKind.TOOL_ARGS and event.tool:
                 arguments[event.tool.index] += event.text
-        content = "".join(event.text for event in events if event.kind is Kind.TEXT)
+        content = "".join(event.text for event in events if event.kind is DeltaKind.TEXT)
         return cls(list(zip(names, arguments, strict=True)), content, parser.malformed)
 
 

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from tests.support.scale import patient
-from worker.cache.disk import CacheDisk, Entry, Read
+from worker.cache.disk import CacheDisk, DiskEntry, DiskRead
 
 DEADLINE_S = 20
 
@@ -17,7 +17,7 @@ def written(disk: CacheDisk) -> None:
         time.sleep(0.001)
 
 
-def read(disk: CacheDisk, entry: Entry, *, with_state: bool = True) -> Read:
+def read(disk: CacheDisk, entry: DiskEntry, *, with_state: bool = True) -> DiskRead:
     wish = disk.read(entry, with_state=with_state)
     end = time.monotonic() + patient(DEADLINE_S)
     while not wish.is_done:

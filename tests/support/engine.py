@@ -13,10 +13,10 @@ from protocol.failures import Code, Failure
 from protocol.messages import (
     Accepted,
     Delta,
+    DeltaKind,
     Drained,
     Finish,
     Generate,
-    Kind,
     Progress,
     PromptLogprob,
     Rejected,
@@ -31,14 +31,14 @@ from tests.support.scale import patient
 from worker.adapters.adapters import adapters_of
 from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import Command, Inbox
+from worker.engine.inbox import Command, EngineInbox
 from worker.engine.loop import Engine
-from worker.engine.partners import Partners
+from worker.engine.partners import RankPeers
 from worker.engine.row import Row
 from worker.engine.self_check import choose
 from worker.errors import RequestInvalid
-from worker.model.lanes import Plan
-from worker.model.loader import Loaded
+from worker.model.lanes import BatchModePlan
+from worker.model.loader import LoadedModel
 from worker.model.packing import give_up, packing_of
 from worker.prompt.intake import Intake
 from worker.prompt.sparse_limits import SparseLimits
@@ -69,7 +69,7 @@ class Result:
     terminals: int = 0
     # After each message: how many ids and what text the client has.
     steps: list[tuple[int, str]] = field(default_factory=list)
-    events: list[tuple[Kind, str]] = field(default_factory=list)
+    events: list[tuple[DeltaKind, str]] = field(default_factory=list)
 
 
 def spec(path: Path, **settings: Any) -> WorkerSpec:
@@ -77,12 +77,12 @@ def spec(path: Path, **settings: Any) -> WorkerSpec:
 
 
 # Plans of the models that this process has loaded, and whether each runs packed passes.
-_PLANS: dict[tuple[object, ...], tuple[Plan, bool]] = {}
+_PLANS: dict[tuple[object, ...], tuple[BatchModePlan, bool]] = {}
 
 
 def checked_once(
-    spec: WorkerSpec, model: Any, ids: Sequence[int], batching: str, partners: Partners | None = None
-) -> Plan:
+    spec: WorkerSpec, model: Any, ids: Sequence[int], batching: str, partners: RankPeers | None = None
+) -> BatchModePlan:
     """The self-check of the first load of these files; later loads are told what it found."""
     files = sorted(Path(spec.path).glob("*")) if Path(spec.path).is_dir() else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -103,7 +103,7 @@ class EngineHarness:
         self,
         spec: WorkerSpec,
         wrap: Callable[[Any], Any] = lambda model: model,
-        drafter: Drafter | Callable[[Loaded], Drafter] | None = None,
+        drafter: Drafter | Callable[[LoadedModel], Drafter] | None = None,
         keeps: str = "",
     ) -> None:
         self.spec = spec
@@ -116,7 +116,7 @@ class EngineHarness:
         self.drained: list[int] = []  # how many rows each drain aborted
         self.error: Exception | None = None
         self._has_ended = False
-        self._inbox = Inbox()
+        self._inbox = EngineInbox()
         self.changed = threading.Condition()
         self._is_loaded = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)

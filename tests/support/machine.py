@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterable
 
 from gateway.link.collector import Collector
-from gateway.link.sequence import PARKED, Connection, Runner, Sequence
+from gateway.link.sequence import PARKED, Runner, Sequence, WorkerConnection
 from gateway.link.transport import WorkerGone
 from gateway.supervisor.handle import WorkerHandle
-from gateway.supervisor.state import Limits, MemoryView, ModelUnavailable, State
+from gateway.supervisor.state import MemoryView, ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code, Failure
 from protocol.messages import MAJOR, MINOR, Down, Generate, Hello, Pong, Ready, Sampling, Step, TextPrompt
 from protocol.spec import WorkerSpec
@@ -118,9 +118,9 @@ class FakeWorld:
 
     # Wire
 
-    def attach(self, runner: Runner) -> Connection:
+    def attach(self, runner: Runner) -> WorkerConnection:
         self.attached.append(runner.epoch)
-        return Connection(runner)
+        return WorkerConnection(runner)
 
     def detach(self, epoch: int) -> list[Sequence]:
         self.detached.append(epoch)
@@ -260,7 +260,7 @@ class Recorder:
 class Machine:
     """A worker, its world, and what it reported."""
 
-    def __init__(self, *, is_preload: bool = False, limits: Limits | None = None) -> None:
+    def __init__(self, *, is_preload: bool = False, limits: WorkerLimits | None = None) -> None:
         self.world = FakeWorld()
         self.events = Recorder()
         spec = WorkerSpec(name="m", path="p", epoch=0, down="ipc://d", up="ipc://u")
@@ -269,7 +269,7 @@ class Machine:
             effects=self.world,
             wire=self.world,
             events=self.events,
-            limits=limits or Limits(),
+            limits=limits or WorkerLimits(),
             load_timeout_s=600.0,
             is_preload=is_preload,
         )

@@ -10,10 +10,10 @@ from protocol.messages import Generate, Sampling, TokensPrompt
 from protocol.spec import WorkerSpec
 from tests.support.vision_models import MediaPrompt
 from worker.engine.row import Row
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
-from worker.verify.engine_session import Output, Session
+from worker.verify.engine_session import EngineSession, VerifiedOutput
 from worker.vision.features import FeatureCache
 
 
@@ -51,7 +51,7 @@ class _MediaIntake:
         return row
 
 
-class MediaSession(Session):
+class MediaSession(EngineSession):
     @property
     def features(self) -> FeatureCache:
         features = self._engine.features
@@ -60,13 +60,13 @@ class MediaSession(Session):
 
 
 def run(
-    loaded: Loaded,
+    loaded: LoadedModel,
     spec: WorkerSpec,
     waves: Sequence[Sequence[MediaRequest]],
     *,
     resumes: dict[int, Any] | None = None,
     drafter: Drafter | None = None,
-) -> tuple[list[Output], "MediaSession"]:
+) -> tuple[list[VerifiedOutput], "MediaSession"]:
     """The newest output of each request, and the session that has made them."""
     prompts = {each.request.rid: each.prompt for wave in waves for each in wave}
     intake: Any = _MediaIntake(Intake(loaded), prompts)

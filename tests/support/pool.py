@@ -15,12 +15,12 @@ import psutil
 
 from gateway.config.settings import Config, ModelConfig, ServerConfig
 from gateway.link.collector import Collector
-from gateway.link.link import Link
-from gateway.memory.host import Machine
+from gateway.link.link import WorkerLink
+from gateway.memory.host import HostMemory
 from gateway.pool.pool import Pool
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.spawn import Command
-from gateway.supervisor.state import Limits
+from gateway.supervisor.state import WorkerLimits
 from protocol.messages import Delta, Finish, Generate, Sampling, TextPrompt
 from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
@@ -69,11 +69,11 @@ class Running:
         config: Config,
         *options: str,
         command: Command | None = None,
-        limits: Limits | None = None,
-        machine: Machine | None = None,
+        limits: WorkerLimits | None = None,
+        machine: HostMemory | None = None,
     ) -> None:
         self.events = Recorder()
-        self.link = Link(config.run_dir, self.events)
+        self.link = WorkerLink(config.run_dir, self.events)
         self.pool = Pool(
             config, self.link, self.events, command=command or scripted(*options), limits=limits, machine=machine
         )

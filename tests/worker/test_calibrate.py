@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from protocol import wisdom
-from protocol.failures import Exit
-from protocol.wisdom import Finding, Speed
+from protocol.failures import ExitStatus
+from protocol.wisdom import CalibrationResult, MeasuredSpeed
 from tests.support.engine import EngineHarness, spec
 from worker.calibrate import Bench, calibrate, enough, main
 
@@ -26,14 +26,14 @@ from worker.calibrate import Bench, calibrate, enough, main
 def test_enough_rows_are_those_from_which_twice_as_many_gain_less_than_a_tenth(
     rates: tuple[int, ...], rows: int
 ) -> None:
-    assert enough([Speed(1 << at, rate) for at, rate in enumerate(rates)]) == rows
+    assert enough([MeasuredSpeed(1 << at, rate) for at, rate in enumerate(rates)]) == rows
 
 
 def test_the_next_worker_of_the_model_has_what_was_measured(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = spec(model_folder("qwen3"), prefill_chunk=128)
-    found: list[Finding] = []
+    found: list[CalibrationResult] = []
     calibrate(model, 1.0, str(tmp_path), found.append)
 
     assert [each.kind for each in found][-2:] == ["buffers", "max_running"]
@@ -51,7 +51,7 @@ def test_the_next_worker_of_the_model_has_what_was_measured(
 
 
 def test_a_lane_of_one_has_one_row(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    found: list[Finding] = []
+    found: list[CalibrationResult] = []
     calibrate(spec(model_folder("qwen3"), batching="single", prefill_chunk=64), 0.1, str(tmp_path), found.append)
     assert [(each.kind, each.size) for each in found if each.kind in ("decode", "max_running")] == [
         ("decode", 1),
@@ -67,10 +67,10 @@ def test_what_cannot_be_calibrated_is_an_exit_status_with_a_sentence(
 ) -> None:
     monkeypatch.delenv(wisdom.FOLDER_ENV, raising=False)
     reader = msgspec.json.encode(spec(model_folder("qwen3"), kind="embed")).decode()
-    assert main(["--spec", reader]) == Exit.BAD_CONFIG
+    assert main(["--spec", reader]) == ExitStatus.BAD_CONFIG
     assert "names no folder" in capsys.readouterr().err
     monkeypatch.setenv(wisdom.FOLDER_ENV, str(tmp_path))
-    assert main(["--spec", reader]) == Exit.BAD_CONFIG
+    assert main(["--spec", reader]) == ExitStatus.BAD_CONFIG
     assert "generates no text" in capsys.readouterr().err
     assert main(["--spec", msgspec.json.encode(spec(tmp_path / "nowhere")).decode()]) != 0
     assert "there is no folder" in capsys.readouterr().err
@@ -88,6 +88,6 @@ def test_a_measurement_that_fails_is_an_exit_status_with_a_sentence(
     monkeypatch.setenv(wisdom.FOLDER_ENV, str(tmp_path))
     monkeypatch.setattr(Bench, "decode", fail)
     text = msgspec.json.encode(spec(model_folder("qwen3"), batching="single")).decode()
-    assert main(["--spec", text, "--seconds", "0.1"]) == Exit.INTERNAL
+    assert main(["--spec", text, "--seconds", "0.1"]) == ExitStatus.INTERNAL
     assert "a measurement failed: RuntimeError: [metal::malloc]" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from worker.cache.prefix import MIN_TOKENS
 from worker.checked_model import load_checked
 from worker.engine import kv_budget
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.repack import repack
 from worker.speculation.drafter import Drafter
 from worker.speculation.eager import EagerDrafts
@@ -30,14 +30,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("combinations"))
 
 
-def drafter_for(features: frozenset[str]) -> Callable[[Loaded], Drafter] | None:
+def drafter_for(features: frozenset[str]) -> Callable[[LoadedModel], Drafter] | None:
     """All that a drafter says is verified, whether it pays or not."""
 
-    def eager(loaded: Loaded) -> Drafter:
+    def eager(loaded: LoadedModel) -> Drafter:
         assert loaded.proposer is not None, loaded.no_head
         return EagerDrafts(loaded.proposer, 3)
 
-    def text(_loaded: Loaded) -> Drafter:
+    def text(_loaded: LoadedModel) -> Drafter:
         drafter = Speculator()
         drafter.costs = Free()
         return drafter

@@ -4,10 +4,10 @@ import pytest
 
 from protocol import codec
 from protocol.failures import Code, Failure
-from protocol.messages import Abort, Delta, Finish, Kind, Rejected, Step, Tokenized, Tool, Up
+from protocol.messages import Abort, Delta, DeltaKind, Finish, Rejected, Step, Tokenized, ToolCallDelta, Up
 from protocol.stats import Stats
 from worker.engine.gauges import Gauges
-from worker.frames import Frames
+from worker.frames import MessageEncoder
 
 LIMIT = 4096
 HALF = "\ud800"
@@ -20,7 +20,7 @@ class Sender:
     def __init__(self) -> None:
         self.gauges = Gauges()
         self.aborts: list[Abort] = []
-        self._frames = Frames(self.gauges, self.aborts.append, LIMIT)
+        self._frames = MessageEncoder(self.gauges, self.aborts.append, LIMIT)
 
     def send(self, message: Up) -> list[Up]:
         frames = list(self._frames.of(message))
@@ -47,8 +47,15 @@ def test_a_message_that_fits_is_sent_as_it_is(sender: Sender) -> None:
             Rejected(1, Failure(Code.INVALID_REQUEST, "né /?/type", "?", "?")),
         ),
         (
-            Step(1, 2, [Delta(3, Kind.TOOL_BEGIN, tool=Tool(0, f"id{HALF}", f"f{HALF}")), Delta(4, text="né")], STATS),
-            Step(1, 2, [Delta(3, Kind.TOOL_BEGIN, tool=Tool(0, "id?", "f?")), Delta(4, text="né")], STATS),
+            Step(
+                1,
+                2,
+                [Delta(3, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, f"id{HALF}", f"f{HALF}")), Delta(4, text="né")],
+                STATS,
+            ),
+            Step(
+                1, 2, [Delta(3, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "id?", "f?")), Delta(4, text="né")], STATS
+            ),
         ),
         (Tokenized(1, 2, (3, 4), HALF), Tokenized(1, 2, (3, 4), "?")),
     ],

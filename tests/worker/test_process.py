@@ -16,7 +16,7 @@ import pytest
 from msgspec import structs
 
 from protocol.codec import encode
-from protocol.failures import Code, Exit
+from protocol.failures import Code, ExitStatus
 from protocol.messages import (
     MAJOR,
     Abort,
@@ -25,6 +25,7 @@ from protocol.messages import (
     Constraint,
     ConstraintKind,
     Delta,
+    DeltaKind,
     Drain,
     Drained,
     Dump,
@@ -32,7 +33,6 @@ from protocol.messages import (
     Generate,
     Goodbye,
     Hello,
-    Kind,
     Loading,
     Media,
     Ping,
@@ -56,7 +56,7 @@ from tests.support.models import VOCAB
 from tests.support.pictures import encoded, halves
 from tests.support.process import ROOT, TIMEOUT_S, Gateway, start
 from tests.support.scale import patient
-from worker.main import Process
+from worker.main import WorkerMain
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 rids = itertools.count(1)
@@ -113,7 +113,7 @@ def test_a_worker_says_hello_then_loads_then_is_ready(run_dir: Path, model_folde
         assert ready.weights_bytes > 0
         gateway.send(Shutdown())
         assert gateway.expect(Goodbye).failure is None
-        assert gateway.exit_status() == Exit.OK
+        assert gateway.exit_status() == ExitStatus.OK
 
 
 def test_a_request_is_accepted_streamed_and_ended(gateway: Gateway) -> None:
@@ -202,7 +202,7 @@ def test_the_name_of_a_tool_with_half_a_surrogate_arrives_and_the_worker_lives(g
     )
     gateway.send(request)
     deltas = deltas_until_end(gateway, request.rid)
-    assert [delta.tool.name for delta in deltas if delta.kind is Kind.TOOL_BEGIN and delta.tool] == ["f?"]
+    assert [delta.tool.name for delta in deltas if delta.kind is DeltaKind.TOOL_BEGIN and delta.tool] == ["f?"]
     assert deltas[-1].finish is Finish.TOOL_CALLS
 
 
@@ -308,7 +308,7 @@ def test_sigterm_ends_every_request_says_goodbye_and_exits_zero(
         assert end.failure.code is Code.DRAINING
         goodbye = gateway.expect(Goodbye)
         assert (goodbye.epoch, goodbye.failure) == (3, None)
-        assert gateway.exit_status() == Exit.OK
+        assert gateway.exit_status() == ExitStatus.OK
 
 
 def test_sigterm_ends_an_idle_worker(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
@@ -316,18 +316,18 @@ def test_sigterm_ends_an_idle_worker(run_dir: Path, model_folder: Callable[[str]
         gateway.ready()
         gateway.signal(signal.SIGTERM)
         assert gateway.expect(Goodbye).failure is None
-        assert gateway.exit_status() == Exit.OK
+        assert gateway.exit_status() == ExitStatus.OK
 
 
 def test_grammars_that_wait_for_their_compiler_do_not_keep_the_process(run_dir: Path) -> None:
     """Python would run everything that its pools have, and hold the model's memory meanwhile."""
     down, up = addresses(run_dir)
-    process = Process(WorkerSpec(name="m", path="demo", epoch=1, down=down, up=up))
+    process = WorkerMain(WorkerSpec(name="m", path="demo", epoch=1, down=down, up=up))
     compiled, interrupt = threading.Event(), signal.getsignal(signal.SIGINT)
     grammars = [process._compilers.submit(compiled.wait) for _ in range(5)]  # pyright: ignore[reportPrivateUsage]
-    process._load_and_serve = lambda: Exit.OK  # pyright: ignore[reportPrivateUsage]
+    process._load_and_serve = lambda: ExitStatus.OK  # pyright: ignore[reportPrivateUsage]
     try:
-        assert process.run() == Exit.OK
+        assert process.run() == ExitStatus.OK
     finally:
         signal.signal(signal.SIGINT, interrupt)
         compiled.set()
@@ -340,7 +340,7 @@ def test_a_panic_while_a_request_is_prepared_is_the_end_of_that_request() -> Non
     class PanicException(BaseException):
         pass
 
-    process = Process(WorkerSpec(name="m", path="demo", epoch=1, down="", up=""))
+    process = WorkerMain(WorkerSpec(name="m", path="demo", epoch=1, down="", up=""))
     sent: list[Up] = []
     process._link.send = sent.append  # pyright: ignore[reportPrivateUsage]
     with process._refusing(7):  # pyright: ignore[reportPrivateUsage]
@@ -373,7 +373,7 @@ def test_while_loading_pings_are_answered_requests_refused_drains_done_and_shutd
         gateway.send(Drain(1.0))
         assert gateway.expect(Drained).aborted == 0
         gateway.send(Shutdown())
-        assert gateway.exit_status() == Exit.OK
+        assert gateway.exit_status() == ExitStatus.OK
 
 
 def test_a_model_that_cannot_be_loaded_is_told_and_not_worth_another_start(run_dir: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_model_that_cannot_be_loaded_is_told_and_not_worth_another_start(run_d
         goodbye = gateway.expect(Goodbye)
         assert goodbye.failure is not None
         assert goodbye.failure.code is Code.MODEL_MISSING
-        assert gateway.exit_status() == Exit.MODEL_UNUSABLE
+        assert gateway.exit_status() == ExitStatus.MODEL_UNUSABLE
         assert "nothing" in gateway.stderr()
 
 
@@ -399,7 +399,7 @@ def test_a_model_that_cannot_be_loaded_is_told_and_not_worth_another_start(run_d
 )
 def test_a_bad_spec_is_a_mistake_of_the_configuration(run_dir: Path, spec: str) -> None:
     process = start(spec, run_dir)
-    assert process.wait(patient(TIMEOUT_S)) == Exit.BAD_CONFIG, (run_dir / "stderr").read_text()
+    assert process.wait(patient(TIMEOUT_S)) == ExitStatus.BAD_CONFIG, (run_dir / "stderr").read_text()
     assert (run_dir / "stderr").read_text().count("\n") == 1
 
 
@@ -428,7 +428,7 @@ def test_an_orphan_ends_its_requests_and_can_be_adopted_and_ends_itself_at_last(
         gateway.send(adopted)
         assert deltas_until_end(gateway, adopted.rid)[-1].finish is Finish.LENGTH
         assert gateway.expect(Goodbye).failure is None
-        assert gateway.exit_status() == Exit.OK
+        assert gateway.exit_status() == ExitStatus.OK
 
 
 def test_streams_outlive_a_restart_of_the_gateway(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
@@ -456,7 +456,7 @@ def test_a_worker_outlives_the_reader_of_its_log(run_dir: Path, model_folder: Ca
         assert deltas_until_end(gateway, request.rid)[-1].finish is Finish.LENGTH
         gateway.signal(signal.SIGTERM)
         assert gateway.expect(Goodbye).failure is None
-        assert gateway.exit_status() == Exit.OK
+        assert gateway.exit_status() == ExitStatus.OK
 
 
 def test_a_worker_whose_gateway_is_gone_for_good_exits(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
@@ -464,7 +464,7 @@ def test_a_worker_whose_gateway_is_gone_for_good_exits(run_dir: Path, model_fold
         "test", str(model_folder("qwen3")), 3, f"ipc://{run_dir}/d.sock", f"ipc://{run_dir}/u.sock",
         orphan_grace_s=0.2, orphan_max_s=3.0,
     )  # fmt: skip
-    assert start(spec, run_dir).wait(patient(TIMEOUT_S)) == Exit.OK
+    assert start(spec, run_dir).wait(patient(TIMEOUT_S)) == ExitStatus.OK
 
 
 def test_sigabrt_leaves_the_stacks_behind(run_dir: Path, model_folder: Callable[[str], Path]) -> None:

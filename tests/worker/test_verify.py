@@ -11,7 +11,7 @@ import pytest
 
 from protocol.kinds import EMBED
 from protocol.spec import WorkerSpec
-from protocol.verify import Check
+from protocol.verify import VerifyCheck
 from tests.support.adapters import mlx_adapter
 from tests.support.audio_models import build_moonshine, build_qwen_tts
 from tests.support.drafters import copying_assistant, copying_block, damped, eagle, gemma4
@@ -20,7 +20,7 @@ from tests.support.models import ARCHITECTURES, build, shallow
 from tests.support.reading_models import build_embedder, build_reranker
 from tests.support.scale import scaled
 from worker.checked_model import load_checked
-from worker.embedding.job import Item, Numbers
+from worker.embedding.job import EmbeddingInput, Numbers
 from worker.embedding.load_model import load_reader
 from worker.verify.__main__ import main
 from worker.verify.reader_checks import reader_checks
@@ -38,7 +38,7 @@ def test_every_way_of_running_a_request_gives_its_own_tokens(
 ) -> None:
     wanted = msgspec.json.encode(spec(build(architecture, tmp_path / "model", **shallow(architecture)))).decode()
     assert main(["--spec", wanted, "--tokens", "12", "--words", "32"]) == 0
-    checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
+    checks = [msgspec.json.decode(line, type=VerifyCheck) for line in capsys.readouterr().out.splitlines()]
     assert [check.name for check in checks] == NAMES
     assert all(check.is_good and check.tokens for check in checks)
     assert [check.name for check in checks if check.cached] == ["cache in memory", "cache on disk"]
@@ -106,7 +106,7 @@ def test_quantized_kv_gives_a_request_the_same_tokens_in_every_way_of_running_it
         sizes = {"text_config": {**ARCHITECTURES[architecture][1]["text_config"], **sizes}}
     wanted = spec(build(architecture, tmp_path / "model", **sizes), kv_bits=bits)
     assert main(["--spec", msgspec.json.encode(wanted).decode(), "--tokens", "8", "--words", "16"]) == 0
-    checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
+    checks = [msgspec.json.decode(line, type=VerifyCheck) for line in capsys.readouterr().out.splitlines()]
     assert [check.name for check in checks] == [*NAMES, "dequantized"]
     assert all(check.is_good for check in checks)
     assert [check.name for check in checks if check.is_skipped] == (
@@ -129,7 +129,7 @@ def test_vectors_and_scores_are_verified_alone_and_beside_others(
 ) -> None:
     for path in (build_embedder("modernbert", tmp_path / "m"), build_reranker("bert", tmp_path / "n")):
         assert main(["--spec", msgspec.json.encode(spec(path)).decode()]) == 0
-        checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
+        checks = [msgspec.json.decode(line, type=VerifyCheck) for line in capsys.readouterr().out.splitlines()]
         assert [check.name for check in checks] == ["together", "equal lengths"]
         assert all(check.is_good and check.requests == 8 and check.drift < 1e-6 for check in checks)
 
@@ -138,7 +138,7 @@ def test_vectors_and_scores_are_verified_alone_and_beside_others(
 def test_what_is_heard_and_spoken_is_verified_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (build_moonshine(tmp_path / "hears"), build_qwen_tts(tmp_path / "speaks")):
         status = main(["--spec", msgspec.json.encode(WorkerSpec("m", str(folder), 1, "", "")).decode()])
-        checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
+        checks = [msgspec.json.decode(line, type=VerifyCheck) for line in capsys.readouterr().out.splitlines()]
         assert (status, [check.name for check in checks]) == (0, ["again"])
         assert checks[0].tokens > 0
         assert checks[0].is_good
@@ -147,7 +147,7 @@ def test_what_is_heard_and_spoken_is_verified_again(tmp_path: Path, capsys: pyte
 def test_a_vector_that_others_change_is_found(tmp_path: Path) -> None:
     reader = load_reader(spec(build_embedder("bert", tmp_path / "m")), EMBED, lambda *_: None)
 
-    def compute(items: Sequence[Item]) -> Numbers:
+    def compute(items: Sequence[EmbeddingInput]) -> Numbers:
         return reader.compute(items) + (0.1 if len(items) > 6 else 0)
 
     together, apart = reader_checks(replace(reader, compute=compute))
@@ -193,7 +193,7 @@ def test_each_adapter_is_verified_and_one_that_changes_nothing_is_found(
     good = mlx_adapter(tmp_path / "good", model, dora=True, keys=["self_attn.q_proj", "mlp.down_proj"])
     idle = mlx_adapter(tmp_path / "idle", model, scale=0.0, keys=["self_attn.q_proj"], layers=1)
 
-    def verified(*folders: Path) -> dict[str, Check]:
+    def verified(*folders: Path) -> dict[str, VerifyCheck]:
         adapters = tuple((folder.name, str(folder)) for folder in folders)
         loaded = load_checked(spec(model, adapters=adapters), lambda *_: None)
         checks = Verifier(loaded, spec(model, adapters=adapters), tokens=8, words=16).checks()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from protocol.group import Insert, Plan
+from protocol.group import InsertRow, TickPlan
 from protocol.spec import read_spec
 from worker.group.follower import Follower, finish, load_part
 from worker.group.rank_identity import Identity
@@ -27,8 +27,8 @@ class Astray(Follower):
         own = super().identity()
         return replace(own, versions=type(own.versions)("0.0.9", "0", "0")) if self.fault == "version" else own
 
-    def do(self, plan: Plan) -> None:
-        is_first = not self.has_begun and any(isinstance(op, Insert) and op.rid > FIRST_RID for op in plan.ops)
+    def do(self, plan: TickPlan) -> None:
+        is_first = not self.has_begun and any(isinstance(op, InsertRow) and op.rid > FIRST_RID for op in plan.ops)
         self.has_begun |= is_first
         match self.fault:
             case "slow" if self.has_begun:

@@ -17,13 +17,13 @@ from protocol.messages import (
     Accepted,
     ChatPrompt,
     Delta,
+    DeltaKind,
     Finish,
     Generate,
-    Kind,
     Progress,
     TextPrompt,
     TokenLogprob,
-    Tool,
+    ToolCallDelta,
     Usage,
 )
 
@@ -63,14 +63,14 @@ def events(rid: int, event: list[Any], tools: int, index: int) -> tuple[list[Del
         case ["text", text]:
             return [Delta(rid, text=text, token_ids=(index,))], tools
         case ["reasoning", text]:
-            return [Delta(rid, Kind.REASONING, text, (index,))], tools
+            return [Delta(rid, DeltaKind.REASONING, text, (index,))], tools
         case ["tool", name, arguments]:
             half = len(arguments) // 2
             return [
-                Delta(rid, Kind.TOOL_BEGIN, "", (index,), Tool(tools, f"call_{tools}", name)),
-                Delta(rid, Kind.TOOL_ARGS, arguments[:half], (index,), Tool(tools)),
-                Delta(rid, Kind.TOOL_ARGS, arguments[half:], (index,), Tool(tools)),
-                Delta(rid, Kind.TOOL_END, "", (), Tool(tools)),
+                Delta(rid, DeltaKind.TOOL_BEGIN, "", (index,), ToolCallDelta(tools, f"call_{tools}", name)),
+                Delta(rid, DeltaKind.TOOL_ARGS, arguments[:half], (index,), ToolCallDelta(tools)),
+                Delta(rid, DeltaKind.TOOL_ARGS, arguments[half:], (index,), ToolCallDelta(tools)),
+                Delta(rid, DeltaKind.TOOL_END, "", (), ToolCallDelta(tools)),
             ], tools + 1
         case ["logprobs", text]:
             logprob = TokenLogprob(text.encode(), -0.5, ((text.encode(), -0.5), (b"other", -1.5)))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from worker.adapters.tensors import Tensor, read_header
-from worker.adapters.unusable import Unusable
-from worker.model.linears import Linears, Place, is_of_experts
+from worker.adapters.tensors import StoredTensor, read_header
+from worker.adapters.unusable import UnusableAdapter
+from worker.model.linears import LinearPlace, Linears, is_of_experts
 
 CONFIG: Final = "adapter_config.json"
 MLX_FILE: Final = "adapters.safetensors"
@@ -38,12 +38,12 @@ class Update:
     `a` is `[inputs, rank]` and `b` `[rank, outputs]`, or the other way round where they are transposed.
     """
 
-    place: Place
+    place: LinearPlace
     rank: int
     scale: float
-    a: Tensor
-    b: Tensor
-    magnitude: Tensor | None
+    a: StoredTensor
+    b: StoredTensor
+    magnitude: StoredTensor | None
     is_transposed: bool
 
 
@@ -67,7 +67,7 @@ class Files:
 
 
 def read(folder: Path, linears: Linears) -> Files:
-    """The adapter in a folder, of which each tensor fits the model. Raises `Unusable`."""
+    """The adapter in a folder, of which each tensor fits the model. Raises `UnusableAdapter`."""
     text = _bytes(folder / CONFIG, CONFIG_BYTES_MAX)
     config = _config(folder / CONFIG, text)
     is_peft = "peft_type" in config
@@ -76,7 +76,7 @@ def read(folder: Path, linears: Linears) -> Files:
     tensors = read_header(data)
     updates = _peft_updates(config, tensors, linears) if is_peft else _mlx_updates(config, tensors, linears)
     if not updates:
-        raise Unusable("its file holds no tensors of an adapter")
+        raise UnusableAdapter("its file holds no tensors of an adapter")
     base = config.get("base_model_name_or_path" if is_peft else "model")
     digest = hashlib.blake2b(data, digest_size=16, key=hashlib.blake2b(text, digest_size=32).digest()).hexdigest()
     return Files(str(folder), base if isinstance(base, str) else "", updates, data, digest)
@@ -89,14 +89,14 @@ def _bytes(file: Path, most: int) -> bytes:
         with open(descriptor, "rb") as stream:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise Unusable(f"{file.name} is not a file")
+                raise UnusableAdapter(f"{file.name} is not a file")
             if status.st_size > most:
-                raise Unusable(f"{file.name} has {status.st_size} bytes; at most {most} are read")
+                raise UnusableAdapter(f"{file.name} has {status.st_size} bytes; at most {most} are read")
             return stream.read(most)
     except FileNotFoundError:
-        raise Unusable(_missing(file)) from None
+        raise UnusableAdapter(_missing(file)) from None
     except OSError as error:
-        raise Unusable(f"{file.name} cannot be read: {error.strerror}") from None
+        raise UnusableAdapter(f"{file.name} cannot be read: {error.strerror}") from None
 
 
 def _missing(file: Path) -> str:
@@ -113,36 +113,42 @@ def _config(file: Path, text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unusable(f"{file.name} is not readable JSON: {error}") from None
+        raise UnusableAdapter(f"{file.name} is not readable JSON: {error}") from None
     if not isinstance(config, dict):
-        raise Unusable(f"{file.name} is not a JSON object")
+        raise UnusableAdapter(f"{file.name} is not a JSON object")
     return config
 
 
 def _check_kind(folder: Path, config: Mapping[str, Any], *, is_peft: bool) -> None:
-    """Refuse what is no low-rank update of this base alone. Raises `Unusable`."""
+    """Refuse what is no low-rank update of this base alone. Raises `UnusableAdapter`."""
     if not is_peft:
         kind = config.get("fine_tune_type", "lora")
         if kind == "full":
-            raise Unusable("it is a full fine-tune, which replaces the model's weights: serve it as a model of its own")
+            raise UnusableAdapter(
+                "it is a full fine-tune, which replaces the model's weights: serve it as a model of its own"
+            )
         if kind not in ("lora", "dora"):
-            raise Unusable(f"fine_tune_type is {kind!r}; lora and dora are served")
+            raise UnusableAdapter(f"fine_tune_type is {kind!r}; lora and dora are served")
         if not isinstance(config.get("lora_parameters"), dict):
-            raise Unusable(f"{CONFIG} has no lora_parameters, nor a peft_type: neither mlx-lm nor PEFT wrote it")
+            raise UnusableAdapter(f"{CONFIG} has no lora_parameters, nor a peft_type: neither mlx-lm nor PEFT wrote it")
         return
     if config["peft_type"] != "LORA":
-        raise Unusable(f"its peft_type is {config['peft_type']!r}; LORA, with DoRA or without, is served")
+        raise UnusableAdapter(f"its peft_type is {config['peft_type']!r}; LORA, with DoRA or without, is served")
     initial = str(config.get("init_lora_weights") or "").lower()
     if initial.startswith(_CHANGES_BASE):
-        raise Unusable(f"it was begun with init_lora_weights = {initial!r}, which changes the base: convert it to LoRA")
+        raise UnusableAdapter(
+            f"it was begun with init_lora_weights = {initial!r}, which changes the base: convert it to LoRA"
+        )
     for key in ("alora_invocation_tokens", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save"):
         if config.get(key):
-            raise Unusable(f"{key} is set, which is not served")
+            raise UnusableAdapter(f"{key} is set, which is not served")
     if config.get("bias", "none") != "none":
-        raise Unusable(f"it has biases of the base (bias = {config['bias']!r}), which are not served")
+        raise UnusableAdapter(f"it has biases of the base (bias = {config['bias']!r}), which are not served")
 
 
-def _mlx_updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor], linears: Linears) -> tuple[Update, ...]:
+def _mlx_updates(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], linears: Linears
+) -> tuple[Update, ...]:
     scale = _number(config["lora_parameters"], "scale")
     parts = _parts(tensors, {"lora_a": "a", "lora_b": "b", "m": "magnitude"}, "")
 
@@ -152,7 +158,9 @@ def _mlx_updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor], linea
     return _updates(parts, linears, same, is_transposed=False)
 
 
-def _peft_updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor], linears: Linears) -> tuple[Update, ...]:
+def _peft_updates(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], linears: Linears
+) -> tuple[Update, ...]:
     leaves = {
         "lora_A.weight": "a",
         "lora_B.weight": "b",
@@ -161,7 +169,7 @@ def _peft_updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor], line
     }
     alpha, patterns = _number(config, "lora_alpha"), config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or any(set(key) & set("*+?[](){}^$|\\") for key in patterns):
-        raise Unusable("alpha_pattern has regular expressions; names of modules are served")
+        raise UnusableAdapter("alpha_pattern has regular expressions; names of modules are served")
 
     def scale(name: str, rank: int) -> float:
         own = next((_number(patterns, key) for key in patterns if f".{name}".endswith(f".{key}")), alpha)
@@ -170,9 +178,11 @@ def _peft_updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor], line
     return _updates(_parts(tensors, leaves, _PEFT_BASE), linears, scale, is_transposed=True)
 
 
-def _parts(tensors: Mapping[str, Tensor], leaves: Mapping[str, str], begin: str) -> dict[str, dict[str, Tensor]]:
-    """Tensors by their module and their part in its update. Raises `Unusable` for any other."""
-    parts: dict[str, dict[str, Tensor]] = {}
+def _parts(
+    tensors: Mapping[str, StoredTensor], leaves: Mapping[str, str], begin: str
+) -> dict[str, dict[str, StoredTensor]]:
+    """Tensors by their module and their part in its update. Raises `UnusableAdapter` for any other."""
+    parts: dict[str, dict[str, StoredTensor]] = {}
     others: list[str] = []
     for name, tensor in tensors.items():
         leaf = next((leaf for leaf in leaves if name.endswith(f".{leaf}")), None)
@@ -183,24 +193,24 @@ def _parts(tensors: Mapping[str, Tensor], leaves: Mapping[str, str], begin: str)
         parts.setdefault(module, {})[leaves[leaf]] = tensor
     if others:
         if any("lora_embedding" in name for name in others):
-            raise Unusable("it changes the table of embeddings, which is not served")
-        raise Unusable(f"tensors of its file are no part of a low-rank update: {_some(others)}")
+            raise UnusableAdapter("it changes the table of embeddings, which is not served")
+        raise UnusableAdapter(f"tensors of its file are no part of a low-rank update: {_some(others)}")
     return parts
 
 
 def _updates(
-    parts: Mapping[str, Mapping[str, Tensor]], linears: Linears, scale: Scale, *, is_transposed: bool
+    parts: Mapping[str, Mapping[str, StoredTensor]], linears: Linears, scale: Scale, *, is_transposed: bool
 ) -> tuple[Update, ...]:
     if experts := [name for name in parts if is_of_experts(name)]:
-        raise Unusable(f"it changes experts of a mixture, which is not served: {_some(experts)}")
+        raise UnusableAdapter(f"it changes experts of a mixture, which is not served: {_some(experts)}")
     if tables := [name for name in parts if linears.is_table(name)]:
-        raise Unusable(f"it changes the table of embeddings, which is not served: {_some(tables)}")
+        raise UnusableAdapter(f"it changes the table of embeddings, which is not served: {_some(tables)}")
     places = {name: linears.find(name) for name in parts}
     if unknown := [name for name, place in places.items() if place is None]:
-        raise Unusable(f"it was trained for another base: this model has no linear layer {_some(unknown)}")
+        raise UnusableAdapter(f"it was trained for another base: this model has no linear layer {_some(unknown)}")
     taken = [place.path for place in places.values() if place is not None]
     if len(set(taken)) < len(taken):
-        raise Unusable("two updates of its file are for one layer")
+        raise UnusableAdapter("two updates of its file are for one layer")
     return tuple(
         _update(name, place, parts[name], scale, is_transposed=is_transposed)
         for name, place in places.items()
@@ -208,19 +218,21 @@ def _updates(
     )
 
 
-def _update(name: str, place: Place, part: Mapping[str, Tensor], scale: Scale, *, is_transposed: bool) -> Update:
+def _update(
+    name: str, place: LinearPlace, part: Mapping[str, StoredTensor], scale: Scale, *, is_transposed: bool
+) -> Update:
     if "a" not in part or "b" not in part:
-        raise Unusable(f"the update of {name} lacks one of its two matrices")
+        raise UnusableAdapter(f"the update of {name} lacks one of its two matrices")
     a, b, magnitude = part["a"], part["b"], part.get("magnitude")
     if len(a.shape) != 2:
-        raise Unusable(f"{name}: a matrix has the shape {list(a.shape)}")
+        raise UnusableAdapter(f"{name}: a matrix has the shape {list(a.shape)}")
     rank = a.shape[0] if is_transposed else a.shape[1]
     if not 1 <= rank <= RANK_MAX:
-        raise Unusable(f"{name}: its rank is {rank}; 1 to {RANK_MAX} are served")
+        raise UnusableAdapter(f"{name}: its rank is {rank}; 1 to {RANK_MAX} are served")
     shapes = ((place.inputs, rank), (rank, place.outputs))
     wanted_a, wanted_b = (shape[::-1] for shape in shapes) if is_transposed else shapes
     if a.shape != wanted_a or b.shape != wanted_b or (magnitude is not None and magnitude.shape != (place.outputs,)):
-        raise Unusable(
+        raise UnusableAdapter(
             f"it was trained for another base: {name} here goes from {place.inputs} to {place.outputs} numbers, "
             f"and its matrices are {list(a.shape)} and {list(b.shape)}"
         )
@@ -230,7 +242,7 @@ def _update(name: str, place: Place, part: Mapping[str, Tensor], scale: Scale, *
 def _number(table: Mapping[str, Any], key: str) -> float:
     value = table.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise Unusable(f"{CONFIG} gives {key} as {value!r}; it is a number")
+        raise UnusableAdapter(f"{CONFIG} gives {key} as {value!r}; it is a number")
     return float(value)
 
 

@@ -13,14 +13,14 @@ from protocol.model_info import AdapterInfo
 from protocol.spec import ADAPTERS_MAX
 from worker.adapters.adapter_files import Files, read
 from worker.adapters.matrices import dtype_of, matrices
-from worker.adapters.slots import BASE, AdaptedLinear, Bank, Slots
-from worker.adapters.unusable import Unusable
+from worker.adapters.slots import BASE, AdaptedLinear, Slots, StackedWeights
+from worker.adapters.unusable import UnusableAdapter
 from worker.cache.quantized import make_caches
 from worker.cache.salts import adapter_salt
 from worker.errors import LoadFailed, RequestInvalid, is_allocation_failure
 from worker.model.agreement import agreement_of
-from worker.model.lanes import Lane
-from worker.model.linears import Linears, Place
+from worker.model.lanes import BatchMode
+from worker.model.linears import LinearPlace, Linears
 from worker.model.loader import resolve
 from worker.model.packing import Shape, packing_of
 
@@ -51,13 +51,13 @@ class Adapter:
 class Adapters:
     """Owned by the engine thread; `find` is for any thread."""
 
-    def __init__(self, model: Any, linears: Linears, lane: Lane) -> None:
+    def __init__(self, model: Any, linears: Linears, lane: BatchMode) -> None:
         self._model = model
         self._linears = linears
         self._lane = lane
         packing = packing_of(model)
         self.slots = Slots(packing.turn if packing is not None else None)
-        self._layers: dict[str, tuple[Place, AdaptedLinear]] = {}
+        self._layers: dict[str, tuple[LinearPlace, AdaptedLinear]] = {}
         self._by_name: dict[str, Adapter] = {}
         # Not to be asked for any more, and let go of when no row has them.
         self._retiring: list[Adapter] = []
@@ -108,7 +108,7 @@ class Adapters:
             return refused(name, "a model that several processes run has no adapters")
         try:
             return read(resolve(path), self._linears)
-        except Unusable as reason:
+        except UnusableAdapter as reason:
             return refused(name, str(reason))
         except LoadFailed as error:
             return refused(name, error.failure.message)
@@ -149,7 +149,7 @@ class Adapters:
     def _tried(self, name: str, path: str, files: Files) -> Adapter | Failure:
         try:
             return self._install(name, path, files)
-        except Unusable as reason:
+        except UnusableAdapter as reason:
             return refused(name, str(reason))
         except Exception as error:
             if not is_allocation_failure(error):
@@ -184,7 +184,7 @@ class Adapters:
     def _install(self, name: str, path: str, files: Files) -> Adapter:
         taken = {adapter.slot for adapter in (*self._by_name.values(), *self._retiring)}
         if len(taken) >= ADAPTERS_MAX:
-            raise Unusable(f"{ADAPTERS_MAX} adapters are loaded already, the most that there may be")
+            raise UnusableAdapter(f"{ADAPTERS_MAX} adapters are loaded already, the most that there may be")
         slot = next(slot for slot in range(1, ADAPTERS_MAX + 1) if slot not in taken)
         banks = [(update.place, self._bank(files, at, slot)) for at, update in enumerate(files.updates)]
         before = self.nbytes
@@ -197,17 +197,17 @@ class Adapters:
             raise
         return Adapter(name, slot, path, files.base, files.digest, files.rank, files.is_dora, self.nbytes - before)
 
-    def _bank(self, files: Files, at: int, slot: int) -> Bank:
+    def _bank(self, files: Files, at: int, slot: int) -> StackedWeights:
         """The bank of the layer of an update, with that in the slot."""
         update = files.updates[at]
         _, adapted = self._layers.get(update.place.path, (None, None))
         linear = adapted.linear if adapted is not None else update.place.holder[update.place.key]
         own = matrices(update, files.data, linear, dtype_of(self._model, linear))
-        bank = adapted.bank.changed(slot, own) if adapted is not None else Bank.of({slot: own})
+        bank = adapted.bank.changed(slot, own) if adapted is not None else StackedWeights.of({slot: own})
         assert bank is not None
         return bank
 
-    def _put(self, place: Place, bank: Bank | None) -> None:
+    def _put(self, place: LinearPlace, bank: StackedWeights | None) -> None:
         """Give a layer other updates; without any it is again what it was."""
         known = self._layers.get(place.path)
         if known is not None and bank is not None:
@@ -227,15 +227,15 @@ class Adapters:
 
     def _try(self, slot: int) -> None:
         """Run a row with the adapter, beside one of the base if rows may run together, which must stay as it is."""
-        rows = [slot] if self._lane is Lane.SINGLE else [BASE, slot]
+        rows = [slot] if self._lane is BatchMode.SINGLE else [BASE, slot]
         try:
             base, adapted = self._logits([BASE] * len(rows)), self._logits(rows)
         except ValueError as error:
-            raise Unusable(f"the model cannot be run with it: {error}") from error
+            raise UnusableAdapter(f"the model cannot be run with it: {error}") from error
         if not bool(mx.all(mx.isfinite(adapted)).item()):
-            raise Unusable("with it the model's logits are not finite")
+            raise UnusableAdapter("with it the model's logits are not finite")
         if len(rows) > 1 and not bool(mx.array_equal(base[0], adapted[0]).item()):
-            raise Unusable("beside it, rows of the base change")
+            raise UnusableAdapter("beside it, rows of the base change")
 
     def _logits(self, slots: Sequence[int]) -> mx.array:
         tokens = mx.array([_TRIAL] * len(slots))
@@ -254,7 +254,7 @@ def read_all(adapters: Adapters, wanted: Sequence[tuple[str, str]]) -> dict[tupl
     return {each: adapters.read(*each) for each in adapters.missing(wanted)}
 
 
-def attach(model: Any, linears: Linears, lane: Lane) -> Adapters:
+def attach(model: Any, linears: Linears, lane: BatchMode) -> Adapters:
     """Make a model one that adapters may be loaded for."""
     adapters = model.adapters = Adapters(model, linears, lane)
     return adapters

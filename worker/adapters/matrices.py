@@ -8,14 +8,16 @@ import numpy as np
 
 from worker.adapters.adapter_files import Update
 from worker.adapters.slots import Matrices
-from worker.adapters.tensors import Tensor
-from worker.adapters.unusable import Unusable
+from worker.adapters.tensors import StoredTensor
+from worker.adapters.unusable import UnusableAdapter
 
 _TYPES: Final[dict[str, Any]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 def matrices(update: Update, data: bytes, linear: Any, dtype: Any) -> Matrices:
-    """The update of a layer whose output has `dtype`, evaluated. Raises `Unusable` for numbers that are not finite."""
+    """The update of a layer whose output has `dtype`, evaluated. Raises `UnusableAdapter` for numbers that are not
+    finite.
+    """
     a, b = _array(update.a, data), _array(update.b, data)
     if update.is_transposed:
         a, b = a.T, b.T
@@ -29,7 +31,9 @@ def matrices(update: Update, data: bytes, linear: Any, dtype: Any) -> Matrices:
         mx.contiguous(a.astype(dtype)), mx.contiguous(b.astype(dtype)), None if gain is None else gain.astype(dtype)
     )
     if not all(bool(mx.all(mx.isfinite(array)).item()) for array in made.arrays):
-        raise Unusable(f"{update.place.path}: its numbers are not finite in the model's arithmetic ({_named(dtype)})")
+        raise UnusableAdapter(
+            f"{update.place.path}: its numbers are not finite in the model's arithmetic ({_named(dtype)})"
+        )
     return made
 
 
@@ -45,7 +49,7 @@ def _dtype_of_norms(model: Any) -> Any:
     return next((norm.weight.dtype for norm in norms if "weight" in norm), mx.float32)
 
 
-def _array(tensor: Tensor, data: bytes) -> mx.array:
+def _array(tensor: StoredTensor, data: bytes) -> mx.array:
     """In float32."""
     kind = np.dtype(_TYPES[tensor.dtype])
     count = (tensor.end - tensor.begin) // kind.itemsize

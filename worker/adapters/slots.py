@@ -13,13 +13,13 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.model.linears import Place
-from worker.model.packing import Shape, Turn, split
+from worker.model.linears import LinearPlace
+from worker.model.packing import PackingTurn, Shape, split
 
 BASE: Final = 0
 
 
-class Choice:
+class SlotChoice:
     """Slots of the rows of one part of a pass, of which some are not the base's."""
 
     __slots__ = ("_arrays", "_slots", "rows", "single", "used")
@@ -64,18 +64,18 @@ class Matrices:
 class Slots:
     """The slots of the rows of the pass that is being built. Owned by the engine thread."""
 
-    def __init__(self, turn: Turn | None) -> None:
-        self.turn = turn or Turn()
+    def __init__(self, turn: PackingTurn | None) -> None:
+        self.turn = turn or PackingTurn()
         # A row of the CPU's or CUDA's multiplications has a matrix of its own: only Metal gathers as it multiplies.
         self.gathers = mx.metal.is_available()
         # None where all rows are of the base.
-        self.choices: Sequence[Choice | None] | None = None
+        self.choices: Sequence[SlotChoice | None] | None = None
         self.shapes: Sequence[Shape] = ()
 
     @contextmanager
     def rows(self, slots: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> Generator[None]:
         """A pass in which the rows of each part have these slots."""
-        choices = [Choice(part) if any(part) else None for part in slots]
+        choices = [SlotChoice(part) if any(part) else None for part in slots]
         if any(choice is not None for choice in choices):
             self.choices, self.shapes = choices, shapes
         try:
@@ -85,7 +85,7 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bank:
+class StackedWeights:
     """The updates of one layer by slot, and the same as one array of all slots each, evaluated.
 
     These are `[slots, inputs, rank]`, `[slots, rank, outputs]` and, where some have a gain, `[slots, outputs]`.
@@ -97,7 +97,7 @@ class Bank:
     gain: mx.array | None
 
     @classmethod
-    def of(cls, updates: dict[int, Matrices]) -> "Bank":
+    def of(cls, updates: dict[int, Matrices]) -> "StackedWeights":
         """Of at least one update. They become views of the arrays: nothing is kept twice."""
         first = next(iter(updates.values()))
         rank = max(each.rank for each in updates.values())
@@ -126,12 +126,12 @@ class Bank:
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes + (self.gain.nbytes if self.gain is not None else 0)
 
-    def changed(self, slot: int, matrices: Matrices | None) -> "Bank | None":
+    def changed(self, slot: int, matrices: Matrices | None) -> "StackedWeights | None":
         """The bank with another update, or none, in a slot; None if that leaves no update."""
         updates = {at: each for at, each in self.updates.items() if at != slot}
         if matrices is not None:
             updates[slot] = matrices
-        return Bank.of(updates) if updates else None
+        return StackedWeights.of(updates) if updates else None
 
 
 class AdaptedLinear(nn.Module):
@@ -140,7 +140,7 @@ class AdaptedLinear(nn.Module):
     It shows nothing of the layer but its call: code that reads the weights past it would leave the adapter out.
     """
 
-    def __init__(self, linear: Any, place: Place, slots: Slots, bank: Bank) -> None:
+    def __init__(self, linear: Any, place: LinearPlace, slots: Slots, bank: StackedWeights) -> None:
         super().__init__()
         self.linear = linear
         self._place = place
@@ -153,7 +153,7 @@ class AdaptedLinear(nn.Module):
         choices = self._slots.choices
         return y if choices is None else self._updated(x, y, choices)
 
-    def _updated(self, x: mx.array, y: mx.array, choices: Sequence[Choice | None]) -> mx.array:
+    def _updated(self, x: mx.array, y: mx.array, choices: Sequence[SlotChoice | None]) -> mx.array:
         turn = self._slots.turn.at
         if len(choices) == 1 or self._place.is_head or turn is not None:
             # The head is given tokens of the first part only.
@@ -166,7 +166,7 @@ class AdaptedLinear(nn.Module):
         added = [self._add(own_x, own_y, choice).reshape(1, -1, y.shape[-1]) for own_x, own_y, choice in parts]
         return mx.concatenate(added, axis=1).reshape(y.shape)
 
-    def _add(self, x: mx.array, y: mx.array, choice: Choice | None) -> mx.array:
+    def _add(self, x: mx.array, y: mx.array, choice: SlotChoice | None) -> mx.array:
         """`y` with the updates of a part's rows, whose tokens follow one another in `x`."""
         bank = self.bank
         if choice is None or choice.used.isdisjoint(bank.updates):

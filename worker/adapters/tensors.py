@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from worker.adapters.unusable import Unusable
+from worker.adapters.unusable import UnusableAdapter
 
 # Bytes of a number of each type that an adapter may have.
 WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2}
@@ -15,7 +15,7 @@ _LFS_POINTER: Final = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class StoredTensor:
     """Its numbers are the file's bytes from `begin` to `end`."""
 
     dtype: str
@@ -24,30 +24,30 @@ class Tensor:
     end: int
 
 
-def read_header(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a file by their names, each checked to lie inside of it. Raises `Unusable`."""
+def read_header(data: bytes) -> dict[str, StoredTensor]:
+    """The tensors of a file by their names, each checked to lie inside of it. Raises `UnusableAdapter`."""
     if data.startswith(_LFS_POINTER):
-        raise Unusable("its file is a git-lfs pointer, not the weights; run: git lfs pull")
+        raise UnusableAdapter("its file is a git-lfs pointer, not the weights; run: git lfs pull")
     length = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
     if not 2 <= length <= min(_HEADER_BYTES_MAX, len(data) - 8):
-        raise Unusable("its file is truncated or not a safetensors file")
+        raise UnusableAdapter("its file is truncated or not a safetensors file")
     try:
         header = json.loads(data[8 : 8 + length])
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         return {name: _tensor(name, entry, 8 + length, len(data)) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Unusable("its file has a broken safetensors header") from error
+        raise UnusableAdapter("its file has a broken safetensors header") from error
 
 
-def _tensor(name: str, entry: dict[str, object], start: int, size: int) -> Tensor:
+def _tensor(name: str, entry: dict[str, object], start: int, size: int) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in WIDTHS:
-        raise Unusable(f"{name[:200]} has numbers of type {dtype!r}; {', '.join(WIDTHS)} are served")
+        raise UnusableAdapter(f"{name[:200]} has numbers of type {dtype!r}; {', '.join(WIDTHS)} are served")
     sizes, places = _numbers(shape), _numbers(offsets)
     begin, end = places
     if end - begin != WIDTHS[dtype] * math.prod(sizes) or start + end > size:
         raise ValueError(name)
-    return Tensor(dtype, sizes, start + begin, start + end)
+    return StoredTensor(dtype, sizes, start + begin, start + end)
 
 
 def _numbers(value: object) -> tuple[int, ...]:

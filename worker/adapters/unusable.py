@@ -1,5 +1,5 @@
 """The refusal of an adapter."""
 
 
-class Unusable(Exception):
+class UnusableAdapter(Exception):
     """An adapter cannot be served; the reason, for the operator."""

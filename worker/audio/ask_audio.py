@@ -1,4 +1,4 @@
-"""From a `HearPrompt` or a `SpeakPrompt` to a job: validation and decoding. Runs off the loop's thread."""
+"""From a `TranscribePrompt` or a `SpeechPrompt` to a job: validation and decoding. Runs off the loop's thread."""
 
 import hashlib
 from collections.abc import Callable, Generator
@@ -8,16 +8,16 @@ import numpy as np
 
 from protocol import transcript
 from protocol.failures import Code
-from protocol.messages import Detokenize, Generate, HearPrompt, Media, SpeakPrompt, Tokenize, Tokenized
-from protocol.transcript import HEARD_RATE, SPOKEN_RATE, Part
+from protocol.messages import Detokenize, Generate, Media, SpeechPrompt, Tokenize, Tokenized, TranscribePrompt
+from protocol.transcript import HEARD_RATE, SPOKEN_RATE, TranscriptPart
 from worker.audio import sound_writer
-from worker.audio.audio_job import AudioJob, Piece
+from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel
-from worker.audio.clip_queue import Clip
-from worker.audio.hearer import Check, Hearer, Samples, Wish
-from worker.audio.marks import Marks
+from worker.audio.clip_queue import PendingClip
+from worker.audio.hearer import Check, Samples, TranscribeOptions, Transcriber
+from worker.audio.marks import AddedTokens
 from worker.audio.sound_writer import SoundWriter
-from worker.audio.speaker import Instructions, Speaker, Speech
+from worker.audio.speaker import Instructions, Speaker, SpeakOptions
 from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve, is_wav, read_audio
 
@@ -37,12 +37,12 @@ class AudioIntake:
         self._model = model
         self._check = check
 
-    def job(self, request: Generate, arrived: float) -> AudioJob | Clip:
+    def job(self, request: Generate, arrived: float) -> AudioJob | PendingClip:
         """A job that is safe to run, or the clip that it is made of. Quick. Raises `RequestInvalid`."""
         match request.prompt, self._model.hearer, self._model.speaker:
-            case HearPrompt() as prompt, hearer, _ if hearer is not None:
+            case TranscribePrompt() as prompt, hearer, _ if hearer is not None:
                 return self._hearing(request, arrived, prompt, hearer)
-            case SpeakPrompt() as prompt, _, speaker if speaker is not None:
+            case SpeechPrompt() as prompt, _, speaker if speaker is not None:
                 return self._speaking(request, arrived, prompt, speaker)
             case _:
                 raise self._wrong_kind()
@@ -50,7 +50,7 @@ class AudioIntake:
     def job_now(self, request: Generate) -> AudioJob:
         """A job, its clip decoded: for checks outside of a loop. Raises `RequestInvalid`."""
         job = self.job(request, 0.0)
-        return job.decode(lambda _size: None) if isinstance(job, Clip) else job
+        return job.decode(lambda _size: None) if isinstance(job, PendingClip) else job
 
     def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
         """A model of audio has no tokens for clients. Raises `RequestInvalid`."""
@@ -58,7 +58,7 @@ class AudioIntake:
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
-    def _hearing(self, request: Generate, arrived: float, prompt: HearPrompt, hearer: Hearer) -> Clip:
+    def _hearing(self, request: Generate, arrived: float, prompt: TranscribePrompt, hearer: Transcriber) -> PendingClip:
         wish = _wish(request, prompt, hearer)
         if not is_wav(prompt.data) and not sound_writer.has_pyav():
             message = f"Files other than WAV cannot be read here: {sound_writer.MISSING}."
@@ -68,10 +68,16 @@ class AudioIntake:
             return self._decoded(request, arrived, prompt, hearer, wish, reserve)
 
         ends = arrived + (request.deadline_ms / 1e3 if request.deadline_ms else _WAIT_S)
-        return Clip(request.rid, request.priority, request.tenant, ends, decode)
+        return PendingClip(request.rid, request.priority, request.tenant, ends, decode)
 
     def _decoded(
-        self, request: Generate, arrived: float, prompt: HearPrompt, hearer: Hearer, wish: Wish, reserve: Reserve
+        self,
+        request: Generate,
+        arrived: float,
+        prompt: TranscribePrompt,
+        hearer: Transcriber,
+        wish: TranscribeOptions,
+        reserve: Reserve,
     ) -> AudioJob:
         """Raises `RequestInvalid`, and what `reserve` raises."""
         media = Media("audio", hashlib.blake2b(prompt.data, digest_size=32).digest(), prompt.data, param="file")
@@ -96,7 +102,7 @@ class AudioIntake:
 
     # -- speaking ----------------------------------------------------------------------------------------------------
 
-    def _speaking(self, request: Generate, arrived: float, prompt: SpeakPrompt, speaker: Speaker) -> AudioJob:
+    def _speaking(self, request: Generate, arrived: float, prompt: SpeechPrompt, speaker: Speaker) -> AudioJob:
         if prompt.format not in sound_writer.formats():
             message = f"Speech as {prompt.format} cannot be written here: {sound_writer.MISSING}. wav and pcm can."
             raise RequestInvalid(Code.UNSUPPORTED, message, param="response_format")
@@ -118,7 +124,7 @@ class AudioIntake:
         # Clients have to name a voice, also to a model with one.
         relaxed = ("voice",) if prompt.voice and not speaker.voices else ()
         voice = (prompt.voice or speaker.voices[0]) if speaker.voices else ""
-        speech = Speech(prompt.text, voice, prompt.instructions, request.sampling.seed)
+        speech = SpeakOptions(prompt.text, voice, prompt.instructions, request.sampling.seed)
         return AudioJob(
             rid=request.rid,
             arrived=arrived,
@@ -138,7 +144,7 @@ class AudioIntake:
         return RequestInvalid(Code.UNSUPPORTED, f"This model {what} and nothing else: use {where}.", param="model")
 
 
-def _wish(request: Generate, prompt: HearPrompt, hearer: Hearer) -> Wish:
+def _wish(request: Generate, prompt: TranscribePrompt, hearer: Transcriber) -> TranscribeOptions:
     """The request as the model is asked. Raises `RequestInvalid` for what it cannot do."""
     language = ""
     if prompt.language:
@@ -160,7 +166,7 @@ def _wish(request: Generate, prompt: HearPrompt, hearer: Hearer) -> Wish:
     if prompt.text and not hearer.has_text:
         raise RequestInvalid(Code.UNSUPPORTED, "This model takes no prompt.", param="prompt")
     _check_text(hearer.marks, prompt.text, "prompt")
-    return Wish(
+    return TranscribeOptions(
         language,
         prompt.text,
         prompt.is_translated,
@@ -170,32 +176,34 @@ def _wish(request: Generate, prompt: HearPrompt, hearer: Hearer) -> Wish:
     )
 
 
-def _check_text(marks: Marks, text: str, param: str) -> None:
+def _check_text(marks: AddedTokens, text: str, param: str) -> None:
     """Raises `RequestInvalid` for a text that is more than text to the model."""
     if mark := marks.first(text):
         message = f"'{param}' holds {mark!r}, which is a control token of the model and no text."
         raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
 
 
-def _transcript(hearer: Hearer, samples: Samples, seconds: float, wish: Wish, check: Check) -> Generator[Piece]:
+def _transcript(
+    hearer: Transcriber, samples: Samples, seconds: float, wish: TranscribeOptions, check: Check
+) -> Generator[AudioPiece]:
     """A piece for each window."""
     for window in hearer.hear(samples, wish, check):
-        part = Part(window.segments, window.language, round(seconds, 3))
+        part = TranscriptPart(window.segments, window.language, round(seconds, 3))
         # What has text must count, or a successor would not know that it was sent.
         tokens = tuple(window.tokens) or ((0,) if window.text else ())
-        yield Piece(window.text, tokens, transcript.encode(part))
+        yield AudioPiece(window.text, tokens, transcript.encode(part))
 
 
-def _speech(speaker: Speaker, speech: Speech, prompt: SpeakPrompt, check: Check) -> Generator[Piece]:
+def _speech(speaker: Speaker, speech: SpeakOptions, prompt: SpeechPrompt, check: Check) -> Generator[AudioPiece]:
     """A piece for each group of samples that makes some bytes, and the end of the file."""
     writer = SoundWriter(prompt.format, speaker.rate, prompt.speed)
     told = 0
 
-    def piece(data: bytes, *, ends_turn: bool) -> Piece:
+    def piece(data: bytes, *, ends_turn: bool) -> AudioPiece:
         nonlocal told
         count = max(1, round(writer.seconds * SPOKEN_RATE) - told) if data else 0
         told += count
-        return Piece("", (0,) * count, data, ends_turn)
+        return AudioPiece("", (0,) * count, data, ends_turn)
 
     for samples, ends_turn in speaker.speak(speech, check):
         if not np.isfinite(samples).all():

@@ -4,11 +4,11 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from protocol.messages import Usage
-from worker.jobs.queued import Queued
+from worker.jobs.queued import QueuedJob
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AudioPiece:
     """A part of an answer, as a `Delta` has it. With `ends_turn` another request may have its turn."""
 
     text: str = ""
@@ -18,10 +18,10 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class AudioJob(Queued):
+class AudioJob(QueuedJob):
     """`work` computes the next piece when it is asked for. `heard_s` is the length of its clip."""
 
-    work: Generator[Piece]
+    work: Generator[AudioPiece]
     input_tokens: int
     heard_s: float = 0.0
     # Bytes of samples that it holds until it ends.

@@ -14,7 +14,7 @@ from protocol.failures import Code, Failure
 from protocol.messages import Abort, Delta, Drain, Finish, SetMemory, SetPace, Shutdown, Up
 from protocol.spec import WorkerSpec
 from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST, SPOKEN_RATE
-from worker.audio.audio_job import AudioJob, Piece
+from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel
 from worker.audio.sample_room import SampleRoom, bytes_for_clips
 from worker.engine.gauges import Gauges
@@ -27,7 +27,7 @@ log = logging.getLogger("mlxd.worker")
 Command = AudioJob | Abort | Drain | Shutdown | SetMemory | SetPace
 
 
-class Cut(Exception):
+class AudioCut(Exception):
     """The request whose turn it is has ended meanwhile, or the loop is to end."""
 
 
@@ -59,7 +59,7 @@ class AudioLoop(TurnLoop[AudioJob]):
             raise LoadFailed(code, message) from error
         self._apply(self._share.limits())
 
-    def _apply(self, limits: memory.Limits) -> None:
+    def _apply(self, limits: memory.ShareLimits) -> None:
         """Keep the limits of the share, of which clips have a part: less of it where memory is short."""
         super()._apply(limits)
         order = self._share.order
@@ -71,12 +71,12 @@ class AudioLoop(TurnLoop[AudioJob]):
         self._room.resize(max(CLIP_BYTES_LEAST, int(most * order.kv_part)), alone)
 
     def check(self) -> None:
-        """Obey what has come while a turn is computed. Raises `Cut` where that has ended the request."""
+        """Obey what has come while a turn is computed. Raises `AudioCut` where that has ended the request."""
         self._obey_waiting()
         self._enforce_deadlines()
         self._gauges.busy_since = time.monotonic()
         if self._is_stopping or self._job is None or self._job.rid not in self._jobs:
-            raise Cut
+            raise AudioCut
 
     def _take_turn(self) -> None:
         job = self._job = self._in_turn()[0]
@@ -85,7 +85,7 @@ class AudioLoop(TurnLoop[AudioJob]):
         self._gauges.running, self._gauges.waiting = 1, len(self._jobs) - 1
         try:
             self._compute(job)
-        except Cut:
+        except AudioCut:
             pass
         except RequestInvalid as error:
             self._fail(job, error.failure)
@@ -107,7 +107,7 @@ class AudioLoop(TurnLoop[AudioJob]):
         self._gauges.heard_s += job.heard_s
         self._finish(job, Finish.STOP)
 
-    def _pass_on(self, job: AudioJob, piece: Piece) -> None:
+    def _pass_on(self, job: AudioJob, piece: AudioPiece) -> None:
         count = len(piece.token_ids)
         job.output_tokens += count
         if job.left_out > 0:
@@ -142,7 +142,7 @@ class AudioLoop(TurnLoop[AudioJob]):
         return super()._ending(job, finish, failure)
 
     def _let_go(self, job: AudioJob) -> None:
-        """Free what it holds. The work that is being computed ends by `Cut`."""
+        """Free what it holds. The work that is being computed ends by `AudioCut`."""
         self._room.give_back(job.tenant, job.sample_bytes)
         job.sample_bytes = 0
         if job is not self._job:

@@ -17,8 +17,8 @@ from protocol.kinds import HEARERS, SPEAKERS, audio_family
 from protocol.model_info import AudioInfo
 from protocol.spec import WorkerSpec
 from worker.audio import sound_writer
-from worker.audio.hearer import Hearer, Wish
-from worker.audio.speaker import Instructions, Speaker, Speech
+from worker.audio.hearer import TranscribeOptions, Transcriber
+from worker.audio.speaker import Instructions, Speaker, SpeakOptions
 from worker.errors import LoadFailed
 from worker.model.loader import cast, check_weights, nbytes, read_json, resolve
 from worker.model.memory import has_gpu
@@ -39,7 +39,7 @@ class AudioModel:
     path: Path
     family: str
     weights_bytes: int
-    hearer: Hearer | None = None
+    hearer: Transcriber | None = None
     speaker: Speaker | None = None
 
     @property
@@ -69,7 +69,7 @@ class AudioModel:
         """Hear a second, or say a word: so that what cannot be run is found at the load."""
         if self.hearer is not None:
             tone = np.sin(np.arange(self.hearer.rate) * (440 * 2 * np.pi / self.hearer.rate))
-            next(self.hearer.hear((0.1 * tone).astype(np.float32), Wish(temperature=1.0), _nothing))
+            next(self.hearer.hear((0.1 * tone).astype(np.float32), TranscribeOptions(temperature=1.0), _nothing))
         if self.speaker is not None:
             next(self.speaker.speak(_greeting(self.speaker), _nothing))
 
@@ -128,7 +128,7 @@ def _check_code(path: Path, spec: WorkerSpec) -> None:
             raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
 
 
-def _hearer(family: str, model: Any) -> Hearer | None:
+def _hearer(family: str, model: Any) -> Transcriber | None:
     # Imported here: these load mlx-audio, which may not be installed.
     if family == "whisper":
         from worker.audio.whisper_hearer import WhisperHearer
@@ -186,9 +186,9 @@ def _other(path: Path, family: str, spec: WorkerSpec) -> Any:
     return model
 
 
-def _greeting(speaker: Speaker) -> Speech:
+def _greeting(speaker: Speaker) -> SpeakOptions:
     voice = speaker.voices[0] if speaker.voices else ""
-    return Speech("Hello.", voice, "A calm voice." if speaker.instructions is Instructions.NEEDED else "")
+    return SpeakOptions("Hello.", voice, "A calm voice." if speaker.instructions is Instructions.NEEDED else "")
 
 
 def _parts(model: Any) -> list[Any]:

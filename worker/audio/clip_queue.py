@@ -38,7 +38,7 @@ class _Ended(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Clip:
+class PendingClip:
     """A request to hear whose clip is not decoded. Owned by the queue. `ends` is of the monotonic clock.
 
     `decode` makes the job of it, within the room that it reserves.
@@ -80,8 +80,8 @@ class ClipQueue:
         self._gauges = gauges
         self._refusing = refusing
         # What is here is guarded by the room's lock.
-        self._waiting: dict[int, Clip] = {}
-        self._decoding: dict[int, Clip] = {}
+        self._waiting: dict[int, PendingClip] = {}
+        self._decoding: dict[int, PendingClip] = {}
         self._numbers = 0
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class ClipQueue:
     def put(self, command: Any) -> None:
         """A clip waits here; what is not for clips goes on to the loop."""
         match command:
-            case Clip():
+            case PendingClip():
                 self._take_in(command)
                 return
             case Abort(rids=rids):
@@ -104,7 +104,7 @@ class ClipQueue:
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
-    def _take_in(self, clip: Clip) -> None:
+    def _take_in(self, clip: PendingClip) -> None:
         with self._room.changed:
             if len(self._waiting) >= (self._spec.max_running or USUAL_RUNNING) + self._spec.max_waiting:
                 self._send(Rejected(clip.rid, _CROWDED))
@@ -144,7 +144,7 @@ class ClipQueue:
             if now >= clip.ends and not clip.is_ended:
                 self._end(clip, _LATE)
 
-    def _end(self, clip: Clip, failure: Failure | None) -> None:
+    def _end(self, clip: PendingClip, failure: Failure | None) -> None:
         """The terminal event of a clip that becomes no job: it was aborted, or else why."""
         clip.is_ended = True
         if self._waiting.pop(clip.rid, None) is not None:
@@ -167,7 +167,7 @@ class ClipQueue:
                 self._decode(clip)
             del clip  # its file is large, and the next may be long in coming
 
-    def _next(self) -> Clip:
+    def _next(self) -> PendingClip:
         """The next clip for which there is room, which is taken."""
         changed = self._room.changed
         with changed:
@@ -184,13 +184,13 @@ class ClipQueue:
                 ends = min((each.ends for each in self._waiting.values()), default=None)
                 changed.wait(None if ends is None else max(0.0, ends - time.monotonic()))
 
-    def _first_fitting(self) -> Clip | None:
+    def _first_fitting(self) -> PendingClip | None:
         """By priority, then of the tenant that holds the least, then as they came."""
 
-        def order(clip: Clip) -> tuple[int, int, int]:
+        def order(clip: PendingClip) -> tuple[int, int, int]:
             return clip.priority, self._room.held(clip.tenant), clip.number
 
-        before: list[Clip] = []
+        before: list[PendingClip] = []
         for clip in sorted(self._waiting.values(), key=order):
             if self._room.fits(clip.needed):
                 for each in before:
@@ -201,7 +201,7 @@ class ClipQueue:
             before.append(clip)
         return None
 
-    def _decode(self, clip: Clip) -> None:
+    def _decode(self, clip: PendingClip) -> None:
         job: AudioJob | None = None
         is_short = False
         try:
@@ -216,7 +216,7 @@ class ClipQueue:
         finally:
             self._leave(clip, job, is_short=is_short)
 
-    def _leave(self, clip: Clip, job: AudioJob | None, *, is_short: bool) -> None:
+    def _leave(self, clip: PendingClip, job: AudioJob | None, *, is_short: bool) -> None:
         """A clip that is not being decoded any more: its job goes to the loop, or it waits for room again."""
         with self._room.changed:
             del self._decoding[clip.rid]
@@ -229,7 +229,7 @@ class ClipQueue:
                 self._count()
             self._room.give_back(clip.tenant, reserved)
 
-    def _reserve(self, clip: Clip, size_bytes: int) -> None:
+    def _reserve(self, clip: PendingClip, size_bytes: int) -> None:
         """Raises `_Ended`, `RequestInvalid` for more than the model can hold, and `_NoRoom`: then it begins again when
         there is as much as it probably needs."""
         with self._room.changed:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.transcript import Segment
-from worker.audio.marks import Marks
+from worker.audio.marks import AddedTokens
 
 Samples = npt.NDArray[np.float32]
 # Raises when the request has ended meanwhile, or the loop is to end.
@@ -16,7 +16,7 @@ Check = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TranscribeOptions:
     """A transcript as a request wants it. `language` is one of the model's own codes; empty is as heard."""
 
     language: str = ""
@@ -28,7 +28,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class AudioWindow:
     """Text of one window, which follows on that of the window before, with its own tokens."""
 
     text: str
@@ -37,7 +37,7 @@ class Window:
     language: str = ""
 
 
-class Hearer(Protocol):
+class Transcriber(Protocol):
     """A loaded model that hears. Times are in seconds, `rate` in samples a second."""
 
     rate: int
@@ -47,12 +47,12 @@ class Hearer(Protocol):
     # The model takes text before what it hears.
     has_text: bool
     # What that text may not hold.
-    marks: Marks
+    marks: AddedTokens
 
     def language(self, name: str) -> str:
         """The model's code of a language, by its code or name. Raises `KeyError`."""
         ...
 
-    def hear(self, samples: Samples, wish: Wish, check: Check) -> Iterator[Window]:
+    def hear(self, samples: Samples, wish: TranscribeOptions, check: Check) -> Iterator[AudioWindow]:
         """All windows, each computed when it is asked for. Calls `check` at least once a window."""
         ...

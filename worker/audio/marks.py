@@ -8,7 +8,7 @@ from typing import Any, Final
 _SIGN: Final = re.compile(r"[^\w\s]")
 
 
-class Marks:
+class AddedTokens:
     """Added tokens of a tokenizer, for any thread: the tokenizer itself is the loop's. None for no tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -8,8 +8,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from protocol.transcript import Segment, Word
-from worker.audio.hearer import Check, Samples, Window, Wish
-from worker.audio.marks import Marks
+from worker.audio.hearer import AudioWindow, Check, Samples, TranscribeOptions
+from worker.audio.marks import AddedTokens
 from worker.audio.pauses import windows
 
 # No longer stretch is heard at once: so long an abort waits at most for one.
@@ -20,24 +20,24 @@ _TOKENS_LEAST: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class TranscriberFamily:
     """Call of a family's `generate`, and what it can be told.
 
     `arguments` are those of a model's window: of so many tokens at most, as a request wants it. Languages by code and
     name.
     """
 
-    arguments: Callable[[Any, int, Wish], dict[str, Any]]
+    arguments: Callable[[Any, int, TranscribeOptions], dict[str, Any]]
     languages: Mapping[str, str]
     has_text: bool = False
     has_words: bool = False
 
 
-def _moonshine(_model: Any, tokens: int, wish: Wish) -> dict[str, Any]:
+def _moonshine(_model: Any, tokens: int, wish: TranscribeOptions) -> dict[str, Any]:
     return {"max_tokens": tokens, "temperature": wish.temperature}
 
 
-def _qwen(_model: Any, tokens: int, wish: Wish) -> dict[str, Any]:
+def _qwen(_model: Any, tokens: int, wish: TranscribeOptions) -> dict[str, Any]:
     return {
         "max_tokens": tokens,
         "temperature": wish.temperature,
@@ -46,7 +46,7 @@ def _qwen(_model: Any, tokens: int, wish: Wish) -> dict[str, Any]:
     }
 
 
-def _parakeet(model: Any, _tokens: int, _wish: Wish) -> dict[str, Any]:
+def _parakeet(model: Any, _tokens: int, _wish: TranscribeOptions) -> dict[str, Any]:
     # It writes down at most some tokens a frame; samples are in the format of its weights.
     parameters: Any = tree_flatten(model.parameters())
     return {"dtype": next(array.dtype for _, array in parameters)}
@@ -60,10 +60,10 @@ _QWEN_LANGUAGES: Final = {
     "nl": "Dutch", "sv": "Swedish", "da": "Danish", "fi": "Finnish", "pl": "Polish", "cs": "Czech",
     "fil": "Filipino", "fa": "Persian", "el": "Greek", "ro": "Romanian", "hu": "Hungarian", "mk": "Macedonian",
 }  # fmt: skip
-FAMILIES: Final[dict[str, Family]] = {
-    "moonshine": Family(_moonshine, {}),
-    "qwen3_asr": Family(_qwen, _QWEN_LANGUAGES, has_text=True),
-    "parakeet": Family(_parakeet, {}, has_words=True),
+FAMILIES: Final[dict[str, TranscriberFamily]] = {
+    "moonshine": TranscriberFamily(_moonshine, {}),
+    "qwen3_asr": TranscriberFamily(_qwen, _QWEN_LANGUAGES, has_text=True),
+    "parakeet": TranscriberFamily(_parakeet, {}, has_words=True),
 }
 
 
@@ -79,7 +79,7 @@ class PausedHearer:
         self.languages = tuple(self._family.languages)
         self.has_text = self._family.has_text
         self.has_words = self._family.has_words
-        self.marks = Marks(getattr(model, "_tokenizer", None))
+        self.marks = AddedTokens(getattr(model, "_tokenizer", None))
 
     def language(self, name: str) -> str:
         for code, known in self._family.languages.items():
@@ -87,7 +87,7 @@ class PausedHearer:
                 return code
         raise KeyError(name)
 
-    def hear(self, samples: Samples, wish: Wish, check: Check) -> Iterator[Window]:
+    def hear(self, samples: Samples, wish: TranscribeOptions, check: Check) -> Iterator[AudioWindow]:
         for at, (start, end) in enumerate(windows(samples, self.rate, _WINDOW_S)):
             check()
             mx.random.seed((wish.seed + start) % (1 << 64))
@@ -98,7 +98,7 @@ class PausedHearer:
             )
             yield self._window(result, start / self.rate, seconds, is_first=at == 0)
 
-    def _window(self, result: Any, offset: float, seconds: float, *, is_first: bool) -> Window:
+    def _window(self, result: Any, offset: float, seconds: float, *, is_first: bool) -> AudioWindow:
         text = str(result.text).strip()
         sentences = getattr(result, "sentences", None)
         if sentences is not None:
@@ -109,7 +109,7 @@ class PausedHearer:
             count = int(getattr(result, "generation_tokens", 0) or 0)
         language = getattr(result, "language", None)
         heard = language[0] if isinstance(language, list) and language else language
-        return Window(
+        return AudioWindow(
             text if is_first or not text else " " + text,
             (0,) * count,
             segments,

@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 
 from worker.audio.hearer import Check, Samples
-from worker.audio.marks import Marks
+from worker.audio.marks import AddedTokens
 from worker.audio.sentences import groups
 
 
 @dataclass(frozen=True, slots=True)
-class Speech:
+class SpeakOptions:
     """Speech as a request wants it. `voice` is one of the model's own; empty is its choice."""
 
     text: str
@@ -32,13 +32,13 @@ class Instructions(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class SpeakerFamily:
     """Call of a family's `generate` for a text, of so many characters in one go.
 
     `voices` are those of a loaded model, `instructions` whether it takes some.
     """
 
-    arguments: Callable[[str, Speech], dict[str, Any]]
+    arguments: Callable[[str, SpeakOptions], dict[str, Any]]
     least_chars: int
     most_chars: int
     voices: Callable[[Any], tuple[str, ...]] = lambda _model: ()
@@ -47,7 +47,7 @@ class Family:
     shows_marks: bool = True
 
 
-def _soprano(text: str, _speech: Speech) -> dict[str, Any]:
+def _soprano(text: str, _speech: SpeakOptions) -> dict[str, Any]:
     # Its tokens last 64 ms. Nobody takes longer over text; a model that does not end would speak for minutes.
     return {"text": text, "max_tokens": int((1.0 + len(text) * _CHAR_S) / 0.064)}
 
@@ -56,7 +56,7 @@ def _soprano(text: str, _speech: Speech) -> dict[str, Any]:
 _CHAR_S: Final = 0.2
 
 
-def _qwen(text: str, speech: Speech) -> dict[str, Any]:
+def _qwen(text: str, speech: SpeakOptions) -> dict[str, Any]:
     # 12.5 tokens a second.
     return {
         "text": text,
@@ -77,10 +77,12 @@ def _qwen_instructions(model: Any) -> Instructions:
     return Instructions.NONE if model.config.tts_model_size == "0b6" else Instructions.TAKEN
 
 
-FAMILIES: Final[dict[str, Family]] = {
+FAMILIES: Final[dict[str, SpeakerFamily]] = {
     # It joins what is shorter itself.
-    "soprano": Family(_soprano, least_chars=30, most_chars=300, shows_marks=False),
-    "qwen3_tts": Family(_qwen, least_chars=60, most_chars=300, voices=_qwen_voices, instructions=_qwen_instructions),
+    "soprano": SpeakerFamily(_soprano, least_chars=30, most_chars=300, shows_marks=False),
+    "qwen3_tts": SpeakerFamily(
+        _qwen, least_chars=60, most_chars=300, voices=_qwen_voices, instructions=_qwen_instructions
+    ),
 }
 
 
@@ -93,9 +95,9 @@ class Speaker:
         self.rate = int(model.sample_rate)
         self.voices = self._family.voices(model)
         self.instructions = self._family.instructions(model)
-        self.marks = Marks(getattr(model, "tokenizer", None)) if self._family.shows_marks else Marks(None)
+        self.marks = AddedTokens(getattr(model, "tokenizer", None)) if self._family.shows_marks else AddedTokens(None)
 
-    def speak(self, speech: Speech, check: Check) -> Iterator[tuple[Samples, bool]]:
+    def speak(self, speech: SpeakOptions, check: Check) -> Iterator[tuple[Samples, bool]]:
         """Samples at `rate`, and whether they are the last of a turn. Each is computed when it is asked for.
 
         Calls `check` between two.

@@ -24,8 +24,8 @@ from mlx_audio.stt.models.whisper.timing import add_word_timestamps
 from mlx_audio.stt.models.whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE
 
 from protocol.transcript import Segment, Word
-from worker.audio.hearer import Check, Samples, Window, Wish
-from worker.audio.marks import Marks
+from worker.audio.hearer import AudioWindow, Check, Samples, TranscribeOptions
+from worker.audio.marks import AddedTokens
 
 # A window that fails is decoded again, at the next temperature.
 _TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -105,7 +105,7 @@ class WhisperHearer:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.marks = Marks(model.get_tokenizer().hf_tokenizer)
+        self.marks = AddedTokens(model.get_tokenizer().hf_tokenizer)
         self._is_half = model.dtype == mx.float16
         self.translates = bool(model.is_multilingual)
         self.languages = tuple(list(LANGUAGES)[: model.num_languages]) if model.is_multilingual else ("en",)
@@ -117,7 +117,7 @@ class WhisperHearer:
             raise KeyError(name)
         return code
 
-    def hear(self, samples: Samples, wish: Wish, check: Check) -> Iterator[Window]:
+    def hear(self, samples: Samples, wish: TranscribeOptions, check: Check) -> Iterator[AudioWindow]:
         model = self._model
         features = _Features(samples, model.dims.n_mels)
         task = "translate" if wish.is_translated else "transcribe"
@@ -133,7 +133,7 @@ class WhisperHearer:
             text = tokenizer.decode([token for token in tokens if token < tokenizer.eot])
             is_first = len(state.tokens) == given
             state.tokens += tokens
-            yield Window(
+            yield AudioWindow(
                 text.lstrip() if is_first else text,
                 tokens,
                 tuple(_segment(each) for each in segments),
@@ -152,7 +152,7 @@ class WhisperHearer:
         features: _Features,
         state: _State,
         tokenizer: Any,
-        wish: Wish,
+        wish: TranscribeOptions,
         language: str,
         task: str,
         check: Check,

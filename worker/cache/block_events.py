@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from protocol.stats import BLOCK
-from worker.cache.radix_tree import Node, Tokens
+from worker.cache.radix_tree import RadixNode, Tokens
 from worker.cache.salts import adapter_number
 
 # The memory that holds a block, in vLLM's words.
@@ -61,7 +61,7 @@ class _Blocks:
         return (self.first + len(self.hashes)) * BLOCK
 
 
-class Journal:
+class BlockEventLog:
     """Events of one cache, told to `tell` once a tick. Owned by the engine thread.
 
     Hashes are kept by node, so that only tokens that are new are hashed: a long prompt is stored in many pieces.
@@ -72,9 +72,9 @@ class Journal:
         self._events: list[Event] = [AllBlocksCleared()]
         self._held: set[int] = set()
         # Of nodes with KV; a node that was cut since has hashes of blocks that end above it, too.
-        self._blocks: dict[Node, _Blocks] = {}
+        self._blocks: dict[RadixNode, _Blocks] = {}
 
-    def hold(self, salt: str, node: Node) -> None:
+    def hold(self, salt: str, node: RadixNode) -> None:
         """A node has its KV: blocks that end in it are held."""
         above, tokens, begin = self._unhashed(node)
         hashes = hash_blocks(salt.encode() if above is None else above.to_bytes(8), tokens)
@@ -92,7 +92,7 @@ class Journal:
             BlockStored(hashes[at:], hashes[at - 1] if at else above, ids.tolist(), BLOCK, adapter_number(salt), MEDIUM)
         )
 
-    def let_go(self, salt: str, node: Node) -> None:
+    def let_go(self, salt: str, node: RadixNode) -> None:
         """A node loses its KV: blocks that end in it are not held."""
         blocks = self._blocks.pop(node, _Blocks(0, []))
         gone = [each for each in blocks.hashes[node.begin // BLOCK - blocks.first :] if each in self._held]
@@ -106,11 +106,11 @@ class Journal:
             events, self._events = self._events, []
             self._tell(events)
 
-    def _unhashed(self, node: Node) -> tuple[int | None, Tokens, int]:
+    def _unhashed(self, node: RadixNode) -> tuple[int | None, Tokens, int]:
         """The hash of the last block that is known above a node, None for none, the tokens behind it up to the node's
         end, and the position of the first of them."""
         edges: list[Tokens] = []
-        at: Node | None = node
+        at: RadixNode | None = node
         while at is not None:
             blocks = self._blocks.get(at) if at is not node else None
             if blocks is not None and blocks.hashes and blocks.end >= at.begin:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from worker.cache.radix_tree import Node
+from worker.cache.radix_tree import RadixNode
 
 
-class Branch:
+class PrefixCursor:
     """Place of a row in the tree. Reads tokens alone, each in constant time; owned by the engine thread.
 
     Edges may be cut and evicted meanwhile: a node keeps its tokens, and knows what is above it.
@@ -13,7 +13,7 @@ class Branch:
 
     __slots__ = ("_at", "_node")
 
-    def __init__(self, node: Node, at: int) -> None:
+    def __init__(self, node: RadixNode, at: int) -> None:
         """`at` is the number of the row's tokens; the last of them is in `node`."""
         self._node = node
         self._at = at
@@ -49,7 +49,7 @@ class Branch:
             at += len(tokens)
         return ahead
 
-    def _edge(self) -> Node:
+    def _edge(self) -> RadixNode:
         """The edge in which the row's last token is: the one that it was found in may have been cut."""
         node = self._node
         while self._at <= node.begin and node.parent is not None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Counts:
+class CacheCounts:
     """Counts since the worker started."""
 
     queries: int = 0

@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from worker.cache.file_format import SUFFIX, Encoded
+from worker.cache.file_format import SUFFIX, EncodedFile
 
 LABEL: Final = ".model"
 QUARANTINE: Final = "quarantine"
@@ -35,7 +35,7 @@ _TEMP: Final = ".part"
 _STALE_TEMP_S: Final = 3600.0
 
 
-class Form(msgspec.Struct, frozen=True):
+class CacheFormat(msgspec.Struct, frozen=True):
     """Form of cached KV: digests of all parts that it depends on. Files of another form cannot be used."""
 
     libraries: str
@@ -49,7 +49,7 @@ class Form(msgspec.Struct, frozen=True):
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=20).hexdigest()
 
 
-class Claim(msgspec.Struct, frozen=True):
+class FolderOwner(msgspec.Struct, frozen=True):
     """Owner of a folder's files: a served model of one daemon, whatever form it has now.
 
     A daemon has one model of a name and a root of its own, so that what differs on purpose differs in `name` or, where
@@ -61,7 +61,7 @@ class Claim(msgspec.Struct, frozen=True):
     root: str
     # Where the model was loaded from: for people.
     path: str
-    form: Form
+    form: CacheFormat
 
     @property
     def owner(self) -> str:
@@ -76,7 +76,7 @@ class Claim(msgspec.Struct, frozen=True):
     def differences(self, mark: str) -> str:
         """Names of the fingerprint parts that differ from `mark`."""
         parts, own = (name.removeprefix(self.owner).split(".") for name in (mark, self.mark))
-        names = Form.__struct_fields__ if len(parts) == len(own) else ()
+        names = CacheFormat.__struct_fields__ if len(parts) == len(own) else ()
         differing = [name for name, part, now in zip(names, parts, own, strict=False) if part != now]
         return ", ".join(differing) or "form"
 
@@ -93,17 +93,17 @@ class Stale:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DiskQuota:
     """An empty file of the right size under another name; `is_counted` if all files were looked at to make room."""
 
     temp: Path
     is_counted: bool
 
 
-class Folder:
+class ModelFolder:
     """One worker's part of the root. For the disk threads, and for the scan before these begin."""
 
-    def __init__(self, root: Path, key: str, cap: int, claim: Claim | None) -> None:
+    def __init__(self, root: Path, key: str, cap: int, claim: FolderOwner | None) -> None:
         self._root = root
         self._here = root / key
         self._cap = cap
@@ -145,7 +145,7 @@ class Folder:
             if stale is not None and stale.files:
                 yield stale
 
-    def _retire(self, folder: Path, claim: Claim) -> Stale | None:
+    def _retire(self, folder: Path, claim: FolderOwner) -> Stale | None:
         """Under the lock. The mark stays: a worker that is on its way out may still write a file."""
         names = _names(folder)
         marks = [name for name in names if name.startswith(_MARK)]
@@ -176,7 +176,7 @@ class Folder:
 
     # -- the cap -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, key: str, size: int) -> Room | None:
+    def reserve(self, key: str, size: int) -> DiskQuota | None:
         """Room for a file, with the cap kept; None if it can never fit. Raises OSError."""
         if size > self._cap * KEEP_RATIO:
             return None
@@ -190,9 +190,9 @@ class Folder:
                 total = self._make_room(size)
             _allocate(temp, size)
             os.pwrite(ledger, f"{total + size:020d}".encode(), 0)
-        return Room(temp, is_counted)
+        return DiskQuota(temp, is_counted)
 
-    def publish(self, temp: Path, encoded: Encoded, key: str) -> None:
+    def publish(self, temp: Path, encoded: EncodedFile, key: str) -> None:
         """Fill a reserved file and give it its name. Raises OSError; then nothing is left of it."""
         try:
             with temp.open("r+b") as file:

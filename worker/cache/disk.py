@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from worker.cache.counts import DiskCounts
-from worker.cache.directory import Claim, Folder
-from worker.cache.file_format import FORMAT, SUFFIX, Corrupt, Record, Tokens, encode, file_key, load, open_file
+from worker.cache.directory import FolderOwner, ModelFolder
+from worker.cache.file_format import FORMAT, SUFFIX, Corrupt, FileHeader, Tokens, encode, file_key, load, open_file
 from worker.cache.kv import Span, arrays_of
 
 log = logging.getLogger("mlxd.worker")
@@ -22,40 +22,40 @@ log = logging.getLogger("mlxd.worker")
 QUEUE_BYTES: Final = 1 << 30
 
 
-class Status(Enum):
+class FileStatus(Enum):
     PENDING = auto()
     WRITTEN = auto()
     LOST = auto()
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class DiskEntry:
     """A file, or one to be. The engine thread makes it; after that, only the disk threads change its status."""
 
     key: str
-    parent: "Entry | None"
+    parent: "DiskEntry | None"
     salt: str
     begin: int
     tokens: Tokens
     has_kv: bool
     has_state: bool
-    status: Status = Status.PENDING
+    status: FileStatus = FileStatus.PENDING
     nbytes: int = 0
 
     @property
     def is_live(self) -> bool:
-        return self.status is not Status.LOST
+        return self.status is not FileStatus.LOST
 
     @property
     def is_readable(self) -> bool:
-        return self.status is Status.WRITTEN
+        return self.status is FileStatus.WRITTEN
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class DiskRead:
     """A pending read. `span` stays None until it completes, or if the file was unusable."""
 
-    entry: Entry
+    entry: DiskEntry
     with_state: bool
     span: Span | None = None
     state: list[Any] | None = None
@@ -64,7 +64,7 @@ class Read:
 
 @dataclass(slots=True)
 class _Write:
-    entry: Entry
+    entry: DiskEntry
     span: Span
     state: list[Any] | None
     nbytes: int
@@ -80,15 +80,15 @@ class CacheDisk:
         cap: int,
         wake: Callable[[], None] = lambda: None,
         queue_bytes: int = QUEUE_BYTES,
-        claim: Claim | None = None,
+        claim: FolderOwner | None = None,
     ) -> None:
-        self._folder = Folder(root, model_key, cap, claim)
+        self._folder = ModelFolder(root, model_key, cap, claim)
         self._wake = wake
         self._queue_limit = queue_bytes
-        self._entries: dict[str, Entry] = {}
-        self._reads: dict[Entry, Read] = {}
+        self._entries: dict[str, DiskEntry] = {}
+        self._reads: dict[DiskEntry, DiskRead] = {}
         self._to_write: SimpleQueue[_Write | None] = SimpleQueue()
-        self._to_read: SimpleQueue[Read | None] = SimpleQueue()
+        self._to_read: SimpleQueue[DiskRead | None] = SimpleQueue()
         self._queued_bytes = 0
         self._mutex = threading.Lock()
         self._is_failing = False
@@ -100,7 +100,7 @@ class CacheDisk:
             threading.Thread(target=self._read_all, name="cache-reader", daemon=True),
         ]
 
-    def start(self) -> list[Entry]:
+    def start(self) -> list[DiskEntry]:
         """Begin; returns what is there from before, each parent ahead of its children."""
         entries = self._scan()
         for thread in self._threads:
@@ -121,13 +121,13 @@ class CacheDisk:
         return self._queued_bytes
 
     def entry(
-        self, parent: Entry | None, salt: str, begin: int, tokens: Tokens, has_kv: bool, has_state: bool
-    ) -> Entry:
+        self, parent: DiskEntry | None, salt: str, begin: int, tokens: Tokens, has_kv: bool, has_state: bool
+    ) -> DiskEntry:
         """A new entry for an edge that begins where `parent`'s tokens include the one before."""
         key = file_key(parent.key if parent else "", salt, begin, tokens, has_kv)
-        return Entry(key, parent, salt, begin, tokens, has_kv, has_state)
+        return DiskEntry(key, parent, salt, begin, tokens, has_kv, has_state)
 
-    def write(self, entry: Entry, span: Span, state: list[Any] | None) -> None:
+    def write(self, entry: DiskEntry, span: Span, state: list[Any] | None) -> None:
         """Queue a file. All arrays must be evaluated. When too much waits already, the entry is lost."""
         nbytes = sum(array.nbytes for array in arrays_of(span, state or []))
         with self._mutex:
@@ -139,22 +139,22 @@ class CacheDisk:
             return
         self._to_write.put(_Write(entry, span, state, nbytes))
 
-    def read(self, entry: Entry, *, with_state: bool) -> Read:
+    def read(self, entry: DiskEntry, *, with_state: bool) -> DiskRead:
         """Queue a read, or join one that is queued. Where no thread reads any more, it is done with nothing read."""
         with self._mutex:
             if not self._is_reading:
-                return Read(entry, with_state, is_done=True)
+                return DiskRead(entry, with_state, is_done=True)
             read = self._reads.get(entry)
             if read is None or (with_state and not read.with_state):
-                read = self._reads[entry] = Read(entry, with_state)
+                read = self._reads[entry] = DiskRead(entry, with_state)
                 self._to_read.put(read)
         return read
 
     # -- what was there before ---------------------------------------------------------------------------------------
 
-    def _scan(self) -> list[Entry]:
+    def _scan(self) -> list[DiskEntry]:
         """Headers only. What cannot be used is quarantined; what has lost its parent is deleted."""
-        records: dict[str, tuple[Record, Tokens, int]] = {}
+        records: dict[str, tuple[FileHeader, Tokens, int]] = {}
         for path in self._folder.files():
             try:
                 with path.open("rb") as file:
@@ -174,9 +174,11 @@ class CacheDisk:
             children.setdefault(record.parent, []).append(key)
         return self._link(records, children)
 
-    def _link(self, records: dict[str, tuple[Record, Tokens, int]], children: dict[str, list[str]]) -> list[Entry]:
-        linked: list[Entry] = []
-        ready: list[tuple[Entry | None, str]] = [(None, key) for key in children.get("", [])]
+    def _link(
+        self, records: dict[str, tuple[FileHeader, Tokens, int]], children: dict[str, list[str]]
+    ) -> list[DiskEntry]:
+        linked: list[DiskEntry] = []
+        ready: list[tuple[DiskEntry | None, str]] = [(None, key) for key in children.get("", [])]
         while ready:
             parent, key = ready.pop()
             entry = self._adopt(parent, *records.pop(key))
@@ -186,8 +188,8 @@ class CacheDisk:
             self._folder.path(key).unlink(missing_ok=True)
         return linked
 
-    def _adopt(self, parent: Entry | None, record: Record, tokens: Tokens, size: int) -> Entry:
-        entry = Entry(
+    def _adopt(self, parent: DiskEntry | None, record: FileHeader, tokens: Tokens, size: int) -> DiskEntry:
+        entry = DiskEntry(
             record.key, parent, record.salt, record.begin, tokens, record.layers > 0, record.state is not None
         )
         self._settle(entry, size)
@@ -233,7 +235,7 @@ class CacheDisk:
             self.drop(entry)
             return
         parent = entry.parent.key if entry.parent else ""
-        record = Record(FORMAT, entry.key, parent, entry.salt, entry.begin, len(entry.tokens), 0, 0, 0, None)
+        record = FileHeader(FORMAT, entry.key, parent, entry.salt, entry.begin, len(entry.tokens), 0, 0, 0, None)
         encoded = encode(record, entry.tokens, write.span, write.state)
         room = self._folder.reserve(entry.key, encoded.size)
         if room is None:
@@ -253,10 +255,10 @@ class CacheDisk:
         for entry in [entry for key, entry in list(self._entries.items()) if key not in here]:
             self._lose(entry)
 
-    def _touch(self, entry: Entry) -> None:
+    def _touch(self, entry: DiskEntry) -> None:
         """Mark a path as used now, the root as the last."""
         now, at = time.time_ns(), 0
-        step: Entry | None = entry
+        step: DiskEntry | None = entry
         while step is not None:
             try:
                 os.utime(self._folder.path(step.key), ns=(now + at, now + at))
@@ -277,7 +279,7 @@ class CacheDisk:
             for read in reads:
                 self._end(read)
 
-    def _read_one(self, read: Read) -> None:
+    def _read_one(self, read: DiskRead) -> None:
         """Read one file. With any error it is not used, and rows that wait for it are told at once."""
         path = self._folder.path(read.entry.key)
         try:
@@ -292,7 +294,7 @@ class CacheDisk:
         finally:
             self._end(read)
 
-    def _end(self, read: Read) -> None:
+    def _end(self, read: DiskRead) -> None:
         with self._mutex:
             if self._reads.get(read.entry) is read:
                 del self._reads[read.entry]
@@ -301,24 +303,24 @@ class CacheDisk:
 
     # -- books -------------------------------------------------------------------------------------------------------
 
-    def _settle(self, entry: Entry, size: int) -> None:
+    def _settle(self, entry: DiskEntry, size: int) -> None:
         with self._mutex:
             known = self._entries.get(entry.key)
             self._entries[entry.key] = entry
             self.counts.files += known is None
             self.counts.bytes += size - (known.nbytes if known else 0)
-            entry.nbytes, entry.status = size, Status.WRITTEN
+            entry.nbytes, entry.status = size, FileStatus.WRITTEN
 
-    def _lose(self, entry: Entry) -> None:
+    def _lose(self, entry: DiskEntry) -> None:
         with self._mutex:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
                 self.counts.files -= 1
                 self.counts.bytes -= entry.nbytes
-            self.lost += entry.status is not Status.LOST
-            entry.status = Status.LOST
+            self.lost += entry.status is not FileStatus.LOST
+            entry.status = FileStatus.LOST
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: DiskEntry) -> None:
         """Give up an entry that is not written yet."""
         self._lose(entry)
         with self._mutex:

@@ -74,7 +74,7 @@ class Leaf(msgspec.Struct, frozen=True):
     state: Tree
 
 
-class Record(msgspec.Struct, frozen=True):
+class FileHeader(msgspec.Struct, frozen=True):
     """Header of a file. `parent` is the file whose tokens include the one before `begin`; "" at a root."""
 
     format: int
@@ -103,7 +103,7 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedFile:
     """A file's bytes: the header, then the arrays as they lie in memory."""
 
     header: bytes
@@ -112,10 +112,10 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedFile:
     """A header that was found to be whole, and where the sections are in the file."""
 
-    record: Record
+    record: FileHeader
     tokens: Tokens
     kv: tuple[int, int]
     state: tuple[int, int]
@@ -133,7 +133,7 @@ def is_known(leaf: Any) -> bool:
     return has_kv(leaf) or getattr(kinds, type(leaf).__name__, None) is type(leaf)
 
 
-def encode(record: Record, tokens: Tokens, span: Span, state: Sequence[Any] | None) -> Encoded:
+def encode(record: FileHeader, tokens: Tokens, span: Span, state: Sequence[Any] | None) -> EncodedFile:
     """The file for these; `record` lacks only what is computed here. All arrays must be evaluated. Raises Corrupt for
     a state that has no form in a file."""
     states: list[mx.array] = []
@@ -161,10 +161,10 @@ def encode(record: Record, tokens: Tokens, span: Span, state: Sequence[Any] | No
     header = msgspec.json.encode(table)
     header += b" " * (-len(header) % 8)
     header = header.replace(_SEAL + b"0" * _SEAL_DIGITS, _SEAL + _seal(header), 1)
-    return Encoded(struct.pack("<Q", len(header)) + header, buffers, 8 + len(header) + end)
+    return EncodedFile(struct.pack("<Q", len(header)) + header, buffers, 8 + len(header) + end)
 
 
-def open_file(file: BinaryIO) -> Opened:
+def open_file(file: BinaryIO) -> OpenedFile:
     """Check a file's header and token ids, which is cheap. Raises Corrupt."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
@@ -180,7 +180,7 @@ def open_file(file: BinaryIO) -> Opened:
         table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(table.pop("__metadata__"), type=_Metadata)
         tensors = {name: msgspec.json.decode(raw, type=_Tensor).data_offsets for name, raw in table.items()}
-        record = msgspec.json.decode(metadata.mlxd, type=Record)
+        record = msgspec.json.decode(metadata.mlxd, type=FileHeader)
     except (msgspec.MsgspecError, KeyError) as error:
         raise Corrupt(f"its header cannot be read: {error}") from error
     body = 8 + length
@@ -191,7 +191,7 @@ def open_file(file: BinaryIO) -> Opened:
         raise Corrupt("its tokens do not go with its name")
     edge = body + 4 * record.tokens
     middle = body + max((end for name, (_, end) in tensors.items() if not name.startswith("state.")), default=0)
-    return Opened(record, tokens, (edge, middle), (middle, size))
+    return OpenedFile(record, tokens, (edge, middle), (middle, size))
 
 
 def load(path: Path, key: str, *, with_state: bool) -> tuple[Span, list[Any] | None]:

@@ -17,20 +17,22 @@ from mlx.utils import tree_flatten
 from protocol.failures import Code
 from protocol.model_digest import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
 from protocol.spec import WorkerSpec
-from worker.cache.directory import LABEL, Claim, Form
+from worker.cache.directory import LABEL, CacheFormat, FolderOwner
 from worker.cache.disk import CacheDisk
 from worker.cache.file_format import FORMAT, is_known
-from worker.cache.kv import Layout, kind_of_leaf, leaves
+from worker.cache.kv import KvLayout, kind_of_leaf, leaves
 from worker.errors import LoadFailed
-from worker.model.lanes import Lane
-from worker.model.loader import Loaded
+from worker.model.lanes import BatchMode
+from worker.model.loader import LoadedModel
 
 __all__ = ["LABEL", "form_of", "model_form", "open_disk"]
 
 log = logging.getLogger("mlxd.worker")
 
 
-def open_disk(spec: WorkerSpec, form: Callable[[], Form], layout: Layout, wake: Callable[[], None]) -> CacheDisk | None:
+def open_disk(
+    spec: WorkerSpec, form: Callable[[], CacheFormat], layout: KvLayout, wake: Callable[[], None]
+) -> CacheDisk | None:
     """The disk cache that `spec` asks for; None if it asks for none. `form` is that of the KV.
 
     Raises `LoadFailed` if it cannot be had.
@@ -44,25 +46,25 @@ def open_disk(spec: WorkerSpec, form: Callable[[], Form], layout: Layout, wake: 
     if unknown:
         log.warning("disk cache is off for this model: %s cannot be written to disk", ", ".join(unknown))
         return None
-    claim = Claim(spec.name, spec.disk_cache_dir, spec.path, form())
+    claim = FolderOwner(spec.name, spec.disk_cache_dir, spec.path, form())
     return CacheDisk(Path(spec.disk_cache_dir), claim.form.key, spec.disk_cache_bytes, wake, claim=claim)
 
 
-def form_of(spec: WorkerSpec, loaded: Loaded, layout: Layout) -> Form:
+def form_of(spec: WorkerSpec, loaded: LoadedModel, layout: KvLayout) -> CacheFormat:
     """Form of the KV of a loaded model in caches of this layout."""
     kinds = [kind_of_leaf(leaf) for leaf in leaves(layout.make())]
     return model_form(loaded, kinds, runs_code=spec.trust_remote_code)
 
 
-def model_form(loaded: Loaded, kinds: list[str], *, runs_code: bool = False) -> Form:
+def model_form(loaded: LoadedModel, kinds: list[str], *, runs_code: bool = False) -> CacheFormat:
     """Everything that the KV of given token ids depends on, without reading all of the weights; equal on all hosts."""
     # What padding left on disk, where it is computed wrongly, is not to be read in another lane.
-    lane = () if loaded.plan.lane is Lane.TOGETHER else (loaded.plan.lane.value,)
+    lane = () if loaded.plan.lane is BatchMode.TOGETHER else (loaded.plan.lane.value,)
     dtypes = sorted({str(array.dtype) for array in _arrays(loaded.model)})
     code = sorted(file.name for file in loaded.path.glob("*.py")) if runs_code else []
     vision = (version("mlx-vlm"),) if loaded.vision is not None else ()
     processor = PROCESSOR_FILES if loaded.vision is not None else ()
-    return Form(
+    return CacheFormat(
         libraries=digest(version("mlx"), version("mlx-lm"), version("mlxd"), *vision),
         layout=digest(FORMAT, str(mx.default_device()), kinds, dtypes, *lane),
         weights=weights_digest(loaded.path),

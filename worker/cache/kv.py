@@ -25,7 +25,7 @@ or the six of quantized KV. Windowed layers have those of its last tokens only: 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class KvLayout:
     """Kinds of a model's layers; `make` builds an empty cache of one sequence.
 
     `windows` are the sizes of windows, each with the place of one such layer in a span.
@@ -40,7 +40,7 @@ class Layout:
     is_checkpointed: bool = False
 
     @classmethod
-    def of(cls, make: Callable[[], list[Any]]) -> "Layout":
+    def of(cls, make: Callable[[], list[Any]]) -> "KvLayout":
         flat = leaves(make())
         kv = [leaf for leaf in flat if has_kv(leaf)]
         windows = {leaf.max_size: at for at, leaf in enumerate(kv) if is_windowed(leaf)}
@@ -120,7 +120,7 @@ def copy_state(caches: Sequence[Any]) -> list[Any]:
     return [_own(copy.deepcopy(leaf)) for leaf in leaves(caches) if not has_kv(leaf)]
 
 
-def assemble(layout: Layout, spans: Sequence[Span], state: Sequence[Any], tokens: int) -> list[Any]:
+def assemble(layout: KvLayout, spans: Sequence[Span], state: Sequence[Any], tokens: int) -> list[Any]:
     """A cache of one sequence of `tokens` tokens from consecutive spans and the checkpoint at their end. Shares nothing
     with either."""
     columns, stateful, lengths = iter(list(zip(*spans, strict=True))), iter(state), Lengths((tokens,))

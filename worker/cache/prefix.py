@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.cache.block_events import Journal
-from worker.cache.branch import Branch
-from worker.cache.counts import Counts
-from worker.cache.disk import CacheDisk, Entry, Read
-from worker.cache.kv import Layout, Span, arrays_of, assemble, part_span, slice_span, view_span
-from worker.cache.radix_tree import EMPTY, Extent, Node, Path, Price, Tokens, Tree, new_state
+from worker.cache.block_events import BlockEventLog
+from worker.cache.branch import PrefixCursor
+from worker.cache.counts import CacheCounts
+from worker.cache.disk import CacheDisk, DiskEntry, DiskRead
+from worker.cache.kv import KvLayout, Span, arrays_of, assemble, part_span, slice_span, view_span
+from worker.cache.radix_tree import EMPTY, Extent, Path, RadixNode, TokenCost, Tokens, Tree, new_state
 from worker.cache.salts import salt_key
 
 # Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
@@ -30,16 +30,16 @@ CLOSE_TIMEOUT_S: Final = 5.0
 # Nodes whose files have gone are forgotten when met, and all at once when this many have.
 _PRUNE_EVERY: Final = 256
 
-_Write = tuple[Entry, Span, list[Any] | None]
+_Write = tuple[DiskEntry, Span, list[Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """Reads that were started for one row, and what it needs of memory beside them."""
 
-    reads: dict[Entry, Read]
+    reads: dict[DiskEntry, DiskRead]
     # With the tokens that the node had: it may be cut meanwhile.
-    held: dict[Node, tuple[Span, int]]
+    held: dict[RadixNode, tuple[Span, int]]
     deadline: float
 
     @property
@@ -52,12 +52,12 @@ class PrefixCache:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: KvLayout,
         budget: int,
         max_arrays: int = MAX_ARRAYS,
         disk: CacheDisk | None = None,
         disk_min_tokens: int = 0,
-        journal: Journal | None = None,
+        journal: BlockEventLog | None = None,
     ) -> None:
         self._layout = layout
         self._budget = budget
@@ -70,11 +70,11 @@ class PrefixCache:
         self._chosen: list[_Write] = []
         self._due: list[_Write] = []
         self._lost = 0
-        self.counts = Counts()
+        self.counts = CacheCounts()
         # The newest failure to keep a row's KV.
         self.failure: Exception | None = None
         if disk is not None:
-            ends: dict[str, Node] = {}
+            ends: dict[str, RadixNode] = {}
             for entry in disk.start():
                 ends[entry.key] = self._tree.place(entry, ends[entry.parent.key] if entry.parent else None)
 
@@ -110,12 +110,12 @@ class PrefixCache:
         """Number of leading tokens that could be reused from memory; `whole` as for `fetch`."""
         return self._cut(*self._usable(self._tree.walk(tokens, salt_key(salt))), whole)[0]
 
-    def branch(self, tokens: Tokens, salt: str = "") -> Branch | None:
+    def branch(self, tokens: Tokens, salt: str = "") -> PrefixCursor | None:
         """The place of these tokens among all that is known, where they are known to the last."""
         path = self._tree.walk(tokens, salt_key(salt))
         if not path or path[-1][0].begin + path[-1][1] < len(tokens):
             return None
-        return Branch(path[-1][0], len(tokens))
+        return PrefixCursor(path[-1][0], len(tokens))
 
     def attach(self, tokens: Tokens, salt: str, ticket: Ticket) -> None:
         """Hold what was read for a prefix, as far as there is room."""
@@ -175,7 +175,7 @@ class PrefixCache:
         self._tree.drop_useless(node)
         self._evict()
 
-    def resize(self, budget: int, price: Price | None = None) -> None:
+    def resize(self, budget: int, price: TokenCost | None = None) -> None:
         """Another budget in bytes, and what counts as such in a group; what is too much is evicted at once."""
         self._budget = budget
         self._tree.set_price(price)
@@ -208,8 +208,8 @@ class PrefixCache:
         reach, target = self._reach(path)
         if target is None or reach - self._usable(path)[0] < MIN_TOKENS:
             return None
-        wanted: dict[Entry, bool] = {}
-        held: dict[Node, tuple[Span, int]] = {}
+        wanted: dict[DiskEntry, bool] = {}
+        held: dict[RadixNode, tuple[Span, int]] = {}
         for node, _ in path:
             if node.span is not None:
                 held[node] = node.span, len(node.tokens)
@@ -227,7 +227,7 @@ class PrefixCache:
         if self._disk is None or len(tokens) < self._disk_min_tokens:
             return
         key = salt_key(salt)
-        above: Entry | None = None
+        above: DiskEntry | None = None
         path = self._tree.walk(tokens, key)
         # A short end waits until there is more: many short answers must not become as many files.
         new = next((node.begin for node, _ in path if not node.is_on_disk), len(tokens))
@@ -289,7 +289,7 @@ class PrefixCache:
         if self._disk is not None:
             self._disk.close(timeout_s)
 
-    def _reach(self, path: Path) -> tuple[int, Node | None]:
+    def _reach(self, path: Path) -> tuple[int, RadixNode | None]:
         """`_usable`, with what the disk has."""
         reach, target = 0, None
         for node, matched in path:
@@ -304,7 +304,7 @@ class PrefixCache:
 
     def _attach(self, path: Path, ticket: Ticket) -> None:
         """Hold what was read."""
-        last: Node | None = None
+        last: RadixNode | None = None
         for node, _ in path:
             if not node.is_held:
                 span = _part(ticket, node)
@@ -321,7 +321,7 @@ class PrefixCache:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _usable(self, path: Path) -> tuple[int, Node | None]:
+    def _usable(self, path: Path) -> tuple[int, RadixNode | None]:
         """(tokens that can be reused, the node that ends them). The deepest node counts when only slices are needed."""
         for node, matched in reversed(path):
             if not node.is_held:
@@ -332,14 +332,16 @@ class PrefixCache:
                 return node.end, node
         return 0, None
 
-    def _cut(self, reusable: int, node: Node | None, whole: Callable[[int], int] | None) -> tuple[int, Node | None]:
+    def _cut(
+        self, reusable: int, node: RadixNode | None, whole: Callable[[int], int] | None
+    ) -> tuple[int, RadixNode | None]:
         """`_usable`, up to where a prefix may end: checkpoints are taken there, KV that can be cut is cut there."""
         if whole is None or whole(reusable) == reusable:
             return reusable, node
         reusable = 0 if self._layout.needs_checkpoints else whole(reusable)
         return reusable, node if reusable else None
 
-    def _append(self, parent: Node, tokens: Tokens, depth: int, caches: Sequence[Any]) -> Node:
+    def _append(self, parent: RadixNode, tokens: Tokens, depth: int, caches: Sequence[Any]) -> RadixNode:
         """A new leaf for tokens[depth:], or for the part that fits the budget; `parent` if nothing does."""
         state = new_state(self._layout, caches)
         span = slice_span(caches, depth, len(tokens))
@@ -358,7 +360,7 @@ class PrefixCache:
         mx.async_eval(arrays_of(span, state or []))
         return node
 
-    def _add_state(self, node: Node, caches: Sequence[Any]) -> None:
+    def _add_state(self, node: RadixNode, caches: Sequence[Any]) -> None:
         state = new_state(self._layout, caches)
         if state is None or self._tree.path_bytes(node) + self._tree.span_bytes(0, [], state) > self._budget:
             return
@@ -371,7 +373,7 @@ class PrefixCache:
             self.counts.evictions += 1
 
 
-def _part(ticket: Ticket, node: Node) -> Span | None:
+def _part(ticket: Ticket, node: RadixNode) -> Span | None:
     """The ticket's span of a node, which may have been split since."""
     span, size = ticket.held.get(node, (None, 0))
     if span is not None and size == len(node.tokens):

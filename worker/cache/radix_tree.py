@@ -16,8 +16,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from worker.cache.disk import Entry
-from worker.cache.kv import Layout, Span, arrays_of, copy_state, cut_span, extend_windows, slice_span
+from worker.cache.disk import DiskEntry
+from worker.cache.kv import KvLayout, Span, arrays_of, copy_state, cut_span, extend_windows, slice_span
 
 Tokens = npt.NDArray[np.int32]
 EMPTY: Tokens = np.empty(0, dtype=np.int32)
@@ -27,26 +27,26 @@ EMPTY: Tokens = np.empty(0, dtype=np.int32)
 class Extent:
     """Tokens [begin, end) of a file's edge."""
 
-    entry: Entry
+    entry: DiskEntry
     begin: int
     end: int
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class RadixNode:
     """One edge: `tokens`, ending at position `end`. `span` is their KV in memory, `extent` on disk; `state` and `saved`
     are the checkpoint at the end, likewise."""
 
     tokens: Tokens
     end: int
-    parent: "Node | None"
+    parent: "RadixNode | None"
     span: Span | None = None
     state: list[Any] | None = None
     extent: Extent | None = None
-    saved: Entry | None = None
+    saved: DiskEntry | None = None
     # Holds more of the windows than its file does.
     is_longer: bool = False
-    children: "dict[int, Node]" = field(default_factory=dict)
+    children: "dict[int, RadixNode]" = field(default_factory=dict)
     nbytes: int = 0
     arrays: int = 0
 
@@ -69,7 +69,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class TokenCost:
     """Size of a node whatever its arrays take: so the ranks of a group, which have other layers, let go of the same."""
 
     token_bytes: int
@@ -77,35 +77,35 @@ class Price:
     arrays: int
 
 
-Path = list[tuple[Node, int]]
+Path = list[tuple[RadixNode, int]]
 """Edges along some tokens, each with how many of its tokens match; only the last may match in part."""
 
 
 class Listener(Protocol):
     """Hears of the nodes that get KV and lose it, with the salt of their tree."""
 
-    def hold(self, salt: str, node: Node) -> None: ...
-    def let_go(self, salt: str, node: Node) -> None: ...
+    def hold(self, salt: str, node: RadixNode) -> None: ...
+    def let_go(self, salt: str, node: RadixNode) -> None: ...
 
 
 class Tree:
     """The nodes and their books. `nbytes` and `arrays` are exactly the sums over the held nodes."""
 
-    def __init__(self, layout: Layout, listener: "Listener | None" = None) -> None:
+    def __init__(self, layout: KvLayout, listener: "Listener | None" = None) -> None:
         self.layout = layout
         self._listener = listener
-        self.price: Price | None = None
+        self.price: TokenCost | None = None
         self.nbytes = 0
         self.arrays = 0
-        self._roots: dict[str, Node] = {}
-        self._recency: OrderedDict[Node, None] = OrderedDict()
+        self._roots: dict[str, RadixNode] = {}
+        self._recency: OrderedDict[RadixNode, None] = OrderedDict()
 
     def __len__(self) -> int:
         """Held nodes."""
         return len(self._recency)
 
     @property
-    def oldest(self) -> Node:
+    def oldest(self) -> RadixNode:
         return next(iter(self._recency))
 
     def walk(self, tokens: Tokens, salt: str) -> Path:
@@ -125,11 +125,11 @@ class Tree:
             node = child if matched == len(child.tokens) else None
         return path
 
-    def descend(self, tokens: Tokens, salt: str) -> tuple[Node, int]:
+    def descend(self, tokens: Tokens, salt: str) -> tuple[RadixNode, int]:
         """The node where `tokens` leave the tree and how deep it is, splitting an edge if need be."""
         path = self.walk(tokens, salt)
         if not path:
-            return self._roots.setdefault(salt, Node(EMPTY, 0, None)), 0
+            return self._roots.setdefault(salt, RadixNode(EMPTY, 0, None)), 0
         node, matched = path[-1]
         depth = node.begin + matched
         is_inside = depth == len(tokens) and node.is_held and not self.layout.needs_checkpoints
@@ -137,11 +137,11 @@ class Tree:
             return node, depth
         return self.split(node, matched), depth
 
-    def split(self, node: Node, at: int) -> Node:
+    def split(self, node: RadixNode, at: int) -> RadixNode:
         """Cut an edge in two; returns the upper half, which has no checkpoint."""
         parent, extent, size = node.parent, node.extent, len(node.tokens)
         assert parent is not None
-        upper = Node(node.tokens[:at].copy(), node.begin + at, parent)
+        upper = RadixNode(node.tokens[:at].copy(), node.begin + at, parent)
         parent.children[int(upper.tokens[0])] = upper
         node.tokens, node.parent = node.tokens[at:].copy(), upper
         upper.children[int(node.tokens[0])] = node
@@ -159,13 +159,13 @@ class Tree:
             self.hold(upper, upper_span)
         return upper
 
-    def append(self, parent: Node, tokens: Tokens) -> Node:
+    def append(self, parent: RadixNode, tokens: Tokens) -> RadixNode:
         """A new child with nothing in it."""
-        node = Node(tokens.copy(), parent.end + len(tokens), parent)
+        node = RadixNode(tokens.copy(), parent.end + len(tokens), parent)
         parent.children[int(tokens[0])] = node
         return node
 
-    def hold(self, node: Node, span: Span) -> None:
+    def hold(self, node: RadixNode, span: Span) -> None:
         """Give a node its KV. The caller touches the path when it is complete."""
         assert not node.is_held
         node.span = span
@@ -174,13 +174,13 @@ class Tree:
         if self._listener is not None:
             self._listener.hold(self._salt(node), node)
 
-    def set_state(self, node: Node, state: list[Any]) -> None:
+    def set_state(self, node: RadixNode, state: list[Any]) -> None:
         node.state = state
         self._account(node)
 
-    def fill(self, node: Node, caches: Sequence[Any]) -> None:
+    def fill(self, node: RadixNode, caches: Sequence[Any]) -> None:
         """Hold the whole path to `node`, from caches that have seen all of it."""
-        missing: list[Node] = []
+        missing: list[RadixNode] = []
         while node.parent is not None:
             if not node.is_held:
                 missing.append(node)
@@ -190,11 +190,11 @@ class Tree:
             mx.async_eval(arrays_of(span, []))
             self.hold(each, span)
 
-    def covers(self, node: Node) -> bool:
+    def covers(self, node: RadixNode) -> bool:
         """Whether the held path to `node` has the whole of each window before its end."""
         for size, at in self.layout.windows:
             need = min(size, node.end)
-            step: Node | None = node
+            step: RadixNode | None = node
             while need > 0 and step is not None and step.span is not None:
                 count = step.span[at][0].shape[2]
                 if count < min(need, len(step.tokens)):
@@ -203,13 +203,13 @@ class Tree:
                 step = step.parent
         return True
 
-    def cover(self, node: Node, caches: Sequence[Any]) -> None:
+    def cover(self, node: RadixNode, caches: Sequence[Any]) -> None:
         """Complete the windows before a checkpoint, which may lack what lies above an edge that was cut or was computed
         with a longer one."""
         if self.covers(node):
             return
         begin = node.end - max(size for size, _ in self.layout.windows)
-        step: Node | None = node
+        step: RadixNode | None = node
         while step is not None and step.span is not None and step.end > begin:
             step.span = extend_windows(step.span, caches, max(begin, step.begin), step.end)
             step.is_longer = True
@@ -217,7 +217,7 @@ class Tree:
             self._account(step)
             step = step.parent
 
-    def touch(self, node: Node) -> None:
+    def touch(self, node: RadixNode) -> None:
         """Make a path the newest, leaf first, so that ancestors stay newer than their descendants."""
         while node.parent is not None:
             self._recency.move_to_end(node)
@@ -229,20 +229,20 @@ class Tree:
             return tokens * self.price.token_bytes + (0 if state is None else self.price.state_bytes)
         return sum(array.nbytes for array in arrays_of(span, state or []))
 
-    def set_price(self, price: Price | None) -> None:
+    def set_price(self, price: TokenCost | None) -> None:
         if price != self.price:
             self.price = price
             for node in self._recency:
                 self._account(node)
 
-    def path_bytes(self, node: Node) -> int:
+    def path_bytes(self, node: RadixNode) -> int:
         total = 0
         while node.parent is not None:
             total += node.nbytes
             node = node.parent
         return total
 
-    def release(self, node: Node) -> None:
+    def release(self, node: RadixNode) -> None:
         """Let go of the KV of an end, and of the nodes above that served only it."""
         parent = node.parent
         assert parent is not None
@@ -256,7 +256,7 @@ class Tree:
                 self.release(node)
         self.prune()
 
-    def drop_useless(self, node: Node) -> None:
+    def drop_useless(self, node: RadixNode) -> None:
         """Drop edges at the end of a path that have no checkpoint, where checkpoints are needed: they lead nowhere."""
         while self.layout.needs_checkpoints and node.is_held and node.state is None and not _has_held_children(node):
             parent = node.parent
@@ -272,9 +272,9 @@ class Tree:
             if node.parent is not None and not node.is_held and not node.is_on_disk:
                 self._detach(node)
 
-    def place(self, entry: Entry, above: Node | None) -> Node:
+    def place(self, entry: DiskEntry, above: RadixNode | None) -> RadixNode:
         """Add a file that was found on disk; `above` is where its parent ends. Returns where it ends."""
-        node = above or self._roots.setdefault(entry.salt, Node(EMPTY, 0, None))
+        node = above or self._roots.setdefault(entry.salt, RadixNode(EMPTY, 0, None))
         while node.begin >= entry.begin and node.parent is not None:
             node = node.parent
         if node.end != entry.begin:
@@ -318,7 +318,7 @@ class Tree:
         assert self.arrays == sum(node.arrays for node in held)
         assert all(root.children for root in self._roots.values()), "an empty tree is forgotten"
 
-    def _let_go(self, node: Node) -> None:
+    def _let_go(self, node: RadixNode) -> None:
         assert not _has_held_children(node)
         if self._listener is not None:
             self._listener.let_go(self._salt(node), node)
@@ -329,21 +329,21 @@ class Tree:
         if not node.is_on_disk:
             self._detach(node)
 
-    def _salt(self, node: Node) -> str:
+    def _salt(self, node: RadixNode) -> str:
         """The salt of the tree that a node is in."""
         top = node
         while top.parent is not None:
             top = top.parent
         return next(salt for salt, root in self._roots.items() if root is top)
 
-    def _detach(self, node: Node) -> None:
+    def _detach(self, node: RadixNode) -> None:
         """Forget a node and all below; none of them is held."""
         assert node.parent is not None
         del node.parent.children[int(node.tokens[0])]
         if node.parent.parent is None and not node.parent.children:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not node.parent}
 
-    def _account(self, node: Node) -> None:
+    def _account(self, node: RadixNode) -> None:
         self.nbytes -= node.nbytes
         self.arrays -= node.arrays
         arrays = arrays_of(node.span or [], node.state or [])
@@ -353,7 +353,7 @@ class Tree:
         self.nbytes += node.nbytes
         self.arrays += node.arrays
 
-    def _nodes(self) -> Iterator[Node]:
+    def _nodes(self) -> Iterator[RadixNode]:
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -361,7 +361,7 @@ class Tree:
             stack.extend(node.children.values())
 
 
-def new_state(layout: Layout, caches: Sequence[Any]) -> list[Any] | None:
+def new_state(layout: KvLayout, caches: Sequence[Any]) -> list[Any] | None:
     return copy_state(caches) if layout.needs_checkpoints else None
 
 
@@ -373,5 +373,5 @@ def common_prefix(left: Tokens, right: Tokens) -> int:
     return at if size and differs[at] else size
 
 
-def _has_held_children(node: Node) -> bool:
+def _has_held_children(node: RadixNode) -> bool:
     return any(child.is_held for child in node.children.values())

@@ -14,10 +14,10 @@ from mlx_vlm.speculative.drafters.gemma4_assistant import Gemma4AssistantDraftMo
 
 from worker.drafting.logits import as_wide
 from worker.drafting.stored_head import tables
-from worker.drafting.taps import Taps
+from worker.drafting.taps import HiddenStateCapture
 from worker.drafting.weights import settle
 from worker.speculation.drafter import Draw, Rows, Tokens
-from worker.speculation.lookup import Source
+from worker.speculation.lookup import DraftSource
 from worker.vision.graft import text_core
 
 Seen = tuple[tuple[mx.array, mx.array], mx.array | None]
@@ -103,13 +103,13 @@ class Assistant:
 class AssistantDrafts:
     """Proposer of a Gemma 4 with an assistant."""
 
-    source: str = Source.ASSISTANT
+    source: str = DraftSource.ASSISTANT
     longest = 7
     token_bytes = 0
     # It reads nothing: the target has.
     unread = 0
 
-    def __init__(self, assistant: Assistant, taps: Taps) -> None:
+    def __init__(self, assistant: Assistant, taps: HiddenStateCapture) -> None:
         self._assistant = assistant
         self.taps = taps
         self._draw: Draw | None = None

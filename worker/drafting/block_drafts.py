@@ -6,9 +6,9 @@ import mlx.core as mx
 
 from worker.drafting.block_head import BlockHead
 from worker.drafting.state_drafts import StateDrafts, States
-from worker.drafting.taps import Taps
+from worker.drafting.taps import HiddenStateCapture
 from worker.speculation.drafter import Tokens
-from worker.speculation.lookup import Source
+from worker.speculation.lookup import DraftSource
 
 # Of a prompt, a block sees the last tokens that were computed.
 TAIL: Final = 512
@@ -17,9 +17,9 @@ TAIL: Final = 512
 class BlockDrafts(StateDrafts):
     """Proposer of a target with a drafter of the DFlash family."""
 
-    def __init__(self, head: BlockHead, taps: Taps, size: int, dtype: mx.Dtype) -> None:
+    def __init__(self, head: BlockHead, taps: HiddenStateCapture, size: int, dtype: mx.Dtype) -> None:
         """`size` is that of the tapped states, side by side."""
-        super().__init__(taps, Source.BLOCK, head.tokens)
+        super().__init__(taps, DraftSource.BLOCK, head.tokens)
         self._head = head
         self.longest = head.longest
         caches = head.make_caches()

@@ -13,12 +13,12 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache
 
-from worker.drafting.head_forms import Form
+from worker.drafting.head_forms import HeadForm
 
 Transform = Callable[[mx.array], mx.array]
 
 
-class Head(nn.Module):
+class PredictionHead(nn.Module):
     """A head of a target with tables `embed` and `lm_head` of its own or of the target's.
 
     Its output is the hidden state that logits are made of, and that takes the place of the target's where the head is
@@ -26,7 +26,7 @@ class Head(nn.Module):
     """
 
     def __init__(
-        self, layer: Any, size: int, eps: float, form: Form, *, has_norm: bool = True, has_bias: bool = False
+        self, layer: Any, size: int, eps: float, form: HeadForm, *, has_norm: bool = True, has_bias: bool = False
     ) -> None:
         super().__init__()
         self.enorm = nn.RMSNorm(size, eps=eps)

@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from worker.cache.kv import leaves
 from worker.drafting.state_drafts import StateDrafts, States
-from worker.drafting.taps import Taps
+from worker.drafting.taps import HiddenStateCapture
 from worker.speculation.drafter import Tokens
-from worker.speculation.lookup import Source
+from worker.speculation.lookup import DraftSource
 
 
 class Feeding(Protocol):
@@ -41,7 +41,9 @@ class Feeding(Protocol):
 class HeadDrafts(StateDrafts):
     """Proposer of a target with a head, which was trained for one token, and feeds on its own draft for more."""
 
-    def __init__(self, head: Feeding, taps: Taps, dtype: mx.Dtype, source: str = Source.HEAD) -> None:
+    def __init__(
+        self, head: Feeding, taps: HiddenStateCapture, dtype: mx.Dtype, source: str = DraftSource.HEAD
+    ) -> None:
         super().__init__(taps, source, head.tokens)
         self._head = head
         self.token_bytes = self._probe(dtype)

@@ -20,7 +20,7 @@ def _none(_sizes: Sizes) -> dict[str, Any]:
 
 
 @dataclass(slots=True, frozen=True)
-class Form:
+class HeadForm:
     """A head's tensors begin with one of `prefixes`, in which `{layers}` is the number of the target's layers.
 
     `parts` are the head's own by their names, `tables` those that some checkpoints have once more for it, and the
@@ -87,16 +87,16 @@ def _step(sizes: Sizes) -> dict[str, Any]:
     return {**{name: entries[at : at + 1] for name, entries in held.items()}, "moe_layers_enum": None}
 
 
-QWEN: Final = Form(
+QWEN: Final = HeadForm(
     ("mtp.", "language_model.mtp.", "model.mtp."),
     {"fc": "fc", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "norm"},
     {},
     layer="layers.0.",
     is_zero_centered=True,
 )
-_NEXTN: Final = Form(("model.layers.{layers}.",), {**_NEXTN_PARTS, "shared_head.norm": "norm"}, _TABLES)
+_NEXTN: Final = HeadForm(("model.layers.{layers}.",), {**_NEXTN_PARTS, "shared_head.norm": "norm"}, _TABLES)
 # By the type of the target's model; a head beside the weights may have Qwen's form with any.
-FORMS: Final[Mapping[str, Form]] = {
+FORMS: Final[Mapping[str, HeadForm]] = {
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN,
     "qwen3_next": QWEN,
@@ -105,28 +105,28 @@ FORMS: Final[Mapping[str, Form]] = {
     "glm_moe_dsa": _NEXTN,
     "glm4_moe": _NEXTN,
     "glm4_moe_lite": _NEXTN,
-    "exaone_moe": Form(QWEN.prefixes, QWEN.parts, {}, layer="layers.0.", changes=_exaone),
-    "mimo": Form(
+    "exaone_moe": HeadForm(QWEN.prefixes, QWEN.parts, {}, layer="layers.0.", changes=_exaone),
+    "mimo": HeadForm(
         ("model.mtp_layers.0.",),
         {"input_proj": "fc", "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "final_layernorm": "norm"},
         {},
         is_hidden_first=True,
     ),
-    "mimo_v2_flash": Form(
+    "mimo_v2_flash": HeadForm(
         ("model.mtp.layers.0.",),
         {**_NEXTN_PARTS, "final_layernorm": "norm"},
         {},
         renames=(("pre_mlp_layernorm.", "post_attention_layernorm."),),
         changes=_mimo_v2,
     ),
-    "ernie4_5_moe": Form(
+    "ernie4_5_moe": HeadForm(
         ("model.mtp_",),
         {"linear_proj.0": "fc", "emb_norm.0": "enorm", "hidden_norm.0": "hnorm"},
         {},
         layer="block.0.",
         changes=lambda _sizes: {"moe_layer_start_index": 1, "moe_layer_end_index": 1},
     ),
-    "step3p5": Form(
+    "step3p5": HeadForm(
         ("model.layers.{layers}.",),
         {**_NEXTN_PARTS, "shared_head.norm": "norm"},
         {"embed_tokens.weight": "embed", "shared_head.output.weight": "lm_head"},
@@ -135,7 +135,7 @@ FORMS: Final[Mapping[str, Form]] = {
         is_fed_raw=True,
         is_zero_centered=True,
     ),
-    "longcat_flash": Form(
+    "longcat_flash": HeadForm(
         ("model.mtp.layers.0.", "model.mtp."),
         {"eh_proj": "fc", "enorm.m": "enorm", "hnorm.m": "hnorm", "norm": "norm"},
         {"embed_tokens.weight": "embed"},
@@ -150,7 +150,7 @@ FORMS: Final[Mapping[str, Form]] = {
             *((f"{name}.0.", f"{name}.") for name in ("self_attn", "input_layernorm", "post_attention_layernorm")),
         ),
     ),
-    "bailing_moe": Form(
+    "bailing_moe": HeadForm(
         ("model.layers.{layers}.",),
         {**_NEXTN_PARTS, "final_layernorm": "norm"},
         {},

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from worker.drafting.logits import as_wide
 from worker.drafting.row_caches import RowCaches
 from worker.speculation.drafter import Draw, Rows, Tokens
-from worker.speculation.lookup import Source
+from worker.speculation.lookup import DraftSource
 
 # Unread tokens of a text that are read together with the newest tokens of the other rows: so many, or as many as make
 # up this number of tokens of all rows.
@@ -38,7 +38,7 @@ class _Reading:
 class ModelDrafts:
     """Proposer of a target with a draft model, whose caches keep tokens one by one."""
 
-    source: str = Source.MODEL
+    source: str = DraftSource.MODEL
     longest = 7
 
     def __init__(self, model: Any, tokens: int, vocab: int) -> None:

@@ -17,13 +17,13 @@ from worker.drafting.eagle_head import EagleHead
 from worker.drafting.head_drafts import HeadDrafts
 from worker.drafting.model_drafts import ModelDrafts
 from worker.drafting.stored_head import ALONE, NoHead, load_head
-from worker.drafting.taps import TAIL, Tap, Taps
+from worker.drafting.taps import TAIL, CapturePoint, HiddenStateCapture
 from worker.drafting.weights import settle, size_bytes
 from worker.errors import LoadFailed
-from worker.model.lanes import Lane
-from worker.model.loader import Loaded
+from worker.model.lanes import BatchMode
+from worker.model.loader import LoadedModel
 from worker.speculation.drafter import Proposer
-from worker.speculation.lookup import Source
+from worker.speculation.lookup import DraftSource
 from worker.vision.graft import text_core
 
 # Signs of drafters that are not run, in the names of their types and classes.
@@ -43,12 +43,12 @@ def attach_head(path: Path, model: Any, beside: Path | None = None) -> tuple[Hea
     return HeadDrafts(head, _tapped(model, [len(core.layers)]), dtype), own_bytes
 
 
-def attach_draft(target: Loaded, path: Path, load_draft: Callable[[], Loaded]) -> tuple[Proposer, int]:
+def attach_draft(target: LoadedModel, path: Path, load_draft: Callable[[], LoadedModel]) -> tuple[Proposer, int]:
     """Drafts by what the configuration names, a drafter or a second model, and the bytes of its weights.
 
     Raises `LoadFailed` where drafts cannot be verified, or be of use.
     """
-    if target.plan.lane is not Lane.TOGETHER or not batched.can_rewind(make_prompt_cache(target.model)):
+    if target.plan.lane is not BatchMode.TOGETHER or not batched.can_rewind(make_prompt_cache(target.model)):
         reason = target.plan.reason or "its caches cannot go back to before a block"
         raise _refused(path, f"{target.path.name} cannot verify drafts: {reason}")
     match _kind(_config(path)):
@@ -84,7 +84,7 @@ def _eagle_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
     head = EagleHead.load(path, model, _vocab(model))
     if not all(0 <= place < len(core.layers) for place in head.places):
         raise ValueError(f"it needs the layers {head.places} of a target that has {len(core.layers)}")
-    drafts = HeadDrafts(head, Taps(), core.norm.weight.dtype, Source.EAGLE)
+    drafts = HeadDrafts(head, HiddenStateCapture(), core.norm.weight.dtype, DraftSource.EAGLE)
     width = core.norm.weight.shape[0] * len(head.places)
     mx.eval(head.hidden(mx.zeros((1, 1, width), core.norm.weight.dtype)), head.parameters)
     drafts.taps = _tapped(model, head.places)
@@ -99,7 +99,7 @@ def _block_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
     core = text_core(model)
     dtype = core.norm.weight.dtype
     head, own_bytes = BlockHead.load(path, model, _vocab(model), dtype)
-    drafts = BlockDrafts(head, Taps(), core.norm.weight.shape[0] * len(head.places), dtype)
+    drafts = BlockDrafts(head, HiddenStateCapture(), core.norm.weight.shape[0] * len(head.places), dtype)
     drafts.taps = _tapped(model, head.places, BLOCK_TAIL)
     return drafts, own_bytes
 
@@ -124,10 +124,10 @@ _ATTACHED: Final[Mapping[tuple[str, ...], Callable[[Any, Path], tuple[Proposer, 
 }
 
 
-def _model_drafts(target: Loaded, draft: Loaded) -> ModelDrafts:
+def _model_drafts(target: LoadedModel, draft: LoadedModel) -> ModelDrafts:
     if any(type(leaf) is not KVCache for leaf in leaves(make_prompt_cache(draft.model))):
         raise _refused(draft.path, "its caches cannot go back by some tokens: a sliding window, or a recurrent state")
-    if draft.plan.lane is not Lane.TOGETHER:
+    if draft.plan.lane is not BatchMode.TOGETHER:
         raise _refused(draft.path, f"it cannot run several rows at once: {draft.plan.reason}")
     _check_tokens(target, draft)
     return ModelDrafts(draft.model, draft.vocab_size, _vocab(target.model))
@@ -138,14 +138,14 @@ def _vocab(model: Any) -> int:
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
 
 
-def _tapped(model: Any, places: Sequence[int], tail: int = TAIL) -> Taps:
+def _tapped(model: Any, places: Sequence[int], tail: int = TAIL) -> HiddenStateCapture:
     """Taps of what goes into these layers, of which the one behind the last is the norm."""
-    core, taps = core_of(model), Taps(tail)
+    core, taps = core_of(model), HiddenStateCapture(tail)
     for place in places:
         if place == len(core.layers):
-            core.norm = Tap(core.norm, taps, place)
+            core.norm = CapturePoint(core.norm, taps, place)
         else:
-            core.layers[place] = Tap(core.layers[place], taps, place)
+            core.layers[place] = CapturePoint(core.layers[place], taps, place)
     model.taps = taps
     return taps
 
@@ -154,7 +154,7 @@ def _config(path: Path) -> dict[str, Any]:
     return json.loads((path / "config.json").read_text())
 
 
-def _check_tokens(target: Loaded, draft: Loaded) -> None:
+def _check_tokens(target: LoadedModel, draft: LoadedModel) -> None:
     """Refuse a draft model whose ids mean other tokens."""
     ours, theirs = ({id: token for token, id in each.tokenizer.get_vocab().items()} for each in (target, draft))
     for id, token in sorted(ours.items()):

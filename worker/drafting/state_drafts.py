@@ -13,7 +13,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from worker.drafting.row_caches import RowCaches
-from worker.drafting.taps import Record, Taps
+from worker.drafting.taps import CapturedStates, HiddenStateCapture
 from worker.speculation.drafter import Draw, Rows, Tokens
 
 # A row with more states that have not run gets a pass of its own for them.
@@ -25,7 +25,7 @@ class States:
     """States of one row that have not run: hidden states `[count, size]` from `begin` on, as parts of records."""
 
     begin: int
-    parts: list[tuple[Record, int, int, int]]
+    parts: list[tuple[CapturedStates, int, int, int]]
 
     @property
     def count(self) -> int:
@@ -43,7 +43,7 @@ class StateDrafts(ABC):
     # It sees no more of a prompt than what was tapped, which one pass takes in.
     unread = 0
 
-    def __init__(self, taps: Taps, source: str, tokens: int) -> None:
+    def __init__(self, taps: HiddenStateCapture, source: str, tokens: int) -> None:
         self.source = source
         self.taps = taps
         self.token_bytes = 0
@@ -118,7 +118,7 @@ class StateDrafts(ABC):
 
     def _pending(self, uid: int, end: int) -> States:
         """States of a row up to the last known token, as far back as there are any, or as they have not run."""
-        done, need, parts = self._rows.done.get(uid, 0), end, list[tuple[Record, int, int, int]]()
+        done, need, parts = self._rows.done.get(uid, 0), end, list[tuple[CapturedStates, int, int, int]]()
         for record in reversed(self.taps.records):
             if need <= done:
                 break
@@ -153,7 +153,7 @@ class StateDrafts(ABC):
         return mx.minimum(mx.array(ids, dtype=mx.uint32), self._tokens - 1)
 
 
-def _whole(rows: Sequence[States | None]) -> tuple[Record, list[int]] | None:
+def _whole(rows: Sequence[States | None]) -> tuple[CapturedStates, list[int]] | None:
     """The record of which each row's states are a part, row by row, with the column at which they begin."""
     first = next(row.parts[0][0] for row in rows if row is not None)
     begins: list[int] = []

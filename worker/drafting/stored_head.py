@@ -16,8 +16,8 @@ from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]  # 
 
 from protocol.prediction_heads import is_head, unused
 from worker.drafting.cores import core_of, embeddings_of
-from worker.drafting.head import Head
-from worker.drafting.head_forms import FORMS, QWEN, Form
+from worker.drafting.head import PredictionHead
+from worker.drafting.head_forms import FORMS, QWEN, HeadForm
 
 # A head that was taken out of a checkpoint, or trained for it, beside it.
 SIDECAR: Final = "mtp.safetensors"
@@ -25,7 +25,7 @@ _QWEN: Final = "mtp."
 # Of an error that may list hundreds of names.
 _REASON_CHARS: Final = 200
 # Folders of a head alone by their `model_type`, with the beginnings of names there that are others in its form.
-ALONE: Final[Mapping[str, tuple[Form, Sequence[tuple[str, str]]]]] = {
+ALONE: Final[Mapping[str, tuple[HeadForm, Sequence[tuple[str, str]]]]] = {
     "qwen3_5_mtp": (QWEN, ((_QWEN, ""),)),
     "glm4_moe_lite_mtp": (
         FORMS["glm4_moe_lite"],
@@ -45,15 +45,15 @@ class NoHead(Exception):
 
 
 @dataclass(slots=True, frozen=True)
-class Stored:
+class StoredHead:
     """Weights of a head as stored, by their names below it, and whether norms are stored less 1."""
 
     weights: dict[str, mx.array]
-    form: Form
+    form: HeadForm
     is_zero_centered: bool
 
 
-def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | None = None) -> Head:
+def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | None = None) -> PredictionHead:
     """The head of the checkpoint that `model` was loaded from, or one in a folder of its own. Raises `NoHead`."""
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
     kind, sizes = str(config.get("model_type", "")), dict(text or config)
@@ -69,7 +69,7 @@ def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | 
         raise NoHead(f"its head does not fit: {type(error).__name__}: {reason}") from error
 
 
-def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> Stored | None:
+def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> StoredHead | None:
     """Weights of the head in the files of a checkpoint. Raises `NoHead` for those of a form that is not run."""
     sidecar = path / SIDECAR
     is_beside = sidecar.exists()
@@ -83,12 +83,12 @@ def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> Stored | None:
         weights, forms = _take(each, headers, sizes)
         if weights:
             is_own = form is each and each.is_zero_centered
-            return Stored(weights, each, is_own and _is_published(each, headers, forms, is_beside))
+            return StoredHead(weights, each, is_own and _is_published(each, headers, forms, is_beside))
     return None
 
 
 def _take(
-    form: Form, headers: Mapping[Path, tuple[dict[str, list[int]], str]], sizes: Mapping[str, Any]
+    form: HeadForm, headers: Mapping[Path, tuple[dict[str, list[int]], str]], sizes: Mapping[str, Any]
 ) -> tuple[dict[str, mx.array], set[str]]:
     """Weights of a form, by their names below its prefix, and the frameworks of their files."""
     prefixes = [prefix.format(layers=sizes.get("num_hidden_layers")) for prefix in form.prefixes]
@@ -105,7 +105,7 @@ def _take(
 
 
 def _is_published(
-    form: Form, headers: Mapping[Path, tuple[dict[str, list[int]], str]], frameworks: set[str], is_beside: bool
+    form: HeadForm, headers: Mapping[Path, tuple[dict[str, list[int]], str]], frameworks: set[str], is_beside: bool
 ) -> bool:
     """Whether weights are as published: conversions to MLX change norms and convolutions.
 
@@ -117,7 +117,7 @@ def _is_published(
     return any("conv1d.weight" in name and shape[-1] != 1 for name, shape in shapes)
 
 
-def _read_alone(folder: Path, kind: str) -> Stored | None:
+def _read_alone(folder: Path, kind: str) -> StoredHead | None:
     """A head as mlx-vlm writes it: of nothing but its weights, in Qwen's form below `mtp` if as published."""
     form, renames = ALONE[str(json.loads((folder / "config.json").read_text()).get("model_type", ""))]
     weights: dict[str, mx.array] = {}
@@ -127,7 +127,7 @@ def _read_alone(folder: Path, kind: str) -> Stored | None:
         weights |= {_renamed(name, renames): weight for name, weight in held.items()}
         is_published |= any(name.startswith(_QWEN) for name in held) and _header(file)[1] != "mlx"
     is_zero_centered = form is QWEN and FORMS.get(kind) is QWEN
-    return Stored(weights, form, is_published and is_zero_centered) if weights else None
+    return StoredHead(weights, form, is_published and is_zero_centered) if weights else None
 
 
 def _header(file: Path) -> tuple[dict[str, list[int]], str]:
@@ -138,7 +138,7 @@ def _header(file: Path) -> tuple[dict[str, list[int]], str]:
     return {name: entry["shape"] for name, entry in header.items()}, form
 
 
-def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Stored, model: Any) -> Head:
+def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: StoredHead, model: Any) -> PredictionHead:
     form, own, layer, held = stored.form, dict[str, mx.array](), dict[str, mx.array](), dict[str, mx.array]()
     if any(name.endswith(".scales") for name in stored.weights):
         raise ValueError("its weights are quantized, which spoils a head")
@@ -160,7 +160,9 @@ def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Sto
             raise ValueError("it has more than one layer")
     one, caches = _one_layer(kind, config, sizes, layer, form)
     eps = float(sizes.get("rms_norm_eps") or sizes.get("layernorm_epsilon") or 1e-6)
-    head = Head(one, int(sizes["hidden_size"]), eps, form, has_norm="norm.weight" in own, has_bias="fc.bias" in own)
+    head = PredictionHead(
+        one, int(sizes["hidden_size"]), eps, form, has_norm="norm.weight" in own, has_bias="fc.bias" in own
+    )
     head.window, head.caches = _window(one, sizes), caches
     head.load_weights([*own.items(), *((f"layer.{name}", array) for name, array in _flat(one))])
     if unread := [name for name, array in _flat(head) if not mx.issubdtype(array.dtype, mx.floating)]:
@@ -183,7 +185,7 @@ def _window(layer: Any, sizes: Mapping[str, Any]) -> int | None:
 
 
 def _one_layer(
-    kind: str, config: dict[str, Any], sizes: dict[str, Any], weights: dict[str, mx.array], form: Form
+    kind: str, config: dict[str, Any], sizes: dict[str, Any], weights: dict[str, mx.array], form: HeadForm
 ) -> tuple[Any, int]:
     """A layer with attention of the target's class, with these weights, and how many caches it has.
 

@@ -20,7 +20,7 @@ _MOST_BYTES: Final = 64 << 20
 
 
 @dataclass(slots=True, frozen=True)
-class Record:
+class CapturedStates:
     """Inputs of the tapped modules in one forward pass, side by side, `[rows, width, size]`: of row i the tokens of its
     text from `starts[i]` on, `lengths[i]` of them from column `begins[i]`."""
 
@@ -35,14 +35,14 @@ class Record:
         return self.states.nbytes
 
 
-class Taps:
+class HiddenStateCapture:
     """Records of the newest forward passes; of a prompt, of its last `tail` tokens. Owned by the engine thread."""
 
     def __init__(self, tail: int = TAIL) -> None:
         self._tail = tail
         # Nobody reads: nothing is kept.
         self.is_on = False
-        self.records: deque[Record] = deque()
+        self.records: deque[CapturedStates] = deque()
         self.nbytes = 0
         self._seen: dict[int, mx.array] = {}
 
@@ -78,7 +78,7 @@ class Taps:
         if is_view:
             mx.async_eval(side_by_side)
         begins = [max(0, length - max(count, 0) - begin) for length, count in zip(lengths, near, strict=True)]
-        self._add(Record(uids, [start + begin + at for start, at in zip(starts, begins, strict=True)], begins,
+        self._add(CapturedStates(uids, [start + begin + at for start, at in zip(starts, begins, strict=True)], begins,
                          [max(count, 0) for count in near], side_by_side))  # fmt: skip
 
     def clear(self) -> None:
@@ -86,17 +86,17 @@ class Taps:
         self._seen.clear()
         self.nbytes = 0
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: CapturedStates) -> None:
         self.records.append(record)
         self.nbytes += record.nbytes
         while self.nbytes > _MOST_BYTES or len(self.records) > _MOST_RECORDS:
             self.nbytes -= self.records.popleft().nbytes
 
 
-class Tap(nn.Module):
+class CapturePoint(nn.Module):
     """A module whose input is kept; its attributes are shown as the tap's own."""
 
-    def __init__(self, module: Any, taps: Taps, place: int) -> None:
+    def __init__(self, module: Any, taps: HiddenStateCapture, place: int) -> None:
         super().__init__()
         self.module = module
         self._taps = taps
@@ -113,7 +113,7 @@ class Tap(nn.Module):
         return self.module(x, *args, **kwargs)
 
 
-def taps_of(model: Any) -> Taps | None:
+def taps_of(model: Any) -> HiddenStateCapture | None:
     """The taps of a model that somebody drafts for."""
-    taps: Taps | None = getattr(model, "taps", None)
+    taps: HiddenStateCapture | None = getattr(model, "taps", None)
     return taps if taps is not None and taps.is_on else None

@@ -30,7 +30,7 @@ class Backbone(Protocol):
     def hidden(self, ids: mx.array, lengths: Sequence[int], types: mx.array | None) -> mx.array: ...
 
 
-class Encoder:
+class EncoderBackbone:
     """An encoder of `encoder_models`, as a reranker with its classifier."""
 
     def __init__(self, module: EncoderModel, shape: EncoderShape) -> None:
@@ -47,7 +47,7 @@ class Encoder:
         return self.module.classifier(self.hidden(ids, lengths, types), lengths)
 
 
-class Decoder:
+class DecoderBackbone:
     """A causal model of mlx-lm: padding on the right is seen by no token that counts."""
 
     max_tokens = 0
@@ -85,7 +85,7 @@ class BidirectionalGemma:
 
 def load_backbone(
     path: Path, config: dict[str, Any], trust_code: bool, *, is_scoring: bool
-) -> Encoder | Decoder | BidirectionalGemma:
+) -> EncoderBackbone | DecoderBackbone | BidirectionalGemma:
     """Load what reads, not computed. Raises `LoadFailed`, and whatever mlx-lm raises."""
     if config.get("model_type") in ENCODERS:
         return _load_encoder(path, config, is_scoring)
@@ -101,10 +101,10 @@ def load_backbone(
     core: Any = getattr(module, "model", None)
     if core is None or not callable(core) or not hasattr(core, "embed_tokens"):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, f"a {config['model_type']} shows no hidden states")
-    return BidirectionalGemma(module) if is_bidirectional else Decoder(module)
+    return BidirectionalGemma(module) if is_bidirectional else DecoderBackbone(module)
 
 
-def _load_encoder(path: Path, config: dict[str, Any], is_scoring: bool) -> Encoder:
+def _load_encoder(path: Path, config: dict[str, Any], is_scoring: bool) -> EncoderBackbone:
     shape = shape_of(config)
     module = EncoderModel(shape, classifier_of(config) if is_scoring else None)
     weights = renamed({name: array for file in path.glob(_WEIGHTS) for name, array in _load(file).items()})
@@ -122,7 +122,7 @@ def _load_encoder(path: Path, config: dict[str, Any], is_scoring: bool) -> Encod
         raise LoadFailed(Code.MODEL_CORRUPT, message)
     module.load_weights([(name, weights[name]) for name in names])
     module.eval()
-    return Encoder(module, shape)
+    return EncoderBackbone(module, shape)
 
 
 def _load(file: Path) -> dict[str, mx.array]:

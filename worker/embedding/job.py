@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from worker.jobs.queued import Queued
+from worker.jobs.queued import QueuedJob
 
 Numbers = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class EmbeddingInput:
     """Token ids of an input, and for encoders of pairs which of the two each is of."""
 
     ids: tuple[int, ...]
@@ -19,11 +19,11 @@ class Item:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job(Queued):
+class EmbeddingJob(QueuedJob):
     """One request: `results` has a row of numbers for each item that is computed. A vector is cut to `dimensions`; 0 is
     not at all."""
 
-    items: list[Item]
+    items: list[EmbeddingInput]
     dimensions: int = 0
     # Items that no pass has taken, the longest first.
     left: list[int] = field(default_factory=list)

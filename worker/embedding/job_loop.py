@@ -12,9 +12,9 @@ import numpy as np
 from protocol.failures import Code, Failure
 from protocol.messages import Abort, Delta, Drain, Finish, Progress, SetMemory, SetPace, Shutdown, Up
 from protocol.spec import WorkerSpec
-from worker.embedding.groups import Place, take_group
-from worker.embedding.job import Item, Job, Numbers
-from worker.embedding.load_model import Reader
+from worker.embedding.groups import ResultPlace, take_group
+from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
+from worker.embedding.load_model import EmbeddingModel
 from worker.engine.gauges import Gauges
 from worker.errors import LoadFailed, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.jobs.turn_loop import TurnLoop
@@ -22,7 +22,7 @@ from worker.model import memory
 
 log = logging.getLogger("mlxd.worker")
 
-Command = Job | Abort | Drain | Shutdown | SetMemory | SetPace
+Command = EmbeddingJob | Abort | Drain | Shutdown | SetMemory | SetPace
 
 # Tokens of one forward pass with its padding. A CPU gains nothing by more, and an abort waits for the pass.
 _GPU_TOKENS: Final = 16_384
@@ -36,12 +36,12 @@ _NOT_FINITE: Final = Failure(
 )
 
 
-class JobLoop(TurnLoop[Job]):
+class JobLoop(TurnLoop[EmbeddingJob]):
     """A loop of jobs for one loaded model."""
 
     def __init__(
         self,
-        reader: Reader,
+        reader: EmbeddingModel,
         spec: WorkerSpec,
         inbox: "SimpleQueue[Command]",
         send: Callable[[Up], None],
@@ -55,7 +55,9 @@ class JobLoop(TurnLoop[Job]):
 
     def warm_up(self) -> None:
         """Compute once, and keep the memory limits. Raises `LoadFailed`."""
-        item = Item(tuple(at % self._reader.vocab_size for at in range(min(_WARM_UP, self._reader.max_context))))
+        item = EmbeddingInput(
+            tuple(at % self._reader.vocab_size for at in range(min(_WARM_UP, self._reader.max_context)))
+        )
         try:
             self._reader.compute([item])
         except Exception as error:  # the boundary to code of every architecture
@@ -79,7 +81,7 @@ class JobLoop(TurnLoop[Job]):
         self._compute(group)
         self._gauges.step_seq += 1
 
-    def _compute(self, group: Sequence[Place]) -> None:
+    def _compute(self, group: Sequence[ResultPlace]) -> None:
         try:
             rows = self._reader.compute([place.item for place in group])
         except Exception as error:  # the boundary to code of every architecture
@@ -87,7 +89,7 @@ class JobLoop(TurnLoop[Job]):
         else:
             self._store(group, rows)
 
-    def _store(self, group: Sequence[Place], rows: Numbers) -> None:
+    def _store(self, group: Sequence[ResultPlace], rows: Numbers) -> None:
         sound = [bool(np.isfinite(row).all()) for row in rows]
         if self._reader.embedding is not None:
             sound = [is_sound and bool(row.any()) for is_sound, row in zip(sound, rows, strict=True)]
@@ -114,7 +116,7 @@ class JobLoop(TurnLoop[Job]):
             if job.is_computed:
                 self._finish(job, Finish.STOP)
 
-    def _recover(self, group: Sequence[Place], error: Exception) -> None:
+    def _recover(self, group: Sequence[ResultPlace], error: Exception) -> None:
         """Compute the group again in smaller parts; one item that fails alone is the end of its job."""
         if is_gpu_fault(error) and not is_allocation_failure(error):
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
@@ -134,6 +136,6 @@ class JobLoop(TurnLoop[Job]):
             message = "the request failed while an input was computed"
             self._finish(job, Finish.ERROR, Failure(Code.ROW_FAILED, message, repr(error)))
 
-    def _ending(self, job: Job, finish: Finish, failure: Failure | None) -> Delta:
+    def _ending(self, job: EmbeddingJob, finish: Finish, failure: Failure | None) -> Delta:
         data = job.data() if finish is Finish.STOP else b""
         return Delta(job.rid, finish=finish, usage=job.usage(time.monotonic()), failure=failure, data=data)

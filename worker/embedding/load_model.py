@@ -16,9 +16,9 @@ from protocol.kinds import EMBED, ENCODERS, RERANK, TEXT, kind_of
 from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
 from protocol.towers import has_media
-from worker.embedding.backbones import BidirectionalGemma, Decoder, Encoder, load_backbone
-from worker.embedding.job import Item, Numbers
-from worker.embedding.pooling import Head
+from worker.embedding.backbones import BidirectionalGemma, DecoderBackbone, EncoderBackbone, load_backbone
+from worker.embedding.job import EmbeddingInput, Numbers
+from worker.embedding.pooling import PoolingHead
 from worker.embedding.sentence_files import Steps, read_steps
 from worker.errors import LoadFailed
 from worker.model.loader import cast, check_weights, explain, nbytes, read_config, read_json, resolve, vocab_size_of
@@ -36,7 +36,7 @@ _YES, _NO = "yes", "no"
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class EmbeddingModel:
     """A loaded model of embeddings or scores. `compute` gives a row of numbers for each item."""
 
     kind: str
@@ -46,7 +46,7 @@ class Reader:
     vocab_size: int
     max_context: int
     weights_bytes: int
-    compute: Callable[[Sequence[Item]], Numbers]
+    compute: Callable[[Sequence[EmbeddingInput]], Numbers]
     steps: Steps | None = None
     embedding: EmbeddingInfo | None = None
     # Tells the two texts of a pair apart by more than what stands between them.
@@ -66,7 +66,7 @@ def kind_of_spec(spec: WorkerSpec) -> str:
     return kind_of(read_json(file) if file.exists() else {}, {each.name for each in path.iterdir()}, spec.path)
 
 
-def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int], None]) -> Reader:
+def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int], None]) -> EmbeddingModel:
     """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
     assert kind != TEXT
     if spec.kv_bits:
@@ -97,7 +97,7 @@ def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int],
     longest = steps.max_tokens if steps is not None else 0
     vocab_size = vocab_size_of(config, tokenizer)
     compute, width = _compute(backbone, steps, config, tokenizer)
-    return Reader(
+    return EmbeddingModel(
         kind=kind,
         tokenizer=tokenizer,
         path=folder,
@@ -129,25 +129,28 @@ def _dtype(asked: str, is_encoder: bool, total: int) -> str:
 
 
 def _compute(
-    backbone: Encoder | Decoder | BidirectionalGemma, steps: Steps | None, config: Mapping[str, Any], tokenizer: Any
-) -> tuple[Callable[[Sequence[Item]], Numbers], int]:
+    backbone: EncoderBackbone | DecoderBackbone | BidirectionalGemma,
+    steps: Steps | None,
+    config: Mapping[str, Any],
+    tokenizer: Any,
+) -> tuple[Callable[[Sequence[EmbeddingInput]], Numbers], int]:
     """The function from items to rows of numbers, and how many numbers are in a row."""
     if steps is not None:
-        head = Head(steps)
+        head = PoolingHead(steps)
         width = head.width(int(config.get("hidden_size") or config.get("n_embd") or 0))
         return lambda items: _numbers(head(backbone.hidden(*_batch(items)), _lengths(items))), width
-    if isinstance(backbone, Encoder):
+    if isinstance(backbone, EncoderBackbone):
         is_sigmoid = _is_sigmoid(config)
 
-        def score(items: Sequence[Item]) -> Numbers:
+        def score(items: Sequence[EmbeddingInput]) -> Numbers:
             scores = backbone.scores(*_batch(items)).astype(mx.float32)
             return _numbers((mx.sigmoid(scores) if is_sigmoid else scores)[:, None])
 
         return score, 1
-    assert isinstance(backbone, Decoder)
+    assert isinstance(backbone, DecoderBackbone)
     yes, no = _word(tokenizer, _YES), _word(tokenizer, _NO)
 
-    def judge(items: Sequence[Item]) -> Numbers:
+    def judge(items: Sequence[EmbeddingInput]) -> Numbers:
         hidden = backbone.hidden(*_batch(items))
         last = hidden[mx.arange(len(items)), mx.array(_lengths(items)) - 1]
         logits = backbone.logits(last).astype(mx.float32)
@@ -156,7 +159,7 @@ def _compute(
     return judge, 1
 
 
-def _batch(items: Sequence[Item]) -> tuple[mx.array, list[int], mx.array | None]:
+def _batch(items: Sequence[EmbeddingInput]) -> tuple[mx.array, list[int], mx.array | None]:
     lengths = _lengths(items)
     longest = max(lengths)
     ids = mx.array([[*item.ids, *(0,) * (longest - len(item.ids))] for item in items])
@@ -165,7 +168,7 @@ def _batch(items: Sequence[Item]) -> tuple[mx.array, list[int], mx.array | None]
     return ids, lengths, mx.array([[*item.types, *(0,) * (longest - len(item.types))] for item in items])
 
 
-def _lengths(items: Sequence[Item]) -> list[int]:
+def _lengths(items: Sequence[EmbeddingInput]) -> list[int]:
     return [len(item.ids) for item in items]
 
 

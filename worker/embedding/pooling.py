@@ -38,7 +38,7 @@ def pooled(way: str, hidden: mx.array, lengths: mx.array) -> mx.array:
     return total / (lengths if way == "mean" else mx.sqrt(lengths))[:, None]
 
 
-class Head:
+class PoolingHead:
     """The steps behind a transformer. Computes in float32 whatever the transformer's type."""
 
     def __init__(self, steps: Steps) -> None:

@@ -1,4 +1,5 @@
-"""From an `EmbedPrompt` or a `ScorePrompt` to a `Job`: prompts, encoding, validation. Runs off the loop's thread.
+"""From an `EmbedPrompt` or a `ScorePrompt` to a `EmbeddingJob`: prompts, encoding, validation. Runs off the loop's
+thread.
 
 MLX does no bounds checks, so every id that could reach it is checked here.
 """
@@ -14,17 +15,17 @@ from protocol.messages import (
     Detokenize,
     EmbedPrompt,
     Generate,
-    HearPrompt,
     Prompt,
     ScorePrompt,
-    SpeakPrompt,
+    SpeechPrompt,
     TextPrompt,
     Tokenize,
     Tokenized,
     TokensPrompt,
+    TranscribePrompt,
 )
-from worker.embedding.job import Item, Job
-from worker.embedding.load_model import Reader
+from worker.embedding.job import EmbeddingInput, EmbeddingJob
+from worker.embedding.load_model import EmbeddingModel
 from worker.errors import RequestInvalid
 
 # Text longer than this many characters for each token of the context hardly ever fits.
@@ -45,13 +46,13 @@ _AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 class Preparer:
     """Turns requests into jobs for one loaded model."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: EmbeddingModel) -> None:
         self._reader = reader
         self._tokenizer = reader.tokenizer
         # Truncation is a state of the tokenizer, and two threads ask it.
         self._lock = threading.RLock()
 
-    def job(self, request: Generate, arrived: float) -> Job:
+    def job(self, request: Generate, arrived: float) -> EmbeddingJob:
         """A job that is safe to run. Raises `RequestInvalid`."""
         prompt = request.prompt
         match prompt:
@@ -61,7 +62,7 @@ class Preparer:
                 items, dimensions = self._pair_items(prompt), 0
             case _:
                 raise self._wrong_kind()
-        return Job(
+        return EmbeddingJob(
             rid=request.rid,
             items=items,
             arrived=arrived,
@@ -97,12 +98,12 @@ class Preparer:
                     return self._encode([text], 0)[0].ids
                 with self._lock:
                     return self._ids(text)
-            case ChatPrompt() | EmbedPrompt() | ScorePrompt() | HearPrompt() | SpeakPrompt():
+            case ChatPrompt() | EmbedPrompt() | ScorePrompt() | TranscribePrompt() | SpeechPrompt():
                 raise self._wrong_kind()
 
     # -- embeddings --------------------------------------------------------------------------------------------------
 
-    def _embed_items(self, prompt: EmbedPrompt) -> list[Item]:
+    def _embed_items(self, prompt: EmbedPrompt) -> list[EmbeddingInput]:
         steps = self._reader.steps
         assert steps is not None
         before = steps.prompt(prompt.prompt_name, prompt.is_query, prompt.is_document)
@@ -113,13 +114,13 @@ class Preparer:
         most = self._most(prompt.truncate)
         texts = [before + each for each in prompt.inputs if isinstance(each, str)]
         encoded = iter(self._encode(texts, most))
-        items: list[Item] = []
+        items: list[EmbeddingInput] = []
         for at, given in enumerate(prompt.inputs):
             if isinstance(given, str):
                 items.append(next(encoded))
                 continue
             self._check_ids(given, f"input[{at}]")
-            items.append(Item(given[:most] if most else given))
+            items.append(EmbeddingInput(given[:most] if most else given))
         self._check_items(items, "input")
         return items
 
@@ -146,7 +147,7 @@ class Preparer:
 
     # -- pairs -------------------------------------------------------------------------------------------------------
 
-    def _pair_items(self, prompt: ScorePrompt) -> list[Item]:
+    def _pair_items(self, prompt: ScorePrompt) -> list[EmbeddingInput]:
         if len(prompt.queries) not in (1, len(prompt.documents)):
             message = f"{len(prompt.queries)} texts cannot be paired with {len(prompt.documents)}."
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=prompt.params[0])
@@ -160,7 +161,7 @@ class Preparer:
         self._check_items(items, prompt.params[1])
         return items
 
-    def _paired(self, query: str, document: str, prompt: ScorePrompt) -> Item:
+    def _paired(self, query: str, document: str, prompt: ScorePrompt) -> EmbeddingInput:
         """A pair as the tokenizer joins two texts."""
         most = self._most(prompt.truncate)
         encoded = self._tokenizer(
@@ -172,9 +173,9 @@ class Preparer:
             verbose=False,
         )
         types = encoded["token_type_ids"] if self._reader.has_segments else ()
-        return Item(tuple(encoded["input_ids"]), tuple(types))
+        return EmbeddingInput(tuple(encoded["input_ids"]), tuple(types))
 
-    def _judged(self, query: str, document: str, prompt: ScorePrompt) -> Item:
+    def _judged(self, query: str, document: str, prompt: ScorePrompt) -> EmbeddingInput:
         """A pair as text between the marks of a chat, to which the model says yes or no."""
         asked = f"<Instruct>: {prompt.instruction or _TASK}\n<Query>: {self._bounded(query)}\n<Document>: "
         before, after = self._ids(_BEFORE), self._ids(_AFTER)
@@ -184,7 +185,7 @@ class Preparer:
             room = most - len(before) - len(after)
             # Without room for the question all of it is left, to be refused.
             body = body[:room] if room >= len(self._ids(asked)) else body
-        return Item((*before, *body, *after))
+        return EmbeddingInput((*before, *body, *after))
 
     def _cut_document(self, document: str, prompt: ScorePrompt) -> str:
         document = self._bounded(document)
@@ -210,7 +211,7 @@ class Preparer:
         is_whole = len(start) == len(text) or len(self._ids(start)) <= self._reader.max_context
         return text if is_whole else start
 
-    def _encode(self, texts: list[str], most: int) -> list[Item]:
+    def _encode(self, texts: list[str], most: int) -> list[EmbeddingInput]:
         if not texts:
             return []
         with self._lock:
@@ -221,9 +222,9 @@ class Preparer:
                 return_token_type_ids=False,
                 verbose=False,
             )
-        return [Item(tuple(ids)) for ids in encoded["input_ids"]]
+        return [EmbeddingInput(tuple(ids)) for ids in encoded["input_ids"]]
 
-    def _check_items(self, items: Sequence[Item], param: str) -> None:
+    def _check_items(self, items: Sequence[EmbeddingInput], param: str) -> None:
         longest = self._reader.max_context
         for at, item in enumerate(items):
             where = f"{param}[{at}]"

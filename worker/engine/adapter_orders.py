@@ -9,7 +9,7 @@ from worker.adapters.adapters import Adapters, adapters_of
 from worker.engine.inbox import AdapterOrder
 from worker.engine.memory_limits import MemoryLimits
 from worker.engine.row import Row
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 
 # With room for less than this beside it, an adapter is of no use.
 LEAST_CONTEXT: Final = 256
@@ -19,7 +19,12 @@ class AdapterOrders:
     """Owned by the engine; `used` are the slots of its rows, and `apply` puts changed limits of memory into force."""
 
     def __init__(
-        self, loaded: Loaded, epoch: int, memory: MemoryLimits, used: Callable[[], set[int]], apply: Callable[[], None]
+        self,
+        loaded: LoadedModel,
+        epoch: int,
+        memory: MemoryLimits,
+        used: Callable[[], set[int]],
+        apply: Callable[[], None],
     ) -> None:
         # None of a model that was loaded for something else than to be served.
         self._adapters = adapters_of(loaded.model)

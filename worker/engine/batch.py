@@ -15,7 +15,7 @@ from worker.cache import batched
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
 from worker.cache.radix_tree import common_prefix
-from worker.engine.decode_batch import PAIR, REFEED, Timed
+from worker.engine.decode_batch import PAIR, REFEED, TimedStep
 from worker.engine.generator import Generator
 from worker.engine.kv_budget import KvCost
 from worker.engine.row import Row
@@ -23,14 +23,14 @@ from worker.engine.row_media import RowMedia
 from worker.engine.row_prefixes import RowPrefixes
 from worker.errors import is_allocation_failure, is_fabric_fault, is_gpu_fault
 from worker.model.agreement import agreement_of
-from worker.model.lanes import Lane
+from worker.model.lanes import BatchMode
 from worker.sampling.penalties import processors
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Guard, RowSampler
 from worker.speculation.drafter import Drafter, NoDrafts
 from worker.structured.masks import Masks
 from worker.vision.attach import Vision
-from worker.vision.encoder import Encoder
+from worker.vision.encoder import MediaEncoder
 
 log = logging.getLogger("mlxd.worker")
 
@@ -53,7 +53,7 @@ class Token:
 
 
 @dataclass(slots=True, frozen=True)
-class Tick:
+class TickResult:
     """Results of one tick; `timed` are the forward passes whose time is known by now.
 
     `returned` are rows that are not in the batch any more: they wait for their media as those in the queue do. `scored`
@@ -64,7 +64,7 @@ class Tick:
     progress: list[tuple[Row, int, int]]
     broken: list[tuple[Row, Exception]]
     prefilled: int
-    timed: Sequence[Timed]
+    timed: Sequence[TimedStep]
     returned: list[Row]
     scored: list[tuple[Row, Scores]]
     # Log-probabilities of prompts that have more of them than before.
@@ -83,10 +83,10 @@ class Batch:
         model: Any,
         eos_ids: Sequence[int],
         cache: PrefixCache,
-        lane: Lane = Lane.TOGETHER,
+        lane: BatchMode = BatchMode.TOGETHER,
         drafter: Drafter | None = None,
         vision: Vision | None = None,
-        encoder: Encoder | None = None,
+        encoder: MediaEncoder | None = None,
     ) -> None:
         # Known once a first row, the one for warming up, has ended.
         self.kv_cost: KvCost | None = None
@@ -107,7 +107,7 @@ class Batch:
         # The cache has failed since the last `settle`, where ranks of a group clear theirs at the same place of a plan.
         self._must_clear = False
         self._eos_ids = tuple(eos_ids)
-        can_verify = lane is Lane.TOGETHER and batched.can_rewind(make_caches(model))
+        can_verify = lane is BatchMode.TOGETHER and batched.can_rewind(make_caches(model))
         self._drafter: Drafter = drafter if drafter is not None and can_verify else NoDrafts()
         self._generator = Generator(model, self._sampler, lane, self._drafter)
         self._drafter.begin(self._sampler.guess, self._generator.generating)
@@ -310,7 +310,7 @@ class Batch:
             self._generator.discard([row.uid])
         return tokens
 
-    def tick(self, chunk: int, *, rides: bool = True, reads: int = 0) -> Tick:
+    def tick(self, chunk: int, *, rides: bool = True, reads: int = 0) -> TickResult:
         """One decode step, and at most `chunk` prompt tokens of each prefilling row, which may ride on it.
 
         Then a model that drafts reads at most `reads` tokens.
@@ -347,7 +347,7 @@ class Batch:
         tokens = [Token(self._rows[each.uid], each.token, each.logprobs, each.ended) for each in generated]
         self._end([token.row for token in tokens if token.ended is not None])
         self._park()
-        return Tick(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
+        return TickResult(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
 
     def _end(self, rows: Sequence[Row]) -> None:
         """Take out the rows that ended; what they leave is stored by `settle`."""

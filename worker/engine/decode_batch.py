@@ -16,11 +16,11 @@ from typing import Any, Final
 import mlx.core as mx
 
 from worker.cache import batched, ragged
-from worker.engine.forward import Part, forward
-from worker.engine.member import Context, Member, Members
+from worker.engine.forward import ForwardPart, forward
+from worker.engine.member import BatchSequence, BatchSequences, PenaltyContext
 from worker.model.agreement import agreement_of
 from worker.sampling.sampler import RowSampler
-from worker.speculation.costs import Quicker
+from worker.speculation.costs import FasterOfTwo
 from worker.speculation.drafter import Drafter
 
 # Tokens that a block of a row with recurrent layers may have: what is not kept is run again.
@@ -30,7 +30,7 @@ PAIR: Final = 2
 
 
 @dataclass(slots=True)
-class Sampled:
+class SampledToken:
     """One token of one sequence; with its last one the reason."""
 
     uid: int
@@ -40,7 +40,7 @@ class Sampled:
 
 
 @dataclass(slots=True, frozen=True)
-class Timed:
+class TimedStep:
     """Seconds of a forward pass of `rows` that generate and `prompted` tokens of prompts, which rode on it or not.
 
     Where `is_reading` is set, a model that drafts has read these tokens.
@@ -54,7 +54,7 @@ class Timed:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _PendingStep:
     """A plain step that has been launched, and is read by the next one."""
 
     rows: int
@@ -79,7 +79,7 @@ class _Block:
     accepted: list[int] = field(default_factory=list[int])
 
     @classmethod
-    def of(cls, members: Sequence[Member], ids: Sequence[int], drafts: list[list[int]]) -> "_Block":
+    def of(cls, members: Sequence[BatchSequence], ids: Sequence[int], drafts: list[list[int]]) -> "_Block":
         rows = [[*member.owed, token, *draft] for member, token, draft in zip(members, ids, drafts, strict=True)]
         lengths = [len(row) for row in rows]
         width = ragged.wide(max(lengths))
@@ -108,7 +108,7 @@ class _Block:
         return self.rows[at][self.begins[at] : self.kept(at)]
 
 
-class DecodeBatch(Members):
+class DecodeBatch(BatchSequences):
     """Each row's input is a token that was sampled and not read yet, or the last of a prompt that has just joined."""
 
     def __init__(self, model: Any, sampler: RowSampler, drafter: Drafter) -> None:
@@ -121,25 +121,25 @@ class DecodeBatch(Members):
         self._inputs: mx.array | None = None
         # Of the inputs; those of prompts have none.
         self._logprobs: list[mx.array] = []
-        self._pairs = Quicker()
+        self._pairs = FasterOfTwo()
         self._is_divided = agreement_of(model) is not None
         # The plain step that the inputs come from, None where no time can be taken from it.
-        self._flight: _Flight | None = None
+        self._flight: _PendingStep | None = None
         # The end of the newest forward pass that was waited for.
         self.ended = 0.0
         # Rows of the newest step if it was a block, and the seconds of one.
         self._block_rows = 0
         self._block_s = 0.0
         # What the newest step has shown.
-        self.timed: Timed | None = None
+        self.timed: TimedStep | None = None
 
-    def join(self, rows: Members) -> None:
+    def join(self, rows: BatchSequences) -> None:
         """Take over rows whose prompts have run but for the last token, which the next step runs."""
         last = mx.array([member.segments[0][0] for member in rows.members], dtype=mx.uint32)
         for member in rows.members:
             member.segments = []
             known = member.tokens if member.kept is None else list(member.text)
-            member.context = Context(known) if member.processors else None
+            member.context = PenaltyContext(known) if member.processors else None
         self.extend(rows)
         self._is_recurrent = batched.is_recurrent(self.caches)
         self._is_plain = batched.is_plain(self.caches)
@@ -169,7 +169,7 @@ class DecodeBatch(Members):
             self._flight.ended = time.perf_counter()
         self._block_rows = 0
 
-    def next(self, rider: Part | None = None) -> list[Sampled]:
+    def next(self, rider: ForwardPart | None = None) -> list[SampledToken]:
         """One step, with a chunk of prompts that rides on it."""
         self.timed = None
         if self._inputs is None:
@@ -184,7 +184,7 @@ class DecodeBatch(Members):
         self._time_block(block, began, drafted, rider)
         return sampled
 
-    def _time_block(self, block: "_Block", began: float, drafted: float, rider: Part | None) -> None:
+    def _time_block(self, block: "_Block", began: float, drafted: float, rider: ForwardPart | None) -> None:
         """A block takes from its launch to its end; nothing runs while its tokens are sent, so that time counts as well
         where a block follows."""
         rows, before, last = len(block.rows), self._block_rows, self.ended
@@ -192,12 +192,12 @@ class DecodeBatch(Members):
         self.ended, self._flight = time.perf_counter(), None
         seconds = self.ended - drafted
         if rider is not None:
-            self.timed = Timed(max(0.0, seconds - self._block_s), 0, sum(rider.lengths), True)
+            self.timed = TimedStep(max(0.0, seconds - self._block_s), 0, sum(rider.lengths), True)
             return
         self._block_s = seconds
         self._drafter.timed(rows, block.width, seconds + (began - last if before == rows else 0.0))
 
-    def _time_plain(self, flight: _Flight) -> None:
+    def _time_plain(self, flight: _PendingStep) -> None:
         """A plain step runs while the tokens before it are sent, so it takes from the end of the one before it to its
         own, which is seen by the one after it."""
         before, last, self._flight = self._flight, self.ended, flight
@@ -205,19 +205,19 @@ class DecodeBatch(Members):
         if before is None:
             return
         seconds = (before.ended or self.ended) - max(last, before.launched)
-        self.timed = Timed(seconds, before.rows, before.prompted, before.prompted > 0)
+        self.timed = TimedStep(seconds, before.rows, before.prompted, before.prompted > 0)
         if not before.prompted:
             self._drafter.timed(before.rows, 1, seconds)
             if before.is_pair is not None:
                 self._pairs.observe(before.rows, before.is_pair, seconds)
 
-    def _plain(self, inputs: mx.array, rider: Part | None) -> list[Sampled]:
+    def _plain(self, inputs: mx.array, rider: ForwardPart | None) -> list[SampledToken]:
         """Launch what follows the inputs, then read them."""
         is_pair = self._choose_pair()
-        tokens, flight = inputs[:, None], _Flight(len(self), sum(rider.lengths) if rider else 0, 0.0, is_pair)
+        tokens, flight = inputs[:, None], _PendingStep(len(self), sum(rider.lengths) if rider else 0, 0.0, is_pair)
         if is_pair:
             tokens = mx.concatenate([tokens, mx.zeros_like(tokens)], axis=1)
-        part = Part(self.members, tokens, self.caches, [1] * len(self))
+        part = ForwardPart(self.members, tokens, self.caches, [1] * len(self))
         logits = forward(self._model, part, rider)
         batched.rewind(self.caches, part.excess)
         logprobs, targets, contexts = self._targets(None, inputs, logits)
@@ -227,12 +227,12 @@ class DecodeBatch(Members):
         mx.eval(given)
         ids = self._read(inputs)
         self._time_plain(flight)
-        sampled: list[Sampled] = []
+        sampled: list[SampledToken] = []
         for member, token, logprob in zip(self.members, ids, given, strict=True):
             member.tokens.append(token)
             if member.has_begun:
                 self._drafter.note(member.uid, (token,))
-                sampled.append(Sampled(member.uid, token, logprob, member.ends(token)))
+                sampled.append(SampledToken(member.uid, token, logprob, member.ends(token)))
             member.has_begun = True
         return sampled
 
@@ -258,7 +258,7 @@ class DecodeBatch(Members):
         drafts = self._drafter.drafts(uids, ids, most)
         return _Block.of(self.members, ids, drafts) if owes or any(drafts) else None
 
-    def _most(self, member: Member) -> int:
+    def _most(self, member: BatchSequence) -> int:
         """Tokens of a draft that a row can take."""
         if not member.has_begun:
             return 0
@@ -267,21 +267,21 @@ class DecodeBatch(Members):
         left = left if most is None else min(left, most)
         return min(left, max(0, REFEED - 1 - len(member.owed))) if self._is_recurrent else left
 
-    def _verify(self, block: "_Block", inputs: mx.array, rider: Part | None) -> list[Sampled]:
+    def _verify(self, block: "_Block", inputs: mx.array, rider: ForwardPart | None) -> list[SampledToken]:
         """Run a block and keep of each row what it would have generated without."""
         before = batched.states(self.caches)
-        part = Part(self.members, mx.array(block.rows), self.caches, block.lengths)
+        part = ForwardPart(self.members, mx.array(block.rows), self.caches, block.lengths)
         logprobs, targets, contexts = self._targets(block, inputs, forward(self._model, part, rider))
         mx.eval(targets, self._logprobs)
         chosen: Any = targets.tolist()
         masks = self._sampler.masks
-        sampled: list[Sampled] = []
+        sampled: list[SampledToken] = []
         for at, member in enumerate(self.members):
             block.accepted.append(masks.accept(member.uid, _agreed(block.drafts[at], chosen[at])))
             own = [self._logprobs[at], *(logprobs[at, step] for step in range(block.accepted[at]))]
             for count, (token, each) in enumerate(zip(block.said(at), own, strict=True) if member.has_begun else (), 1):
                 ended = member.ends(token)
-                sampled.append(Sampled(member.uid, token, each, ended))
+                sampled.append(SampledToken(member.uid, token, each, ended))
                 if ended is not None:
                     block.accepted[at] = count - 1
                     break

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from protocol.failures import Code, Failure
 from protocol.messages import Finish, Progress, TokenLogprob
-from worker.engine.batch import Tick, Token
+from worker.engine.batch import TickResult, Token
 from worker.engine.outbox import Outbox
-from worker.engine.output import Piece, Writer
+from worker.engine.output import OutputWriter, TokenOutput
 from worker.engine.row import Row
 from worker.sampling.logprobs import LogprobReader
 from worker.sampling.prompt_scores import Scores
@@ -21,20 +21,20 @@ class FinishRow(Protocol):
     """The one place where a row ends."""
 
     def __call__(
-        self, row: Row, finish: Finish, failure: Failure | None = None, piece: Piece | None = None
+        self, row: Row, finish: Finish, failure: Failure | None = None, piece: TokenOutput | None = None
     ) -> None: ...
 
 
 class Emitter:
     """Owned by the engine thread. `finish` ends a row with its last output, or with a failure."""
 
-    def __init__(self, writer: Writer, outbox: Outbox, finish: FinishRow) -> None:
+    def __init__(self, writer: OutputWriter, outbox: Outbox, finish: FinishRow) -> None:
         self._writer = writer
         self._outbox = outbox
         self._finish = finish
         self._logprobs = LogprobReader(writer.token_bytes)
 
-    def emit(self, tick: Tick, now: float, close_reasoning: Callable[[Row], None]) -> None:
+    def emit(self, tick: TickResult, now: float, close_reasoning: Callable[[Row], None]) -> None:
         """Send what a tick has added; `close_reasoning` takes a row that has thought enough."""
         for row, done, total in tick.progress:
             if row.want_progress:

@@ -10,20 +10,20 @@ import mlx.core as mx
 from worker.adapters.adapters import adapted
 from worker.cache.batched import begin_block, end_block, place
 from worker.drafting.taps import taps_of
-from worker.engine.member import Member
-from worker.model.packing import Packed, Shape, packing_of, split
+from worker.engine.member import BatchSequence
+from worker.model.packing import PackedRows, Shape, packing_of, split
 from worker.vision.graft import graft_of
 
 
 @dataclass(slots=True)
-class Part:
+class ForwardPart:
     """Rows of a forward pass with their next tokens `[rows, width]`, which their caches then hold.
 
     Row i begins in slot `len(members[i].tokens)`, which is its position as well unless its prompt is sparse. It has
     `lengths[i]` tokens; what follows is padding, which caches that keep tokens one by one hold until they are rewound.
     """
 
-    members: Sequence[Member]
+    members: Sequence[BatchSequence]
     inputs: mx.array
     caches: list[Any]
     lengths: Sequence[int]
@@ -43,7 +43,7 @@ def can_pack(model: Any) -> bool:
     return packing_of(model) is not None and graft_of(model) is None
 
 
-def forward(model: Any, part: Part, rider: Part | None = None) -> mx.array:
+def forward(model: Any, part: ForwardPart, rider: ForwardPart | None = None) -> mx.array:
     """Logits `[rows, length, vocab]` of what follows the tokens of a part, up to its longest row.
 
     A rider's tokens go through the weights together with them; its logits are not made.
@@ -68,7 +68,7 @@ def forward(model: Any, part: Part, rider: Part | None = None) -> mx.array:
     return logits[:, :wanted]
 
 
-def _tap(model: Any, parts: Sequence[Part], shapes: Sequence[Shape]) -> None:
+def _tap(model: Any, parts: Sequence[ForwardPart], shapes: Sequence[Shape]) -> None:
     """Keep the hidden states of the pass for those who draft."""
     taps = taps_of(model)
     if taps is None or not (taken := taps.take()):
@@ -81,13 +81,13 @@ def _tap(model: Any, parts: Sequence[Part], shapes: Sequence[Shape]) -> None:
         taps.keep(states, uids, starts, part.lengths, left, is_packed=len(parts) > 1)
 
 
-def _packed(parts: Sequence[Part]) -> tuple[mx.array, list[Any]]:
+def _packed(parts: Sequence[ForwardPart]) -> tuple[mx.array, list[Any]]:
     shapes = [(len(part.members), part.width) for part in parts]
     tokens = mx.concatenate([part.inputs.reshape(1, -1).astype(mx.uint32) for part in parts], axis=1)
-    return tokens, [Packed(layer, shapes) for layer in zip(*(part.caches for part in parts), strict=True)]
+    return tokens, [PackedRows(layer, shapes) for layer in zip(*(part.caches for part in parts), strict=True)]
 
 
-def _placed(model: Any, part: Part) -> AbstractContextManager[None]:
+def _placed(model: Any, part: ForwardPart) -> AbstractContextManager[None]:
     graft = graft_of(model)
     if graft is None:
         return nullcontext()

@@ -4,14 +4,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.stats import Drafted, RankStats, Stats
-from worker.cache.counts import Counts, DiskCounts
+from protocol.stats import DraftStats, RankStats, Stats
+from worker.cache.counts import CacheCounts, DiskCounts
 from worker.vision.encoded import FeatureCounts
 
 if TYPE_CHECKING:
     from worker.cache.prefix import PrefixCache
-    from worker.experts.expert_cache import Counts as ExpertCounts
-    from worker.sparse.chooser import Counts as ChoiceCounts
+    from worker.experts.expert_cache import ExpertCounts as ExpertCounts
+    from worker.sparse.chooser import SparseCounts as ChoiceCounts
     from worker.speculation.speculator import Speculator
     from worker.vision.features import FeatureCache
 
@@ -46,7 +46,7 @@ class Gauges:
     allocation_failures: int = 0
     cache_bytes: int = 0
     cache_nodes: int = 0
-    cache: Counts = field(default_factory=Counts)
+    cache: CacheCounts = field(default_factory=CacheCounts)
     disk: DiskCounts = field(default_factory=DiskCounts)
     speculator: "Speculator | None" = None
     kv_bits: int = 0
@@ -143,10 +143,10 @@ class Gauges:
             expert_read_bytes=self.experts.read_bytes if self.experts is not None else 0,
         )
 
-    def _drafted(self) -> tuple[Drafted, ...]:
+    def _drafted(self) -> tuple[DraftStats, ...]:
         if self.speculator is None:
             return ()
         return tuple(
-            Drafted(source, counts.drafts, counts.tokens, counts.accepted, tuple(counts.by_position))
+            DraftStats(source, counts.drafts, counts.tokens, counts.accepted, tuple(counts.by_position))
             for source, counts in self.speculator.counts.items()
         )

@@ -14,14 +14,14 @@ from mlx_lm.generate import StopSequences, generation_stream
 
 from worker.cache import batched, ragged
 from worker.cache.quantized import make_caches
-from worker.engine.decode_batch import DecodeBatch, Sampled, Timed
-from worker.engine.forward import Part, can_pack, forward
-from worker.engine.member import Member, Members
+from worker.engine.decode_batch import DecodeBatch, SampledToken, TimedStep
+from worker.engine.forward import ForwardPart, can_pack, forward
+from worker.engine.member import BatchSequence, BatchSequences
 from worker.engine.scoring import ScoredRows
-from worker.model.lanes import Lane
+from worker.model.lanes import BatchMode
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Guard, RowSampler
-from worker.sparse.kept import Kept
+from worker.sparse.kept import SelectedTokens
 from worker.speculation.drafter import Drafter
 
 # Free buffers go back to the system after this many tokens of prefill, or this many steps, as with mlx-lm's.
@@ -49,20 +49,20 @@ class Generator:
     where the chunks ride on the step, else in two.
     """
 
-    def __init__(self, model: Any, sampler: RowSampler, lane: Lane, drafter: Drafter) -> None:
+    def __init__(self, model: Any, sampler: RowSampler, lane: BatchMode, drafter: Drafter) -> None:
         self._model = model
         self._lane = lane
         self._stream = generation_stream
         self._count = 0
-        self._waiting: deque[Member] = deque()
-        self._prefill = Members()
+        self._waiting: deque[BatchSequence] = deque()
+        self._prefill = BatchSequences()
         self._scored = ScoredRows(model)
         self._drafter = drafter
         self._decode = DecodeBatch(model, sampler, drafter)
         self._uncleared_tokens = 0
         self._uncleared_steps = 0
         # Forward passes whose time is known since the newest tick.
-        self.timed: list[Timed] = []
+        self.timed: list[TimedStep] = []
 
     @property
     def stream(self) -> Any:
@@ -75,7 +75,7 @@ class Generator:
         return int(waiting + sum(rows.nbytes for rows in self._groups))
 
     @property
-    def _groups(self) -> list[Members]:
+    def _groups(self) -> list[BatchSequences]:
         """Rows that are not waiting, by the caches that they share."""
         return [self._prefill, self._decode, *self._scored.rows]
 
@@ -93,7 +93,7 @@ class Generator:
         stops: StopSequences,
         scores: Scores | None = None,
         adapter: int = 0,
-        kept: Kept | None = None,
+        kept: SelectedTokens | None = None,
         text: Sequence[int] = (),
         *,
         longest_whole: int = 0,
@@ -107,7 +107,9 @@ class Generator:
         uid, self._count = self._count, self._count + 1
         caches = caches or make_caches(self._model)
         match = stops.matcher()
-        member = Member(uid, segments, max_tokens, caches, tokens, processors, match, scores=scores, adapter=adapter)
+        member = BatchSequence(
+            uid, segments, max_tokens, caches, tokens, processors, match, scores=scores, adapter=adapter
+        )
         member.kept, member.text, member.longest_whole = kept, text, longest_whole
         self._waiting.append(member)
         return uid
@@ -131,7 +133,7 @@ class Generator:
             rows.keep([at for at, member in enumerate(rows.members) if member.uid not in uids])
         self._scored.discard(uids)
 
-    def next(self, chunk: int, *, rides: bool = True, reads: int = 0) -> tuple[list[Prompted], list[Sampled]]:
+    def next(self, chunk: int, *, rides: bool = True, reads: int = 0) -> tuple[list[Prompted], list[SampledToken]]:
         """One tick, with at most `chunk` tokens of each prompt; these ride on the step if they may and can.
 
         A model that drafts then reads at most `reads` tokens. The caller discards the sequences that ended before the
@@ -162,7 +164,7 @@ class Generator:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        single = self._lane is Lane.SINGLE
+        single = self._lane is BatchMode.SINGLE
         if single:
             if any(map(len, self._groups)):
                 return
@@ -178,7 +180,7 @@ class Generator:
         caches = members[0].caches if single else batched.merge([member.caches for member in members])
         for member in members:
             member.caches = []
-        self._prefill.extend(Members(members, caches))
+        self._prefill.extend(BatchSequences(members, caches))
 
     def _join(self) -> list[Prompted]:
         """Rows that have only the last token of their prompt left go on with the decode rows."""
@@ -204,20 +206,20 @@ class Generator:
                 prompted.append(Prompted(member.uid, member.done, member.total, False, False, member.scores))
         return prompted
 
-    def _chunk(self, most: int) -> Part | None:
+    def _chunk(self, most: int) -> ForwardPart | None:
         """The next tokens of each prompt."""
         members = self._prefill.members
         if not members:
             return None
-        if self._lane is Lane.EQUAL:  # a chunk that every row has the tokens for needs no padding
+        if self._lane is BatchMode.EQUAL:  # a chunk that every row has the tokens for needs no padding
             most = min(most, *(len(member.segments[0]) for member in members))
         parts = [member.segments[0][:most] for member in members]
         lengths = [len(part) for part in parts]
-        width = ragged.wide(max(lengths)) if self._lane is Lane.TOGETHER else max(lengths)
+        width = ragged.wide(max(lengths)) if self._lane is BatchMode.TOGETHER else max(lengths)
         inputs = mx.array([[*part, *[0] * (width - len(part))] for part in parts])
-        return Part(members, inputs, self._prefill.caches, lengths)
+        return ForwardPart(members, inputs, self._prefill.caches, lengths)
 
-    def _run_prompts(self, prompts: Part, has_ridden: bool, began: float) -> None:
+    def _run_prompts(self, prompts: ForwardPart, has_ridden: bool, began: float) -> None:
         """Run what has not ridden on the step, and take the padding back."""
         if not has_ridden:
             forward(self._model, prompts)
@@ -229,15 +231,15 @@ class Generator:
         self._prefill.evaluate()
         rows = self._decode.running
         seconds = self._decode.waited() if len(self._decode) else time.perf_counter() - began
-        self.timed.append(Timed(seconds, rows, sum(prompts.lengths), False))
+        self.timed.append(TimedStep(seconds, rows, sum(prompts.lengths), False))
 
     def _read(self, count: int) -> None:
         rows = self._decode.running
         if read := self._drafter.read(count):
             self._uncleared_tokens += read
-            self.timed.append(Timed(self._decode.waited(), rows, read, False, is_reading=True))
+            self.timed.append(TimedStep(self._decode.waited(), rows, read, False, is_reading=True))
 
-    def _advance(self, member: Member, count: int) -> Prompted:
+    def _advance(self, member: BatchSequence, count: int) -> Prompted:
         segment = member.segments[0]
         member.tokens.extend(segment[:count])
         member.done += count

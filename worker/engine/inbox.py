@@ -28,14 +28,14 @@ _MOST_ANSWERED: Final = 1024
 _MOST_EARLY_ABORTS: Final = 1 << 16
 
 
-class Wake(Enum):
+class WakeUp(Enum):
     """A wake-up: another thread has finished something that a row may be waiting for."""
 
     UP = auto()
 
 
 @dataclass(slots=True)
-class DrainOrder:
+class EngineDrain:
     """The newest order to drain, done or not: rows end within a time, and no new ones are taken until they have.
 
     Owned by the engine thread; times are of the monotonic clock.
@@ -103,10 +103,10 @@ class AdapterOrder:
     reply: Callable[[AdaptersSet], None]
 
 
-Command = Row | Abort | Drain | Shutdown | SetMemory | SetPace | AdapterOrder | Wake
+Command = Row | Abort | Drain | Shutdown | SetMemory | SetPace | AdapterOrder | WakeUp
 
 
-class Inbox:
+class EngineInbox:
     """Commands, from any thread to the engine's, which alone calls `take` and `answered`."""
 
     def __init__(self, *, gather_s: float = GATHER_S, quiet_s: float = QUIET_S, burst_s: float = BURST_S) -> None:

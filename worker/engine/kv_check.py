@@ -20,7 +20,7 @@ from protocol.quantized_kv import ALL_WHOLE, group_of_all, obstacle
 from worker.cache.kv import leaves
 from worker.cache.quantized import KvForm, QuantizedKV, kv_form_of, quantized, set_kv_form
 from worker.cache.ragged import Lengths
-from worker.engine.self_check import Wrong, reason_of, refusal
+from worker.engine.self_check import CheckFailed, reason_of, refusal
 from worker.errors import LoadFailed
 
 log = logging.getLogger("mlxd.worker")
@@ -161,10 +161,12 @@ def _attention(form: KvForm, heads: Heads, lengths: tuple[int, int]) -> mx.array
 
 
 def _compare(name: str, output: mx.array, expected: mx.array, rounded: float) -> None:
-    """Raise `Wrong` where these differ by more than rounding explains, which is `rounded` of the largest in 16 bits."""
+    """Raise `CheckFailed` where these differ by more than rounding explains, which is `rounded` of the largest in 16
+    bits.
+    """
     limit = EXACT if expected.dtype == mx.float32 else rounded
     output, expected = output.astype(mx.float32), expected.astype(mx.float32)
     largest = cast(float, mx.max(mx.abs(expected)).item())
     deviation = cast(float, mx.max(mx.abs(output - expected)).item()) / (largest or 1.0)
     if not deviation <= limit:
-        raise Wrong(f"over codes, {name} is off by {deviation:.2g}")
+        raise CheckFailed(f"over codes, {name} is off by {deviation:.2g}")

@@ -22,19 +22,19 @@ from protocol.messages import (
     Up,
 )
 from protocol.spec import WorkerSpec
-from worker.cache.block_events import Journal
+from worker.cache.block_events import BlockEventLog
 from worker.cache.prefix import PrefixCache
 from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
 from worker.engine.emitter import Emitter
 from worker.engine.forward import can_pack
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import AdapterOrder, Command, DrainOrder, EarlyAborts, Inbox, Wake
+from worker.engine.inbox import AdapterOrder, Command, EarlyAborts, EngineDrain, EngineInbox, WakeUp
 from worker.engine.kv_budget import KvCost
 from worker.engine.memory_limits import MemoryLimits
 from worker.engine.outbox import Outbox
-from worker.engine.output import Piece, Writer
-from worker.engine.partners import Partners
+from worker.engine.output import OutputWriter, TokenOutput
+from worker.engine.partners import RankPeers
 from worker.engine.queue import Queue
 from worker.engine.row import Row
 from worker.engine.self_check import refusal
@@ -42,11 +42,11 @@ from worker.engine.sparse_rows import SparseRows
 from worker.engine.terms import reader_of, rows_at_once, speculation_of
 from worker.errors import RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.model.device import has_watchdog
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.pacing.pacer import Pacer
 from worker.speculation.drafter import Drafter
 from worker.speculation.speculator import Speculator
-from worker.vision.encoder import Encoder
+from worker.vision.encoder import MediaEncoder
 from worker.vision.features import FeatureCache
 
 log = logging.getLogger("mlxd.worker")
@@ -67,16 +67,16 @@ class Engine:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         spec: WorkerSpec,
-        inbox: Inbox,
+        inbox: EngineInbox,
         send: Callable[[Up], None],
         gauges: Gauges,
-        writer: Writer,
+        writer: OutputWriter,
         drafter: Drafter | None = None,
         keeps: str = "",
-        partners: Partners | None = None,
-        journal: Journal | None = None,
+        partners: RankPeers | None = None,
+        journal: BlockEventLog | None = None,
     ) -> None:
         self._loaded = loaded
         self._partners = partners
@@ -89,12 +89,12 @@ class Engine:
         self._gauges = gauges
         self._writer = writer
         self._plan = loaded.plan
-        self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(Wake.UP), keeps, partners, journal)
+        self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(WakeUp.UP), keeps, partners, journal)
         self.kept = kept = self._memory.kept
         self.max_running = rows_at_once(spec, kept, self._plan.lane)
-        self._encoder: Encoder | None = None
+        self._encoder: MediaEncoder | None = None
         if loaded.vision is not None and self._memory.features is not None:
-            self._encoder = Encoder(loaded.vision.tower, self._memory.features, lambda: inbox.put(Wake.UP))
+            self._encoder = MediaEncoder(loaded.vision.tower, self._memory.features, lambda: inbox.put(WakeUp.UP))
         self._sparse = SparseRows(reader_of(loaded, spec))
         gauges.choices = self._sparse.counts
         self._is_waiting = False
@@ -109,7 +109,7 @@ class Engine:
         self._rows: dict[int, Row] = {}
         self._adapters = AdapterOrders(loaded, spec.epoch, self._memory, self._slots, self._apply_limits)
         self._early_aborts = EarlyAborts()
-        self._drain = DrainOrder()
+        self._drain = EngineDrain()
         self._is_stopping = False
         self._recovered_at = float("-inf")
         # The batch was abandoned when the release of a row failed.
@@ -232,7 +232,7 @@ class Engine:
                 self.pacer.change(command)
             case AdapterOrder():
                 self._adapters.obey(command)
-            case Wake.UP:
+            case WakeUp.UP:
                 pass
             case _:
                 assert_never(command)
@@ -446,7 +446,9 @@ class Engine:
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, row: Row, finish: Finish, failure: Failure | None = None, piece: Piece | None = None) -> None:
+    def _finish(
+        self, row: Row, finish: Finish, failure: Failure | None = None, piece: TokenOutput | None = None
+    ) -> None:
         """The one place where a row ends."""
         assert not row.is_finished
         row.is_finished = True
@@ -456,7 +458,7 @@ class Engine:
         self._queue.remove(row)
         if row.parser is not None:
             self._gauges.malformed_tool_calls += row.parser.malformed
-        piece = piece or Piece([], None, finish)
+        piece = piece or TokenOutput([], None, finish)
         self._batch.account(row)
         self._outbox.say(row, piece, row.usage(time.monotonic()), failure)
         try:

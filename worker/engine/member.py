@@ -12,10 +12,10 @@ from mlx_lm.models.cache import TokenBuffer
 from worker.cache import batched
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Guard
-from worker.sparse.kept import Kept
+from worker.sparse.kept import SelectedTokens
 
 
-class Context(TokenBuffer):
+class PenaltyContext(TokenBuffer):
     """Tokens of a row that its processors are given, those of a draft among them until it is verified."""
 
     def shorten(self, count: int) -> None:
@@ -24,7 +24,7 @@ class Context(TokenBuffer):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class BatchSequence:
     """One sequence in the generator. `tokens` are those that its caches hold.
 
     `segments` are the tokens of the prompt that have not run, cut where a checkpoint may be taken; the last of them is
@@ -47,14 +47,14 @@ class Member:
     has_begun: bool = False
     # Generated, but not in its caches: recurrent layers went back to before a block that was rejected in part.
     owed: list[int] = field(default_factory=list[int])
-    context: Context | None = None
+    context: PenaltyContext | None = None
     # Of its prompt, where they are wanted; and whether they were given out.
     scores: Scores | None = None
     is_told: bool = False
     # The slot of its adapter; 0 is the base model.
     adapter: int = 0
     # Of its prompt, the tokens that run, if not all do; and all but the last, with what was generated before.
-    kept: Kept | None = None
+    kept: SelectedTokens | None = None
     text: Sequence[int] = ()
     # Tokens of its longest medium whose tokens see each other: a slice has room for it. 0 without one.
     longest_whole: int = 0
@@ -85,10 +85,10 @@ class Member:
 
 
 @dataclass(slots=True)
-class Members:
+class BatchSequences:
     """Sequences and, in the same order, the rows of `caches`."""
 
-    members: list[Member] = field(default_factory=list[Member])
+    members: list[BatchSequence] = field(default_factory=list[BatchSequence])
     caches: list[Any] = field(default_factory=list[Any])
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class Members:
     def index(self, uid: int) -> int | None:
         return next((at for at, member in enumerate(self.members) if member.uid == uid), None)
 
-    def extend(self, other: "Members") -> None:
+    def extend(self, other: "BatchSequences") -> None:
         """Take over all rows of `other`."""
         if not self.members:
             self.caches = other.caches
@@ -119,9 +119,9 @@ class Members:
             self.caches = []
         self.members = [self.members[at] for at in rows]
 
-    def split(self, rows: Sequence[int]) -> "Members":
+    def split(self, rows: Sequence[int]) -> "BatchSequences":
         """Take these rows out."""
-        taken = Members(self.members, self.caches)
+        taken = BatchSequences(self.members, self.caches)
         if len(rows) == len(self.members):
             self.members, self.caches = [], []
             return taken

@@ -9,17 +9,17 @@ from typing import Final
 
 from protocol.spec import WorkerSpec
 from protocol.stats import BLOCK
-from worker.cache.block_events import Journal
+from worker.cache.block_events import BlockEventLog
 from worker.cache.fingerprint import form_of, open_disk
-from worker.cache.kv import Layout
+from worker.cache.kv import KvLayout
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
 from worker.engine.gauges import Gauges
 from worker.engine.kv_budget import KvBudget, KvCost
-from worker.engine.partners import Partners
+from worker.engine.partners import RankPeers
 from worker.errors import is_allocation_failure
 from worker.model import memory
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.pacing.kept_file import open_kept
 from worker.vision.features import FeatureCache
 
@@ -37,23 +37,23 @@ class MemoryLimits:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         spec: WorkerSpec,
         gauges: Gauges,
         wake: Callable[[], None],
         keeps: str = "",
-        partners: Partners | None = None,
-        journal: Journal | None = None,
+        partners: RankPeers | None = None,
+        journal: BlockEventLog | None = None,
     ) -> None:
         self._gauges = gauges
         self._partners = partners
         self._reuses_prefixes = loaded.plan.reuses_prefixes
-        layout = Layout.of(lambda: make_caches(loaded.model))
+        layout = KvLayout.of(lambda: make_caches(loaded.model))
         form = functools.cache(lambda: form_of(spec, loaded, layout))
         disk = open_disk(spec, form, layout, wake) if self._reuses_prefixes and partners is None else None
         self.kept = open_kept(keeps, form().key, spec) if keeps else None
         calibration = self.kept.calibration if self.kept is not None else None
-        self.share = memory.Share(
+        self.share = memory.MemoryShare(
             spec, loaded.weights_bytes, most_buffers=calibration.buffer_bytes if calibration is not None else 0
         )
         limits = self.share.limits()
@@ -123,7 +123,7 @@ class MemoryLimits:
         if self.features is not None:
             self._gauges.observe_features(self.features)
 
-    def _prefixes(self, limits: memory.Limits) -> int:
+    def _prefixes(self, limits: memory.ShareLimits) -> int:
         """Of the memory for what may be asked again, the part that is not for features of media."""
         if not self._reuses_prefixes:
             return 0

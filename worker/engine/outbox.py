@@ -5,15 +5,15 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.failures import Failure
-from protocol.messages import Delta, Kind, PromptLogprob, PromptPart, Step, TokenLogprob, Up, Usage
+from protocol.messages import Delta, DeltaKind, PromptLogprob, PromptPart, Step, TokenLogprob, Up, Usage
 from worker.engine.gauges import Gauges
-from worker.engine.output import Piece
+from worker.engine.output import TokenOutput
 from worker.engine.row import Row
 from worker.parsers import Event
 
 _STATS_EVERY_S: Final = 0.1
 _MEMORY_EVERY_S: Final = 1.0
-_NOTHING: Final = (Event(Kind.TEXT),)
+_NOTHING: Final = (Event(DeltaKind.TEXT),)
 
 
 class Outbox:
@@ -35,7 +35,7 @@ class Outbox:
         """Log-probabilities of the next tokens of a prompt; without them, all of its ids."""
         self._deltas.append(Delta(row.rid, prompt=PromptPart(() if logprobs else tuple(row.prompt), logprobs)))
 
-    def say(self, row: Row, piece: Piece, usage: Usage | None = None, failure: Failure | None = None) -> None:
+    def say(self, row: Row, piece: TokenOutput, usage: Usage | None = None, failure: Failure | None = None) -> None:
         """One delta for each event; ids and logprobs ride on the first, the end on the last."""
         ids: tuple[int, ...] = tuple(row.unsent)
         logprobs, rest = piece.logprobs, len(piece.events) or 1

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.messages import Finish, Kind, Sampling, TokenLogprob
+from protocol.messages import DeltaKind, Finish, Sampling, TokenLogprob
 from worker.engine.row import HeldToken, Row
 from worker.parsers import Event
 from worker.text.detokenize import Vocabulary
@@ -12,7 +12,7 @@ from worker.text.stops import StopScanner
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class TokenOutput:
     """Output added by one token. Its text is safe to send: no part of it can still become a stop string or markup."""
 
     events: list[Event]
@@ -24,7 +24,7 @@ class Piece:
         return not self.events and self.logprobs is None and self.finish is None
 
 
-class Writer:
+class OutputWriter:
     """Detokenizing, stop strings, parsing, and the alignment of logprobs with the text that is out."""
 
     def __init__(self, vocabulary: Vocabulary, controls: Mapping[int, str] | None = None) -> None:
@@ -45,7 +45,7 @@ class Writer:
             arrived=time.monotonic(),
         )
 
-    def advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> Piece:
+    def advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> TokenOutput:
         """Take one sampled token; `ended` is mlx-lm's reason. An end-of-sequence token has no text, and a
         logprob only behind an echo."""
         row.completion += 1
@@ -91,7 +91,7 @@ class Writer:
         if is_eos and row.echo and logprob is not None:
             # Clients that score texts count on an entry for each token.
             logprobs = (*(logprobs or ()), logprob)
-        return Piece(events, logprobs, finish)
+        return TokenOutput(events, logprobs, finish)
 
     def replay(self, row: Row, ids: Sequence[int]) -> None:
         """Bring a row to where an earlier worker left it: the client has `ids` and the text that is safe with them."""
@@ -109,7 +109,7 @@ class Writer:
         known = max(0, min(row.text_resumed - row.text_sent, count))
         row.text_sent = row.text_ready
         if row.parser is None:
-            return [Event(Kind.TEXT, text[known:])] if text[known:] else []
+            return [Event(DeltaKind.TEXT, text[known:])] if text[known:] else []
         was_reasoning = row.is_reasoning
         if known:
             row.parser.feed(text[:known])  # the client has these events
@@ -150,4 +150,4 @@ class Writer:
 
 def _first_end(events: Sequence[Event]) -> int | None:
     """Index of the event that ends the first tool call."""
-    return next((at for at, event in enumerate(events) if event.kind is Kind.TOOL_END), None)
+    return next((at for at, event in enumerate(events) if event.kind is DeltaKind.TOOL_END), None)

@@ -5,24 +5,24 @@ from typing import Any, Protocol
 
 from protocol.messages import SetMemory
 from protocol.stats import RankStats
-from worker.cache.kv import Layout
+from worker.cache.kv import KvLayout
 from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch
 from worker.engine.kv_budget import KvCost
-from worker.model.lanes import Lane
-from worker.model.memory import Limits
+from worker.model.lanes import BatchMode
+from worker.model.memory import ShareLimits
 
 
-class Partners(Protocol):
+class RankPeers(Protocol):
     """Owned by the engine thread. What it makes tells them of all that is done with it."""
 
-    def cache(self, layout: Layout, budget: int) -> PrefixCache:
+    def cache(self, layout: KvLayout, budget: int) -> PrefixCache:
         """A prefix cache, for the batch that is made next."""
         ...
 
-    def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: Lane) -> Batch: ...
+    def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: BatchMode) -> Batch: ...
 
-    def least(self, order: SetMemory, cost: KvCost, limits: Limits) -> tuple[KvCost, Limits]:
+    def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
         """The most that a sequence costs on any rank, and the least room that any has, under an order of memory.
 
         `cost` and `limits` are this rank's.

@@ -14,7 +14,7 @@ _STALE_ENTRIES: Final = 64
 
 
 @dataclass(slots=True)
-class _Lane:
+class _PriorityLevel:
     """The waiting rows of one priority. Owned by its queue.
 
     `begun` is a heap of rows that have run before, here or on another worker, in the order in which they did. `turns`
@@ -36,7 +36,7 @@ class Queue:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, _PriorityLevel] = {}
         self._arrivals = count(1)
         self._waiting: set[Row] = set()
         self._entries = 0
@@ -81,7 +81,7 @@ class Queue:
     def _add(self, row: Row, *, is_next: bool = False) -> None:
         self._waiting.add(row)
         self._entries += 1
-        lane = self._lanes.setdefault(row.priority, _Lane())
+        lane = self._lanes.setdefault(row.priority, _PriorityLevel())
         if row.admitted or row.output:
             # One that another worker began has not been admitted here: after those that have.
             heapq.heappush(lane.begun, (row.admitted or math.inf, row.arrival, row))
@@ -93,7 +93,7 @@ class Queue:
         else:
             rows.append(row)
 
-    def _take(self, lane: _Lane) -> Row:
+    def _take(self, lane: _PriorityLevel) -> Row:
         """The next entry of a lane. Its tenant goes to the end, unless the row was removed: then that was no turn."""
         if lane.begun:
             return heapq.heappop(lane.begun)[2]

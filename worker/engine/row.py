@@ -11,9 +11,9 @@ from protocol.messages import Sampling, TokenLogprob, Usage
 from worker.adapters.adapters import Adapter
 from worker.cache.prefix import Ticket
 from worker.parsers import Parser
-from worker.sampling.penalties import NO_WORDS, Words
+from worker.sampling.penalties import NO_WORDS, BadWords
 from worker.sampling.prompt_scores import Scores
-from worker.sparse.kept import Kept, count_kept
+from worker.sparse.kept import SelectedTokens, count_kept
 from worker.speculation.drafter import Drafting
 from worker.structured.guides import Rule
 from worker.text.detokenize import Detokenizer
@@ -76,7 +76,7 @@ class Row:
     # Called before the sampling parameters' own processors.
     processors: list[Any] = field(default_factory=list)
     # Token ids of texts that the sampling parameters name.
-    words: Words = NO_WORDS
+    words: BadWords = NO_WORDS
     # Whether the text that ends the output is part of it.
     includes_stop: bool = False
     # What the output must match.
@@ -89,7 +89,7 @@ class Row:
     positions: npt.NDArray[np.int32] | None = None
     # Of a sparse prefill, the part of the prompt that runs, and once it is chosen, which; 0 is all of it.
     keep: float = 0.0
-    kept: Kept | None = None
+    kept: SelectedTokens | None = None
     # What is done in another way than the request says, beside what the rule leaves out.
     relaxed: tuple[str, ...] = ()
     # Turns and tokens that were left out of the prompt.

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 from worker.engine.row import Row
 from worker.vision.attach import Vision
-from worker.vision.encoder import Encoder
-from worker.vision.graft import Placement
+from worker.vision.encoder import MediaEncoder
+from worker.vision.graft import MediaPlacement
 
 
 class RowMedia:
     """Owned by the batch; of a model of text only, it has nothing to do."""
 
-    def __init__(self, vision: Vision | None, encoder: Encoder | None) -> None:
+    def __init__(self, vision: Vision | None, encoder: MediaEncoder | None) -> None:
         self._graft = vision.graft if vision is not None else None
         self._encoder = encoder
         # Tokens of a medium see each other in both directions: no chunk may cut it.
@@ -25,19 +25,19 @@ class RowMedia:
         media = [span.medium for span in row.media if span.end > cached]
         return self._encoder.is_ready(row.rid, media, is_first=is_first)
 
-    def placement(self, row: Row, reused: int) -> Placement | None:
+    def placement(self, row: Row, reused: int) -> MediaPlacement | None:
         """The media of a row, with the features of those that are not reused."""
         if not row.media:
             return None
         assert self._encoder is not None, "media are for models with a tower"
-        placement = Placement(row.media, row.positions, len(row.prompt))
+        placement = MediaPlacement(row.media, row.positions, len(row.prompt))
         for span in row.media:
             if span.end > reused and span.medium.key not in placement.features:
                 placement.features[span.medium.key] = self._encoder.held(row.rid, span.medium)
         self._encoder.keep(row.rid, placement.features)
         return placement
 
-    def place(self, uid: int, placement: Placement | None) -> None:
+    def place(self, uid: int, placement: MediaPlacement | None) -> None:
         if placement is not None:
             assert self._graft is not None
             self._graft.placements[uid] = placement

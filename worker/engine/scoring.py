@@ -7,8 +7,8 @@ from typing import Any, Final
 import mlx.core as mx
 
 from worker.cache import batched
-from worker.engine.forward import Part, forward
-from worker.engine.member import Member, Members
+from worker.engine.forward import ForwardPart, forward
+from worker.engine.member import BatchSequence, BatchSequences
 
 # Positions whose logits are looked at together.
 SLICE: Final = 64
@@ -19,33 +19,33 @@ class ScoredRows:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.rows: list[Members] = []
+        self.rows: list[BatchSequences] = []
 
-    def add(self, member: Member, *, is_single: bool) -> None:
+    def add(self, member: BatchSequence, *, is_single: bool) -> None:
         """A row; one of a lane of one keeps its caches, which may have no batch form."""
         caches = member.caches if is_single else batched.merge([member.caches])
         member.caches = []
-        self.rows.append(Members([member], caches))
+        self.rows.append(BatchSequences([member], caches))
 
-    def due(self, *, is_alone: bool) -> list[Members]:
+    def due(self, *, is_alone: bool) -> list[BatchSequences]:
         """Rows whose turn it is: all, or one after the other beside rows that generate, which wait for each."""
         if is_alone or not self.rows:
             return list(self.rows)
         self.rows = [*self.rows[1:], self.rows[0]]
         return self.rows[-1:]
 
-    def take_told(self) -> list[Members]:
+    def take_told(self) -> list[BatchSequences]:
         """Take out those whose scores were given out."""
         told = [rows for rows in self.rows if rows.members[0].is_told]
         self.rows = [rows for rows in self.rows if not rows.members[0].is_told]
         return told
 
-    def run(self, rows: Members, most: int) -> int:
+    def run(self, rows: BatchSequences, most: int) -> int:
         """Run the next slice of one of them; its tokens."""
         member = rows.members[0]
         assert member.scores is not None
         part = member.segments[0][: min(most, max(SLICE, member.longest_whole))]
-        logits = forward(self._model, Part(rows.members, mx.array([part]), rows.caches, [len(part)]))
+        logits = forward(self._model, ForwardPart(rows.members, mx.array([part]), rows.caches, [len(part)]))
         for at in range(0, len(part), SLICE):
             member.scores.add(logits[0, at : at + SLICE])
         rows.evaluate()

@@ -15,15 +15,15 @@ from typing import Any, Final, cast
 import mlx.core as mx
 
 from protocol.failures import Code
-from worker.cache.kv import Layout
+from worker.cache.kv import KvLayout
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import kv_form_of, make_caches
 from worker.engine.batch import Batch
-from worker.engine.partners import Partners
+from worker.engine.partners import RankPeers
 from worker.engine.silent_row import silent_row
 from worker.errors import LoadFailed, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.model import memory
-from worker.model.lanes import Lane, Plan
+from worker.model.lanes import BatchMode, BatchModePlan
 from worker.model.packing import give_up, packing_of
 
 log = logging.getLogger("mlxd.worker")
@@ -51,10 +51,10 @@ ROUNDED_MIN: Final = 0.1
 ROUNDED_MAX: Final = 0.5
 ROUNDED_REFUSED: Final = 1.0
 # Signs of a device that failed, or of memory that is not there: they say nothing of the lane.
-_LANES: Final = (Lane.TOGETHER, Lane.EQUAL, Lane.SINGLE)
+_LANES: Final = (BatchMode.TOGETHER, BatchMode.EQUAL, BatchMode.SINGLE)
 _TOLD: Final = {
-    Lane.EQUAL: "prompts are prefilled in chunks of equal length",
-    Lane.SINGLE: "requests run one at a time",
+    BatchMode.EQUAL: "prompts are prefilled in chunks of equal length",
+    BatchMode.SINGLE: "requests run one at a time",
 }
 
 
@@ -66,11 +66,11 @@ class _Said:
     logprobs: list[mx.array] = field(default_factory=list)
 
 
-class Wrong(Exception):
+class CheckFailed(Exception):
     """A way of running rows that changes what they say; the message says which, and how."""
 
 
-def choose(model: Any, ids: Sequence[int], batching: str, partners: Partners | None = None) -> Plan:
+def choose(model: Any, ids: Sequence[int], batching: str, partners: RankPeers | None = None) -> BatchModePlan:
     """The first lane that is exact. `ids` are at least `SAMPLE` tokens of text. Raises `LoadFailed`.
 
     `batching` is `auto`, or the lane that the operator wants: such a one is taken as it is, without packed passes.
@@ -78,7 +78,7 @@ def choose(model: Any, ids: Sequence[int], batching: str, partners: Partners | N
     mergeable = all(hasattr(cache, "merge") for cache in make_caches(model))
     if batching != "auto":
         give_up(model)
-        return _asked(Lane(batching), mergeable)
+        return _asked(BatchMode(batching), mergeable)
     started = time.monotonic()
     plan = _Check(model, ids, partners).plan(mergeable)
     log.info("self-check: lane %s, in %.0f ms", plan.lane, (time.monotonic() - started) * 1e3)
@@ -99,25 +99,25 @@ def refusal(error: Exception) -> LoadFailed:
     return LoadFailed(Code.MODEL_UNSUPPORTED, message, detail=repr(error))
 
 
-def _asked(lane: Lane, mergeable: bool) -> Plan:
-    if not mergeable and lane is not Lane.SINGLE:
+def _asked(lane: BatchMode, mergeable: bool) -> BatchModePlan:
+    if not mergeable and lane is not BatchMode.SINGLE:
         raise LoadFailed(Code.BAD_CONFIG, f"batching = '{lane}', but mlx-lm cannot batch this model; use 'single'")
-    return Plan(lane)
+    return BatchModePlan(lane)
 
 
 class _Check:
-    def __init__(self, model: Any, ids: Sequence[int], partners: Partners | None) -> None:
+    def __init__(self, model: Any, ids: Sequence[int], partners: RankPeers | None) -> None:
         self._model = model
         self._partners = partners
         self._prompts = [list(ids[:SHORT]), list(ids[SHORT : SHORT + LONG])]
-        self._layout = Layout.of(lambda: make_caches(model))
+        self._layout = KvLayout.of(lambda: make_caches(model))
         # Set by the reference.
         self._limit = 0.0
 
-    def plan(self, mergeable: bool) -> Plan:
+    def plan(self, mergeable: bool) -> BatchModePlan:
         expected = self._reference()
         why = "" if mergeable else "mlx-lm has no batch form of its caches"
-        for lane in _LANES if mergeable else (Lane.SINGLE,):
+        for lane in _LANES if mergeable else (BatchMode.SINGLE,):
             try:
                 return self._plan(lane, expected, [f"{_TOLD[lane]}, because {why}"] if why else [])
             except (LoadFailed, StepFailed):
@@ -145,9 +145,9 @@ class _Check:
         self._limit = EXACT if is_exact else min(max(ROUNDED_MIN, ROUNDINGS * drift), ROUNDED_MAX)
         return expected
 
-    def _plan(self, lane: Lane, expected: list[_Said], reasons: list[str]) -> Plan:
-        """Raises `Wrong`, or what the model raises, if the lane is not exact."""
-        if lane is not Lane.SINGLE:
+    def _plan(self, lane: BatchMode, expected: list[_Said], reasons: list[str]) -> BatchModePlan:
+        """Raises `CheckFailed`, or what the model raises, if the lane is not exact."""
+        if lane is not BatchMode.SINGLE:
             self._compare("beside a longer one", self._run(lane, [self._prompts], _WHOLE), expected)
             reasons = [*reasons, *self._check_packing(lane, expected)]
         try:
@@ -157,10 +157,10 @@ class _Check:
         except Exception as error:  # the boundary to code of every architecture
             why = reason_of(error)
             self._compare("beside a longer one, in chunks", self._run(lane, [self._prompts], CHUNK), expected)
-            return Plan(lane, False, "; ".join([*reasons, f"prefixes are not reused, because {why}"]))
-        return Plan(lane, True, "; ".join(reasons))
+            return BatchModePlan(lane, False, "; ".join([*reasons, f"prefixes are not reused, because {why}"]))
+        return BatchModePlan(lane, True, "; ".join(reasons))
 
-    def _check_packing(self, lane: Lane, expected: list[_Said]) -> list[str]:
+    def _check_packing(self, lane: BatchMode, expected: list[_Said]) -> list[str]:
         """Give packed passes up where they are not exact; the reason."""
         if packing_of(self._model) is None:
             return []
@@ -174,10 +174,10 @@ class _Check:
         return []
 
     def _alone(self, prompt: list[int], chunk: int) -> _Said:
-        return self._run(Lane.SINGLE, [[prompt]], chunk)[0]
+        return self._run(BatchMode.SINGLE, [[prompt]], chunk)[0]
 
     def _run(
-        self, lane: Lane, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0, begun: int = 0
+        self, lane: BatchMode, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0, begun: int = 0
     ) -> list[_Said]:
         """Each wave together, one after the other, through a batch of their own; the first `begun` rows of a wave
         generate when the others come."""
@@ -202,10 +202,10 @@ class _Check:
         return said
 
     def _compare(self, how: str, said: Sequence[_Said], expected: Sequence[_Said]) -> None:
-        """Raise `Wrong` where rows differ by more than rounding explains."""
+        """Raise `CheckFailed` where rows differ by more than rounding explains."""
         drift = _drift(said, expected)
         if not drift <= self._limit:
-            raise Wrong(f"{how} a prompt's log-probabilities are off by {drift:.2g}")
+            raise CheckFailed(f"{how} a prompt's log-probabilities are off by {drift:.2g}")
 
 
 def _drift(said: Sequence[_Said], expected: Sequence[_Said]) -> float:
@@ -244,6 +244,6 @@ def reason_of(error: Exception) -> str:
         raise LoadFailed(Code.OUT_OF_MEMORY, "not enough memory to run the model", detail=text) from error
     if is_gpu_fault(error) or isinstance(error, StepFailed):
         raise error
-    if isinstance(error, Wrong):
+    if isinstance(error, CheckFailed):
         return text
     return f"{type(error).__name__}: {text.partition(chr(10))[0]}"

@@ -3,18 +3,18 @@
 from mlx_lm.generate import generation_stream
 
 from worker.engine.row import Row
-from worker.sparse.chooser import Chooser, Counts
-from worker.sparse.importance import Reader
+from worker.sparse.chooser import Chooser, SparseCounts
+from worker.sparse.importance import ImportanceReader
 
 
 class SparseRows:
     """Owned by the engine; of a model without sparse prefill, it has nothing to do."""
 
-    def __init__(self, reader: Reader | None) -> None:
+    def __init__(self, reader: ImportanceReader | None) -> None:
         self._chooser = Chooser(reader, generation_stream) if reader is not None else None
 
     @property
-    def counts(self) -> Counts | None:
+    def counts(self) -> SparseCounts | None:
         return self._chooser.counts if self._chooser is not None else None
 
     @property

@@ -3,33 +3,33 @@
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.cache import batched
 from worker.cache.quantized import make_caches
-from worker.model.lanes import Lane
-from worker.model.loader import Loaded
+from worker.model.lanes import BatchMode
+from worker.model.loader import LoadedModel
 from worker.pacing.kept_file import KeptFile
-from worker.sparse.importance import Reader
+from worker.sparse.importance import ImportanceReader
 
 
-def rows_at_once(spec: WorkerSpec, kept: KeptFile | None, lane: Lane) -> int:
+def rows_at_once(spec: WorkerSpec, kept: KeptFile | None, lane: BatchMode) -> int:
     """Rows that may run together: as configured, or as a calibration has found."""
-    if lane is Lane.SINGLE:
+    if lane is BatchMode.SINGLE:
         return 1
     if spec.max_running:
         return spec.max_running
     return kept.calibration.max_running if kept is not None and kept.calibration is not None else USUAL_RUNNING
 
 
-def reader_of(loaded: Loaded, spec: WorkerSpec) -> Reader | None:
+def reader_of(loaded: LoadedModel, spec: WorkerSpec) -> ImportanceReader | None:
     """The model that chooses for sparse prefills, where there are any."""
-    return Reader(loaded.draft) if spec.sparse_keep and loaded.draft is not None else None
+    return ImportanceReader(loaded.draft) if spec.sparse_keep and loaded.draft is not None else None
 
 
-def speculation_of(loaded: Loaded, spec: WorkerSpec) -> tuple[str, bool]:
+def speculation_of(loaded: LoadedModel, spec: WorkerSpec) -> tuple[str, bool]:
     """Whether there are drafts, for a person and as such."""
     if spec.speculate == "off":
         return "off", False
     if spec.group is not None:
         return "off, because ranks of a group must take the same steps", False
-    if loaded.plan.lane is not Lane.TOGETHER:
+    if loaded.plan.lane is not BatchMode.TOGETHER:
         return f"off, because rows run in the lane {loaded.plan.lane}", False
     if not batched.can_rewind(make_caches(loaded.model)):
         return "off, because the caches of this architecture cannot go back to before a block", False

@@ -26,7 +26,7 @@ PROJECTIONS: Final = (SwitchLinear, QuantizedSwitchLinear)
 
 
 @dataclass(slots=True)
-class Counts:
+class ExpertCounts:
     """Experts that were used: found in memory, read, and dropped for others. Written by the engine thread alone."""
 
     hits: int = 0
@@ -39,7 +39,7 @@ class Counts:
 class DiskExperts(nn.Module):
     """A layer's experts, of which those in memory have slots."""
 
-    def __init__(self, switch: Any, layer: ExpertLayer, slots: int, records: Records, counts: Counts) -> None:
+    def __init__(self, switch: Any, layer: ExpertLayer, slots: int, records: Records, counts: ExpertCounts) -> None:
         super().__init__()
         self.switch = switch
         self._layer = layer
@@ -109,12 +109,12 @@ class DiskExperts(nn.Module):
         return slot
 
 
-def attach(model: Any, folder: Path, index: ExpertIndex, cache_bytes: int) -> Counts:
+def attach(model: Any, folder: Path, index: ExpertIndex, cache_bytes: int) -> ExpertCounts:
     """Give a model whose experts were not loaded those of a repacked folder. Raises `ValueError` and `OSError`."""
     switches = dict(switches_of(model))
     if switches.keys() != {layer.path for layer in index.layers}:
         raise ValueError(f"the experts of {folder} are not those of its config.json")
-    counts, readers = Counts(), ThreadPoolExecutor(READERS, "experts")
+    counts, readers = ExpertCounts(), ThreadPoolExecutor(READERS, "experts")
     for layer in index.layers:
         slots = index.slots(layer, cache_bytes)
         counts.cache_bytes += slots * layer.record_bytes

@@ -9,7 +9,7 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 
-from protocol.experts import ExpertLayer, Tensor
+from protocol.experts import ExpertLayer, ExpertTensor
 
 # NumPy has no bfloat16 and MLX makes none of foreign bytes: both see such arrays as integers of their width.
 _DTYPES: Final[dict[str, tuple[Any, Any]]] = {
@@ -61,7 +61,7 @@ class Records:
         return [_array(record, tensor) for tensor in self._layer.tensors]
 
 
-def _array(record: bytearray, tensor: Tensor) -> mx.array:
+def _array(record: bytearray, tensor: ExpertTensor) -> mx.array:
     kept, own = _DTYPES[tensor.dtype]
     flat = np.frombuffer(record, kept, count=tensor.bytes // np.dtype(kept).itemsize, offset=tensor.offset)
     array = mx.array(flat.reshape(tensor.shape))

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from protocol import collectives
 from protocol.failures import Code
-from protocol.group import Go
+from protocol.group import StartLoading
 from protocol.spec import RankSpec
 from worker.errors import LoadFailed, PartnerLost
 
@@ -31,7 +31,7 @@ def own_links(rank: RankSpec) -> tuple[str, ...]:
         return (f"{rank.ip}:{probe.getsockname()[1]}",)
 
 
-def connect(go: Go, rank: RankSpec, timeout_s: int = CONNECT_S) -> Any:
+def connect(go: StartLoading, rank: RankSpec, timeout_s: int = CONNECT_S) -> Any:
     """MLX's group of all ranks. Raises `PartnerLost`; ends the process where native code waits for longer."""
     size = len(go.links)
     if not mx.distributed.is_available(go.backend):
@@ -47,7 +47,7 @@ def connect(go: Go, rank: RankSpec, timeout_s: int = CONNECT_S) -> Any:
     return group
 
 
-def _prepare(go: Go, rank: RankSpec, folder: Path) -> None:
+def _prepare(go: StartLoading, rank: RankSpec, folder: Path) -> None:
     """Set the variables that MLX reads, and write the files that they name. Raises `LoadFailed`."""
     try:
         environment = collectives.environment(

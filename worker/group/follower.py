@@ -13,14 +13,29 @@ import psutil
 import zmq
 
 from protocol import group
-from protocol.failures import Code, Exit, Failure
-from protocol.group import Begin, Clear, Done, Go, Insert, Join, Leave, Loaded, Op, Plan, Remove, Resize, Settle, Share
+from protocol.failures import Code, ExitStatus, Failure
+from protocol.group import (
+    BeginGroup,
+    ClearCache,
+    GroupShare,
+    InsertRow,
+    JoinGroup,
+    LeaveGroup,
+    Op,
+    PlanDone,
+    RankLoaded,
+    RemoveRow,
+    ResizeCache,
+    SettleMemory,
+    StartLoading,
+    TickPlan,
+)
 from protocol.messages import SetMemory
 from protocol.spec import RankSpec, WorkerSpec
-from worker.cache.kv import Layout
+from worker.cache.kv import KvLayout
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
-from worker.cache.radix_tree import Price
+from worker.cache.radix_tree import TokenCost
 from worker.engine.batch import Batch
 from worker.engine.row import Row
 from worker.engine.silent_row import silent_row
@@ -30,10 +45,10 @@ from worker.group.measures import measured
 from worker.group.rank_identity import Identity, identity_of
 from worker.group.rank_sockets import LINGER_MS, RankSockets
 from worker.group.tally import tally
-from worker.group.watch import FollowerWatch, Progress
+from worker.group.watch import FollowerWatch, RankProgress
 from worker.model import loader, memory
 from worker.model.division import Division
-from worker.model.lanes import Lane
+from worker.model.lanes import BatchMode
 
 log = logging.getLogger("mlxd.worker")
 
@@ -43,10 +58,10 @@ _SPILL_PART: Final = 8
 _NO_COST: Final = "the group was asked for its memory before a row had run"
 
 
-Load = Callable[[WorkerSpec, Division], loader.Loaded]
+Load = Callable[[WorkerSpec, Division], loader.LoadedModel]
 
 
-def load_part(spec: WorkerSpec, division: Division) -> loader.Loaded:
+def load_part(spec: WorkerSpec, division: Division) -> loader.LoadedModel:
     """A rank's part of a model. Raises `LoadFailed`."""
     return loader.load(spec, lambda _stage, _done, _total: None, division)
 
@@ -67,7 +82,7 @@ def finish(follower: "Follower") -> int:
         follower.watch.fail(failure, status)
         return status
     follower.close()
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _end(error: Exception) -> tuple[Failure, int]:
@@ -75,14 +90,16 @@ def _end(error: Exception) -> tuple[Failure, int]:
         case LoadFailed():
             return error.failure, error.exit_status
         case PartnerLost():
-            return error.failure, Exit.PARTNER_LOST
+            return error.failure, ExitStatus.PARTNER_LOST
         case WorkerError():
-            return error.failure, Exit.INTERNAL
+            return error.failure, ExitStatus.INTERNAL
         case _ if is_fabric_fault(error):
-            return Failure(Code.WORKER_DIED, "the connection to another rank was lost", repr(error)), Exit.PARTNER_LOST
+            return Failure(
+                Code.WORKER_DIED, "the connection to another rank was lost", repr(error)
+            ), ExitStatus.PARTNER_LOST
         case _:
             log.exception("the rank failed")
-            return Failure(Code.WORKER_DIED, "the rank failed", repr(error)), Exit.INTERNAL
+            return Failure(Code.WORKER_DIED, "the rank failed", repr(error)), ExitStatus.INTERNAL
 
 
 class Follower:
@@ -90,7 +107,7 @@ class Follower:
 
     def __init__(self, spec: WorkerSpec, rank: RankSpec, load: Load) -> None:
         self._spec, self._rank, self._load_part = spec, rank, load
-        self._progress = Progress(rank.first_s)
+        self._progress = RankProgress(rank.first_s)
         self._sockets = RankSockets(rank)
         self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
         self._socket = self._sockets.connect(rank.plan)
@@ -101,8 +118,8 @@ class Follower:
         # All of the model from here on.
         self._model: Any
         self._eos_ids: tuple[int, ...] = ()
-        self._layout: Layout
-        self._share: memory.Share
+        self._layout: KvLayout
+        self._share: memory.MemoryShare
         self.cache: PrefixCache
         self._batch: Batch
 
@@ -112,7 +129,7 @@ class Follower:
         self._load()
         while not self._is_leaving:
             message = self._receive()
-            if not isinstance(message, Plan):
+            if not isinstance(message, TickPlan):
                 raise PartnerLost(f"rank 0 said {type(message).__name__} out of turn")
             self.do(message)
 
@@ -128,7 +145,7 @@ class Follower:
         spec, rank = self._spec, self._rank
         memory.prepare_load()
         identity = self.identity()
-        join = Join(
+        join = JoinGroup(
             spec.epoch,
             rank.rank,
             os.getpid(),
@@ -146,7 +163,7 @@ class Follower:
                 raise PartnerLost(f"rank 0 cannot be reached at {rank.plan}")
         self._socket.send(group.encode(join))
         go = self._receive()
-        if not isinstance(go, Go):
+        if not isinstance(go, StartLoading):
             raise PartnerLost(f"rank 0 said {type(go).__name__} out of turn")
         division = Division(fabric.connect(go, rank), go.parallel, go.split)
         started = time.monotonic()
@@ -155,11 +172,11 @@ class Follower:
         if self._reserved and loaded.weights_bytes > self._reserved:
             raise LoadFailed(Code.OUT_OF_MEMORY, self._exceeds("the weights of its part take", loaded.weights_bytes))
         self._model, self._eos_ids = loaded.model, loaded.eos_ids
-        self._layout = Layout.of(lambda: make_caches(self._model))
-        self._share = memory.Share(spec, loaded.weights_bytes)
+        self._layout = KvLayout.of(lambda: make_caches(self._model))
+        self._share = memory.MemoryShare(spec, loaded.weights_bytes)
         self._share.enforce(self._share.limits())
         seconds = time.monotonic() - started
-        answer = Loaded(rank.rank, loaded.weights_bytes, seconds, self._layout.needs_checkpoints)
+        answer = RankLoaded(rank.rank, loaded.weights_bytes, seconds, self._layout.needs_checkpoints)
         self._socket.send(group.encode(answer))
 
     def identity(self) -> Identity:
@@ -174,7 +191,7 @@ class Follower:
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def do(self, plan: Plan) -> None:
+    def do(self, plan: TickPlan) -> None:
         """Run one plan. Raises `PartnerLost` where this rank is not where rank 0 is."""
         if plan.crc != self.crc:  # no collective was begun: no token of this plan leaves rank 0
             raise PartnerLost(f"out of step before plan {plan.seq}")
@@ -189,7 +206,7 @@ class Follower:
         active = mx.get_active_memory()
         if self._reserved and active > self._reserved + self._reserved // _SPILL_PART:
             raise PartnerLost(self._exceeds("it takes", active))
-        done = Done(self._rank.rank, plan.seq, self.crc, step_us, active)
+        done = PlanDone(self._rank.rank, plan.seq, self.crc, step_us, active)
         self._socket.send(group.encode(done))
 
     def _exceeds(self, action: str, size_bytes: int) -> str:
@@ -198,7 +215,7 @@ class Follower:
             f"rank {rank} of {name}: {action} {size_bytes >> 20} MiB, and its host has reserved {self._reserved >> 20}"
         )
 
-    def _tick(self, plan: Plan) -> None:
+    def _tick(self, plan: TickPlan) -> None:
         tick = self._batch.tick(plan.chunk, rides=plan.rides)
         self.crc = tally(self.crc, tick.tokens)
         for _, scores in tick.scoring:
@@ -211,31 +228,31 @@ class Follower:
 
     def _act(self, op: Op) -> None:
         match op:
-            case Begin(lane, cache_bytes, needs_checkpoints):
+            case BeginGroup(lane, cache_bytes, needs_checkpoints):
                 self._layout = replace(self._layout, is_checkpointed=needs_checkpoints)
                 self.cache = PrefixCache(self._layout, cache_bytes)
-                self._batch = Batch(self._model, self._eos_ids, self.cache, Lane(lane))
+                self._batch = Batch(self._model, self._eos_ids, self.cache, BatchMode(lane))
                 self._rows = {}
-            case Insert():
+            case InsertRow():
                 self._insert(op)
-            case Remove(rid):
+            case RemoveRow(rid):
                 self._batch.remove(self._rows.pop(rid))
-            case Resize(cache_bytes, token_bytes, state_bytes, arrays):
-                price = Price(token_bytes, state_bytes, arrays) if token_bytes or state_bytes else None
+            case ResizeCache(cache_bytes, token_bytes, state_bytes, arrays):
+                price = TokenCost(token_bytes, state_bytes, arrays) if token_bytes or state_bytes else None
                 self.cache.resize(cache_bytes, price)
-            case Clear():
+            case ClearCache():
                 self.cache.clear()
-            case Settle():
+            case SettleMemory():
                 self._batch.settle()
-            case Share():
+            case GroupShare():
                 self._measure(op)
-            case Leave():
+            case LeaveGroup():
                 self._is_leaving = True
                 self._batch.close()
             case _:
                 assert_never(op)
 
-    def _insert(self, op: Insert) -> None:
+    def _insert(self, op: InsertRow) -> None:
         row = silent_row(op.rid, op.prompt, op.max_tokens, ignore_eos=op.ignore_eos, stop_ids=op.stop_ids)
         row.output, row.boundaries, row.cache_salt = op.output, op.boundaries, op.salt
         row.scored_top = op.top
@@ -244,7 +261,7 @@ class Follower:
             raise PartnerLost(f"{row.reused} tokens of a prompt are cached here, and {op.reused} on rank 0")
         self._rows[op.rid] = row
 
-    def _measure(self, order: Share) -> None:
+    def _measure(self, order: GroupShare) -> None:
         cost = self._batch.kv_cost
         if cost is None:
             raise PartnerLost(_NO_COST)

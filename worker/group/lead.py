@@ -14,16 +14,26 @@ import zmq
 from protocol import group
 from protocol.codec import MalformedFrame
 from protocol.failures import Code
-from protocol.group import Done, Go, Join, Leave, Loaded, Measured, Op, Plan, Share
+from protocol.group import (
+    GroupShare,
+    JoinGroup,
+    LeaveGroup,
+    Op,
+    PlanDone,
+    RankLoaded,
+    RankMemory,
+    StartLoading,
+    TickPlan,
+)
 from protocol.messages import SetMemory
 from protocol.model_info import GroupInfo, RankInfo
 from protocol.sharding import NCCL, refusal
 from protocol.sharding import resolve as divided
 from protocol.spec import WorkerSpec
 from protocol.stats import RankStats
-from worker.cache.kv import Layout
+from worker.cache.kv import KvLayout
 from worker.cache.prefix import PrefixCache
-from worker.cache.radix_tree import Price
+from worker.cache.radix_tree import TokenCost
 from worker.engine.batch import Batch, Token
 from worker.engine.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost
@@ -33,21 +43,21 @@ from worker.group.planned import PlannedBatch, PlannedCache
 from worker.group.rank_identity import Identity, identity_of, mismatch
 from worker.group.rank_sockets import RankSockets
 from worker.group.tally import tally
-from worker.group.watch import LeadWatch, Lost, Progress
+from worker.group.watch import LeadWatch, Lost, RankProgress
 from worker.model import memory
 from worker.model.division import Division
-from worker.model.lanes import Lane
+from worker.model.lanes import BatchMode
 from worker.model.loader import read_config, resolve
-from worker.model.memory import Limits
+from worker.model.memory import ShareLimits
 
 log = logging.getLogger("mlxd.worker")
 
 # Waits are in parts, so that signals are handled between them.
 _POLL_MS: Final = 250
-_Answer = TypeVar("_Answer", Join, Loaded, Measured, Done)
+_Answer = TypeVar("_Answer", JoinGroup, RankLoaded, RankMemory, PlanDone)
 
 
-def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Lead", Division]:
+def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Coordinator", Division]:
     """Rank 0's side of a group that is complete and connected. Raises `LoadFailed` and `PartnerLost`."""
     assert spec.group is not None
     identity = identity_of(spec)
@@ -55,11 +65,11 @@ def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Lead", Division]:
     parallel, backend = divided(config, spec.group.parallel, spec.group.backend, has_cuda=mx.cuda.is_available())
     if reason := refusal(config, parallel, spec.group.size, spec.group.split, backend):
         raise LoadFailed(Code.BAD_CONFIG, reason)
-    lead = Lead(spec, lost)
+    lead = Coordinator(spec, lost)
     return lead, lead.gather(identity, parallel, backend)
 
 
-class Lead:
+class Coordinator:
     """The followers as the engine's partners, on its thread; `lost` ends the process from any thread."""
 
     def __init__(self, spec: WorkerSpec, lost: Lost) -> None:
@@ -67,20 +77,20 @@ class Lead:
         assert spec.rank is not None
         self._spec, self._group, self._rank = spec, spec.group, spec.rank
         self._followers: Final = range(1, self._group.size)
-        self._progress = Progress(self._rank.first_s)
+        self._progress = RankProgress(self._rank.first_s)
         self._sockets = RankSockets(self._rank)
         self._socket = self._sockets.bind(self._rank.plan)
         self._watch = LeadWatch(self._rank, self._group.nodes, self._sockets, self._progress, lost)
-        self._joined: dict[int, Join] = {}
-        self._loaded: dict[int, Loaded] = {}
-        self._done: dict[int, Done] = {}
+        self._joined: dict[int, JoinGroup] = {}
+        self._loaded: dict[int, RankLoaded] = {}
+        self._done: dict[int, PlanDone] = {}
         self._parallel, self._backend = self._group.parallel, self._group.backend
         self._ops: list[Op] = []
         self._seq = 0
         self._crc = 0
-        self._layout: Layout | None = None
+        self._layout: KvLayout | None = None
         # Of cached prefixes, where they take more on one rank than on another.
-        self.price: Price | None = None
+        self.price: TokenCost | None = None
         # Answers that came before they were waited for.
         self._early: list[tuple[int, group.Up]] = []
         self._load_ends = 0.0
@@ -92,7 +102,7 @@ class Lead:
         """Wait for all followers, and connect with them. Raises `LoadFailed` for one that does not match."""
         self._parallel, self._backend = parallel, backend
         deadline = time.monotonic() + self._rank.join_s
-        self._joined = self._await(Join, deadline, "join")
+        self._joined = self._await(JoinGroup, deadline, "join")
         for rank, join in sorted(self._joined.items()):
             if failure := mismatch(identity, join, self._name(rank), self._spec.epoch):
                 raise failure
@@ -100,7 +110,7 @@ class Lead:
             raise PartnerLost(f"{self._names(silent)} joined, and cannot be heard at {self._rank.watch}")
         links = (fabric.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
         coordinator = fabric.own_links(self._rank)[0] if backend == NCCL else ""
-        go = Go(backend, parallel, links, (), coordinator, self._group.split)
+        go = StartLoading(backend, parallel, links, (), coordinator, self._group.split)
         self._tell(group.encode(go))
         connected = fabric.connect(go, self._rank)
         self._load_ends = time.monotonic() + self._rank.load_s
@@ -114,24 +124,24 @@ class Lead:
 
     def _await_loaded(self) -> None:
         if not self._loaded:
-            self._loaded = self._await(Loaded, self._load_ends, "load its part")
+            self._loaded = self._await(RankLoaded, self._load_ends, "load its part")
 
     # -- partners of the engine --------------------------------------------------------------------------------------
 
-    def cache(self, layout: Layout, budget: int) -> PrefixCache:
+    def cache(self, layout: KvLayout, budget: int) -> PrefixCache:
         self._await_loaded()
         needs = layout.needs_checkpoints or any(each.needs_checkpoints for each in self._loaded.values())
         self._layout = replace(layout, is_checkpointed=needs)
         return PlannedCache(self._layout, budget, self)
 
-    def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: Lane) -> Batch:
+    def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: BatchMode) -> Batch:
         return PlannedBatch(model, eos_ids, cache, lane, self)
 
-    def least(self, order: SetMemory, cost: KvCost, limits: Limits) -> tuple[KvCost, Limits]:
+    def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
         assert self._layout is not None
-        self._ops.append(Share(order.share_bytes, order.kv_part, order.cache_part))
+        self._ops.append(GroupShare(order.share_bytes, order.kv_part, order.cache_part))
         self._send(0)
-        answers = self._await(Measured, math.inf, "measure its memory")
+        answers = self._await(RankMemory, math.inf, "measure its memory")
         self._await_done()
         ranks = [measured(0, self._layout, cost, limits), *answers.values()]
         self.price = price(ranks)
@@ -144,11 +154,11 @@ class Lead:
     def leave(self) -> None:
         """As `Partners` has it. A follower that has gone before is no loss, and one that hangs is not waited for."""
         self._watch.leave()
-        self._ops.append(Leave())
+        self._ops.append(LeaveGroup())
         gone = self._unreached(self._next_plan(0))
         others = [rank for rank in self._followers if rank not in gone]
         with suppress(PartnerLost, LoadFailed):
-            self._await(Done, time.monotonic() + self._rank.leave_s, "leave", others)
+            self._await(PlanDone, time.monotonic() + self._rank.leave_s, "leave", others)
         self.close()
 
     def close(self) -> None:
@@ -178,7 +188,7 @@ class Lead:
 
     def _await_done(self) -> None:
         self._progress.finish()
-        self._done = self._await(Done, math.inf, f"do plan {self._seq}")
+        self._done = self._await(PlanDone, math.inf, f"do plan {self._seq}")
         self._progress.end()
         for rank, done in self._done.items():
             if (done.seq, done.crc) != (self._seq, self._crc):
@@ -192,7 +202,7 @@ class Lead:
         self._seq += 1
         ops, self._ops = self._ops, []
         self._watch.begin(self._seq)
-        return group.encode(Plan(self._seq, self._crc, ops, chunk, rides))
+        return group.encode(TickPlan(self._seq, self._crc, ops, chunk, rides))
 
     def _tell(self, frame: bytes) -> None:
         """Raises `PartnerLost` once all that can be reached were told."""

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from protocol.group import Measured
-from worker.cache.kv import Layout
-from worker.cache.radix_tree import Price
+from protocol.group import RankMemory
+from worker.cache.kv import KvLayout
+from worker.cache.radix_tree import TokenCost
 from worker.engine.kv_budget import KvCost
-from worker.model.memory import Limits
+from worker.model.memory import ShareLimits
 
 
-def measured(rank: int, layout: Layout, cost: KvCost, limits: Limits) -> Measured:
+def measured(rank: int, layout: KvLayout, cost: KvCost, limits: ShareLimits) -> RankMemory:
     # A cached prefix has keys and values of each layer, and of a recurrent layer up to four arrays.
     arrays = 2 * (layout.sliceable + layout.windowed) + 4 * layout.stateful
-    return Measured(
+    return RankMemory(
         rank,
         cost.token_bytes,
         cost.windows,
@@ -26,7 +26,7 @@ def measured(rank: int, layout: Layout, cost: KvCost, limits: Limits) -> Measure
     )
 
 
-def costliest(ranks: Sequence[Measured]) -> KvCost:
+def costliest(ranks: Sequence[RankMemory]) -> KvCost:
     windows = max((each.windows for each in ranks), key=lambda windows: sum(size * count for size, count in windows))
     return KvCost(
         max(each.token_bytes for each in ranks),
@@ -36,17 +36,17 @@ def costliest(ranks: Sequence[Measured]) -> KvCost:
     )
 
 
-def price(ranks: Sequence[Measured]) -> Price | None:
+def price(ranks: Sequence[RankMemory]) -> TokenCost | None:
     """None where cached prefixes take the same on all ranks."""
     costs = {(each.token_bytes, each.windows, each.fixed_bytes) for each in ranks}
     if len(costs) == 1:
         return None
-    return Price(
+    return TokenCost(
         max(each.token_bytes + sum(size for size, _ in each.windows) for each in ranks),
         max(each.fixed_bytes for each in ranks),
         max(each.arrays for each in ranks),
     )
 
 
-def tightest(own: Limits, ranks: Sequence[Measured]) -> Limits:
+def tightest(own: ShareLimits, ranks: Sequence[RankMemory]) -> ShareLimits:
     return replace(own, kv=min(each.kv_bytes for each in ranks), prefixes=min(each.prefix_bytes for each in ranks))

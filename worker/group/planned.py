@@ -4,20 +4,20 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from protocol.failures import Code
-from protocol.group import Begin, Clear, Insert, Op, Remove, Resize, Settle
-from worker.cache.kv import Layout
+from protocol.group import BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory
+from worker.cache.kv import KvLayout
 from worker.cache.prefix import PrefixCache
-from worker.cache.radix_tree import Price
-from worker.engine.batch import Batch, Tick, Token
+from worker.cache.radix_tree import TokenCost
+from worker.engine.batch import Batch, TickResult, Token
 from worker.engine.row import Row
 from worker.errors import PartnerLost, StepFailed, is_fabric_fault
-from worker.model.lanes import Lane
+from worker.model.lanes import BatchMode
 
 
 class Planner(Protocol):
     """Plans of rank 0. Owned by the engine thread. `price` is of cached prefixes."""
 
-    price: Price | None
+    price: TokenCost | None
 
     def note(self, op: Op) -> None:
         """Note an operation; followers do it with the next plan."""
@@ -35,28 +35,30 @@ class Planner(Protocol):
 class PlannedCache(PrefixCache):
     """Prefix cache of rank 0."""
 
-    def __init__(self, layout: Layout, budget: int, planner: Planner) -> None:
+    def __init__(self, layout: KvLayout, budget: int, planner: Planner) -> None:
         super().__init__(layout, budget)
         self._planner = planner
 
-    def resize(self, budget: int, price: Price | None = None) -> None:
+    def resize(self, budget: int, price: TokenCost | None = None) -> None:
         price = self._planner.price
         if price is None:
-            self._planner.note(Resize(budget))
+            self._planner.note(ResizeCache(budget))
         else:
-            self._planner.note(Resize(budget, price.token_bytes, price.state_bytes, price.arrays))
+            self._planner.note(ResizeCache(budget, price.token_bytes, price.state_bytes, price.arrays))
         super().resize(budget, price)
 
     def clear(self) -> None:
-        self._planner.note(Clear())
+        self._planner.note(ClearCache())
         super().clear()
 
 
 class PlannedBatch(Batch):
     """Batch of rank 0."""
 
-    def __init__(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: Lane, planner: Planner) -> None:
-        planner.note(Begin(lane, cache.budget, cache.needs_checkpoints))
+    def __init__(
+        self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: BatchMode, planner: Planner
+    ) -> None:
+        planner.note(BeginGroup(lane, cache.budget, cache.needs_checkpoints))
         self._planner = planner
         super().__init__(model, eos_ids, cache, lane)
 
@@ -67,18 +69,18 @@ class PlannedBatch(Batch):
         return is_in
 
     def _take_out(self, row: Row) -> list[int]:
-        self._planner.note(Remove(row.rid))
+        self._planner.note(RemoveRow(row.rid))
         return super()._take_out(row)
 
     def settle(self) -> None:
         if self._ended:
-            self._planner.note(Settle())
+            self._planner.note(SettleMemory())
         super().settle()
 
     def _begin(self, chunk: int, *, rides: bool) -> None:
         self._planner.begin(chunk, rides=rides)
 
-    def tick(self, chunk: int, *, rides: bool = True, reads: int = 0) -> Tick:
+    def tick(self, chunk: int, *, rides: bool = True, reads: int = 0) -> TickResult:
         """As for a batch alone. No token leaves before all ranks have generated it."""
         try:
             tick = super().tick(chunk, rides=rides, reads=reads)
@@ -92,8 +94,8 @@ class PlannedBatch(Batch):
         return tick
 
 
-def _insert(row: Row) -> Insert:
-    return Insert(
+def _insert(row: Row) -> InsertRow:
+    return InsertRow(
         row.rid,
         row.prompt,
         row.output,

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from protocol import __version__
 from protocol.failures import Code
-from protocol.group import Join, Versions
+from protocol.group import JoinGroup, Versions
 from protocol.model_digest import TOKENIZER_FILES, digest, files_digest, weights_digest
 from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed
@@ -32,7 +32,7 @@ def identity_of(spec: WorkerSpec) -> Identity:
     return Identity(versions, digest(weights, files, spec.dtype, spec.group, spec.trust_remote_code))
 
 
-def mismatch(own: Identity, join: Join, node: str, epoch: int) -> LoadFailed | None:
+def mismatch(own: Identity, join: JoinGroup, node: str, epoch: int) -> LoadFailed | None:
     """The reason why a rank cannot be of this group."""
     place = f"rank {join.rank} ({node}, {join.host})"
     if join.versions != own.versions:

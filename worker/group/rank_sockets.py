@@ -9,7 +9,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from protocol import group, sockets
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.curve import KeyPair
-from protocol.key_guard import Admitted
+from protocol.key_guard import AllowedKeys
 from protocol.spec import RankSpec
 from worker.errors import PartnerLost
 
@@ -32,7 +32,7 @@ class RankSockets:
             # Must run before a socket is bound.
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback("*", Admitted(lambda: rank.members, _refused))
+            self._authenticator.configure_curve_callback("*", AllowedKeys(lambda: rank.members, _refused))
 
     def bind(self, address: str) -> Socket:
         """Rank 0's end. Raises `PartnerLost` where the port is taken: the next start has another one."""

@@ -18,8 +18,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from protocol import group
 from protocol.codec import MalformedFrame
-from protocol.failures import FINAL_EXITS, Code, Exit, Failure
-from protocol.group import Beat, Failed, Left
+from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
+from protocol.group import GroupStopped, RankFailed, RankHeartbeat
 from protocol.spec import RankSpec
 from worker.group.rank_sockets import LINGER_MS, RankSockets, Socket
 from worker.group.run_clock import RunClock
@@ -39,7 +39,7 @@ Lost = Callable[[Failure, int], None]
 """Ends the process: the reason, and the exit status."""
 
 
-class Progress:
+class RankProgress:
     """Plans of this rank: the newest that it has begun and done, and since when it runs. Written by the engine."""
 
     def __init__(self, first_s: float) -> None:
@@ -77,7 +77,7 @@ class Progress:
 class _Watch:
     """One rank's thread, with a socket of its own."""
 
-    def __init__(self, rank: RankSpec, sockets: RankSockets, progress: Progress, lost: Lost) -> None:
+    def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         self.rank = rank
         self.progress = progress
         self._sockets = sockets
@@ -103,7 +103,7 @@ class _Watch:
             self._watch()
         except Exception as error:  # the root of the thread
             log.exception("the watch of the group failed")
-            self._lost(Failure(Code.INTERNAL, "the watch of the group failed", repr(error)), Exit.INTERNAL)
+            self._lost(Failure(Code.INTERNAL, "the watch of the group failed", repr(error)), ExitStatus.INTERNAL)
 
     def _watch(self) -> None:
         raise NotImplementedError
@@ -137,10 +137,10 @@ class _Watch:
             if self.progress.began_at:  # a plan has begun in between, and was taken for guarded
                 self._arm()
 
-    def _beat(self) -> Beat:
-        return Beat(self.rank.rank, self.progress.begun, self.progress.done, self.progress.cpu_s)
+    def _beat(self) -> RankHeartbeat:
+        return RankHeartbeat(self.rank.rank, self.progress.begun, self.progress.done, self.progress.cpu_s)
 
-    def lose(self, why: str, status: int = Exit.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
+    def lose(self, why: str, status: int = ExitStatus.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
         if not self._is_closing.is_set():
             self._lost(Failure(code, why), status)
 
@@ -149,13 +149,13 @@ class LeadWatch(_Watch):
     """Rank 0's: hears all followers. `names` are those of the nodes, by rank."""
 
     def __init__(
-        self, rank: RankSpec, names: tuple[str, ...], sockets: RankSockets, progress: Progress, lost: Lost
+        self, rank: RankSpec, names: tuple[str, ...], sockets: RankSockets, progress: RankProgress, lost: Lost
     ) -> None:
         super().__init__(rank, sockets, progress, lost)
         self._names = names
         self._clock = RunClock(TURN_S)
         self._heard: dict[int, float] = {}
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, RankHeartbeat] = {}
         # The plan that runs as the newest look has seen it, and when it was seen first.
         self._plan = (0, 0.0)
         self._is_complete = threading.Event()
@@ -172,7 +172,7 @@ class LeadWatch(_Watch):
         """Tell the followers that the group was stopped: from here on no end of a rank is a loss."""
         self._is_leaving = True
 
-    def lose(self, why: str, status: int = Exit.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
+    def lose(self, why: str, status: int = ExitStatus.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
         if not self._is_leaving:
             super().lose(why, status, code)
 
@@ -197,17 +197,19 @@ class LeadWatch(_Watch):
             log.warning("dropped a malformed frame of the group: %s", error)
             return
         rank = int.from_bytes(frames[0], "big")
-        if not 0 < rank < len(self._names) or (isinstance(message, Beat | Failed) and message.rank != rank):
+        if not 0 < rank < len(self._names) or (
+            isinstance(message, RankHeartbeat | RankFailed) and message.rank != rank
+        ):
             log.warning("dropped a frame of the group under the rank %d, which is none of its followers", rank)
             return
         match message:
-            case Left():
+            case GroupStopped():
                 pass  # only rank 0 says so
-            case Beat():
+            case RankHeartbeat():
                 self._heard[rank], self._beats[rank] = self._clock.now, message
                 if len(self._heard) == len(self._names) - 1:
                     self._is_complete.set()
-            case Failed(status=status, failure=failure):
+            case RankFailed(status=status, failure=failure):
                 why = f"rank {rank} ({self._name(rank)}): {failure.message}"
                 if status in FINAL_EXITS:
                     self.lose(why, status, failure.code)
@@ -215,7 +217,7 @@ class LeadWatch(_Watch):
                     self.lose(f"{why} {failure.detail}".strip())
 
     def _say(self, socket: Socket) -> None:
-        frame = group.encode(Left() if self._is_leaving else self._beat())
+        frame = group.encode(GroupStopped() if self._is_leaving else self._beat())
         for rank in list(self._heard):
             try:
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
@@ -252,9 +254,9 @@ class LeadWatch(_Watch):
 class FollowerWatch(_Watch):
     """A follower's: hears rank 0."""
 
-    def __init__(self, rank: RankSpec, sockets: RankSockets, progress: Progress, lost: Lost) -> None:
+    def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         super().__init__(rank, sockets, progress, lost)
-        self._words: SimpleQueue[Failed] = SimpleQueue()
+        self._words: SimpleQueue[RankFailed] = SimpleQueue()
         # Rank 0 has stopped the group: from here on its end is no loss.
         self._is_left = False
         # The connection has ended, and there is no other one yet.
@@ -262,7 +264,7 @@ class FollowerWatch(_Watch):
 
     def fail(self, failure: Failure, status: int) -> None:
         """Say why this rank ends, and close."""
-        self._words.put(Failed(self.rank.rank, status, failure))
+        self._words.put(RankFailed(self.rank.rank, status, failure))
         self.close()
 
     def _watch(self) -> None:
@@ -290,7 +292,7 @@ class FollowerWatch(_Watch):
                     self.lose("rank 0 has ended")
             silence_s = clock.look() - heard
             if silence_s > patience_s:
-                status = Exit.OK if self._is_left else Exit.PARTNER_LOST
+                status = ExitStatus.OK if self._is_left else ExitStatus.PARTNER_LOST
                 self.lose(f"rank 0 has been silent for {silence_s:.0f} s", status)
         socket.disable_monitor()
         monitor.close(0)
@@ -304,7 +306,7 @@ class FollowerWatch(_Watch):
         while socket.poll(0):
             frame = socket.recv()
             with suppress(MalformedFrame):
-                self._is_left |= isinstance(group.decode_watch(frame), Left)
+                self._is_left |= isinstance(group.decode_watch(frame), GroupStopped)
 
 
 def _refuses(address: str) -> bool:

@@ -6,7 +6,7 @@ from protocol.messages import Usage
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Queued:
+class QueuedJob:
     """Owned by the loop from the moment it leaves the intake. Times are of the monotonic clock."""
 
     rid: int

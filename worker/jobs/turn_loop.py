@@ -27,14 +27,14 @@ from protocol.messages import (
 )
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import DrainOrder, EarlyAborts
-from worker.jobs.queued import Queued
+from worker.engine.inbox import EarlyAborts, EngineDrain
+from worker.jobs.queued import QueuedJob
 from worker.model import memory
 from worker.pacing.rests import Rests
 
 log = logging.getLogger("mlxd.worker")
 
-J = TypeVar("J", bound=Queued)
+J = TypeVar("J", bound=QueuedJob)
 
 _STATS_EVERY_S: Final = 0.1
 _MEMORY_EVERY_S: Final = 1.0
@@ -56,7 +56,7 @@ class TurnLoop(Generic[J]):
         self._inbox = inbox
         self._send = send
         self._gauges = gauges
-        self._share = memory.Share(spec, weights_bytes)
+        self._share = memory.MemoryShare(spec, weights_bytes)
         self._jobs: dict[int, J] = {}
         self._arrivals = itertools.count(1)
         # Of each tenant that waits: when it last had its turn.
@@ -64,7 +64,7 @@ class TurnLoop(Generic[J]):
         self._turn = itertools.count(1)
         self._early_aborts = EarlyAborts()
         self._deltas: list[Delta] = []
-        self._drain = DrainOrder()
+        self._drain = EngineDrain()
         self._is_stopping = False
         self._stats_due = self._memory_due = 0.0
         self._rests = Rests()
@@ -149,7 +149,7 @@ class TurnLoop(Generic[J]):
         self._gauges.busy_since = 0.0
         self._gauges.measure_memory()
 
-    def _apply(self, limits: memory.Limits) -> None:
+    def _apply(self, limits: memory.ShareLimits) -> None:
         self._share.enforce(limits)
         self._gauges.share_bytes = self._share.bytes
         self._gauges.mem_limit = limits.total

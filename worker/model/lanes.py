@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Final
 
 
-class Lane(StrEnum):
+class BatchMode(StrEnum):
     """Lane of a model: how its rows share a forward pass."""
 
     # Prompts of any lengths together, padded to the longest.
@@ -17,15 +17,15 @@ class Lane(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchModePlan:
     """The lane of a model, whether its prefixes can be reused, and why not the first lane or no reuse."""
 
-    lane: Lane = Lane.TOGETHER
+    lane: BatchMode = BatchMode.TOGETHER
     reuses_prefixes: bool = True
     reason: str = ""
 
 
 # Whatever else runs and ran: other rows change the shape of a forward pass, and cached KV was computed in another one.
-DETERMINISTIC: Final = Plan(
-    Lane.SINGLE, False, "requests run one at a time and prefixes are not reused, because deterministic = true"
+DETERMINISTIC: Final = BatchModePlan(
+    BatchMode.SINGLE, False, "requests run one at a time and prefixes are not reused, because deterministic = true"
 )

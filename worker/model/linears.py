@@ -10,7 +10,7 @@ _LAYERS = "layers."
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LinearPlace:
     """A linear layer: its path, sizes of a token before and after it, and where it hangs."""
 
     path: str
@@ -29,9 +29,9 @@ class Linears:
     """The linear layers of one model, found by the names that files give them."""
 
     def __init__(self, model: Any) -> None:
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, LinearPlace] = {}
         # By what follows the name of the text model inside, which differs between libraries; None for several.
-        self._by_tail: dict[str, Place | None] = {}
+        self._by_tail: dict[str, LinearPlace | None] = {}
         self._tables: set[str] = set()
         for path, module, holder, key in _walk(model):
             if isinstance(module, nn.Linear | nn.QuantizedLinear):
@@ -42,10 +42,10 @@ class Linears:
                 self._tables.add(_tail(path))
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[LinearPlace]:
         return list(self._places.values())
 
-    def find(self, name: str) -> Place | None:
+    def find(self, name: str) -> LinearPlace | None:
         """The layer of this name, or of the same name inside of a text model that is called otherwise."""
         return self._places.get(name) or self._by_tail.get(_tail(name))
 
@@ -60,11 +60,11 @@ def is_of_experts(name: str) -> bool:
     return "switch_mlp" in parts or "experts" in parts
 
 
-def _place(path: str, module: Any, holder: Any, key: str | int) -> Place:
+def _place(path: str, module: Any, holder: Any, key: str | int) -> LinearPlace:
     outputs, inputs = module.weight.shape
     if isinstance(module, nn.QuantizedLinear):
         inputs = inputs * 32 // module.bits
-    return Place(path, int(inputs), int(outputs), holder, key)
+    return LinearPlace(path, int(inputs), int(outputs), holder, key)
 
 
 def _tail(path: str) -> str:

@@ -25,17 +25,17 @@ from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.towers import has_media
 from worker.errors import LoadFailed, is_allocation_failure
-from worker.experts.expert_cache import Counts
+from worker.experts.expert_cache import ExpertCounts
 from worker.experts.expert_cache import attach as attach_experts
 from worker.model import packing
 from worker.model.division import Division
-from worker.model.lanes import Plan
+from worker.model.lanes import BatchModePlan
 from worker.model.linears import Linears
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
 from worker.vision.checkpoint import fold
 from worker.vision.text_model import load_text_model
-from worker.vision.unserved import Unserved
+from worker.vision.unserved import UnsupportedVision
 
 DEMO: Final = "demo"
 DEMO_DIR: Final = Path(__file__).parents[1] / "demo_model"
@@ -54,7 +54,7 @@ _LFS_POINTER: Final = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model with its tokenizer (mlx-lm's wrapper), the facts requests are checked against, and its lane."""
 
     model: Any
@@ -65,7 +65,7 @@ class Loaded:
     max_context: int
     eos_ids: tuple[int, ...]
     weights_bytes: int
-    plan: Plan = field(default_factory=Plan)
+    plan: BatchModePlan = field(default_factory=BatchModePlan)
     # What it has beyond text, or why one with towers has nothing.
     vision: Vision | None = None
     no_vision: str = ""
@@ -77,12 +77,12 @@ class Loaded:
     # What of its answers is not as the model would compute it, as each of them names it.
     relaxed: tuple[str, ...] = ()
     # The model that drafts for it, where it is a language model too.
-    draft: "Loaded | None" = None
+    draft: "LoadedModel | None" = None
     # Where its experts are on disk.
-    experts: Counts | None = None
+    experts: ExpertCounts | None = None
 
 
-def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> Loaded:
+def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> LoadedModel:
     """Load what `spec` names, or this rank's part of it. Calls `progress(stage, done_bytes, total_bytes)`.
 
     Raises `LoadFailed`.
@@ -122,7 +122,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
     eos_ids = tuple(sorted(tokenizer.eos_token_ids))
     _check_eos(eos_ids, vocab_size)
     progress("check", weights_bytes, weights_bytes)
-    return Loaded(
+    return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         path=path,
@@ -138,7 +138,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
     )
 
 
-def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Counts | None]:
+def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], ExpertCounts | None]:
     """A text model with its configuration: that of a checkpoint with towers has its own ways to be named."""
     if spec.experts == "disk":
         return _load_without_experts(path, spec)
@@ -149,7 +149,7 @@ def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[An
     return *load_text_model(path, config, fold(config), spec.trust_remote_code), None
 
 
-def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, Any], Counts]:
+def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, Any], ExpertCounts]:
     """A repacked model, whose experts are read when they are chosen."""
     if not has_index(path):
         raise LoadFailed(
@@ -185,7 +185,7 @@ def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpe
         return None, "a group serves text only"
     try:
         return attach(path, config, model, lambda tower: cast(tower, spec.dtype)), ""
-    except Unserved as reason:
+    except UnsupportedVision as reason:
         return None, str(reason)
     except Exception as error:  # the boundary to code of every architecture
         raise explain(path, config, error) from error

@@ -55,7 +55,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ShareLimits:
     """Bytes: for the KV of running rows, for cached prefixes, for free buffers, and for all that MLX allocates.
 
     `total` 0 leaves MLX its own limit, which is the machine's. It is never less than weights, KV, prefixes and what
@@ -82,7 +82,7 @@ def divide(
     prefixes: int = -1,
     most_buffers: int = 0,
     is_bounded: bool = False,
-) -> Limits:
+) -> ShareLimits:
     """A share among its uses. `kv` and `prefixes` are the operator's word where they are not negative; where the share
     `is_bounded`, another machine's operator's, and no more than what is left of it.
 
@@ -98,7 +98,7 @@ def divide(
         own_prefixes = min(own_prefixes, rest - own_kv)
     own_kv, own_prefixes = int(own_kv * order.kv_part), int(own_prefixes * order.cache_part)
     total = max(weights + own_kv + own_prefixes + buffers, order.share_bytes - host)
-    return Limits(own_kv, own_prefixes, buffers, total)
+    return ShareLimits(own_kv, own_prefixes, buffers, total)
 
 
 class Device(Protocol):
@@ -151,7 +151,7 @@ class MlxDevice:
             log.debug("wired limit: %d bytes instead of %d", limit, before)
 
 
-class Share:
+class MemoryShare:
     """The part of the machine's memory that this process was given. Owned by the engine thread.
 
     `limits` says what is to be held; when that is so, `enforce` tells MLX. When the wired limit falls below what is
@@ -183,7 +183,7 @@ class Share:
         """Metal's wired limit in bytes; 0 without Metal."""
         return self._wired
 
-    def change(self, order: SetMemory) -> Limits:
+    def change(self, order: SetMemory) -> ShareLimits:
         """Another share, or another part of it: the limits to keep before `enforce`."""
         if self._is_reserved:
             # The order of another machine, whose share is none of ours.
@@ -192,7 +192,7 @@ class Share:
         self.order = order
         return self.limits()
 
-    def weigh(self, weights: int) -> Limits:
+    def weigh(self, weights: int) -> ShareLimits:
         """Other weights beside what is to be held: the limits to keep before `enforce`."""
         self._weights = weights
         return self.limits()
@@ -212,11 +212,11 @@ class Share:
         self._part, self._relaxes_at = self._part * 2, now + _RELAX_S
         return True
 
-    def limits(self) -> Limits:
+    def limits(self) -> ShareLimits:
         limits = self._divide()
         return replace(limits, kv=int(limits.kv * self._part), prefixes=int(limits.prefixes * self._part))
 
-    def _divide(self) -> Limits:
+    def _divide(self) -> ShareLimits:
         spec, order = self._spec, self.order
         # Of a group, each rank has its part of what the operator gives the model, and of the memory of its host.
         ranks, beside = spec.group.size if spec.group else 1, spec.rank.beside if spec.rank else 1
@@ -237,9 +237,9 @@ class Share:
         # Half of what is free now, with the weights loaded, and an eighth of all there is.
         kv = own_kv if own_kv >= 0 else machine.available // (2 * beside)
         prefixes = own_prefixes if own_prefixes >= 0 else machine.total // (8 * beside)
-        return Limits(kv, prefixes, self._most_buffers or usual_buffers())
+        return ShareLimits(kv, prefixes, self._most_buffers or usual_buffers())
 
-    def enforce(self, limits: Limits) -> None:
+    def enforce(self, limits: ShareLimits) -> None:
         """Give MLX its limits, and the system the unused buffers.
 
         To be called when what is above them has been let go of.

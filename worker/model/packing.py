@@ -27,7 +27,7 @@ Shape = tuple[int, int]
 """Rows of a part, and tokens of each."""
 
 
-class Packed:
+class PackedRows:
     """One layer's caches of all parts."""
 
     __slots__ = ("caches", "shapes")
@@ -36,8 +36,8 @@ class Packed:
         self.caches = caches
         self.shapes = shapes
 
-    def __getitem__(self, at: int) -> "Packed":
-        return Packed([cache[at] for cache in self.caches], self.shapes)
+    def __getitem__(self, at: int) -> "PackedRows":
+        return PackedRows([cache[at] for cache in self.caches], self.shapes)
 
     def make_mask(self, _count: int, *args: Any, **kwargs: Any) -> "_Masks":
         pairs = zip(self.caches, self.shapes, strict=True)
@@ -54,7 +54,7 @@ class _Masks:
 
 
 @dataclass(slots=True)
-class Turn:
+class PackingTurn:
     """The part whose tokens a mixing module is given now, for the modules inside of it; None outside of all."""
 
     at: int | None = None
@@ -77,13 +77,13 @@ class _Wrapped(nn.Module):
 class Mixing(_Wrapped):
     """A module that looks at other tokens: it is given the tokens of one part after the other."""
 
-    def __init__(self, module: Any, turn: Turn) -> None:
+    def __init__(self, module: Any, turn: PackingTurn) -> None:
         super().__init__(module)
         self._turn = turn
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.get("cache", args[-1] if args else None)
-        if not isinstance(packed, Packed):
+        if not isinstance(packed, PackedRows):
             return self.module(x, *args, **kwargs)
         mixed: list[mx.array] = []
         try:
@@ -114,7 +114,7 @@ class LastNorm(_Wrapped):
 class Packing:
     """Packed passes of one model. Owned by the engine thread."""
 
-    def __init__(self, norm: LastNorm, turn: Turn) -> None:
+    def __init__(self, norm: LastNorm, turn: PackingTurn) -> None:
         self._norm = norm
         self.turn = turn
 
@@ -150,7 +150,7 @@ def prepare(model: Any) -> None:
     name = next((name for name in _NORMS if isinstance(core.get(name), nn.Module)), None)
     if name is None or isinstance(core[name], LastNorm) or not isinstance(core.get("layers"), list):
         return
-    turn = Turn()
+    turn = PackingTurn()
     for at, layer in enumerate(core.layers):
         core.layers[at] = _with_mixing(layer, turn)
     core[name] = LastNorm(core[name])
@@ -168,7 +168,7 @@ def give_up(model: Any) -> None:
     model.packing = None
 
 
-def _with_mixing(module: Any, turn: Turn) -> Any:
+def _with_mixing(module: Any, turn: PackingTurn) -> Any:
     """The innermost modules with a cache wrapped, be it the module itself."""
     if not isinstance(module, nn.Module) or not _has_mixing(module):
         return module
@@ -189,6 +189,6 @@ def _mixes(kind: type) -> bool:
 
 
 def _own(value: Any, at: int) -> Any:
-    if isinstance(value, Packed):
+    if isinstance(value, PackedRows):
         return value.caches[at]
     return value.of[at] if isinstance(value, _Masks) else value

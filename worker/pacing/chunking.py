@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protocol.wisdom import CONTEXTS, band_of
-from worker.pacing.learned import Learned, bucket
+from worker.pacing.learned import LearnedTimes, bucket
 
 # Chunks are powers of two from here, so that few shapes are ever compiled.
 MIN_CHUNK: Final = 8
@@ -48,7 +48,7 @@ WATCHDOG_LEAST: Final = 64
 
 
 @dataclass(slots=True)
-class Pace:
+class PaceLimits:
     """Limits of a desktop on what a tick may submit: seconds, and prompt tokens of a row; 0 is none."""
 
     tick_s: float = 0.0
@@ -56,7 +56,7 @@ class Pace:
 
 
 @dataclass(slots=True, frozen=True)
-class Chunk:
+class ChunkPlan:
     """Prompt tokens for each prefilling row in a tick, and whether they ride on its step: in one forward pass."""
 
     tokens: int
@@ -176,19 +176,19 @@ class ChunkPolicy:
         is_fixed: bool = False,
         has_watchdog: bool = False,
         can_ride: bool = True,
-        learned: Learned | None = None,
+        learned: LearnedTimes | None = None,
     ) -> None:
         """With `is_fixed` every chunk has `max_chunk` tokens, but for the end of a prompt: time decides nothing.
 
         With `has_watchdog` a chunk is also bounded by its context, as Metal asks for. `learned` has the times of
         earlier starts and takes those of this one. Without `can_ride` chunks have forward passes of their own.
         """
-        self.pace = Pace()
+        self.pace = PaceLimits()
         self._max = max_chunk
         self._is_fixed = is_fixed
         self._has_watchdog = has_watchdog
         self._can_ride = can_ride
-        self._learned = learned or Learned()
+        self._learned = learned or LearnedTimes()
         self._step_s = 0.0
         self._band = 0
         self._bands = [_Band() for _ in range(len(CONTEXTS) + 1)]
@@ -198,27 +198,27 @@ class ChunkPolicy:
             times.riding.recall(self._learned.chunks(band, is_riding=True))
             times.apart.recall(self._learned.chunks(band, is_riding=False))
 
-    def chunk(self, prefilling: int, decoding: int, longest: int = SHORT_PROMPT + 1, context: int = 0) -> Chunk:
+    def chunk(self, prefilling: int, decoding: int, longest: int = SHORT_PROMPT + 1, context: int = 0) -> ChunkPlan:
         """For the next tick. `longest` is what the longest prompt has in all, `context` the most tokens that a row has
         already."""
         self._band = band_of(context)
         most = self._most(prefilling, context)
         if prefilling == 0 or self._is_fixed:
-            return Chunk(most)
+            return ChunkPlan(most)
         apart = self._sized(False, prefilling, decoding, longest)
         riding = self._sized(True, prefilling, decoding, longest)
         if not decoding:
-            return Chunk(min(most, apart or riding or most), rides=False)
+            return ChunkPlan(min(most, apart or riding or most), rides=False)
         if not self._can_ride:
-            return Chunk(min(most, apart or FIRST_CHUNK), rides=False)
+            return ChunkPlan(min(most, apart or FIRST_CHUNK), rides=False)
         if riding is None or apart is None:  # riding is hoped to be no slower
-            return Chunk(min(most, riding or apart or FIRST_CHUNK))
+            return ChunkPlan(min(most, riding or apart or FIRST_CHUNK))
         paces = (
             size / max(self._times(is_riding).predict(size * prefilling), 1e-9)
             for is_riding, size in ((True, riding), (False, apart))
         )
         rides = next(paces) >= _MARGIN * next(paces)
-        return Chunk(min(most, riding if rides else apart), rides=rides)
+        return ChunkPlan(min(most, riding if rides else apart), rides=rides)
 
     def choosing_s(self, prefilling: int, decoding: int) -> float:
         """Seconds of the next tick for a prompt that a draft model reads to choose of it, beside others in prefill."""

@@ -9,9 +9,9 @@ from msgspec import structs
 
 from protocol.model_digest import digest
 from protocol.spec import WorkerSpec
-from protocol.wisdom import FORMAT, Calibration, LoadFacts, Unusable, Wisdom, file_of, read, write
+from protocol.wisdom import FORMAT, Calibration, LoadFacts, TimingProfile, UnusableProfile, file_of, read, write
 from worker.model.device import machine
-from worker.pacing.learned import Learned
+from worker.pacing.learned import LearnedTimes
 from worker.speculation.costs import StepCosts
 
 log = logging.getLogger("mlxd.worker")
@@ -36,13 +36,13 @@ class KeptFile:
 
     def __init__(self, folder: Path, key: str, model: str, path: str, machine: str) -> None:
         self._folder = folder
-        self._empty = Wisdom(format=FORMAT, key=key, model=model, path=path, machine=machine, written=0.0)
+        self._empty = TimingProfile(format=FORMAT, key=key, model=model, path=path, machine=machine, written=0.0)
         self._due = 0.0
         self._steps = 0
         self._is_writable = True
         self._has_told = False
         self.kept = self._read()
-        self.learned = Learned(self.kept)
+        self.learned = LearnedTimes(self.kept)
         # Those of drafts, where there are any.
         self.costs: StepCosts | None = None
         self._load = self.kept.load if self.kept is not None else None
@@ -109,22 +109,22 @@ class KeptFile:
     def _drafted(self) -> dict[tuple[int, int], float]:
         return self.costs.times if self.costs is not None else {}
 
-    def _read(self) -> Wisdom | None:
+    def _read(self) -> TimingProfile | None:
         file = file_of(self._folder, self._empty.model, self._empty.key)
         try:
             wisdom = read(file)
             if (wisdom.key, wisdom.model) != (self._empty.key, self._empty.model):
-                raise Unusable("it is of another model, machine or version")
+                raise UnusableProfile("it is of another model, machine or version")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except Unusable as error:
+        except UnusableProfile as error:
             if not self._has_told:
                 self._has_told = True
                 log.warning("%s is not used: %s", file, error)
             return None
         return wisdom
 
-    def _write(self, wisdom: Wisdom) -> None:
+    def _write(self, wisdom: TimingProfile) -> None:
         if not self._is_writable:
             return
         try:

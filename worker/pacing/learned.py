@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
-from protocol.wisdom import CONTEXTS, ChunkTime, StepTime, Wisdom
+from protocol.wisdom import CONTEXTS, ChunkTime, StepTime, TimingProfile
 
 # Times of one size that are held, the newest ones; what is kept of them is the end of the quickest quarter, because a
 # machine that is hot, or that others use, says nothing of the next start.
@@ -45,10 +45,10 @@ class _Held:
         return times[len(times) // _PART]
 
 
-class Learned:
+class LearnedTimes:
     """Owned by the engine thread. `kept` is what was found on disk; `merged` is what is to be written there."""
 
-    def __init__(self, kept: Wisdom | None = None) -> None:
+    def __init__(self, kept: TimingProfile | None = None) -> None:
         self._kept_chunks: _Chunks = {}
         self._kept_steps: _Steps = {}
         self._doubts = 0

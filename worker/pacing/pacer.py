@@ -4,7 +4,7 @@ import time
 
 from protocol.messages import SetPace
 from protocol.spec import WorkerSpec
-from worker.pacing.chunking import Chunk, ChunkPolicy, Pace
+from worker.pacing.chunking import ChunkPlan, ChunkPolicy, PaceLimits
 from worker.pacing.kept_file import KeptFile
 from worker.pacing.rests import Rests
 from worker.speculation.costs import StepCosts
@@ -36,7 +36,7 @@ class Pacer:
             costs.recall(kept.learned.steps())
             kept.costs = costs
 
-    def chunk(self, prefilling: int, decoding: int, longest: int, context: int) -> Chunk:
+    def chunk(self, prefilling: int, decoding: int, longest: int, context: int) -> ChunkPlan:
         """For the next tick, as `ChunkPolicy` says."""
         return self._policy.chunk(prefilling, decoding, longest, context)
 
@@ -61,7 +61,7 @@ class Pacer:
 
     def change(self, order: SetPace) -> None:
         """Another pace from now on."""
-        self._policy.pace = self._reading.pace = Pace(order.tick_ms / 1000, order.chunk)
+        self._policy.pace = self._reading.pace = PaceLimits(order.tick_ms / 1000, order.chunk)
         self._rests.set_duty(order.duty)
 
     @property

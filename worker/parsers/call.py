@@ -5,9 +5,19 @@ import re
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from worker.parsers.events import Output
-from worker.parsers.literal import LOOSE, Dialect, is_padded, is_string_start, padded, quoted, scalar, token, value
-from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, Unclosed, collected, markers, stray
+from worker.parsers.events import ParsedOutput
+from worker.parsers.literal import (
+    LOOSE,
+    LiteralSyntax,
+    is_padded,
+    is_string_start,
+    padded,
+    quoted,
+    scalar,
+    token,
+    value,
+)
+from worker.parsers.reader import Emit, Malformed, MarkerSet, MarkupReader, Steps, Unclosed, collected, markers, stray
 from worker.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
@@ -18,15 +28,15 @@ _NAME = re.compile(r"[\w.\-:/@$]+")
 
 
 @dataclass(slots=True)
-class Context:
+class ParserContext:
     """State that a format works on; one per parser."""
 
-    r: Reader
-    out: Output
+    r: MarkupReader
+    out: ParsedOutput
     tools: Tools
 
 
-class Format(Protocol):
+class CallFormat(Protocol):
     """One way to write tool calls. Frozen and shared by all parsers."""
 
     @property
@@ -39,7 +49,7 @@ class Format(Protocol):
         """The markers that end a broken call; without any, text follows it at once."""
         ...
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         """Read the calls that begin with `hit`, which is consumed. Raises `Malformed`."""
         ...
 
@@ -48,7 +58,7 @@ def drop(_: str) -> None:
     """Text inside a call's markup that means nothing."""
 
 
-def attempt(ctx: Context, form: Format, hit: str, text: Emit) -> Steps[bool]:
+def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps[bool]:
     """Read calls, or give what only looked like them to `text`. Returns whether there was a call."""
     r, out, before = ctx.r, ctx.out, ctx.out.calls
     r.trace = [hit]
@@ -69,7 +79,7 @@ def attempt(ctx: Context, form: Format, hit: str, text: Emit) -> Steps[bool]:
     return out.calls > before
 
 
-def _break_off(ctx: Context, form: Format, is_unclosed: bool) -> Steps[None]:
+def _break_off(ctx: ParserContext, form: CallFormat, is_unclosed: bool) -> Steps[None]:
     """Give up on a call that was announced. What is left of it is dropped: arguments are never put together again.
 
     Arguments that the model itself left without their last brackets, and with nothing in their place, get those.
@@ -93,7 +103,7 @@ def checked(name: str) -> str:
     return name
 
 
-def read_name(r: Reader) -> Steps[str]:
+def read_name(r: MarkupReader) -> Steps[str]:
     """The longest name that the text goes on with; raises `Malformed` where it does not."""
     parts: list[str] = []
     size = 0
@@ -110,7 +120,7 @@ def read_name(r: Reader) -> Steps[str]:
     return "".join(parts)
 
 
-def begin(ctx: Context, name: str, call_id: str = "") -> Parameters:
+def begin(ctx: ParserContext, name: str, call_id: str = "") -> Parameters:
     """Announce a call; from here on it cannot become text any more."""
     name = ctx.tools.declared(name.strip())
     if not name or len(name) > NAME_LIMIT:
@@ -120,19 +130,19 @@ def begin(ctx: Context, name: str, call_id: str = "") -> Parameters:
     return ctx.tools.parameters(name)
 
 
-def end(ctx: Context) -> None:
+def end(ctx: ParserContext) -> None:
     """The call is complete; what follows may be another, or text."""
     ctx.out.end()
     ctx.r.trace = []
 
 
 def members(
-    ctx: Context,
+    ctx: ParserContext,
     params: Parameters,
     emit: Emit,
-    dialect: Dialect = LOOSE,
+    dialect: LiteralSyntax = LOOSE,
     close: str = "}",
-    separator: Markers = markers(":"),  # noqa: B008 - immutable
+    separator: MarkerSet = markers(":"),  # noqa: B008 - immutable
 ) -> Steps[None]:
     """Read `key: value` pairs up to `close`, which opened before, and emit them as a JSON object."""
     r = ctx.r
@@ -155,7 +165,7 @@ def members(
         yield from _member_value(r, params, key, emit, dialect)
 
 
-def _member_key(r: Reader, char: str, dialect: Dialect, separator: Markers) -> Steps[str]:
+def _member_key(r: MarkupReader, char: str, dialect: LiteralSyntax, separator: MarkerSet) -> Steps[str]:
     if is_string_start(char, dialect):
         key = yield from collected(lambda emit: scalar(r, char, emit, dialect))
         yield from r.expect(separator)
@@ -170,7 +180,7 @@ def _member_key(r: Reader, char: str, dialect: Dialect, separator: Markers) -> S
     return key.strip()
 
 
-def _member_value(r: Reader, params: Parameters, key: str, emit: Emit, dialect: Dialect) -> Steps[None]:
+def _member_value(r: MarkupReader, params: Parameters, key: str, emit: Emit, dialect: LiteralSyntax) -> Steps[None]:
     types = params.types(key)
     char = yield from r.space()
     is_string = is_string_start(char, dialect)
@@ -190,7 +200,7 @@ def _member_value(r: Reader, params: Parameters, key: str, emit: Emit, dialect: 
         emit(quoted(text) if types == STRING and not text.startswith("n") else text)
 
 
-def json_arguments(ctx: Context, params: Parameters, emit: Emit | None = None) -> Steps[None]:
+def json_arguments(ctx: ParserContext, params: Parameters, emit: Emit | None = None) -> Steps[None]:
     """Read the JSON object that a call's arguments are; in a string, it is encoded once more."""
     emit = emit or ctx.out.args
     if (yield from ctx.r.space()) == "{":

@@ -4,7 +4,17 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, Format, attempt, begin, checked, drop, end, json_arguments
+from worker.parsers.call import (
+    NAME_LIMIT,
+    CallFormat,
+    ParserContext,
+    attempt,
+    begin,
+    checked,
+    drop,
+    end,
+    json_arguments,
+)
 from worker.parsers.reader import Malformed, Steps, markers
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -19,7 +29,7 @@ class Channels:
 
     header: tuple[str, ...]
     ends: tuple[str, ...]
-    body: Format | None = None
+    body: CallFormat | None = None
     reasoning_end: str = ""
 
 
@@ -30,10 +40,10 @@ HARMONY: Final = Channels(
 )
 
 
-class Messages:
+class ChannelMessages:
     """Reads one output."""
 
-    def __init__(self, ctx: Context, channels: Channels, parse_tools: bool) -> None:
+    def __init__(self, ctx: ParserContext, channels: Channels, parse_tools: bool) -> None:
         self._ctx = ctx
         self._channels = channels
         self._parse_tools = parse_tools
@@ -99,7 +109,7 @@ class _Call:
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = HARMONY.ends
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         char = yield from r.space()
         name = checked(self.recipient.removeprefix("functions."))

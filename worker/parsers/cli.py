@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-from protocol.messages import Kind
+from protocol.messages import DeltaKind
 from worker.parsers.channels import Channels
 from worker.parsers.detect import start_in_reasoning
 from worker.parsers.events import Event
@@ -17,11 +17,11 @@ from worker.parsers.parser import make_parser
 from worker.parsers.template import BrokenTemplate, render
 
 _TYPES: Final = {
-    Kind.TEXT: "content",
-    Kind.REASONING: "reasoning",
-    Kind.TOOL_BEGIN: "tool_begin",
-    Kind.TOOL_ARGS: "tool_args",
-    Kind.TOOL_END: "tool_end",
+    DeltaKind.TEXT: "content",
+    DeltaKind.REASONING: "reasoning",
+    DeltaKind.TOOL_BEGIN: "tool_begin",
+    DeltaKind.TOOL_ARGS: "tool_args",
+    DeltaKind.TOOL_END: "tool_end",
 }
 _HI: Final = [{"role": "user", "content": "Hi"}]
 
@@ -116,11 +116,11 @@ def _pieces(text: str, split: str, seed: int) -> Iterator[str]:
 def _print(events: list[Event]) -> None:
     for event in events:
         line = {"type": _TYPES[event.kind]}
-        if event.kind in (Kind.TEXT, Kind.REASONING, Kind.TOOL_ARGS):
+        if event.kind in (DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_ARGS):
             line["text"] = event.text
         if event.tool is not None:
             line["id"] = event.tool.call_id
-            if event.kind is Kind.TOOL_BEGIN:
+            if event.kind is DeltaKind.TOOL_BEGIN:
                 line["name"] = event.tool.name
         print(json.dumps(line, ensure_ascii=False))
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from protocol.messages import Kind, Tool
+from protocol.messages import DeltaKind, ToolCallDelta
 from worker.text.encodable import encodable
 
 # A string that is never closed goes to the end, so that none is looked for inside of it.
@@ -20,12 +20,12 @@ _CALL_ID: Final = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 class Event(msgspec.Struct, frozen=True):
     """One piece of output. `tool` is set on the three TOOL_* kinds; every TOOL_BEGIN has its TOOL_END."""
 
-    kind: Kind
+    kind: DeltaKind
     text: str = ""
-    tool: Tool | None = None
+    tool: ToolCallDelta | None = None
 
 
-class Output:
+class ParsedOutput:
     """Collects events. White space at the edge of a block is held until it is known to be inside a text.
 
     Dropped: at both ends of reasoning, between blocks, and before the first content after one. `keep_gap` keeps it
@@ -37,10 +37,10 @@ class Output:
         self._keep_gap = keep_gap
         self._trim = trim_before_tool
         self._events: list[Event] = []
-        self._kind = Kind.TEXT
+        self._kind = DeltaKind.TEXT
         self._parts: list[str] = []
         self._held: list[str] = []
-        self._tool: Tool | None = None
+        self._tool: ToolCallDelta | None = None
         self._args: list[str] = []
         self._ids: set[str] = set()
         self.calls = 0
@@ -68,13 +68,13 @@ class Output:
         if self.in_reasoning:
             self.end_reasoning()
         is_gap = self._after_block and not self._has_content and (self.calls > 0 or not self._keep_gap)
-        self._spaced(Kind.TEXT, text, is_gap)
+        self._spaced(DeltaKind.TEXT, text, is_gap)
 
     def reasoning(self, text: str) -> None:
         if not self.in_reasoning:
             self._close_content(trim=False)
             self.in_reasoning = self.is_blank = self.is_reasoning_open = True
-        self._spaced(Kind.REASONING, text, True)
+        self._spaced(DeltaKind.REASONING, text, True)
 
     def open_reasoning(self) -> None:
         """The block begins; nothing is in it yet."""
@@ -104,15 +104,15 @@ class Output:
         if call_id in self._ids or not _CALL_ID.fullmatch(call_id):
             call_id = self._new_id()
         self._ids.add(call_id)
-        self._tool = Tool(index=self.calls, call_id=call_id, name=encodable(name))
-        self._events.append(Event(Kind.TOOL_BEGIN, tool=self._tool))
+        self._tool = ToolCallDelta(index=self.calls, call_id=call_id, name=encodable(name))
+        self._events.append(Event(DeltaKind.TOOL_BEGIN, tool=self._tool))
         self._args.clear()
         self.calls += 1
 
     def args(self, text: str) -> None:
         if text:
             self._args.append(text)
-            self._put(Kind.TOOL_ARGS, text)
+            self._put(DeltaKind.TOOL_ARGS, text)
 
     def break_off(self, is_closable: bool) -> None:
         """End a call that went wrong, with the brackets that its arguments lack if they may be added."""
@@ -126,8 +126,8 @@ class Output:
     def end(self) -> None:
         self._flush()
         if self._tool is not None:
-            tool = Tool(index=self._tool.index, call_id=self._tool.call_id)
-            self._events.append(Event(Kind.TOOL_END, tool=tool))
+            tool = ToolCallDelta(index=self._tool.index, call_id=self._tool.call_id)
+            self._events.append(Event(DeltaKind.TOOL_END, tool=tool))
         self._tool, self.is_blank, self.is_line_start, self._after_block = None, True, True, True
 
     def finish(self) -> None:
@@ -135,7 +135,7 @@ class Output:
             self._held.clear()
         self._release()
 
-    def _spaced(self, kind: Kind, text: str, drop_leading: bool) -> None:
+    def _spaced(self, kind: DeltaKind, text: str, drop_leading: bool) -> None:
         if self.is_blank and drop_leading:
             text = text.lstrip()
         body = text.rstrip()
@@ -143,7 +143,7 @@ class Output:
             self._release()
             self._put(kind, body)
             self.is_blank = self.is_line_start = False
-            self._has_content |= kind is Kind.TEXT
+            self._has_content |= kind is DeltaKind.TEXT
         if len(body) < len(text):
             self._held.append(text[len(body) :])
             self.is_line_start = self.is_line_start or "\n" in self._held[-1]
@@ -155,10 +155,10 @@ class Output:
 
     def _release(self) -> None:
         if self._held:
-            self._put(Kind.REASONING if self.in_reasoning else Kind.TEXT, "".join(self._held))
+            self._put(DeltaKind.REASONING if self.in_reasoning else DeltaKind.TEXT, "".join(self._held))
             self._held.clear()
 
-    def _put(self, kind: Kind, text: str) -> None:
+    def _put(self, kind: DeltaKind, text: str) -> None:
         if kind is not self._kind:
             self._flush()
             self._kind = kind
@@ -167,8 +167,8 @@ class Output:
     def _flush(self) -> None:
         if self._parts:
             tool = None
-            if self._kind is Kind.TOOL_ARGS and self._tool is not None:
-                tool = Tool(index=self._tool.index, call_id=self._tool.call_id)
+            if self._kind is DeltaKind.TOOL_ARGS and self._tool is not None:
+                tool = ToolCallDelta(index=self._tool.index, call_id=self._tool.call_id)
             self._events.append(Event(self._kind, "".join(self._parts), tool))
             self._parts.clear()
 

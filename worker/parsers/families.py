@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import Format
+from worker.parsers.call import CallFormat
 from worker.parsers.channels import HARMONY, Channels
 from worker.parsers.gemma import GemmaCalls
 from worker.parsers.json_calls import JsonCalls
@@ -12,23 +12,23 @@ from worker.parsers.llama import LlamaCalls
 from worker.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
 from worker.parsers.pythonic import PythonCalls
-from worker.parsers.think_and_calls import Grammar, Think
+from worker.parsers.think_and_calls import MarkupGrammar, Think
 from worker.parsers.verbatim import Verbatim
 from worker.parsers.xml_calls import XmlCalls
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ParserFamily:
     """One row. `opens`: its templates open the reasoning, so that is where an output begins unless one knows better.
 
     `undeclared` is the grammar when a request has no tools, where that differs. For the rest see `Output`.
     """
 
-    grammar: Grammar | Channels
+    grammar: MarkupGrammar | Channels
     opens: bool = False
     keep_gap: bool = False
     trim_before_tool: bool = False
-    undeclared: Grammar | None = None
+    undeclared: MarkupGrammar | None = None
 
 
 _THINK = Think(("<think>",), ("</think>",))
@@ -137,30 +137,30 @@ _XLAM = JsonCalls(("[TOOL_CALLS]", "<tool_call>", "```json", "[", "{"), ("</tool
 
 
 def _row(
-    *formats: Format, think: Think | None = _THINK, keep_gap: bool = False, trim_before_tool: bool = False
-) -> Family:
-    return Family(Grammar(formats, think), keep_gap=keep_gap, trim_before_tool=trim_before_tool)
+    *formats: CallFormat, think: Think | None = _THINK, keep_gap: bool = False, trim_before_tool: bool = False
+) -> ParserFamily:
+    return ParserFamily(MarkupGrammar(formats, think), keep_gap=keep_gap, trim_before_tool=trim_before_tool)
 
 
-_DEEPSEEK_V3 = Grammar((_DEEPSEEK,), _THINK, (*_DEEPSEEK.section_end, *_DEEPSEEK.ends), tool_ends_think="always")
-_DEEPSEEK_V32 = Grammar((_DSML,), _THINK, tool_ends_think="always")
-_MISTRAL = Grammar((MistralCalls(),), Think(("[THINK]",), ("[/THINK]",), is_explicit=True))
-_QWEN_LINE = Grammar((_QWEN_XML,), _THINK, tool_ends_think="line")
+_DEEPSEEK_V3 = MarkupGrammar((_DEEPSEEK,), _THINK, (*_DEEPSEEK.section_end, *_DEEPSEEK.ends), tool_ends_think="always")
+_DEEPSEEK_V32 = MarkupGrammar((_DSML,), _THINK, tool_ends_think="always")
+_MISTRAL = MarkupGrammar((MistralCalls(),), Think(("[THINK]",), ("[/THINK]",), is_explicit=True))
+_QWEN_LINE = MarkupGrammar((_QWEN_XML,), _THINK, tool_ends_think="line")
 
-FAMILIES: Final[dict[str, Family]] = {
-    "none": Family(Grammar()),
-    "think": Family(Grammar(think=_THINK)),
+FAMILIES: Final[dict[str, ParserFamily]] = {
+    "none": ParserFamily(MarkupGrammar()),
+    "think": ParserFamily(MarkupGrammar(think=_THINK)),
     "apertus": _row(
         JsonCalls(("<|tools_prefix|>",), ("<|tools_suffix|>",), keyed=True),
         think=Think(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
     ),
-    "apriel": Family(
-        Grammar(
+    "apriel": ParserFamily(
+        MarkupGrammar(
             (_LIST_TAG,), Think(("<thinking>",), ("</thinking>",)), ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]")
         )
     ),
-    "apriel16": Family(
-        Grammar(
+    "apriel16": ParserFamily(
+        MarkupGrammar(
             (_LIST_TAG,),
             Think(("Here are my reasoning steps:\n",), ("[BEGIN FINAL RESPONSE]",)),
             ("[END FINAL RESPONSE]", "<|end|>"),
@@ -168,8 +168,8 @@ FAMILIES: Final[dict[str, Family]] = {
         ),
         opens=True,
     ),
-    "command_a": Family(
-        Grammar(
+    "command_a": ParserFamily(
+        MarkupGrammar(
             (_COHERE,),
             Think(("<|START_THINKING|>",), ("<|END_THINKING|>", "<|START_TEXT|>", "<|START_RESPONSE|>")),
             _COHERE_DROP,
@@ -177,21 +177,21 @@ FAMILIES: Final[dict[str, Family]] = {
         ),
         opens=True,
     ),
-    "command_r7b": Family(
-        Grammar((_COHERE,), Think(("<|START_THINKING|>",), ("<|END_THINKING|>",)), _COHERE_DROP, None, "always")
+    "command_r7b": ParserFamily(
+        MarkupGrammar((_COHERE,), Think(("<|START_THINKING|>",), ("<|END_THINKING|>",)), _COHERE_DROP, None, "always")
     ),
     "command_r": _row(JsonCalls(("Action: ```json", "Action:\n```json", "Action:```json"), ("```",)), think=None),
-    "deepseek_r1": Family(_DEEPSEEK_V3, opens=True, keep_gap=True),
-    "deepseek_v3": Family(_DEEPSEEK_V3),
-    "deepseek_v31": Family(_DEEPSEEK_V3),
-    "deepseek_v32": Family(_DEEPSEEK_V32),
-    "deepseek_v4": Family(_DEEPSEEK_V32),
+    "deepseek_r1": ParserFamily(_DEEPSEEK_V3, opens=True, keep_gap=True),
+    "deepseek_v3": ParserFamily(_DEEPSEEK_V3),
+    "deepseek_v31": ParserFamily(_DEEPSEEK_V3),
+    "deepseek_v32": ParserFamily(_DEEPSEEK_V32),
+    "deepseek_v4": ParserFamily(_DEEPSEEK_V32),
     "dots": _row(_DOTS),
-    "ernie45": Family(Grammar((_HERMES,), _THINK, ("<response>", "</response>"))),
+    "ernie45": ParserFamily(MarkupGrammar((_HERMES,), _THINK, ("<response>", "</response>"))),
     "functionary_v31": _row(TaggedJson(), LlamaCalls(("<|python_tag|>",)), think=None),
-    "functionary_v32": Family(Grammar((RecipientJson(),), opening=RecipientJson())),
-    "gemma4": Family(
-        Grammar(
+    "functionary_v32": ParserFamily(MarkupGrammar((RecipientJson(),), opening=RecipientJson())),
+    "gemma4": ParserFamily(
+        MarkupGrammar(
             (GemmaCalls(("<|tool_call>",), ("<tool_call|>",), GEMMA),),
             Think(("<|channel>",), ("<channel|>",), "thought"),
             ("<turn|>", "<|tool_response>", "<tool_call|>"),
@@ -199,42 +199,42 @@ FAMILIES: Final[dict[str, Family]] = {
             tool_ends_think="always",
         )
     ),
-    "function_gemma": Family(
-        Grammar(
+    "function_gemma": ParserFamily(
+        MarkupGrammar(
             (GemmaCalls(("<start_function_call>",), ("<end_function_call>",), FUNCTION_GEMMA),),
             drop=("<start_function_response>", "<end_of_turn>", "<end_function_call>"),
         )
     ),
-    "gigachat": Family(Grammar((_GIGACHAT,), drop=("<|message_sep|>",))),
+    "gigachat": ParserFamily(MarkupGrammar((_GIGACHAT,), drop=("<|message_sep|>",))),
     "glm45": _row(_GLM, trim_before_tool=True),
     "glm47": _row(_GLM, trim_before_tool=True),
-    "granite": Family(Grammar((_GRANITE,), _THINK, opening=_GRANITE_BARE)),
-    "granite3": Family(
-        Grammar((_GRANITE,), _GRANITE_THINK, ("<response>", "</response>"), opening=_GRANITE_BARE),
+    "granite": ParserFamily(MarkupGrammar((_GRANITE,), _THINK, opening=_GRANITE_BARE)),
+    "granite3": ParserFamily(
+        MarkupGrammar((_GRANITE,), _GRANITE_THINK, ("<response>", "</response>"), opening=_GRANITE_BARE),
     ),
     "granite_20b_fc": _row(JsonCalls(("<function_call>",)), think=None),
-    "granite_thinking": Family(Grammar((_GRANITE,), _THINK, opening=_GRANITE_BARE)),
-    "harmony": Family(HARMONY),
+    "granite_thinking": ParserFamily(MarkupGrammar((_GRANITE,), _THINK, opening=_GRANITE_BARE)),
+    "harmony": ParserFamily(HARMONY),
     "hermes": _row(_HERMES),
-    "holo2": Family(Grammar((_HERMES,), _THINK), opens=True),
-    "hunyuan_a13b": Family(Grammar((_LIST_TAG,), _THINK, ("<answer>", "</answer>"))),
-    "hy_v3": Family(
-        Grammar(
+    "holo2": ParserFamily(MarkupGrammar((_HERMES,), _THINK), opens=True),
+    "hunyuan_a13b": ParserFamily(MarkupGrammar((_LIST_TAG,), _THINK, ("<answer>", "</answer>"))),
+    "hy_v3": ParserFamily(
+        MarkupGrammar(
             (_hy(""), _hy(":opensource")), Think(("<think>", "<think:opensource>"), ("</think>", "</think:opensource>"))
         )
     ),
     "internlm2": _row(JsonCalls(("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), ("<|action_end|>",))),
     "jamba": _row(_LIST_TAG),
-    "kimi_k2": Family(
-        Grammar(
+    "kimi_k2": ParserFamily(
+        MarkupGrammar(
             (_KIMI_K2,),
             Think(("<think>", "◁think▷"), ("</think>", "◁/think▷")),
             _KIMI_K2.section_end,
             tool_ends_think="always",
         )
     ),
-    "kimi_k3": Family(
-        Grammar(
+    "kimi_k3": ParserFamily(
+        MarkupGrammar(
             (_KIMI_K3,),
             Think(("<|open|>think<|sep|>",), ("<|close|>think<|sep|>", "<|open|>response<|sep|>")),
             ("<|close|>response<|sep|>", "<|close|>message<|sep|>", "<|close|>tools<|sep|>", "<|end_of_msg|>"),
@@ -242,24 +242,26 @@ FAMILIES: Final[dict[str, Family]] = {
         )
     ),
     "lfm2_pythonic": _row(PythonCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",))),
-    "ling3": Family(Grammar((_GLM,), _THINK, ("<|role_end|>",))),
+    "ling3": ParserFamily(MarkupGrammar((_GLM,), _THINK, ("<|role_end|>",))),
     "llama3_json": _row(LlamaCalls(), think=None),
-    "llama4_pythonic": Family(
-        Grammar(
+    "llama4_pythonic": ParserFamily(
+        MarkupGrammar(
             (PythonCalls(("<|python_start|>",), ("<|python_end|>",)), LlamaCalls(("<|python_tag|>",))),
             opening=_PYTHON_MESSAGE,
         )
     ),
-    "longcat": Family(Grammar((_LONGCAT,), Think(("<longcat_think>", "<think>"), ("</longcat_think>", "</think>")))),
+    "longcat": ParserFamily(
+        MarkupGrammar((_LONGCAT,), Think(("<longcat_think>", "<think>"), ("</longcat_think>", "</think>")))
+    ),
     "minicpm5": _row(_MINICPM5),
     "minimax_m1": _row(_LIST_TAG),
-    "minimax_m2": Family(Grammar((_MINIMAX_M2,), _THINK, tool_ends_think="always"), opens=True),
-    "minimax_m3": Family(
-        Grammar((MiniMaxM3Calls(),), Think(("<mm:think>",), ("</mm:think>",)), tool_ends_think="always")
+    "minimax_m2": ParserFamily(MarkupGrammar((_MINIMAX_M2,), _THINK, tool_ends_think="always"), opens=True),
+    "minimax_m3": ParserFamily(
+        MarkupGrammar((MiniMaxM3Calls(),), Think(("<mm:think>",), ("</mm:think>",)), tool_ends_think="always")
     ),
-    "mistral": Family(_MISTRAL),
-    "mistral_v3": Family(_MISTRAL),
-    "muse": Family(
+    "mistral": ParserFamily(_MISTRAL),
+    "mistral_v3": ParserFamily(_MISTRAL),
+    "muse": ParserFamily(
         Channels(
             ("<|start|>", " to=", "to=", "<|message|>"),
             ("<|eom|>", "<|eot|>"),
@@ -271,16 +273,18 @@ FAMILIES: Final[dict[str, Family]] = {
     "nemotron_v3": _row(_QWEN_XML),
     "olmo3_pythonic": _row(PythonCalls(("<function_calls>",), ("</function_calls>",)), keep_gap=True),
     "phi4mini": _row(JsonCalls(("functools[", "<|tool_call|>"), ("<|/tool_call|>",))),
-    "pythonic": Family(Grammar(think=_THINK, opening=_PYTHON_MESSAGE)),
-    "qwen3_coder": Family(_QWEN_LINE),
-    "qwen3_think": Family(
+    "pythonic": ParserFamily(MarkupGrammar(think=_THINK, opening=_PYTHON_MESSAGE)),
+    "qwen3_coder": ParserFamily(_QWEN_LINE),
+    "qwen3_think": ParserFamily(
         _QWEN_LINE,
         opens=True,
-        undeclared=Grammar((Verbatim(("<tool_call>",)),), _THINK, tool_ends_think="line"),
+        undeclared=MarkupGrammar((Verbatim(("<tool_call>",)),), _THINK, tool_ends_think="line"),
     ),
-    "seed_oss": Family(Grammar((_SEED,), Think(("<seed:think>",), ("</seed:think>",)))),
-    "solar_open": Family(
-        Grammar((_SOLAR,), Think(("<|think|>",), ("<|end|>",)), ("<|begin|>assistant", "<|content|>", "<|calls|>"))
+    "seed_oss": ParserFamily(MarkupGrammar((_SEED,), Think(("<seed:think>",), ("</seed:think>",)))),
+    "solar_open": ParserFamily(
+        MarkupGrammar(
+            (_SOLAR,), Think(("<|think|>",), ("<|end|>",)), ("<|begin|>assistant", "<|content|>", "<|calls|>")
+        )
     ),
     "spark": _row(_GLM),
     "step3": _row(_STEP3),

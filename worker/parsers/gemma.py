@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end, members
-from worker.parsers.literal import Dialect
+from worker.parsers.call import NAME_LIMIT, ParserContext, begin, checked, end, members
+from worker.parsers.literal import LiteralSyntax
 from worker.parsers.reader import Malformed, Steps, markers
 
 _WORDS: Final = markers("call:", "call ", "call\n")
@@ -21,10 +21,10 @@ class GemmaCalls:
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
-    dialect: Dialect
+    dialect: LiteralSyntax
     bare: bool = False
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         while True:
             params = begin(ctx, (yield from self._name(ctx)))
@@ -35,7 +35,7 @@ class GemmaCalls:
                 break
         yield from r.literal(markers(*self.ends))
 
-    def _name(self, ctx: Context) -> Steps[str]:
+    def _name(self, ctx: ParserContext) -> Steps[str]:
         """The name of the call that comes next, up to its brace."""
         r = ctx.r
         yield from r.space()

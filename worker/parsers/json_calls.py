@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import Context, begin, end, json_arguments, members
+from worker.parsers.call import ParserContext, begin, end, json_arguments, members
 from worker.parsers.literal import scalar, value
 from worker.parsers.reader import Malformed, Steps, collected, markers
 
@@ -29,7 +29,7 @@ class JsonCalls:
     late: bool = False
     keyed: bool = False
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         is_open, is_list, is_first = hit == "{", hit.endswith("["), True
         while True:
@@ -57,7 +57,7 @@ class JsonCalls:
                 break
         yield from self._close(ctx)
 
-    def _close(self, ctx: Context) -> Steps[None]:
+    def _close(self, ctx: ParserContext) -> Steps[None]:
         if not self.ends:
             return
         ends = markers(*self.ends)
@@ -67,7 +67,7 @@ class JsonCalls:
                 return
             ctx.r.take(1)
 
-    def _object(self, ctx: Context) -> Steps[None]:
+    def _object(self, ctx: ParserContext) -> Steps[None]:
         """Read one call, after its `{`."""
         r, depth, call = ctx.r, 1, _Call()
         is_first = True
@@ -99,7 +99,7 @@ class JsonCalls:
             ctx.out.args(call.arguments or "{}")
         end(ctx)
 
-    def _field(self, ctx: Context, key: str, call: "_Call") -> Steps[None]:
+    def _field(self, ctx: ParserContext, key: str, call: "_Call") -> Steps[None]:
         char = yield from ctx.r.space()
         if key in _ARGUMENTS and call.arguments is None and not call.is_announced:
             if char == "{" and call.name and not self.late:
@@ -117,7 +117,7 @@ class JsonCalls:
         elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
             call.call_id = json.loads(text) if text.startswith('"') else text
 
-    def _announce(self, ctx: Context, call: "_Call", has_arguments: bool = False) -> None:
+    def _announce(self, ctx: ParserContext, call: "_Call", has_arguments: bool = False) -> None:
         if self.bare and not (has_arguments or call.arguments):
             raise Malformed
         if self.bare and ctx.tools and call.name not in ctx.tools:
@@ -136,7 +136,7 @@ class _Call:
     is_announced: bool = False
 
 
-def _key(ctx: Context, char: str) -> Steps[str]:
+def _key(ctx: ParserContext, char: str) -> Steps[str]:
     if char not in ("'", '"'):
         raise Malformed
     key = yield from collected(lambda emit: scalar(ctx.r, char, emit))

@@ -5,7 +5,7 @@ import re
 from typing import Final, NamedTuple
 
 from worker.parsers.quotes import ends_string
-from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, collected, markers, stray
+from worker.parsers.reader import Emit, Malformed, MarkerSet, MarkupReader, Steps, collected, markers, stray
 
 # Deeper than any tool needs, and shallow enough for every client's JSON parser.
 MAX_DEPTH: Final = 128
@@ -28,7 +28,7 @@ _ESCAPES: Final = {"'": "'", "a": "\\u0007", "v": "\\u000b", "\n": "", "0": "\\u
 _HEX_ESCAPES: Final = {"x": 2, "u": 4, "U": 8}
 
 
-class Dialect(NamedTuple):
+class LiteralSyntax(NamedTuple):
     """`delimiter` quotes a raw string (Gemma). `bare` allows words without quotes, as keys and as values.
 
     `is_python`: it is a part of a Python call, where quotes inside of a string may not be escaped.
@@ -39,10 +39,10 @@ class Dialect(NamedTuple):
     is_python: bool = False
 
 
-LOOSE: Final = Dialect()
-PYTHON: Final = Dialect(is_python=True)
-GEMMA: Final = Dialect('<|"|>', bare=True)
-FUNCTION_GEMMA: Final = Dialect("<escape>", bare=True)
+LOOSE: Final = LiteralSyntax()
+PYTHON: Final = LiteralSyntax(is_python=True)
+GEMMA: Final = LiteralSyntax('<|"|>', bare=True)
+FUNCTION_GEMMA: Final = LiteralSyntax("<escape>", bare=True)
 
 
 def quoted(text: str) -> str:
@@ -84,12 +84,12 @@ def padded(token: str) -> str:
     return number(_PADDED.sub(r"\1\2", token) if is_padded(token) else token)
 
 
-def is_string_start(char: str, dialect: Dialect) -> bool:
+def is_string_start(char: str, dialect: LiteralSyntax) -> bool:
     """Whether a value that begins with `char` is a string in quotes."""
     return char in ("'", '"') or (bool(dialect.delimiter) and char == "<")
 
 
-def value(r: Reader, emit: Emit, dialect: Dialect = LOOSE) -> Steps[None]:
+def value(r: MarkupReader, emit: Emit, dialect: LiteralSyntax = LOOSE) -> Steps[None]:
     """Read one value of any depth and emit it as JSON. Python's tuples and sets become arrays.
 
     A missing or trailing comma's worth of sloppiness is fine; what is emitted is strict JSON with one space after
@@ -120,7 +120,9 @@ def value(r: Reader, emit: Emit, dialect: Dialect = LOOSE) -> Steps[None]:
             want_value = True
 
 
-def _begin_value(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: Dialect) -> Steps[bool]:
+def _begin_value(
+    r: MarkupReader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: LiteralSyntax
+) -> Steps[bool]:
     """Read a scalar, or go one level down; returns whether a value must follow."""
     if char not in _OPENS or not char:
         yield from scalar(r, char, emit, dialect, _levels(dialect, open_))
@@ -141,7 +143,7 @@ def _begin_value(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]],
     return True
 
 
-def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: Dialect) -> Steps[bool]:
+def _brace(r: MarkupReader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: LiteralSyntax) -> Steps[bool]:
     """After `{`: an object if its first item is a key, else a Python set."""
     if dialect.bare:
         emit("{")
@@ -165,12 +167,12 @@ def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], diale
     return False
 
 
-def _levels(dialect: Dialect, open_: list[tuple[str, str]]) -> str:
+def _levels(dialect: LiteralSyntax, open_: list[tuple[str, str]]) -> str:
     """Closing brackets of a Python call, from its own on; "" where quotes are always escaped."""
     return ")" + "".join(source for source, _ in open_) if dialect.is_python else ""
 
 
-def _key(r: Reader, emit: Emit, dialect: Dialect, levels: str) -> Steps[None]:
+def _key(r: MarkupReader, emit: Emit, dialect: LiteralSyntax, levels: str) -> Steps[None]:
     char = yield from r.space()
     if dialect.bare and not is_string_start(char, dialect):
         name, _ = yield from r.capture(_KEY_END, keep=True)
@@ -182,7 +184,7 @@ def _key(r: Reader, emit: Emit, dialect: Dialect, levels: str) -> Steps[None]:
 
 
 def scalar(
-    r: Reader, char: str, emit: Emit, dialect: Dialect = LOOSE, levels: str = "", is_key: bool = False
+    r: MarkupReader, char: str, emit: Emit, dialect: LiteralSyntax = LOOSE, levels: str = "", is_key: bool = False
 ) -> Steps[None]:
     """Read a string, number or word that begins with `char` (which is not consumed yet).
 
@@ -204,8 +206,8 @@ def scalar(
         emit(padded((yield from token(r))))
 
 
-_BARE_END: Final[Markers] = markers(",", "}", "]", "<tool_call|>", "<end_function_call>")
-_KEY_END: Final[Markers] = markers(":", ",", "}", "]")
+_BARE_END: Final[MarkerSet] = markers(",", "}", "]", "<tool_call|>", "<end_function_call>")
+_KEY_END: Final[MarkerSet] = markers(":", ",", "}", "]")
 
 
 def _bare(word: str) -> str:
@@ -215,7 +217,7 @@ def _bare(word: str) -> str:
         return quoted(word)
 
 
-def token(r: Reader) -> Steps[str]:
+def token(r: MarkupReader) -> Steps[str]:
     """Read what may be a number or word."""
     parts: list[str] = []
     while True:
@@ -227,7 +229,7 @@ def token(r: Reader) -> Steps[str]:
         yield
 
 
-def string(r: Reader, quote: str, emit: Emit, levels: str = "", is_key: bool = False) -> Steps[None]:
+def string(r: MarkupReader, quote: str, emit: Emit, levels: str = "", is_key: bool = False) -> Steps[None]:
     """Read a string in `quote`s, or in three of them as Python may, and emit it as JSON.
 
     With `levels`, a quote behind which the call cannot go on belongs to the string.
@@ -262,7 +264,7 @@ def string(r: Reader, quote: str, emit: Emit, levels: str = "", is_key: bool = F
     emit('"')
 
 
-def _escape(r: Reader) -> Steps[str]:
+def _escape(r: MarkupReader) -> Steps[str]:
     """The JSON spelling of the escape that follows a backslash; what is none keeps its backslash, as in Python."""
     char = yield from r.peek()
     if not char:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end, members
+from worker.parsers.call import NAME_LIMIT, ParserContext, begin, checked, end, members
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.literal import quoted
 from worker.parsers.reader import Malformed, Steps, markers
@@ -18,7 +18,7 @@ class LlamaCalls:
     starts: tuple[str, ...] = ("<|python_tag|>", "functools[", "{", "[")
     ends: tuple[str, ...] = ()
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         if hit != "<|python_tag|>" or (yield from r.space()) in ("{", "["):
             yield from _JSON.calls(ctx, hit)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end
+from worker.parsers.call import NAME_LIMIT, ParserContext, begin, checked, end
 from worker.parsers.literal import quoted
-from worker.parsers.reader import Malformed, Reader, Steps, Unclosed, markers
+from worker.parsers.reader import Malformed, MarkupReader, Steps, Unclosed, markers
 from worker.parsers.schema import Types, ValueSchema, coerced
 
 _NS: Final = "]<]minimax[>["
@@ -26,7 +26,7 @@ class MiniMaxM3Calls:
     starts: tuple[str, ...] = (f"{_NS}<tool_call>",)
     ends: tuple[str, ...] = (f"{_NS}</tool_call>",)
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         yield from r.expect(markers(f"{_NS}<invoke"))
         while True:
@@ -53,13 +53,13 @@ class MiniMaxM3Calls:
         yield from r.literal(markers(*self.ends))
 
 
-def _tag(r: Reader) -> Steps[str]:
+def _tag(r: MarkupReader) -> Steps[str]:
     yield from r.expect(markers(f"{_NS}<"))
     tag, _ = yield from r.capture(markers(">"), NAME_LIMIT)
     return tag
 
 
-def _read(r: Reader, tag: str) -> Steps[_Node]:
+def _read(r: MarkupReader, tag: str) -> Steps[_Node]:
     """Everything up to the end of the tag that was just opened."""
     pieces: list[str] = []
     top = _Node(tag)

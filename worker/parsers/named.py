@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, checked, drop, end, json_arguments, read_name
+from worker.parsers.call import NAME_LIMIT, ParserContext, begin, checked, drop, end, json_arguments, read_name
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.reader import Malformed, Steps, markers
 
@@ -15,7 +15,7 @@ class MistralCalls:
     starts: tuple[str, ...] = ("[TOOL_CALLS]",)
     ends: tuple[str, ...] = ()
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         if (yield from r.space()) in ("[", "{"):
             yield from _MISTRAL_LIST.calls(ctx, hit)
@@ -54,7 +54,7 @@ class SectionCalls:
     def starts(self) -> tuple[str, ...]:
         return self.section + self.call
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r, call = ctx.r, markers(*self.call)
         is_open = hit in self.call
         while True:
@@ -73,7 +73,7 @@ class SectionCalls:
                 return
             is_open = True
 
-    def _one(self, ctx: Context) -> Steps[None]:
+    def _one(self, ctx: ParserContext) -> Steps[None]:
         r = ctx.r
         header, _ = yield from r.capture(markers(*self.separator), NAME_LIMIT)
         header = header.strip()
@@ -106,7 +106,7 @@ class TaggedJson:
     starts: tuple[str, ...] = ("<function=",)
     ends: tuple[str, ...] = ("</function>",)
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         name, _ = yield from ctx.r.capture(markers(">"), NAME_LIMIT)
         if (yield from ctx.r.space()) not in ("{", '"'):
             raise Malformed
@@ -123,7 +123,7 @@ class RecipientJson:
     starts: tuple[str, ...] = (">>>",)
     ends: tuple[str, ...] = ()
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         name = yield from read_name(ctx.r)
         if not (yield from ctx.r.literal(markers("\n"))):
             raise Malformed

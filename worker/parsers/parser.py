@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from worker.parsers.call import Context
-from worker.parsers.channels import Channels, Messages
+from worker.parsers.call import ParserContext
+from worker.parsers.channels import ChannelMessages, Channels
 from worker.parsers.controls import NO_CONTROLS, Controls
-from worker.parsers.events import Event, Output
+from worker.parsers.events import Event, ParsedOutput
 from worker.parsers.families import FAMILIES, resolve
-from worker.parsers.reader import Malformed, Reader, Steps
+from worker.parsers.reader import Malformed, MarkupReader, Steps
 from worker.parsers.schema import Tools
 from worker.parsers.think_and_calls import Conversation
 
@@ -37,7 +37,7 @@ class Parser:
     `is_broken`. Either way it counts as `malformed`.
     """
 
-    def __init__(self, ctx: Context, steps: Steps[None]) -> None:
+    def __init__(self, ctx: ParserContext, steps: Steps[None]) -> None:
         self._r = ctx.r
         self._out = ctx.out
         self._steps = steps
@@ -115,9 +115,9 @@ def make_parser(
     """
     row = FAMILIES[resolve(family)]
     in_reasoning = row.opens if start_in_reasoning is None else start_in_reasoning
-    ctx = Context(Reader(controls), Output(new_id, row.keep_gap, row.trim_before_tool), Tools(tools))
+    ctx = ParserContext(MarkupReader(controls), ParsedOutput(new_id, row.keep_gap, row.trim_before_tool), Tools(tools))
     if isinstance(row.grammar, Channels):
-        return Parser(ctx, Messages(ctx, row.grammar, parse_tools).read(in_reasoning))
+        return Parser(ctx, ChannelMessages(ctx, row.grammar, parse_tools).read(in_reasoning))
     grammar = row.undeclared if row.undeclared and not tools else row.grammar
     if not parse_tools:
         grammar = replace(grammar, formats=(), opening=None)

@@ -3,10 +3,10 @@
 import re
 from dataclasses import dataclass
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, end, members, read_name
+from worker.parsers.call import NAME_LIMIT, ParserContext, begin, end, members, read_name
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.literal import PYTHON
-from worker.parsers.reader import Malformed, Reader, Steps, markers
+from worker.parsers.reader import Malformed, MarkupReader, Steps, markers
 
 _NAME_START = re.compile(r"[^\W\d]")
 # What arguments begin with, and what may still become that.
@@ -22,7 +22,7 @@ class PythonCalls:
     ends: tuple[str, ...] = ()
     bare: bool = False
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         char = yield from r.space()
         is_list = char == "["
@@ -51,13 +51,13 @@ class PythonCalls:
                 break
         yield from self._close(r)
 
-    def _close(self, r: Reader) -> Steps[None]:
+    def _close(self, r: MarkupReader) -> Steps[None]:
         yield from r.literal(markers("]"))
         if self.ends:
             yield from r.space()
             yield from r.literal(markers(*self.ends))
 
-    def _one(self, ctx: Context) -> Steps[None]:
+    def _one(self, ctx: ParserContext) -> Steps[None]:
         name = yield from read_name(ctx.r)
         if (yield from ctx.r.peek()) != "(" or not _NAME_START.match(name):
             raise Malformed
@@ -70,7 +70,7 @@ class PythonCalls:
         end(ctx)
 
 
-def _keywords(r: Reader) -> Steps[None]:
+def _keywords(r: MarkupReader) -> Steps[None]:
     """Look ahead: arguments without names are no tool's, so this is no call."""
     for size in range(2, NAME_LIMIT):
         text = yield from r.peek(size)

@@ -8,7 +8,7 @@ stops at the next quote at the latest.
 import re
 from typing import Final
 
-from worker.parsers.reader import Malformed, Reader, Steps
+from worker.parsers.reader import Malformed, MarkupReader, Steps
 
 # Further than any model pads its calls.
 _LOOK_LIMIT: Final = 256
@@ -19,7 +19,7 @@ _OPERATORS: Final = frozenset("|&;<>=)]},.:'\"+%/\\")
 _CONSTANTS: Final = frozenset({"True", "False", "None", "true", "false", "null", "nan", "NaN", "inf", "Infinity"})
 
 
-def ends_string(r: Reader, levels: str, is_key: bool) -> Steps[bool]:
+def ends_string(r: MarkupReader, levels: str, is_key: bool) -> Steps[bool]:
     """Whether the quote that comes next ends its string. Consumes nothing.
 
     `levels` are the brackets that close what is open, of which the first is the call's. `is_key`: a colon may follow.
@@ -46,7 +46,7 @@ def ends_string(r: Reader, levels: str, is_key: bool) -> Steps[bool]:
     return True
 
 
-def _refuse_expression(r: Reader, at: int, char: str) -> Steps[None]:
+def _refuse_expression(r: MarkupReader, at: int, char: str) -> Steps[None]:
     """`"a" + b`, `"%s" % x` and `"a".join(b)` are values that cannot be known."""
     if char != ".":
         if (yield from _char(r, at + 1)).isspace():
@@ -57,7 +57,7 @@ def _refuse_expression(r: Reader, at: int, char: str) -> Steps[None]:
             raise Malformed
 
 
-def _follows_call(r: Reader, at: int, char: str) -> Steps[bool]:
+def _follows_call(r: MarkupReader, at: int, char: str) -> Steps[bool]:
     """Whether this may stand behind the bracket that closes a call."""
     if char == "<":
         return (yield from _is_marker(r, at))
@@ -74,7 +74,7 @@ def _follows_call(r: Reader, at: int, char: str) -> Steps[bool]:
     return not char or char not in _OPERATORS or "\n" in r.buf[r.at + at + 1 : r.at + after]
 
 
-def _is_call(r: Reader, at: int) -> Steps[bool]:
+def _is_call(r: MarkupReader, at: int) -> Steps[bool]:
     at, name = yield from _word(r, at)
     if not name or (yield from _char(r, at)) != "(":
         return False
@@ -82,20 +82,20 @@ def _is_call(r: Reader, at: int) -> Steps[bool]:
     return char in ("", ")") or (yield from _is_keyword(r, at))
 
 
-def _is_keyword(r: Reader, at: int) -> Steps[bool]:
+def _is_keyword(r: MarkupReader, at: int) -> Steps[bool]:
     at, name = yield from _word(r, at)
     at, char = yield from _skip(r, at)
     return not char or (bool(name) and char == "=" and (yield from _char(r, at + 1)) != "=")
 
 
-def _is_value(r: Reader, at: int, char: str) -> Steps[bool]:
+def _is_value(r: MarkupReader, at: int, char: str) -> Steps[bool]:
     if not char or char in _VALUE_START:
         return True
     _, word = yield from _word(r, at)
     return word in _CONSTANTS
 
 
-def _is_marker(r: Reader, at: int) -> Steps[bool]:
+def _is_marker(r: MarkupReader, at: int) -> Steps[bool]:
     """Whether markup follows, so that brackets are missing: `<|…` or `</name>`."""
     char = yield from _char(r, at + 1)
     if char != "/":
@@ -104,25 +104,25 @@ def _is_marker(r: Reader, at: int) -> Steps[bool]:
     return bool(name) and (yield from _char(r, at)) in ("", ">")
 
 
-def _char(r: Reader, at: int) -> Steps[str]:
+def _char(r: MarkupReader, at: int) -> Steps[str]:
     """The character `at` so many after the next; "" behind the end of the text."""
     while len(r.buf) - r.at <= at and not r.ended:
         yield
     return r.buf[r.at + at : r.at + at + 1]
 
 
-def _skip(r: Reader, at: int) -> Steps[tuple[int, str]]:
+def _skip(r: MarkupReader, at: int) -> Steps[tuple[int, str]]:
     """End of the white space, and the character there; "" at the end of the text or beyond the limit."""
     return _run(r, at, _SPACE)
 
 
-def _word(r: Reader, at: int) -> Steps[tuple[int, str]]:
+def _word(r: MarkupReader, at: int) -> Steps[tuple[int, str]]:
     """End of a word, and the word."""
     end, _ = yield from _run(r, at, _WORD)
     return end, r.buf[r.at + at : r.at + end]
 
 
-def _run(r: Reader, at: int, kind: re.Pattern[str]) -> Steps[tuple[int, str]]:
+def _run(r: MarkupReader, at: int, kind: re.Pattern[str]) -> Steps[tuple[int, str]]:
     while True:
         match = kind.match(r.buf, r.at + at, r.at + at + _LOOK_LIMIT)
         end = match.end() if match else r.at + at

@@ -32,7 +32,7 @@ def stray(char: str) -> Malformed:
     return Unclosed() if char in ("", "<") else Malformed()
 
 
-class Markers:
+class MarkerSet:
     """A set of strings to look for; `prefixes` are those that may still become one of them."""
 
     __slots__ = ("first", "longest", "pattern", "prefixes", "words")
@@ -62,12 +62,12 @@ def collected(read: Callable[[Emit], Steps[object]]) -> Steps[str]:
 
 
 @lru_cache(maxsize=512)
-def markers(*words: str) -> Markers:
+def markers(*words: str) -> MarkerSet:
     """The same set is compiled once."""
-    return Markers(words)
+    return MarkerSet(words)
 
 
-class Reader:
+class MarkupReader:
     """The text that is not consumed yet. `trace` keeps what was, for as long as a call may still degrade to text.
 
     `is_cut`: it has ended where the model would have gone on. A marker with tokens of `controls` in it is only found
@@ -126,7 +126,7 @@ class Reader:
                 return ""
             yield
 
-    def literal(self, words: Markers) -> Steps[str]:
+    def literal(self, words: MarkerSet) -> Steps[str]:
         """Consume the longest of `words` if the text goes on with one; else "" and nothing is consumed."""
         while True:
             rest = self.buf[self.at : self.at + words.longest]
@@ -137,7 +137,7 @@ class Reader:
             word = self._genuine(words, match) if match else ""
             return self.take(len(word)) if word else ""
 
-    def until(self, words: Markers, emit: Emit, limit: int = -1, keep: bool = False) -> Steps[str]:
+    def until(self, words: MarkerSet, emit: Emit, limit: int = -1, keep: bool = False) -> Steps[str]:
         """Give all text before the first of `words` to `emit`, as it comes, and consume that word unless `keep`.
 
         Returns the word, or "" at the end of the text or, with `limit`, when more text than that comes before a word;
@@ -160,7 +160,7 @@ class Reader:
                 return ""
             yield
 
-    def _find(self, words: Markers) -> tuple[int, str]:
+    def _find(self, words: MarkerSet) -> tuple[int, str]:
         """Position of the first of `words`, and the word."""
         match = words.pattern.search(self.buf, self.at)
         while match:
@@ -169,7 +169,7 @@ class Reader:
             match = words.pattern.search(self.buf, match.start() + 1)
         return 0, ""
 
-    def _genuine(self, words: Markers, found: re.Match[str]) -> str:
+    def _genuine(self, words: MarkerSet, found: re.Match[str]) -> str:
         """The longest of `words` at this place whose control tokens were written as such."""
         if not self.controls:
             return found[0]
@@ -181,7 +181,7 @@ class Reader:
                 return word
         return ""
 
-    def capture(self, words: Markers, limit: int = 1024, keep: bool = False) -> Steps[tuple[str, str]]:
+    def capture(self, words: MarkerSet, limit: int = 1024, keep: bool = False) -> Steps[tuple[str, str]]:
         """The text before the first of `words` and that word. Raises `Malformed` when there is none within `limit`."""
         parts: list[str] = []
         hit = yield from self.until(words, parts.append, limit, keep)
@@ -189,7 +189,7 @@ class Reader:
             raise Malformed
         return "".join(parts), hit
 
-    def expect(self, words: Markers) -> Steps[str]:
+    def expect(self, words: MarkerSet) -> Steps[str]:
         """Consume white space and one of `words`, or raise `Malformed`."""
         yield from self.space()
         hit = yield from self.literal(words)

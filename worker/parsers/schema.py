@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 from urllib.parse import unquote
 
 from worker.parsers.literal import is_padded, number, quoted, value
-from worker.parsers.reader import Malformed, Reader
+from worker.parsers.reader import Malformed, MarkupReader
 
 Schema = Mapping[str, Any]
 Types = frozenset[str]
@@ -177,7 +177,7 @@ def _types(found: Any, root: Schema, depth: int, seen: set[str]) -> Types | None
 
 def json_text(text: str) -> str | None:
     """`text` as strict JSON if it is one JSON or Python value, else None."""
-    reader, parts = Reader(), list[str]()
+    reader, parts = MarkupReader(), list[str]()
     reader.push(text)
     reader.ended = True
     try:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from worker.parsers.call import Context, Format, attempt
+from worker.parsers.call import CallFormat, ParserContext, attempt
 from worker.parsers.reader import Steps, markers
 
 # Ends of a turn as text, where a tokenizer does not take them out: markup at the very end, and only there. Those that
@@ -31,23 +31,23 @@ class Think:
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
+class MarkupGrammar:
     """Markup of a family. `drop` is markup without a meaning of its own; `opening` is tried where content begins.
 
     `tool_ends_think`: a call inside of reasoning ends it `always`, if it begins a `line`, or `never` (it is a thought).
     """
 
-    formats: tuple[Format, ...] = ()
+    formats: tuple[CallFormat, ...] = ()
     think: Think | None = None
     drop: tuple[str, ...] = ()
-    opening: Format | None = None
+    opening: CallFormat | None = None
     tool_ends_think: Literal["always", "line", "never"] = "never"
 
 
 class Conversation:
     """Reads one output."""
 
-    def __init__(self, ctx: Context, grammar: Grammar) -> None:
+    def __init__(self, ctx: ParserContext, grammar: MarkupGrammar) -> None:
         self._ctx = ctx
         self._grammar = grammar
         self._by_start = {start: form for form in grammar.formats for start in form.starts}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from worker.parsers.call import Context
+from worker.parsers.call import ParserContext
 from worker.parsers.reader import Steps
 
 
@@ -11,7 +11,7 @@ class Verbatim:
     starts: tuple[str, ...]
     ends: tuple[str, ...] = ()
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         yield from ()
         ctx.out.end_reasoning(keep_space=True)
         ctx.out.text(hit)

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, checked, drop, end, json_arguments
+from worker.parsers.call import NAME_LIMIT, ParserContext, begin, checked, drop, end, json_arguments
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.literal import escaped, quoted
 from worker.parsers.reader import Malformed, Steps, Unclosed, markers
@@ -59,7 +59,7 @@ class XmlCalls:
     def ends(self) -> tuple[str, ...]:
         return (self.call_end, *self.wrap_end)
 
-    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         char = yield from r.space()
         if self.json and char in ("{", "["):
@@ -81,7 +81,7 @@ class XmlCalls:
                 return
         yield from r.literal(markers(*self.wrap_end))
 
-    def _one(self, ctx: Context, is_alone: bool) -> Steps[None]:
+    def _one(self, ctx: ParserContext, is_alone: bool) -> Steps[None]:
         r = ctx.r
         head, closing = yield from r.capture(markers(*self.head_end), NAME_LIMIT, keep=True)
         if self.call or closing == "\n":
@@ -110,7 +110,7 @@ class XmlCalls:
         arguments.close()
         end(ctx)
 
-    def _param(self, ctx: Context, params: Parameters, arguments: "_Arguments") -> Steps[None]:
+    def _param(self, ctx: ParserContext, params: Parameters, arguments: "_Arguments") -> Steps[None]:
         r = ctx.r
         head, _ = yield from r.capture(markers(self.key_end), NAME_LIMIT)
         key = _attribute(head, "name", "key") or head.strip().removeprefix("=").strip().strip("\"'")
@@ -137,7 +137,7 @@ class XmlCalls:
 class _Arguments:
     """The JSON object that the parameters of one call become."""
 
-    ctx: Context
+    ctx: ParserContext
     keys: int = 0
     is_raw: bool = False
 

@@ -17,7 +17,7 @@ _PROBE: Final = (
 )
 
 
-class Encoder:
+class PromptEncoder:
     """One tokenizer, for threads that may wait.
 
     Where there is a `tokenizers` backend its batch call is used, which gives up the GIL while it works. By way of

@@ -9,7 +9,7 @@ from msgspec import structs
 from protocol.failures import Code
 from protocol.messages import ChatPrompt
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.parsers import (
     FAMILIES,
     NO_CONTROLS,
@@ -31,10 +31,10 @@ from worker.structured.tool_grammar import has_calls, next_message
 _LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
 
 
-class Dialect:
+class ModelFamily:
     """Chosen once per model, from its template and vocabulary unless its configuration names a family."""
 
-    def __init__(self, loaded: Loaded, plain_chat: str, knows_tools: bool, wanted: str) -> None:
+    def __init__(self, loaded: LoadedModel, plain_chat: str, knows_tools: bool, wanted: str) -> None:
         """`plain_chat` is a rendered chat without reasoning or tools: its control tokens only mark turns."""
         tokenizer = loaded.tokenizer
         template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
@@ -109,7 +109,7 @@ class Dialect:
         )
 
 
-def _ids(loaded: Loaded, text: str) -> tuple[int, ...]:
+def _ids(loaded: LoadedModel, text: str) -> tuple[int, ...]:
     """Token ids of `text`; none where one is beyond the model's vocabulary: MLX checks no bounds."""
     ids = tuple(loaded.tokenizer.encode(text, add_special_tokens=False))
     return ids if max(ids, default=0) < loaded.vocab_size else ()

@@ -7,7 +7,7 @@ from typing import Any, Final
 from protocol.failures import Code
 from protocol.messages import Infill
 from worker.errors import RequestInvalid
-from worker.prompt.encode import Encoder
+from worker.prompt.encode import PromptEncoder
 
 # A repository before its files, where the model knows such a token: it wants a name.
 _REPOSITORY: Final = "project"
@@ -62,7 +62,7 @@ def _forms() -> tuple[_Form, ...]:
 class InfillPrompts:
     """Made once for a model. `stop_ids` end what fills the middle; empty for a model that was not trained for it."""
 
-    def __init__(self, tokenizer: Any, encoder: Encoder, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, encoder: PromptEncoder, vocab_size: int) -> None:
         self._encoder = encoder
         self._vocabulary: Mapping[str, int] = tokenizer.get_vocab()
         # A tokenizer may know more tokens than the model.

@@ -18,26 +18,26 @@ from protocol.messages import (
     Detokenize,
     EmbedPrompt,
     Generate,
-    HearPrompt,
     Infill,
     Prompt,
     Sampling,
     ScorePrompt,
-    SpeakPrompt,
+    SpeechPrompt,
     TextPrompt,
     Tokenize,
     Tokenized,
     TokensPrompt,
+    TranscribePrompt,
 )
 from worker.adapters.adapters import Adapter, adapters_of
-from worker.engine.output import Writer
+from worker.engine.output import OutputWriter
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
-from worker.model.loader import Loaded
-from worker.prompt.encode import Encoder
-from worker.prompt.family import Dialect
+from worker.model.loader import LoadedModel
+from worker.prompt.encode import PromptEncoder
+from worker.prompt.family import ModelFamily
 from worker.prompt.infill import InfillPrompts
-from worker.prompt.media_prompt import Encoded, open_media, unserved
+from worker.prompt.media_prompt import EncodedPrompt, open_media, unserved
 from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits, name_kept
 from worker.prompt.templates import Renderer
 from worker.prompt.token_limits import check_limits
@@ -50,7 +50,7 @@ from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_ROOM, ToolRules
 from worker.text.detokenize import Vocabulary
 from worker.text.stops import StopScanner
-from worker.vision.images import Limits
+from worker.vision.images import MediaLimits
 from worker.vision.processor import Processor
 
 log = logging.getLogger("mlxd.worker")
@@ -64,7 +64,7 @@ _QUESTION_CONTEXTS: Final = 4
 # A cut may split a token, and so add a few.
 _SLICE_SLACK: Final = 16
 # Of media, where a specification says nothing.
-DEFAULT_LIMITS: Final = Limits(bytes=32 << 20, count=64, pixels=64_000_000)
+DEFAULT_LIMITS: Final = MediaLimits(bytes=32 << 20, count=64, pixels=64_000_000)
 
 
 class Intake:
@@ -72,15 +72,15 @@ class Intake:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         parser: str = "",
-        limits: Limits | None = None,
+        limits: MediaLimits | None = None,
         memory_bytes: int = 0,
         sparse: SparseLimits = NO_SPARSE,
     ) -> None:
         """`limits` are of a request's media; `memory_bytes`, 0 for no limit, bounds the pixels of an image."""
         self._sparse = sparse
-        self._encoder = Encoder(loaded.tokenizer)
+        self._encoder = PromptEncoder(loaded.tokenizer)
         self._vocab_size = loaded.vocab_size
         self.max_context = loaded.max_context
         self._limits = limits or DEFAULT_LIMITS
@@ -88,7 +88,7 @@ class Intake:
         self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes)
         self._renderer = self._media.renderer if self._media is not None else Renderer(loaded.tokenizer)
         opened, closed = self._renderer.probe()
-        self._dialect = Dialect(loaded, opened, self._renderer.knows_tools, parser)
+        self._dialect = ModelFamily(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
         # Made for the first request that wants it.
@@ -96,7 +96,7 @@ class Intake:
         self._infill = InfillPrompts(loaded.tokenizer, self._encoder, loaded.vocab_size)
         self._adapters = adapters_of(loaded.model)
         self._words = WordIds(self._encoder, self.vocabulary, loaded.vocab_size)
-        self.writer = Writer(self.vocabulary, self._dialect.controls)
+        self.writer = OutputWriter(self.vocabulary, self._dialect.controls)
         self._rules = Rules(
             loaded.tokenizer, self._dialect.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
         )
@@ -211,7 +211,7 @@ class Intake:
                 return [ids]
             case TextPrompt(text):
                 pass
-            case EmbedPrompt() | ScorePrompt() | HearPrompt() | SpeakPrompt():
+            case EmbedPrompt() | ScorePrompt() | TranscribePrompt() | SpeechPrompt():
                 raise _generates_text()
             case ChatPrompt() if prompt.media:
                 ids = self._encode_media(prompt, lambda text, _: self._encode_question(text, prompt)).ids
@@ -295,7 +295,7 @@ class Intake:
             raise RequestInvalid(Code.UNSUPPORTED, "This model is served without adapters.", param="model")
         return self._adapters.find(name)
 
-    def _encode_fitting(self, request: Generate) -> Encoded:
+    def _encode_fitting(self, request: Generate) -> EncodedPrompt:
         """The prompt, less what its request allows to leave out where it does not fit."""
         prompt, salt = request.prompt, request.cache_salt
         if not is_cut(request):
@@ -305,28 +305,28 @@ class Intake:
         opening = self._encoder.opening if _adds_special(prompt) else 0
         return fit_tokens(request, self._encode(prompt, salt, CONTEXTS), opening, self.max_context)
 
-    def _encode(self, prompt: Prompt, salt: str, contexts: int = 1) -> Encoded:
+    def _encode(self, prompt: Prompt, salt: str, contexts: int = 1) -> EncodedPrompt:
         """The prompt, which is refused early where it is far longer than so many contexts."""
         match prompt:
             case ChatPrompt():
                 encoded = self._encode_chat(prompt, salt, contexts)
             case TextPrompt(text=text, infill=Infill() as infill):
-                encoded = Encoded(self._encode_infill(text, infill, prompt))
+                encoded = EncodedPrompt(self._encode_infill(text, infill, prompt))
             case TextPrompt(text=text):
-                encoded = Encoded(self._encode_text(text, prompt, contexts), text)
+                encoded = EncodedPrompt(self._encode_text(text, prompt, contexts), text)
             case TokensPrompt(ids=given):
-                encoded = Encoded(list(given))
-            case EmbedPrompt() | ScorePrompt() | HearPrompt() | SpeakPrompt():
+                encoded = EncodedPrompt(list(given))
+            case EmbedPrompt() | ScorePrompt() | TranscribePrompt() | SpeechPrompt():
                 raise _generates_text()
         if not encoded.ids:
             raise _empty()
         self._check_ids(encoded.ids, "prompt")
         return encoded
 
-    def _encode_chat(self, prompt: ChatPrompt, salt: str, contexts: int) -> Encoded:
+    def _encode_chat(self, prompt: ChatPrompt, salt: str, contexts: int) -> EncodedPrompt:
         if not prompt.media:
             text = self._render(prompt)
-            return Encoded(self._encode_text(text, prompt, contexts), text)
+            return EncodedPrompt(self._encode_text(text, prompt, contexts), text)
 
         def encode(text: str, placeholders: int) -> list[int]:
             if placeholders >= contexts * self.max_context:
@@ -335,7 +335,9 @@ class Intake:
 
         return self._encode_media(prompt, encode, salt)
 
-    def _encode_media(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]], salt: str = "") -> Encoded:
+    def _encode_media(
+        self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]], salt: str = ""
+    ) -> EncodedPrompt:
         if self._media is None:
             raise unserved(prompt.media[0], (), self.no_media)
         if len(prompt.media) > self._limits.count:

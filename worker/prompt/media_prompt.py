@@ -13,16 +13,16 @@ from msgspec import structs
 from protocol.failures import Code
 from protocol.messages import ChatPrompt, Media
 from worker.errors import RequestInvalid
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.prompt.contents import Content
-from worker.prompt.encode import Encoder
+from worker.prompt.encode import PromptEncoder
 from worker.prompt.rewrites import Messages
 from worker.prompt.templates import Renderer
-from worker.vision.images import Limits
+from worker.vision.images import MediaLimits
 from worker.vision.media import Span
 from worker.vision.positions import Grid, positions
-from worker.vision.processor import Prepared, Processor, expanded, open_processor
-from worker.vision.unserved import Unserved
+from worker.vision.processor import PreparedMedia, Processor, expanded, open_processor
+from worker.vision.unserved import UnsupportedVision
 
 log = logging.getLogger("mlxd.worker")
 
@@ -30,7 +30,7 @@ KINDS: Final = ("image", "video", "audio")
 
 
 @dataclass(slots=True, frozen=True)
-class Encoded:
+class EncodedPrompt:
     """A prompt as a row runs it. `text` is None of a prompt that came as ids; media stand in it as their markers.
 
     `relaxed` names what is done in another way than the request says.
@@ -60,7 +60,7 @@ class MediaPrompts:
         # Frames of a clip can be shown as images.
         self.modalities = tuple(kind for kind in KINDS if kind in shown or (kind == "video" and "image" in shown))
 
-    def encode(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]], salt: str = "") -> Encoded:
+    def encode(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]], salt: str = "") -> EncodedPrompt:
         """Ids of a prompt with its media in place; `encode` is given text and the tokens to come beside its own.
 
         Media are known by their content and the `salt` of the prompt's prefixes: features are shared within it. Raises
@@ -80,12 +80,12 @@ class MediaPrompts:
             message = "the model's tokenizer does not keep each image, video and audio clip in its place"
             raise RequestInvalid(Code.TEMPLATE_ERROR, message, param="messages") from error
         places = self._positions(len(ids), placed, begins) if self._in_space and placed else None
-        return Encoded(ids, text, _spans(placed, begins), places, relaxed)
+        return EncodedPrompt(ids, text, _spans(placed, begins), places, relaxed)
 
-    def _prepare(self, prompt: ChatPrompt, salt: str) -> tuple[ChatPrompt, list[Prepared], tuple[str, ...]]:
+    def _prepare(self, prompt: ChatPrompt, salt: str) -> tuple[ChatPrompt, list[PreparedMedia], tuple[str, ...]]:
         """The prompt with its media read, and clips as images for a template that shows none."""
-        prepared: list[Prepared] = []
-        became: list[list[Prepared]] = []
+        prepared: list[PreparedMedia] = []
+        became: list[list[PreparedMedia]] = []
         relaxed: list[str] = []
         for media in (_salted(media, salt) for media in prompt.media):
             if media.kind not in self.modalities:
@@ -112,19 +112,21 @@ class MediaPrompts:
         return structs.replace(prompt, messages=messages), prepared, tuple(relaxed)
 
     @staticmethod
-    def _positions(length: int, placed: Sequence[Prepared], begins: Sequence[int]) -> npt.NDArray[np.int32]:
+    def _positions(length: int, placed: Sequence[PreparedMedia], begins: Sequence[int]) -> npt.NDArray[np.int32]:
         grids: list[Grid] = [grid for medium in placed for grid in medium.grids]
         return positions(length, list(zip(begins, grids, strict=True)))
 
 
-def open_media(loaded: Loaded, encoder: Encoder, limits: Limits, memory_bytes: int) -> tuple[MediaPrompts | None, str]:
+def open_media(
+    loaded: LoadedModel, encoder: PromptEncoder, limits: MediaLimits, memory_bytes: int
+) -> tuple[MediaPrompts | None, str]:
     """Encoder of a model's prompts with media; None, with the reason, of one that takes none."""
     if loaded.vision is None:
         return None, loaded.no_vision
     needs = loaded.vision.needs
     try:
         if max(needs.placeholders.values()) >= loaded.vocab_size:
-            raise Unserved("its placeholders are beyond its vocabulary")
+            raise UnsupportedVision("its placeholders are beyond its vocabulary")
         processor = open_processor(
             loaded.path,
             loaded.vision.config,
@@ -136,8 +138,8 @@ def open_media(loaded: Loaded, encoder: Encoder, limits: Limits, memory_bytes: i
         renderer = Renderer(loaded.tokenizer, processor.markers)
         media = MediaPrompts(processor, renderer, needs.placeholders, needs.mrope is not None)
         if not media.modalities:
-            raise Unserved("its chat template has no place for images")
-    except Unserved as reason:
+            raise UnsupportedVision("its chat template has no place for images")
+    except UnsupportedVision as reason:
         log.warning("the model is served without media: %s", reason)
         return None, str(reason)
     return media, ""
@@ -158,7 +160,7 @@ def _salted(media: Media, salt: str) -> Media:
     return structs.replace(media, digest=blake2b(media.digest, digest_size=32, key=key).digest())
 
 
-def _spans(placed: Sequence[Prepared], begins: Sequence[int]) -> list[Span]:
+def _spans(placed: Sequence[PreparedMedia], begins: Sequence[int]) -> list[Span]:
     """One span for each stretch of placeholders of one medium that is encoded alone."""
     spans: list[Span] = []
     run = 0

@@ -25,7 +25,7 @@ _NICE: Final = 10
 _LARGE: Final = 1 << 18
 
 
-class Answerer(Protocol):
+class CallAnswerer(Protocol):
     """Knows the tokens of a model: the intake of any kind of worker."""
 
     def tokenize(self, request: Question, is_wanted: Callable[[], bool]) -> Tokenized | None:
@@ -33,12 +33,12 @@ class Answerer(Protocol):
         ...
 
 
-class Questions:
+class TokenizeCalls:
     """Answers one question after the other. `put` and `abort` are for the receiving thread."""
 
     def __init__(
         self,
-        intake: Answerer,
+        intake: CallAnswerer,
         send: Callable[[Up], None],
         refusing: Callable[[int], AbstractContextManager[None]],
         gauges: Gauges,

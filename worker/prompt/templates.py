@@ -31,7 +31,7 @@ from worker.prompt.rewrites import (
 )
 from worker.prompt.simple_tools import simple_tools
 from worker.prompt.time_limit import RENDERING
-from worker.vision.markers import Markers
+from worker.vision.markers import MediaMarkers
 
 # What template code raises on messages that it does not expect.
 _REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
@@ -69,7 +69,7 @@ class Renderer:
     A template that refuses the messages gets them in other shapes, the least changed first (worker/prompt/rewrites.py).
     """
 
-    def __init__(self, tokenizer: Any, markers: Markers | None = None) -> None:
+    def __init__(self, tokenizer: Any, markers: MediaMarkers | None = None) -> None:
         """`markers` are those of a model that takes media; without them no media are expected."""
         self._tokenizer = tokenizer
         self._markers = markers

@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from protocol.failures import Code
 from protocol.messages import Sampling
 from worker.errors import RequestInvalid
-from worker.sampling.penalties import Words
+from worker.sampling.penalties import BadWords
 
 
 def check_limits(
-    sampling: Sampling, words: Words, eos_ids: Sequence[int], suppressed: Sequence[int], vocab_size: int
+    sampling: Sampling, words: BadWords, eos_ids: Sequence[int], suppressed: Sequence[int], vocab_size: int
 ) -> None:
     """Raises `RequestInvalid` where there could be a place at which every token is forbidden."""
     ends = (*eos_ids, *sampling.stop_ids) if sampling.min_tokens else ()

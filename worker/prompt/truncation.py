@@ -15,7 +15,7 @@ from msgspec import structs
 from protocol.failures import Code
 from protocol.messages import ChatPrompt, Generate, TextPrompt
 from worker.errors import RequestInvalid
-from worker.prompt.media_prompt import Encoded
+from worker.prompt.media_prompt import EncodedPrompt
 
 # Prompts that are cut may be this many times as long as the context.
 CONTEXTS: Final = 4
@@ -32,7 +32,9 @@ def is_cut(request: Generate) -> bool:
     return request.truncate != 0 and request.left_out != (0, 0) and not is_infill
 
 
-def fit_turns(request: Generate, prompt: ChatPrompt, context: int, encode: Callable[[ChatPrompt], Encoded]) -> Encoded:
+def fit_turns(
+    request: Generate, prompt: ChatPrompt, context: int, encode: Callable[[ChatPrompt], EncodedPrompt]
+) -> EncodedPrompt:
     """The prompt without as many of its oldest turns as it takes; whole where that is not enough, for it to be refused.
 
     The instructions that open it and the newest turn always stay.
@@ -44,7 +46,7 @@ def fit_turns(request: Generate, prompt: ChatPrompt, context: int, encode: Calla
         return whole
 
     @cache
-    def part(count: int) -> Encoded:
+    def part(count: int) -> EncodedPrompt:
         return encode(without_turns(prompt, count))
 
     if request.left_out is not None:
@@ -57,7 +59,7 @@ def fit_turns(request: Generate, prompt: ChatPrompt, context: int, encode: Calla
     return replace(part(turns), left_out=(turns, tokens - kept)) if kept < context else whole
 
 
-def fit_tokens(request: Generate, whole: Encoded, opening: int, context: int) -> Encoded:
+def fit_tokens(request: Generate, whole: EncodedPrompt, opening: int, context: int) -> EncodedPrompt:
     """The prompt's last tokens, as many as are asked for or as fit, behind the `opening` special ones of each text."""
     tokens = len(whole.ids)
     if request.left_out is not None:

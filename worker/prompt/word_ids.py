@@ -5,8 +5,8 @@ from functools import lru_cache
 from typing import Final
 
 from protocol.messages import Sampling
-from worker.prompt.encode import Encoder
-from worker.sampling.penalties import NO_WORDS, Words
+from worker.prompt.encode import PromptEncoder
+from worker.sampling.penalties import NO_WORDS, BadWords
 from worker.text.detokenize import Vocabulary
 
 # Sets of breakers that are kept.
@@ -16,7 +16,7 @@ _KEPT: Final = 8
 class WordIds:
     """Made once for a model. Owned by the thread that encodes."""
 
-    def __init__(self, encoder: Encoder, vocabulary: Vocabulary, vocab_size: int) -> None:
+    def __init__(self, encoder: PromptEncoder, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._encoder = encoder
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
@@ -24,13 +24,13 @@ class WordIds:
         self._texts: list[bytes] = []
         self._breakers = lru_cache(maxsize=_KEPT)(self._find_breakers)
 
-    def of(self, sampling: Sampling) -> Words:
+    def of(self, sampling: Sampling) -> BadWords:
         breakers = self._breakers(sampling.dry_breakers) if sampling.dry_multiplier > 0 else ()
         if not sampling.bad_words and not breakers and not sampling.bias_texts:
             return NO_WORDS
         bias = [(token, value) for text, value in sampling.bias_texts for token in self._ids(text)]
         bad = dict.fromkeys(ids for word in sampling.bad_words for ids in self._forms(word))
-        return Words(tuple(bad), breakers, tuple(bias))
+        return BadWords(tuple(bad), breakers, tuple(bias))
 
     def _forms(self, word: str) -> Iterator[tuple[int, ...]]:
         """A word as it begins a text, and as it follows a space."""

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.messages import PromptLogprob, TokenLogprob
-from worker.sampling.prompt_scores import Score
+from worker.sampling.prompt_scores import PromptScore
 
 
 class LogprobReader:
@@ -31,14 +31,14 @@ class LogprobReader:
             mx.eval(pending)
         return [self._entry(token, *read) for (token, _, _), read in zip(rows, pending, strict=True)]
 
-    def echo(self, ids: Sequence[int], scores: Sequence[Score], top: int) -> list[TokenLogprob]:
+    def echo(self, ids: Sequence[int], scores: Sequence[PromptScore], top: int) -> list[TokenLogprob]:
         """Entries of these tokens of a prompt, in the form of sampled ones."""
         return [
             TokenLogprob(self._token_bytes(token), score.logprob, self._named(score.likeliest[:top]))
             for token, score in zip(ids, scores, strict=True)
         ]
 
-    def prompt(self, ids: Sequence[int], scores: Sequence[Score], top: int) -> tuple[PromptLogprob, ...]:
+    def prompt(self, ids: Sequence[int], scores: Sequence[PromptScore], top: int) -> tuple[PromptLogprob, ...]:
         """Entries of these tokens of a prompt."""
         return tuple(
             PromptLogprob(

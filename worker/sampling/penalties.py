@@ -22,7 +22,7 @@ DRY_WINDOW: Final = 32_768
 
 
 @dataclass(slots=True, frozen=True)
-class Words:
+class BadWords:
     """Token ids of a request's texts: sequences that may not come, tokens that end a repetition, and biases."""
 
     bad: Sequence[Sequence[int]] = field(default_factory=tuple)
@@ -30,11 +30,11 @@ class Words:
     bias: Sequence[tuple[int, float]] = field(default_factory=tuple)
 
 
-NO_WORDS: Final = Words()
+NO_WORDS: Final = BadWords()
 
 
 def processors(
-    params: Sampling, prompt_tokens: int, words: Words = NO_WORDS, eos_ids: Sequence[int] = ()
+    params: Sampling, prompt_tokens: int, words: BadWords = NO_WORDS, eos_ids: Sequence[int] = ()
 ) -> list[Processor]:
     """Bias, penalties and limits of one request, in the order of `Sampling`; empty for most."""
     chain: list[Processor] = []

@@ -10,7 +10,7 @@ import mlx.core as mx
 from protocol.messages import Generate, TokenLogprob
 
 
-class Score(NamedTuple):
+class PromptScore(NamedTuple):
     """Of one token: its log-probability, one more than the tokens that are likelier, and the likeliest, best first."""
 
     logprob: float
@@ -19,7 +19,7 @@ class Score(NamedTuple):
 
 
 # Nothing comes before the first token.
-FIRST: Final = Score(math.nan, 0, [])
+FIRST: Final = PromptScore(math.nan, 0, [])
 
 
 @dataclass(slots=True)
@@ -35,9 +35,9 @@ class Scores:
     count: int = 1
     # Entries of an echo, which is sent whole.
     entries: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    _fresh: list[Score] = field(default_factory=lambda: [FIRST])
+    _fresh: list[PromptScore] = field(default_factory=lambda: [FIRST])
 
-    def take(self) -> tuple[int, list[Score]]:
+    def take(self) -> tuple[int, list[PromptScore]]:
         """Scores that were not taken yet, and the position of the first of them."""
         fresh, self._fresh = self._fresh, []
         return self.count - len(fresh), fresh
@@ -54,7 +54,7 @@ class Scores:
         if not self.top:
             mx.eval(own, ranks)
             numbers = zip(own[:, 0].tolist(), ranks.tolist(), strict=True)  # type: ignore[arg-type]
-            self._fresh += [Score(logprob, rank, []) for logprob, rank in numbers]
+            self._fresh += [PromptScore(logprob, rank, []) for logprob, rank in numbers]
             return
         ids = mx.argpartition(-values, kth=self.top - 1, axis=-1)[:, : self.top]
         best = mx.take_along_axis(values, ids, axis=-1)
@@ -62,7 +62,7 @@ class Scores:
         numbers = zip(own[:, 0].tolist(), ranks.tolist(), ids.tolist(), best.tolist(), strict=True)  # type: ignore[arg-type]
         for logprob, rank, tokens, chances in numbers:
             ordered = sorted(zip(tokens, chances, strict=True), key=lambda pair: (-pair[1], pair[0]))
-            self._fresh.append(Score(logprob, rank, ordered))
+            self._fresh.append(PromptScore(logprob, rank, ordered))
 
 
 def scored_top(request: Generate, tokens: int) -> int | None:

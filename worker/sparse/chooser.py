@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from worker.sparse.importance import PromptReading, Reader
-from worker.sparse.kept import Kept, choose
+from worker.sparse.importance import ImportanceReader, PromptReading
+from worker.sparse.kept import SelectedTokens, choose
 
 # Choices that are remembered: of requests with several answers, and those sent again.
 _MOST_KNOWN: Final = 64
@@ -21,7 +21,7 @@ _Key = tuple[bytes, float, str]
 
 
 @dataclass(slots=True)
-class Counts:
+class SparseCounts:
     """Counts since the start: prompts that were chosen from, their tokens and the kept ones, and seconds of reading."""
 
     prompts: int = 0
@@ -43,13 +43,13 @@ class _Current:
 class Chooser:
     """Owned by the engine thread. `kept` asks for the tokens of a prompt, `step` reads on in the one that is first."""
 
-    def __init__(self, reader: Reader, stream: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, reader: ImportanceReader, stream: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self._reader = reader
         self._stream = stream
         self._clock = clock
         self._current: _Current | None = None
-        self._known: OrderedDict[_Key, Kept] = OrderedDict()
-        self.counts = Counts()
+        self._known: OrderedDict[_Key, SelectedTokens] = OrderedDict()
+        self.counts = SparseCounts()
 
     @property
     def is_busy(self) -> bool:
@@ -68,7 +68,7 @@ class Chooser:
         """Tokens of the longest prompt that can be read with so many bytes."""
         return budget // self._reader.token_bytes
 
-    def kept(self, rid: int, prompt: npt.NDArray[np.int32], part: float, salt: str) -> Kept | None:
+    def kept(self, rid: int, prompt: npt.NDArray[np.int32], part: float, salt: str) -> SelectedTokens | None:
         """The tokens to keep of a prompt; None while they are being chosen, or another prompt is read before.
 
         Choices are remembered for requests of the same salt only: time must not tell of prompts of others.
@@ -114,7 +114,7 @@ class Chooser:
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
-    def _count(self, tokens: int, kept: Kept) -> None:
+    def _count(self, tokens: int, kept: SelectedTokens) -> None:
         self.counts.prompts += 1
         self.counts.tokens += tokens
         self.counts.kept += kept.count

@@ -12,7 +12,7 @@ from worker.cache import batched
 from worker.cache.kv import leaves
 from worker.cache.quantized import make_caches
 from worker.cache.ragged import RaggedKVCache
-from worker.sparse.kept import Kept
+from worker.sparse.kept import SelectedTokens
 
 TOKENS: Final = 24
 _RUNS: Final = ((0, 6), (13, TOKENS))
@@ -64,7 +64,7 @@ def _whole(model: Any, ids: list[int]) -> mx.array:
 
 
 def _sparse(model: Any, ids: list[int]) -> mx.array:
-    caches, kept, done = batched.merge([make_caches(model)]), Kept(_RUNS), 0
+    caches, kept, done = batched.merge([make_caches(model)]), SelectedTokens(_RUNS), 0
     logits = mx.array([])
     for begin, end in kept.runs:
         batched.place(caches, [kept.ahead(done)])

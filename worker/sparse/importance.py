@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from protocol.failures import Code
 from worker.cache import batched, ragged
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.sparse.query_taps import QueryTaps, tap_queries
 
 # Tokens whose queries count: the last of the prompt, and those that the model says itself but the last.
@@ -85,10 +85,10 @@ class PromptReading:
         return most
 
 
-class Reader:
+class ImportanceReader:
     """A model that reads prompts. Raises `LoadFailed` where its attention cannot be seen."""
 
-    def __init__(self, draft: Loaded) -> None:
+    def __init__(self, draft: LoadedModel) -> None:
         self._model = draft.model
         self._vocab_size = draft.vocab_size
         self._taps = tap_queries(draft.model)

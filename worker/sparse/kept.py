@@ -20,7 +20,7 @@ HEAD_BLOCKS: Final = 1
 TAIL_BLOCKS: Final = 5
 
 
-class Kept:
+class SelectedTokens:
     """Runs `[begin, end)` of a prompt's tokens, in order and apart; the first begins at 0, the last ends the prompt."""
 
     __slots__ = ("_ahead", "_slots", "count", "runs")
@@ -56,7 +56,7 @@ def count_kept(tokens: int, part: float) -> int:
     return tokens - (blocks - _blocks_kept(blocks, part)) * BLOCK
 
 
-def choose(importance: npt.NDArray[np.float32], part: float) -> Kept:
+def choose(importance: npt.NDArray[np.float32], part: float) -> SelectedTokens:
     """Keep the blocks of a prompt whose tokens are the most important on average; of equal ones the first."""
     tokens = len(importance)
     blocks = math.ceil(tokens / BLOCK)
@@ -71,7 +71,7 @@ def choose(importance: npt.NDArray[np.float32], part: float) -> Kept:
             runs[-1] = runs[-1][0], end
         else:
             runs.append((begin, end))
-    return Kept(runs)
+    return SelectedTokens(runs)
 
 
 def _blocks_kept(blocks: int, part: float) -> int:

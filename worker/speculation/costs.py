@@ -129,7 +129,7 @@ class StepCosts:
         return best, best_rate
 
 
-class Quicker:
+class FasterOfTwo:
     """The quicker of two ways to run a step, measured: both a few times at first, and again now and then.
 
     What counts is the quickest step of a trial, as the first ones of a shape compile kernels. Without one, it is the

@@ -31,7 +31,7 @@ class Drafting:
     by_model: bool = True
 
 
-class Branch(Protocol):
+class TextContinuation(Protocol):
     """Tokens that followed a row's text before, for as long as the row goes the same way."""
 
     def advance(self, tokens: Sequence[int]) -> bool:
@@ -77,7 +77,7 @@ class Drafter(Protocol):
         """A tick begins: there is time for a small piece of what is not urgent."""
         ...
 
-    def follow(self, uid: int, branch: Branch) -> None:
+    def follow(self, uid: int, branch: TextContinuation) -> None:
         """A row that was added goes a way that is known; `branch` stands behind its last token."""
         ...
 
@@ -178,7 +178,7 @@ class NoDrafts:
     def tend(self) -> None:
         pass
 
-    def follow(self, uid: int, branch: Branch) -> None:
+    def follow(self, uid: int, branch: TextContinuation) -> None:
         pass
 
     def discard(self, uid: int) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from worker.speculation.drafter import Tokens
-from worker.speculation.text import BREAK, LEAST, REACH, Text
+from worker.speculation.text import BREAK, LEAST, REACH, IndexedTokens
 
 # Of outputs before, tokens that are kept for each salt, and salts: with its index, one takes half a megabyte, and any
 # client may name salts.
@@ -24,7 +24,7 @@ _KEPT_TOKENS: Final = HISTORY_TOKENS * 3 // 4
 _LEAD: Final = 8
 
 
-class Source(StrEnum):
+class DraftSource(StrEnum):
     """Text or model that a draft is from."""
 
     LOOKUP = "lookup"
@@ -40,11 +40,11 @@ class Source(StrEnum):
 
 
 @dataclass(slots=True, frozen=True)
-class Guess:
+class LookupGuess:
     """A draft, the text that it is from, and how many tokens before it matched."""
 
     tokens: list[int]
-    source: Source
+    source: DraftSource
     match: int
 
 
@@ -54,7 +54,7 @@ class Lookup:
     def __init__(self, tokens: Tokens, prediction: Sequence[int]) -> None:
         self._predicted = len(prediction) + 1 if prediction else 0
         before = np.array([*prediction, BREAK] if prediction else [], dtype=np.int32)
-        self._held = Text(np.concatenate([before, tokens]) if prediction else tokens)
+        self._held = IndexedTokens(np.concatenate([before, tokens]) if prediction else tokens)
 
     def index(self, most: int) -> bool:
         """Make places of the text known, at most so many at once; whether all of them are."""
@@ -73,25 +73,25 @@ class Lookup:
         """Take the newest token back."""
         self._held.shorten()
 
-    def guess(self, most: int, history: Text) -> Guess | None:
+    def guess(self, most: int, history: IndexedTokens) -> LookupGuess | None:
         """At most so many tokens that may follow: as many as matched before them."""
         tail = self.text[-REACH:]
         at, match = self._held.longest(tail)
         if at >= 0:
-            source = Source.PREDICTION if at < self._predicted else Source.LOOKUP
+            source = DraftSource.PREDICTION if at < self._predicted else DraftSource.LOOKUP
             return _guess(self._held.tokens, at, match, most, source)
         at, match = history.longest(tail)
-        return _guess(history.tokens, at, match, most, Source.HISTORY) if at >= 0 else None
+        return _guess(history.tokens, at, match, most, DraftSource.HISTORY) if at >= 0 else None
 
 
-class History:
+class OutputHistory:
     """Outputs of the requests that have ended, each salt's apart: no tenant learns of another's by its speed."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[str, Text] = OrderedDict()
-        self._none = Text(np.empty(0, dtype=np.int32))
+        self._held: OrderedDict[str, IndexedTokens] = OrderedDict()
+        self._none = IndexedTokens(np.empty(0, dtype=np.int32))
 
-    def of(self, salt: str) -> Text:
+    def of(self, salt: str) -> IndexedTokens:
         return self._held.get(salt, self._none)
 
     def add(self, salt: str, text: Tokens, output: int) -> None:
@@ -99,21 +99,21 @@ class History:
         if output < LEAST:
             return
         tail = text[-(output + _LEAD) :][-HISTORY_TOKENS // 2 :]
-        held = self._held.pop(salt, None) or Text(self._none.tokens)
+        held = self._held.pop(salt, None) or IndexedTokens(self._none.tokens)
         held.extend([BREAK])
         held.extend(tail)
         if len(held) > HISTORY_TOKENS:  # a part goes at once, for what is left is indexed again
-            held = Text(held.tokens[-_KEPT_TOKENS:])
+            held = IndexedTokens(held.tokens[-_KEPT_TOKENS:])
         self._held[salt] = held
         if len(self._held) > HISTORY_SALTS:
             self._held.popitem(last=False)
 
 
-def _guess(held: Tokens, at: int, match: int, most: int, source: Source) -> Guess | None:
+def _guess(held: Tokens, at: int, match: int, most: int, source: DraftSource) -> LookupGuess | None:
     count = min(most, match)
     # A copy may run into what it is writing.
     period = len(held) - 1 - at
     tokens = [int(held[at + 1 + step % period]) for step in range(count)]
     if BREAK in tokens:
         tokens = tokens[: tokens.index(BREAK)]
-    return Guess(tokens, source, match) if tokens else None
+    return LookupGuess(tokens, source, match) if tokens else None

@@ -7,8 +7,8 @@ from typing import Final
 
 from worker.errors import is_allocation_failure, is_gpu_fault
 from worker.speculation.costs import WIDTHS, StepCosts
-from worker.speculation.drafter import Branch, Drafting, Draw, Proposer, Rows, Tokens
-from worker.speculation.lookup import Guess, History, Lookup, Source
+from worker.speculation.drafter import Drafting, Draw, Proposer, Rows, TextContinuation, Tokens
+from worker.speculation.lookup import DraftSource, Lookup, LookupGuess, OutputHistory
 from worker.speculation.proposals import PRIOR, Proposals
 from worker.speculation.text import LEAST, REACH
 
@@ -23,7 +23,7 @@ _LEARN_ROW: Final = 0.15
 _FORGIVE: Final = 0.02
 # … and that of a model, which always has a draft, by less.
 _FORGIVE_MODEL: Final = 0.005
-_MODELS: Final = (Source.HEAD, Source.EAGLE, Source.MODEL, Source.BLOCK, Source.ASSISTANT)
+_MODELS: Final = (DraftSource.HEAD, DraftSource.EAGLE, DraftSource.MODEL, DraftSource.BLOCK, DraftSource.ASSISTANT)
 # A row whose drafts were wrong to the first token, time after time, rests for 1, 3, 7, 15 steps before it is looked at
 # again; one whose drafts would not pay, for fewer.
 _RESTS: Final = 4
@@ -36,7 +36,7 @@ _SMOOTHING: Final = 0.1
 
 
 @dataclass(slots=True)
-class Counts:
+class DraftCounts:
     """Counts of one source, since the start."""
 
     drafts: int = 0
@@ -61,7 +61,7 @@ class _Followed:
     # What its grammar has next.
     expected: Sequence[int] = ()
     # What followed its text before, and tokens for which it has gone the same way.
-    branch: Branch | None = None
+    branch: TextContinuation | None = None
     followed: int = 0
     # Steps to rest, and how often it has had to.
     rest: int = 0
@@ -81,18 +81,18 @@ class Speculator:
         self.costs = StepCosts()
         self._proposals = Proposals(proposer) if proposer is not None else None
         absent = [source for source in _MODELS if proposer is None or proposer.source != source]
-        self.counts = {source: Counts() for source in Source if source not in absent}
+        self.counts = {source: DraftCounts() for source in DraftSource if source not in absent}
         self.token_bytes = proposer.token_bytes if proposer is not None else 0
         # Width of the newest step, and tokens a second of blocks ÷ of plain steps.
         self.width = 1
         self.gain = 0.0
-        self._history = History()
+        self._history = OutputHistory()
         self._rows: dict[int, _Followed] = {}
         # Rows whose text is not known in all of its places yet, the oldest first.
         self._unindexed: dict[int, None] = {}
-        self._rates: dict[tuple[Source, int], float] = {}
+        self._rates: dict[tuple[DraftSource, int], float] = {}
         # Of the newest block.
-        self._guesses: list[Guess | None] = []
+        self._guesses: list[LookupGuess | None] = []
         self._tokens = 0
 
     @property
@@ -145,7 +145,7 @@ class Speculator:
                 row.followed += len(tokens)
                 row.branch = row.branch if row.branch.advance(tokens) else None
 
-    def follow(self, uid: int, branch: Branch) -> None:
+    def follow(self, uid: int, branch: TextContinuation) -> None:
         row = self._rows.get(uid)
         if row is not None:
             row.branch, row.followed = branch, 0
@@ -195,7 +195,7 @@ class Speculator:
             if row is not None and limit > 0:
                 longest = min(limit, row.drafting.most, self.widest - 1)
                 if len(row.expected) > 1 and row.expected[0] == token:
-                    guess = Guess(list(row.expected[1 : 1 + longest]), Source.GRAMMAR, REACH)
+                    guess = LookupGuess(list(row.expected[1 : 1 + longest]), DraftSource.GRAMMAR, REACH)
                 else:
                     guess = self._branch(row, longest, token) or self._guess_behind(row, longest, token)
             odds.append(self._odds(row, guess) if row is not None and guess is not None else [])
@@ -243,7 +243,7 @@ class Speculator:
         drafted = dict(zip(known, drafts, strict=True))
         for at, (uid, model) in enumerate(zip(uids, models, strict=True)):
             if draft := drafted.get(uid, [])[: len(model)]:
-                self._guesses[at] = Guess(draft, Source(self._proposals.proposer.source), 0)
+                self._guesses[at] = LookupGuess(draft, DraftSource(self._proposals.proposer.source), 0)
         return asked
 
     def _best_with_model(self, rows: int, odds: Sequence[Sequence[float]]) -> tuple[int, float]:
@@ -275,15 +275,15 @@ class Speculator:
             counts.drafts += 1
             counts.tokens += len(draft)
             counts.accepted += right
-            if guess.source is Source.PREDICTION:
+            if guess.source is DraftSource.PREDICTION:
                 row.drafted += len(draft)
                 row.accepted += right
             for at in range(right):
                 counts.by_position[at] += 1
-            if guess.source is not Source.GRAMMAR:  # which says nothing of text that is found
+            if guess.source is not DraftSource.GRAMMAR:  # which says nothing of text that is found
                 self._learn(row, guess, len(draft), right)
 
-    def _learn(self, row: _Followed, guess: Guess, drafted: int, right: int) -> None:
+    def _learn(self, row: _Followed, guess: LookupGuess, drafted: int, right: int) -> None:
         seen = [1.0] * right + [0.0] * (right < drafted)
         if self._proposals is not None and guess.source in _MODELS:
             self._proposals.learn(drafted, right)
@@ -319,16 +319,16 @@ class Speculator:
         spent, row.drafted, row.accepted = (row.drafted, row.accepted), 0, 0
         return spent
 
-    def _guess(self, row: _Followed, most: int) -> Guess | None:
+    def _guess(self, row: _Followed, most: int) -> LookupGuess | None:
         return row.lookup.guess(most, self._history.of(row.drafting.salt))
 
-    def _guess_behind(self, row: _Followed, most: int, newest: int) -> Guess | None:
+    def _guess_behind(self, row: _Followed, most: int, newest: int) -> LookupGuess | None:
         row.lookup.extend((newest,))
         guess = self._guess(row, most)
         row.lookup.shorten()
         return guess
 
-    def _branch(self, row: _Followed, most: int, newest: int | None = None) -> Guess | None:
+    def _branch(self, row: _Followed, most: int, newest: int | None = None) -> LookupGuess | None:
         """At most so many tokens of the branch of a row, behind the newest token where it is known."""
         if row.branch is None:
             return None
@@ -336,15 +336,15 @@ class Speculator:
         tokens = row.branch.ahead(min(most, match) + (newest is not None))
         if newest is not None:
             tokens = tokens[1:] if tokens[:1] == [newest] else []
-        return Guess(tokens, Source.TREE, match) if tokens else None
+        return LookupGuess(tokens, DraftSource.TREE, match) if tokens else None
 
-    def _odds(self, row: _Followed, guess: Guess) -> list[float]:
+    def _odds(self, row: _Followed, guess: LookupGuess) -> list[float]:
         """The chance of each token of a draft, all before it included, by its kind and by the row's own luck."""
-        if guess.source is Source.GRAMMAR:
+        if guess.source is DraftSource.GRAMMAR:
             return [1.0] * len(guess.tokens)
         rate = (self._rates.get(_kind(guess), _PRIOR) + row.rate) / 2
         return [rate ** (at + 1) for at in range(len(guess.tokens))]
 
 
-def _kind(guess: Guess) -> tuple[Source, int]:
+def _kind(guess: LookupGuess) -> tuple[DraftSource, int]:
     return guess.source, max(least for least in _MATCHES if guess.match >= least)

@@ -24,7 +24,7 @@ _MASK: Final = (1 << 32) - 1
 _ROOM: Final = 1024
 
 
-class Text:
+class IndexedTokens:
     """Tokens that grow at their end, with hash chains over their runs of `LEAST`, as in zlib: a place is the last token
     of a run, and each knows the one before it with the same hash."""
 

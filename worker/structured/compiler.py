@@ -68,7 +68,7 @@ class GrammarFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
+class CompiledGrammar:
     """A compiled grammar. `prototype` is never advanced; each sequence walks on a copy.
 
     `relaxed` is what it leaves out of a schema that need not be held strictly.
@@ -79,11 +79,11 @@ class Grammar:
     vocab_size: int
     relaxed: tuple[str, ...] = ()
 
-    def walk(self) -> "Walk":
-        return Walk(self.table, self.prototype.deep_copy(), self.vocab_size)
+    def walk(self) -> "GrammarWalk":
+        return GrammarWalk(self.table, self.prototype.deep_copy(), self.vocab_size)
 
 
-class Walk:
+class GrammarWalk:
     """Position of one sequence in its grammar. Used by one thread at a time; the GIL is free while it works."""
 
     __slots__ = ("_matcher", "_table", "_vocab_size", "_words")
@@ -99,9 +99,9 @@ class Walk:
         if not self._matcher.consume_tokens(list(tokens)):
             raise GrammarFailed(_reason(self._matcher.get_error()))
 
-    def fork(self) -> "Walk":
+    def fork(self) -> "GrammarWalk":
         """Another walk from here."""
-        return Walk(self._table, self._matcher.deep_copy(), self._vocab_size)
+        return GrammarWalk(self._table, self._matcher.deep_copy(), self._vocab_size)
 
     def forced(self) -> list[int]:
         """Tokens that come next, as nothing else may; often none. They end before one that only the tokenizer knows: a
@@ -143,7 +143,7 @@ class _Entry:
     """One constraint that was asked for; its lock is held while it is compiled."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    outcome: Grammar | Failure | None = None
+    outcome: CompiledGrammar | Failure | None = None
 
 
 class Grammars:
@@ -160,7 +160,7 @@ class Grammars:
         self._table: LLTokenizer | None = None
         self.compiled = 0
 
-    def compile(self, constraint: Constraint, calls: str = "") -> Grammar:
+    def compile(self, constraint: Constraint, calls: str = "") -> CompiledGrammar:
         """The grammar of `constraint`; the same one for the same text. Raises `RequestInvalid`.
 
         With `calls`, which is Lark, of one or the other.
@@ -169,7 +169,7 @@ class Grammars:
         with entry.lock:
             if entry.outcome is None:
                 entry.outcome = self._try(constraint, calls)
-        if isinstance(entry.outcome, Grammar):
+        if isinstance(entry.outcome, CompiledGrammar):
             return entry.outcome
         raise RequestInvalid(entry.outcome.code, entry.outcome.message, param=constraint.param)
 
@@ -183,7 +183,7 @@ class Grammars:
                 self._entries.popitem(last=False)
         return entry
 
-    def _try(self, constraint: Constraint, calls: str) -> Grammar | Failure:
+    def _try(self, constraint: Constraint, calls: str) -> CompiledGrammar | Failure:
         self.compiled += 1
         try:
             if constraint.is_strict or constraint.kind is not ConstraintKind.JSON_SCHEMA:
@@ -201,16 +201,16 @@ class Grammars:
             return Failure(Code.INVALID_REQUEST, "this grammar cannot be enforced: it is too complex", repr(error))
         return grammar
 
-    def _make(self, source: str, calls: str, relaxed: Sequence[str] = ()) -> Grammar:
+    def _make(self, source: str, calls: str, relaxed: Sequence[str] = ()) -> CompiledGrammar:
         table = self.table()
         matcher = LLMatcher(table, _either(calls, source) if calls else source, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarFailed(_reason(matcher.get_error()))
-        grammar = Grammar(table, matcher, self._vocab_size, (*relaxed, *_skipped(matcher)))
+        grammar = CompiledGrammar(table, matcher, self._vocab_size, (*relaxed, *_skipped(matcher)))
         _try_out(grammar, self._eos_ids)
         return grammar
 
-    def _make_loosely(self, constraint: Constraint, calls: str) -> Grammar:
+    def _make_loosely(self, constraint: Constraint, calls: str) -> CompiledGrammar:
         """As much of a schema as can be held: all, all but some keywords, its shape, or any object."""
         ways = list(loosened(_schema(constraint.text)))
         for is_lenient, (schema, relaxed) in [(False, ways[0]), *((True, way) for way in ways)]:
@@ -378,7 +378,7 @@ def _choices(text: str) -> list[str]:
     return cast(list[str], choices)
 
 
-def _try_out(grammar: Grammar, eos_ids: Sequence[int]) -> None:
+def _try_out(grammar: CompiledGrammar, eos_ids: Sequence[int]) -> None:
     """Walk a few tokens on random ways: a grammar that no text fits, or that is too slow, is refused here."""
     for seed in range(TRIAL_WALKS):
         rng, walk = random.Random(seed), grammar.walk()

@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from worker.structured.compiler import Allowed, Walk
+from worker.structured.compiler import Allowed, GrammarWalk
 
 # What ends JSON values, and then what goes on where nothing may end yet.
 _STRUCTURE: Final = ("}", "]", ")", ",", '"')
@@ -17,7 +17,7 @@ _MAX_STEPS: Final = 2000
 _SLACK: Final = 24
 
 
-class Haste:
+class EarlyFinish:
     """Ways to finish early in one vocabulary; shared by all rows of a grammar.
 
     `value_ends` are texts that end a value beside JSON's, `ends` those that end more, tried in order. What `encode`
@@ -42,7 +42,7 @@ class Haste:
         self._marks = spelled((*ends, *value_ends, *_STRUCTURE))
         self._letters = [tokens[0] for tokens in spelled(_LETTERS) if len(tokens) == 1]
 
-    def way(self, walk: Walk, allowed: Allowed) -> Sequence[int]:
+    def way(self, walk: GrammarWalk, allowed: Allowed) -> Sequence[int]:
         """Tokens to go on by; none when every allowed one is as good."""
         ends = [token for token in self._eos_ids if allowed[token]]
         if ends:
@@ -50,7 +50,7 @@ class Haste:
         is_text = bool(self._letters) and all(allowed[token] for token in self._letters)
         return next((tokens for tokens in (self._texts if is_text else self._marks) if walk.fits_all(tokens)), ())
 
-    def shortest(self, walk: Walk) -> int:
+    def shortest(self, walk: GrammarWalk) -> int:
         """About how many tokens an answer needs at least; `walk` is used up."""
         steps = 0
         while steps < _MAX_STEPS:
@@ -63,19 +63,19 @@ class Haste:
         return steps + _SLACK
 
 
-class Hurried:
+class FinishingGuide:
     """One row's way to the end."""
 
-    def __init__(self, haste: Haste) -> None:
+    def __init__(self, haste: EarlyFinish) -> None:
         self._haste = haste
         self._ahead: list[int] = []
 
-    def fork(self) -> "Hurried":
-        twin = Hurried(self._haste)
+    def fork(self) -> "FinishingGuide":
+        twin = FinishingGuide(self._haste)
         twin._ahead = list(self._ahead)
         return twin
 
-    def narrow(self, walk: Walk, allowed: Allowed) -> Allowed:
+    def narrow(self, walk: GrammarWalk, allowed: Allowed) -> Allowed:
         """Of the allowed tokens, the one that leads to the end, where one does."""
         if not self._ahead:
             self._ahead = list(self._haste.way(walk, allowed))

@@ -10,8 +10,8 @@ import numpy as np
 from protocol.messages import Constraint
 from worker.parsers import FAMILIES, start_in_reasoning
 from worker.parsers.channels import Channels
-from worker.structured.compiler import Allowed, Grammar, GrammarFailed, Grammars
-from worker.structured.finish_early import Haste, Hurried
+from worker.structured.compiler import Allowed, CompiledGrammar, GrammarFailed, Grammars
+from worker.structured.finish_early import EarlyFinish, FinishingGuide
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class Rule:
     there may depend on the marker: `by_marker`.
     """
 
-    grammar: Grammar
+    grammar: CompiledGrammar
     prologue: Prologue
     eos_ids: tuple[int, ...]
     anything: Allowed
     token_bytes: Callable[[int], bytes]
     ignore_eos: bool = False
     is_lazy: bool = False
-    by_marker: Mapping[bytes, Grammar] = field(default_factory=dict[bytes, Grammar])
-    haste: Haste | None = None
+    by_marker: Mapping[bytes, CompiledGrammar] = field(default_factory=dict[bytes, CompiledGrammar])
+    haste: EarlyFinish | None = None
     room: int = 0
     reserve: int = 0
 
@@ -62,7 +62,7 @@ class Guide:
         self._has_opened = False
         self._tail = b""
         self._left = rule.room
-        self._hurried = Hurried(rule.haste) if rule.haste is not None else None
+        self._hurried = FinishingGuide(rule.haste) if rule.haste is not None else None
         self._keep = max((len(end) for end in rule.prologue.ends), default=1) - 1
 
     def fork(self) -> "Guide":
@@ -175,11 +175,11 @@ class Rules:
             ignore_eos=ignore_eos,
         )
 
-    def of_grammar(self, grammar: Grammar, prologue: Prologue) -> Rule:
+    def of_grammar(self, grammar: CompiledGrammar, prologue: Prologue) -> Rule:
         """A rule for a grammar that is compiled already."""
         return Rule(grammar, prologue, self._eos_ids, self._anything, self._token_bytes)
 
-    def compile(self, constraint: Constraint, calls: str = "") -> Grammar:
+    def compile(self, constraint: Constraint, calls: str = "") -> CompiledGrammar:
         """The grammar of an answer, or of `calls` where there are any. Raises `RequestInvalid`."""
         return self.grammars.compile(constraint, calls)
 

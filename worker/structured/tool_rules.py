@@ -13,10 +13,18 @@ from protocol.messages import ChatPrompt, Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.parsers import FAMILIES
 from worker.parsers.channels import Channels
-from worker.structured.compiler import Grammar
-from worker.structured.finish_early import Haste
+from worker.structured.compiler import CompiledGrammar
+from worker.structured.finish_early import EarlyFinish
 from worker.structured.guides import Prologue, Rule, Rules
-from worker.structured.tool_grammar import HEADS, CallGrammar, Calls, Marks, call_grammar, rest_of_call, strict_grammar
+from worker.structured.tool_grammar import (
+    HEADS,
+    CallGrammar,
+    Calls,
+    MarkupTokens,
+    call_grammar,
+    rest_of_call,
+    strict_grammar,
+)
 
 log = logging.getLogger("mlxd.worker")
 
@@ -28,8 +36,8 @@ _MAX_CACHED: Final = 64
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     text: str
-    grammar: Grammar
-    haste: Haste
+    grammar: CompiledGrammar
+    haste: EarlyFinish
     reserve: int
 
 
@@ -44,7 +52,7 @@ class ToolRules:
         self._added = [(token.content, at) for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items()]
         self._eos_ids = tuple(eos_ids)
         self._lock = threading.Lock()
-        self._marks: Marks | None = None
+        self._marks: MarkupTokens | None = None
         self._compiled: OrderedDict[tuple[str, frozenset[str]], _Compiled] = OrderedDict()
 
     def make(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule | None:
@@ -113,10 +121,10 @@ class ToolRules:
         rule = self._rules.of_grammar(next(iter(by_marker.values())), Prologue(tuple(by_marker), is_open=True))
         return replace(rule, is_lazy=True, by_marker=by_marker)
 
-    def _by_head(self, tools: Sequence[Mapping[str, Any]], strict: Sequence[str]) -> dict[bytes, Grammar]:
+    def _by_head(self, tools: Sequence[Mapping[str, Any]], strict: Sequence[str]) -> dict[bytes, CompiledGrammar]:
         """Grammar after each possible head of a call."""
         marks, family = self._known_marks(), self._family
-        by_marker: dict[bytes, Grammar] = {}
+        by_marker: dict[bytes, CompiledGrammar] = {}
         for tool in tools:
             name = _name(tool)
             compiled = self._compile(
@@ -154,7 +162,7 @@ class ToolRules:
 
     def _try(self, written: CallGrammar) -> _Compiled:
         grammar = self._rules.grammars.compile(Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"))
-        haste = Haste(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
+        haste = EarlyFinish(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
         return _Compiled(written.text, grammar, haste, haste.shortest(grammar.walk()))
 
     def _encode(self, text: str) -> list[int]:
@@ -164,11 +172,11 @@ class ToolRules:
             ids += [piece] if isinstance(piece, int) else table.tokenize_str(piece)
         return ids
 
-    def _known_marks(self) -> Marks:
+    def _known_marks(self) -> MarkupTokens:
         if self._marks is None:
             table = self._rules.grammars.table()
             specials = {content: at for content, at in self._added if table.is_special_token(at)}
-            self._marks = Marks(self._vocabulary, specials, self._eos_ids)
+            self._marks = MarkupTokens(self._vocabulary, specials, self._eos_ids)
         return self._marks
 
 

@@ -1,7 +1,7 @@
 """`python -m worker.verify`: is a request's output its own, however it is run?
 
 Runs the same requests alone, then batched, chunked, from caches, preempted, resumed and with drafts, and compares
-every token. Prints a `protocol.verify.Check` a line. Exit statuses: 0 all equal · 1 a difference, or a check that
+every token. Prints a `protocol.verify.VerifyCheck` a line. Exit statuses: 0 all equal · 1 a difference, or a check that
 proved nothing · else as a worker's.
 """
 
@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 
-from protocol.failures import Exit, Failure
+from protocol.failures import ExitStatus, Failure
 from protocol.kinds import AUDIO, TEXT
 from protocol.spec import WorkerSpec, read_spec
-from protocol.verify import Check
+from protocol.verify import VerifyCheck
 from worker.checked_model import load_checked
 from worker.embedding.load_model import kind_of_spec, load_reader
 from worker.errors import LoadFailed, PartnerLost, RequestInvalid
@@ -28,7 +28,7 @@ from worker.verify.verifier import LONGEST_WORDS, Verifier
 DIFFERENT: Final = 1
 
 
-def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[Check]:
+def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[VerifyCheck]:
     """Those of the model's kind. Raises `LoadFailed`, `RequestInvalid`, and `PartnerLost`."""
     kind = kind_of_spec(spec)
     if kind == AUDIO:
@@ -42,7 +42,7 @@ def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[Check]:
         return
     lead, division = open_group(spec, _lost) if spec.group is not None else (None, None)
     loaded = load_checked(spec, lambda _stage, _done, _total: None, division, lead)
-    share = memory.Share(spec, loaded.weights_bytes)
+    share = memory.MemoryShare(spec, loaded.weights_bytes)
     share.enforce(share.limits())
     yield from Verifier(loaded, spec, tokens, words, lead).checks()
     if lead is not None:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec = read_spec(options.spec)
     except msgspec.DecodeError as error:
         print(f"bad --spec: {error}", file=sys.stderr)
-        return Exit.BAD_CONFIG
+        return ExitStatus.BAD_CONFIG
     try:
         status = 0
         for check in _checks(spec, options.tokens, options.words):
@@ -78,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_status
     except PartnerLost as error:
         print(error.failure.message, file=sys.stderr)
-        return Exit.PARTNER_LOST
+        return ExitStatus.PARTNER_LOST
     except RequestInvalid as error:
         print(f"the model cannot take the requests of this test: {error.failure.message}", file=sys.stderr)
-        return Exit.MODEL_UNUSABLE
+        return ExitStatus.MODEL_UNUSABLE
     return status
 
 

@@ -5,11 +5,11 @@ from typing import Final
 
 import numpy as np
 
-from protocol.messages import Generate, HearPrompt, Sampling, SpeakPrompt
+from protocol.messages import Generate, Sampling, SpeechPrompt, TranscribePrompt
 from protocol.spec import WorkerSpec
-from protocol.verify import Check, Difference
+from protocol.verify import Difference, VerifyCheck
 from worker.audio.ask_audio import AudioIntake
-from worker.audio.audio_job import AudioJob, Piece
+from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel, load_audio_model
 from worker.audio.sound_writer import SoundWriter
 
@@ -19,16 +19,16 @@ _CLIP_S: Final = 35.0
 _TEXT: Final = "One, two."
 
 
-def audio_checks(model: AudioModel) -> Generator[Check]:
+def audio_checks(model: AudioModel) -> Generator[VerifyCheck]:
     """One request before and after another. Raises `RequestInvalid`."""
-    prompt = HearPrompt(_tone()) if model.hearer is not None else SpeakPrompt(_TEXT, format="pcm")
+    prompt = TranscribePrompt(_tone()) if model.hearer is not None else SpeechPrompt(_TEXT, format="pcm")
     # At a temperature, so that a random draw that is not of the seed alone shows.
     requests = [Generate(1, prompt, Sampling(temperature=0.2, seed=seed)) for seed in (1, 2, 1)]
     intake = AudioIntake(model, lambda: None)
     answers = [_pieces(intake.job_now(request)) for request in requests]
     first, last = answers[0], answers[2]
     is_equal = first == last
-    yield Check(
+    yield VerifyCheck(
         "again",
         requests=len(requests),
         tokens=sum(len(piece.token_ids) for answer in answers for piece in answer),
@@ -42,11 +42,11 @@ def load_silently(spec: WorkerSpec) -> AudioModel:
     return load_audio_model(spec, lambda _stage, _done, _total: None)
 
 
-def _pieces(job: AudioJob) -> list[Piece]:
+def _pieces(job: AudioJob) -> list[AudioPiece]:
     return list(job.work)
 
 
-def _common(one: list[Piece], other: list[Piece]) -> int:
+def _common(one: list[AudioPiece], other: list[AudioPiece]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

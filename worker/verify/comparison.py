@@ -2,13 +2,13 @@
 
 from collections.abc import Generator, Sequence
 
-from protocol.verify import Check, Difference
-from worker.verify.engine_session import Output
+from protocol.verify import Difference, VerifyCheck
+from worker.verify.engine_session import VerifiedOutput
 
 
-def compare(name: str, outputs: Sequence[Output], expected: Sequence[Output]) -> Check:
+def compare(name: str, outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> VerifyCheck:
     """Each token of the outputs beside the one that is expected."""
-    return Check(
+    return VerifyCheck(
         name,
         len(outputs),
         sum(len(output.ids) for output in outputs),
@@ -18,7 +18,7 @@ def compare(name: str, outputs: Sequence[Output], expected: Sequence[Output]) ->
     )
 
 
-def _drifts(outputs: Sequence[Output], expected: Sequence[Output]) -> Generator[float]:
+def _drifts(outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> Generator[float]:
     """Deviation of each token's log-probability from its value alone, as long as the tokens agree.
 
     A resumed row has them only for what is new: those are compared from the end.
@@ -29,7 +29,7 @@ def _drifts(outputs: Sequence[Output], expected: Sequence[Output]) -> Generator[
             yield from (abs(one.logprob - two.logprob) for one, two in pairs)
 
 
-def _differences(outputs: Sequence[Output], expected: Sequence[Output]) -> Generator[Difference]:
+def _differences(outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> Generator[Difference]:
     for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
         if (output.ids, output.finish) == (other.ids, other.finish):
             continue
@@ -39,5 +39,5 @@ def _differences(outputs: Sequence[Output], expected: Sequence[Output]) -> Gener
         yield Difference(index, at, round(top[0][1] - top[1][1], 6) if len(top) > 1 else None)
 
 
-def likelihoods(output: Output) -> list[float]:
+def likelihoods(output: VerifiedOutput) -> list[float]:
     return [each.logprob for each in output.logprobs]

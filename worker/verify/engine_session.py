@@ -19,11 +19,11 @@ from protocol.messages import (
 )
 from protocol.spec import WorkerSpec
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import Inbox
+from worker.engine.inbox import EngineInbox
 from worker.engine.kv_budget import KvCost
 from worker.engine.loop import Engine
-from worker.engine.partners import Partners
-from worker.model.loader import Loaded
+from worker.engine.partners import RankPeers
+from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
 
@@ -31,7 +31,7 @@ WRITE_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(slots=True)
-class Output:
+class VerifiedOutput:
     """Output of one request."""
 
     ids: list[int] = field(default_factory=list)
@@ -48,28 +48,28 @@ class Output:
             self.cached = delta.usage.cached if delta.usage is not None else 0
 
 
-class Session:
+class EngineSession:
     """One engine from warm-up to shutdown, on the calling thread."""
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         intake: Intake,
         spec: WorkerSpec,
         drafter: Drafter | None = None,
-        partners: Partners | None = None,
+        partners: RankPeers | None = None,
     ) -> None:
         self.gauges = Gauges()
         self._intake = intake
-        self._inbox = Inbox()
+        self._inbox = EngineInbox()
         self._engine = Engine(
             loaded, spec, self._inbox, self._receive, self.gauges, intake.writer, drafter, partners=partners
         )
-        self._outputs: dict[int, Output] = {}
+        self._outputs: dict[int, VerifiedOutput] = {}
         self._waves: list[Sequence[Generate]] = []
         self._open: set[int] = set()
 
-    def run(self, waves: Sequence[Sequence[Generate]]) -> list[Output]:
+    def run(self, waves: Sequence[Sequence[Generate]]) -> list[VerifiedOutput]:
         """Each wave together, one wave after the other. Returns the newest output of each request."""
         self._engine.warm_up([1] * 8)
         self._waves = list(waves)
@@ -107,7 +107,7 @@ class Session:
         wave = self._waves.pop(0)
         self._open = {request.rid for request in wave}
         for request in wave:
-            self._outputs[request.rid] = Output()
+            self._outputs[request.rid] = VerifiedOutput()
             self._inbox.put(self._intake.row(request, time.monotonic()))
 
     def _stop_when_written(self) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 
 from protocol.kinds import EMBED
 from protocol.messages import EmbedPrompt, Generate, Sampling, ScorePrompt
-from protocol.verify import Check, Difference
-from worker.embedding.load_model import Reader
+from protocol.verify import Difference, VerifyCheck
+from worker.embedding.load_model import EmbeddingModel
 from worker.embedding.prepare import Preparer
 
 # Words of the inputs: of one length, of nearly one, and far apart.
@@ -18,7 +18,7 @@ _FLOAT32: Final = 1e-5
 _ROUNDED: Final = 0.02
 
 
-def reader_checks(reader: Reader) -> Generator[Check]:
+def reader_checks(reader: EmbeddingModel) -> Generator[VerifyCheck]:
     """All in one padded pass, and each length apart. Raises `RequestInvalid`."""
     texts = tuple(" ".join(f"word{at * 7 % 100}" for at in range(words)) for words in _WORDS)
     prompt = EmbedPrompt(texts, truncate=-1) if reader.kind == EMBED else ScorePrompt(("word7",), texts, truncate=-1)
@@ -30,7 +30,7 @@ def reader_checks(reader: Reader) -> Generator[Check]:
         # What is not a number differs from everything.
         apart = np.nan_to_num(np.abs(rows - alone).max(axis=1), nan=np.inf)
         most = _FLOAT32 if reader.is_float32 else _ROUNDED
-        yield Check(
+        yield VerifyCheck(
             name,
             requests=len(items),
             tokens=sum(len(item.ids) for item in items),

@@ -15,7 +15,7 @@ from protocol.messages import (
     TokensPrompt,
 )
 from worker.adapters.adapters import adapters_of
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.sparse.kept import BLOCK
 from worker.vision.samples import picture
 
@@ -55,7 +55,7 @@ def text_requests(tokens: int, words: int, max_context: int) -> list[Generate]:
     return requests
 
 
-def adapter_requests(loaded: Loaded, requests: Sequence[Generate]) -> list[Generate]:
+def adapter_requests(loaded: LoadedModel, requests: Sequence[Generate]) -> list[Generate]:
     """The first requests, greedy and sampled, of each adapter that is served."""
     adapters = adapters_of(loaded.model)
     names = [info.name for info in adapters.infos if info.failure is None] if adapters is not None else []

@@ -9,18 +9,18 @@ from msgspec.structs import replace
 
 from protocol.messages import Generate
 from protocol.spec import WorkerSpec
-from protocol.verify import Check
+from protocol.verify import VerifyCheck
 from worker.adapters.adapters import adapters_of
 from worker.engine.kv_check import without_codes
-from worker.engine.partners import Partners
-from worker.model.loader import Loaded
+from worker.engine.partners import RankPeers
+from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 from worker.prompt.sparse_limits import SparseLimits
 from worker.speculation.drafter import Proposer
 from worker.speculation.eager import EagerDrafts
 from worker.speculation.noisy import NoisyDrafts
 from worker.verify.comparison import compare, likelihoods
-from worker.verify.engine_session import Output, Session
+from worker.verify.engine_session import EngineSession, VerifiedOutput
 from worker.verify.trial_requests import (
     CROWD,
     CROWD_OUTPUT,
@@ -49,11 +49,11 @@ class Verifier:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         spec: WorkerSpec,
         tokens: int,
         words: int = LONGEST_WORDS,
-        partners: Partners | None = None,
+        partners: RankPeers | None = None,
     ) -> None:
         self._partners = partners
         self._loaded = loaded
@@ -71,13 +71,13 @@ class Verifier:
         if "image" in self._intake.modalities:
             self._pictured = picture_requests(len(self._requests) + 1, tokens)
             self._requests += self._pictured
-        self._alone: list[Output] = []
+        self._alone: list[VerifiedOutput] = []
 
-    def checks(self) -> Generator[Check]:
+    def checks(self) -> Generator[VerifyCheck]:
         requests, spec = self._requests, self._spec
         self._alone = self._session(spec).run([[request] for request in requests])
         if failed := next((output.failure for output in self._alone if output.failure is not None), None):
-            yield Check("alone", len(requests), note=failed.message)
+            yield VerifyCheck("alone", len(requests), note=failed.message)
             return
         yield self._compare("alone", self._alone)
         if self._spec.adapters:
@@ -100,7 +100,7 @@ class Verifier:
         if self._spec.kv_bits:
             yield self._dequantized()
 
-    def _adapters_told_apart(self) -> Check:
+    def _adapters_told_apart(self) -> VerifyCheck:
         """Each adapter must be served, and say something with another certainty than the base."""
         adapters = adapters_of(self._loaded.model)
         infos = adapters.infos if adapters is not None else ()
@@ -112,33 +112,33 @@ class Verifier:
             if request.sampling == self._requests[0].sampling and likelihoods(output) == base:
                 notes.append(f"the adapter {request.adapter!r} changes nothing")
         tokens = sum(len(output.ids) for output in outputs)
-        return Check("adapters", len(self._adapted), tokens, note="; ".join(notes))
+        return VerifyCheck("adapters", len(self._adapted), tokens, note="; ".join(notes))
 
-    def _told_apart(self) -> Check:
+    def _told_apart(self) -> VerifyCheck:
         """Of two pictures under the same text the model must not say the same with the same certainty."""
         first, second = self._alone[-len(self._pictured) :][:2]
         likelihoods = [[each.logprob for each in output.logprobs] for output in (first, second)]
         note = "another picture under the same text changes nothing" if likelihoods[0] == likelihoods[1] else ""
-        return Check("two pictures", 2, len(first.ids) + len(second.ids), note=note)
+        return VerifyCheck("two pictures", 2, len(first.ids) + len(second.ids), note=note)
 
-    def _cached(self) -> Generator[Check]:
+    def _cached(self) -> Generator[VerifyCheck]:
         if not self._loaded.plan.reuses_prefixes:
-            yield Check("cache in memory", note=self._loaded.plan.reason, is_skipped=True)
+            yield VerifyCheck("cache in memory", note=self._loaded.plan.reason, is_skipped=True)
             return
         warm = self._session(replace(self._spec, cache_bytes=CACHE_BYTES)).run([self._requests, self._requests])
         yield self._compare("cache in memory", warm, must_hit=True)
         if self._partners is None:
             yield self._disk()
 
-    def _disk(self) -> Check:
+    def _disk(self) -> VerifyCheck:
         with tempfile.TemporaryDirectory(prefix="mlxd-verify-") as folder:
             spec = replace(self._spec, cache_bytes=CACHE_BYTES, disk_cache_dir=folder, disk_cache_bytes=DISK_BYTES)
             self._session(spec).run([self._requests])
             return self._compare("cache on disk", self._session(spec).run([self._requests]), must_hit=True)
 
-    def _preempted(self) -> Check:
+    def _preempted(self) -> VerifyCheck:
         if self._loaded.max_context < CROWD_PROMPT + CROWD_OUTPUT:
-            return Check("preempted", note="the context is too short", is_skipped=True)
+            return VerifyCheck("preempted", note="the context is too short", is_skipped=True)
         crowd = crowd_requests(self._loaded.vocab_size)
         alone = self._session(self._spec)
         expected = alone.run([[request] for request in crowd])
@@ -147,10 +147,10 @@ class Verifier:
         outputs = session.run([crowd])
         if not session.gauges.preemptions:
             # Memory does not grow with the length, or all of it fits.
-            return Check("preempted", note="no row ever had to make room", is_skipped=True)
+            return VerifyCheck("preempted", note="no row ever had to make room", is_skipped=True)
         return compare("preempted", outputs, expected)
 
-    def _resumed(self) -> Check:
+    def _resumed(self) -> VerifyCheck:
         rng = random.Random(1)
         cuts = [rng.randrange(len(output.ids)) for output in self._alone]
         requests = [
@@ -162,40 +162,40 @@ class Verifier:
             output.ids = alone.ids[:cut] + output.ids
         return self._compare("resumed", rest)
 
-    def _speculated(self) -> Check:
+    def _speculated(self) -> VerifyCheck:
         """With drafts of which some are right, so that rows keep different numbers of a block's tokens."""
         drafter = NoisyDrafts(self._loaded.vocab_size)
         for request, output in zip(self._requests, self._alone, strict=True):
             drafter.learn([*self._intake.row(request, 0.0).prompt, *output.ids])
-        outputs = Session(self._loaded, self._intake, self._spec, drafter).run([self._requests])
+        outputs = EngineSession(self._loaded, self._intake, self._spec, drafter).run([self._requests])
         if not drafter.drafted:
-            return Check("speculated", note="drafts cannot be verified in this lane", is_skipped=True)
+            return VerifyCheck("speculated", note="drafts cannot be verified in this lane", is_skipped=True)
         return self._compare("speculated", outputs)
 
-    def _drafted(self, proposer: Proposer) -> Check:
+    def _drafted(self, proposer: Proposer) -> VerifyCheck:
         """With the drafts of the head, drafter or model that the worker has, at each step."""
         name = f"drafted by {proposer.source}"
         drafter = EagerDrafts(proposer, DRAFTED)
-        outputs = Session(self._loaded, self._intake, self._spec, drafter).run([self._requests])
+        outputs = EngineSession(self._loaded, self._intake, self._spec, drafter).run([self._requests])
         if not drafter.drafted:
-            return Check(name, note="it drafted nothing", is_skipped=True)
+            return VerifyCheck(name, note="it drafted nothing", is_skipped=True)
         return self._compare(name, outputs)
 
-    def _dequantized(self) -> Check:
+    def _dequantized(self) -> VerifyCheck:
         """With quantized KV dequantized for each step, where steps read its codes: they stand for the same numbers."""
         with without_codes(self._loaded.model) as is_other:
             if is_other:
                 return self._compare("dequantized", self._session(self._spec).run([self._requests]))
-        return Check("dequantized", note="no step reads codes on this machine", is_skipped=True)
+        return VerifyCheck("dequantized", note="no step reads codes on this machine", is_skipped=True)
 
-    def _sparse(self) -> Check:
+    def _sparse(self) -> VerifyCheck:
         """Prompts of which a part is run, together and gone on with from some place, beside each alone."""
         if self._loaded.max_context < SPARSE_PROMPT + SPARSE_OUTPUT:
-            return Check("sparse prefill", note="the context is too short", is_skipped=True)
+            return VerifyCheck("sparse prefill", note="the context is too short", is_skipped=True)
         requests = sparse_requests(self._loaded.vocab_size)
         alone = self._session(self._spec).run([[request] for request in requests])
         if failed := next((output.failure for output in alone if output.failure is not None), None):
-            return Check("sparse prefill", len(requests), note=failed.message)
+            return VerifyCheck("sparse prefill", len(requests), note=failed.message)
         cuts = [3 * at for at in range(len(requests))]
         resumed = [
             replace(request, resume=tuple(output.ids[:cut]))
@@ -206,10 +206,10 @@ class Verifier:
             output.ids = other.ids[:cut] + output.ids
         return compare("sparse prefill", outputs, alone)
 
-    def _session(self, spec: WorkerSpec) -> Session:
-        return Session(self._loaded, self._intake, spec, partners=self._partners)
+    def _session(self, spec: WorkerSpec) -> EngineSession:
+        return EngineSession(self._loaded, self._intake, spec, partners=self._partners)
 
-    def _compare(self, name: str, outputs: Sequence[Output], *, must_hit: bool = False) -> Check:
+    def _compare(self, name: str, outputs: Sequence[VerifiedOutput], *, must_hit: bool = False) -> VerifyCheck:
         check = compare(name, outputs, self._alone)
         if must_hit and not check.cached:
             return replace(check, note="nothing came from the cache")

@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 
 from worker.errors import is_allocation_failure
-from worker.vision.graft import Graft, text_core
+from worker.vision.graft import MultimodalMerge, text_core
 from worker.vision.needs import Needs
 from worker.vision.tower import Tower, load_tower
-from worker.vision.unserved import Unserved
+from worker.vision.unserved import UnsupportedVision
 
 log = logging.getLogger("mlxd.worker")
 
@@ -23,7 +23,7 @@ class Vision:
     """Parts of a model beyond text. `config` is the model's own, folded."""
 
     needs: Needs
-    graft: Graft
+    graft: MultimodalMerge
     tower: Tower
     config: Mapping[str, Any]
 
@@ -31,23 +31,23 @@ class Vision:
 def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[Any], None]) -> Vision:
     """Load the tower of a checkpoint and graft onto its text model, which stays as it is when this raises.
 
-    `retype` changes the type of a module's parameters in place. Raises `Unserved` with the reason why the model is
-    served as text only; lets failed allocations through.
+    `retype` changes the type of a module's parameters in place. Raises `UnsupportedVision` with the reason why the
+    model is served as text only; lets failed allocations through.
     """
     needs = Needs.of({**folded, "generation_config": _generation(path)})
     try:
         core = text_core(model)
         dtype = _dtype(core.embed_tokens)
         tower = load_tower(path, folded, needs, dtype, retype)
-    except Unserved:
+    except UnsupportedVision:
         raise
     except Exception as error:  # the boundary to code of every architecture
         if is_allocation_failure(error):
             raise
         log.warning("the tower of %s could not be loaded", path, exc_info=True)
         reason = str(error).partition("\n")[0]
-        raise Unserved(f"its tower could not be loaded: {type(error).__name__}: {reason}") from error
-    graft = Graft(model, needs)
+        raise UnsupportedVision(f"its tower could not be loaded: {type(error).__name__}: {reason}") from error
+    graft = MultimodalMerge(model, needs)
     model.graft = graft
     return Vision(tower.needs, graft, tower, folded)
 

@@ -14,7 +14,7 @@ from PIL import Image
 from protocol.failures import Code
 from protocol.messages import Media
 from worker.errors import RequestInvalid
-from worker.vision.images import ImageHeader, Limits, decode, read_header, refused
+from worker.vision.images import ImageHeader, MediaLimits, decode, read_header, refused
 
 _NO_PYAV: Final = (
     "{} need PyAV, which is not installed: install mlxd with its extra media (pip install 'mlxd[media]'). {}"
@@ -29,7 +29,7 @@ _DEFAULT_RATE: Final = 2.0
 _SEEK_FRAMES: Final = 48
 
 
-class Clip(Protocol):
+class EncodedClip(Protocol):
     """A video that is not decoded yet: `rate` is in frames a second."""
 
     count: int
@@ -43,7 +43,7 @@ class Clip(Protocol):
 
 
 @dataclass(slots=True, frozen=True)
-class Sampling:
+class FrameSampling:
     """Frames of a clip that a model sees: `rate` a second, from `least` to `most`, a multiple of `factor`."""
 
     rate: float = 2.0
@@ -51,7 +51,7 @@ class Sampling:
     most: int = 768
     factor: int = 2
 
-    def indices(self, clip: Clip, options: dict[str, int | float]) -> list[int]:
+    def indices(self, clip: EncodedClip, options: dict[str, int | float]) -> list[int]:
         """Indices of frames, spread over the clip. A list of frames is sampled already: all of it counts."""
         most = min(self.most, clip.count)
         if "num_frames" in options:
@@ -66,7 +66,7 @@ class Sampling:
         return np.linspace(0, clip.count - 1, number).round().astype(int).tolist()
 
 
-def open_clip(media: Media, limits: Limits) -> Clip:
+def open_clip(media: Media, limits: MediaLimits) -> EncodedClip:
     """The clip of a request's video, its frames neither decoded nor counted one by one. Raises `RequestInvalid`."""
     for name in ("fps", "num_frames"):
         if (value := media.options.get(name, 1)) <= 0:
@@ -96,7 +96,7 @@ def pyav(files: str, instead: str, param: str) -> Any:
 class FrameList:
     """JPEG files one after the other, each after its length in 4 bytes; all of one size."""
 
-    def __init__(self, media: Media, limits: Limits) -> None:
+    def __init__(self, media: Media, limits: MediaLimits) -> None:
         self._param = media.param
         self._files = _split(media)
         self.count = len(self._files)
@@ -112,7 +112,7 @@ class FrameList:
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
         return [decode(self._files[index], self._headers[index], self._param) for index in indices]
 
-    def _header(self, index: int, file: bytes, limits: Limits) -> ImageHeader:
+    def _header(self, index: int, file: bytes, limits: MediaLimits) -> ImageHeader:
         try:
             return read_header(file, limits, self._param)
         except RequestInvalid as error:
@@ -136,7 +136,7 @@ def _split(media: Media) -> list[bytes]:
 class VideoFile:
     """A file that PyAV can read. Its first frame is decoded for its size and turn; sound is left out."""
 
-    def __init__(self, media: Media, limits: Limits) -> None:
+    def __init__(self, media: Media, limits: MediaLimits) -> None:
         self._data = media.data
         self._param = media.param
         with self._opened() as container:
@@ -171,7 +171,7 @@ class VideoFile:
                 images.append(_upright(frame).resize((self.width, self.height)))
         return images
 
-    def _check_pixels(self, width: int, height: int, limits: Limits) -> None:
+    def _check_pixels(self, width: int, height: int, limits: MediaLimits) -> None:
         if width * height > limits.pixels:
             message = f"The video has {width} × {height} pixels; at most {limits.pixels} are taken."
             raise refused(message, self._param, Code.IMAGE_TOO_LARGE)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from worker.errors import RequestInvalid, is_allocation_failure
 from worker.vision.features import FeatureCache
-from worker.vision.graft import Features
+from worker.vision.graft import MediaFeatures
 from worker.vision.media import Medium
 from worker.vision.tower import Tower
 
@@ -47,7 +47,7 @@ class _Job:
         return self.pixels is not None and self.pixels.done()
 
 
-class Encoder:
+class MediaEncoder:
     """Owned by the engine thread, which calls `step` once a tick. Other threads call `wake`.
 
     Rows that wait hold features of some of their media while the rest is made. Together with the rows in prefill they
@@ -187,7 +187,7 @@ class Encoder:
             self._jobs[key] = _Job({other: job.media[other] for other in others})
         return rid, error
 
-    def held(self, rid: int, medium: Medium) -> Features:
+    def held(self, rid: int, medium: Medium) -> MediaFeatures:
         """Features of a medium that a row holds."""
         features = self.features.hold(rid, medium.key)
         assert features is not None, "a row runs once it holds what it needs"
@@ -288,7 +288,7 @@ class Encoder:
     def _wake_up(self, _pixels: "Future[Pixels]") -> None:
         self._wake()
 
-    def _encode(self, medium: Medium, pixels: Pixels) -> Features:
+    def _encode(self, medium: Medium, pixels: Pixels) -> MediaFeatures:
         begun = time.perf_counter()
         features = self._tower.encode(medium.kind, medium.tokens, pixels)
         self.features.counts.encoded += 1

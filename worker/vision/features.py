@@ -5,7 +5,7 @@ from collections.abc import Collection, KeysView
 from typing import Final
 
 from worker.vision.encoded import FeatureCounts
-from worker.vision.graft import Features
+from worker.vision.graft import MediaFeatures
 
 # What rows may hold until a further one has to wait, however small the budget.
 HELD_MIN: Final = 64 << 20
@@ -17,7 +17,7 @@ class FeatureCache:
     def __init__(self, budget: int, held_min: int = HELD_MIN) -> None:
         self._budget = budget
         self._held_min = held_min
-        self._entries: OrderedDict[bytes, Features] = OrderedDict()
+        self._entries: OrderedDict[bytes, MediaFeatures] = OrderedDict()
         self._holders: defaultdict[bytes, set[int]] = defaultdict(set)
         self.nbytes = 0
         self.held_bytes = 0
@@ -65,7 +65,7 @@ class FeatureCache:
     def holds(self, rid: int, key: bytes) -> bool:
         return rid in self._holders.get(key, ())
 
-    def hold(self, rid: int, key: bytes) -> Features | None:
+    def hold(self, rid: int, key: bytes) -> MediaFeatures | None:
         """The features of a medium, kept for this row until `release`; None where there are none."""
         features = self._entries.get(key)
         if features is None:
@@ -76,7 +76,7 @@ class FeatureCache:
         self._holders[key].add(rid)
         return features
 
-    def put(self, key: bytes, features: Features, rids: set[int]) -> None:
+    def put(self, key: bytes, features: MediaFeatures, rids: set[int]) -> None:
         """Keep new features, held by these rows from the beginning."""
         assert key not in self._entries
         self._entries[key] = features

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from worker.vision.clips import Sampling
-from worker.vision.layouts import Bounds, Expansion, Inputs, Layout, Piece, arrays
-from worker.vision.markers import Markers
+from worker.vision.clips import FrameSampling
+from worker.vision.layouts import Bounds, Expansion, Inputs, MediaLayout, MediaPiece, arrays
+from worker.vision.markers import MediaMarkers
 
 
-class Gemma3(Layout):
+class Gemma3(MediaLayout):
     """Gemma 3: a fixed number of placeholders between two markers, and as many for each crop of a long image."""
 
     is_scaled = False
@@ -23,7 +23,7 @@ class Gemma3(Layout):
         self._tokens = int(processor.image_seq_length)
         begin: str = processor.boi_token
         self._one = f"{begin}{self.token}{processor.tokenizer.eoi_token}"
-        self.markers = Markers({"image": begin}, (self.token, processor.tokenizer.eoi_token))
+        self.markers = MediaMarkers({"image": begin}, (self.token, processor.tokenizer.eoi_token))
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
         image = f"\n\n{self._one}\n\n"
@@ -33,7 +33,7 @@ class Gemma3(Layout):
             text = f"Here is the original image {image} and here are some crops to help you see better "
             text += " ".join([image] * crops)
         runs = (self._tokens,) * (1 + crops)
-        return Expansion(text, runs, (Piece(sum(runs)),))
+        return Expansion(text, runs, (MediaPiece(sum(runs)),))
 
     def image_inputs(self, image: Image.Image, _bounds: Bounds) -> Inputs:
         return arrays(self.images([image]), "num_crops")
@@ -52,7 +52,7 @@ class Gemma3(Layout):
         )
 
 
-class Gemma3n(Layout):
+class Gemma3n(MediaLayout):
     """Gemma 3n: a fixed number of placeholders for an image, and for an audio clip of up to half a minute.
 
     The marker behind them is a token of the tower's own vocabulary, which the tower embeds.
@@ -66,26 +66,26 @@ class Gemma3n(Layout):
         tokenizer = processor.tokenizer
         self._tokens = int(processor.image_seq_length)
         self._text = f"\n\n{processor.boi_token}{self.token}{tokenizer.eoi_token}\n\n"
-        self.markers = Markers({"image": self.token}, (processor.boi_token, tokenizer.eoi_token))
+        self.markers = MediaMarkers({"image": self.token}, (processor.boi_token, tokenizer.eoi_token))
         self._sounds: Any = processor.feature_extractor
         if self._sounds is not None:
             self._audio_tokens = int(processor.audio_seq_length)
             self._audio_text = f"\n\n{processor.boa_token}{processor.audio_token}{tokenizer.eoa_token}\n\n"
             self.audio_rate, self.audio_s = int(self._sounds.sampling_rate), self._AUDIO_S
             others = (*self.markers.others, processor.boa_token, tokenizer.eoa_token)
-            self.markers = Markers({"image": self.token, "audio": processor.audio_token}, others)
+            self.markers = MediaMarkers({"image": self.token, "audio": processor.audio_token}, others)
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
-        return Expansion(self._text, (self._tokens,), (Piece(self._tokens + 1),), closing=1)
+        return Expansion(self._text, (self._tokens,), (MediaPiece(self._tokens + 1),), closing=1)
 
     def audio(self, _samples: int) -> Expansion:
-        return Expansion(self._audio_text, (self._audio_tokens,), (Piece(self._audio_tokens + 1),), closing=1)
+        return Expansion(self._audio_text, (self._audio_tokens,), (MediaPiece(self._audio_tokens + 1),), closing=1)
 
     def audio_inputs(self, samples: npt.NDArray[np.float32]) -> Inputs:
         return arrays(self._sounds([samples], sampling_rate=self.audio_rate, return_attention_mask=True))
 
 
-class Gemma4(Layout):
+class Gemma4(MediaLayout):
     """Gemma 4: placeholders by the shape of an image, of each frame after its time, and by the length of audio."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class Gemma4(Layout):
         self._videos: Any = processor.video_processor
         self._clip_token: str = processor.video_token
         kinds, others = {"image": self.token, "video": self._clip_token}, (self._begin, self._end)
-        self.sampling = Sampling(most=int(self._videos.num_frames), least=1, factor=1)
+        self.sampling = FrameSampling(most=int(self._videos.num_frames), least=1, factor=1)
         self._sounds: Any = processor.feature_extractor if config.get("audio_config") else None
         if self._sounds is not None and processor.audio_token:
             self._most_audio = int(processor.audio_seq_length)
@@ -105,11 +105,11 @@ class Gemma4(Layout):
                 {**kinds, "audio": processor.audio_token},
                 (*others, processor.boa_token, processor.eoa_token),
             )
-        self.markers = Markers(kinds, others)
+        self.markers = MediaMarkers(kinds, others)
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
         tokens, grid = self._tokens(self.images, width, height)
-        return Expansion(f"{self._begin}{self.token}{self._end}", (tokens,), (Piece(tokens, grid),))
+        return Expansion(f"{self._begin}{self.token}{self._end}", (tokens,), (MediaPiece(tokens, grid),))
 
     def image_inputs(self, image: Image.Image, _bounds: Bounds) -> Inputs:
         return arrays(self.images([image])[0], "num_soft_tokens_per_image")
@@ -118,7 +118,7 @@ class Gemma4(Layout):
         tokens, grid = self._tokens(self._videos, width, height)
         frame = f"{self._begin}{self._clip_token}{self._end}"
         text = " ".join(f"{int(second // 60):02d}:{int(second % 60):02d} {frame}" for second in seconds)
-        pieces = tuple(Piece(tokens, grid, (at,)) for at in range(len(seconds)))
+        pieces = tuple(MediaPiece(tokens, grid, (at,)) for at in range(len(seconds)))
         return Expansion(text, (tokens,) * len(pieces), pieces)
 
     def clip_inputs(self, frames: list[Image.Image], _count: int) -> Inputs:
@@ -129,7 +129,7 @@ class Gemma4(Layout):
     def audio(self, samples: int) -> Expansion:
         begin, token, end = self._around_audio
         tokens = min(self._audio_tokens(samples), self._most_audio)
-        return Expansion(f"{begin}{token}{end}", (tokens,), (Piece(tokens),))
+        return Expansion(f"{begin}{token}{end}", (tokens,), (MediaPiece(tokens),))
 
     def audio_inputs(self, samples: npt.NDArray[np.float32]) -> Inputs:
         return arrays(self._sounds([samples], sampling_rate=self.audio_rate, return_attention_mask=True))

@@ -1,8 +1,8 @@
 """Grafts onto mlx-lm's text models for media in a prompt: embeddings from outside, positions in space, deepstack, and
 attention inside a medium.
 
-Modules are wrapped once, when the model is loaded, and look at the `Graft` that they share. While a forward pass
-without media is built they find nothing there and are the modules that they wrap.
+Modules are wrapped once, when the model is loaded, and look at the `MultimodalMerge` that they share. While a
+forward pass without media is built they find nothing there and are the modules that they wrap.
 """
 
 from collections.abc import Generator, Sequence
@@ -23,7 +23,7 @@ _INNER: Final = ("language_model.model", "model.language_model", "model", "langu
 
 
 @dataclass(slots=True, frozen=True)
-class Features:
+class MediaFeatures:
     """Rows of one medium: embeddings `[tokens, width]`, and as many for each deepstack layer."""
 
     embeds: mx.array
@@ -35,7 +35,7 @@ class Features:
 
 
 @dataclass(slots=True, eq=False)
-class Placement:
+class MediaPlacement:
     """Media of one row and their places; `positions` are `[3, prompt]` for models with positions in space.
 
     `features` are by the medium's key: those that the prefill still needs.
@@ -44,7 +44,7 @@ class Placement:
     spans: Sequence[Span]
     positions: npt.NDArray[np.int32] | None
     prompt_tokens: int
-    features: dict[bytes, Features] = field(default_factory=dict)
+    features: dict[bytes, MediaFeatures] = field(default_factory=dict)
     # Behind the last medium.
     end: int = field(init=False)
     last_delta: int = field(init=False)
@@ -58,14 +58,14 @@ class Placement:
         return self.last_delta if self.positions is None or at >= self.end else int(self.positions[0, at]) - at
 
 
-class Graft:
+class MultimodalMerge:
     """State that the grafted modules share; owned by the engine thread."""
 
     def __init__(self, model: Any, needs: Needs) -> None:
-        self.placements: dict[int, Placement] = {}
+        self.placements: dict[int, MediaPlacement] = {}
         # Of the forward pass that is being built; None for most.
         self.delta: mx.array | None = None
-        self.chunk: Chunk | None = None
+        self.chunk: MediaChunk | None = None
         inner = text_core(model)
         self.embed = inner.embed_tokens
         inner.embed_tokens = _Embed(inner.embed_tokens, self)
@@ -97,11 +97,11 @@ class Graft:
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
+class MediaChunk:
     """Media of one forward pass of `[rows, width]` tokens."""
 
     # Row, tokens of the chunk, features, and the rows of these.
-    parts: list[tuple[int, slice, Features, slice]]
+    parts: list[tuple[int, slice, MediaFeatures, slice]]
     # `[rows, width]`: tokens that are placeholders.
     is_media: mx.array
     # `[3, rows, width]` in time, height and width, where `is_media`.
@@ -121,11 +121,11 @@ class Chunk:
 
 
 def _chunk(
-    placed: Sequence[Placement | None], starts: Sequence[int], lengths: Sequence[int], width: int
-) -> Chunk | None:
+    placed: Sequence[MediaPlacement | None], starts: Sequence[int], lengths: Sequence[int], width: int
+) -> MediaChunk | None:
     if all(row is None or start >= row.end for row, start in zip(placed, starts, strict=True)):
         return None
-    parts: list[tuple[int, slice, Features, slice]] = []
+    parts: list[tuple[int, slice, MediaFeatures, slice]] = []
     is_media = np.zeros((len(placed), width), dtype=bool)
     positions: npt.NDArray[np.int32] | None = None
     block = np.zeros((len(placed), 1, width, width), dtype=bool)
@@ -147,12 +147,12 @@ def _chunk(
     if not parts:
         return None
     in_space = None if positions is None else mx.array(positions)
-    return Chunk(parts, mx.array(is_media), in_space, block)
+    return MediaChunk(parts, mx.array(is_media), in_space, block)
 
 
-def graft_of(model: Any) -> Graft | None:
+def graft_of(model: Any) -> MultimodalMerge | None:
     """The graft of a model while rows with media are in its batch."""
-    graft: Graft | None = getattr(model, "graft", None)
+    graft: MultimodalMerge | None = getattr(model, "graft", None)
     return graft if graft is not None and graft.placements else None
 
 
@@ -179,7 +179,7 @@ def _windows(inner: Any) -> list[int]:
 class _Wrapped(nn.Module):
     """A module around another, whose attributes it shows as its own."""
 
-    def __init__(self, module: Any, graft: Graft) -> None:
+    def __init__(self, module: Any, graft: MultimodalMerge) -> None:
         super().__init__()
         self.module = module
         self._graft = graft
@@ -214,7 +214,7 @@ class _Rope(_Wrapped):
     In text all three advance together: it is the plain embedding at an offset that media before it have shifted.
     """
 
-    def __init__(self, rope: Any, graft: Graft, mrope: Mrope) -> None:
+    def __init__(self, rope: Any, graft: MultimodalMerge, mrope: Mrope) -> None:
         super().__init__(rope, graft)
         dims, section = mrope.dims, mrope.section
         axis = np.repeat(np.arange(3), section)
@@ -244,7 +244,7 @@ class _Rope(_Wrapped):
 class _Deep(_Wrapped):
     """A layer after which features of the tower's middle are added."""
 
-    def __init__(self, layer: Any, graft: Graft, at: int) -> None:
+    def __init__(self, layer: Any, graft: MultimodalMerge, at: int) -> None:
         super().__init__(layer, graft)
         self._at = at
 
@@ -258,7 +258,7 @@ class _Deep(_Wrapped):
 class _Block(_Wrapped):
     """A layer in which the tokens of a span see each other in both directions."""
 
-    def __init__(self, layer: Any, graft: Graft, window: int) -> None:
+    def __init__(self, layer: Any, graft: MultimodalMerge, window: int) -> None:
         super().__init__(layer, graft)
         self._window = window
 
@@ -271,7 +271,7 @@ class _Block(_Wrapped):
             mask = chunk.masks[self._window]
         return self.module(x, mask, cache, **kwargs)
 
-    def _mask(self, x: mx.array, mask: Any, cache: Any, chunk: Chunk) -> mx.array:
+    def _mask(self, x: mx.array, mask: Any, cache: Any, chunk: MediaChunk) -> mx.array:
         rows, width = x.shape[:2]
         if not isinstance(mask, mx.array):
             mask = create_attention_mask(x, cache, window_size=self._window or None, return_array=True)

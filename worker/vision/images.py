@@ -52,7 +52,7 @@ _BOMBS: Final = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 
 @dataclass(slots=True, frozen=True)
-class Limits:
+class MediaLimits:
     """Most bytes of one medium, media of a request, and pixels of an image or of a video's frame."""
 
     bytes: int
@@ -75,7 +75,7 @@ def refused(message: str, param: str, code: Code = Code.INVALID_IMAGE) -> Reques
     return RequestInvalid(code, message, param=param or None)
 
 
-def check_bytes(data: bytes, limits: Limits, kind: str, param: str) -> None:
+def check_bytes(data: bytes, limits: MediaLimits, kind: str, param: str) -> None:
     """Raises `RequestInvalid` for a medium that is empty or has more bytes than are allowed."""
     if not data:
         raise refused(f"The {kind} is empty.", param, INVALID[kind])
@@ -87,7 +87,7 @@ def check_bytes(data: bytes, limits: Limits, kind: str, param: str) -> None:
 INVALID: Final = {"image": Code.INVALID_IMAGE, "video": Code.INVALID_VIDEO, "audio": Code.INVALID_AUDIO}
 
 
-def read_header(data: bytes, limits: Limits, param: str = "") -> ImageHeader:
+def read_header(data: bytes, limits: MediaLimits, param: str = "") -> ImageHeader:
     """Format and size of an image within `limits`, without decoding it. Raises `RequestInvalid`."""
     kind = _format(data, param)
     try:

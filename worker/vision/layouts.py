@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from worker.vision.clips import Sampling
-from worker.vision.markers import Markers
+from worker.vision.clips import FrameSampling
+from worker.vision.markers import MediaMarkers
 from worker.vision.positions import Grid
 
 Inputs = dict[str, npt.NDArray[Any]]
@@ -18,7 +18,7 @@ Bounds = tuple[int | None, int | None]
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class MediaPiece:
     """Part of a medium that is encoded alone: `tokens` placeholders, and the frames of a clip that it shows."""
 
     tokens: int
@@ -36,19 +36,19 @@ class Expansion:
 
     text: str
     runs: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MediaPiece, ...]
     grids: tuple[Grid, ...] = ()
     closing: int = 0
 
 
-class Layout:
+class MediaLayout:
     """Layout of one family of processors: each is a subclass.
 
     `bounds` are heard by families that size an image by its pixels; others that keep an image's shape get it scaled.
     """
 
     # Families that show a clip as such; others get its frames as images.
-    sampling: Sampling | None = None
+    sampling: FrameSampling | None = None
     # Pixels of an image for whose attention there is memory; 0 is no limit.
     most_pixels = 0
     # Samples a second and seconds of audio; 0 is none.
@@ -61,7 +61,7 @@ class Layout:
         self.images: Any = processor.image_processor
         self.patch = int(_value(config.get("vision_config") or {}, "patch_size") or 1)
         self.token: str = processor.image_token
-        self.markers = Markers({"image": self.token})
+        self.markers = MediaMarkers({"image": self.token})
 
     @property
     def max_pixels(self) -> int:

@@ -11,7 +11,7 @@ _JOINER: Final = "\u2060"
 
 
 @dataclass(frozen=True)
-class Markers:
+class MediaMarkers:
     """Strings by which a model's template marks media, by kind of medium.
 
     `others` are further tokens that only an expanded medium may hold: placeholders, and those that stand around them.

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from protocol.towers import has_media
 from worker.vision.checkpoint import text_config
-from worker.vision.unserved import Unserved
+from worker.vision.unserved import UnsupportedVision
 
 # Attention of their own beside or inside of the text, for which there is no graft.
 _SPECIAL: Final = {
@@ -69,19 +69,19 @@ class Needs:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Needs":
-        """By a folded configuration. Raises `Unserved`."""
+        """By a folded configuration. Raises `UnsupportedVision`."""
         kind = str(config.get("model_type", ""))
         if not has_media(config):
-            raise Unserved("the model has no tower for media")
+            raise UnsupportedVision("the model has no tower for media")
         if kind in _SPECIAL:
-            raise Unserved(f"'{kind}' has {_SPECIAL[kind]}, which mlxd does not run")
+            raise UnsupportedVision(f"'{kind}' has {_SPECIAL[kind]}, which mlxd does not run")
         text = text_config(config)
         placeholders = _placeholders(config)
         if not placeholders:
-            raise Unserved("config.json names no placeholder token for media")
+            raise UnsupportedVision("config.json names no placeholder token for media")
         mrope = _mrope(text)
         if mrope is not None and kind not in _MROPE:
-            raise Unserved(f"positions in space of '{kind}' are not known to mlxd")
+            raise UnsupportedVision(f"positions in space of '{kind}' are not known to mlxd")
         borders = [config[key] for key in _BORDERS if isinstance(config.get(key), int)]
         return cls(
             placeholders=placeholders,
@@ -108,7 +108,7 @@ def _closing(kind: str, config: Mapping[str, Any], placeholders: Mapping[str, in
     keys = {medium: key for medium, key in _CLOSED.get(kind, {}).items() if medium in placeholders}
     missing = [key for key in keys.values() if not isinstance(config.get(key), int)]
     if missing:
-        raise Unserved(f"config.json lacks {' and '.join(missing)}")
+        raise UnsupportedVision(f"config.json lacks {' and '.join(missing)}")
     return {medium: int(config[key]) for medium, key in keys.items()}
 
 

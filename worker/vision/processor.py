@@ -20,24 +20,24 @@ from PIL import Image
 from protocol.failures import Code
 from protocol.messages import Media
 from worker.errors import RequestInvalid
-from worker.vision.clips import Sampling, open_clip
+from worker.vision.clips import FrameSampling, open_clip
 from worker.vision.gemma_layouts import Gemma3, Gemma3n, Gemma4
-from worker.vision.images import INVALID, Limits, check_bytes, check_shape, decode, read_header, refused
-from worker.vision.layouts import Bounds, Expansion, Inputs, Layout
-from worker.vision.markers import Markers
+from worker.vision.images import INVALID, MediaLimits, check_bytes, check_shape, decode, read_header, refused
+from worker.vision.layouts import Bounds, Expansion, Inputs, MediaLayout
+from worker.vision.markers import MediaMarkers
 from worker.vision.media import Medium
 from worker.vision.positions import Grid
 from worker.vision.qwen_layouts import Qwen, QwenByTime
 from worker.vision.sounds import read_audio
 from worker.vision.tile_layouts import Idefics3, Lfm2Vl, Llava, Pixtral
-from worker.vision.unserved import Unserved
+from worker.vision.unserved import UnsupportedVision
 
 log = logging.getLogger("mlxd.worker")
 
 Result = TypeVar("Result")
 
 # Module and class of mlx-vlm's processor, and the layout, by the model type of config.json.
-_FAMILIES: Final[dict[str, tuple[str, str, type[Layout]]]] = {
+_FAMILIES: Final[dict[str, tuple[str, str, type[MediaLayout]]]] = {
     "qwen2_vl": ("qwen2_vl.processing_qwen2_vl", "Qwen2VLProcessor", Qwen),
     "qwen2_5_vl": ("qwen2_5_vl.processing_qwen2_5_vl", "Qwen2_5_VLProcessor", Qwen),
     "qwen3_vl": ("qwen3_vl.processing_qwen3_vl", "Qwen3VLProcessor", QwenByTime),
@@ -60,14 +60,14 @@ _FILES: Final = ("config.json", "preprocessor_config.json", "processor_config.js
 # Sizes of images on which a layout is compared with its processor at load.
 _PROBES: Final = ((640, 480), (200, 700))
 # Of clips shown as images: more made answers worse.
-_FRAMES: Final = Sampling(most=16, factor=1)
+_FRAMES: Final = FrameSampling(most=16, factor=1)
 # Attention of a tower takes its heads times the square of its patches, in 4 bytes, and may take this part of memory.
 _ATTENTION_PART: Final = 8
 _MEASURED: Final = (1024, 1024)
 
 
 @dataclass(slots=True, frozen=True)
-class Prepared:
+class PreparedMedia:
     """A medium of a prompt: its text with one placeholder for each run, and the media whose features fill the runs."""
 
     kind: str
@@ -86,12 +86,12 @@ class Prepared:
 class Processor:
     """Processor of one model's media, for any thread."""
 
-    def __init__(self, layout: Layout, kinds: frozenset[str], limits: Limits, digest: bytes) -> None:
+    def __init__(self, layout: MediaLayout, kinds: frozenset[str], limits: MediaLimits, digest: bytes) -> None:
         self._layout = layout
         self._limits = limits
         self._digest = digest
         markers = layout.markers
-        self.markers = Markers(
+        self.markers = MediaMarkers(
             {kind: marker for kind, marker in markers.by_kind.items() if kind in kinds},
             (*markers.others, *(marker for kind, marker in markers.by_kind.items() if kind not in kinds)),
         )
@@ -107,7 +107,7 @@ class Processor:
         """Placeholders of a square image of 1,024 pixels a side."""
         return sum(self._lay_out(*_MEASURED, self._within(None, None)).runs)
 
-    def read(self, media: Media) -> Prepared:
+    def read(self, media: Media) -> PreparedMedia:
         """One medium as it stands in a prompt, by its header. Raises `RequestInvalid`."""
         check_bytes(media.data, self._limits, media.kind, media.param)
         match media.kind:
@@ -118,7 +118,7 @@ class Processor:
             case _:
                 return self._sound(media)
 
-    def read_frames(self, media: Media) -> list[Prepared]:
+    def read_frames(self, media: Media) -> list[PreparedMedia]:
         """A video as images, for a model that is shown no videos. Raises `RequestInvalid`."""
         check_bytes(media.data, self._limits, media.kind, media.param)
         clip = open_clip(media, self._limits)
@@ -134,7 +134,7 @@ class Processor:
             for index in _FRAMES.indices(clip, media.options)
         ]
 
-    def _image(self, media: Media) -> Prepared:
+    def _image(self, media: Media) -> PreparedMedia:
         header = read_header(media.data, self._limits, media.param)
         check_shape(header.width, header.height, self._layout.patch, media.param)
         bounds = self._bounds(media)
@@ -145,7 +145,7 @@ class Processor:
 
         return self._prepared(media, "image", laid, [load], f"{bounds}")
 
-    def _clip(self, media: Media) -> Prepared:
+    def _clip(self, media: Media) -> PreparedMedia:
         layout, sampling = self._layout, self._layout.sampling
         assert sampling is not None, "clips are read as frames by models that are not shown them"
         clip = open_clip(media, self._limits)
@@ -164,7 +164,7 @@ class Processor:
         how = f"{indices} {laid.grids}"
         return self._prepared(media, "video", laid, [load(piece.frames) for piece in laid.pieces], how)
 
-    def _sound(self, media: Media) -> Prepared:
+    def _sound(self, media: Media) -> PreparedMedia:
         layout = self._layout
         samples = read_audio(media, layout.audio_rate, layout.audio_s)
         laid = layout.audio(len(samples))
@@ -175,14 +175,14 @@ class Processor:
 
     def _prepared(
         self, media: Media, kind: str, laid: Expansion, loads: Sequence[Callable[[], Inputs]], how: str
-    ) -> Prepared:
+    ) -> PreparedMedia:
         """`how` is all of the options that pixels or positions depend on."""
         parts: list[Medium] = []
         for index, (piece, load) in enumerate(zip(laid.pieces, loads, strict=True)):
             what = f"{media.kind} as {kind} {index} {how}".encode()
             key = blake2b(media.digest + self._digest + what, digest_size=32).digest()
             parts.append(Medium(kind, key, piece.grid, piece.tokens, self._loading(media, load)))
-        return Prepared(kind, laid.text, laid.runs, tuple(parts), laid.grids, laid.closing)
+        return PreparedMedia(kind, laid.text, laid.runs, tuple(parts), laid.grids, laid.closing)
 
     def _loading(self, media: Media, load: Callable[[], Inputs]) -> Callable[[], Inputs]:
         return lambda: self._guarded(media, load)
@@ -239,19 +239,19 @@ def open_processor(
     config: Mapping[str, Any],
     encode: Callable[[str], list[int]],
     placeholders: Mapping[str, int],
-    limits: Limits,
+    limits: MediaLimits,
     memory_bytes: int = 0,
 ) -> Processor:
     """The processor of a checkpoint. `encode` is of the model's tokenizer, with the tokens that it adds by itself.
 
-    `placeholders` are ids by kind of medium that the towers take. Raises `Unserved` with the reason why the model takes
-    no media: without a processor that agrees with ours on what an image is in a prompt.
+    `placeholders` are ids by kind of medium that the towers take. Raises `UnsupportedVision` with the reason why the
+    model takes no media: without a processor that agrees with ours on what an image is in a prompt.
     """
     kind = str(config.get("model_type", ""))
     if kind == "llava" and (config.get("vision_config") or {}).get("model_type") == "pixtral":
         kind = "pixtral"
     if kind not in _FAMILIES:
-        raise Unserved(f"mlxd does not know how '{kind}' shows images in a prompt")
+        raise UnsupportedVision(f"mlxd does not know how '{kind}' shows images in a prompt")
     module, name, layout = _FAMILIES[kind]
     try:
         processor = getattr(import_module(f"mlx_vlm.models.{module}"), name).from_pretrained(
@@ -259,12 +259,12 @@ def open_processor(
         )
         laid = layout(processor, config)
         _check(laid, processor, encode, placeholders)
-    except Unserved:
+    except UnsupportedVision:
         raise
     except Exception as error:  # the boundary to code of every family
         log.warning("the image processor of %s cannot be used", path, exc_info=True)
         reason = str(error).partition("\n")[0]
-        raise Unserved(f"its image processor cannot be used: {type(error).__name__}: {reason}") from error
+        raise UnsupportedVision(f"its image processor cannot be used: {type(error).__name__}: {reason}") from error
     if laid.max_pixels:
         laid.most_pixels = most_pixels(config, laid.patch, memory_bytes)
         if laid.max_pixels > laid.most_pixels > 0:
@@ -286,8 +286,10 @@ def most_pixels(config: Mapping[str, Any], patch: int, memory_bytes: int) -> int
     return int(math.sqrt(memory / _ATTENTION_PART / (heads * 4))) * patch**2
 
 
-def _check(layout: Layout, processor: Any, encode: Callable[[str], list[int]], placeholders: Mapping[str, int]) -> None:
-    """Compare a layout with its processor on images. Raises `Unserved`."""
+def _check(
+    layout: MediaLayout, processor: Any, encode: Callable[[str], list[int]], placeholders: Mapping[str, int]
+) -> None:
+    """Compare a layout with its processor on images. Raises `UnsupportedVision`."""
     marker = layout.markers.by_kind["image"]
     for width, height in _PROBES:
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -296,7 +298,9 @@ def _check(layout: Layout, processor: Any, encode: Callable[[str], list[int]], p
         token = placeholders["image"]
         _, ours = expanded(encode(f"a{laid.text}b"), [token], [token] * len(laid.runs), laid.runs)
         if ours != np.asarray(theirs).reshape(-1).tolist():
-            raise Unserved(f"its processor lays out an image of {width} × {height} pixels in another way than mlxd")
+            raise UnsupportedVision(
+                f"its processor lays out an image of {width} × {height} pixels in another way than mlxd"
+            )
 
 
 def expanded(

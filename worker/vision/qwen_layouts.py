@@ -8,15 +8,15 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image
 
-from worker.vision.clips import Sampling
-from worker.vision.layouts import Bounds, Expansion, Inputs, Layout, Piece, arrays
-from worker.vision.markers import Markers
+from worker.vision.clips import FrameSampling
+from worker.vision.layouts import Bounds, Expansion, Inputs, MediaLayout, MediaPiece, arrays
+from worker.vision.markers import MediaMarkers
 from worker.vision.positions import Grid
 
 _UNBOUNDED: Final = 1 << 62
 
 
-class Qwen(Layout):
+class Qwen(MediaLayout):
     """Qwen2-VL, Qwen2.5-VL: a grid of patches of the image's own size, and one of all frames of a clip."""
 
     is_scaled = False
@@ -33,7 +33,7 @@ class Qwen(Layout):
         # The size of a clip's frames follows from their number: of a piece alone it must not be chosen again.
         self._exact = copy(self._videos)
         self._exact.min_pixels, self._exact.max_pixels = 1, _UNBOUNDED
-        self.markers = Markers({"image": self.token, "video": self._clip_token}, (self._start, self._end))
+        self.markers = MediaMarkers({"image": self.token, "video": self._clip_token}, (self._start, self._end))
 
     @property
     def max_pixels(self) -> int:
@@ -81,9 +81,11 @@ class Qwen(Layout):
         whole = Grid(len(grids), grids[0][1] // self._merge, grids[0][2] // self._merge, step)
         return Expansion(token, (tokens * len(grids),), self._pieces(grids, tokens), (whole,))
 
-    def _pieces(self, grids: list[tuple[int, int, int]], tokens: int) -> tuple[Piece, ...]:
+    def _pieces(self, grids: list[tuple[int, int, int]], tokens: int) -> tuple[MediaPiece, ...]:
         group = self._group
-        return tuple(Piece(tokens, grid, tuple(range(at * group, at * group + group))) for at, grid in enumerate(grids))
+        return tuple(
+            MediaPiece(tokens, grid, tuple(range(at * group, at * group + group))) for at, grid in enumerate(grids)
+        )
 
 
 class QwenByTime(Qwen):
@@ -93,7 +95,7 @@ class QwenByTime(Qwen):
         super().__init__(processor, config)
         self._whole = f"{self._start}{self._clip_token}{self._end}"
         others = (self._start, self._end, self._clip_token)
-        self.markers = Markers({"image": self.token, "video": self._whole}, others)
+        self.markers = MediaMarkers({"image": self.token, "video": self._whole}, others)
 
     def clip(self, width: int, height: int, seconds: Sequence[float], rate: float) -> Expansion:
         grids = self._grids(width, height, len(seconds))
@@ -119,5 +121,7 @@ def _around(processor: Any) -> tuple[str, str]:
     return start, getattr(processor, "vision_end_token", "<|vision_end|>")
 
 
-def _sampling(videos: Any) -> Sampling:
-    return Sampling(float(videos.fps), int(videos.min_frames), int(videos.max_frames), int(videos.temporal_patch_size))
+def _sampling(videos: Any) -> FrameSampling:
+    return FrameSampling(
+        float(videos.fps), int(videos.min_frames), int(videos.max_frames), int(videos.temporal_patch_size)
+    )

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from worker.vision.layouts import Bounds, Expansion, Inputs, Layout, Piece, arrays, side
-from worker.vision.markers import Markers
+from worker.vision.layouts import Bounds, Expansion, Inputs, MediaLayout, MediaPiece, arrays, side
+from worker.vision.markers import MediaMarkers
 
 
-class Idefics3(Layout):
+class Idefics3(MediaLayout):
     """Idefics 3, SmolVLM: an image is cut into tiles, each after its row and column, and comes whole after them."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
@@ -20,7 +20,7 @@ class Idefics3(Layout):
         self._tokens = int(processor.image_seq_len)
         self._fake: str = processor.fake_image_token
         self._whole: str = getattr(processor, "global_image_tag", "") or processor.global_image_token
-        self.markers = Markers({"image": self.token}, (self._fake, self._whole))
+        self.markers = MediaMarkers({"image": self.token}, (self._fake, self._whole))
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
         rows, columns = self._tiles(width, height)
@@ -31,7 +31,7 @@ class Idefics3(Layout):
         ]
         text = "".join(lines) + "\n" + last if lines else last
         runs = (self._tokens,) * (rows * columns + 1)
-        return Expansion(text, runs, (Piece(sum(runs)),))
+        return Expansion(text, runs, (MediaPiece(sum(runs)),))
 
     def image_inputs(self, image: Image.Image, _bounds: Bounds) -> Inputs:
         return arrays(self.images([[image]], return_row_col_info=False))
@@ -57,7 +57,7 @@ class Idefics3(Layout):
         return (rows, columns) if rows > 1 or columns > 1 else (0, 0)
 
 
-class Llava(Layout):
+class Llava(MediaLayout):
     """LLaVA with a tower of a fixed size."""
 
     is_scaled = False
@@ -70,10 +70,10 @@ class Llava(Layout):
         self._tokens = tokens - (processor.vision_feature_select_strategy == "default")
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
-        return Expansion(self.token, (self._tokens,), (Piece(self._tokens),))
+        return Expansion(self.token, (self._tokens,), (MediaPiece(self._tokens),))
 
 
-class Pixtral(Layout):
+class Pixtral(MediaLayout):
     """Pixtral, Mistral 3: rows of patches of the image's own size, with a break after each."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Pixtral(Layout):
         self.patch = side(processor.patch_size)
         self._side = self.patch * int(processor.spatial_merge_size)
         self._break, self._end = processor.image_break_token, processor.image_end_token
-        self.markers = Markers({"image": self.token}, (self._break, self._end))
+        self.markers = MediaMarkers({"image": self.token}, (self._break, self._end))
 
     @property
     def max_pixels(self) -> int:
@@ -99,13 +99,13 @@ class Pixtral(Layout):
         rows, columns = high // self._side, wide // self._side
         runs = (columns,) * rows
         text = self._break.join([self.token] * rows) + self._end
-        return Expansion(text, runs, (Piece(sum(runs), (1, rows, columns)),))
+        return Expansion(text, runs, (MediaPiece(sum(runs), (1, rows, columns)),))
 
     def image_inputs(self, image: Image.Image, _bounds: Bounds) -> Inputs:
         return arrays(self.images([[image]], patch_size=self._side))
 
 
-class Lfm2Vl(Layout):
+class Lfm2Vl(MediaLayout):
     """LFM2-VL: an image of patches, or tiles of a large one and the whole of it after them."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Lfm2Vl(Layout):
         self._start, self._end = processor.image_start_token, processor.image_end_token
         self._thumbnail = getattr(processor, "image_thumbnail_token", "<|img_thumbnail|>")
         self.patch = int(self.images.encoder_patch_size)
-        self.markers = Markers({"image": self.token}, (self._start, self._end, self._thumbnail))
+        self.markers = MediaMarkers({"image": self.token}, (self._start, self._end, self._thumbnail))
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
         images = self.images
@@ -126,13 +126,13 @@ class Lfm2Vl(Layout):
         )
         runs = tuple(self._tokens(*view.size) for view in views)
         if rows * columns == 1:
-            return Expansion(f"{self._start}{self.token}{self._end}", runs, (Piece(sum(runs)),))
+            return Expansion(f"{self._start}{self.token}{self._end}", runs, (MediaPiece(sum(runs)),))
         tiles = [
             f"<|img_row_{row + 1}_col_{column + 1}|>{self.token}" for row in range(rows) for column in range(columns)
         ]
         tail = [f"{self._thumbnail}{self.token}"] if len(views) > len(tiles) else []
         text = "".join([self._start, *tiles, *tail, self._end])
-        return Expansion(text, runs, (Piece(sum(runs)),))
+        return Expansion(text, runs, (MediaPiece(sum(runs)),))
 
     def image_inputs(self, image: Image.Image, _bounds: Bounds) -> Inputs:
         return arrays(self.images([image], return_tensors="np"), "image_rows", "image_cols", "image_sizes")

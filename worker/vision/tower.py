@@ -13,9 +13,9 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from worker.vision.checkpoint import known_weights, tower_config, tower_names
-from worker.vision.graft import Features
+from worker.vision.graft import MediaFeatures
 from worker.vision.needs import Needs
-from worker.vision.unserved import Unserved
+from worker.vision.unserved import UnsupportedVision
 
 MISSING: Final = "mlx-vlm is not installed; install it with: mlxctl setup vision"
 # Inputs that mlx-vlm wants as Python numbers.
@@ -34,7 +34,7 @@ class Tower:
         parameters: Any = tree_flatten(self._model.parameters())
         return sum(int(array.nbytes) for _, array in parameters)
 
-    def encode(self, kind: str, tokens: int, inputs: Mapping[str, npt.NDArray[Any]]) -> Features:
+    def encode(self, kind: str, tokens: int, inputs: Mapping[str, npt.NDArray[Any]]) -> MediaFeatures:
         """Features of one medium, computed. Raises what the tower raises, and ValueError for another number of rows."""
         ids = mx.full((1, tokens), self.needs.placeholders[kind], dtype=mx.int32)
         if kind in self.needs.closing:
@@ -54,7 +54,7 @@ class Tower:
         if self.needs.scale != 1.0:
             embeds = embeds / self.needs.scale
         # Rows of one array: slices of them are copied, and the tower's other outputs are let go of.
-        features = Features(mx.contiguous(embeds), tuple(mx.contiguous(layer) for layer in layers))
+        features = MediaFeatures(mx.contiguous(embeds), tuple(mx.contiguous(layer) for layer in layers))
         mx.eval(features.embeds, *features.layers)
         return features
 
@@ -64,10 +64,10 @@ def load_tower(
 ) -> Tower:
     """The tower of a checkpoint whose files have been checked. `retype` changes the type of parameters in place.
 
-    Raises `Unserved`, or what mlx-vlm raises for a checkpoint that it cannot read.
+    Raises `UnsupportedVision`, or what mlx-vlm raises for a checkpoint that it cannot read.
     """
     if importlib.util.find_spec("mlx_vlm") is None:
-        raise Unserved(MISSING)
+        raise UnsupportedVision(MISSING)
     from mlx_vlm.utils import get_model_and_args, load_model_weights, sanitize_weights, update_module_configs
 
     config = tower_config(folded)
@@ -104,9 +104,11 @@ def _by_rows(embeds: mx.array) -> mx.array:
 
 
 def _without(needs: Needs, missing: set[str]) -> Needs:
-    """Needs of a checkpoint that lacks these parts of its model. Raises `Unserved` if that leaves it without sight."""
+    """Needs of a checkpoint that lacks these parts of its model. Raises `UnsupportedVision` if that leaves it
+    without sight.
+    """
     if any("audio" not in name for name in missing):
-        raise Unserved(f"the checkpoint has no weights for {', '.join(sorted(missing))}")
+        raise UnsupportedVision(f"the checkpoint has no weights for {', '.join(sorted(missing))}")
     if not missing:
         return needs
     return replace(needs, placeholders={kind: id for kind, id in needs.placeholders.items() if kind != "audio"})

@@ -31,6 +31,6 @@ class Block(Struct, frozen=True):
     title: str | None = None
 
 
-class Message(Struct, frozen=True):
+class MessageParam(Struct, frozen=True):
     role: Annotated[str, words("user", "assistant", "system")]
     content: str | list[Block]

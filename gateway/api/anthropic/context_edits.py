@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct, structs
 
-from gateway.api.anthropic.content_blocks import Message
+from gateway.api.anthropic.content_blocks import MessageParam
 from gateway.api.common.doc_hints import words
 from gateway.errors import BadRequest, Unsupported
 
@@ -33,7 +33,7 @@ class ContextManagement(Struct, frozen=True):
     edits: list[ContextEdit] | None = None
 
 
-def edited(messages: Sequence[Message], management: ContextManagement | None) -> Sequence[Message]:
+def edited(messages: Sequence[MessageParam], management: ContextManagement | None) -> Sequence[MessageParam]:
     """The conversation as the model is to read it. Raises `BadRequest`."""
     for index, edit in enumerate(management.edits or () if management is not None else ()):
         kept = _kept_turns(edit, f"context_management.edits.{index}")
@@ -56,7 +56,7 @@ def _kept_turns(edit: ContextEdit, where: str) -> int | None:
     return edit.keep.value if isinstance(edit.keep, ThinkingTurns) else 1
 
 
-def _thinking_turns(messages: Sequence[Message]) -> Iterator[list[int]]:
+def _thinking_turns(messages: Sequence[MessageParam]) -> Iterator[list[int]]:
     """The messages with thinking, by turn: a turn goes on over results of tools, until the user says something."""
     turn: list[int] = []
     for at, message in enumerate(messages):
@@ -69,10 +69,10 @@ def _thinking_turns(messages: Sequence[Message]) -> Iterator[list[int]]:
         yield turn
 
 
-def _types(message: Message) -> set[str]:
+def _types(message: MessageParam) -> set[str]:
     return {"text"} if isinstance(message.content, str) else {block.type for block in message.content}
 
 
-def _without_thinking(message: Message) -> Message:
+def _without_thinking(message: MessageParam) -> MessageParam:
     blocks = [] if isinstance(message.content, str) else message.content
     return structs.replace(message, content=[block for block in blocks if block.type not in _THINKING])

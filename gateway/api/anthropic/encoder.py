@@ -9,7 +9,7 @@ import msgspec
 from gateway.api.anthropic import response as out
 from gateway.api.anthropic.response import event_name
 from gateway.errors import ApiError
-from protocol.messages import Delta, Finish, Kind, Usage
+from protocol.messages import Delta, DeltaKind, Finish, Usage
 
 _encode = msgspec.json.Encoder().encode
 _EMPTY: Final = Usage(0, 0, 0)
@@ -22,24 +22,24 @@ class MessageStream:
         self._id = message_id
         self._model = model
         self._blocks = 0
-        self._open: Kind | None = None
+        self._open: DeltaKind | None = None
         self._thought = hashlib.blake2b(digest_size=32)
-        self._ending = out.Ending("end_turn", None)
+        self._ending = out.MessageEnd("end_turn", None)
         self._usage = _EMPTY
 
     def bind(self, rids: Sequence[int]) -> None:
         assert len(rids) == 1, "a message is one sequence"
 
     def begin(self, prompt_tokens: int) -> bytes:
-        usage = out.UsageBody(prompt_tokens, 0)
-        message = out.Message(self._id, "assistant", self._model, [], None, None, usage)
+        usage = out.AnthropicUsage(prompt_tokens, 0)
+        message = out.AnthropicMessage(self._id, "assistant", self._model, [], None, None, usage)
         return _sse(out.MessageStart(message))
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join([self._delta(delta) for delta in deltas])
 
     def keepalive(self) -> bytes:
-        return _sse(out.Ping())
+        return _sse(out.PingEvent())
 
     def error(self, error: ApiError) -> bytes:
         return _sse(out.error_body(error))
@@ -47,11 +47,13 @@ class MessageStream:
     def end(self) -> bytes:
         events = self._close()
         if not self._blocks:  # clients expect some content
-            events += self._start(Kind.TEXT, out.Text("")) + self._close()
-        return events + _sse(out.MessageDelta(self._ending, out.UsageBody.of(self._usage))) + _sse(out.MessageStop())
+            events += self._start(DeltaKind.TEXT, out.TextBlock("")) + self._close()
+        return (
+            events + _sse(out.MessageDelta(self._ending, out.AnthropicUsage.of(self._usage))) + _sse(out.MessageStop())
+        )
 
     def _delta(self, delta: Delta) -> bytes:
-        events = self._event(delta) if delta.text or delta.kind in (Kind.TOOL_BEGIN, Kind.TOOL_END) else b""
+        events = self._event(delta) if delta.text or delta.kind in (DeltaKind.TOOL_BEGIN, DeltaKind.TOOL_END) else b""
         if delta.finish is not None:
             self._ending = ending(delta)
             self._usage = delta.usage or _EMPTY
@@ -59,39 +61,41 @@ class MessageStream:
 
     def _event(self, delta: Delta) -> bytes:
         match delta.kind:
-            case Kind.TEXT:
-                return self._ensure(Kind.TEXT, out.Text("")) + self._piece(out.TextDelta(delta.text))
-            case Kind.REASONING:
+            case DeltaKind.TEXT:
+                return self._ensure(DeltaKind.TEXT, out.TextBlock("")) + self._piece(out.TextBlockDelta(delta.text))
+            case DeltaKind.REASONING:
                 self._thought.update(delta.text.encode())
-                return self._ensure(Kind.REASONING, out.Thinking("")) + self._piece(out.ThinkingDelta(delta.text))
-            case Kind.TOOL_BEGIN:
+                return self._ensure(DeltaKind.REASONING, out.ThinkingBlock("")) + self._piece(
+                    out.ThinkingDelta(delta.text)
+                )
+            case DeltaKind.TOOL_BEGIN:
                 assert delta.tool is not None
                 return self._close() + self._start(
-                    Kind.TOOL_BEGIN, out.ToolUse(delta.tool.call_id, delta.tool.name, {})
+                    DeltaKind.TOOL_BEGIN, out.ToolUseBlock(delta.tool.call_id, delta.tool.name, {})
                 )
-            case Kind.TOOL_ARGS:
-                return self._piece(out.InputDelta(delta.text))
-            case Kind.TOOL_END:
+            case DeltaKind.TOOL_ARGS:
+                return self._piece(out.InputJsonDelta(delta.text))
+            case DeltaKind.TOOL_END:
                 return self._close()
             case _:
                 assert_never(delta.kind)
 
-    def _ensure(self, kind: Kind, block: out.Content) -> bytes:
+    def _ensure(self, kind: DeltaKind, block: out.Content) -> bytes:
         return b"" if self._open is kind else self._close() + self._start(kind, block)
 
-    def _start(self, kind: Kind, block: out.Content) -> bytes:
+    def _start(self, kind: DeltaKind, block: out.Content) -> bytes:
         self._open = kind
         self._blocks += 1
         return _sse(out.BlockStart(self._blocks - 1, block))
 
-    def _piece(self, piece: out.TextDelta | out.ThinkingDelta | out.SignatureDelta | out.InputDelta) -> bytes:
+    def _piece(self, piece: out.TextBlockDelta | out.ThinkingDelta | out.SignatureDelta | out.InputJsonDelta) -> bytes:
         return _sse(out.BlockDelta(self._blocks - 1, piece))
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
         events = b""
-        if self._open is Kind.REASONING:
+        if self._open is DeltaKind.REASONING:
             events = self._piece(out.SignatureDelta(signature(self._thought)))
             self._thought = hashlib.blake2b(digest_size=32)
         self._open = None
@@ -104,8 +108,8 @@ class MessageFold:
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id
         self._model = model
-        self._blocks: list[tuple[Kind, list[str], str, str]] = []
-        self._ending = out.Ending("end_turn", None)
+        self._blocks: list[tuple[DeltaKind, list[str], str, str]] = []
+        self._ending = out.MessageEnd("end_turn", None)
         self._usage = _EMPTY
 
     def bind(self, rids: Sequence[int]) -> None:
@@ -114,15 +118,15 @@ class MessageFold:
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             match delta.kind:
-                case Kind.TEXT | Kind.REASONING:
+                case DeltaKind.TEXT | DeltaKind.REASONING:
                     if delta.text:
                         self._text(delta)
-                case Kind.TOOL_BEGIN:
+                case DeltaKind.TOOL_BEGIN:
                     assert delta.tool is not None
                     self._blocks.append((delta.kind, [], delta.tool.call_id, delta.tool.name))
-                case Kind.TOOL_ARGS:
+                case DeltaKind.TOOL_ARGS:
                     self._blocks[-1][1].append(delta.text)
-                case Kind.TOOL_END:
+                case DeltaKind.TOOL_END:
                     self._blocks.append((delta.kind, [], "", ""))
                 case _:
                     assert_never(delta.kind)
@@ -133,17 +137,17 @@ class MessageFold:
         content = [
             _content(kind, "".join(texts), call_id, name)
             for kind, texts, call_id, name in self._blocks
-            if kind is not Kind.TOOL_END
+            if kind is not DeltaKind.TOOL_END
         ]
         return _encode(
-            out.Message(
+            out.AnthropicMessage(
                 self._id,
                 "assistant",
                 self._model,
-                content or [out.Text("")],
+                content or [out.TextBlock("")],
                 self._ending.stop_reason,
                 self._ending.stop_sequence,
-                out.UsageBody.of(self._usage),
+                out.AnthropicUsage.of(self._usage),
             )
         )
 
@@ -153,12 +157,12 @@ class MessageFold:
         self._blocks[-1][1].append(delta.text)
 
 
-def ending(delta: Delta) -> out.Ending:
+def ending(delta: Delta) -> out.MessageEnd:
     """Stop reason and stop sequence of a message, in Anthropic's terms."""
     assert delta.finish is not None
     if delta.finish is Finish.STOP and delta.stop:
-        return out.Ending("stop_sequence", delta.stop)
-    return out.Ending(out.STOP_REASONS.get(delta.finish, "end_turn"), None)
+        return out.MessageEnd("stop_sequence", delta.stop)
+    return out.MessageEnd(out.STOP_REASONS.get(delta.finish, "end_turn"), None)
 
 
 def signature(thought: "hashlib.blake2b") -> str:
@@ -166,15 +170,15 @@ def signature(thought: "hashlib.blake2b") -> str:
     return thought.hexdigest()
 
 
-def _content(kind: Kind, text: str, call_id: str, name: str) -> out.Content:
-    if kind is Kind.TEXT:
-        return out.Text(text)
-    if kind is Kind.REASONING:
-        return out.Thinking(text, signature(hashlib.blake2b(text.encode(), digest_size=32)))
+def _content(kind: DeltaKind, text: str, call_id: str, name: str) -> out.Content:
+    if kind is DeltaKind.TEXT:
+        return out.TextBlock(text)
+    if kind is DeltaKind.REASONING:
+        return out.ThinkingBlock(text, signature(hashlib.blake2b(text.encode(), digest_size=32)))
     try:
-        return out.ToolUse(call_id, name, msgspec.json.decode(text or "{}", type=dict))
+        return out.ToolUseBlock(call_id, name, msgspec.json.decode(text or "{}", type=dict))
     except msgspec.DecodeError:  # cut off by max_tokens: a client that folds the stream has nothing better either
-        return out.ToolUse(call_id, name, {})
+        return out.ToolUseBlock(call_id, name, {})
 
 
 def _sse(event: out.Event) -> bytes:

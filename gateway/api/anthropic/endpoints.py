@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.anthropic.encoder import MessageFold, MessageStream
 from gateway.api.anthropic.request import decode_count, decode_messages, lower_messages, lower_prompt
-from gateway.api.anthropic.response import TokenCount
+from gateway.api.anthropic.response import AnthropicTokenCount
 from gateway.api.common import serve
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
@@ -18,7 +18,7 @@ from gateway.services import Services
 BETAS_MAX: Final = 50
 
 
-class Messages:
+class MessagesEndpoint:
     """An ASGI endpoint."""
 
     def __init__(self, services: Services) -> None:
@@ -33,7 +33,7 @@ class Messages:
         generates = await serve.lower(
             services, record, model, lambda: lower_messages(request, model, services.link.next_rid, seed, deadline_ms)
         )
-        job = serve.Job(services, record, model, generates)
+        job = serve.PreparedRequest(services, record, model, generates)
         message_id = serve.new_id("msg").replace("-", "_")
         if request.stream:
             await job.stream(MessageStream(message_id, model.full_name), receive, send)
@@ -54,7 +54,7 @@ class CountTokens:
         prompt, _ = await services.bodies.work(record.body_bytes, lower_prompt, request, model.thinking)
         async with cut_off(record, receive):
             tokenized = await serve.tokenize(services, record, model, prompt)
-            await send_body(send, 200, msgspec.json.encode(TokenCount(tokenized.count)), record.headers)
+            await send_body(send, 200, msgspec.json.encode(AnthropicTokenCount(tokenized.count)), record.headers)
 
 
 def _betas(scope: Scope) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.api.anthropic.content_blocks import Block, Message
+from gateway.api.anthropic.content_blocks import Block, MessageParam
 from gateway.api.anthropic.context_edits import ContextManagement, edited
 from gateway.api.common import canonical
 from gateway.api.common.canonical import (
@@ -14,11 +14,11 @@ from gateway.api.common.canonical import (
     STOP_CHARS_MAX,
     STOPS_MAX,
     Call,
-    Choice,
     Content,
-    Thinking,
-    Tool,
-    ToolUse,
+    FunctionTool,
+    ThinkingBudget,
+    ToolMode,
+    ToolPolicy,
 )
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, words
@@ -35,7 +35,7 @@ from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, 
 VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
 # Blocks and messages are joined the same way whether they come as a list or as a string.
 JOINT: Final = "\n\n"
-CHOICES: Final = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
+CHOICES: Final = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}
 
 # Accepted because they ask for nothing that a local server does.
 NO_ACTION: Final = frozenset(
@@ -54,7 +54,7 @@ Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 StopSequence = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 
 
-class ToolSpec(Struct, frozen=True):
+class ToolParam(Struct, frozen=True):
     """A client tool, or by its `type` one that Anthropic's servers run."""
 
     hint: ClassVar = {"required": ["name"], "properties": {"name": TEXT}}
@@ -73,7 +73,7 @@ class ToolChoice(Struct, frozen=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingSpec(Struct, frozen=True):
+class ThinkingParam(Struct, frozen=True):
     type: Annotated[str, words("enabled", "disabled", "adaptive")]
     budget_tokens: Tokens | None = None
 
@@ -92,11 +92,11 @@ class CountRequest(Struct, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`: the part of a request that is the prompt."""
 
     model: str = ""
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[MessageParam], Meta(min_length=1)]
     system: str | list[Block] | None = None
-    tools: list[ToolSpec] | None = None
+    tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: ThinkingSpec | None = None
+    thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     context_management: ContextManagement | None = None
@@ -128,8 +128,8 @@ _REFUSED: Final = (
         "thread": RefusedField("send the whole conversation in 'messages'"),
     }
 )
-_messages = Schema(MessagesRequest, NO_ACTION, "messages", Message, refused=_REFUSED)
-_count = Schema(CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fields__), "messages", Message)
+_messages = Schema(MessagesRequest, NO_ACTION, "messages", MessageParam, refused=_REFUSED)
+_count = Schema(CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fields__), "messages", MessageParam)
 
 
 def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
@@ -143,7 +143,7 @@ def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
     return _count.decode(body)
 
 
-def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None) -> tuple[ChatPrompt, Thinking]:
+def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None) -> tuple[ChatPrompt, ThinkingBudget]:
     """The prompt of a request. Raises `BadRequest`."""
     turns: list[dict[str, Any]] = []
     system = _system(request.system)
@@ -211,7 +211,7 @@ def _lasting(text: str) -> str:
     return text.partition("\n")[2].lstrip("\n") if text.startswith(VOLATILE_SYSTEM) else text
 
 
-def _turns(message: Message, where: str) -> list[dict[str, Any]]:
+def _turns(message: MessageParam, where: str) -> list[dict[str, Any]]:
     """The turns that one message stands for: results of tools are turns of their own."""
     blocks = [Block("text", message.content)] if isinstance(message.content, str) else message.content
     match message.role:
@@ -322,21 +322,21 @@ def _text(block: Block, where: str) -> str:
 # -- tools and thinking ----------------------------------------------------------------------------------------------
 
 
-def _tool_use(request: CountRequest) -> ToolUse:
-    tools: list[Tool] = []
+def _tool_use(request: CountRequest) -> ToolPolicy:
+    tools: list[FunctionTool] = []
     for spec in _shown(request):
         if not spec.name:
             raise BadRequest("tools: a tool needs a name.", "tools")
         schema = canonical.sendable(spec.input_schema or {}, "tools.input_schema")
-        tools.append(Tool(spec.name, spec.description or "", schema, bool(spec.strict)))
+        tools.append(FunctionTool(spec.name, spec.description or "", schema, bool(spec.strict)))
     choice = request.tool_choice or ToolChoice("auto")
     if choice.type not in CHOICES:
         raise BadRequest(f"tool_choice.type: {choice.type[:40]!r} is none of {', '.join(CHOICES)}.", "tool_choice.type")
-    use = ToolUse(tuple(tools), CHOICES[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
+    use = ToolPolicy(tuple(tools), CHOICES[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
     return use.check("tool_choice")
 
 
-def _shown(request: CountRequest) -> list[ToolSpec]:
+def _shown(request: CountRequest) -> list[ToolParam]:
     """Tools that wait to be found come last, and once they are: so what comes before them keeps its cached prefix."""
     specs = [spec for spec in request.tools or () if not _is_skipped(spec)]
     waiting = {spec.name: spec for spec in specs if spec.defer_loading}
@@ -349,7 +349,7 @@ def _shown(request: CountRequest) -> list[ToolSpec]:
     return [spec for spec in specs if not spec.defer_loading] + [waiting[name] for name in found if name in waiting]
 
 
-def _found_tools(message: Message) -> Iterator[str]:
+def _found_tools(message: MessageParam) -> Iterator[str]:
     """The names of tools that a message calls or tells of."""
     for block in () if isinstance(message.content, str) else message.content:
         if block.type == "tool_use" and block.name:
@@ -359,7 +359,7 @@ def _found_tools(message: Message) -> Iterator[str]:
                 yield part.tool_name
 
 
-def _is_skipped(spec: ToolSpec) -> bool:
+def _is_skipped(spec: ToolParam) -> bool:
     """Tools that Anthropic's servers run cannot be run here; without a schema a model could not call them either."""
     return spec.input_schema is None and spec.type not in (None, "custom", "function")
 
@@ -368,21 +368,21 @@ def _skipped_tools(request: CountRequest) -> list[str]:
     return [f"tools.{spec.type}" for spec in request.tools or () if _is_skipped(spec)]
 
 
-def _thinking(request: CountRequest, default: Thinking) -> Thinking:
-    wish = Thinking()
+def _thinking(request: CountRequest, default: ThinkingBudget) -> ThinkingBudget:
+    wish = ThinkingBudget()
     if request.output_config is not None and request.output_config.effort is not None:
-        wish = Thinking.of_effort(request.output_config.effort, "output_config.effort")
+        wish = ThinkingBudget.of_effort(request.output_config.effort, "output_config.effort")
     if request.thinking is None:
         # As the real API does: who does not ask reads the answer from the first block. Effort by itself does not ask.
-        asked = Thinking(default.is_enabled or False, wish.effort)
+        asked = ThinkingBudget(default.is_enabled or False, wish.effort)
         return asked.under(default)
     match request.thinking.type:
         case "enabled":
-            return Thinking(True, budget=request.thinking.budget_tokens).over(wish).under(default)
+            return ThinkingBudget(True, budget=request.thinking.budget_tokens).over(wish).under(default)
         case "disabled":
-            return Thinking(False)
+            return ThinkingBudget(False)
         case "adaptive":
-            return Thinking(None, wish.effort).under(default)
+            return ThinkingBudget(None, wish.effort).under(default)
         case kind:
             raise BadRequest(f"thinking.type: {kind[:40]!r} is none of enabled, disabled, adaptive.", "thinking.type")
 

@@ -32,7 +32,7 @@ class OutputDetails(Struct, frozen=True):
     thinking_tokens: int = 0
 
 
-class UsageBody(Struct, frozen=True):
+class AnthropicUsage(Struct, frozen=True):
     """`input_tokens` are those that were not read from the cache; `kept_input_tokens`, ours, those of all that a sparse
     prefill kept."""
 
@@ -44,41 +44,41 @@ class UsageBody(Struct, frozen=True):
     kept_input_tokens: int | UnsetType = UNSET
 
     @classmethod
-    def of(cls, usage: Usage) -> "UsageBody":
+    def of(cls, usage: Usage) -> "AnthropicUsage":
         details = OutputDetails(usage.reasoning)
         return cls(usage.prompt - usage.cached, usage.completion, 0, usage.cached, details, usage.kept or UNSET)
 
 
-class Text(Struct, frozen=True, tag="text"):
+class TextBlock(Struct, frozen=True, tag="text"):
     text: str
 
 
-class Thinking(Struct, frozen=True, tag="thinking"):
+class ThinkingBlock(Struct, frozen=True, tag="thinking"):
     thinking: str
     signature: str = ""
 
 
-class ToolUse(Struct, frozen=True, tag="tool_use"):
+class ToolUseBlock(Struct, frozen=True, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
 
 
-Content = Text | Thinking | ToolUse
+Content = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class Message(Struct, frozen=True, tag="message"):
+class AnthropicMessage(Struct, frozen=True, tag="message"):
     id: str
     role: str
     model: str
     content: list[Content]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: UsageBody
+    usage: AnthropicUsage
 
 
 class MessageStart(Struct, frozen=True, tag="message_start"):
-    message: Message
+    message: AnthropicMessage
 
 
 class BlockStart(Struct, frozen=True, tag="content_block_start"):
@@ -86,7 +86,7 @@ class BlockStart(Struct, frozen=True, tag="content_block_start"):
     content_block: Content
 
 
-class TextDelta(Struct, frozen=True, tag="text_delta"):
+class TextBlockDelta(Struct, frozen=True, tag="text_delta"):
     text: str
 
 
@@ -98,52 +98,52 @@ class SignatureDelta(Struct, frozen=True, tag="signature_delta"):
     signature: str
 
 
-class InputDelta(Struct, frozen=True, tag="input_json_delta"):
+class InputJsonDelta(Struct, frozen=True, tag="input_json_delta"):
     partial_json: str
 
 
 class BlockDelta(Struct, frozen=True, tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+    delta: TextBlockDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class BlockStop(Struct, frozen=True, tag="content_block_stop"):
     index: int
 
 
-class Ending(Struct, frozen=True):
+class MessageEnd(Struct, frozen=True):
     stop_reason: str
     stop_sequence: str | None
 
 
 class MessageDelta(Struct, frozen=True, tag="message_delta"):
-    delta: Ending
-    usage: UsageBody
+    delta: MessageEnd
+    usage: AnthropicUsage
 
 
 class MessageStop(Struct, frozen=True, tag="message_stop"):
     pass
 
 
-class Ping(Struct, frozen=True, tag="ping"):
+class PingEvent(Struct, frozen=True, tag="ping"):
     pass
 
 
-class ErrorDetail(Struct, frozen=True):
+class AnthropicErrorDetail(Struct, frozen=True):
     type: str
     message: str
 
 
-class ErrorBody(Struct, frozen=True, tag="error", omit_defaults=True):
-    error: ErrorDetail
+class AnthropicErrorBody(Struct, frozen=True, tag="error", omit_defaults=True):
+    error: AnthropicErrorDetail
     request_id: str | UnsetType = UNSET
 
 
-class TokenCount(Struct, frozen=True):
+class AnthropicTokenCount(Struct, frozen=True):
     input_tokens: int
 
 
-Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping | ErrorBody
+Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | PingEvent | AnthropicErrorBody
 
 
 def event_name(event: Event) -> str:
@@ -157,10 +157,10 @@ def anthropic_body(error: ApiError, request_id: str) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(error_body(error), request_id=request_id))
 
 
-def error_body(error: ApiError) -> ErrorBody:
+def error_body(error: ApiError) -> AnthropicErrorBody:
     """The data of an in-band `error` event."""
     message = error.message
     if error.code == "context_length_exceeded" and len(error.numbers) == 2:
         # Claude Code reads these words, and offers to compact the conversation.
         message = f"prompt is too long: {error.numbers[0]} tokens > {error.numbers[1]} maximum"
-    return ErrorBody(ErrorDetail(_ERROR_TYPES.get(error.status, "api_error"), message))
+    return AnthropicErrorBody(AnthropicErrorDetail(_ERROR_TYPES.get(error.status, "api_error"), message))

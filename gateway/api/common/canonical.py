@@ -44,7 +44,7 @@ class Call(Struct, frozen=True):
     arguments: str
 
 
-class Tool(Struct, frozen=True):
+class FunctionTool(Struct, frozen=True):
     """A function the model may call; `parameters` is a JSON Schema."""
 
     name: str
@@ -59,7 +59,7 @@ class Tool(Struct, frozen=True):
         return {"type": "function", "function": function}
 
 
-class Choice(StrEnum):
+class ToolMode(StrEnum):
     """Tool choice: whether tools may, must not or must be called."""
 
     AUTO = "auto"
@@ -68,32 +68,32 @@ class Choice(StrEnum):
     NAMED = "named"
 
 
-class ToolUse(Struct, frozen=True):
+class ToolPolicy(Struct, frozen=True):
     """The tools of a request and how they may be used; `name` is set for NAMED."""
 
-    tools: tuple[Tool, ...] = ()
-    choice: Choice = Choice.AUTO
+    tools: tuple[FunctionTool, ...] = ()
+    choice: ToolMode = ToolMode.AUTO
     name: str = ""
     is_parallel: bool = True
 
     @property
-    def offered(self) -> tuple[Tool, ...]:
+    def offered(self) -> tuple[FunctionTool, ...]:
         """Tools that the prompt offers to the model: none when it must not call."""
-        return () if self.choice is Choice.NONE else self.tools
+        return () if self.choice is ToolMode.NONE else self.tools
 
-    def check(self, param: str) -> "ToolUse":
+    def check(self, param: str) -> "ToolPolicy":
         """Raises `BadRequest` for what no model could do."""
         names = [tool.name for tool in self.tools]
         if len(names) > TOOLS_MAX:
             raise BadRequest(f"At most {TOOLS_MAX} tools in one request.", param, "invalid_value")
-        if self.choice in (Choice.REQUIRED, Choice.NAMED) and not names:
+        if self.choice in (ToolMode.REQUIRED, ToolMode.NAMED) and not names:
             raise BadRequest("A tool can only be required when there are tools.", param, "invalid_value")
-        if self.choice is Choice.NAMED and self.name not in names:
+        if self.choice is ToolMode.NAMED and self.name not in names:
             raise BadRequest(f"There is no tool named {self.name[:100]!r}.", param, "invalid_value")
         return self
 
 
-class Thinking(Struct, frozen=True):
+class ThinkingBudget(Struct, frozen=True):
     """Thinking effort and budget of a request: None leaves it to the model. `budget` is in tokens."""
 
     is_enabled: bool | None = None
@@ -101,26 +101,26 @@ class Thinking(Struct, frozen=True):
     budget: int | None = None
 
     @classmethod
-    def of_effort(cls, effort: str, param: str) -> "Thinking":
+    def of_effort(cls, effort: str, param: str) -> "ThinkingBudget":
         """From an effort word. Raises `BadRequest`."""
         if effort not in EFFORTS:
             raise BadRequest(f"Invalid value for '{param}': {effort[:40]!r} is none of {', '.join(EFFORTS)}.", param)
         return cls(is_enabled=bool(EFFORTS[effort]), effort=EFFORTS[effort])
 
-    def over(self, weaker: "Thinking") -> "Thinking":
+    def over(self, weaker: "ThinkingBudget") -> "ThinkingBudget":
         """This wish, and where it says nothing the other one."""
-        return Thinking(
+        return ThinkingBudget(
             weaker.is_enabled if self.is_enabled is None else self.is_enabled,
             self.effort or weaker.effort,
             weaker.budget if self.budget is None else self.budget,
         )
 
-    def under(self, default: "Thinking") -> "Thinking":
+    def under(self, default: "ThinkingBudget") -> "ThinkingBudget":
         """This wish of a request, and where it says nothing what is configured. Who does not think needs no effort."""
         return self if self.is_enabled is False else self.over(default)
 
 
-def with_thinking(prompt: ChatPrompt, thinking: Thinking) -> ChatPrompt:
+def with_thinking(prompt: ChatPrompt, thinking: ThinkingBudget) -> ChatPrompt:
     """A prompt that was made before it was known how much to think."""
     return msgspec.structs.replace(prompt, thinking=thinking.is_enabled, effort=thinking.effort)
 
@@ -203,8 +203,8 @@ def tool_result(call_id: str, name: str, content: Content) -> dict[str, Any]:
 
 def chat_prompt(
     messages: list[dict[str, Any]],
-    tool_use: ToolUse,
-    thinking: Thinking,
+    tool_use: ToolPolicy,
+    thinking: ThinkingBudget,
     template_kwargs: dict[str, Any] | None = None,
     continue_final: bool = False,
 ) -> ChatPrompt:
@@ -218,10 +218,10 @@ def chat_prompt(
         continue_final,
         thinking.is_enabled,
         thinking.effort,
-        must_call=choice in (Choice.REQUIRED, Choice.NAMED),
-        callable_tools=(tool_use.name,) if choice is Choice.NAMED else (),
+        must_call=choice in (ToolMode.REQUIRED, ToolMode.NAMED),
+        callable_tools=(tool_use.name,) if choice is ToolMode.NAMED else (),
         # A named tool is called once, as OpenAI does.
-        one_call=bool(offered) and (choice is Choice.NAMED or not tool_use.is_parallel),
+        one_call=bool(offered) and (choice is ToolMode.NAMED or not tool_use.is_parallel),
         strict_tools=tuple(tool.name for tool in offered if tool.is_strict),
         media=media,
     )

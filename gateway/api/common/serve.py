@@ -15,16 +15,16 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, Unavailable, from_failure, from_unsendable
 from gateway.http.encoder import Fold, StreamEncoder
 from gateway.http.exchange import read_body
-from gateway.http.sse import DEFAULT_PACE, EVENTS, Pace, respond_stream, respond_whole
-from gateway.link.calls import Refused
+from gateway.http.sse import DEFAULT_PACE, EVENTS, StreamTiming, respond_stream, respond_whole
+from gateway.link.calls import CallRefused
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
 from gateway.media.reference import Reference
-from gateway.media.resolve import Reading, Stored, is_inline, resolve
+from gateway.media.resolve import MediaReader, Stored, is_inline, resolve
 from gateway.request.bodies import LARGE_BYTES
 from gateway.request.generation import BYTES_PER_TOKEN, Generation
 from gateway.request.headers import ignored_header
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable
 from protocol.codec import Unsendable, pack
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 async def read(
     services: Services,
-    record: Record,
+    record: RequestRecord,
     scope: Scope,
     receive: Receive,
     decode: Callable[[bytes], tuple[T, list[str]]],
@@ -48,7 +48,7 @@ async def read(
 
 
 async def lower(
-    services: Services, record: Record, model: ModelConfig, action: Callable[[], Generate | list[Generate]]
+    services: Services, record: RequestRecord, model: ModelConfig, action: Callable[[], Generate | list[Generate]]
 ) -> list[Generate]:
     """Lower a decoded request with `action` to messages for the worker, with their media. Raises `ApiError`."""
     work = services.bodies.work
@@ -66,7 +66,7 @@ async def lower(
 
 
 async def with_media(
-    services: Services, record: Record, model: ModelConfig, prompt: ChatPrompt, stored: Stored | None = None
+    services: Services, record: RequestRecord, model: ModelConfig, prompt: ChatPrompt, stored: Stored | None = None
 ) -> ChatPrompt:
     """The prompt with the bytes of its media, of which `stored` gives those that were kept. Raises `ApiError`."""
     references = [each for each in prompt.media if isinstance(each, Reference)]
@@ -83,7 +83,7 @@ async def with_media(
     def offload(action: Callable[[], Media]) -> Awaitable[Media]:
         return services.bodies.work(cost, action)
 
-    reading = Reading(services.config.media, record.media_lease, services.fetch, offload, stored)
+    reading = MediaReader(services.config.media, record.media_lease, services.fetch, offload, stored)
     prompt = await resolve(prompt, reading)
     record.media = tuple(msgspec.structs.replace(each, data=b"") for each in prompt.media)
     record.media_bytes = record.media_lease.size_bytes
@@ -92,7 +92,7 @@ async def with_media(
 
 def begin(
     services: Services,
-    record: Record,
+    record: RequestRecord,
     name: str,
     is_stream: bool,
     asked_seed: int | None,
@@ -109,12 +109,12 @@ def begin(
     return model, seed
 
 
-def begin_reading(services: Services, record: Record, name: str, unknown: list[str]) -> ModelConfig:
+def begin_reading(services: Services, record: RequestRecord, name: str, unknown: list[str]) -> ModelConfig:
     """The model of a request that generates nothing, noted on its record. Raises as `begin`."""
     return _begin(services, record, name, unknown, 1)
 
 
-def _begin(services: Services, record: Record, name: str, unknown: list[str], sequences: int) -> ModelConfig:
+def _begin(services: Services, record: RequestRecord, name: str, unknown: list[str], sequences: int) -> ModelConfig:
     model = services.router.resolve(name, record.caller)
     record.model = model.name
     record.headers = ignored_header(unknown)
@@ -128,11 +128,11 @@ def _begin(services: Services, record: Record, name: str, unknown: list[str], se
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedRequest:
     """A request, lowered and ready to run."""
 
     services: Services
-    record: Record
+    record: RequestRecord
     model: ModelConfig
     generates: list[Generate]
     # Of the model that it is for.
@@ -144,7 +144,7 @@ class Job:
         receive: Receive,
         send: Send,
         kind: bytes = EVENTS,
-        pace: Pace = DEFAULT_PACE,
+        pace: StreamTiming = DEFAULT_PACE,
     ) -> ApiError | None:
         """Generate and answer as events, in a stream of this content type.
 
@@ -167,7 +167,7 @@ class Job:
 
 
 async def tokenize(
-    services: Services, record: Record, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False
+    services: Services, record: RequestRecord, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False
 ) -> Tokenized:
     """A prompt's tokens, from the model's worker. Raises `ApiError`."""
     if isinstance(prompt, ChatPrompt):
@@ -176,14 +176,14 @@ async def tokenize(
     return await ask(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids))
 
 
-async def detokenize(services: Services, record: Record, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
+async def detokenize(services: Services, record: RequestRecord, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
     """The text of token ids, from the model's worker. Raises `ApiError`."""
     return await ask(services, record, model, len(ids), lambda rid: Detokenize(rid, ids))
 
 
 async def ask(
     services: Services,
-    record: Record,
+    record: RequestRecord,
     model: ModelConfig,
     estimate: float,
     question: Callable[[int], Tokenize | Detokenize],
@@ -203,7 +203,7 @@ async def ask(
 
 
 async def _answer(
-    services: Services, record: Record, model: ModelConfig, question: Callable[[int], Tokenize | Detokenize]
+    services: Services, record: RequestRecord, model: ModelConfig, question: Callable[[int], Tokenize | Detokenize]
 ) -> Tokenized:
     try:
         async with asyncio.timeout(services.config.server.queue_timeout_s or None):
@@ -215,7 +215,7 @@ async def _answer(
             if (refusal := worker.question_refusal(asked)) is not None:
                 raise from_failure(refusal)
             return await services.link.ask(worker, asked)
-    except (ModelUnavailable, Refused) as error:
+    except (ModelUnavailable, CallRefused) as error:
         wait_s = getattr(error, "retry_after_s", 0.0)
         raise from_failure(error.failure, wait_s, is_operator=record.caller.is_admin) from None
     except Unsendable as error:

@@ -1,11 +1,11 @@
-"""Thinking effort and budget, in all the spellings that chat clients know, as one `Thinking`."""
+"""Thinking effort and budget, in all the spellings that chat clients know, as one `ThinkingBudget`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Protocol
 
 from msgspec import Meta, Struct
 
-from gateway.api.common.canonical import EFFORTS, Thinking
+from gateway.api.common.canonical import EFFORTS, ThinkingBudget
 from gateway.api.common.doc_hints import words
 from gateway.config.settings import ThinkingDefaults
 from gateway.errors import BadRequest
@@ -24,14 +24,14 @@ class ReasoningSpec(Struct, frozen=True):
     enabled: bool | None = None
 
 
-class ThinkingSpec(Struct, frozen=True):
+class AnthropicThinking(Struct, frozen=True):
     """Anthropic's `thinking`."""
 
     type: Annotated[str, Meta(max_length=32), words(*_TYPES)]
     budget_tokens: Budget | None = None
 
 
-class Wishes(Protocol):
+class ThinkingFields(Protocol):
     """The fields of a request that say how much to think."""
 
     @property
@@ -39,7 +39,7 @@ class Wishes(Protocol):
     @property
     def reasoning(self) -> ReasoningSpec | None: ...
     @property
-    def thinking(self) -> ThinkingSpec | None: ...
+    def thinking(self) -> AnthropicThinking | None: ...
     @property
     def enable_thinking(self) -> bool | None: ...
     @property
@@ -48,53 +48,53 @@ class Wishes(Protocol):
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
 
 
-def of_config(defaults: ThinkingDefaults | None) -> Thinking:
+def of_config(defaults: ThinkingDefaults | None) -> ThinkingBudget:
     """Thinking as configured."""
     if defaults is None:
-        return Thinking()
-    wish = Thinking(defaults.enabled, budget=defaults.budget)
+        return ThinkingBudget()
+    wish = ThinkingBudget(defaults.enabled, budget=defaults.budget)
     if defaults.effort is not None:
-        wish = wish.over(Thinking.of_effort(defaults.effort, "effort"))
-    return Thinking(False) if wish.is_enabled is False else wish
+        wish = wish.over(ThinkingBudget.of_effort(defaults.effort, "effort"))
+    return ThinkingBudget(False) if wish.is_enabled is False else wish
 
 
-def lower_thinking(request: Wishes, default: ThinkingDefaults | None = None) -> Thinking:
+def lower_thinking(request: ThinkingFields, default: ThinkingDefaults | None = None) -> ThinkingBudget:
     """One wish from all. Where two contradict each other, the one nearer to the model wins. Raises `BadRequest`.
 
     From the strongest: `chat_template_kwargs`, `enable_thinking` and `thinking_budget`, `thinking`, `reasoning`,
     `reasoning_effort`, and what is configured.
     """
-    plain = Thinking(request.enable_thinking, budget=request.thinking_budget)
+    plain = ThinkingBudget(request.enable_thinking, budget=request.thinking_budget)
     thinking = _of_template(request.chat_template_kwargs or {}).over(plain)
     if request.thinking is not None:
         thinking = thinking.over(_of_type(request.thinking))
     if request.reasoning is not None:
         thinking = thinking.over(_of_reasoning(request.reasoning))
     if request.reasoning_effort is not None:
-        thinking = thinking.over(Thinking.of_effort(request.reasoning_effort, "reasoning_effort"))
+        thinking = thinking.over(ThinkingBudget.of_effort(request.reasoning_effort, "reasoning_effort"))
     return thinking.under(of_config(default))
 
 
-def _of_template(kwargs: Mapping[str, Any]) -> Thinking:
+def _of_template(kwargs: Mapping[str, Any]) -> ThinkingBudget:
     """Thinking given in the template's arguments; values that only the template knows are left to it."""
     switches = [kwargs.get("enable_thinking"), kwargs.get("thinking")]
     is_enabled = next((switch for switch in switches if isinstance(switch, bool)), None)
     budget, effort = kwargs.get("thinking_budget"), kwargs.get("reasoning_effort")
     is_count = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0
-    wish = Thinking(is_enabled, budget=budget if is_count else None)
+    wish = ThinkingBudget(is_enabled, budget=budget if is_count else None)
     if isinstance(effort, str) and effort in EFFORTS:
-        wish = wish.over(Thinking.of_effort(effort, "chat_template_kwargs.reasoning_effort"))
+        wish = wish.over(ThinkingBudget.of_effort(effort, "chat_template_kwargs.reasoning_effort"))
     return wish
 
 
-def _of_type(spec: ThinkingSpec) -> Thinking:
+def _of_type(spec: AnthropicThinking) -> ThinkingBudget:
     if spec.type not in _TYPES:
         known = ", ".join(_TYPES)
         raise BadRequest(f"Invalid value for 'thinking.type': {spec.type!r} is none of {known}.", "thinking.type")
-    return Thinking(_TYPES[spec.type], budget=None if spec.type == "disabled" else spec.budget_tokens)
+    return ThinkingBudget(_TYPES[spec.type], budget=None if spec.type == "disabled" else spec.budget_tokens)
 
 
-def _of_reasoning(spec: ReasoningSpec) -> Thinking:
+def _of_reasoning(spec: ReasoningSpec) -> ThinkingBudget:
     budget = spec.max_tokens if spec.budget is None else spec.budget
-    wish = Thinking(spec.enabled, budget=budget)
-    return wish if spec.effort is None else wish.over(Thinking.of_effort(spec.effort, "reasoning.effort"))
+    wish = ThinkingBudget(spec.enabled, budget=budget)
+    return wish if spec.effort is None else wish.over(ThinkingBudget.of_effort(spec.effort, "reasoning.effort"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Send
 
-from gateway.api.common.serve import Job
+from gateway.api.common.serve import PreparedRequest
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off, folded
 from gateway.request.record import Header
@@ -63,7 +63,7 @@ class VectorFold:
         return self.data
 
 
-async def compute(job: Job, count: int) -> Vectors:
+async def compute(job: PreparedRequest, count: int) -> Vectors:
     """The numbers that a request asks for, `count` rows of them. Raises `ApiError`."""
     fold = VectorFold()
     with job.generation(fold.bind) as generation:
@@ -72,7 +72,7 @@ async def compute(job: Job, count: int) -> Vectors:
 
 
 async def respond_vectors(
-    job: Job, count: int, render: Callable[[Vectors], bytes], receive: Receive, send: Send
+    job: PreparedRequest, count: int, render: Callable[[Vectors], bytes], receive: Receive, send: Send
 ) -> None:
     """Answer with what `render` makes of the numbers, in the thread of large bodies where they are many."""
     async with cut_off(job.record, receive):

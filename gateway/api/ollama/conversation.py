@@ -22,17 +22,17 @@ _WORD: Final = 1 << (8 * _WIDTH)
 _BYTES: Final = 4
 
 
-class Turn(Struct, frozen=True, array_like=True):
+class ConversationTurn(Struct, frozen=True, array_like=True):
     """One turn, without its images."""
 
     role: Literal["system", "user", "assistant"]
     text: str
 
 
-_turns: Final = msgspec.json.Decoder(list[Turn])
+_turns: Final = msgspec.json.Decoder(list[ConversationTurn])
 
 
-def write_context(turns: Sequence[Turn]) -> list[int]:
+def write_context(turns: Sequence[ConversationTurn]) -> list[int]:
     """The turns as numbers: the mark, the length in bytes, and the bytes."""
     data = msgspec.json.encode(turns)
     count = len(data) // _WIDTH
@@ -45,7 +45,7 @@ def write_context(turns: Sequence[Turn]) -> list[int]:
     return [MARK, len(data), *struct.unpack(f"<{count}I", words), *end]
 
 
-def read_context(numbers: Sequence[int]) -> list[Turn]:
+def read_context(numbers: Sequence[int]) -> list[ConversationTurn]:
     """The turns that `write_context` has written. Raises `BadRequest`."""
     if not numbers:
         return []

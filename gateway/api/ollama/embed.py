@@ -10,13 +10,13 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
 from gateway.api.common.vectors import Vectors, respond_vectors
-from gateway.api.ollama.load_orders import Loading
+from gateway.api.ollama.load_orders import LoadOrder
 from gateway.api.ollama.options import OptionsField, read_options
 from gateway.api.ollama.request import KeepAlive, is_zero
 from gateway.api.ollama.response import nanoseconds
 from gateway.errors import BadRequest
 from gateway.http.exchange import send_body
-from gateway.request.record import Record, record_of
+from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.kinds import EMBED
 from protocol.messages import EmbedPrompt, Generate, Sampling
@@ -44,13 +44,13 @@ class EmbedRequest(EmbedFields, frozen=True, kw_only=True):
     input: str | list[str] | None = None
 
 
-class EmbeddingsRequest(EmbedFields, frozen=True, kw_only=True):
+class OllamaEmbeddingsRequest(EmbedFields, frozen=True, kw_only=True):
     """`POST /api/embeddings`. Without a prompt it loads the model, or unloads it where `keep_alive` is 0."""
 
     prompt: str | None = None
 
 
-class Embedded(Struct, frozen=True):
+class EmbedResponse(Struct, frozen=True):
     """The vectors of all inputs. Durations are in nanoseconds."""
 
     model: str
@@ -67,7 +67,7 @@ class OneEmbedding(Struct, frozen=True):
 
 
 _embed: Final = Schema(EmbedRequest)
-_embeddings: Final = Schema(EmbeddingsRequest)
+_embeddings: Final = Schema(OllamaEmbeddingsRequest)
 
 
 class Embed:
@@ -76,7 +76,7 @@ class Embed:
     def __init__(self, services: Services, *, is_old: bool) -> None:
         self._services = services
         self._is_old = is_old
-        self._loading = Loading(services)
+        self._loading = LoadOrder(services)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
@@ -91,27 +91,27 @@ class Embed:
         generates = await serve.lower(
             services, record, model, lambda: _lower(request, inputs, services.link.next_rid(), deadline_ms)
         )
-        job = serve.Job(services, record, model, generates, EMBED)
+        job = serve.PreparedRequest(services, record, model, generates, EMBED)
         await respond_vectors(job, len(inputs), lambda vectors: self._render(vectors, name, record), receive, send)
 
-    def _decode(self, body: bytes) -> tuple[EmbedRequest | EmbeddingsRequest, list[str]]:
+    def _decode(self, body: bytes) -> tuple[EmbedRequest | OllamaEmbeddingsRequest, list[str]]:
         request, unknown = _embeddings.decode(body) if self._is_old else _embed.decode(body)
         _, ignored = read_options(request.options)
         return request, unknown + ignored + (["keep_alive"] if request.keep_alive is not None else [])
 
-    def _render(self, vectors: Vectors, model: str, record: Record) -> bytes:
+    def _render(self, vectors: Vectors, model: str, record: RequestRecord) -> bytes:
         """The answer, vector by vector: all numbers at once would take ten times the memory."""
         rows = [_encode(vectors.numbers(at)) for at in range(vectors.count)]
         if self._is_old:
             return _encode(OneEmbedding([])).replace(b"[]", rows[0] if rows else b"[]")
         total, load = perf_counter() - record.started, record.phases.load
-        empty = _encode(Embedded(model, [], nanoseconds(total), nanoseconds(load), vectors.prompt_tokens))
+        empty = _encode(EmbedResponse(model, [], nanoseconds(total), nanoseconds(load), vectors.prompt_tokens))
         # Quotes inside of a name are escaped, so this can only be the key itself.
         before, key, after = empty.partition(b'"embeddings":[')
         return before + key + b",".join(rows) + after
 
 
-def _inputs(request: EmbedRequest | EmbeddingsRequest) -> tuple[str, ...]:
+def _inputs(request: EmbedRequest | OllamaEmbeddingsRequest) -> tuple[str, ...]:
     """The texts to embed, none for a request about loading. Raises `BadRequest`."""
     given = request.input if isinstance(request, EmbedRequest) else request.prompt
     if isinstance(given, str) or given is None:

@@ -9,40 +9,40 @@ from typing import Any, Final, assert_never
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.api.ollama.conversation import Turn, write_context
+from gateway.api.ollama.conversation import ConversationTurn, write_context
 from gateway.api.ollama.response import (
     DONE_REASONS,
-    CalledFunction,
     ChatLine,
     ErrorLine,
     GenerateLine,
-    Line,
-    Message,
-    ToolCall,
+    OllamaFunction,
+    OllamaLine,
+    OllamaMessage,
+    OllamaToolCall,
     arguments_of,
     nanoseconds,
     timestamp,
 )
 from gateway.api.openai.response import ContentLogprob, chat_logprobs
 from gateway.errors import ApiError
-from gateway.request.record import Record
-from protocol.messages import Delta, Finish, Kind, Usage
+from gateway.request.record import RequestRecord
+from protocol.messages import Delta, DeltaKind, Finish, Usage
 
 _encode: Final = msgspec.json.Encoder().encode
 _EMPTY: Final = Usage(0, 0, 0)
-_TEXT: Final = Kind.TEXT
+_TEXT: Final = DeltaKind.TEXT
 
 
-class Said(Struct, frozen=True):
+class SentText(Struct, frozen=True):
     """Content of a line."""
 
     text: str = ""
     thinking: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[OllamaToolCall, ...] = ()
     logprobs: tuple[ContentLogprob, ...] = ()
 
 
-class Ending(Struct, frozen=True):
+class StreamEnd(Struct, frozen=True):
     """Fields of the last line. Times are in seconds."""
 
     finish: Finish
@@ -51,7 +51,7 @@ class Ending(Struct, frozen=True):
     load_s: float
 
 
-class Form(ABC):
+class LineForm(ABC):
     """Form of the lines of one endpoint. `key` is the field that holds the text."""
 
     key: str
@@ -61,10 +61,10 @@ class Form(ABC):
         self._created_at = timestamp()
 
     @abstractmethod
-    def line(self, said: Said, ending: Ending | None, answer: str = "") -> Line:
+    def line(self, said: SentText, ending: StreamEnd | None, answer: str = "") -> OllamaLine:
         """One line; the last with its `ending`, and all the text that was said."""
 
-    def _told(self, said: Said, ending: Ending | None) -> dict[str, Any]:
+    def _told(self, said: SentText, ending: StreamEnd | None) -> dict[str, Any]:
         """The fields that both endpoints have."""
         shared: dict[str, Any] = {"model": self._model, "created_at": self._created_at, "done": ending is not None}
         if said.logprobs:
@@ -84,30 +84,30 @@ class Form(ABC):
         }
 
 
-class ChatForm(Form):
+class ChatForm(LineForm):
     """Lines of `/api/chat`."""
 
     key = "content"
 
-    def line(self, said: Said, ending: Ending | None, answer: str = "") -> Line:
+    def line(self, said: SentText, ending: StreamEnd | None, answer: str = "") -> OllamaLine:
         calls = list(said.calls) if said.calls else UNSET
-        message = Message("assistant", said.text, said.thinking or UNSET, calls)
+        message = OllamaMessage("assistant", said.text, said.thinking or UNSET, calls)
         return ChatLine(message=message, **self._told(said, ending))
 
 
-class GenerateForm(Form):
+class GenerateForm(LineForm):
     """Lines of `/api/generate`. `turns` are those of the conversation before the answer; None has no context."""
 
     key = "response"
 
-    def __init__(self, model: str, turns: list[Turn] | None) -> None:
+    def __init__(self, model: str, turns: list[ConversationTurn] | None) -> None:
         super().__init__(model)
         self._turns = turns
 
-    def line(self, said: Said, ending: Ending | None, answer: str = "") -> Line:
+    def line(self, said: SentText, ending: StreamEnd | None, answer: str = "") -> OllamaLine:
         context: list[int] | UnsetType = UNSET
         if ending is not None and self._turns is not None:
-            context = write_context([*self._turns, Turn("assistant", answer)])
+            context = write_context([*self._turns, ConversationTurn("assistant", answer)])
         shared = self._told(said, ending)
         return GenerateLine(response=said.text, thinking=said.thinking or UNSET, context=context, **shared)
 
@@ -118,55 +118,55 @@ class _Answer:
 
     texts: list[str] = field(default_factory=list[str])
     # Of the call that is open.
-    call: ToolCall | None = None
+    call: OllamaToolCall | None = None
     arguments: list[str] = field(default_factory=list[str])
     finish: Finish = Finish.STOP
     usage: Usage = _EMPTY
 
-    def take(self, delta: Delta) -> Said | None:
+    def take(self, delta: Delta) -> SentText | None:
         """The content that a delta adds; None for none. A call counts once it is whole."""
         if delta.finish is not None:
             self.finish, self.usage = delta.finish, delta.usage or _EMPTY
         logprobs = tuple(chat_logprobs(delta.logprobs)) if delta.logprobs is not None else ()
         match delta.kind:
-            case Kind.TEXT:
+            case DeltaKind.TEXT:
                 self.texts.append(delta.text)
-                said = Said(delta.text, logprobs=logprobs)
-            case Kind.REASONING:
-                said = Said(thinking=delta.text, logprobs=logprobs)
-            case Kind.TOOL_BEGIN:
+                said = SentText(delta.text, logprobs=logprobs)
+            case DeltaKind.REASONING:
+                said = SentText(thinking=delta.text, logprobs=logprobs)
+            case DeltaKind.TOOL_BEGIN:
                 assert delta.tool is not None
-                self.call = ToolCall(delta.tool.call_id, CalledFunction(delta.tool.index, delta.tool.name, {}))
+                self.call = OllamaToolCall(delta.tool.call_id, OllamaFunction(delta.tool.index, delta.tool.name, {}))
                 self.arguments.clear()
-                said = Said(logprobs=logprobs)
-            case Kind.TOOL_ARGS:
+                said = SentText(logprobs=logprobs)
+            case DeltaKind.TOOL_ARGS:
                 self.arguments.append(delta.text)
-                said = Said(logprobs=logprobs)
-            case Kind.TOOL_END:
-                said = Said(calls=self._whole_call(), logprobs=logprobs)
+                said = SentText(logprobs=logprobs)
+            case DeltaKind.TOOL_END:
+                said = SentText(calls=self._whole_call(), logprobs=logprobs)
             case _:
                 assert_never(delta.kind)
         return said if said != _NOTHING else None
 
-    def _whole_call(self) -> tuple[ToolCall, ...]:
+    def _whole_call(self) -> tuple[OllamaToolCall, ...]:
         assert self.call is not None
         arguments = arguments_of("".join(self.arguments))
         if arguments is None:
             return ()
         function = msgspec.structs.replace(self.call.function, arguments=dict(arguments))
-        return (ToolCall(self.call.id, function),)
+        return (OllamaToolCall(self.call.id, function),)
 
-    def ending(self, record: Record) -> Ending:
-        return Ending(self.finish, self.usage, perf_counter() - record.started, record.phases.load)
+    def ending(self, record: RequestRecord) -> StreamEnd:
+        return StreamEnd(self.finish, self.usage, perf_counter() - record.started, record.phases.load)
 
 
-_NOTHING: Final = Said()
+_NOTHING: Final = SentText()
 
 
 class LineStream:
     """A `StreamEncoder`. The common line, a piece of text, is a prebuilt prefix and suffix around the encoded text."""
 
-    def __init__(self, form: Form, record: Record) -> None:
+    def __init__(self, form: LineForm, record: RequestRecord) -> None:
         self._form = form
         self._record = record
         self._answer = _Answer()
@@ -208,11 +208,11 @@ class LineStream:
 class LineFold:
     """A `Fold`: what `LineStream` would have sent, in one line."""
 
-    def __init__(self, form: Form, record: Record) -> None:
+    def __init__(self, form: LineForm, record: RequestRecord) -> None:
         self._form = form
         self._record = record
         self._answer = _Answer()
-        self._said: list[Said] = []
+        self._said: list[SentText] = []
 
     def bind(self, rids: Sequence[int]) -> None:
         self._answer = _Answer()
@@ -223,7 +223,7 @@ class LineFold:
 
     def result(self) -> bytes:
         answer, text = self._answer, "".join(self._answer.texts)
-        whole = Said(
+        whole = SentText(
             text,
             "".join(said.thinking for said in self._said),
             tuple(call for said in self._said for call in said.calls),

@@ -6,19 +6,19 @@ from typing import TypeVar
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
-from gateway.api.ollama.encoder import ChatForm, Form, GenerateForm, LineFold, LineStream
-from gateway.api.ollama.load_orders import Loading
+from gateway.api.ollama.encoder import ChatForm, GenerateForm, LineFold, LineForm, LineStream
+from gateway.api.ollama.load_orders import LoadOrder
 from gateway.api.ollama.lowering import conversation_of, lower_chat, lower_generate
 from gateway.api.ollama.options import read_options
-from gateway.api.ollama.request import Asked, decode_chat, decode_generate, is_empty
-from gateway.api.ollama.response import ChatLine, GenerateLine, Message, timestamp
+from gateway.api.ollama.request import GenerationFields, decode_chat, decode_generate, is_empty
+from gateway.api.ollama.response import ChatLine, GenerateLine, OllamaMessage, timestamp
 from gateway.config.settings import ModelConfig
 from gateway.http.sse import JSON_LINES
-from gateway.request.record import Record, record_of
+from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.messages import Generate
 
-T = TypeVar("T", bound=Asked)
+T = TypeVar("T", bound=GenerationFields)
 
 
 class Chat:
@@ -26,7 +26,7 @@ class Chat:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._loading = Loading(services)
+        self._loading = LoadOrder(services)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
@@ -35,7 +35,7 @@ class Chat:
         name = request.model or model.name
         if not request.messages:
             reason = await self._loading.run(record, model, receive, is_last=request.is_last)
-            message = Message("assistant", "")
+            message = OllamaMessage("assistant", "")
             line = ChatLine(model=name, created_at=timestamp(), message=message, done=True, done_reason=reason)
             await self._loading.tell(record, line, request, send)
             return
@@ -48,7 +48,7 @@ class Complete:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._loading = Loading(services)
+        self._loading = LoadOrder(services)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
@@ -65,7 +65,9 @@ class Complete:
         await _answer(job, GenerateForm(name, turns), request, receive, send)
 
 
-def _begin(services: Services, record: Record, request: Asked, ignored: list[str]) -> tuple[ModelConfig, int]:
+def _begin(
+    services: Services, record: RequestRecord, request: GenerationFields, ignored: list[str]
+) -> tuple[ModelConfig, int]:
     options, _ = read_options(request.options)
     return serve.begin(services, record, request.model, request.is_stream, options.wanted_seed, ignored)
 
@@ -74,14 +76,18 @@ def _rid(services: Services) -> Callable[[], int]:
     return services.link.next_rid
 
 
-async def _job(services: Services, record: Record, model: ModelConfig, action: Callable[[int], Generate]) -> serve.Job:
+async def _job(
+    services: Services, record: RequestRecord, model: ModelConfig, action: Callable[[int], Generate]
+) -> serve.PreparedRequest:
     """A request, lowered with `action` of its deadline. Raises `ApiError`."""
     deadline_ms = serve.deadline_ms(services)
     generates = await serve.lower(services, record, model, lambda: action(deadline_ms))
-    return serve.Job(services, record, model, generates)
+    return serve.PreparedRequest(services, record, model, generates)
 
 
-async def _answer(job: serve.Job, form: Form, request: Asked, receive: Receive, send: Send) -> None:
+async def _answer(
+    job: serve.PreparedRequest, form: LineForm, request: GenerationFields, receive: Receive, send: Send
+) -> None:
     if request.is_stream:
         await job.stream(LineStream(form, job.record), receive, send, JSON_LINES)
     else:

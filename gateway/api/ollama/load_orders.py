@@ -8,14 +8,14 @@ import msgspec
 from starlette.types import Receive, Send
 
 from gateway.api.ollama.admin_only import order
-from gateway.api.ollama.request import Asked
-from gateway.api.ollama.response import Line
+from gateway.api.ollama.request import GenerationFields
+from gateway.api.ollama.response import OllamaLine
 from gateway.config.settings import ModelConfig
 from gateway.errors import ModelNotFound, Unavailable, from_failure
 from gateway.http.exchange import JSON, send_body
 from gateway.http.sse import JSON_LINES, cut_off
 from gateway.request.generation import retry_after_s
-from gateway.request.record import ClientLeft, Record
+from gateway.request.record import ClientLeft, RequestRecord
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable
 
@@ -23,13 +23,13 @@ LOADED: Final = "load"
 UNLOADED: Final = "unload"
 
 
-class Loading:
+class LoadOrder:
     """Any caller of a model may have it loaded, as any request does; unloading takes it from all others."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def run(self, record: Record, model: ModelConfig, receive: Receive, *, is_last: bool) -> str:
+    async def run(self, record: RequestRecord, model: ModelConfig, receive: Receive, *, is_last: bool) -> str:
         """Load the model, or unload it where this is its last request; return the reason by which Ollama tells of it.
 
         Raises `ApiError` and `ClientLeft`.
@@ -47,13 +47,13 @@ class Loading:
             raise ClientLeft
         return reason
 
-    async def tell(self, record: Record, line: Line, request: Asked, send: Send) -> None:
+    async def tell(self, record: RequestRecord, line: OllamaLine, request: GenerationFields, send: Send) -> None:
         """Answer with one line, which is a whole stream too."""
         body = msgspec.json.encode(line)
         kind = JSON_LINES if request.is_stream else JSON
         await send_body(send, 200, body + b"\n" if request.is_stream else body, record.headers, kind)
 
-    async def _load(self, record: Record, model: ModelConfig) -> str:
+    async def _load(self, record: RequestRecord, model: ModelConfig) -> str:
         services, caller = self._services, record.caller
         share = caller.queue_share or services.config.server.queue_share
         queue_s = services.config.server.queue_timeout_s
@@ -70,7 +70,7 @@ class Loading:
                 raise Unavailable(message, retry_after_s(services.pool, model), "queue_timeout") from None
         return LOADED
 
-    async def _unload(self, record: Record, model: ModelConfig) -> str:
+    async def _unload(self, record: RequestRecord, model: ModelConfig) -> str:
         order(self._services, record, "model.unload", model.name, "Unloading a model")
         await self._services.pool.unload(model.name)
         return UNLOADED

@@ -7,12 +7,19 @@ from typing import Any
 import msgspec
 
 from gateway.api.common import canonical
-from gateway.api.common.canonical import Call, Content, Thinking, ToolUse
+from gateway.api.common.canonical import Call, Content, ThinkingBudget, ToolPolicy
 from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.thinking import of_config
-from gateway.api.ollama.conversation import Turn, read_context
+from gateway.api.ollama.conversation import ConversationTurn, read_context
 from gateway.api.ollama.options import read_options
-from gateway.api.ollama.request import ROLES, Asked, CallSpec, ChatRequest, GenerateRequest, Message
+from gateway.api.ollama.request import (
+    ROLES,
+    GenerateRequest,
+    GenerationFields,
+    OllamaCall,
+    OllamaChatRequest,
+    OllamaTurn,
+)
 from gateway.api.openai.tools import lower_tool
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
@@ -21,7 +28,7 @@ from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, 
 
 
 def lower_chat(
-    request: ChatRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
+    request: OllamaChatRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> Generate:
     """Raises `BadRequest`."""
     messages = request.messages or []
@@ -30,7 +37,7 @@ def lower_chat(
     tools = tuple(lower_tool(spec, f"tools[{index}]") for index, spec in enumerate(request.tools or ()))
     # A last turn of the assistant is the beginning of the answer.
     continues = messages[-1].role == "assistant" and "tool_calls" not in turns[-1] and bool(turns[-1]["content"])
-    use = ToolUse(tools).check("tools")
+    use = ToolPolicy(tools).check("tools")
     prompt = canonical.chat_prompt(turns, use, thinking, continue_final=continues)
     return _generate(request, prompt, model, next_rid, seed, deadline_ms, thinking.budget)
 
@@ -47,7 +54,7 @@ def lower_generate(
     turns.append(canonical.user(_content(request.prompt or "", request.images, "images")))
     return _generate(
         request,
-        canonical.chat_prompt(turns, ToolUse(), thinking),
+        canonical.chat_prompt(turns, ToolPolicy(), thinking),
         model,
         next_rid,
         seed,
@@ -56,21 +63,21 @@ def lower_generate(
     )
 
 
-def conversation_of(request: GenerateRequest) -> list[Turn]:
+def conversation_of(request: GenerateRequest) -> list[ConversationTurn]:
     """The turns of a completion, without images and without its answer. Raises `BadRequest`."""
-    return [*_before(request), Turn("user", request.prompt or "")]
+    return [*_before(request), ConversationTurn("user", request.prompt or "")]
 
 
-def _before(request: GenerateRequest) -> list[Turn]:
+def _before(request: GenerateRequest) -> list[ConversationTurn]:
     """The turns before the prompt: a `system` takes the place of that of the conversation."""
     turns = read_context(request.context or ())
     if not request.system:
         return turns
-    return [Turn("system", request.system), *(turn for turn in turns if turn.role != "system")]
+    return [ConversationTurn("system", request.system), *(turn for turn in turns if turn.role != "system")]
 
 
 def _generate(
-    request: Asked,
+    request: GenerationFields,
     prompt: Prompt,
     model: ModelConfig,
     next_rid: Callable[[], int],
@@ -96,11 +103,11 @@ def _generate(
     )
 
 
-def _thinking(request: Asked, model: ModelConfig) -> Thinking:
+def _thinking(request: GenerationFields, model: ModelConfig) -> ThinkingBudget:
     default = of_config(model.thinking)
     if isinstance(request.think, str):
-        return Thinking.of_effort(request.think, "think").under(default)
-    return Thinking(request.think).under(default)
+        return ThinkingBudget.of_effort(request.think, "think").under(default)
+    return ThinkingBudget(request.think).under(default)
 
 
 def _constraint(wanted: Any, *, after_reasoning: bool) -> Constraint | None:
@@ -139,10 +146,10 @@ class _Turns:
         self._by_name: dict[str, deque[int]] = {}
         self._names: dict[str, str] = {}
 
-    def lower(self, messages: list[Message]) -> list[dict[str, Any]]:
+    def lower(self, messages: list[OllamaTurn]) -> list[dict[str, Any]]:
         return [self._turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
-    def _turn(self, message: Message, where: str) -> dict[str, Any]:
+    def _turn(self, message: OllamaTurn, where: str) -> dict[str, Any]:
         text = message.content or ""
         content = _content(text, message.images, f"{where}.images")
         match message.role:
@@ -161,7 +168,7 @@ class _Turns:
                 problem = f"Invalid value for '{param}': {role[:50]!r} is none of {', '.join(ROLES)}."
                 raise BadRequest(problem, param, "invalid_value")
 
-    def _call(self, spec: CallSpec) -> Call:
+    def _call(self, spec: OllamaCall) -> Call:
         self._count += 1
         call_id, name, arguments = spec.id or f"call_{self._count}", spec.function.name, spec.function.arguments
         self._names[call_id] = name
@@ -171,7 +178,7 @@ class _Turns:
         text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
         return Call(call_id, name, text)
 
-    def _answered(self, message: Message) -> str:
+    def _answered(self, message: OllamaTurn) -> str:
         """The id of the call that a result belongs to."""
         wanted_id, wanted_name = message.tool_call_id, message.tool_name
         if wanted_id:

@@ -36,7 +36,7 @@ NO_ACTION: Final = frozenset(
 _REFUSED: Final = REFUSED_FIELDS | SAMPLER_FIELDS | constraint_fields("format", "options.num_predict", "options.stop")
 
 
-class Options(Struct, frozen=True):
+class OllamaOptions(Struct, frozen=True):
     """Options that have an effect or are refused. Below zero is no limit, and a random seed."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -89,19 +89,19 @@ class Options(Struct, frozen=True):
 
 
 def _properties() -> dict[str, Any]:
-    """The schema of `Options` without a component of its own: the field is decoded as any object."""
-    _, components = msgspec.json.schema_components([Options])
-    return {"type": "object", "properties": components["Options"]["properties"]}
+    """The schema of `OllamaOptions` without a component of its own: the field is decoded as any object."""
+    _, components = msgspec.json.schema_components([OllamaOptions])
+    return {"type": "object", "properties": components[OllamaOptions.__name__]["properties"]}
 
 
 OptionsField = Annotated[dict[str, Any], shape(_properties())]
 
 
-def read_options(raw: Mapping[str, Any] | None) -> tuple[Options, list[str]]:
+def read_options(raw: Mapping[str, Any] | None) -> tuple[OllamaOptions, list[str]]:
     """The options, and the names of those that are ignored. Raises `BadRequest`."""
-    known = Options.__struct_fields__
+    known = OllamaOptions.__struct_fields__
     given = {name: value for name, value in (raw or {}).items() if value is not None}
-    options = converted({name: given[name] for name in known if name in given}, Options, "options")
+    options = converted({name: given[name] for name in known if name in given}, OllamaOptions, "options")
     others = {name: value for name, value in given.items() if name not in known and name not in NO_ACTION}
     refuse(others, _REFUSED, "options.")
     return options, [f"options.{name}" for name in others if name not in _REFUSED]

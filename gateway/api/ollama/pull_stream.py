@@ -15,10 +15,10 @@ from gateway.api.ollama.request import decode_pull
 from gateway.api.ollama.response import ErrorLine, PullLine
 from gateway.errors import ApiError, BadRequest, ModelNotFound, Unavailable
 from gateway.http.exchange import send_body
-from gateway.http.sse import JSON_LINES, Watch, note_cut
+from gateway.http.sse import JSON_LINES, StreamWatch, note_cut
 from gateway.model_files.metadata import Unreadable, find
 from gateway.request.headers import ignored_header
-from gateway.request.record import Record, record_of
+from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 
 # How often progress is looked at; it is written where it has changed, and else as often as other streams say something.
@@ -49,7 +49,7 @@ class Download(Protocol):
     def message(self) -> str: ...
 
 
-class Downloads(Protocol):
+class DownloadQueue(Protocol):
     """Port to the downloads of the daemon."""
 
     def order(self, repository: str) -> Download:
@@ -61,10 +61,10 @@ class Downloads(Protocol):
         ...
 
 
-class Pull:
+class PullEndpoint:
     """An ASGI endpoint. A client that leaves does not end the download: the page and another pull show it."""
 
-    def __init__(self, services: Services, downloads: Downloads) -> None:
+    def __init__(self, services: Services, downloads: DownloadQueue) -> None:
         self._services = services
         self._downloads = downloads
 
@@ -82,7 +82,7 @@ class Pull:
         else:
             await self._stream(download, record, receive, send)
 
-    def _path_to_download(self, name: str, record: Record) -> str | None:
+    def _path_to_download(self, name: str, record: RequestRecord) -> str | None:
         """The path of a model, or the name where the caller has no such model; None for files that are here."""
         try:
             path = self._services.router.locate_here(name, record.caller).model.path
@@ -94,8 +94,8 @@ class Pull:
             return path
         return None
 
-    async def _whole(self, download: Download | None, record: Record, receive: Receive, send: Send) -> None:
-        async with Watch(receive, 0) as watch:
+    async def _whole(self, download: Download | None, record: RequestRecord, receive: Receive, send: Send) -> None:
+        async with StreamWatch(receive, 0) as watch:
             while download is not None and not _has_ended(download):
                 await asyncio.sleep(LOOK_S)
                 download = self._now(download)
@@ -105,10 +105,10 @@ class Pull:
         if watch.reason is not None:
             note_cut(record, watch.reason)
 
-    async def _stream(self, download: Download | None, record: Record, receive: Receive, send: Send) -> None:
+    async def _stream(self, download: Download | None, record: RequestRecord, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", JSON_LINES), (b"cache-control", b"no-cache"), *record.headers]
         timeout_s = self._services.config.server.write_timeout_s
-        async with Watch(receive, timeout_s) as watch:
+        async with StreamWatch(receive, timeout_s) as watch:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await _write(send, watch, PullLine("pulling manifest"))
             last, silent_s = None, 0.0
@@ -171,7 +171,7 @@ def _failure(download: Download) -> str:
     return download.message or f"The download of {download.repository} has ended: {download.state}."
 
 
-async def _write(send: Send, watch: Watch, line: PullLine | ErrorLine, *, more: bool = True) -> None:
+async def _write(send: Send, watch: StreamWatch, line: PullLine | ErrorLine, *, more: bool = True) -> None:
     watch.is_sending = True
     await send({"type": "http.response.body", "body": _encode(line) + b"\n", "more_body": more})
     watch.is_sending = False

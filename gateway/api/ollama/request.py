@@ -27,31 +27,31 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 ContextWord = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 
 
-class CalledFunction(Struct, frozen=True):
+class OllamaCalledFunction(Struct, frozen=True):
     name: str
     arguments: dict[str, Any] | str | None = None
 
 
-class CallSpec(Struct, frozen=True):
+class OllamaCall(Struct, frozen=True):
     """A call of an earlier turn."""
 
-    function: CalledFunction
+    function: OllamaCalledFunction
     id: str | None = None
 
 
-class Message(Struct, frozen=True):
+class OllamaTurn(Struct, frozen=True):
     """A turn. A result of a tool belongs to the call with its `tool_call_id`, or the next one of `tool_name`."""
 
     role: Annotated[str, words(*ROLES)]
     content: str | None = None
     thinking: str | None = None
     images: Images | None = None
-    tool_calls: list[CallSpec] | None = None
+    tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class GenerationFields(Struct, frozen=True, kw_only=True):
     """Fields that chats and completions share."""
 
     # Empty is `[server] default`, as on all routes.
@@ -87,14 +87,14 @@ class Asked(Struct, frozen=True, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class ChatRequest(Asked, frozen=True, kw_only=True):
+class OllamaChatRequest(GenerationFields, frozen=True, kw_only=True):
     """`POST /api/chat`. Without messages it loads the model, or unloads it where `keep_alive` is 0."""
 
-    messages: list[Message] | None = None
+    messages: list[OllamaTurn] | None = None
     tools: list[ToolSpec] | None = None
 
 
-class GenerateRequest(Asked, frozen=True, kw_only=True):
+class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
     """`POST /api/generate`. Without a prompt it loads the model, or unloads it where `keep_alive` is 0."""
 
     prompt: str | None = None
@@ -135,13 +135,13 @@ PULL_NO_ACTION: Final = frozenset({"insecure", "username", "password"})
 
 _REFUSED: Final = REFUSED_FIELDS | constraint_fields("format", "options.num_predict", "options.stop")
 
-_chat = Schema(ChatRequest, listed="messages", item=Message, refused=_REFUSED)
+_chat = Schema(OllamaChatRequest, listed="messages", item=OllamaTurn, refused=_REFUSED)
 _generate = Schema(GenerateRequest, refused=_REFUSED)
 _show = Schema(ShowRequest, SHOW_NO_ACTION)
 _pull = Schema(PullRequest, PULL_NO_ACTION)
 
 
-def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
+def decode_chat(body: bytes) -> tuple[OllamaChatRequest, list[str]]:
     """The request, and the names of what is ignored. Raises `BadRequest`."""
     request, unknown = _chat.decode(body)
     return request, unknown + _ignored(request, is_empty=not request.messages)
@@ -187,7 +187,7 @@ def is_empty(request: GenerateRequest) -> bool:
     return not request.prompt and not request.images and not request.suffix
 
 
-def _ignored(request: Asked, *, is_empty: bool) -> list[str]:
+def _ignored(request: GenerationFields, *, is_empty: bool) -> list[str]:
     """Fields that are not honoured here: times of loading are the server's, and no answer is cut."""
     _, ignored = read_options(request.options)
     if request.keep_alive is not None and not is_empty:

@@ -14,7 +14,7 @@ from protocol.messages import Finish
 DONE_REASONS: Final = {Finish.STOP: "stop", Finish.TOOL_CALLS: "stop", Finish.LENGTH: "length"}
 
 
-class CalledFunction(Struct, frozen=True):
+class OllamaFunction(Struct, frozen=True):
     """A function and its arguments, an object."""
 
     index: int
@@ -22,23 +22,23 @@ class CalledFunction(Struct, frozen=True):
     arguments: dict[str, Any]
 
 
-class ToolCall(Struct, frozen=True):
+class OllamaToolCall(Struct, frozen=True):
     """A whole call."""
 
     id: str
-    function: CalledFunction
+    function: OllamaFunction
 
 
-class Message(Struct, frozen=True, omit_defaults=True):
+class OllamaMessage(Struct, frozen=True, omit_defaults=True):
     """A piece of the answer, or all of it."""
 
     role: str
     content: str
     thinking: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[OllamaToolCall] | UnsetType = UNSET
 
 
-class Line(Struct, frozen=True, omit_defaults=True, kw_only=True):
+class OllamaLine(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Fields that lines of chats and completions share; those from `done_reason` on are in the last line."""
 
     model: str
@@ -53,14 +53,14 @@ class Line(Struct, frozen=True, omit_defaults=True, kw_only=True):
     eval_duration: int | UnsetType = UNSET
 
 
-class ChatLine(Line, frozen=True, kw_only=True):
+class ChatLine(OllamaLine, frozen=True, kw_only=True):
     """A line of `POST /api/chat`, or its whole answer."""
 
-    message: Message
+    message: OllamaMessage
     done: bool
 
 
-class GenerateLine(Line, frozen=True, kw_only=True):
+class GenerateLine(OllamaLine, frozen=True, kw_only=True):
     """A line of `POST /api/generate`, or its whole answer. `context` holds the conversation, for the next request."""
 
     response: str

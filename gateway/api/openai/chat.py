@@ -35,7 +35,7 @@ class ChatCompletions:
             is_legacy=bool(request.functions),
             tells_ids=bool(request.return_token_ids),
         )
-        job = serve.Job(services, record, model, generates)
+        job = serve.PreparedRequest(services, record, model, generates)
         if request.stream:
             await job.stream(ChatStream(heading, request.wants_usage), receive, send)
         else:

@@ -22,7 +22,7 @@ from gateway.api.openai.response import (
     chat_logprobs,
     finish_reason,
 )
-from protocol.messages import Delta, Finish, Kind, Tool
+from protocol.messages import Delta, DeltaKind, Finish, ToolCallDelta
 
 
 class ChatStream(ChoiceStream[ChatChunkChoice]):
@@ -69,29 +69,29 @@ def _reason(finish: Finish, heading: Heading) -> str:
 def _piece(delta: Delta, is_legacy: bool) -> ChatDelta | None:
     """Message fields of a delta; None for a delta that is not sent to clients."""
     match delta.kind:
-        case Kind.TEXT:
+        case DeltaKind.TEXT:
             return ChatDelta(content=delta.text) if delta.text else None
-        case Kind.REASONING:
+        case DeltaKind.REASONING:
             return ChatDelta(reasoning_content=delta.text, reasoning=delta.text) if delta.text else None
-        case Kind.TOOL_BEGIN:
+        case DeltaKind.TOOL_BEGIN:
             tool = _tool(delta)
             # The name goes out once: clients concatenate what they get.
             function = FunctionBody(name=tool.name, arguments="")
             if is_legacy:
                 return ChatDelta(function_call=function)
             return ChatDelta(tool_calls=[ToolCall(tool.index, tool.call_id, "function", function)])
-        case Kind.TOOL_ARGS:
+        case DeltaKind.TOOL_ARGS:
             function = FunctionBody(arguments=delta.text)
             if is_legacy:
                 return ChatDelta(function_call=function)
             return ChatDelta(tool_calls=[ToolCall(_tool(delta).index, function=function)])
-        case Kind.TOOL_END:
+        case DeltaKind.TOOL_END:
             return None
         case _:
             assert_never(delta.kind)
 
 
-def _tool(delta: Delta) -> Tool:
+def _tool(delta: Delta) -> ToolCallDelta:
     assert delta.tool is not None, "a tool delta names its tool"
     return delta.tool
 
@@ -125,16 +125,16 @@ class ChatFold(ChoiceFold[ChatChoice, _Partial]):
             choice.logprobs = choice.logprobs if choice.logprobs is not None else []
             choice.logprobs += chat_logprobs(delta.logprobs)
         match delta.kind:
-            case Kind.TEXT:
+            case DeltaKind.TEXT:
                 choice.content.append(delta.text)
-            case Kind.REASONING:
+            case DeltaKind.REASONING:
                 choice.reasoning.append(delta.text)
-            case Kind.TOOL_BEGIN:
+            case DeltaKind.TOOL_BEGIN:
                 tool = _tool(delta)
                 choice.calls[tool.index] = _Call(tool.call_id, tool.name)
-            case Kind.TOOL_ARGS:
+            case DeltaKind.TOOL_ARGS:
                 choice.calls[_tool(delta).index].arguments.append(delta.text)
-            case Kind.TOOL_END:
+            case DeltaKind.TOOL_END:
                 pass
             case _:
                 assert_never(delta.kind)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from gateway.api.openai.prompt_logprobs import encode_entries, whole
 from gateway.api.openai.response import TokenIds, UsageBody, sum_usage
 from gateway.errors import ApiError, BadRequest, openai_body
-from protocol.messages import Delta, Finish, Kind, Usage
+from protocol.messages import Delta, DeltaKind, Finish, Usage
 
 # A choice as it is written.
 C = TypeVar("C", bound=Struct)
@@ -25,7 +25,7 @@ PROMPT_LOGPROBS_BYTES_MAX: Final = 256 << 20
 
 encode: Final = msgspec.json.Encoder().encode
 # Looking up a member of an enum takes as long as encoding a word.
-_TEXT: Final = Kind.TEXT
+_TEXT: Final = DeltaKind.TEXT
 
 
 @dataclass(frozen=True, slots=True)

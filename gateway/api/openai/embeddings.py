@@ -148,7 +148,7 @@ class Embeddings:
             services, record, model, lambda: lower_embeddings(request, inputs, services.link.next_rid(), deadline_ms)
         )
         is_base64 = request.encoding_format == "base64"
-        job = serve.Job(services, record, model, generates, EMBED)
+        job = serve.PreparedRequest(services, record, model, generates, EMBED)
         await respond_vectors(job, len(inputs), lambda vectors: _render(vectors, model.name, is_base64), receive, send)
 
 

@@ -9,7 +9,13 @@ from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.media_parts import media_options
 from gateway.api.openai.messages import turns
-from gateway.api.openai.request import PROMPTS_MAX, ChatRequest, CompletionRequest, PromptFields, SamplingFields
+from gateway.api.openai.request import (
+    PROMPTS_MAX,
+    ChatCompletionRequest,
+    CompletionRequest,
+    PromptFields,
+    SamplingFields,
+)
 from gateway.api.openai.samplers import sampler_values
 from gateway.api.openai.tools import lower_tools
 from gateway.config.settings import ModelConfig, SamplingDefaults
@@ -50,7 +56,7 @@ _MASK64: Final = (1 << 64) - 1
 
 
 def lower_chat(
-    request: ChatRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
+    request: ChatCompletionRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> list[Generate]:
     """One `Generate` per choice. Raises `BadRequest`."""
     messages = turns(request.messages, media_options(request))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gateway.api.openai.request import AudioData, ChatRequest, Link, Part
+from gateway.api.openai.request import AudioData, ChatCompletionRequest, MediaLink, MessagePart
 from gateway.errors import BadRequest
 from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, merged
 
@@ -34,7 +34,7 @@ class MediaOptions:
 NO_OPTIONS: Final = MediaOptions()
 
 
-def media_options(request: ChatRequest) -> MediaOptions:
+def media_options(request: ChatCompletionRequest) -> MediaOptions:
     """From `mm_processor_kwargs`, and over it `media_io_kwargs`. Raises `BadRequest`."""
     processing, reading = request.mm_processor_kwargs, request.media_io_kwargs
     pixels = {} if processing is None else _set(min_pixels=processing.min_pixels, max_pixels=processing.max_pixels)
@@ -47,7 +47,7 @@ def media_options(request: ChatRequest) -> MediaOptions:
     return MediaOptions(pixels, pixels | frames)
 
 
-def media_part(part: Part, where: str, options: MediaOptions) -> dict[str, Any]:
+def media_part(part: MessagePart, where: str, options: MediaOptions) -> dict[str, Any]:
     """The part of a turn, for a part whose type is one of `MEDIA_PARTS`. Raises `BadRequest`."""
     kind, fields = MEDIA_PARTS[part.type]
     given = next((value for name in fields if (value := getattr(part, name)) is not None), None)
@@ -56,7 +56,7 @@ def media_part(part: Part, where: str, options: MediaOptions) -> dict[str, Any]:
     if given is None:
         param = f"{where}.{fields[0]}"
         raise BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-    url, detail = (given.url, given.detail) if isinstance(given, Link) else (given, None)
+    url, detail = (given.url, given.detail) if isinstance(given, MediaLink) else (given, None)
     wishes = detail_options(detail or part.detail, f"{where}.detail") if kind == IMAGE else {}
     return by_url(kind, url, where, _over(wishes, kind, options))
 

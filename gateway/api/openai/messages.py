@@ -8,11 +8,11 @@ import msgspec
 from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content, named_results
 from gateway.api.openai.media_parts import MEDIA_PARTS, NO_OPTIONS, MediaOptions, media_part
-from gateway.api.openai.request import ROLES, TEXT_PARTS, CalledFunction, CallSpec, Message, Part
+from gateway.api.openai.request import ROLES, TEXT_PARTS, CalledFunction, CallSpec, MessagePart, RequestMessage
 from gateway.errors import BadRequest, Unsupported
 
 
-def turns(messages: Sequence[Message], options: MediaOptions = NO_OPTIONS) -> list[dict[str, Any]]:
+def turns(messages: Sequence[RequestMessage], options: MediaOptions = NO_OPTIONS) -> list[dict[str, Any]]:
     """A conversation with the name of its call on each result; `options` are of all its media. Raises `BadRequest`."""
     lowered: list[dict[str, Any]] = []
     # Calls of the time before tools have no ids: each gets one, by which its result finds it.
@@ -22,7 +22,7 @@ def turns(messages: Sequence[Message], options: MediaOptions = NO_OPTIONS) -> li
     return named_results(lowered)
 
 
-def _turn(message: Message, index: int, legacy: dict[str, str], options: MediaOptions) -> dict[str, Any]:
+def _turn(message: RequestMessage, index: int, legacy: dict[str, str], options: MediaOptions) -> dict[str, Any]:
     where = f"messages[{index}]"
     if message.role not in ROLES:
         raise BadRequest(
@@ -55,7 +55,7 @@ def _turn(message: Message, index: int, legacy: dict[str, str], options: MediaOp
     return turn if message.name is None else {**turn, "name": message.name}
 
 
-def _assistant(message: Message, where: str, legacy: dict[str, str]) -> dict[str, Any]:
+def _assistant(message: RequestMessage, where: str, legacy: dict[str, str]) -> dict[str, Any]:
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     calls = [_call(spec, f"{where}.tool_calls[{at}]") for at, spec in enumerate(message.tool_calls or ())]
     if message.function_call is not None:
@@ -85,7 +85,7 @@ def _missing(param: str) -> BadRequest:
     return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
 
 
-def _content(content: str | list[Part] | None, where: str, options: MediaOptions) -> Content:
+def _content(content: str | list[MessagePart] | None, where: str, options: MediaOptions) -> Content:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -94,7 +94,7 @@ def _content(content: str | list[Part] | None, where: str, options: MediaOptions
     return canonical.content(parts, "")
 
 
-def _part(part: Part, where: str, options: MediaOptions) -> str | dict[str, Any]:
+def _part(part: MessagePart, where: str, options: MediaOptions) -> str | dict[str, Any]:
     if part.type in TEXT_PARTS:
         if part.text is None:
             raise BadRequest(f"Missing required parameter: '{where}.text'.", f"{where}.text")

@@ -9,7 +9,7 @@ from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NULL, TEXT, UNSERVED, case, shape, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.refused_fields import REFUSED_FIELDS
-from gateway.api.common.thinking import ReasoningSpec, ThinkingSpec
+from gateway.api.common.thinking import AnthropicThinking, ReasoningSpec
 from gateway.api.openai.samplers import SamplerFields
 from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
 from gateway.errors import BadRequest, Unsupported
@@ -55,7 +55,7 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class Link(Struct, frozen=True):
+class MediaLink(Struct, frozen=True):
     """Location of a medium: a data URI, or a URL where these are fetched. `detail` is of images."""
 
     url: Annotated[str, shape(TEXT)]
@@ -76,7 +76,7 @@ def _media_case(*types: str, **fields: Any) -> dict[str, Any]:
 _LINKED: Final = {"anyOf": [TEXT, {"type": "object", "required": ["url"]}]}
 
 
-class Part(Struct, frozen=True):
+class MessagePart(Struct, frozen=True):
     """One part of a message's content, in OpenAI's words, and those of other servers for images, video and audio."""
 
     hint: ClassVar = {
@@ -95,12 +95,12 @@ class Part(Struct, frozen=True):
     type: Annotated[str, words(*TEXT_PARTS, "refusal", *MEDIA_TYPES)]
     text: str | None = None
     refusal: str | None = None
-    image_url: str | Link | None = None
-    image: str | Link | None = None
+    image_url: str | MediaLink | None = None
+    image: str | MediaLink | None = None
     detail: Annotated[str, words(*DETAILS)] | None = None
-    video_url: str | Link | None = None
-    video: str | Link | None = None
-    audio_url: str | Link | None = None
+    video_url: str | MediaLink | None = None
+    video: str | MediaLink | None = None
+    audio_url: str | MediaLink | None = None
     input_audio: AudioData | None = None
 
 
@@ -143,7 +143,7 @@ class CallSpec(Struct, frozen=True):
 _SAID: Final = {"type": ["string", "array"]}
 
 
-class Message(Struct, frozen=True):
+class RequestMessage(Struct, frozen=True):
     hint: ClassVar = {
         "anyOf": [
             case(
@@ -172,7 +172,7 @@ class Message(Struct, frozen=True):
     }
 
     role: Annotated[str, words(*ROLES)]
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -267,10 +267,10 @@ class Prediction(Struct, frozen=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(PromptFields, frozen=True, kw_only=True):
+class ChatCompletionRequest(PromptFields, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[RequestMessage], Meta(min_length=1)]
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -284,7 +284,7 @@ class ChatRequest(PromptFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     # Others' spellings of the same; `thinking` puts them in order.
     reasoning: ReasoningSpec | None = None
-    thinking: ThinkingSpec | None = None
+    thinking: AnthropicThinking | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Annotated[Any, shape(TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
@@ -336,13 +336,13 @@ NO_ACTION: Final = frozenset(
 )
 MESSAGE_NO_ACTION: Final = frozenset({"annotations", "id", "cache_control", "reasoning_details"})
 
-MESSAGE_FIELDS: Final = frozenset(Message.__struct_fields__) | MESSAGE_NO_ACTION
+MESSAGE_FIELDS: Final = frozenset(RequestMessage.__struct_fields__) | MESSAGE_NO_ACTION
 
-_chat = Schema(ChatRequest, NO_ACTION, "messages", Message, MESSAGE_FIELDS, REFUSED_FIELDS)
+_chat = Schema(ChatCompletionRequest, NO_ACTION, "messages", RequestMessage, MESSAGE_FIELDS, REFUSED_FIELDS)
 _completion = Schema(CompletionRequest, NO_ACTION, refused=REFUSED_FIELDS)
 
 
-def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
+def decode_chat(body: bytes) -> tuple[ChatCompletionRequest, list[str]]:
     """The request, and the names of its unknown fields. Raises `BadRequest`."""
     request, unknown = _chat.decode(body)
     _refuse_unserved_chat(request)
@@ -381,7 +381,7 @@ def _ignored(request: PromptFields) -> list[str]:
     return ["prompt_logprobs"]
 
 
-def _refuse_unserved_chat(request: ChatRequest) -> None:
+def _refuse_unserved_chat(request: ChatCompletionRequest) -> None:
     if request.modalities and request.modalities != ["text"]:
         raise Unsupported("Only the modality 'text' is supported.", "modalities")
     if request.prediction is not None and request.prediction.type != "content":

@@ -14,11 +14,11 @@ from gateway.api.common.doc_hints import TEXT, shape, words
 from gateway.api.openai.request import Seed
 from gateway.errors import ApiError, BadRequest, openai_body
 from gateway.http.direct_write import outlet_of
-from gateway.http.sse import Pace
+from gateway.http.sse import StreamTiming
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.kinds import AUDIO
-from protocol.messages import Delta, Generate, Sampling, SpeakPrompt, Usage
+from protocol.messages import Delta, Generate, Sampling, SpeechPrompt, Usage
 
 # Content type of each.
 FORMATS: Final = {
@@ -31,7 +31,7 @@ FORMATS: Final = {
 }
 STREAMS: Final = ("audio", "sse")
 # A refusal must be a status: the bytes of a file have no place for it. Nothing else is sent before the first of them.
-_PACE: Final = Pace(hold_s=7 * 86400.0)
+_PACE: Final = StreamTiming(hold_s=7 * 86400.0)
 Voice = Annotated[str, Meta(max_length=256)]
 
 
@@ -74,7 +74,7 @@ class AudioDone(Struct, frozen=True, tag_field="type", tag="speech.audio.done"):
 _schema = Schema(SpeechRequest, frozenset({"user"}))
 
 
-class Speech:
+class SpeechEndpoint:
     """An ASGI endpoint."""
 
     def __init__(self, services: Services) -> None:
@@ -87,7 +87,7 @@ class Speech:
         model, seed = serve.begin(services, record, request.model, True, request.seed, unknown)
         generate = Generate(
             services.link.next_rid(),
-            SpeakPrompt(
+            SpeechPrompt(
                 request.input,
                 voice=request.voice if isinstance(request.voice, str) else request.voice.id,
                 speed=1.0 if request.speed is None else request.speed,
@@ -99,7 +99,9 @@ class Speech:
             deadline_ms=serve.deadline_ms(services),
             priority=request.priority or 0,
         )
-        job = serve.Job(services, record, model, await serve.lower(services, record, model, lambda: generate), AUDIO)
+        job = serve.PreparedRequest(
+            services, record, model, await serve.lower(services, record, model, lambda: generate), AUDIO
+        )
         if request.stream_format == "sse":
             await job.stream(SpeechEvents(), receive, send)
             return

@@ -1,4 +1,4 @@
-"""Tools and the choice among them, in OpenAI's words old and new, as one `ToolUse`."""
+"""Tools and the choice among them, in OpenAI's words old and new, as one `ToolPolicy`."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Protocol, cast
 
 from msgspec import Meta, Struct
 
-from gateway.api.common.canonical import Choice, Tool, ToolUse, sendable
+from gateway.api.common.canonical import FunctionTool, ToolMode, ToolPolicy, sendable
 from gateway.api.common.decode import converted
 from gateway.api.common.doc_hints import NAMED, NULL, TEXT, shape, typed, words
 from gateway.errors import BadRequest, Unsupported
@@ -45,7 +45,7 @@ class _ChoiceSpec(Struct, frozen=True):
     allowed_tools: _Allowed | None = None
 
 
-class Wishes(Protocol):
+class ToolFields(Protocol):
     """The fields of a request that are about tools."""
 
     @property
@@ -60,7 +60,7 @@ class Wishes(Protocol):
     def function_call(self) -> Any: ...
 
 
-_MODES: Final = {"auto": Choice.AUTO, "none": Choice.NONE, "required": Choice.REQUIRED, "any": Choice.REQUIRED}
+_MODES: Final = {"auto": ToolMode.AUTO, "none": ToolMode.NONE, "required": ToolMode.REQUIRED, "any": ToolMode.REQUIRED}
 # As the document tells of them.
 _ALLOWED: Final = {
     "type": "object",
@@ -78,7 +78,7 @@ TOOL_CHOICE: Final = {
 FUNCTION_CALL: Final = {"anyOf": [{"enum": ["none", "auto"]}, NAMED, NULL]}
 
 
-def lower_tools(request: Wishes) -> ToolUse:
+def lower_tools(request: ToolFields) -> ToolPolicy:
     """Raises `BadRequest`."""
     if request.functions:
         if request.tools:
@@ -91,18 +91,18 @@ def lower_tools(request: Wishes) -> ToolUse:
     return use.check("tool_choice")
 
 
-def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolUse:
+def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolPolicy:
     """The way before tools: one call at most."""
     tools = tuple(_function(spec, f"functions[{index}]") for index, spec in enumerate(functions))
     if isinstance(call, dict):
         name = converted(call, _Named, "function_call").name
-        return ToolUse(tools, Choice.NAMED, name, is_parallel=False).check("function_call")
+        return ToolPolicy(tools, ToolMode.NAMED, name, is_parallel=False).check("function_call")
     if call not in (None, "none", "auto"):
         raise BadRequest(f"Invalid value for 'function_call': {_shown(call)}.", "function_call", "invalid_value")
-    return ToolUse(tools, _MODES[call or "auto"], is_parallel=False).check("functions")
+    return ToolPolicy(tools, _MODES[call or "auto"], is_parallel=False).check("functions")
 
 
-def lower_tool(spec: ToolSpec, where: str) -> Tool:
+def lower_tool(spec: ToolSpec, where: str) -> FunctionTool:
     """A function that the model may call. Raises `BadRequest`."""
     if spec.type != "function":
         raise Unsupported(f"Tools of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
@@ -113,17 +113,17 @@ def lower_tool(spec: ToolSpec, where: str) -> Tool:
     return _function(spec.function, f"{where}.function")
 
 
-def _function(spec: FunctionSpec, where: str) -> Tool:
+def _function(spec: FunctionSpec, where: str) -> FunctionTool:
     if not _NAME.fullmatch(spec.name):
         message = f"Invalid value for '{where}.name': expected letters, digits, '_' and '-', at most 128."
         raise BadRequest(message, f"{where}.name", "invalid_value")
     parameters = sendable(spec.parameters or {}, f"{where}.parameters")
-    return Tool(spec.name, spec.description or "", parameters, bool(spec.strict))
+    return FunctionTool(spec.name, spec.description or "", parameters, bool(spec.strict))
 
 
-def _choose(tools: list[Tool], choice: Any, is_parallel: bool) -> ToolUse:
+def _choose(tools: list[FunctionTool], choice: Any, is_parallel: bool) -> ToolPolicy:
     if choice is None or isinstance(choice, str):
-        return ToolUse(tuple(tools), _mode(choice or "auto", "tool_choice"), is_parallel=is_parallel)
+        return ToolPolicy(tuple(tools), _mode(choice or "auto", "tool_choice"), is_parallel=is_parallel)
     if not isinstance(choice, dict):
         raise BadRequest(f"Invalid value for 'tool_choice': {_shown(choice)}.", "tool_choice", "invalid_value")
     spec = converted(cast("dict[str, Any]", choice), _ChoiceSpec, "tool_choice")
@@ -133,7 +133,7 @@ def _choose(tools: list[Tool], choice: Any, is_parallel: bool) -> ToolUse:
             if name is None:
                 param = "tool_choice.function"
                 raise BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-            return ToolUse(tuple(tools), Choice.NAMED, name, is_parallel)
+            return ToolPolicy(tuple(tools), ToolMode.NAMED, name, is_parallel)
         case "allowed_tools":
             return _allow(tools, spec.allowed_tools or _Allowed(), is_parallel)
         case _:
@@ -141,7 +141,7 @@ def _choose(tools: list[Tool], choice: Any, is_parallel: bool) -> ToolUse:
             raise BadRequest(message, "tool_choice.type", "invalid_value")
 
 
-def _allow(tools: list[Tool], allowed: _Allowed, is_parallel: bool) -> ToolUse:
+def _allow(tools: list[FunctionTool], allowed: _Allowed, is_parallel: bool) -> ToolPolicy:
     """Only these tools are shown."""
     where = "tool_choice.allowed_tools"
     names: set[str] = set()
@@ -151,10 +151,10 @@ def _allow(tools: list[Tool], allowed: _Allowed, is_parallel: bool) -> ToolUse:
     if unknown := names - {tool.name for tool in tools}:
         raise BadRequest(f"There is no tool named {min(unknown)[:100]!r}.", f"{where}.tools", "invalid_value")
     kept = tuple(tool for tool in tools if tool.name in names)
-    return ToolUse(kept, _mode(allowed.mode, f"{where}.mode"), is_parallel=is_parallel)
+    return ToolPolicy(kept, _mode(allowed.mode, f"{where}.mode"), is_parallel=is_parallel)
 
 
-def _mode(word: str, param: str) -> Choice:
+def _mode(word: str, param: str) -> ToolMode:
     if word not in _MODES:
         raise BadRequest(f"Invalid value for '{param}': {_shown(word)}.", param, "invalid_value")
     return _MODES[word]

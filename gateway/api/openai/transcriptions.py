@@ -16,12 +16,12 @@ from gateway.api.openai.request import Seed
 from gateway.api.openai.transcript_forms import TokenUsage, Transcript
 from gateway.errors import ApiError, BadRequest, BodyTooLarge, Unsupported, openai_body
 from gateway.http.exchange import send_body
-from gateway.http.multipart import ROOM_BYTES, Form, read_form
+from gateway.http.multipart import ROOM_BYTES, MultipartForm, read_form
 from gateway.http.sse import cut_off, folded
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.kinds import AUDIO
-from protocol.messages import Delta, Generate, HearPrompt, Sampling
+from protocol.messages import Delta, Generate, Sampling, TranscribePrompt
 
 JSON, PLAIN, SRT, VERBOSE, VTT = "json", "text", "srt", "verbose_json", "vtt"
 FORMATS: Final = (JSON, PLAIN, SRT, VERBOSE, VTT)
@@ -75,11 +75,11 @@ class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
     chunking_strategy: Annotated[str, known("auto")] = "auto"
 
 
-class TextDelta(Struct, frozen=True, tag_field="type", tag="transcript.text.delta"):
+class TranscriptDelta(Struct, frozen=True, tag_field="type", tag="transcript.text.delta"):
     delta: str
 
 
-class TextDone(Struct, frozen=True, tag_field="type", tag="transcript.text.done"):
+class TranscriptDone(Struct, frozen=True, tag_field="type", tag="transcript.text.done"):
     text: str
     usage: TokenUsage | msgspec.UnsetType = msgspec.UNSET
 
@@ -113,7 +113,7 @@ class Transcriptions:
         record.media_bytes = len(data)
         generate = Generate(
             services.link.next_rid(),
-            HearPrompt(
+            TranscribePrompt(
                 data,
                 language=request.language if isinstance(request, TranscriptionRequest) else "",
                 text=request.prompt,
@@ -125,7 +125,9 @@ class Transcriptions:
             deadline_ms=serve.deadline_ms(services),
             priority=request.priority,
         )
-        job = serve.Job(services, record, model, await serve.lower(services, record, model, lambda: generate), AUDIO)
+        job = serve.PreparedRequest(
+            services, record, model, await serve.lower(services, record, model, lambda: generate), AUDIO
+        )
         if is_stream:
             await job.stream(TranscriptEncoder(), receive, send)
             return
@@ -137,7 +139,7 @@ class Transcriptions:
                 await send_body(send, 200, body, generation.headers, _TYPES[request.response_format])
 
 
-def _request(form: Form, struct: type[TranslationRequest]) -> tuple[TranslationRequest, list[str]]:
+def _request(form: MultipartForm, struct: type[TranslationRequest]) -> tuple[TranslationRequest, list[str]]:
     """The fields of a form, and the names of those that are not known. Raises `BadRequest`."""
     names = {each.encode_name for each in msgspec.structs.fields(struct)}
     values: dict[str, Any] = {}
@@ -156,7 +158,7 @@ def _request(form: Form, struct: type[TranslationRequest]) -> tuple[TranslationR
     return converted(values | lists, struct, "", strict=False), unknown
 
 
-def _file(form: Form, limit_bytes: int) -> bytes:
+def _file(form: MultipartForm, limit_bytes: int) -> bytes:
     """Raises `ApiError`."""
     if form.file is None:
         raise BadRequest("Missing required parameter: 'file'.", FILE, "missing_required_parameter")
@@ -239,7 +241,7 @@ class TranscriptEncoder:
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         new = self._transcript.add(deltas)
-        return _event(msgspec.json.encode(TextDelta(new))) if new else b""
+        return _event(msgspec.json.encode(TranscriptDelta(new))) if new else b""
 
     def keepalive(self) -> bytes:
         return b": keep-alive\n\n"
@@ -248,7 +250,7 @@ class TranscriptEncoder:
         return _event(openai_body(error))
 
     def end(self) -> bytes:
-        done = TextDone(self._transcript.text.strip(), self._transcript.tokens())
+        done = TranscriptDone(self._transcript.text.strip(), self._transcript.tokens())
         return _event(msgspec.json.encode(done))
 
 

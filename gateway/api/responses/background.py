@@ -11,20 +11,20 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.common.serve import Job
+from gateway.api.common.serve import PreparedRequest
 from gateway.api.responses import response as out
-from gateway.api.responses.encoder import QueuedStream, Run
-from gateway.api.responses.event_log import EventLog, EventsGone, Place
-from gateway.api.responses.journal import Journal, Journals
-from gateway.api.responses.journal_records import Asked, Placed, Started, Written
+from gateway.api.responses.encoder import QueuedStream, ResponseRun
+from gateway.api.responses.event_log import EventLog, EventsGone, ReaderPosition
+from gateway.api.responses.journal import ResponseJournal, ResponseJournals
+from gateway.api.responses.journal_records import DeltaRecord, JournaledRequest, PlacementRecord, StartRecord
 from gateway.api.responses.store import Store, StoreBroken
 from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable
 from gateway.http.direct_write import outlet_of
 from gateway.http.exchange import reserve
 from gateway.http.shared_answers import READER_BYTES
-from gateway.http.sse import DEFAULT_PACE, HEADERS, Watch, note_cut
+from gateway.http.sse import DEFAULT_PACE, HEADERS, StreamWatch, note_cut
 from gateway.request.generation import Generation
-from gateway.request.record import Record, record_of
+from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.codec import prompt_bytes
 from protocol.messages import Delta
@@ -54,7 +54,7 @@ _KEEPALIVE: Final = b": keep-alive\n\n"
 class Background:
     """One response, from its request until its events are forgotten. Owned by its task; readers only read."""
 
-    def __init__(self, tenant: str, run: Run) -> None:
+    def __init__(self, tenant: str, run: ResponseRun) -> None:
         self.tenant = tenant
         self.run = run
         self.events = EventLog(repeated=out.echoes(run.response))
@@ -64,7 +64,7 @@ class Background:
         self.is_left = False
         # Until it is let go: it has the prompt, packed, with its media.
         self._generation: Generation | None = None
-        self._journal: Journal | None = None
+        self._journal: ResponseJournal | None = None
         # The form of the model, as the journal has it.
         self.form = ""
 
@@ -78,11 +78,11 @@ class Background:
         return self.events.size_bytes + self.run.asked_bytes + _OBJECT_BYTES
 
     @property
-    def journal(self) -> Journal:
+    def journal(self) -> ResponseJournal:
         assert self._journal is not None, "it is recorded first"
         return self._journal
 
-    def record_in(self, journal: Journal) -> None:
+    def record_in(self, journal: ResponseJournal) -> None:
         """From now on what it says is in this journal, and is shown when it is there."""
         self._journal = journal
 
@@ -159,7 +159,7 @@ class Background:
             self.check()
             await generation.open()
         if self.run.response.status == "queued":
-            self.journal.put(Started(), self.encoder.started())
+            self.journal.put(StartRecord(), self.encoder.started())
 
         loop = asyncio.get_running_loop()
         interval_s = CHECKPOINT_S * (1 + generation.record.body_bytes // CHECKPOINT_BYTES)
@@ -184,8 +184,8 @@ class Background:
         if deltas:
             if generation.form != self.form:
                 self.form = generation.form
-                self.journal.put(Placed(self.form), b"")
-            self.journal.put(Written(deltas, generation.left_out), self.encoder.encode(deltas))
+                self.journal.put(PlacementRecord(self.form), b"")
+            self.journal.put(DeltaRecord(deltas, generation.left_out), self.encoder.encode(deltas))
 
     def check(self) -> None:
         """Raises `ApiError` for one that is to end before it has begun."""
@@ -201,13 +201,13 @@ class Background:
 
         `echo` is that of its events. Raises `BadRequest` and `Unavailable` before it has begun.
         """
-        record, place, outlet = record_of(scope), Place(after + 1), outlet_of(scope)
+        record, place, outlet = record_of(scope), ReaderPosition(after + 1), outlet_of(scope)
         try:
             self.events.check(place)
         except EventsGone:
             raise BadRequest(GONE, "starting_after", "events_gone") from None
         await reserve(record, READER_BYTES)
-        async with Watch(receive, write_timeout_s) as watch:
+        async with StreamWatch(receive, write_timeout_s) as watch:
             await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *record.headers]})
             more = True
             while more:
@@ -231,7 +231,7 @@ class Background:
             if outlet is not None:
                 outlet.cut_off()
 
-    async def _news(self, place: Place, echo: bytes) -> tuple[bytes, Place, bool]:
+    async def _news(self, place: ReaderPosition, echo: bytes) -> tuple[bytes, ReaderPosition, bool]:
         """Bytes to send, the place behind them, and whether more come. Nothing more may come within an event."""
         events = self.events
         try:
@@ -247,7 +247,7 @@ class Background:
 class Backgrounds:
     """Those that run, and those that have ended a short while ago. Belongs to the event loop."""
 
-    def __init__(self, services: Services, store: Store, journals: Journals) -> None:
+    def __init__(self, services: Services, store: Store, journals: ResponseJournals) -> None:
         self._services = services
         self._store = store
         self._journals = journals
@@ -264,7 +264,7 @@ class Backgrounds:
         found = self._known.get(response_id)
         return found is not None and not found.is_over
 
-    def start(self, run: Run, job: Job, tenant: str, asked: Asked) -> Background:
+    def start(self, run: ResponseRun, job: PreparedRequest, tenant: str, asked: JournaledRequest) -> Background:
         """Begin one. Raises `ApiError` where there is no room for it; what comes later is its own."""
         running = [each for each in self._known.values() if not each.is_over]
         if len(running) >= RUNNING_MAX or sum(each.tenant == tenant for each in running) >= RUNNING_OF_KEY:
@@ -324,7 +324,7 @@ class Backgrounds:
                 await self._store.settle()
             await background.journal.remove()
 
-    def _account(self, background: Background, record: Record) -> None:
+    def _account(self, background: Background, record: RequestRecord) -> None:
         """Its line in the log, and its trace: its request was answered long ago."""
         tracer = self._services.tracer
         trace_id = tracer.export(record) if tracer is not None else ""

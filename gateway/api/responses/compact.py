@@ -9,13 +9,13 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.responses import response as out
-from gateway.api.responses.history import History, numbered
+from gateway.api.responses.history import ResponseHistory, numbered
 from gateway.api.responses.lowering import lower_prompt, lower_responses, seal
-from gateway.api.responses.request import CountRequest, Item, Part, ResponsesRequest, decode_count
+from gateway.api.responses.request import ContentPart, InputItem, InputTokensRequest, ResponsesRequest, decode_count
 from gateway.api.responses.tools import toolbox
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol.messages import Delta, Kind, Usage
+from protocol.messages import Delta, DeltaKind, Usage
 
 SUMMARY_TOKENS_MAX: Final = 4096
 ASK: Final = (
@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 class Compact:
     """An ASGI endpoint."""
 
-    def __init__(self, services: Services, history: History) -> None:
+    def __init__(self, services: Services, history: ResponseHistory) -> None:
         self._services = services
         self._history = history
 
@@ -50,11 +50,11 @@ class Compact:
         generates = await serve.lower(
             services, record, model, lambda: lower_responses(asking, prompt, model, next_rid, seed, deadline_ms)
         )
-        job = serve.Job(services, record, model, generates)
+        job = serve.PreparedRequest(services, record, model, generates)
         await job.whole(_Summary(before), receive, send)
 
 
-def _asking(request: CountRequest) -> ResponsesRequest:
+def _asking(request: InputTokensRequest) -> ResponsesRequest:
     """The request that has a summary for its answer: no tools, and no long thoughts about it."""
     return ResponsesRequest(
         model=request.model,
@@ -69,7 +69,7 @@ def _asking(request: CountRequest) -> ResponsesRequest:
 class _Summary:
     """A `Fold`."""
 
-    def __init__(self, conversation: Sequence[Item]) -> None:
+    def __init__(self, conversation: Sequence[InputItem]) -> None:
         self._conversation = conversation
         self._texts: list[str] = []
         self._usage = Usage(0, 0, 0)
@@ -79,7 +79,7 @@ class _Summary:
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            if delta.kind is Kind.TEXT:
+            if delta.kind is DeltaKind.TEXT:
                 self._texts.append(delta.text)
             if delta.usage is not None:
                 self._usage = delta.usage
@@ -87,15 +87,15 @@ class _Summary:
     def result(self) -> bytes:
         stem = secrets.token_hex(20)
         kept = [_listed(item) for item in numbered(self._conversation, stem) if _is_users(item)]
-        summary = Item("compaction", f"cmp_{stem}", encrypted_content=seal("".join(self._texts)))
-        usage = out.UsageBody.of(self._usage)
-        return _encode(out.Compacted(f"resp_{stem}", serve.now(), [*kept, summary], usage))
+        summary = InputItem("compaction", f"cmp_{stem}", encrypted_content=seal("".join(self._texts)))
+        usage = out.ResponseUsage.of(self._usage)
+        return _encode(out.CompactedResponse(f"resp_{stem}", serve.now(), [*kept, summary], usage))
 
 
-def _is_users(item: Item) -> bool:
+def _is_users(item: InputItem) -> bool:
     return item.kind == "message" and item.role == "user"
 
 
-def _listed(item: Item) -> Item:
-    content = [Part("input_text", item.content)] if isinstance(item.content, str) else item.content
+def _listed(item: InputItem) -> InputItem:
+    content = [ContentPart("input_text", item.content)] if isinstance(item.content, str) else item.content
     return msgspec.structs.replace(item, content=content, status="completed")

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from gateway.api.responses import response as out
-from gateway.api.responses.items import Output
+from gateway.api.responses.items import ResponseOutput
 from gateway.errors import ApiError
 from gateway.request.bodies import LARGE_BYTES
 from protocol.messages import Delta, Finish
@@ -19,14 +19,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
-class Run:
+class ResponseRun:
     """One response from its request to its last state. Owned by its request; `cancel` comes from another one.
 
     `keep` gets the last state, once. `stop` ends the sequences, whose reader then sees them end.
     """
 
     response: out.Response
-    output: Output
+    output: ResponseOutput
     now: Callable[[], int]
     keep: Callable[[out.Response], None]
     stop: Callable[[Sequence[int]], None]
@@ -61,10 +61,10 @@ class Run:
 
     def complete(self) -> out.Response:
         """The last state of a sequence that has ended by itself."""
-        usage = None if self.output.usage is None else out.UsageBody.of(self.output.usage)
+        usage = None if self.output.usage is None else out.ResponseUsage.of(self.output.usage)
         if self.output.finish is Finish.LENGTH:
             last = msgspec.structs.replace(
-                self._state("incomplete"), usage=usage, incomplete_details=out.Incomplete("max_output_tokens")
+                self._state("incomplete"), usage=usage, incomplete_details=out.ResponseIncomplete("max_output_tokens")
             )
         else:
             last = msgspec.structs.replace(self._state("completed"), usage=usage, completed_at=self.now())
@@ -93,7 +93,7 @@ class Run:
 class ResponseStream:
     """A `StreamEncoder`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ResponseRun) -> None:
         self._run = run
         # The first two are the beginning's, which is written when there is something to put after it.
         self._number = 2
@@ -103,7 +103,7 @@ class ResponseStream:
 
     def begin(self, prompt_tokens: int) -> bytes:
         response = self._run.response
-        return out.stream_bytes([out.Created(response), out.InProgress(response)], 0)[0]
+        return out.stream_bytes([out.ResponseCreated(response), out.InProgress(response)], 0)[0]
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         take = self._run.output.take
@@ -115,13 +115,13 @@ class ResponseStream:
 
     def error(self, error: ApiError) -> bytes:
         last = self._run.fail(error)
-        return self._write([out.Failed(last) if last.error is not None else out.IncompleteEvent(last)])
+        return self._write([out.ResponseFailed(last) if last.error is not None else out.IncompleteEvent(last)])
 
     def end(self) -> bytes:
         events = self._run.output.close()
         last = self._run.complete()
         is_whole = last.status == "completed"
-        return self._write([*events, out.Completed(last) if is_whole else out.IncompleteEvent(last)])
+        return self._write([*events, out.ResponseCompleted(last) if is_whole else out.IncompleteEvent(last)])
 
     def _write(self, events: Sequence[out.Event]) -> bytes:
         data, self._number = out.stream_bytes(events, self._number)
@@ -140,7 +140,7 @@ class QueuedStream(ResponseStream):
         """Events before anything is done for it."""
         self._number = 0
         response = self._run.response
-        return self._write([out.Created(response), out.Queued(response)])
+        return self._write([out.ResponseCreated(response), out.ResponseQueued(response)])
 
     def started(self) -> bytes:
         """The event of its beginning: a worker has it."""
@@ -151,7 +151,7 @@ class QueuedStream(ResponseStream):
 class ResponseFold:
     """A `Fold`: what `ResponseStream` would have sent last."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ResponseRun) -> None:
         self._run = run
 
     def bind(self, rids: Sequence[int]) -> None:

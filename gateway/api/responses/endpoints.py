@@ -18,13 +18,13 @@ from gateway.api.responses import response as out
 from gateway.api.responses.background import GONE, Backgrounds, keep_nothing
 from gateway.api.responses.compact import Compact
 from gateway.api.responses.echo import echo
-from gateway.api.responses.encoder import ResponseFold, ResponseStream, Run
-from gateway.api.responses.history import OWN_MEDIA, History, id_of, numbered, tenant_of, with_stored_media
-from gateway.api.responses.items import Output
-from gateway.api.responses.journal import Journals
-from gateway.api.responses.journal_records import Asked
+from gateway.api.responses.encoder import ResponseFold, ResponseRun, ResponseStream
+from gateway.api.responses.history import OWN_MEDIA, ResponseHistory, id_of, numbered, tenant_of, with_stored_media
+from gateway.api.responses.items import ResponseOutput
+from gateway.api.responses.journal import ResponseJournals
+from gateway.api.responses.journal_records import JournaledRequest
 from gateway.api.responses.lowering import lower_prompt, lower_responses
-from gateway.api.responses.request import Item, ResponsesRequest, decode_count, decode_responses
+from gateway.api.responses.request import InputItem, ResponsesRequest, decode_count, decode_responses
 from gateway.api.responses.resumption import Resumption
 from gateway.api.responses.retrieval import Retrieval
 from gateway.api.responses.store import Store
@@ -33,7 +33,7 @@ from gateway.config.settings import Config, ModelConfig, ServerConfig
 from gateway.errors import ApiError, BadRequest
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
-from gateway.request.record import Record, record_of
+from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.messages import ChatPrompt, Generate, Media
 
@@ -43,7 +43,7 @@ NUMBER_DIGITS: Final = 12
 SEALED: Final = "reasoning.encrypted_content"
 
 # Streams that are being written, with their tenants: no other tenant can know the id.
-Running = dict[str, tuple[str, Run]]
+Running = dict[str, tuple[str, ResponseRun]]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -57,14 +57,14 @@ class Responses:
         self._store = Store(
             config.store_path, server.response_store_bytes, server.response_store_age_s, problems=problems
         )
-        self._journals = Journals(
+        self._journals = ResponseJournals(
             config.journal_dir,
             lambda: services.config.server.response_journal_bytes,
             problems,
             lambda: services.keyring.has_others,
         )
         self._backgrounds = Backgrounds(services, self._store, self._journals)
-        self._history = History(
+        self._history = ResponseHistory(
             self._store, lambda: services.config.server.max_body_bytes, self._backgrounds.is_running
         )
         self._retrieval = Retrieval(services, self._history)
@@ -79,7 +79,7 @@ class Responses:
         return [
             Route("/v1/responses", Create(services, history, running, backgrounds, retrieval), methods=["POST"]),
             Route("/v1/responses/compact", Compact(services, history), methods=["POST"]),
-            Route("/v1/responses/input_tokens", CountTokens(services, history), methods=["POST"]),
+            Route("/v1/responses/input_tokens", CountInputTokens(services, history), methods=["POST"]),
             Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
             Route("/v1/responses/{id}/cancel", one, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", InputItems(retrieval), methods=["GET"]),
@@ -107,7 +107,12 @@ class Create:
     """An ASGI endpoint."""
 
     def __init__(
-        self, services: Services, history: History, running: Running, backgrounds: Backgrounds, retrieval: Retrieval
+        self,
+        services: Services,
+        history: ResponseHistory,
+        running: Running,
+        backgrounds: Backgrounds,
+        retrieval: Retrieval,
     ) -> None:
         self._services = services
         self._history = history
@@ -128,7 +133,7 @@ class Create:
         prompt = await serve.with_media(services, record, model, prompt, self._history.media(record))
         generates = await serve.lower(services, record, model, _lowering(services, request, prompt, model, seed))
         run, inputs = self._run(request, box, model, record, prompt.media)
-        job = serve.Job(services, record, model, generates)
+        job = serve.PreparedRequest(services, record, model, generates)
         if request.background:
             asked = _asked(run, job, inputs, box, request.includes(SEALED))
             await self._start(run, job, asked, stream, scope, receive, send)
@@ -143,7 +148,14 @@ class Create:
             del self._running[run.response.id]
 
     async def _start(
-        self, run: Run, job: serve.Job, asked: Asked, stream: bool, scope: Scope, receive: Receive, send: Send
+        self,
+        run: ResponseRun,
+        job: serve.PreparedRequest,
+        asked: JournaledRequest,
+        stream: bool,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         """Begin a background response, and answer with it as it is then, or with its events."""
         record = job.record
@@ -161,8 +173,8 @@ class Create:
             raise
 
     def _run(
-        self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: Record, media: Sequence[Media]
-    ) -> tuple[Run, list[Item]]:
+        self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: RequestRecord, media: Sequence[Media]
+    ) -> tuple[ResponseRun, list[InputItem]]:
         """The response, and its input items as they are kept."""
         stem = secrets.token_hex(20)
         is_stored = self._history.is_on and request.store is not False
@@ -171,14 +183,16 @@ class Create:
         own = {each.digest: each.data for each in media if is_stored and each.param.startswith(OWN_MEDIA)}
         size = record.body_bytes - record.encoded_bytes + sum(map(len, own.values()))
         keep = self._history.keeper(tenant_of(record), inputs, own, size) if is_stored else keep_nothing
-        output = Output(stem, box.forms, request.includes(SEALED))
+        output = ResponseOutput(stem, box.forms, request.includes(SEALED))
         stop = partial(self._services.link.stop, reason="cancelled")
-        return Run(response, output, serve.now, keep, stop, record.body_bytes), inputs
+        return ResponseRun(response, output, serve.now, keep, stop, record.body_bytes), inputs
 
 
-def _asked(run: Run, job: serve.Job, inputs: list[Item], box: Toolbox, is_sealed: bool) -> Asked:
+def _asked(
+    run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputItem], box: Toolbox, is_sealed: bool
+) -> JournaledRequest:
     record, model, generate = job.record, job.model, job.generates[0]
-    return Asked(
+    return JournaledRequest(
         key=record.caller.key,
         model=model.full_name,
         path=model.root,
@@ -202,10 +216,10 @@ def _lowering(
     return lambda: lower_responses(request, prompt, model, services.link.next_rid, seed, deadline_ms)
 
 
-class CountTokens:
+class CountInputTokens:
     """An ASGI endpoint."""
 
-    def __init__(self, services: Services, history: History) -> None:
+    def __init__(self, services: Services, history: ResponseHistory) -> None:
         self._services = services
         self._history = history
 
@@ -221,13 +235,15 @@ class CountTokens:
         prompt = with_thinking(prompt, lower_thinking(request, model.thinking))
         async with cut_off(record, receive):
             tokenized = await serve.tokenize(services, record, model, prompt)
-            await send_body(send, 200, _encode(out.TokenCount(tokenized.count)), record.headers)
+            await send_body(send, 200, _encode(out.InputTokenCount(tokenized.count)), record.headers)
 
 
 class One:
     """An ASGI endpoint: retrieve, delete and cancel. What runs can be seen and cancelled by those who know its id."""
 
-    def __init__(self, history: History, running: Running, backgrounds: Backgrounds, retrieval: Retrieval) -> None:
+    def __init__(
+        self, history: ResponseHistory, running: Running, backgrounds: Backgrounds, retrieval: Retrieval
+    ) -> None:
         self._history = history
         self._running = running
         self._backgrounds = backgrounds
@@ -243,7 +259,7 @@ class One:
                 if background is not None:
                     await self._backgrounds.forget(background)
                 await self._history.delete(tenant, response_id)
-                await send_body(send, 200, _encode(out.Deleted(response_id)))
+                await send_body(send, 200, _encode(out.DeletedResponse(response_id)))
             case "POST" if run is not None:
                 state = run.cancel() if background is None else background.cancel()
                 await self._retrieval.send_state(run, state, record, send)
@@ -260,11 +276,11 @@ class One:
                 else:
                     await self._retrieval.send_stored(response_id, record, send)
 
-    def _run(self, tenant: str, response_id: str) -> Run | None:
+    def _run(self, tenant: str, response_id: str) -> ResponseRun | None:
         owner, run = self._running.get(response_id, (tenant, None))
         return run if owner == tenant else None
 
-    async def _without_events(self, run: Run | None, tenant: str, response_id: str) -> NoReturn:
+    async def _without_events(self, run: ResponseRun | None, tenant: str, response_id: str) -> NoReturn:
         """Raises `BadRequest`, or `ResponseNotFound` where there is no response at all."""
         if run is None:
             await self._history.sizes(tenant, response_id)

@@ -19,7 +19,7 @@ class EventsGone(Exception):
     """The events that a reader is to go on with are no longer kept."""
 
 
-class Place(NamedTuple):
+class ReaderPosition(NamedTuple):
     """Position of a reader: its next event, and how many bytes of that it has had."""
 
     number: int
@@ -90,7 +90,7 @@ class EventLog:
         self.is_over = True
         self._wake()
 
-    def check(self, place: Place) -> None:
+    def check(self, place: ReaderPosition) -> None:
         """Raises `EventsGone` when the next event of a reader is no longer kept."""
         if place.number < self._first:
             raise EventsGone
@@ -99,7 +99,7 @@ class EventLog:
         """The repeated values, for those who read. For any thread."""
         return b"".join(write() for write in self._repeated)
 
-    async def read(self, place: Place, timeout_s: float, echo: bytes = b"") -> tuple[bytes, Place]:
+    async def read(self, place: ReaderPosition, timeout_s: float, echo: bytes = b"") -> tuple[bytes, ReaderPosition]:
         """Events that follow `place`, and the place behind them. Nothing new on timeout, and at the end.
 
         They are whole, but for one that is larger than a read, which comes in pieces. Raises `EventsGone` for a reader
@@ -116,7 +116,7 @@ class EventLog:
         behind = self._whole_events(index, begin)
         if place.offset or behind == index:
             return self._piece(index, place, echo)
-        return bytes(self._data[begin : self._ends[behind - 1]]), Place(self._first + behind)
+        return bytes(self._data[begin : self._ends[behind - 1]]), ReaderPosition(self._first + behind)
 
     def _begin(self, index: int) -> int:
         return self._ends[index - 1] if index else 0
@@ -128,7 +128,7 @@ class EventLog:
             end = gap[0].at
         return bisect_right(self._ends, end, index)
 
-    def _piece(self, index: int, place: Place, echo: bytes) -> tuple[bytes, Place]:
+    def _piece(self, index: int, place: ReaderPosition, echo: bytes) -> tuple[bytes, ReaderPosition]:
         """The next bytes of one event."""
         skipped = place.offset
         parts = self._parts(index, echo)
@@ -139,7 +139,9 @@ class EventLog:
         begin += skipped
         piece = bytes(source[begin : min(end, begin + READ_BYTES_MAX)])
         is_whole = len(parts) == 1 and begin + len(piece) == end
-        return piece, Place(place.number + 1) if is_whole else Place(place.number, place.offset + len(piece))
+        return piece, ReaderPosition(place.number + 1) if is_whole else ReaderPosition(
+            place.number, place.offset + len(piece)
+        )
 
     def _parts(self, index: int, echo: bytes) -> list[tuple[bytes | bytearray, int, int]]:
         """The buffers in which an event is, from where to where."""

@@ -9,12 +9,12 @@ from msgspec import Struct
 from gateway.api.openai.request import AudioData
 from gateway.api.responses import response as out
 from gateway.api.responses.lowering import FOREIGN_ITEMS, unseal
-from gateway.api.responses.request import Item, Part
-from gateway.api.responses.store import Store, StoreBroken, Stored, StoredSizes, TooMuchSaid
+from gateway.api.responses.request import ContentPart, InputItem
+from gateway.api.responses.store import Store, StoreBroken, StoredResponse, StoredSizes, TooMuchSaid
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.exchange import reserve
 from gateway.media.reference import stored_url
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.messages import Media
 
@@ -39,7 +39,7 @@ class _Status(Struct, frozen=True):
 
 
 class _Output(Struct, frozen=True):
-    output: list[Item]
+    output: list[InputItem]
     status: str = ""
 
 
@@ -49,7 +49,7 @@ UNENDED: Final = frozenset({"queued", "in_progress"})
 _encode = msgspec.json.Encoder().encode
 _status = msgspec.json.Decoder(_Status)
 _output = msgspec.json.Decoder(_Output)
-_items = msgspec.json.Decoder(list[Item])
+_items = msgspec.json.Decoder(list[InputItem])
 
 
 class ResponseNotFound(ApiError):
@@ -57,7 +57,7 @@ class ResponseNotFound(ApiError):
         super().__init__(404, f"Response with id {response_id[:100]!r} not found.", code="response_not_found")
 
 
-def numbered(items: Sequence[Item], stem: str) -> list[Item]:
+def numbered(items: Sequence[InputItem], stem: str) -> list[InputItem]:
     """Input items as they are listed: each with an id, the client's or one of ours.
 
     Of what no model here is ever shown, that it was there is all that is listed.
@@ -72,11 +72,11 @@ def numbered(items: Sequence[Item], stem: str) -> list[Item]:
     ]
 
 
-def _bare(item: Item) -> Item:
-    return Item(status=item.status, call_id=item.call_id)
+def _bare(item: InputItem) -> InputItem:
+    return InputItem(status=item.status, call_id=item.call_id)
 
 
-def with_stored_media(items: Sequence[Item], media: Sequence[Media]) -> list[Item]:
+def with_stored_media(items: Sequence[InputItem], media: Sequence[Media]) -> list[InputItem]:
     """Input items, their media by digest in place of their bytes."""
     digests = {each.param: each.digest for each in media}
     if not digests:
@@ -84,8 +84,8 @@ def with_stored_media(items: Sequence[Item], media: Sequence[Media]) -> list[Ite
     return [_stored_media(item, f"input[{index}]", digests) for index, item in enumerate(items)]
 
 
-def _stored_media(item: Item, where: str, digests: dict[str, bytes]) -> Item:
-    def kept(parts: str | list[Part] | None, name: str) -> str | list[Part] | None:
+def _stored_media(item: InputItem, where: str, digests: dict[str, bytes]) -> InputItem:
+    def kept(parts: str | list[ContentPart] | None, name: str) -> str | list[ContentPart] | None:
         if not isinstance(parts, list):
             return parts
         return [_by_digest(part, digests.get(f"{where}.{name}[{at}]")) for at, part in enumerate(parts)]
@@ -93,7 +93,7 @@ def _stored_media(item: Item, where: str, digests: dict[str, bytes]) -> Item:
     return msgspec.structs.replace(item, content=kept(item.content, "content"), output=kept(item.output, "output"))
 
 
-def _by_digest(part: Part, digest: bytes | None) -> Part:
+def _by_digest(part: ContentPart, digest: bytes | None) -> ContentPart:
     if digest is None:
         return part
     url = stored_url(digest)
@@ -106,7 +106,7 @@ def _by_digest(part: Part, digest: bytes | None) -> Part:
             return msgspec.structs.replace(part, input_audio=AudioData(url))
 
 
-class History:
+class ResponseHistory:
     """The store, in the terms of this API. Everything raises `ApiError`.
 
     `limit_bytes` bounds what one request may have read again: a conversation is no larger than a body. What is
@@ -124,25 +124,32 @@ class History:
         return self._store.is_on
 
     def keep(
-        self, tenant: str, last: out.Response, inputs: Sequence[Item], media: Mapping[bytes, bytes], about_bytes: int
+        self,
+        tenant: str,
+        last: out.Response,
+        inputs: Sequence[InputItem],
+        media: Mapping[bytes, bytes],
+        about_bytes: int,
     ) -> None:
         """Keep a response that has ended, with the bytes of the media that its input has by digest."""
 
-        def make() -> Stored:
+        def make() -> StoredResponse:
             ids = [item.id for item in (*inputs, *last.output) if item.id]
             sent = _encode(inputs)
             said_bytes = len(sent) + len(_encode(last.output))
-            return Stored(last.id, tenant, last.previous_response_id, _encode(last), sent, ids, said_bytes, media)
+            return StoredResponse(
+                last.id, tenant, last.previous_response_id, _encode(last), sent, ids, said_bytes, media
+            )
 
         self._store.keep(about_bytes, make)
 
     def keeper(
-        self, tenant: str, inputs: Sequence[Item], media: Mapping[bytes, bytes], about_bytes: int
+        self, tenant: str, inputs: Sequence[InputItem], media: Mapping[bytes, bytes], about_bytes: int
     ) -> Callable[[out.Response], None]:
         """`keep` of one response, for each of its states."""
         return lambda last: self.keep(tenant, last, inputs, media, about_bytes)
 
-    def media(self, record: Record) -> Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]:
+    def media(self, record: RequestRecord) -> Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]:
         """Bytes of media that earlier responses of the request's tenant have kept. Raises `ApiError`."""
 
         async def kept(digests: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -156,7 +163,7 @@ class History:
 
         return kept
 
-    async def get(self, tenant: str, response_id: str) -> Stored:
+    async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises `ResponseNotFound`."""
         try:
             stored = await self._store.get(tenant, response_id)
@@ -185,7 +192,7 @@ class History:
         if not is_found:
             raise ResponseNotFound(response_id)
 
-    async def before(self, record: Record, previous: str | None) -> list[Item]:
+    async def before(self, record: RequestRecord, previous: str | None) -> list[InputItem]:
         """The conversation up to a response, its output included.
 
         Raises `BadRequest` when a part of it is gone, when it has failed, or is too large with the request's body.
@@ -215,7 +222,7 @@ class History:
         await _note(record, size)
         return items
 
-    async def resolved(self, record: Record, items: Sequence[Item]) -> list[Item]:
+    async def resolved(self, record: RequestRecord, items: Sequence[InputItem]) -> list[InputItem]:
         """The items, each reference replaced by what it refers to. What is not found stays."""
         references = [item.id for item in items if item.id and item.kind == "item_reference"]
         if not references:
@@ -236,11 +243,11 @@ class History:
         await _note(record, size)
         return [owned.get(item.id, item) if item.kind == "item_reference" else item for item in items]
 
-    def has_ended(self, stored: Stored) -> bool:
+    def has_ended(self, stored: StoredResponse) -> bool:
         """Whether its generation had ended when it was kept."""
         return _status.decode(stored.body).status not in UNENDED
 
-    def inputs(self, stored: Stored) -> list[Item]:
+    def inputs(self, stored: StoredResponse) -> list[InputItem]:
         """The client's input of a response."""
         return _items.decode(stored.inputs)
 
@@ -267,12 +274,12 @@ class NotContinued(Exception):
         self.status = status
 
 
-def tenant_of(record: Record) -> str:
+def tenant_of(record: RequestRecord) -> str:
     """The tenant that owns the responses stored for this request."""
     return record.caller.key or ""
 
 
-def _turns(stored: Stored) -> list[Item]:
+def _turns(stored: StoredResponse) -> list[InputItem]:
     """Items with which a conversation continues. Runs in the store's thread."""
     answer = _output.decode(stored.body)
     if answer.status == "failed" or answer.status in UNENDED:
@@ -280,12 +287,12 @@ def _turns(stored: Stored) -> list[Item]:
     return [*_items.decode(stored.inputs), *answer.output]
 
 
-def _all_items(stored: Stored) -> list[Item]:
+def _all_items(stored: StoredResponse) -> list[InputItem]:
     """Items that a request can refer to. Runs in the store's thread."""
     return [*_items.decode(stored.inputs), *_output.decode(stored.body).output]
 
 
-async def _note(record: Record, size_bytes: int) -> None:
+async def _note(record: RequestRecord, size_bytes: int) -> None:
     """Count stored items that are read again as part of the request's body."""
     record.body_bytes += size_bytes
     await reserve(record, record.body_bytes)

@@ -11,8 +11,8 @@ from gateway.api.openai.response import ContentLogprob, chat_logprobs
 from gateway.api.responses import response as out
 from gateway.api.responses.custom_input import InputReader
 from gateway.api.responses.lowering import seal
-from gateway.api.responses.tools import Form
-from protocol.messages import Delta, Finish, Kind, Tool, Usage
+from gateway.api.responses.tools import ToolIdentity
+from protocol.messages import Delta, DeltaKind, Finish, ToolCallDelta, Usage
 
 Events = list[out.Event]
 
@@ -25,16 +25,16 @@ class _Open(Protocol):
     """The item that is being written."""
 
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> DeltaKind: ...
     def start(self) -> Events: ...
     def snapshot(self, status: str) -> out.Item: ...
     def finish(self, status: str) -> Events: ...
 
 
-class Output:
+class ResponseOutput:
     """The items of one response so far. Owned by its encoder. Ids are made of the response's, so they are its own."""
 
-    def __init__(self, stem: str, forms: Mapping[str, Form], is_sealed: bool) -> None:
+    def __init__(self, stem: str, forms: Mapping[str, ToolIdentity], is_sealed: bool) -> None:
         self._stem = stem
         self._forms = forms
         # Whether reasoning is also sent as `encrypted_content`.
@@ -72,18 +72,18 @@ class Output:
 
     def _take(self, delta: Delta) -> Events:
         match delta.kind:
-            case Kind.TEXT:
+            case DeltaKind.TEXT:
                 return self._take_text(delta)
-            case Kind.REASONING:
+            case DeltaKind.REASONING:
                 return self._take_reasoning(delta.text) if delta.text else []
-            case Kind.TOOL_BEGIN:
+            case DeltaKind.TOOL_BEGIN:
                 self._arguments = []
                 return self._finish(COMPLETED) + self._opened(self._call(_tool(delta)))
-            case Kind.TOOL_ARGS:
+            case DeltaKind.TOOL_ARGS:
                 assert isinstance(self._open, _Call | _CustomCall), "arguments come after the beginning of a call"
                 self._arguments.append(delta.text)
                 return self._open.add(delta.text) if delta.text else []
-            case Kind.TOOL_END:
+            case DeltaKind.TOOL_END:
                 return self._finish(COMPLETED if self._is_call_whole() else INCOMPLETE)
             case _:
                 assert_never(delta.kind)
@@ -114,8 +114,8 @@ class Output:
         reasoning = _Reasoning(self._item_id("rs"), len(self._done), self._is_sealed)
         return events + self._opened(reasoning) + reasoning.add(text)
 
-    def _call(self, tool: Tool) -> _Open:
-        form = self._forms.get(tool.name) or Form(tool.name)
+    def _call(self, tool: ToolCallDelta) -> _Open:
+        form = self._forms.get(tool.name) or ToolIdentity(tool.name)
         index = len(self._done)
         if form.is_custom:
             return _CustomCall(self._item_id("ctc"), index, tool.call_id, form)
@@ -126,7 +126,7 @@ class Output:
 
     def _opened(self, item: _Open) -> Events:
         self._open = item
-        if item.kind is not Kind.TEXT:
+        if item.kind is not DeltaKind.TEXT:
             self._early_logprobs = []
         return item.start()
 
@@ -139,7 +139,7 @@ class Output:
         return events
 
 
-def _tool(delta: Delta) -> Tool:
+def _tool(delta: Delta) -> ToolCallDelta:
     assert delta.tool is not None, "a tool delta names its tool"
     return delta.tool
 
@@ -155,27 +155,27 @@ class _Message:
     logprobs: list[ContentLogprob] = field(default_factory=list[ContentLogprob])
 
     @property
-    def kind(self) -> Kind:
-        return Kind.TEXT
+    def kind(self) -> DeltaKind:
+        return DeltaKind.TEXT
 
     def start(self) -> Events:
         return [
-            out.ItemAdded(self.index, out.Message(self.id, IN_PROGRESS, [])),
+            out.ItemAdded(self.index, out.OutputMessage(self.id, IN_PROGRESS, [])),
             out.PartAdded(self.id, self.index, 0, out.OutputText("")),
         ]
 
     def add(self, text: str, logprobs: list[ContentLogprob]) -> Events:
         self.texts.append(text)
         self.logprobs += logprobs
-        return [out.TextDelta(self.id, self.index, 0, text, logprobs)]
+        return [out.OutputTextDelta(self.id, self.index, 0, text, logprobs)]
 
     def snapshot(self, status: str) -> out.Item:
-        return out.Message(self.id, status, [self._part()])
+        return out.OutputMessage(self.id, status, [self._part()])
 
     def finish(self, status: str) -> Events:
         part = self._part()
         return [
-            out.TextDone(self.id, self.index, 0, part.text, part.logprobs),
+            out.OutputTextDone(self.id, self.index, 0, part.text, part.logprobs),
             out.PartDone(self.id, self.index, 0, part),
             out.ItemDone(self.index, self.snapshot(status)),
         ]
@@ -192,12 +192,12 @@ class _Reasoning:
     texts: list[str] = field(default_factory=list[str])
 
     @property
-    def kind(self) -> Kind:
-        return Kind.REASONING
+    def kind(self) -> DeltaKind:
+        return DeltaKind.REASONING
 
     def start(self) -> Events:
         return [
-            out.ItemAdded(self.index, out.Reasoning(self.id, [])),
+            out.ItemAdded(self.index, out.ReasoningItem(self.id, [])),
             out.PartAdded(self.id, self.index, 0, out.ReasoningText("")),
         ]
 
@@ -207,7 +207,7 @@ class _Reasoning:
 
     def snapshot(self, status: str) -> out.Item:
         text = "".join(self.texts)
-        return out.Reasoning(
+        return out.ReasoningItem(
             self.id, [out.ReasoningText(text)], encrypted_content=seal(text) if self.is_sealed else UNSET
         )
 
@@ -225,12 +225,12 @@ class _Call:
     id: str
     index: int
     call_id: str
-    form: Form
+    form: ToolIdentity
     texts: list[str] = field(default_factory=list[str])
 
     @property
-    def kind(self) -> Kind:
-        return Kind.TOOL_BEGIN
+    def kind(self) -> DeltaKind:
+        return DeltaKind.TOOL_BEGIN
 
     def start(self) -> Events:
         return [out.ItemAdded(self.index, self.snapshot(IN_PROGRESS))]
@@ -255,12 +255,12 @@ class _CustomCall:
     id: str
     index: int
     call_id: str
-    form: Form
+    form: ToolIdentity
     reader: InputReader = field(default_factory=InputReader)
 
     @property
-    def kind(self) -> Kind:
-        return Kind.TOOL_BEGIN
+    def kind(self) -> DeltaKind:
+        return DeltaKind.TOOL_BEGIN
 
     def start(self) -> Events:
         return [out.ItemAdded(self.index, self.snapshot(IN_PROGRESS))]
@@ -281,4 +281,4 @@ class _CustomCall:
         ]
 
     def _delta(self, text: str) -> Events:
-        return [out.InputDelta(self.id, self.index, text)] if text else []
+        return [out.CustomInputDelta(self.id, self.index, text)] if text else []

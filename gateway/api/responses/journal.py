@@ -17,11 +17,11 @@ from typing import Final, TypeVar
 
 from gateway.api.responses.journal_records import (
     MAGIC,
-    Asked,
-    Begun,
-    Content,
-    Left,
+    BeginRecord,
+    ContentRecord,
+    JournaledRequest,
     Record,
+    ShutdownRecord,
     framed,
     parsed,
 )
@@ -55,14 +55,16 @@ def boot_id() -> str:
         return ""
 
 
-class Journal:
+class ResponseJournal:
     """The file of one response. Owned by its background; everything but the file itself belongs to the event loop.
 
     `is_sound` while what clients were shown is in the file. When that cannot be kept, the file goes and the events are
     shown without it.
     """
 
-    def __init__(self, journals: "Journals", path: Path, show: Callable[[bytes], None], owner: str = "") -> None:
+    def __init__(
+        self, journals: "ResponseJournals", path: Path, show: Callable[[bytes], None], owner: str = ""
+    ) -> None:
         self.path = path
         # The key whose share of the room it takes.
         self.owner = owner
@@ -102,7 +104,7 @@ class Journal:
 
     async def leave(self) -> None:
         """Write the rest, to the disk itself, and close the file for the next daemon."""
-        self.put(Left(), b"")
+        self.put(ShutdownRecord(), b"")
         await self.settle()
         if self.is_sound:
             await self._journals.close_file(self, is_kept=True)
@@ -153,7 +155,7 @@ class Journal:
         self._settled = None
 
 
-class Journals:
+class ResponseJournals:
     """The folder of the journals. Belongs to the event loop, and its files to its threads.
 
     Records of all journals are written together, by a thread that is given the next ones when it is done with the last:
@@ -177,15 +179,17 @@ class Journals:
         self._keeper = ThreadPoolExecutor(1, "journals")
         self._used_bytes = 0
         self._held = Counter[str]()
-        self._dirty: dict[Journal, None] = {}
-        self._writing: list[Journal] = []
+        self._dirty: dict[ResponseJournal, None] = {}
+        self._writing: list[ResponseJournal] = []
         self._began = -PACE_S
         self._next: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def create(self, response_id: str, asked: Asked, about_bytes: int, show: Callable[[bytes], None]) -> Journal:
+    def create(
+        self, response_id: str, asked: JournaledRequest, about_bytes: int, show: Callable[[bytes], None]
+    ) -> ResponseJournal:
         """The journal of a new response, whose request takes about so many bytes. One that cannot be is not sound."""
-        journal = Journal(self, self._folder / f"{response_id}{SUFFIX}", show, asked.key or "")
+        journal = ResponseJournal(self, self._folder / f"{response_id}{SUFFIX}", show, asked.key or "")
         if not self.is_on:
             journal.is_sound = False
         elif not self.reserve(journal, about_bytes):
@@ -194,9 +198,9 @@ class Journals:
             self._open(journal, about_bytes, lambda: _create(journal.path, asked, boot_id()))
         return journal
 
-    def reopen(self, path: Path, content: Content, show: Callable[[bytes], None]) -> Journal:
-        """The journal of a response that goes on: `Begun` follows what it holds."""
-        journal = Journal(self, path, show, content.asked.key or "")
+    def reopen(self, path: Path, content: ContentRecord, show: Callable[[bytes], None]) -> ResponseJournal:
+        """The journal of a response that goes on: `BeginRecord` follows what it holds."""
+        journal = ResponseJournal(self, path, show, content.asked.key or "")
         self._take(journal, content.whole_bytes)
         self._open(journal, content.whole_bytes, lambda: _reopen(path, content.whole_bytes, boot_id()))
         return journal
@@ -209,7 +213,7 @@ class Journals:
         """The files that earlier daemons left, the oldest first."""
         return await self._keep(lambda: _names(self._folder))
 
-    async def read(self, path: Path) -> Content:
+    async def read(self, path: Path) -> ContentRecord:
         """Raises `NotUnderstood` and `OSError`."""
         return await self._keep(lambda: parsed(path.read_bytes()))
 
@@ -228,7 +232,7 @@ class Journals:
 
     # For a journal.
 
-    def reserve(self, journal: Journal, size_bytes: int) -> bool:
+    def reserve(self, journal: ResponseJournal, size_bytes: int) -> bool:
         """Whether there is room for so many bytes more, which is taken then."""
         limit = self._limit_bytes()
         is_within_share = self._held[journal.owner] + size_bytes <= share_bytes(limit, self._has_others())
@@ -237,13 +241,13 @@ class Journals:
             self._take(journal, size_bytes)
         return has_room
 
-    def wake(self, journal: Journal) -> None:
+    def wake(self, journal: ResponseJournal) -> None:
         """It has something to write or to show."""
         if journal.file is not None:
             self._dirty[journal] = None
             self._schedule()
 
-    def note_loss(self, journal: Journal, reason: str) -> None:
+    def note_loss(self, journal: ResponseJournal, reason: str) -> None:
         """A journal is given up: its file is deleted, behind what is being written."""
         self._problems["journal"] += 1
         log.error("background response %s will not survive a restart: %s", journal.path.stem, reason)
@@ -253,7 +257,7 @@ class Journals:
         if file is not None:
             self._writer.submit(_close, file, journal.path, False)
 
-    async def close_file(self, journal: Journal, *, is_kept: bool) -> None:
+    async def close_file(self, journal: ResponseJournal, *, is_kept: bool) -> None:
         """Close a file behind what is being written."""
         file, journal.file = journal.file, None
         self._dirty.pop(journal, None)
@@ -262,19 +266,19 @@ class Journals:
         if file is not None or not is_kept:
             await asyncio.wrap_future(self._writer.submit(_close, file, journal.path, is_kept))
 
-    def _take(self, journal: Journal, size_bytes: int) -> None:
+    def _take(self, journal: ResponseJournal, size_bytes: int) -> None:
         self._used_bytes += size_bytes
         self._held[journal.owner] += size_bytes
         journal.size_bytes += size_bytes
 
-    def _free(self, journal: Journal) -> None:
+    def _free(self, journal: ResponseJournal) -> None:
         self._used_bytes -= journal.size_bytes
         self._held[journal.owner] -= journal.size_bytes
         if not self._held[journal.owner]:
             del self._held[journal.owner]
         journal.size_bytes = 0
 
-    def _open(self, journal: Journal, about_bytes: int, open_file: Callable[[], int]) -> None:
+    def _open(self, journal: ResponseJournal, about_bytes: int, open_file: Callable[[], int]) -> None:
         loop = asyncio.get_running_loop()
         patience = loop.call_later(CREATE_S, journal.give_up, "the disk does not keep up")
 
@@ -361,11 +365,11 @@ def _names(folder: Path) -> list[Path]:
         return []
 
 
-def _create(path: Path, asked: Asked, boot: str) -> int:
+def _create(path: Path, asked: JournaledRequest, boot: str) -> int:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        _write_all(file, MAGIC + framed(asked) + framed(Begun(boot)))
+        _write_all(file, MAGIC + framed(asked) + framed(BeginRecord(boot)))
     except BaseException:  # Whatever it was: no half of a file stays.
         _close(file, path, False)
         raise
@@ -376,7 +380,7 @@ def _reopen(path: Path, whole_bytes: int, boot: str) -> int:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.ftruncate(file, whole_bytes)
-        _write_all(file, framed(Begun(boot)))
+        _write_all(file, framed(BeginRecord(boot)))
     except BaseException:  # Whatever it was: the next daemon finds it as this one did.
         os.close(file)
         raise

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.api.responses import response as out
-from gateway.api.responses.request import Item
-from gateway.api.responses.tools import Form
+from gateway.api.responses.request import InputItem
+from gateway.api.responses.tools import ToolIdentity
 from protocol.codec import UNREADABLE
 from protocol.messages import Delta, Generate
 
@@ -21,7 +21,7 @@ MAGIC: Final = b"mlxd-journal 1\n"
 _HEAD: Final = struct.Struct("<II")
 
 
-class Asked(Struct, frozen=True, omit_defaults=True):
+class JournaledRequest(Struct, frozen=True, omit_defaults=True):
     """A background response before its first token, with all that its generation needs: the first record.
 
     `key` is the name of the key that asked; `path` is of the model's weights. `began` is wall-clock time, `limit_s` of
@@ -34,8 +34,8 @@ class Asked(Struct, frozen=True, omit_defaults=True):
     request_id: str
     response: out.Response
     generate: Generate
-    inputs: list[Item]
-    forms: Mapping[str, Form]
+    inputs: list[InputItem]
+    forms: Mapping[str, ToolIdentity]
     is_sealed: bool
     body_bytes: int
     began: float
@@ -43,17 +43,17 @@ class Asked(Struct, frozen=True, omit_defaults=True):
     is_everybodys: bool = False
 
 
-class Begun(Struct, frozen=True, array_like=True, tag=1):
+class BeginRecord(Struct, frozen=True, array_like=True, tag=1):
     """A daemon writes from here on. `boot` is the boot of the machine; empty where it is not known."""
 
     boot: str
 
 
-class Started(Struct, frozen=True, array_like=True, tag=2):
+class StartRecord(Struct, frozen=True, array_like=True, tag=2):
     """A worker has it."""
 
 
-class Written(Struct, frozen=True, array_like=True, tag=3):
+class DeltaRecord(Struct, frozen=True, array_like=True, tag=3):
     """Deltas that were encoded together: so are they again, and their events get the same numbers."""
 
     deltas: list[Delta]
@@ -61,24 +61,24 @@ class Written(Struct, frozen=True, array_like=True, tag=3):
     left_out: tuple[int, int] = (0, 0)
 
 
-class Left(Struct, frozen=True, array_like=True, tag=4):
+class ShutdownRecord(Struct, frozen=True, array_like=True, tag=4):
     """The daemon ended in order: everything before is on the disk."""
 
 
-class Placed(Struct, frozen=True, array_like=True, tag=5):
+class PlacementRecord(Struct, frozen=True, array_like=True, tag=5):
     """Form of the model that generates the deltas from here on, at a peer perhaps."""
 
     form: str
 
 
-Record = Begun | Started | Written | Left | Placed
+Record = BeginRecord | StartRecord | DeltaRecord | ShutdownRecord | PlacementRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ContentRecord:
     """A journal as it was read; `whole_bytes` is where its last whole record ends."""
 
-    asked: Asked
+    asked: JournaledRequest
     records: list[Record]
     whole_bytes: int
 
@@ -88,17 +88,17 @@ class NotUnderstood(Exception):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_asked: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+_asked: msgspec.msgpack.Decoder[JournaledRequest] = msgspec.msgpack.Decoder(JournaledRequest)
 _record: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
-def framed(record: Record | Asked) -> bytes:
+def framed(record: Record | JournaledRequest) -> bytes:
     """A record as it stands in the file."""
     payload = _encode(record)
     return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def parsed(data: bytes) -> Content:
+def parsed(data: bytes) -> ContentRecord:
     """Content of a file, up to the first record that is cut off or damaged. Raises `NotUnderstood`."""
     if not data.startswith(MAGIC):
         raise NotUnderstood("its first line is another")
@@ -110,7 +110,7 @@ def parsed(data: bytes) -> Content:
         while True:
             payload, place = _payload(data, place)
             if not payload:
-                return Content(asked, records, whole_bytes)
+                return ContentRecord(asked, records, whole_bytes)
             records.append(_record.decode(payload))
             whole_bytes = place
     except UNREADABLE as error:

@@ -15,7 +15,7 @@ from gateway.api.common.constraints import response_format
 from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.lowering import derive_seed, template_kwargs
-from gateway.api.responses.request import CountRequest, Item, Part, ResponsesRequest, TextFormat
+from gateway.api.responses.request import ContentPart, InputItem, InputTokensRequest, ResponsesRequest, TextFormat
 from gateway.api.responses.tools import INPUT, Toolbox, flat_name
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, Unsupported
@@ -70,7 +70,9 @@ def unseal(sealed: str | None) -> str | None:
         return None
 
 
-def lower_prompt(request: CountRequest, box: Toolbox, history: Iterable[Item]) -> tuple[ChatPrompt, list[str]]:
+def lower_prompt(
+    request: InputTokensRequest, box: Toolbox, history: Iterable[InputItem]
+) -> tuple[ChatPrompt, list[str]]:
     """The prompt, and what of the input is left out. References must have been resolved. Raises `BadRequest`.
 
     What is configured for the model is still to be said with `with_thinking`: it is not known yet.
@@ -135,7 +137,7 @@ def first(asked: float | None, configured: float | None, default: float) -> floa
     return default if configured is None else configured
 
 
-def _constraint(request: CountRequest) -> Constraint | None:
+def _constraint(request: InputTokensRequest) -> Constraint | None:
     format = request.text.format if request.text is not None else None
     if format is None:
         return None
@@ -175,7 +177,7 @@ class _Turns:
     _texts: list[str] = field(default_factory=list[str])
     _calls: list[Call] = field(default_factory=list[Call])
 
-    def add_all(self, items: Iterable[Item], name: str) -> None:
+    def add_all(self, items: Iterable[InputItem], name: str) -> None:
         for index, item in enumerate(items):
             self._add(item, f"{name}[{index}]")
 
@@ -188,7 +190,7 @@ class _Turns:
         self._flush()
         return self.messages
 
-    def _add(self, item: Item, where: str) -> None:
+    def _add(self, item: InputItem, where: str) -> None:
         match item.kind:
             case "message":
                 self._add_message(item, where)
@@ -211,7 +213,7 @@ class _Turns:
                 message = f"Invalid value for '{where}.type': items of type {kind[:50]!r} are not known."
                 raise BadRequest(message, f"{where}.type", "invalid_value")
 
-    def _add_message(self, item: Item, where: str) -> None:
+    def _add_message(self, item: InputItem, where: str) -> None:
         place = f"{where}.content"
         content = _required(item.content, place)
         match item.role:
@@ -238,7 +240,7 @@ class _Turns:
         self._reasoning, self._texts, self._calls = [], [], []
 
 
-def _call(item: Item, where: str) -> Call:
+def _call(item: InputItem, where: str) -> Call:
     call_id = _required(item.call_id, f"{where}.call_id")
     name = flat_name(_required(item.name, f"{where}.name"), item.namespace)
     if item.kind == "function_call":
@@ -246,7 +248,7 @@ def _call(item: Item, where: str) -> Call:
     return Call(call_id, name, msgspec.json.encode({INPUT: _required(item.input, f"{where}.input")}).decode())
 
 
-def _reasoning(item: Item) -> str:
+def _reasoning(item: InputItem) -> str:
     """Text of a reasoning item: in full, as sealed by us, or at least its summary."""
     content = item.content if isinstance(item.content, list) else []
     if text := "".join(part.text or "" for part in content):
@@ -256,13 +258,13 @@ def _reasoning(item: Item) -> str:
     return JOINT.join(part.text or "" for part in item.summary or ())
 
 
-def _content(content: str | list[Part], where: str, joint: str) -> Content:
+def _content(content: str | list[ContentPart], where: str, joint: str) -> Content:
     if isinstance(content, str):
         return content
     return canonical.content((_part(part, f"{where}[{index}]") for index, part in enumerate(content)), joint)
 
 
-def _part(part: Part, where: str) -> str | dict[str, Any]:
+def _part(part: ContentPart, where: str) -> str | dict[str, Any]:
     match part.type:
         case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
             return _required(part.text, f"{where}.text")

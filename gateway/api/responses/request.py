@@ -8,7 +8,7 @@ from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, UNSERVED, case, shape, typed, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, constraint_fields
-from gateway.api.common.thinking import Budget, ReasoningSpec, ThinkingSpec
+from gateway.api.common.thinking import AnthropicThinking, Budget, ReasoningSpec
 from gateway.api.openai.request import (
     AudioData,
     Effort,
@@ -44,7 +44,7 @@ _TEXT: Final = {"type": "string"}
 _SAID: Final = {"type": ["string", "array"]}
 
 
-class Part(Struct, frozen=True, omit_defaults=True):
+class ContentPart(Struct, frozen=True, omit_defaults=True):
     """One part of a message, of a tool's output or of a reasoning item."""
 
     hint: ClassVar = {
@@ -67,7 +67,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
     input_audio: AudioData | None = None
 
 
-class Item(Struct, frozen=True, omit_defaults=True):
+class InputItem(Struct, frozen=True, omit_defaults=True):
     """An input item of any type, and an output item that comes back. Without a type it is a message or a reference."""
 
     hint: ClassVar = {
@@ -94,9 +94,9 @@ class Item(Struct, frozen=True, omit_defaults=True):
 
     type: str | None = None
     id: str | None = None
-    # An `Item` is also what is listed to clients: what was never given is left out.
+    # An `InputItem` is also what is listed to clients: what was never given is left out.
     role: Annotated[str, words("user", "assistant", "system", "developer")] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     status: str | None = None
     phase: str | None = None
     call_id: str | None = None
@@ -104,8 +104,8 @@ class Item(Struct, frozen=True, omit_defaults=True):
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | UnsetType = UNSET
+    output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | UnsetType = UNSET
     encrypted_content: str | None = None
 
     @property
@@ -136,7 +136,7 @@ class TextWish(Struct, frozen=True):
     verbosity: str | None = None
 
 
-class CountRequest(Struct, frozen=True, kw_only=True):
+class InputTokensRequest(Struct, frozen=True, kw_only=True):
     """`POST /v1/responses/input_tokens`: the part of a request that is the prompt."""
 
     hint: ClassVar = {
@@ -147,8 +147,8 @@ class CountRequest(Struct, frozen=True, kw_only=True):
     }
 
     model: str = ""
-    input: str | list[Item] | None = None
-    instructions: str | list[Item] | None = None
+    input: str | list[InputItem] | None = None
+    instructions: str | list[InputItem] | None = None
     previous_response_id: str | None = None
     conversation: Annotated[Any, UNSERVED] = None
     prompt: Annotated[Any, UNSERVED] = None
@@ -162,20 +162,20 @@ class CountRequest(Struct, frozen=True, kw_only=True):
     truncation: Annotated[str, words("auto", "disabled")] | None = None
     # How other servers, and chat, spell how much to think.
     reasoning_effort: Effort | None = None
-    thinking: ThinkingSpec | None = None
+    thinking: AnthropicThinking | None = None
     enable_thinking: bool | None = None
     thinking_budget: Budget | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def items(self) -> list[Item]:
+    def items(self) -> list[InputItem]:
         """The input as items."""
         if isinstance(self.input, str):
-            return [Item("message", role="user", content=[Part("input_text", self.input)])]
+            return [InputItem("message", role="user", content=[ContentPart("input_text", self.input)])]
         return self.input or []
 
 
-class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
+class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     """`POST /v1/responses`. What comes after `user` is not OpenAI's, but other servers take it."""
 
     stream: bool | None = None
@@ -209,8 +209,8 @@ class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
 
 _REFUSED: Final = REFUSED_FIELDS | SAMPLER_FIELDS | constraint_fields("text.format", "max_output_tokens")
 
-_responses = Schema(ResponsesRequest, NO_ACTION, "input", Item, refused=_REFUSED)
-_count = Schema(CountRequest, NO_ACTION | frozenset(ResponsesRequest.__struct_fields__), "input", Item)
+_responses = Schema(ResponsesRequest, NO_ACTION, "input", InputItem, refused=_REFUSED)
+_count = Schema(InputTokensRequest, NO_ACTION | frozenset(ResponsesRequest.__struct_fields__), "input", InputItem)
 
 
 def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
@@ -222,7 +222,7 @@ def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
     return request, unknown
 
 
-def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
+def decode_count(body: bytes) -> tuple[InputTokensRequest, list[str]]:
     """Takes a whole request too. Raises `BadRequest`."""
     request, unknown = _count.decode(body)
     _refuse_unserved(request)
@@ -230,7 +230,7 @@ def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
     return request, [*unknown, "truncation"] if request.truncation == "auto" else unknown
 
 
-def _refuse_unserved(request: CountRequest) -> None:
+def _refuse_unserved(request: InputTokensRequest) -> None:
     if request.conversation is not None:
         raise Unsupported("'conversation' is not supported: use 'previous_response_id'.", "conversation")
     if request.prompt is not None:

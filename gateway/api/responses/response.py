@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.api.openai.response import ContentLogprob
-from gateway.api.responses.request import Item as InputItem
+from gateway.api.responses.request import InputItem as InputItem
 from gateway.errors import ApiError
 from protocol.messages import Usage
 
@@ -28,14 +28,14 @@ class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
 Part = OutputText | ReasoningText
 
 
-class Message(Struct, frozen=True, tag="message"):
+class OutputMessage(Struct, frozen=True, tag="message"):
     id: str
     status: str
     content: list[OutputText]
     role: str = "assistant"
 
 
-class Reasoning(Struct, frozen=True, tag="reasoning"):
+class ReasoningItem(Struct, frozen=True, tag="reasoning"):
     """`encrypted_content` is there when it was asked for."""
 
     id: str
@@ -62,7 +62,7 @@ class CustomToolCall(Struct, frozen=True, tag="custom_tool_call"):
     namespace: str | UnsetType = UNSET
 
 
-Item = Message | Reasoning | FunctionCall | CustomToolCall
+Item = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 # -- the response ----------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class ReasoningTokens(Struct, frozen=True):
     reasoning_tokens: int
 
 
-class UsageBody(Struct, frozen=True):
+class ResponseUsage(Struct, frozen=True):
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -95,7 +95,7 @@ class UsageBody(Struct, frozen=True):
     total_tokens: int
 
     @classmethod
-    def of(cls, usage: Usage) -> "UsageBody":
+    def of(cls, usage: Usage) -> "ResponseUsage":
         return cls(
             usage.prompt,
             InputDetails.of(usage),
@@ -119,7 +119,7 @@ class ErrorInfo(Struct, frozen=True):
         return cls("invalid_prompt" if error.status == 400 else "server_error", error.message)
 
 
-class Incomplete(Struct, frozen=True):
+class ResponseIncomplete(Struct, frozen=True):
     reason: str
 
 
@@ -152,7 +152,7 @@ class Response(Struct, frozen=True, kw_only=True, tag_field="object", tag="respo
     background: bool = False
     completed_at: int | None = None
     error: ErrorInfo | None = None
-    incomplete_details: Incomplete | None = None
+    incomplete_details: ResponseIncomplete | None = None
     instructions: str | list[InputItem] | None = None
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -174,26 +174,26 @@ class Response(Struct, frozen=True, kw_only=True, tag_field="object", tag="respo
     top_logprobs: int
     top_p: float
     truncation: str
-    usage: UsageBody | None = None
+    usage: ResponseUsage | None = None
     user: str | UnsetType = UNSET
     metadata: dict[str, Any]
 
 
-class Deleted(Struct, frozen=True, tag_field="object", tag="response"):
+class DeletedResponse(Struct, frozen=True, tag_field="object", tag="response"):
     id: str
     deleted: bool = True
 
 
-class Compacted(Struct, frozen=True, tag_field="object", tag="response.compaction"):
+class CompactedResponse(Struct, frozen=True, tag_field="object", tag="response.compaction"):
     """A conversation made short: user messages, and an item of type `compaction` for the rest."""
 
     id: str
     created_at: int
     output: list[InputItem]
-    usage: UsageBody
+    usage: ResponseUsage
 
 
-class TokenCount(Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
+class InputTokenCount(Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
     input_tokens: int
 
 
@@ -209,11 +209,11 @@ class ItemList(Struct, frozen=True, tag_field="object", tag="list"):
 # -- stream events: each gets its `sequence_number` when it is written -------------------------------------------------
 
 
-class Created(Struct, frozen=True, tag="response.created"):
+class ResponseCreated(Struct, frozen=True, tag="response.created"):
     response: Response
 
 
-class Queued(Struct, frozen=True, tag="response.queued"):
+class ResponseQueued(Struct, frozen=True, tag="response.queued"):
     response: Response
 
 
@@ -221,7 +221,7 @@ class InProgress(Struct, frozen=True, tag="response.in_progress"):
     response: Response
 
 
-class Completed(Struct, frozen=True, tag="response.completed"):
+class ResponseCompleted(Struct, frozen=True, tag="response.completed"):
     response: Response
 
 
@@ -229,7 +229,7 @@ class IncompleteEvent(Struct, frozen=True, tag="response.incomplete"):
     response: Response
 
 
-class Failed(Struct, frozen=True, tag="response.failed"):
+class ResponseFailed(Struct, frozen=True, tag="response.failed"):
     response: Response
 
 
@@ -257,7 +257,7 @@ class PartDone(Struct, frozen=True, tag="response.content_part.done"):
     part: Part
 
 
-class TextDelta(Struct, frozen=True, tag="response.output_text.delta"):
+class OutputTextDelta(Struct, frozen=True, tag="response.output_text.delta"):
     item_id: str
     output_index: int
     content_index: int
@@ -265,7 +265,7 @@ class TextDelta(Struct, frozen=True, tag="response.output_text.delta"):
     logprobs: Sequence[ContentLogprob] = ()
 
 
-class TextDone(Struct, frozen=True, tag="response.output_text.done"):
+class OutputTextDone(Struct, frozen=True, tag="response.output_text.done"):
     item_id: str
     output_index: int
     content_index: int
@@ -300,7 +300,7 @@ class ArgumentsDone(Struct, frozen=True, tag="response.function_call_arguments.d
     arguments: str
 
 
-class InputDelta(Struct, frozen=True, tag="response.custom_tool_call_input.delta"):
+class CustomInputDelta(Struct, frozen=True, tag="response.custom_tool_call_input.delta"):
     item_id: str
     output_index: int
     delta: str
@@ -313,23 +313,23 @@ class InputDone(Struct, frozen=True, tag="response.custom_tool_call_input.done")
 
 
 Event = (
-    Created
-    | Queued
+    ResponseCreated
+    | ResponseQueued
     | InProgress
-    | Completed
+    | ResponseCompleted
     | IncompleteEvent
-    | Failed
+    | ResponseFailed
     | ItemAdded
     | ItemDone
     | PartAdded
     | PartDone
-    | TextDelta
-    | TextDone
+    | OutputTextDelta
+    | OutputTextDone
     | ReasoningDelta
     | ReasoningDone
     | ArgumentsDelta
     | ArgumentsDone
-    | InputDelta
+    | CustomInputDelta
     | InputDone
 )
 

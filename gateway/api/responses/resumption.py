@@ -15,19 +15,19 @@ import msgspec
 from gateway.api.common import serve
 from gateway.api.responses import journal
 from gateway.api.responses.background import Background, Backgrounds
-from gateway.api.responses.encoder import Run
-from gateway.api.responses.history import OWN_MEDIA, History, ResponseNotFound, stem_of
-from gateway.api.responses.items import Output
-from gateway.api.responses.journal import Journals
+from gateway.api.responses.encoder import ResponseRun
+from gateway.api.responses.history import OWN_MEDIA, ResponseHistory, ResponseNotFound, stem_of
+from gateway.api.responses.items import ResponseOutput
+from gateway.api.responses.journal import ResponseJournals
 from gateway.api.responses.journal_records import (
-    Asked,
-    Begun,
-    Content,
-    Left,
+    BeginRecord,
+    ContentRecord,
+    DeltaRecord,
+    JournaledRequest,
     NotUnderstood,
-    Placed,
-    Started,
-    Written,
+    PlacementRecord,
+    ShutdownRecord,
+    StartRecord,
 )
 from gateway.api.responses.journal_records import (
     Record as JournalRecord,
@@ -35,7 +35,7 @@ from gateway.api.responses.journal_records import (
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, ModelNotFound, Unauthorized, Unavailable
 from gateway.request.generation import Generation
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from gateway.services import Services
 from protocol.codec import pack
 from protocol.messages import ChatPrompt, Generate
@@ -53,7 +53,7 @@ GAP: Final = 1 << 24
 
 
 @dataclass(slots=True)
-class Replayed:
+class ReplayedResponse:
     """A journal as its response has it: the tokens so far, and how many daemons in a row had none."""
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -76,7 +76,9 @@ class Replayed:
 class Resumption:
     """Reads what is left, once, before the daemon serves."""
 
-    def __init__(self, services: Services, history: History, journals: Journals, backgrounds: Backgrounds) -> None:
+    def __init__(
+        self, services: Services, history: ResponseHistory, journals: ResponseJournals, backgrounds: Backgrounds
+    ) -> None:
         self._services = services
         self._history = history
         self._journals = journals
@@ -98,7 +100,7 @@ class Resumption:
             return
         asked = content.asked
         background = Background(asked.key or "", self._run(asked))
-        records = [*content.records, Begun(journal.boot_id())]
+        records = [*content.records, BeginRecord(journal.boot_id())]
         replayed = await self._services.bodies.work(content.whole_bytes, replay, background, records)
         background.record_in(self._journals.reopen(path, content, background.events.add))
         log.info("background response %s goes on after %d tokens", background.id, len(replayed.token_ids))
@@ -106,7 +108,7 @@ class Resumption:
         work = self._finish(background) if is_whole else self._go_on(background, asked, replayed)
         self._backgrounds.hold(background, work)
 
-    async def _content(self, path: Path) -> Content | None:
+    async def _content(self, path: Path) -> ContentRecord | None:
         if not self._journals.is_on:
             return None
         try:
@@ -115,7 +117,7 @@ class Resumption:
             log.error("journal %s: its response does not go on: %s", path.name, error)
             return None
 
-    async def _has_ended(self, asked: Asked) -> bool:
+    async def _has_ended(self, asked: JournaledRequest) -> bool:
         """Whether its end is kept. A daemon that was killed may not have kept its beginning yet."""
         try:
             stored = await self._history.get(asked.key or "", asked.response.id)
@@ -123,20 +125,20 @@ class Resumption:
             return False
         return self._history.has_ended(stored)
 
-    def _run(self, asked: Asked) -> Run:
+    def _run(self, asked: JournaledRequest) -> ResponseRun:
         prompt, response = asked.generate.prompt, asked.response
         media = prompt.media if isinstance(prompt, ChatPrompt) else ()
         own = {each.digest: each.data for each in media if each.param.startswith(OWN_MEDIA)}
         keep = self._history.keeper(asked.key or "", asked.inputs, own, asked.body_bytes)
-        output = Output(stem_of(response), asked.forms, asked.is_sealed)
+        output = ResponseOutput(stem_of(response), asked.forms, asked.is_sealed)
         stop = partial(self._services.link.stop, reason="cancelled")
-        return Run(response, output, serve.now, keep, stop, asked.body_bytes)
+        return ResponseRun(response, output, serve.now, keep, stop, asked.body_bytes)
 
     async def _finish(self, background: Background) -> None:
         await background.complete()
         await self._backgrounds.end(background)
 
-    async def _go_on(self, background: Background, asked: Asked, replayed: Replayed) -> None:
+    async def _go_on(self, background: Background, asked: JournaledRequest, replayed: ReplayedResponse) -> None:
         with ExitStack() as held:
             try:
                 generation = await self._entered(background, asked, replayed, held)
@@ -148,7 +150,9 @@ class Resumption:
             leases = held.pop_all()
         await self._backgrounds.run(background, generation, leases)
 
-    async def _entered(self, background: Background, asked: Asked, replayed: Replayed, held: ExitStack) -> Generation:
+    async def _entered(
+        self, background: Background, asked: JournaledRequest, replayed: ReplayedResponse, held: ExitStack
+    ) -> Generation:
         """Its generation, as any request has to be admitted. Raises `ApiError`."""
         services = self._services
         if replayed.fruitless > FRUITLESS_MAX:
@@ -165,7 +169,7 @@ class Resumption:
         lease, media_lease = services.bodies.lease(), services.media.lease()
         held.callback(lease.close)
         held.callback(media_lease.close)
-        record = Record(asked.request_id, "POST", PATH, caller=caller, model=model.name, stream=True)
+        record = RequestRecord(asked.request_id, "POST", PATH, caller=caller, model=model.name, stream=True)
         record.lease, record.media_lease, record.body_bytes = lease, media_lease, asked.body_bytes
         lease.owner = media_lease.owner = caller.key or ""
         await lease.reach(asked.body_bytes)
@@ -182,7 +186,7 @@ class Resumption:
         return held.enter_context(Generation(services, model, packed, record, background.run.bind, form=form or ""))
 
     async def _model(
-        self, background: Background, asked: Asked, resolve: Callable[[], ModelConfig], form: str | None
+        self, background: Background, asked: JournaledRequest, resolve: Callable[[], ModelConfig], form: str | None
     ) -> ModelConfig:
         """The model that it was asked of; one that only peers have once a peer has it in the same form.
 
@@ -208,30 +212,30 @@ class Resumption:
             await asyncio.sleep(LOOK_S)
 
 
-def replay(background: Background, records: list[JournalRecord]) -> Replayed:
+def replay(background: Background, records: list[JournalRecord]) -> ReplayedResponse:
     """Give a response the events of its journal, with the numbers that they had. For any thread."""
     encoder, events = background.encoder, background.events
     events.add(encoder.queued())
-    replayed = Replayed()
+    replayed = ReplayedResponse()
     boot: str | None = None
     is_certain = True
     for record in records:
         match record:
-            case Begun():
+            case BeginRecord():
                 # After a power cut, clients may have had events of which the disk knows nothing.
                 if boot is not None and not is_certain and not (boot and record.boot == boot):
                     events.skip(encoder.skip(GAP))
                 boot = record.boot
                 replayed.fruitless += 1
-            case Started():
+            case StartRecord():
                 events.add(encoder.started())
-            case Written(deltas, left_out):
+            case DeltaRecord(deltas, left_out):
                 events.add(encoder.encode(deltas))
                 replayed.token_ids += [token for delta in deltas for token in delta.token_ids]
                 replayed.left_out, replayed.fruitless = left_out, 0
-            case Placed(form):
+            case PlacementRecord(form):
                 background.form = form
-            case Left():
+            case ShutdownRecord():
                 pass
-        is_certain = isinstance(record, Left)
+        is_certain = isinstance(record, ShutdownRecord)
     return replayed

@@ -9,14 +9,14 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.responses import response as out
 from gateway.api.responses.background import Background, failed_by_restart
-from gateway.api.responses.encoder import Run
-from gateway.api.responses.history import History, tenant_of
-from gateway.api.responses.request import Item
-from gateway.api.responses.store import Stored
+from gateway.api.responses.encoder import ResponseRun
+from gateway.api.responses.history import ResponseHistory, tenant_of
+from gateway.api.responses.request import InputItem
+from gateway.api.responses.store import StoredResponse
 from gateway.errors import BadRequest
 from gateway.http.exchange import reserve, send_body
 from gateway.http.shared_answers import SharedAnswers
-from gateway.request.record import Header, Record, record_of
+from gateway.request.record import Header, RequestRecord, record_of
 from gateway.services import Services
 
 _encode = msgspec.json.Encoder().encode
@@ -25,13 +25,13 @@ _encode = msgspec.json.Encoder().encode
 class Retrieval:
     """The ways to answer with a response. Raises `Unavailable` where there is no room for the answer."""
 
-    def __init__(self, services: Services, history: History) -> None:
+    def __init__(self, services: Services, history: ResponseHistory) -> None:
         self._services = services
         self._history = history
         self._answers = SharedAnswers(services.bodies)
 
     async def send_state(
-        self, run: Run, state: out.Response, record: Record, send: Send, headers: Sequence[Header] = ()
+        self, run: ResponseRun, state: out.Response, record: RequestRecord, send: Send, headers: Sequence[Header] = ()
     ) -> None:
         """Answer with a response as it is, or just was."""
         size = run.size_bytes
@@ -40,7 +40,7 @@ class Retrieval:
         async with self._answers.reading(record, key, size, make) as body:
             await send_body(send, 200, body, [*headers])
 
-    async def send_stored(self, response_id: str, record: Record, send: Send) -> None:
+    async def send_stored(self, response_id: str, record: RequestRecord, send: Send) -> None:
         """Answer with a stored response. Raises `ResponseNotFound`."""
         tenant = tenant_of(record)
         size = (await self._history.sizes(tenant, response_id)).body_bytes
@@ -52,7 +52,7 @@ class Retrieval:
         async with self._answers.reading(record, (response_id, size), size, make) as body:
             await send_body(send, 200, body)
 
-    def _ended(self, stored: Stored) -> bytes:
+    def _ended(self, stored: StoredResponse) -> bytes:
         return stored.body if self._history.has_ended(stored) else failed_by_restart(stored.body)
 
     async def send_events(self, background: Background, after: int, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +63,9 @@ class Retrieval:
         async with self._answers.reading(record, (background.id, "echo"), events.echo_bytes, make) as echo:
             await background.answer(after, scope, receive, send, write_timeout_s, echo)
 
-    async def send_items(self, response_id: str, query: QueryParams, limit: int, record: Record, send: Send) -> None:
+    async def send_items(
+        self, response_id: str, query: QueryParams, limit: int, record: RequestRecord, send: Send
+    ) -> None:
         """Answer with a page of what the model was given, the conversation before included.
 
         Raises `ResponseNotFound` and `BadRequest`.
@@ -87,7 +89,9 @@ class Retrieval:
             await send_body(send, 200, body)
 
 
-def _page(before: list[Item], history: History, stored: Stored, query: QueryParams, limit: int) -> bytes:
+def _page(
+    before: list[InputItem], history: ResponseHistory, stored: StoredResponse, query: QueryParams, limit: int
+) -> bytes:
     """The newest first, unless asked otherwise. Raises `BadRequest`."""
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):

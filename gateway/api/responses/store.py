@@ -62,7 +62,7 @@ INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SE
 """
 
 
-class Stored(Struct, frozen=True):
+class StoredResponse(Struct, frozen=True):
     """One response: `body` is its JSON, `inputs` the JSON list of its own input items.
 
     `item_ids` are those of all items in it, by which they can be referred to. `tenant` is who may read it. `said_bytes`
@@ -136,7 +136,7 @@ class Store:
         if not self._is_closed:
             self._thread.submit(self._shrink_or_log)
 
-    def keep(self, about_bytes: int, make: Callable[[], Stored]) -> None:
+    def keep(self, about_bytes: int, make: Callable[[], StoredResponse]) -> None:
         """Keep a response of about this size, made in the thread, soon.
 
         One that cannot be kept is logged and counted: its client has it anyway.
@@ -149,7 +149,7 @@ class Store:
             return
         self._thread.submit(self._keep_or_log, about_bytes, make)
 
-    async def get(self, tenant: str, response_id: str) -> Stored | None:
+    async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Raises `StoreBroken`, as do all of these."""
         return await self._call(lambda: self._get(self._open(), tenant, response_id))
 
@@ -158,7 +158,7 @@ class Store:
         return await self._call(lambda: self._sizes(self._open(), tenant, response_id))
 
     async def conversation(
-        self, tenant: str, response_id: str, most_bytes: int, read: Callable[[Stored], list[T]]
+        self, tenant: str, response_id: str, most_bytes: int, read: Callable[[StoredResponse], list[T]]
     ) -> tuple[int, list[T]] | None:
         """Size of a response and all before it, and the results of `read` for each, oldest first. Reads in the thread.
 
@@ -167,7 +167,7 @@ class Store:
         return await self._call(lambda: self._conversation(tenant, response_id, most_bytes, read))
 
     async def owners(
-        self, tenant: str, item_ids: Sequence[str], most_bytes: int, read: Callable[[Stored], list[T]]
+        self, tenant: str, item_ids: Sequence[str], most_bytes: int, read: Callable[[StoredResponse], list[T]]
     ) -> list[T]:
         """Results of `read`, in the thread, for the newest response that holds an item of each of these ids.
 
@@ -296,7 +296,7 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             log.error("write-ahead log of the response store cannot be emptied: %s", error)
 
-    def _keep_or_log(self, size: int, make: Callable[[], Stored]) -> None:
+    def _keep_or_log(self, size: int, make: Callable[[], StoredResponse]) -> None:
         try:
             try:
                 stored = make()
@@ -328,7 +328,7 @@ class Store:
             for (tenant,) in tenants:
                 self._evict(database, tenant)
 
-    def _keep(self, database: sqlite3.Connection, stored: Stored) -> None:
+    def _keep(self, database: sqlite3.Connection, stored: StoredResponse) -> None:
         size = len(stored.body) + len(stored.inputs) + sum(map(len, stored.media.values()))
         row = (stored.id, stored.tenant, stored.previous, self._now(), size, stored.body, stored.inputs)
         with database:
@@ -359,12 +359,12 @@ class Store:
                 if total <= self._max_bytes:
                     break
 
-    def _get(self, database: sqlite3.Connection, tenant: str, response_id: str) -> Stored | None:
+    def _get(self, database: sqlite3.Connection, tenant: str, response_id: str) -> StoredResponse | None:
         row = database.execute(
             "SELECT id, tenant, previous, body, inputs FROM responses WHERE id = ? AND tenant = ? AND used >= ?",
             (response_id, tenant, self._now() - self._max_age_s),
         ).fetchone()
-        return None if row is None else Stored(*row)
+        return None if row is None else StoredResponse(*row)
 
     def _sizes(self, database: sqlite3.Connection, tenant: str, response_id: str) -> StoredSizes | None:
         row = database.execute(
@@ -374,7 +374,7 @@ class Store:
         return None if row is None else StoredSizes(*row)
 
     def _conversation(
-        self, tenant: str, response_id: str, most_bytes: int, read: Callable[[Stored], list[T]]
+        self, tenant: str, response_id: str, most_bytes: int, read: Callable[[StoredResponse], list[T]]
     ) -> tuple[int, list[T]] | None:
         database = self._open()
         size = 0
@@ -406,7 +406,7 @@ class Store:
         return size, parts
 
     def _owners(
-        self, tenant: str, item_ids: Sequence[str], most_bytes: int, read: Callable[[Stored], list[T]]
+        self, tenant: str, item_ids: Sequence[str], most_bytes: int, read: Callable[[StoredResponse], list[T]]
     ) -> list[T]:
         database = self._open()
         sizes: dict[str, int] = {}

@@ -6,8 +6,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from gateway.api.common.canonical import Choice, Tool, ToolUse, sendable
-from gateway.api.responses.request import CountRequest
+from gateway.api.common.canonical import FunctionTool, ToolMode, ToolPolicy, sendable
+from gateway.api.responses.request import InputTokensRequest
 from gateway.errors import BadRequest
 
 # Between a namespace and the name of a function in it: names may hold letters, digits, `_` and `-` only.
@@ -34,10 +34,10 @@ FOREIGN: Final = frozenset(
         "programmatic_tool_calling",
     }
 )
-_CHOICES: Final = {"auto": Choice.AUTO, "none": Choice.NONE, "required": Choice.REQUIRED}
+_CHOICES: Final = {"auto": ToolMode.AUTO, "none": ToolMode.NONE, "required": ToolMode.REQUIRED}
 
 
-class Grammar(Struct, frozen=True):
+class InputGrammar(Struct, frozen=True):
     """Format of a custom tool's input: described to the model, not enforced."""
 
     type: str = "text"
@@ -45,7 +45,7 @@ class Grammar(Struct, frozen=True):
     definition: str = ""
 
 
-class ToolSpec(Struct, frozen=True):
+class ResponseTool(Struct, frozen=True):
     """A tool of any type."""
 
     type: str
@@ -53,8 +53,8 @@ class ToolSpec(Struct, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: Grammar | None = None
-    tools: list["ToolSpec"] | None = None
+    format: InputGrammar | None = None
+    tools: list["ResponseTool"] | None = None
 
 
 class ChoiceSpec(Struct, frozen=True):
@@ -68,7 +68,7 @@ class ChoiceSpec(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ToolIdentity:
     """A tool's identity for the client."""
 
     name: str
@@ -80,26 +80,26 @@ class Form:
 class Toolbox:
     """The tools of one request: as the model sees them, by name as the client knows them, and as they are echoed."""
 
-    use: ToolUse
-    forms: dict[str, Form]
+    use: ToolPolicy
+    forms: dict[str, ToolIdentity]
     echo: list[dict[str, Any]]
     ignored: list[str]
 
 
 @dataclass(slots=True)
 class _Collected:
-    tools: list[Tool] = field(default_factory=list[Tool])
-    forms: dict[str, Form] = field(default_factory=dict[str, Form])
+    tools: list[FunctionTool] = field(default_factory=list[FunctionTool])
+    forms: dict[str, ToolIdentity] = field(default_factory=dict[str, ToolIdentity])
     ignored: list[str] = field(default_factory=list[str])
 
 
-def toolbox(request: CountRequest) -> Toolbox:
+def toolbox(request: InputTokensRequest) -> Toolbox:
     """Raises `BadRequest`."""
     collected = _Collected()
     echo: list[dict[str, Any]] = []
     for index, raw in enumerate(request.tools or ()):
         where = f"tools[{index}]"
-        spec = _convert(raw, ToolSpec, where)
+        spec = _convert(raw, ResponseTool, where)
         _collect(spec, "", where, collected)
         echo.append(
             {"description": None, "parameters": None, **raw, "strict": bool(spec.strict)}
@@ -115,7 +115,7 @@ def flat_name(name: str, namespace: str | None) -> str:
     return f"{namespace}{SEPARATOR}{name}" if namespace else name
 
 
-def _collect(spec: ToolSpec, namespace: str, where: str, found: _Collected) -> None:
+def _collect(spec: ResponseTool, namespace: str, where: str, found: _Collected) -> None:
     match spec.type:
         case "function" | "custom":
             if not spec.name:
@@ -124,7 +124,7 @@ def _collect(spec: ToolSpec, namespace: str, where: str, found: _Collected) -> N
             found.tools.append(tool)
             if spec.type == "custom" and spec.format is not None and spec.format.definition:
                 found.ignored.append("tools.custom.format")
-            found.forms[tool.name] = Form(spec.name, namespace, spec.type == "custom")
+            found.forms[tool.name] = ToolIdentity(spec.name, namespace, spec.type == "custom")
         case "namespace" if not namespace:
             for index, inner in enumerate(spec.tools or ()):
                 _collect(inner, spec.name, f"{where}.tools[{index}]", found)
@@ -135,12 +135,12 @@ def _collect(spec: ToolSpec, namespace: str, where: str, found: _Collected) -> N
             raise BadRequest(message, f"{where}.type", "invalid_value")
 
 
-def _function(spec: ToolSpec, namespace: str, where: str) -> Tool:
+def _function(spec: ResponseTool, namespace: str, where: str) -> FunctionTool:
     parameters = sendable(spec.parameters or {}, f"{where}.parameters")
-    return Tool(flat_name(spec.name, namespace), spec.description or "", parameters, bool(spec.strict))
+    return FunctionTool(flat_name(spec.name, namespace), spec.description or "", parameters, bool(spec.strict))
 
 
-def _custom(spec: ToolSpec, namespace: str) -> Tool:
+def _custom(spec: ResponseTool, namespace: str) -> FunctionTool:
     """Free-form text as the one string of a function; a grammar is told in the description."""
     description = spec.description or ""
     if spec.format is not None and spec.format.definition:
@@ -148,30 +148,30 @@ def _custom(spec: ToolSpec, namespace: str) -> Tool:
         description = f"{description}\n\n{grammar}" if description else grammar
     value = {"type": "string", "description": "The whole input of the tool, as plain text."}
     parameters = {"type": "object", "properties": {INPUT: value}, "required": [INPUT], "additionalProperties": False}
-    return Tool(flat_name(spec.name, namespace), description, parameters, False)
+    return FunctionTool(flat_name(spec.name, namespace), description, parameters, False)
 
 
 # -- the choice among them -------------------------------------------------------------------------------------------
 
 
-def _use(request: CountRequest, found: _Collected) -> ToolUse:
+def _use(request: InputTokensRequest, found: _Collected) -> ToolPolicy:
     tools, is_parallel = tuple(found.tools), request.parallel_tool_calls is not False
     choice = request.tool_choice
     if choice is None or isinstance(choice, str):
-        return ToolUse(tools, _mode(choice or "auto", "tool_choice"), is_parallel=is_parallel)
+        return ToolPolicy(tools, _mode(choice or "auto", "tool_choice"), is_parallel=is_parallel)
     spec = _convert(choice, ChoiceSpec, "tool_choice")
     match spec.type:
         case "function" | "custom":
-            return ToolUse(tools, Choice.NAMED, flat_name(spec.name, spec.namespace), is_parallel)
+            return ToolPolicy(tools, ToolMode.NAMED, flat_name(spec.name, spec.namespace), is_parallel)
         case "allowed_tools":
             allowed = {flat_name(one.name, one.namespace) for one in spec.tools or ()}
             kept = tuple(tool for tool in tools if tool.name in allowed)
-            return ToolUse(kept, _mode(spec.mode, "tool_choice.mode"), is_parallel=is_parallel)
+            return ToolPolicy(kept, _mode(spec.mode, "tool_choice.mode"), is_parallel=is_parallel)
         case kind:
             raise BadRequest(f"A tool of type {kind[:50]!r} cannot be called here.", "tool_choice", "invalid_value")
 
 
-def _mode(word: str, param: str) -> Choice:
+def _mode(word: str, param: str) -> ToolMode:
     if word not in _CHOICES:
         raise BadRequest(f"Invalid value for '{param}': {word[:40]!r}.", param, "invalid_value")
     return _CHOICES[word]

@@ -1,7 +1,8 @@
 """A small HTTP/1.1 client for streams, cheap enough to load a server from the same two cores.
 
-One `Connection` carries one request at a time. Everything that happens per event happens in the socket's callback: no
-task is woken before the answer is complete. A general client costs as much per token as the gateway that it measures.
+One `BenchConnection` carries one request at a time. Everything that happens per event happens in the socket's
+callback: no task is woken before the answer is complete. A general client costs as much per token as the gateway
+that it measures.
 """
 
 import asyncio
@@ -111,7 +112,7 @@ class Target:
         return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
-class Connection(asyncio.Protocol):
+class BenchConnection(asyncio.Protocol):
     """One socket, kept alive between requests and opened again when the server has closed it.
 
     `reply` is that of the current or last request and fills as the answer arrives.

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.ctl.bench.client import Connection, Reply, Target
+from gateway.ctl.bench.client import BenchConnection, Reply, Target
 from gateway.ctl.bench.measure import Summary, summarize_ms, table
 
 CHAT: Final = "chat"
@@ -19,7 +19,7 @@ _PATHS: Final = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions", EM
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchRequest:
     """One request."""
 
     prompt: str
@@ -27,7 +27,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BenchLoad:
     """Load of a measurement: target, model and requests. `extra` is added to each body unchanged."""
 
     target: Target
@@ -40,7 +40,7 @@ class Load:
     def path(self) -> str:
         return _PATHS[self.endpoint]
 
-    def body(self, job: Job) -> bytes:
+    def body(self, job: BenchRequest) -> bytes:
         """The JSON of one streaming greedy request, or of one text to embed."""
         if self.endpoint == EMBEDDING:
             body = {"model": self.model, "input": job.prompt, "encoding_format": "base64"}
@@ -88,14 +88,14 @@ class _Refused(msgspec.Struct):
     error: _Fault
 
 
-async def closed_loop(load: Load, jobs: Sequence[Job], concurrency: int) -> tuple[float, list[Reply]]:
+async def closed_loop(load: BenchLoad, jobs: Sequence[BenchRequest], concurrency: int) -> tuple[float, list[Reply]]:
     """The wall time from the first request to the last answer, and the replies in the order of `jobs`."""
     replies: list[Reply | None] = [None] * len(jobs)
     bodies = [load.body(job) for job in jobs]
     todo = iter(range(len(jobs)))
-    connections = [Connection(load.target) for _ in range(min(concurrency, len(jobs)))]
+    connections = [BenchConnection(load.target) for _ in range(min(concurrency, len(jobs)))]
 
-    async def client(connection: Connection) -> None:
+    async def client(connection: BenchConnection) -> None:
         for at in todo:
             reply = replies[at] = await connection.request(load.path, bodies[at], load.timeout_s)
             if load.endpoint == EMBEDDING and reply.ok:
@@ -111,7 +111,9 @@ async def closed_loop(load: Load, jobs: Sequence[Job], concurrency: int) -> tupl
     return wall_s, [reply for reply in replies if reply is not None]
 
 
-async def sweep(load: Load, concurrencies: Sequence[int], jobs: Callable[[int], Sequence[Job]]) -> list[Report]:
+async def sweep(
+    load: BenchLoad, concurrencies: Sequence[int], jobs: Callable[[int], Sequence[BenchRequest]]
+) -> list[Report]:
     """One report for each concurrency, of the `jobs` that it is given."""
     reports: list[Report] = []
     for concurrency in concurrencies:

@@ -7,12 +7,12 @@ import typer
 from gateway.ctl import client
 from gateway.ctl.complete import Model
 from gateway.ctl.printing import Json, print_json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from protocol.kinds import EMBED, RERANK
 
 if TYPE_CHECKING:
-    from gateway.admin_types import Status
-    from gateway.ctl.bench.closed_loop import Load, Report
+    from gateway.admin_types import DaemonStatus
+    from gateway.ctl.bench.closed_loop import BenchLoad, Report
 
 # For each client of a round.
 REQUESTS: Final = 3
@@ -50,31 +50,33 @@ def bench(
 
 
 def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requests: int) -> "list[Report]":
-    """One report for each of `rounds`. Raises `Failed`."""
+    """One report for each of `rounds`. Raises `CommandFailed`."""
     from gateway.ctl.bench.client import Target, run
-    from gateway.ctl.bench.closed_loop import CHAT, EMBEDDING, Job, Load, sweep
+    from gateway.ctl.bench.closed_loop import CHAT, EMBEDDING, BenchLoad, BenchRequest, sweep
     from gateway.ctl.bench.words import Prompts
 
     kind = _kind(client.status(), model)
     if kind == RERANK:
-        raise Failed(f"{model} scores pairs of texts: bench measures models of text and of embeddings")
+        raise CommandFailed(f"{model} scores pairs of texts: bench measures models of text and of embeddings")
     target = Target("mlxd", 80, socket=str(client.admin_socket()))
     load = (
-        Load(target, model, EMBEDDING, None, LOAD_TIMEOUT_S)
+        BenchLoad(target, model, EMBEDDING, None, LOAD_TIMEOUT_S)
         if kind == EMBED
-        else Load(target, model, CHAT, {"ignore_eos": True}, LOAD_TIMEOUT_S)
+        else BenchLoad(target, model, CHAT, {"ignore_eos": True}, LOAD_TIMEOUT_S)
     )
 
     async def measured() -> "list[Report]":
         prompts = Prompts(None, seed=0, tokens_per_word=await _tokens_per_word(load, prompt_tokens))
         return await sweep(
-            load, rounds, lambda clients: [Job(prompts.make(prompt_tokens), tokens) for _ in range(clients * requests)]
+            load,
+            rounds,
+            lambda clients: [BenchRequest(prompts.make(prompt_tokens), tokens) for _ in range(clients * requests)],
         )
 
     return run(measured())
 
 
-def _kind(status: "Status", name: str) -> str:
+def _kind(status: "DaemonStatus", name: str) -> str:
     """Kind of a model of the daemon, by its worker or by its files; empty for a name that it does not know."""
     from gateway.model_files.metadata import kind_of_files
 
@@ -85,16 +87,16 @@ def _kind(status: "Status", name: str) -> str:
     return ""
 
 
-async def _tokens_per_word(load: "Load", tokens: int) -> float:
-    """In the model's own vocabulary, from a first request, which warms it up as well. Raises `Failed`."""
-    from gateway.ctl.bench.closed_loop import Job, closed_loop, report
+async def _tokens_per_word(load: "BenchLoad", tokens: int) -> float:
+    """In the model's own vocabulary, from a first request, which warms it up as well. Raises `CommandFailed`."""
+    from gateway.ctl.bench.closed_loop import BenchRequest, closed_loop, report
     from gateway.ctl.bench.words import Prompts
 
     # Of prompts that the rounds do not use: nothing of theirs may be cached.
     prompt = Prompts(None, seed=1).make(tokens)
-    _, [reply] = await closed_loop(load, [Job(prompt, 2)], 1)
+    _, [reply] = await closed_loop(load, [BenchRequest(prompt, 2)], 1)
     if not reply.ok:
-        raise Failed("; ".join(report(1, 1.0, [reply]).first_errors))
+        raise CommandFailed("; ".join(report(1, 1.0, [reply]).first_errors))
     return max(reply.prompt_tokens, 1) / len(prompt.split())
 
 

@@ -15,7 +15,7 @@ _WORDS: Final = 6000
 TOKENS_PER_WORD: Final = 1.5
 
 
-class Encoder(Protocol):
+class WordEncoder(Protocol):
     """The tokenizer's method that is used here."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = ...) -> list[int]: ...
@@ -37,7 +37,7 @@ def vocabulary() -> list[str]:
 class Prompts:
     """Prompts of so many tokens, exactly so with a tokenizer. None begins as another: no prefix cache helps."""
 
-    def __init__(self, tokenizer: Encoder | None, seed: int, tokens_per_word: float = TOKENS_PER_WORD) -> None:
+    def __init__(self, tokenizer: WordEncoder | None, seed: int, tokens_per_word: float = TOKENS_PER_WORD) -> None:
         # As text: Python seeds with the absolute value of a number, and -1 would give the prompts of 1.
         self._random = random.Random(str(seed))
         self._words = vocabulary()

@@ -15,12 +15,12 @@ from gateway.config.worker_spec import worker_spec
 from gateway.ctl.complete import Model
 from gateway.ctl.offline import check_room, model_of, read_config, running_models
 from gateway.ctl.printing import Anyway, Json, records
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from protocol.spec import STDIN
-from protocol.wisdom import FOLDER_ENV, Finding, wisdom_dir
+from protocol.wisdom import FOLDER_ENV, CalibrationResult, wisdom_dir
 
 SECONDS: Final = 60.0
-_finding = msgspec.json.Decoder(Finding)
+_finding = msgspec.json.Decoder(CalibrationResult)
 
 
 def calibrate(
@@ -41,7 +41,9 @@ def calibrate(
     config = read_config()
     configured = model_of(config, model)
     if configured.group.nodes:
-        raise Failed(f"{configured.name} is run by a group of processes: a model of one process can be calibrated")
+        raise CommandFailed(
+            f"{configured.name} is run by a group of processes: a model of one process can be calibrated"
+        )
     if not json and any(each.name == configured.name and each.pid for each in running_models() or ()):
         typer.echo(f"{configured.name} is loaded in the daemon too: what it serves meanwhile makes the figures worse.")
     if not yes:
@@ -50,8 +52,8 @@ def calibrate(
         typer.echo(msgspec.json.encode(finding).decode() if json else line(finding))
 
 
-def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Finding]:
-    """Every measurement, as it is made. Raises `Failed`."""
+def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[CalibrationResult]:
+    """Every measurement, as it is made. Raises `CommandFailed`."""
     argv = [sys.executable, "-P", "-m", "worker.calibrate", "--spec", STDIN, "--seconds", str(seconds)]
     environment = {**os.environ, FOLDER_ENV: str(wisdom_dir(config.home))}
     with tempfile.TemporaryFile() as stdin:
@@ -63,10 +65,10 @@ def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Fin
         assert process.stdout is not None
         yield from records(process.stdout, _finding)
     if process.returncode:
-        raise Failed(f"the model could not be calibrated (exit status {process.returncode})")
+        raise CommandFailed(f"the model could not be calibrated (exit status {process.returncode})")
 
 
-def line(finding: Finding) -> str:
+def line(finding: CalibrationResult) -> str:
     """One line of the results, for people."""
     from gateway.ctl.tables import size
 

@@ -9,9 +9,9 @@ import typer
 from gateway.config.address import from_here, is_daemon_url
 from gateway.config.settings import url_of
 from gateway.ctl.complete import complete_models
-from gateway.ctl.offline import Served, daemon, read_config, served_models
+from gateway.ctl.offline import ServedModel, daemon, read_config, served_models
 from gateway.ctl.printing import Json, print_json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.home_paths import default_home, keys_path
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _tell_command(setup: "Setup") -> None:
 
 
 def _endpoint(model: str | None, url: str | None) -> "Endpoint":
-    """Of the daemon, or of the one that the configuration describes. Raises `Failed`."""
+    """Of the daemon, or of the one that the configuration describes. Raises `CommandFailed`."""
     from gateway.connect.client_setups import CONTEXT, Endpoint
     from gateway.media.modalities import modalities
 
@@ -99,7 +99,7 @@ def _endpoint(model: str | None, url: str | None) -> "Endpoint":
     key = os.environ.get(KEY_VARIABLE, "").strip()
     # With the file, even an empty one, keys are required.
     if not key and keys_path(default_home()).exists():
-        raise Failed(
+        raise CommandFailed(
             f"mlxd has API keys: put one of this client into {KEY_VARIABLE}, such as "
             f"export {KEY_VARIABLE}=$(mlxctl keys create NAME)"
         )
@@ -115,22 +115,22 @@ def _endpoint(model: str | None, url: str | None) -> "Endpoint":
     )
 
 
-def _chosen(models: Sequence[Served], wanted: str | None) -> Served:
-    """Raises `Failed`."""
+def _chosen(models: Sequence[ServedModel], wanted: str | None) -> ServedModel:
+    """Raises `CommandFailed`."""
     if wanted is not None:
         for model in models:
             if wanted in (model.name, *model.aliases):
                 return model
         names = ", ".join(model.name for model in models)
-        raise Failed(f"there is no model {wanted!r}; models here: {names or 'none'}")
+        raise CommandFailed(f"there is no model {wanted!r}; models here: {names or 'none'}")
     if not models:
-        raise Failed("no model is configured or downloaded: mlxctl recommend lists some that fit")
+        raise CommandFailed("no model is configured or downloaded: mlxctl recommend lists some that fit")
     # Without a configuration, `default` is the demo's, whatever else is downloaded.
     real = [model for model in models if model.name not in _DEMOS] or models
     return next((model for model in real if "default" in model.aliases), real[0])
 
 
-def _context(model: Served) -> int:
+def _context(model: ServedModel) -> int:
     """As loaded or configured, or as its files say; 0 where that is not known."""
     from gateway.ctl.offline import available_bytes
     from gateway.model_files.metadata import Unreadable, find, inspect

@@ -20,7 +20,7 @@ CERTIFICATE_LOW_S: Final = 14 * 86400.0
 Level = Literal["ok", "warn", "bad", "skip"]
 
 
-class Finding(Struct, frozen=True):
+class DoctorFinding(Struct, frozen=True):
     """One check: `bad` will not work, `warn` will hurt some day, `skip` could not be looked at."""
 
     name: str
@@ -29,94 +29,96 @@ class Finding(Struct, frozen=True):
     advice: str = ""
 
 
-def versions(found: Mapping[str, str | None]) -> Finding:
+def versions(found: Mapping[str, str | None]) -> DoctorFinding:
     """`found`: each distribution that mlxd needs, and its version."""
     missing = [name for name, version in found.items() if version is None]
     if missing:
-        return Finding("versions", "bad", f"not installed: {', '.join(missing)}", "install mlxd again")
-    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+        return DoctorFinding("versions", "bad", f"not installed: {', '.join(missing)}", "install mlxd again")
+    return DoctorFinding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
 
 
-def vision(version: str | None, models: Sequence[str]) -> Finding:
+def vision(version: str | None, models: Sequence[str]) -> DoctorFinding:
     """`version`: of mlx-vlm; `models`: those configured whose files have towers."""
     if version is not None:
-        return Finding("vision", "ok", f"mlx-vlm {version}, without the dependencies that pip check misses")
+        return DoctorFinding("vision", "ok", f"mlx-vlm {version}, without the dependencies that pip check misses")
     if models:
         text = f"mlx-vlm is not installed: {', '.join(models)} would take images, video or audio, and serve text alone"
-        return Finding("vision", "warn", text, "mlxctl setup vision")
-    return Finding("vision", "ok", "mlx-vlm is not installed, and no model here would use it")
+        return DoctorFinding("vision", "warn", text, "mlxctl setup vision")
+    return DoctorFinding("vision", "ok", "mlx-vlm is not installed, and no model here would use it")
 
 
-def media(models: Mapping[str, tuple[Sequence[str], str]]) -> Finding:
+def media(models: Mapping[str, tuple[Sequence[str], str]]) -> DoctorFinding:
     """`models`: those loaded that take media or have towers; what each takes, and why no more."""
     told = [f"{name} takes text{''.join(f', {kind}' for kind in taken)}" for name, (taken, _) in models.items()]
     reasons = [f"{name}: {reason}" for name, (_, reason) in models.items() if reason]
     if reasons:
-        return Finding("media", "warn", "; ".join(told), "; ".join(reasons))
-    return Finding("media", "ok", "; ".join(told))
+        return DoctorFinding("media", "warn", "; ".join(told), "; ".join(reasons))
+    return DoctorFinding("media", "ok", "; ".join(told))
 
 
-def configuration(path: Path, error: str) -> Finding:
+def configuration(path: Path, error: str) -> DoctorFinding:
     if error:
-        return Finding("configuration", "bad", error, "mlxctl config check tells when it is good")
-    return Finding("configuration", "ok", str(path) if path.exists() else f"no {path}: the defaults")
+        return DoctorFinding("configuration", "bad", error, "mlxctl config check tells when it is good")
+    return DoctorFinding("configuration", "ok", str(path) if path.exists() else f"no {path}: the defaults")
 
 
-def home(path: Path, mode: int | None, owner: int, uid: int) -> Finding:
+def home(path: Path, mode: int | None, owner: int, uid: int) -> DoctorFinding:
     """`mode`: permission bits, None when it is not there."""
     if mode is None:
-        return Finding("home", "ok", f"{path} will be made at the first start")
+        return DoctorFinding("home", "ok", f"{path} will be made at the first start")
     # Root looks after the homes of others.
     if uid not in (owner, 0):
-        return Finding("home", "bad", f"{path} belongs to user {owner}, not {uid}", f"chown it, or run as user {owner}")
+        return DoctorFinding(
+            "home", "bad", f"{path} belongs to user {owner}, not {uid}", f"chown it, or run as user {owner}"
+        )
     if mode & 0o077:
-        return Finding("home", "warn", f"others may enter {path} (mode {mode:04o})", f"chmod 700 {path}")
-    return Finding("home", "ok", f"{path}, mode {mode:04o}")
+        return DoctorFinding("home", "warn", f"others may enter {path} (mode {mode:04o})", f"chmod 700 {path}")
+    return DoctorFinding("home", "ok", f"{path}, mode {mode:04o}")
 
 
-def socket_paths(run_dir: Path, admin: Path) -> Finding:
+def socket_paths(run_dir: Path, admin: Path) -> DoctorFinding:
     """The sockets of the workers, and the one of `mlxctl`."""
     try:
         addresses(run_dir)
         check_path(admin)
     except PathTooLong as error:
-        return Finding("sockets", "bad", str(error), "set MLXD_HOME to a shorter folder")
-    return Finding("sockets", "ok", f"paths in {run_dir} are short enough")
+        return DoctorFinding("sockets", "bad", str(error), "set MLXD_HOME to a shorter folder")
+    return DoctorFinding("sockets", "ok", f"paths in {run_dir} are short enough")
 
 
-def disk(free: int) -> Finding:
+def disk(free: int) -> DoctorFinding:
     text = f"{free / 1024**3:.1f} GiB free"
     if free < DISK_FULL:
-        return Finding("disk", "bad", text, "make room: mlxctl cache clear, or smaller caches (cache.disk)")
+        return DoctorFinding("disk", "bad", text, "make room: mlxctl cache clear, or smaller caches (cache.disk)")
     if free < DISK_LOW:
-        return Finding("disk", "warn", text, "make room, or set smaller caches (cache.disk)")
-    return Finding("disk", "ok", text)
+        return DoctorFinding("disk", "warn", text, "make room, or set smaller caches (cache.disk)")
+    return DoctorFinding("disk", "ok", text)
 
 
-def port(number: int, *, is_taken: bool, is_ours: bool) -> Finding:
+def port(number: int, *, is_taken: bool, is_ours: bool) -> DoctorFinding:
     if is_ours:
-        return Finding("port", "ok", f"{number} is mlxd's")
+        return DoctorFinding("port", "ok", f"{number} is mlxd's")
     if is_taken:
         advice = f"lsof -i :{number} shows by whom; or set another [server] port"
-        return Finding("port", "bad", f"{number} is taken by another program", advice)
-    return Finding("port", "ok", f"{number} is free")
+        return DoctorFinding("port", "bad", f"{number} is taken by another program", advice)
+    return DoctorFinding("port", "ok", f"{number} is free")
 
 
-def certificate(expires: float, now: float, exposed: str) -> Finding:
+def certificate(expires: float, now: float, exposed: str) -> DoctorFinding:
     """Of TLS. `expires` and `now`: seconds since 1970; `exposed`: the key, if every user may read it."""
     text = f"valid until {date(expires)}"
     if expires - now < CERTIFICATE_LOW_S:
-        return Finding("certificate", "warn", text, "renew it; mlxd takes new files by itself")
+        return DoctorFinding("certificate", "warn", text, "renew it; mlxd takes new files by itself")
     if exposed:
-        return Finding("certificate", "warn", f"every user may read {exposed}", f"chmod 600 {exposed}")
-    return Finding("certificate", "ok", text)
+        return DoctorFinding("certificate", "warn", f"every user may read {exposed}", f"chmod 600 {exposed}")
+    return DoctorFinding("certificate", "ok", text)
 
 
-def files(hard: int) -> Finding:
+def files(hard: int) -> DoctorFinding:
     """`hard`: the limit up to which mlxd raises its own; negative is none."""
     if 0 <= hard < FILES:
-        return Finding("open files", "warn", f"at most {hard}", f"raise the hard limit to {FILES}: ulimit -Hn")
-    return Finding("open files", "ok", "no limit" if hard < 0 else f"up to {hard}")
+        return DoctorFinding("open files", "warn", f"at most {hard}", f"raise the hard limit to {FILES}: ulimit -Hn")
+    return DoctorFinding("open files", "ok", "no limit" if hard < 0 else f"up to {hard}")
 
 
 def wired_max(ram_bytes: int) -> int:
@@ -124,57 +126,59 @@ def wired_max(ram_bytes: int) -> int:
     return max(0, ram_bytes - max(8 * 1024**3, ram_bytes // 16))
 
 
-def wired_limit(said: str | None, ram_bytes: int) -> Finding:
+def wired_limit(said: str | None, ram_bytes: int) -> DoctorFinding:
     """`said`: what `sysctl -n iogpu.wired_limit_mb` prints; 0 is the system's own choice."""
     if said is None or not said.strip().isdecimal():
-        return Finding("wired limit", "skip", "sysctl iogpu.wired_limit_mb cannot be read")
+        return DoctorFinding("wired limit", "skip", "sysctl iogpu.wired_limit_mb cannot be read")
     limit = int(said) * 1024**2
     if limit == 0:
-        return Finding("wired limit", "ok", "the system's own share of memory")
+        return DoctorFinding("wired limit", "ok", "the system's own share of memory")
     if limit > wired_max(ram_bytes):
         text = f"{limit / 1024**3:.0f} of {ram_bytes / 1024**3:.0f} GiB leaves the system too little"
-        return Finding("wired limit", "warn", text, "lower iogpu.wired_limit_mb: a full machine panics")
-    return Finding("wired limit", "ok", f"{limit / 1024**3:.0f} GiB; lost at each boot unless something sets it again")
+        return DoctorFinding("wired limit", "warn", text, "lower iogpu.wired_limit_mb: a full machine panics")
+    return DoctorFinding(
+        "wired limit", "ok", f"{limit / 1024**3:.0f} GiB; lost at each boot unless something sets it again"
+    )
 
 
-def sleep(said: str | None) -> Finding:
+def sleep(said: str | None) -> DoctorFinding:
     """`said`: what `pmset -g custom` or `pmset -g` prints."""
     values = re.findall(r"^\s*sleep\s+(\d+)", said or "", re.MULTILINE)
     if not values:
-        return Finding("sleep", "skip", "pmset cannot be read")
+        return DoctorFinding("sleep", "skip", "pmset cannot be read")
     if any(value != "0" for value in values):
-        return Finding(
+        return DoctorFinding(
             "sleep", "warn", f"the machine sleeps after {max(map(int, values))} min", "sudo pmset -a sleep 0"
         )
-    return Finding("sleep", "ok", "never")
+    return DoctorFinding("sleep", "ok", "never")
 
 
-def daemon(version: str | None, ours: str) -> Finding:
+def daemon(version: str | None, ours: str) -> DoctorFinding:
     """`version`: of the one that answers on the admin socket, None when none does."""
     if version is None:
-        return Finding("daemon", "warn", "does not run", "mlxctl serve, or mlxctl service start")
+        return DoctorFinding("daemon", "warn", "does not run", "mlxctl serve, or mlxctl service start")
     if version != ours:
         text = f"{version} runs, and {ours} is installed"
-        return Finding("daemon", "warn", text, "mlxctl service restart")
-    return Finding("daemon", "ok", f"{version} runs")
+        return DoctorFinding("daemon", "warn", text, "mlxctl service restart")
+    return DoctorFinding("daemon", "ok", f"{version} runs")
 
 
-def livez(status: int | None, url: str) -> Finding:
+def livez(status: int | None, url: str) -> DoctorFinding:
     """`status`: of HTTP; None when it cannot be reached."""
     if status == 200:
-        return Finding("livez", "ok", f"{url}/livez answers")
-    return Finding("livez", "bad", f"{url}/livez: {status or 'no answer'}", "mlxctl logs")
+        return DoctorFinding("livez", "ok", f"{url}/livez answers")
+    return DoctorFinding("livez", "bad", f"{url}/livez: {status or 'no answer'}", "mlxctl logs")
 
 
-def completion(probes: Sequence[Probe]) -> Finding:
+def completion(probes: Sequence[Probe]) -> DoctorFinding:
     """One token, asked of each loaded model through the daemon."""
     bad = [probe for probe in probes if not probe.ok]
     if bad:
         text = "; ".join(f"{probe.model}: {probe.error or probe.state}" for probe in bad)
-        return Finding("completion", "bad", text, f"mlxctl logs {bad[0].model}, mlxctl restart {bad[0].model}")
+        return DoctorFinding("completion", "bad", text, f"mlxctl logs {bad[0].model}, mlxctl restart {bad[0].model}")
     slow = [probe for probe in probes if probe.ms > SLOW_TOKEN_S * 1000 and probe.state != "busy"]
     if slow:
         text = "; ".join(f"{probe.model} took {probe.ms / 1000:.1f} s for one token" for probe in slow)
-        return Finding("completion", "warn", text, "mlxctl requests shows what it does")
+        return DoctorFinding("completion", "warn", text, "mlxctl requests shows what it does")
     states = [f"{probe.model} is {probe.state} ({probe.ms:.0f} ms for one token)" for probe in probes]
-    return Finding("completion", "ok", "; ".join(states))
+    return DoctorFinding("completion", "ok", "; ".join(states))

@@ -18,15 +18,15 @@ import httpx
 import psutil
 
 from gateway.access.key_file import has_keys
-from gateway.admin_types import Status
+from gateway.admin_types import DaemonStatus
 from gateway.config.certificate import CertificateUnusable, is_exposed, load
 from gateway.config.load import load_config
 from gateway.config.settings import CONFIG_NAME, Config, ConfigError, ServerConfig, TlsConfig
 from gateway.ctl import offline
 from gateway.ctl.client import deep_health
 from gateway.ctl.doctor import checks as doctor
-from gateway.ctl.doctor.checks import Finding
-from gateway.failed import Failed
+from gateway.ctl.doctor.checks import DoctorFinding
+from gateway.failed import CommandFailed
 from gateway.home.home_paths import admin_socket, run_dir
 from gateway.media.modalities import expected
 from protocol import __version__
@@ -38,7 +38,7 @@ TIMEOUT_S: Final = 10.0
 Say = Callable[[tuple[str, ...]], str | None]
 
 
-def examine(home: Path, say: Say) -> Iterator[Finding]:
+def examine(home: Path, say: Say) -> Iterator[DoctorFinding]:
     """Every check, one after the other."""
     yield doctor.versions({name: _version(name) for name in DISTRIBUTIONS})
     config, error = _load(home)
@@ -50,7 +50,7 @@ def examine(home: Path, say: Say) -> Iterator[Finding]:
     yield from daemon(config.server if config else ServerConfig())
 
 
-def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Finding]:
+def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[DoctorFinding]:
     """Findings about the machine; they need no daemon."""
     facts = _stat(home)
     mode = stat.S_IMODE(facts.st_mode) if facts else None
@@ -64,7 +64,7 @@ def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Find
         yield doctor.sleep(say(("/usr/bin/pmset", "-g")))
 
 
-def daemon(server: ServerConfig) -> Iterator[Finding]:
+def daemon(server: ServerConfig) -> Iterator[DoctorFinding]:
     """Findings about the daemon: whether it runs, and whether it works."""
     status = offline.daemon()
     # The command line, or a file that has changed since, may say another port than the configuration.
@@ -78,7 +78,7 @@ def daemon(server: ServerConfig) -> Iterator[Finding]:
         yield completion(status)
 
 
-def media(status: Status) -> Iterator[Finding]:
+def media(status: DaemonStatus) -> Iterator[DoctorFinding]:
     """Modalities of the models that are loaded, where one has any, or has lost them."""
     models = {each.name: (each.modalities, each.media_reason) for each in status.models}
     if told := {name: facts for name, facts in models.items() if any(facts)}:
@@ -89,13 +89,13 @@ def _with_towers(config: Config) -> list[str]:
     return [model.name for model in config.models.values() if expected(model.path)]
 
 
-def tls(config: TlsConfig) -> Finding:
+def tls(config: TlsConfig) -> DoctorFinding:
     """The certificate that the configuration names."""
     key = Path(config.key)
     try:
         expires = load(Path(config.certificate), key).expires
     except CertificateUnusable as error:
-        return Finding("certificate", "bad", str(error), "renew it, or correct [server] tls")
+        return DoctorFinding("certificate", "bad", str(error), "renew it, or correct [server] tls")
     return doctor.certificate(expires, time.time(), str(key) if is_exposed(key) else "")
 
 
@@ -107,15 +107,15 @@ def say(argv: tuple[str, ...]) -> str | None:
         return None
 
 
-def completion(status: Status) -> Finding:
+def completion(status: DaemonStatus) -> DoctorFinding:
     """One token of each model that is loaded."""
     # Nothing is loaded for a check: that may take minutes, and the memory that others use.
     if not any(model.state == "ready" for model in status.models):
-        return Finding("completion", "skip", "no model is loaded", "mlxctl load MODEL")
+        return DoctorFinding("completion", "skip", "no model is loaded", "mlxctl load MODEL")
     try:
         return doctor.completion(deep_health().models)
-    except Failed as failed:
-        return Finding("completion", "bad", str(failed), "mlxctl logs")
+    except CommandFailed as failed:
+        return DoctorFinding("completion", "bad", str(failed), "mlxctl logs")
 
 
 def _version(name: str) -> str | None:

@@ -7,7 +7,7 @@ import typer
 from gateway.ctl.printing import Json, print_json
 
 if TYPE_CHECKING:
-    from gateway.ctl.doctor.checks import Finding
+    from gateway.ctl.doctor.checks import DoctorFinding
 
 _MARKS: Final = {"ok": "ok  ", "warn": "WARN", "bad": "BAD ", "skip": "-   "}
 _COLORS: Final = {"ok": "green", "warn": "yellow", "bad": "red", "skip": "bright_black"}
@@ -24,7 +24,7 @@ def doctor(json: Json = False) -> None:
     report(list(examine(default_home(), say)), json)
 
 
-def report(findings: "list[Finding]", json: bool) -> None:
+def report(findings: "list[DoctorFinding]", json: bool) -> None:
     """Print findings. Exits with status 1 when one is bad."""
     if json:
         print_json(findings)

@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Final
 
-from gateway.admin_types import Done, ModelStatus
+from gateway.admin_types import CommandDone, ModelStatus
 from gateway.ctl import client
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def load(model: str) -> None:
         done.result()
 
 
-def _order(model: str) -> Future[Done]:
+def _order(model: str) -> Future[CommandDone]:
     """Ask for the load from a thread that Ctrl-C does not wait for: the daemon goes on loading."""
-    done: Future[Done] = Future()
+    done: Future[CommandDone] = Future()
 
     def ask() -> None:
         try:
-            done.set_result(client.post("/v1/models/load", {"model": model}, Done))
+            done.set_result(client.post("/v1/models/load", {"model": model}, CommandDone))
         except Exception as error:  # The root of the thread: raised again by its reader.
             done.set_exception(error)
 

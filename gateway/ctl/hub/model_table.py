@@ -6,12 +6,12 @@ from pathlib import Path
 
 from gateway.config.settings import ConfigError
 from gateway.ctl.offline import read_config
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.model_files.hub import split
 
 
 def add(config_path: str, path: str, agree: Callable[[str], None]) -> str:
-    """Append `[models.NAME]` for a path and return the name. The old file is kept beside it. Raises `Failed`.
+    """Append `[models.NAME]` for a path and return the name. The old file is kept beside it. Raises `CommandFailed`.
 
     `agree` is asked before anything is written, and raises to prevent it.
     """
@@ -30,9 +30,9 @@ def add(config_path: str, path: str, agree: Callable[[str], None]) -> str:
         read_config(file)
     except ConfigError as error:
         file.write_text(before, encoding="utf-8")
-        raise Failed(f"{file} would be invalid with {name} ({error}); it is as it was") from None
+        raise CommandFailed(f"{file} would be invalid with {name} ({error}); it is as it was") from None
     except OSError as error:
-        raise Failed(f"{file} cannot be written: {error.strerror}") from None
+        raise CommandFailed(f"{file} cannot be written: {error.strerror}") from None
     return name
 
 

@@ -10,7 +10,7 @@ import typer
 from gateway.ctl.complete import a_model
 from gateway.ctl.offline import model_of, read_config
 from gateway.ctl.printing import Json, print_json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 
 def repack(
@@ -35,7 +35,7 @@ def repack(
         command.append("--trust-remote-code")
     # The arguments are ours. The experts are MLX's arrays, which nothing here imports.
     if subprocess.run(command, check=False, stdout=sys.stderr if json else None).returncode:
-        raise Failed(f"{model} was not repacked")
+        raise CommandFailed(f"{model} was not repacked")
     if json:
         print_json({"path": str(target)})
         return

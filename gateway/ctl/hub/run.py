@@ -10,9 +10,9 @@ from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.hub.loading import load
 from gateway.ctl.hub.temporary_daemon import a_daemon
 from gateway.ctl.info import is_repository, say
-from gateway.ctl.offline import Served, available_bytes, served_models
+from gateway.ctl.offline import ServedModel, available_bytes, served_models
 from gateway.ctl.pull import bring
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,11 +48,11 @@ def run(
     with a_daemon(_tell):
         name = _made_known(path, yes)
         load(name)
-        chat.talk(name, prompt, chat.Options(system, max_tokens, temperature), json=json)
+        chat.talk(name, prompt, chat.ChatOptions(system, max_tokens, temperature), json=json)
 
 
 def _resolved(name: str, yes: bool) -> str:
-    """The path of a model that is on this machine now, or the name of one that is served. Raises `Failed`."""
+    """The path of a model that is on this machine now, or the name of one that is served. Raises `CommandFailed`."""
     if name.startswith((".", "/", "~")) and _served(name) is None:
         return str(_checked_folder(name, yes))
     if _served(name) is None and not is_repository(name):
@@ -73,7 +73,7 @@ def _known_here(word: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _served(model: str) -> Served | None:
+def _served(model: str) -> ServedModel | None:
     """The model of that name, alias or path, as the daemon serves it, or as the next one would."""
     models = served_models()
     return next((served for served in models if model in (served.name, served.path, *served.aliases)), None)
@@ -90,7 +90,7 @@ def _is_here(path: str) -> bool:
 
 
 def _checked_folder(name: str, yes: bool) -> "Path":
-    """A folder whose model fits. Raises `Failed`."""
+    """A folder whose model fits. Raises `CommandFailed`."""
     from gateway.ctl.offline import folder_of
     from gateway.model_files.metadata import Unreadable, inspect
 
@@ -98,15 +98,15 @@ def _checked_folder(name: str, yes: bool) -> "Path":
         folder = folder_of(name)
         info = inspect(folder, "auto", 0, available_bytes())
     except Unreadable as error:
-        raise Failed(str(error)) from None
+        raise CommandFailed(str(error)) from None
     say(name, info, _tell)
     if not info.fits and not yes:
-        raise Failed(f"{name} {info.verdict}; --yes tries it anyway")
+        raise CommandFailed(f"{name} {info.verdict}; --yes tries it anyway")
     return folder
 
 
 def _searched(word: str) -> str:
-    """The repository whose name ends with a word. Raises `Failed` with those that are near."""
+    """The repository whose name ends with a word. Raises `CommandFailed` with those that are near."""
     from gateway.model_files.search import search
 
     found = [model.repository for model in search([word], available_bytes()) if model.is_usable]
@@ -114,11 +114,11 @@ def _searched(word: str) -> str:
         if repository.rpartition("/")[2].lower() == word.lower():
             return repository
     near = ", ".join(found[:_SUGGESTED])
-    raise Failed(f"there is no model {word!r} here{f'; the hub has {near}' if near else ' or on the hub'}")
+    raise CommandFailed(f"there is no model {word!r} here{f'; the hub has {near}' if near else ' or on the hub'}")
 
 
 def _downloaded(name: str, yes: bool) -> str:
-    """The repository once it is here, or the folder of a revision. Raises `Failed`."""
+    """The repository once it is here, or the folder of a revision. Raises `CommandFailed`."""
     from gateway.model_files.hub import MAIN, split
     from gateway.model_files.hub_cache import cached_models
 
@@ -131,25 +131,27 @@ def _downloaded(name: str, yes: bool) -> str:
 
 
 def _made_known(path: str, yes: bool) -> str:
-    """The name by which the daemon serves it; one that it has not served before is configured. Raises `Failed`."""
-    from gateway.admin_types import Reload
+    """The name by which the daemon serves it; one that it has not served before is configured. Raises
+    `CommandFailed`.
+    """
+    from gateway.admin_types import ReloadResult
     from gateway.ctl.hub.model_table import add
 
     if (served := _served(path)) is not None:
         return served.name
     # Without configured models, the daemon serves what the cache holds.
-    client.post("/v1/config/reload", {}, Reload)
+    client.post("/v1/config/reload", {}, ReloadResult)
     if (served := _served(path)) is not None:
         return served.name
     name = add(client.status().config_path, path, _agreed if not yes else lambda _: None)
-    client.post("/v1/config/reload", {}, Reload)
+    client.post("/v1/config/reload", {}, ReloadResult)
     return name
 
 
 def _agreed(question: str) -> None:
-    """Raises `Failed` where a person says no, and where there is no person."""
+    """Raises `CommandFailed` where a person says no, and where there is no person."""
     if not sys.stdin.isatty():
-        raise Failed(f"{question} Not without --yes.")
+        raise CommandFailed(f"{question} Not without --yes.")
     if not typer.confirm(question, default=True, err=True):
         raise typer.Exit(1)
 

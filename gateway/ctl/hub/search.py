@@ -8,7 +8,7 @@ from gateway.ctl.offline import available_bytes
 from gateway.ctl.printing import Json, console, print_json
 
 if TYPE_CHECKING:
-    from gateway.model_files.search import Candidate
+    from gateway.model_files.search import FoundRepository
 
 Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=50, help="Most models to list.")]
 
@@ -61,7 +61,7 @@ def recommend(limit: Limit = 10, json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _show(models: "list[Candidate]", offline: str, json: bool) -> None:
+def _show(models: "list[FoundRepository]", offline: str, json: bool) -> None:
     if offline:
         typer.echo(f"mlxctl: {offline}; this is mlxd's own short list", err=True)
     if json:
@@ -71,7 +71,7 @@ def _show(models: "list[Candidate]", offline: str, json: bool) -> None:
         typer.echo(f"Talk to one: mlxctl run {models[0].repository}", err=True)
 
 
-def _table(models: "list[Candidate]") -> None:
+def _table(models: "list[FoundRepository]") -> None:
     from rich.text import Text
 
     from gateway.ctl.tables import size_or_dash, table
@@ -94,7 +94,7 @@ def _table(models: "list[Candidate]") -> None:
     console().print(rows)
 
 
-def _fits(model: "Candidate") -> str:
+def _fits(model: "FoundRepository") -> str:
     if not model.is_usable:
         return model.reason
     return "here already" if model.is_downloaded else "yes"

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import IO, Final
 
 from gateway.ctl import offline
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 START_S: Final = 60.0
 # It drains; its worker's memory comes back before it has ended.
@@ -22,7 +22,7 @@ _POLL_S: Final = 0.1
 
 @contextmanager
 def a_daemon(tell: Callable[[str], None]) -> Generator[None, None, None]:
-    """The daemon that runs, or else one that ends with the block. Raises `Failed` where it cannot start."""
+    """The daemon that runs, or else one that ends with the block. Raises `CommandFailed` where it cannot start."""
     if offline.daemon() is not None:
         yield
         return
@@ -59,13 +59,15 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", said: IO[bytes]) -> None:
-    """Raises `Failed` with the daemon's own words where it ends instead."""
+    """Raises `CommandFailed` with the daemon's own words where it ends instead."""
     end = time.monotonic() + START_S
     while offline.daemon() is None:
         if process.poll() is not None:
             said.seek(0)
             lines = said.read().decode(errors="replace").strip().splitlines()
-            raise Failed(lines[-1].removeprefix("mlxd: ") if lines else "mlxd did not start", process.returncode or 1)
+            raise CommandFailed(
+                lines[-1].removeprefix("mlxd: ") if lines else "mlxd did not start", process.returncode or 1
+            )
         if time.monotonic() > end:
-            raise Failed(f"mlxd did not start within {START_S:.0f} s")
+            raise CommandFailed(f"mlxd did not start within {START_S:.0f} s")
         time.sleep(_POLL_S)

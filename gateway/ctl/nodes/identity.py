@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.config.settings import Config
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.nodes.node_keys import own_pair, public_of
 from protocol.curve import fingerprint, is_key
 
@@ -21,7 +21,7 @@ _TARGET: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9
 # What an agent that listens on all addresses gives is none to connect to.
 _EVERYWHERE: Final = ("0.0.0.0", "*")
 
-# Runs a command, and returns what it has printed. Raises `Failed`.
+# Runs a command, and returns what it has printed. Raises `CommandFailed`.
 Run = Callable[[Sequence[str]], str]
 
 
@@ -36,7 +36,7 @@ class NodeRow(Struct, frozen=True):
 
 
 def rows(home: Path, config: Config) -> list[NodeRow]:
-    """This machine, then those of the configuration. Raises `Failed`."""
+    """This machine, then those of the configuration. Raises `CommandFailed`."""
     own = own_pair(home).public
     others = [(node.name, node.address, public_of(node.key)) for node in config.nodes.values()]
     return [
@@ -57,32 +57,32 @@ def reachable(address: str) -> str:
 
 
 def over_ssh(target: str, command: Sequence[str], run: Run) -> str:
-    """Output of a command that is run on another machine. Raises `Failed`."""
+    """Output of a command that is run on another machine. Raises `CommandFailed`."""
     if _TARGET.fullmatch(target) is None:
-        raise Failed(f"{target!r} is no USER@HOST")
+        raise CommandFailed(f"{target!r} is no USER@HOST")
     # ssh hands one text to a shell there.
     return run(["ssh", "-o", "ConnectTimeout=10", "--", target, shlex.join(command)])
 
 
 def ask(target: str, run: Run) -> NodeRow:
-    """The identity of another machine, by its own mlxctl. Raises `Failed`."""
+    """The identity of another machine, by its own mlxctl. Raises `CommandFailed`."""
     said = over_ssh(target, ["mlxctl", "node", "list", "--json"], run)
     try:
         known = msgspec.json.decode(said, type=list[NodeRow])
     except msgspec.DecodeError as error:
-        raise Failed(f"{target}: its mlxctl answers with something else: {error}") from None
+        raise CommandFailed(f"{target}: its mlxctl answers with something else: {error}") from None
     own = next((row for row in known if row.is_own and is_key(row.public)), None)
     if own is None:
-        raise Failed(f"{target}: its mlxctl tells no key")
+        raise CommandFailed(f"{target}: its mlxctl tells no key")
     return own
 
 
 def run_here(command: Sequence[str]) -> str:
-    """Run a command of this machine, with its errors on our stderr. Raises `Failed`."""
+    """Run a command of this machine, with its errors on our stderr. Raises `CommandFailed`."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SSH_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failed(f"{command[0]}: {error}") from None
+        raise CommandFailed(f"{command[0]}: {error}") from None
     if done.returncode != 0:
-        raise Failed(f"{shlex.join(command)} failed with status {done.returncode}")
+        raise CommandFailed(f"{shlex.join(command)} failed with status {done.returncode}")
     return done.stdout

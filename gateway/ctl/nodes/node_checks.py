@@ -7,7 +7,7 @@ from typing import Final
 
 from gateway.config.remote_settings import RemoteNodeConfig
 from gateway.config.settings import Config
-from gateway.ctl.doctor.checks import Finding
+from gateway.ctl.doctor.checks import DoctorFinding
 from gateway.nodes.agent_client import AgentClient, NodeLost, NodeRefused
 from gateway.nodes.networks import Interface, interfaces, objection
 from gateway.nodes.node_keys import own_pair, public_of
@@ -19,7 +19,7 @@ from protocol.node_agent import Describe, Described
 ANSWER_S: Final = 5.0
 
 
-def examine_nodes(home: Path, config: Config, only: str = "") -> Iterator[Finding]:
+def examine_nodes(home: Path, config: Config, only: str = "") -> Iterator[DoctorFinding]:
     """All nodes that are asked, or one. Raises `Failed`."""
     own = own_pair(home)
     yield from own_fabric(config, interfaces())
@@ -28,17 +28,17 @@ def examine_nodes(home: Path, config: Config, only: str = "") -> Iterator[Findin
             yield from _examine(node, own)
 
 
-def own_fabric(config: Config, known: list[Interface]) -> Iterator[Finding]:
+def own_fabric(config: Config, known: list[Interface]) -> Iterator[DoctorFinding]:
     """Addresses of this machine for ranks."""
     for ip in config.node.fabric.ips:
         reason = objection(ip, config.node, known)
-        yield Finding(f"fabric {ip}", "bad" if reason else "ok", reason or "is ours, and nobody else is on it")
+        yield DoctorFinding(f"fabric {ip}", "bad" if reason else "ok", reason or "is ours, and nobody else is on it")
 
 
-def _examine(node: RemoteNodeConfig, own: KeyPair) -> Iterator[Finding]:
+def _examine(node: RemoteNodeConfig, own: KeyPair) -> Iterator[DoctorFinding]:
     title = f"node {node.name}"
     if not node.address:
-        yield Finding(title, "skip", "has no address: it may ask here, and is asked nothing")
+        yield DoctorFinding(title, "skip", "has no address: it may ask here, and is asked nothing")
         return
     try:
         said = asyncio.run(_describe(node, own))
@@ -46,26 +46,30 @@ def _examine(node: RemoteNodeConfig, own: KeyPair) -> Iterator[Finding]:
         advice = (
             f"see that mlxd runs there with [node] listen, and that 'mlxctl node list' shows our key there ({title})"
         )
-        yield Finding(title, "bad", str(error), advice)
+        yield DoctorFinding(title, "bad", str(error), advice)
         return
     yield from judge(node, said, versions())
 
 
-def judge(node: RemoteNodeConfig, said: Described, ours: Versions) -> Iterator[Finding]:
+def judge(node: RemoteNodeConfig, said: Described, ours: Versions) -> Iterator[DoctorFinding]:
     """Findings from an agent's description of itself, beside what is configured of it here."""
     title = f"node {node.name}"
-    yield Finding(title, "ok", f"answers as {said.node}, {said.platform}, {_gib(said.free_bytes)} of memory are free")
+    yield DoctorFinding(
+        title, "ok", f"answers as {said.node}, {said.platform}, {_gib(said.free_bytes)} of memory are free"
+    )
     if said.versions != ours:
         theirs, own = _text(said.versions), _text(ours)
-        yield Finding(title, "bad", f"has {theirs}, and this machine {own}", "install the same version on both")
+        yield DoctorFinding(title, "bad", f"has {theirs}, and this machine {own}", "install the same version on both")
     else:
-        yield Finding(title, "ok", f"has the versions of this machine: {_text(ours)}")
+        yield DoctorFinding(title, "ok", f"has the versions of this machine: {_text(ours)}")
     for ip in node.fabric.ips:
         if ip in said.trusted_ips:
-            yield Finding(title, "ok", f"lets ranks listen at {ip}")
+            yield DoctorFinding(title, "ok", f"lets ranks listen at {ip}")
         else:
             reason = f"does not let ranks listen at {ip}: it is none of its fabric, or open to others"
-            yield Finding(title, "bad", reason, f"set fabric in [node] there; see mlxctl node doctor on {node.name}")
+            yield DoctorFinding(
+                title, "bad", reason, f"set fabric in [node] there; see mlxctl node doctor on {node.name}"
+            )
 
 
 async def _describe(node: RemoteNodeConfig, own: KeyPair) -> Described:

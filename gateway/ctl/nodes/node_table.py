@@ -9,19 +9,19 @@ from tomlkit.exceptions import TOMLKitError
 from gateway.config.load import bad_name
 from gateway.config.node_tables import LOCAL, bad_address
 from gateway.config.settings import CONFIG_NAME
-from gateway.connect.config_write import Written, rewrite
+from gateway.connect.config_write import WrittenFile, rewrite
 from gateway.ctl.offline import read_config
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.nodes.node_keys import forget_public, keep_public
 
 
-def add(home: Path, name: str, address: str, public: str) -> Written:
-    """Keep a node's key and write its table; other content of the file stays. Raises `Failed`."""
+def add(home: Path, name: str, address: str, public: str) -> WrittenFile:
+    """Keep a node's key and write its table; other content of the file stays. Raises `CommandFailed`."""
     reason = "is this machine" if name == LOCAL else "must not contain '/'" if "/" in name else bad_name(name)
     if reason:
-        raise Failed(f"node name {name!r} {reason}")
+        raise CommandFailed(f"node name {name!r} {reason}")
     if address and (reason := bad_address(address)):
-        raise Failed(f"address {address!r} {reason}")
+        raise CommandFailed(f"address {address!r} {reason}")
     read_config()  # a file that is broken already is not this change's fault
     key = keep_public(home, name, public)
     table = {"address": address, "key": str(key.relative_to(home))} if address else {"key": str(key.relative_to(home))}
@@ -30,10 +30,10 @@ def add(home: Path, name: str, address: str, public: str) -> Written:
     return written
 
 
-def remove(home: Path, name: str) -> Written:
-    """Remove a node's table and its key. Raises `Failed`."""
+def remove(home: Path, name: str) -> WrittenFile:
+    """Remove a node's table and its key. Raises `CommandFailed`."""
     if name not in read_config().nodes:
-        raise Failed(f"there is no node {name!r}; see mlxctl node list")
+        raise CommandFailed(f"there is no node {name!r}; see mlxctl node list")
     written = rewrite(home / CONFIG_NAME, lambda text: _without(text, name))
     forget_public(home, name)
     return written
@@ -63,4 +63,4 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         return cast(dict[str, Any], tomlkit.parse(text))
     except TOMLKitError as error:
-        raise Failed(f"{CONFIG_NAME} is no valid TOML ({error})") from None
+        raise CommandFailed(f"{CONFIG_NAME} is no valid TOML ({error})") from None

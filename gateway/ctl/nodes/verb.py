@@ -107,11 +107,11 @@ def doctor(
     from gateway.ctl.doctor.verb import report
     from gateway.ctl.nodes.node_checks import examine_nodes
     from gateway.ctl.offline import read_config
-    from gateway.failed import Failed
+    from gateway.failed import CommandFailed
 
     config = read_config()
     if name and name not in config.nodes:
-        raise Failed(f"there is no node {name!r}; see mlxctl node list")
+        raise CommandFailed(f"there is no node {name!r}; see mlxctl node list")
     report(list(examine_nodes(default_home(), config, name)), json)
 
 

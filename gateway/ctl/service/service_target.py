@@ -10,7 +10,7 @@ import typer
 
 from gateway.config.settings import ConfigError, ServerConfig
 from gateway.ctl.printing import print_json
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.home.home_paths import default_home
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ DryRun = Annotated[
 
 
 def carry_out(actions: "list[Action]", dry_run: bool, json: bool) -> None:
-    """Do them, or with `--dry-run` print them. Raises `Failed`."""
+    """Do them, or with `--dry-run` print them. Raises `CommandFailed`."""
     from gateway.install import executor
 
     if not dry_run:
@@ -46,23 +46,25 @@ def manager_of(kind: Kind | None) -> "Manager":
 
 
 def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
-    """Raises `Failed`."""
+    """Raises `CommandFailed`."""
     import pwd
 
     from gateway.install.description import SYSTEM_PREFIX, Scope, Service
     from gateway.install.installation import Installation, launcher
 
     if run_as is not None and not system:
-        raise Failed("--run-as goes with --system; a user's service runs as that user")
+        raise CommandFailed("--run-as goes with --system; a user's service runs as that user")
     if system and needs_user and run_as is None:
-        raise Failed("--system needs --run-as USER, a user without other rights (docs/service.md says how to make one)")
+        raise CommandFailed(
+            "--system needs --run-as USER, a user without other rights (docs/service.md says how to make one)"
+        )
     scope = Scope.SYSTEM if system else Scope.USER
     owner = Installation(SYSTEM_PREFIX).owner if system and run_as is None else None
     name = run_as or (owner.user if owner else None)
     try:
         user = pwd.getpwnam(name) if name else pwd.getpwuid(os.getuid())
     except KeyError:
-        raise Failed(f"there is no user {name!r} (docs/service.md says how to make one)") from None
+        raise CommandFailed(f"there is no user {name!r} (docs/service.md says how to make one)") from None
     user_home = Path(user.pw_dir)
     home = default_home() if "MLXD_HOME" in os.environ or not run_as else user_home / ".mlxd"
     if owner is not None:
@@ -79,9 +81,9 @@ def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
 
 
 def needs_root(verb: str) -> None:
-    """Raises `Failed` for any other user."""
+    """Raises `CommandFailed` for any other user."""
     if os.geteuid() != 0:
-        raise Failed(f"--system needs root: sudo mlxctl service {verb} --system")
+        raise CommandFailed(f"--system needs root: sudo mlxctl service {verb} --system")
 
 
 def _drain_s(home: Path) -> float:

@@ -12,10 +12,10 @@ from gateway.ctl import logs, offline
 from gateway.ctl.client import NOT_RUNNING
 from gateway.ctl.printing import Json, print_json
 from gateway.ctl.service.service_target import DryRun, Kind, System, carry_out, find, manager_of, needs_root
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 if TYPE_CHECKING:
-    from gateway.install.description import Action, Facts, Service, Standing
+    from gateway.install.description import Action, HostFacts, Service, ServiceState
 
 app = typer.Typer(help="Install mlxd as a service, start and stop it.", no_args_is_help=True)
 app.command("logs")(logs.logs)
@@ -84,7 +84,7 @@ def status(system: System = False, json: Json = False) -> None:
     try:
         _, output = RealMachine().run(question)
     except OSError as error:
-        raise Failed(f"{question[0]}: {error.strerror}") from None
+        raise CommandFailed(f"{question[0]}: {error.strerror}") from None
     facts = _with_versions(kind.facts(output), service)
     if json:
         print_json(facts)
@@ -125,11 +125,11 @@ def wired_limit(
     finding = judge(str(megabytes), ram)
     if not dry_run:
         if sys.platform != "darwin":
-            raise Failed("wired-limit is for macOS; --dry-run shows what it would do")
+            raise CommandFailed("wired-limit is for macOS; --dry-run shows what it would do")
         if os.geteuid() != 0:
-            raise Failed("this needs root: sudo mlxctl service wired-limit ...")
+            raise CommandFailed("this needs root: sudo mlxctl service wired-limit ...")
         if finding.level == "warn":
-            raise Failed(f"{finding.text}: {finding.advice}")
+            raise CommandFailed(f"{finding.text}: {finding.advice}")
     actions = launchd.set_wired_limit(megabytes) if megabytes else launchd.drop_wired_limit()
     carry_out(actions, dry_run, json)
 
@@ -160,13 +160,13 @@ def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kin
     carry_out(actions, dry_run, json)
 
 
-def _with_versions(facts: "Facts", service: "Service") -> "Standing":
-    from gateway.install.description import Standing
+def _with_versions(facts: "HostFacts", service: "Service") -> "ServiceState":
+    from gateway.install.description import ServiceState
     from gateway.install.installation import Installation, version_of
 
     os.environ["MLXD_HOME"] = str(service.home)
     daemon = offline.daemon()
-    return Standing(
+    return ServiceState(
         **msgspec.structs.asdict(facts),
         version=version_of(Installation(service.prefix).environment),
         running=daemon.version if daemon is not None else "",

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 
 TIMEOUT_S: Final = 1800.0
 app = typer.Typer(no_args_is_help=True)
@@ -50,7 +50,7 @@ def audio(
 
 
 def _install(part: str, library: str, advice: str, find: str, *, show: bool) -> None:
-    """Install the pinned libraries of a folder of the worker. Raises `Failed`."""
+    """Install the pinned libraries of a folder of the worker. Raises `CommandFailed`."""
     command = command_of(sys.executable, shutil.which("uv"), find, part)
     if show:
         typer.echo(" ".join(command))
@@ -58,9 +58,9 @@ def _install(part: str, library: str, advice: str, find: str, *, show: bool) -> 
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        raise Failed(f"{command[0]} cannot be run: {error}") from None
+        raise CommandFailed(f"{command[0]} cannot be run: {error}") from None
     if done.returncode:
-        raise Failed(f"{library} was not installed:\n{done.stderr.strip()}")
+        raise CommandFailed(f"{library} was not installed:\n{done.stderr.strip()}")
     typer.echo(f"{library} is installed. {advice}")
 
 
@@ -72,14 +72,14 @@ def command_of(python: str, uv: str | None, find: str, part: str = "vision") -> 
     elif has_pip:
         command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     else:
-        raise Failed(f"neither uv nor pip is there to install into {Path(python).parent.parent}")
+        raise CommandFailed(f"neither uv nor pip is there to install into {Path(python).parent.parent}")
     places = ["--no-index", "--find-links", find] if find else []
     return [*command, "--no-deps", "--require-hashes", *places, "-r", str(requirements(part))]
 
 
 def requirements(part: str = "vision") -> Path:
-    """The file that pins the libraries of a part, in the worker's package. Raises `Failed`."""
+    """The file that pins the libraries of a part, in the worker's package. Raises `CommandFailed`."""
     spec = importlib.util.find_spec("worker")
     if spec is None or spec.origin is None:
-        raise Failed("the worker's package is not installed: install mlxd again")
+        raise CommandFailed("the worker's package is not installed: install mlxd again")
     return Path(spec.origin).parent / part / "requirements.txt"

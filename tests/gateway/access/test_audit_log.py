@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.access.audit_log import KEEP, Actor, Audit, AuditUnwritable, Entry, entry, this_process
+from gateway.access.audit_log import KEEP, Audit, AuditActor, AuditEntry, AuditUnwritable, entry, this_process
 from gateway.home.home_paths import audit_path
 from gateway.telemetry.log_file import last_lines
 from tests.support.scale import patient
 
-_decoder = msgspec.json.Decoder(Entry)
+_decoder = msgspec.json.Decoder(AuditEntry)
 
 
-def entries(home: Path) -> list[Entry]:
+def entries(home: Path) -> list[AuditEntry]:
     # A process that sees the size of another's line before its end begins with a line end of its own.
     return [_decoder.decode(line) for line in last_lines(audit_path(home), 100_000) if line]
 
@@ -25,7 +25,7 @@ def test_an_entry_says_when_what_to_which_by_which_process_and_how_it_ended(tmp_
     home = tmp_path / "home"
     audit = Audit(home)
     audit.record(entry("key.create", "alice", facts={"rpm": 60, "models": ["a*"]}, clock=lambda: 0.0))
-    audit.record(entry("model.load", "m", outcome="model_missing", client="unix", actor=Actor(501, 7)))
+    audit.record(entry("model.load", "m", outcome="model_missing", client="unix", actor=AuditActor(501, 7)))
 
     made, loaded = entries(home)
     assert (made.time, made.action, made.target, made.outcome) == (

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.access.audit_log import Audit, Entry, entry
+from gateway.access.audit_log import Audit, AuditEntry, entry
 from gateway.access.audit_trail import AuditTrail
 from gateway.access.key import Key
 from gateway.access.key_addresses import ADDRESSES_MAX, KeyAddresses
@@ -22,10 +22,10 @@ from tests.gateway.harness import running, until
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 
-_decoder = msgspec.json.Decoder(Entry)
+_decoder = msgspec.json.Decoder(AuditEntry)
 
 
-def entries(home: Path) -> list[Entry]:
+def entries(home: Path) -> list[AuditEntry]:
     return [_decoder.decode(line) for line in last_lines(audit_path(home), 100_000)]
 
 
@@ -149,7 +149,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Generator[DaemonProcess,
         yield started
 
 
-def newest(home: Path, before: int) -> list[Entry]:
+def newest(home: Path, before: int) -> list[AuditEntry]:
     return entries(home)[before:]
 
 

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from gateway.access.key_file import KeyFile
-from gateway.admin_types import Status
+from gateway.admin_types import DaemonStatus
 from gateway.ctl import client
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 
@@ -190,8 +190,8 @@ def test_what_a_daemon_of_another_version_lacks_is_said_so(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLXD_HOME", str(daemon.home))
-    with pytest.raises(Failed, match=r"does not know GET /v1/later.*another version.*restart"):
-        client.get("/v1/later?by=key", Status)
+    with pytest.raises(CommandFailed, match=r"does not know GET /v1/later.*another version.*restart"):
+        client.get("/v1/later?by=key", DaemonStatus)
 
 
 def test_a_time_without_use_is_said_so(daemon: DaemonProcess) -> None:

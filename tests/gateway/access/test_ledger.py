@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from gateway.access.ledger import Ledger, Line
-from gateway.access.rate_limit import Limits, Meter
+from gateway.access.ledger import Ledger, LedgerLine
+from gateway.access.rate_limit import KeyLimits, Meter
 from gateway.access.usage import UsageFile
 from gateway.config.periods import zone_of
 from gateway.errors import BudgetSpent
@@ -70,13 +70,13 @@ async def test_use_is_kept_by_day_key_and_model_over_restarts_and_months(
     again.book("alice", "n", 1, 1, 0, 1)
     march, april = date(2026, 3, 1), date(2026, 4, 30)
     assert await again.lines(march, april, ["day", "key", "model"]) == [
-        Line("2026-03-28", "alice", "m", 3, 110, 40, 10),
-        Line("2026-03-28", "bob", "n", 1, 5, 0, 5),
-        Line("2026-04-01", "alice", "n", 2, 2, 0, 2),
+        LedgerLine("2026-03-28", "alice", "m", 3, 110, 40, 10),
+        LedgerLine("2026-03-28", "bob", "n", 1, 5, 0, 5),
+        LedgerLine("2026-04-01", "alice", "n", 2, 2, 0, 2),
     ]
     assert await again.lines(march, april, ["key"]) == [
-        Line("", "alice", "", 5, 112, 40, 12),
-        Line("", "bob", "", 1, 5, 0, 5),
+        LedgerLine("", "alice", "", 5, 112, 40, 12),
+        LedgerLine("", "bob", "", 1, 5, 0, 5),
     ]
     assert await again.lines(march, date(2026, 3, 27), ["key"]) == []
     assert (again.day("alice").tokens, again.month("alice").tokens) == (4, 4)
@@ -181,7 +181,7 @@ def use(meter: Meter, ledger: Ledger, tokens: int, requests: int = 1) -> None:
 
 def test_a_budget_ends_with_its_use_and_begins_with_its_period(open_ledger: Callable[[], Ledger], clock: Clock) -> None:
     ledger, numbers = open_ledger(), KeyMetrics()
-    meter = Meter("k", Limits(tokens_per_day=100, requests_per_month=5), numbers, ledger=ledger)
+    meter = Meter("k", KeyLimits(tokens_per_day=100, requests_per_month=5), numbers, ledger=ledger)
     use(meter, ledger, 60)
     use(meter, ledger, 60)
     with pytest.raises(BudgetSpent, match="100 tokens of this day") as caught:
@@ -194,19 +194,19 @@ def test_a_budget_ends_with_its_use_and_begins_with_its_period(open_ledger: Call
     # A restart, and another limit, forget nothing.
     ledger.close()
     ledger = open_ledger()
-    meter = Meter("k", Limits(tokens_per_day=110), numbers, ledger=ledger)
+    meter = Meter("k", KeyLimits(tokens_per_day=110), numbers, ledger=ledger)
     with pytest.raises(BudgetSpent):
         use(meter, ledger, 1)
-    meter.limit(Limits(tokens_per_day=110, requests_per_month=5))
+    meter.limit(KeyLimits(tokens_per_day=110, requests_per_month=5))
     clock.at(2026, 3, 29, 1)
     use(meter, ledger, 1, 3)
     with pytest.raises(BudgetSpent, match="5 requests of this month"):
         use(meter, ledger, 1)
 
 
-@pytest.mark.parametrize("limits", [Limits(tokens_per_day=100), Limits(requests_per_month=1)])
+@pytest.mark.parametrize("limits", [KeyLimits(tokens_per_day=100), KeyLimits(requests_per_month=1)])
 def test_a_question_costs_no_budget_and_is_refused_once_one_is_spent(
-    open_ledger: Callable[[], Ledger], limits: Limits
+    open_ledger: Callable[[], Ledger], limits: KeyLimits
 ) -> None:
     ledger, numbers = open_ledger(), KeyMetrics()
     meter = Meter("k", limits, numbers, ledger=ledger)
@@ -220,7 +220,7 @@ def test_a_question_costs_no_budget_and_is_refused_once_one_is_spent(
 
 def test_what_runs_counts_against_a_budget_before_it_has_ended(open_ledger: Callable[[], Ledger]) -> None:
     ledger = open_ledger()
-    meter = Meter("k", Limits(tokens_per_day=100, requests_per_day=10), KeyMetrics(), ledger=ledger)
+    meter = Meter("k", KeyLimits(tokens_per_day=100, requests_per_day=10), KeyMetrics(), ledger=ledger)
     with meter.hold(100), pytest.raises(BudgetSpent, match="tokens"), meter.hold(1):
         pass
     with meter.hold(1, 8), pytest.raises(BudgetSpent, match="10 requests"), meter.hold(1, 3):
@@ -233,7 +233,7 @@ def test_a_budget_is_told_of_once_in_a_period_when_it_is_nearly_used_and_when_it
     open_ledger: Callable[[], Ledger], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger = open_ledger()
-    meter = Meter("k", Limits(tokens_per_day=100, alert_at=50), KeyMetrics(), ledger=ledger)
+    meter = Meter("k", KeyLimits(tokens_per_day=100, alert_at=50), KeyMetrics(), ledger=ledger)
     with caplog.at_level(logging.WARNING):
         for _ in range(6):
             use(meter, ledger, 18)
@@ -248,7 +248,7 @@ def test_what_was_used_of_a_minute_is_not_forgotten_by_a_restart(tmp_path: Path,
     def start(ago_s: float) -> tuple[Meter, UsageFile]:
         clock.now += ago_s
         metrics, mono = Metrics(), Clock(500.0)
-        meter = Meter("k", Limits(rpm=60, tpm=600), metrics.key("k"), mono)
+        meter = Meter("k", KeyLimits(rpm=60, tpm=600), metrics.key("k"), mono)
         return meter, UsageFile(tmp_path / "usage.json", metrics, clock, {"k": meter})
 
     meter, usage = start(0)

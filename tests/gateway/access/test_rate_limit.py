@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gateway.access.rate_limit import DEBT_MAX_S, EXPECTED_COMPLETION, Bucket, Limits, Meter
+from gateway.access.rate_limit import DEBT_MAX_S, EXPECTED_COMPLETION, KeyLimits, Meter, TokenBucket
 from gateway.errors import BadRequest, RateLimited
 from gateway.telemetry.metrics import KeyMetrics
 
@@ -18,7 +18,7 @@ class Clock:
 
 def meter(clock: Clock, **limits: int) -> tuple[Meter, KeyMetrics]:
     numbers = KeyMetrics()
-    return Meter("k", Limits(**limits), numbers, clock), numbers
+    return Meter("k", KeyLimits(**limits), numbers, clock), numbers
 
 
 def headers(of: Meter) -> dict[str, str]:
@@ -26,7 +26,7 @@ def headers(of: Meter) -> dict[str, str]:
 
 
 def test_a_bucket_holds_a_minute_and_refills_evenly() -> None:
-    bucket = Bucket(60, now=0)
+    bucket = TokenBucket(60, now=0)
     bucket.take(60, 0)
 
     assert bucket.wait_s(1, 0) == 1
@@ -37,7 +37,7 @@ def test_a_bucket_holds_a_minute_and_refills_evenly() -> None:
 
 
 def test_what_is_more_than_a_bucket_holds_needs_a_full_one_and_leaves_a_debt() -> None:
-    bucket = Bucket(60, now=0)
+    bucket = TokenBucket(60, now=0)
 
     assert bucket.wait_s(1000, 0) == 0
     bucket.take(120, 0)
@@ -209,7 +209,7 @@ def test_what_was_used_of_a_limit_counts_on_under_the_next_one() -> None:
         one.request()
     with one.hold(10) as bill:
         bill.completion = 1200
-    one.limit(Limits(rpm=6, tpm=60))
+    one.limit(KeyLimits(rpm=6, tpm=60))
 
     assert headers(one)["x-ratelimit-remaining-requests"] == "2"
     with pytest.raises(RateLimited) as caught, one.hold(1):
@@ -247,11 +247,11 @@ def test_a_limit_that_stays_keeps_what_was_used_of_it() -> None:
     clock = Clock()
     one, _ = meter(clock, rpm=2, tpm=10)
     one.request()
-    one.limit(Limits(rpm=2, tpm=20))
+    one.limit(KeyLimits(rpm=2, tpm=20))
 
     assert headers(one)["x-ratelimit-remaining-requests"] == "1"
     assert headers(one)["x-ratelimit-remaining-tokens"] == "20"
-    one.limit(Limits())
+    one.limit(KeyLimits())
     assert headers(one) == {}
 
 

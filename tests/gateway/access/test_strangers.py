@@ -9,7 +9,7 @@ from msgspec import structs
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
-from gateway.access.strangers import ADDRESSES_MAX, COUNTED_MAX, LINES, LINES_IN_ALL, TOLD_MAX, Sample, Throttle
+from gateway.access.strangers import ADDRESSES_MAX, COUNTED_MAX, LINES, LINES_IN_ALL, TOLD_MAX, LogSample, Throttle
 from gateway.config.address import Address
 from gateway.config.settings import ServerConfig
 from gateway.errors import RateLimited
@@ -77,7 +77,7 @@ async def ask(gateway: Gateway, address: str, secret: str = "", path: str = "/v1
 
 def test_a_flood_of_one_address_is_a_few_lines_a_minute_and_a_count(lines: Lines) -> None:
     now = [0.0]
-    sample = Sample(lambda: now[0])
+    sample = LogSample(lambda: now[0])
     taken = 0
     for _ in range(10):
         taken += sum(sample.takes(SELF) for _ in range(1000))
@@ -90,7 +90,7 @@ def test_a_flood_of_one_address_is_a_few_lines_a_minute_and_a_count(lines: Lines
 
 
 def test_a_flood_of_many_addresses_is_bounded_in_lines_and_memory(lines: Lines) -> None:
-    sample = Sample(lambda: 0.0)
+    sample = LogSample(lambda: 0.0)
     count = 4 * COUNTED_MAX
     taken = sum(sample.takes(Address(f"2001:db8:{number:x}::1", 1)) for number in range(count) for _ in range(2))
     sample.tell()
@@ -101,7 +101,7 @@ def test_a_flood_of_many_addresses_is_bounded_in_lines_and_memory(lines: Lines) 
 
 
 def test_a_minute_in_which_all_lines_were_shown_ends_without_one(lines: Lines) -> None:
-    sample = Sample(lambda: 0.0)
+    sample = LogSample(lambda: 0.0)
     assert sample.takes(SELF)
     sample.tell()
 

@@ -13,7 +13,7 @@ from gateway.access.caller import Caller
 from gateway.api.common import serve
 from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
 from gateway.media.reference import IMAGE, Reference
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from protocol.messages import ChatPrompt
 from tests.gateway.harness import Gateway, running, until
 from tests.gateway.middleware.test_auth import bearer, make
@@ -361,7 +361,7 @@ async def test_bytes_of_media_are_bounded_over_all_requests(tmp_path: Path) -> N
 
 async def test_bytes_of_media_are_of_the_share_of_their_key(gateway: Gateway) -> None:
     services = gateway.app.services
-    record = Record("r", "POST", "/", caller=Caller(key="alice"), media_lease=services.media.lease())
+    record = RequestRecord("r", "POST", "/", caller=Caller(key="alice"), media_lease=services.media.lease())
     prompt = ChatPrompt([], media=(Reference(IMAGE, b"", b"", {}, "input", encoded=encoded(CAT)),))
     await serve.with_media(services, record, services.config.models["m"], prompt)
     assert record.media_lease is not None

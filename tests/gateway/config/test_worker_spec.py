@@ -22,7 +22,7 @@ from gateway.config.settings import (
 from gateway.config.worker_spec import worker_spec
 from gateway.ctl.calibrate.verb import findings
 from gateway.ctl.verify import in_process
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.pool.pool import Pool
 from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
@@ -111,7 +111,7 @@ def test_programs_beside_the_daemon_are_told_what_its_workers_are(
 
 def test_workers_of_the_daemon_are_told_the_same(config: Config) -> None:
     async def scenario() -> None:
-        link = Link(config.run_dir, Recorder())
+        link = WorkerLink(config.run_dir, Recorder())
         pool = Pool(config, link, Recorder(), command=lambda _spec: [sys.executable, "-c", ""])
         await pool.start()
         try:

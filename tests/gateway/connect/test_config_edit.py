@@ -5,7 +5,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from gateway.connect.client_setups import CLIENTS, Endpoint, setup
-from gateway.connect.config_edit import Edit, Form, NotEditable
+from gateway.connect.config_edit import ConfigEdit, FileFormat, NotEditable
 
 TO = Endpoint("http://127.0.0.1:8484", "coder", 65536)
 
@@ -72,7 +72,7 @@ def test_only_line_feeds_end_the_lines_of_variables() -> None:
 
     assert after.startswith(before)
     with pytest.raises(NotEditable, match="more than one line"):
-        Edit("x", Form.ENV, {"A": "b\nEVIL=1"}).merged("")
+        ConfigEdit("x", FileFormat.ENV, {"A": "b\nEVIL=1"}).merged("")
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -102,19 +102,24 @@ def test_another_model_takes_the_place_of_the_first_or_joins_it(client: str) -> 
 
 @pytest.mark.parametrize(
     ("form", "text"),
-    [(Form.JSON, '{"a": 1, // why\n}'), (Form.TOML, "a = "), (Form.YAML, "a: [1"), (Form.JSON, "[1]")]
-    + [(Form.JSON, text) for text in ("5", "null", '"x"', "true")]
-    + [(Form.YAML, text) for text in ("5", "words", "[1]", "a: 2024-13-45")],
+    [
+        (FileFormat.JSON, '{"a": 1, // why\n}'),
+        (FileFormat.TOML, "a = "),
+        (FileFormat.YAML, "a: [1"),
+        (FileFormat.JSON, "[1]"),
+    ]
+    + [(FileFormat.JSON, text) for text in ("5", "null", '"x"', "true")]
+    + [(FileFormat.YAML, text) for text in ("5", "words", "[1]", "a: 2024-13-45")],
 )
-def test_a_file_of_another_form_is_not_touched(form: Form, text: str) -> None:
+def test_a_file_of_another_form_is_not_touched(form: FileFormat, text: str) -> None:
     with pytest.raises(NotEditable):
-        Edit("x", form, {"b": 1}).merged(text)
+        ConfigEdit("x", form, {"b": 1}).merged(text)
 
 
 def test_json_that_has_it_already_is_left_as_it_is_formatted() -> None:
     text = '{"b":1,   "c":2}'
 
-    assert Edit("x", Form.JSON, {"b": 1}).merged(text) == text
+    assert ConfigEdit("x", FileFormat.JSON, {"b": 1}).merged(text) == text
 
 
 def test_codex_reads_its_key_from_a_variable_and_has_none_in_its_file() -> None:

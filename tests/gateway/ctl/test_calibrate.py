@@ -13,7 +13,7 @@ from gateway.ctl.cli import app
 from gateway.ctl.printing import records
 from gateway.memory.host import ThisMachine
 from gateway.model_files.known_times import KnownTimes
-from protocol.wisdom import Finding, wisdom_dir
+from protocol.wisdom import CalibrationResult, wisdom_dir
 from tests.support.ctl import ctl
 
 
@@ -61,8 +61,12 @@ def test_a_model_whose_weights_exceed_the_free_memory_is_loaded_only_if_told(
 
 
 def test_each_finding_is_a_line_for_people() -> None:
-    findings = [Finding("decode", 4, 51.25), Finding("prefill", 512, 900.0), Finding("buffers", 1 << 30)]
-    assert [line(each).split() for each in (*findings, Finding("max_running", 8))] == [
+    findings = [
+        CalibrationResult("decode", 4, 51.25),
+        CalibrationResult("prefill", 512, 900.0),
+        CalibrationResult("buffers", 1 << 30),
+    ]
+    assert [line(each).split() for each in (*findings, CalibrationResult("max_running", 8))] == [
         ["4", "rows", "51.2", "tok/s"],
         ["512", "prompt", "900.0", "tok/s"],
         ["free", "buffers:", "1.0", "GiB"],
@@ -72,5 +76,5 @@ def test_each_finding_is_a_line_for_people() -> None:
 
 def test_what_the_code_of_a_model_prints_is_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
     said = [b"Loading \x1b[2J of 7%\n", b'{"kind":"decode","size":4,"tokens_per_s":2.0}\n', b"\xff\n", b"{}\n"]
-    assert list(records(said, msgspec.json.Decoder(Finding))) == [Finding("decode", 4, 2.0)]
+    assert list(records(said, msgspec.json.Decoder(CalibrationResult))) == [CalibrationResult("decode", 4, 2.0)]
     assert capsys.readouterr().err == "Loading [2J of 7%\n\ufffd\n{}\n"

@@ -5,7 +5,7 @@ import pytest
 
 from gateway.admin_types import Probe
 from gateway.ctl.doctor import checks as doctor
-from gateway.ctl.doctor.checks import Finding
+from gateway.ctl.doctor.checks import DoctorFinding
 from gateway.ctl.doctor.look import machine
 from protocol.sockets import IPC_PATH_MAX
 from tests.gateway.ctl.test_status import free_port
@@ -60,7 +60,9 @@ HOME = Path("/h")
         (doctor.completion([Probe("m", False, "failed", 1, "it is gone")]), "bad", "restart m"),
     ],
 )
-def test_each_fact_is_judged_and_what_is_wrong_comes_with_advice(finding: Finding, level: str, advice: str) -> None:
+def test_each_fact_is_judged_and_what_is_wrong_comes_with_advice(
+    finding: DoctorFinding, level: str, advice: str
+) -> None:
     assert finding.level == level
     assert advice in finding.advice
     assert bool(finding.advice) == (level in ("warn", "bad"))

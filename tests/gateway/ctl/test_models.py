@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gateway.admin_types import ModelStatus, Status
+from gateway.admin_types import DaemonStatus, ModelStatus
 from gateway.ctl import tables
 from gateway.ctl.rates import compare
 from tests.gateway.model_files.test_metadata import PLAIN, folder
@@ -87,11 +87,11 @@ def test_the_daemon_tells_what_runs_and_how_fast(daemon: DaemonProcess) -> None:
     assert states == {"a": "ready", "b": "stopped", "org/huge": "not configured"}
 
 
-def status(**counts: int | str) -> Status:
+def status(**counts: int | str) -> DaemonStatus:
     fields = {
         name: kind() for name, kind in ModelStatus.__annotations__.items() if kind in (str, int, float)
     } | {"name": "a", "aliases": (), "pid": 1, "state": "ready"}  # fmt: skip
-    return Status("1", 1, 1.0, "", "", "", False, [ModelStatus(**(fields | counts))])
+    return DaemonStatus("1", 1, 1.0, "", "", "", False, [ModelStatus(**(fields | counts))])
 
 
 def test_rates_are_of_what_happened_between_two_looks() -> None:

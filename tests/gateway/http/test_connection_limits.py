@@ -10,7 +10,7 @@ import pytest
 
 from gateway.config.settings import Config, ServerConfig
 from gateway.http.connection_limits import CLIENTS_MIN, FILES_OWN, TooFewFiles, public_connections, room_for_clients
-from gateway.request.routing import Live
+from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
@@ -152,8 +152,8 @@ class Idle:
     def look(self) -> None: ...
 
 
-def live(**server: object) -> Live:
-    return Live(Config(Path("/nowhere"), ServerConfig(**server), {}, Path("/nowhere/mlxd.toml")))  # type: ignore[arg-type]
+def live(**server: object) -> LiveConfig:
+    return LiveConfig(Config(Path("/nowhere"), ServerConfig(**server), {}, Path("/nowhere/mlxd.toml")))  # type: ignore[arg-type]
 
 
 async def test_all_addresses_of_a_machine_with_ipv6_are_one() -> None:

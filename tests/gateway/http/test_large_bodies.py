@@ -15,7 +15,7 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.api.common.decode import BIAS_BYTES_MAX, PIECE_BYTES, UNKNOWN_BYTES_MAX
 from gateway.api.common.structure import CONTAINERS_MAX, KEYS_MAX, VALUES_MAX, count_structure
-from gateway.api.openai.request import ChatRequest, decode_chat, decode_completion
+from gateway.api.openai.request import ChatCompletionRequest, decode_chat, decode_completion
 from gateway.api.responses.request import decode_responses
 from gateway.config.settings import ServerConfig
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
@@ -92,7 +92,7 @@ def test_a_body_decoded_in_pieces_is_what_it_is_decoded_at_once() -> None:
     body = json.dumps(large(stop=["a"], nobody_knows=1), ensure_ascii=False).encode()
     assert len(body) > 4 * PIECE_BYTES
     request, unknown = decode_chat(body)
-    assert request == msgspec.json.decode(body, type=ChatRequest)
+    assert request == msgspec.json.decode(body, type=ChatCompletionRequest)
     assert unknown == ["nobody_knows"]
 
 

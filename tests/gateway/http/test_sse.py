@@ -9,10 +9,10 @@ from starlette.types import Message
 from gateway.api.openai.chat_encoder import ChatStream
 from gateway.api.openai.choices import Heading
 from gateway.errors import ApiError
-from gateway.http.direct_write import Outlet
-from gateway.http.sse import Pace, Watch, respond_stream
+from gateway.http.direct_write import DirectWriter
+from gateway.http.sse import StreamTiming, StreamWatch, respond_stream
 from gateway.request.generation import Generation
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from protocol.messages import Delta, Generate, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, events, running, until
 from tests.support.scale import patient
@@ -52,7 +52,7 @@ class Client:
 
 async def test_a_client_that_leaves_cuts_the_work_off_and_nothing_else() -> None:
     client = Client()
-    async with Watch(client.receive, 0) as watch:
+    async with StreamWatch(client.receive, 0) as watch:
         client.left.set()
         await asyncio.Event().wait()
 
@@ -62,7 +62,7 @@ async def test_a_client_that_leaves_cuts_the_work_off_and_nothing_else() -> None
 
 async def test_work_that_ends_is_not_cut_off() -> None:
     client = Client()
-    async with Watch(client.receive, 10) as watch:
+    async with StreamWatch(client.receive, 10) as watch:
         await asyncio.sleep(0)
 
     client.left.set()
@@ -74,7 +74,7 @@ async def test_a_cancellation_from_outside_goes_through() -> None:
     client = Client()
 
     async def work() -> None:
-        async with Watch(client.receive, 0):
+        async with StreamWatch(client.receive, 0):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(work())
@@ -86,14 +86,14 @@ async def test_a_cancellation_from_outside_goes_through() -> None:
 
 async def test_an_exception_goes_through() -> None:
     with pytest.raises(RuntimeError):
-        async with Watch(Client().receive, 0):
+        async with StreamWatch(Client().receive, 0):
             raise RuntimeError("boom")
 
 
 async def test_a_send_that_blocks_for_too_long_cuts_the_work_off() -> None:
     client = Client()
     client.reads.clear()
-    async with asyncio.timeout(patient(5)), Watch(client.receive, 0.02) as watch:
+    async with asyncio.timeout(patient(5)), StreamWatch(client.receive, 0.02) as watch:
         watch.is_sending = True
         await client.send({"type": "http.response.body"})
 
@@ -101,7 +101,7 @@ async def test_a_send_that_blocks_for_too_long_cuts_the_work_off() -> None:
 
 
 async def test_sends_that_go_on_are_never_cut_off() -> None:
-    async with Watch(Client().receive, 0.005) as watch:
+    async with StreamWatch(Client().receive, 0.005) as watch:
         until = asyncio.get_running_loop().time() + 0.03
         while asyncio.get_running_loop().time() < until:
             watch.is_sending = True
@@ -114,10 +114,10 @@ async def test_sends_that_go_on_are_never_cut_off() -> None:
 
 # -- a stream, from a real worker to a client that the test plays ----------------------------------------------------
 
-PACE = Pace(hold_s=0.02, keepalive_s=0.01)
+PACE = StreamTiming(hold_s=0.02, keepalive_s=0.01)
 
 
-class Shortcut(Outlet):
+class Shortcut(DirectWriter):
     """The client's end of the short way."""
 
     def __init__(self, client: Client) -> None:
@@ -138,11 +138,11 @@ async def respond(
     client: Client,
     said: str,
     max_tokens: int = 3,
-    outlet: Outlet | None = None,
+    outlet: DirectWriter | None = None,
     stream: type[ChatStream] = ChatStream,
-) -> Record:
+) -> RequestRecord:
     """Answer one request of the text prompt `said`."""
-    record = Record("id", "POST", "/v1/chat/completions", writer=outlet)
+    record = RequestRecord("id", "POST", "/v1/chat/completions", writer=outlet)
     encoder = stream(Heading("id", 0, "m", 1), False)
     generate = Generate(
         gateway.link.next_rid(), TextPrompt(said), Sampling(), max_tokens=max_tokens, want_progress=True

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.failed import Failed
-from gateway.install.description import Link
+from gateway.failed import CommandFailed
+from gateway.install.description import SymbolicLink
 from gateway.install.executor import RealMachine, carry_out
 from gateway.install.installation import Installation, Owner, check_writers, launcher, version_of
 from tests.support.users import SERVICE, as_root
@@ -49,7 +49,7 @@ def test_the_launcher_runs_the_linked_environment_by_its_real_path(tmp_path: Pat
 def test_a_link_is_replaced_in_one_step(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        carry_out([Link(tmp_path / "current", tmp_path / name)], RealMachine())
+        carry_out([SymbolicLink(tmp_path / "current", tmp_path / name)], RealMachine())
         assert (tmp_path / "current").resolve().name == name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "current"]
 
@@ -62,10 +62,10 @@ def test_an_environment_that_the_services_user_can_change_is_not_run_by_root(tmp
     assert check_writers(env, SERVICE) == ""
     (site,) = env.glob("lib/python3*/site-packages")
     os.chown(site, SERVICE, SERVICE)
-    with pytest.raises(Failed, match="service's user"):
+    with pytest.raises(CommandFailed, match="service's user"):
         check_writers(env, SERVICE)
     assert f"can be changed by user {SERVICE}" in check_writers(env, SERVICE + 1)
     os.chown(site, 0, 0)
     env.chmod(0o777)
-    with pytest.raises(Failed, match="every user"):
+    with pytest.raises(CommandFailed, match="every user"):
         check_writers(env, SERVICE)

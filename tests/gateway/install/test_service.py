@@ -12,7 +12,7 @@ import pytest
 
 from gateway.ctl.doctor.checks import wired_limit, wired_max
 from gateway.install import launchd, systemd
-from gateway.install.description import Facts, Manager, Run, Scope, Service, Write
+from gateway.install.description import HostFacts, Manager, RunCommand, Scope, Service, WriteFile
 from gateway.install.executor import ServiceFailed, carry_out, describe
 from tests.support.ctl import ctl
 from tests.support.scale import patient
@@ -240,7 +240,7 @@ def test_what_fails_ends_it_and_is_said_with_the_commands_own_words() -> None:
     machine = Recorded((0, ""), (113, "gone"), (0, ""), (5, "Bootstrap failed: 5: Input/output error\n"))
 
     with pytest.raises(ServiceFailed, match=r"launchctl bootstrap .* ended with 5: Bootstrap failed"):
-        carry_out([*launchd.install(AGENT), Run(("never",))], machine)
+        carry_out([*launchd.install(AGENT), RunCommand(("never",))], machine)
     assert "never" not in machine.did
 
 
@@ -254,12 +254,12 @@ def test_starting_begins_what_is_known_to_launchd_but_has_ended() -> None:
 
 def test_the_wired_limit_is_set_now_and_at_each_boot(tmp_path: Path) -> None:
     first, write, last = launchd.set_wired_limit(98304)
-    assert first == Run(("launchctl", "bootout", "system/dev.mlxd.wired-limit"), may_fail=True)
-    assert isinstance(write, Write)
+    assert first == RunCommand(("launchctl", "bootout", "system/dev.mlxd.wired-limit"), may_fail=True)
+    assert isinstance(write, WriteFile)
     plist = plistlib.loads(write.content.encode())
     assert plist["ProgramArguments"] == ["/usr/sbin/sysctl", "iogpu.wired_limit_mb=98304"]
     assert plist["RunAtLoad"] is True
-    assert last == Run(("launchctl", "bootstrap", "system", str(write.path)))
+    assert last == RunCommand(("launchctl", "bootstrap", "system", str(write.path)))
 
     assert "iogpu.wired_limit_mb=98304" in ctl(tmp_path, "service", "wired-limit", "96", "--dry-run").stdout
     assert f"remove {write.path}" in ctl(tmp_path, "service", "wired-limit", "0", "--dry-run").stdout
@@ -288,10 +288,10 @@ def test_the_wired_limit_is_refused_where_there_is_none(tmp_path: Path) -> None:
 
 def test_facts_are_what_the_manager_says() -> None:
     said = "system/dev.mlxd.gateway = {\n\tstate = running\n\tpid = 412\n\tlast exit code = 70\n}"
-    assert launchd.facts(said) == Facts(True, "running", 412, "70")
-    assert launchd.facts("Could not find service") == Facts(False, "not loaded")
+    assert launchd.facts(said) == HostFacts(True, "running", 412, "70")
+    assert launchd.facts("Could not find service") == HostFacts(False, "not loaded")
     said = "LoadState=loaded\nActiveState=failed\nMainPID=0\nExecMainStatus=78\n"
-    assert systemd.facts(said) == Facts(True, "failed", 0, "78")
+    assert systemd.facts(said) == HostFacts(True, "failed", 0, "78")
     assert not systemd.facts("LoadState=not-found\nActiveState=inactive\nMainPID=0\n").is_installed
 
 
@@ -324,7 +324,7 @@ def test_the_machines_service_needs_a_user_of_its_own(tmp_path: Path) -> None:
 
 def test_removing_takes_what_installing_wrote() -> None:
     for manager in (launchd, systemd):
-        written = [action.path for action in manager.install(AGENT) if isinstance(action, Write)]
+        written = [action.path for action in manager.install(AGENT) if isinstance(action, WriteFile)]
         assert f"remove {written[0]}" in describe(manager.uninstall(AGENT))
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gateway.link.collector import Collector
 from protocol.failures import Code, Failure
-from protocol.messages import Delta, Finish, Kind, PromptLogprob, PromptPart, TokenLogprob, Tool, Usage
+from protocol.messages import Delta, DeltaKind, Finish, PromptLogprob, PromptPart, TokenLogprob, ToolCallDelta, Usage
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
@@ -66,13 +66,13 @@ async def test_parts_of_a_prompt_stay_apart_from_output_and_from_each_other() ->
 async def test_kinds_and_tool_calls_are_never_merged_across_their_borders() -> None:
     collector = Collector([7])
     deltas = [
-        Delta(7, kind=Kind.REASONING, text="hm"),
+        Delta(7, kind=DeltaKind.REASONING, text="hm"),
         Delta(7, text="so"),
-        Delta(7, kind=Kind.TOOL_BEGIN, tool=Tool(0, "a", "f")),
-        Delta(7, kind=Kind.TOOL_ARGS, text="{}", tool=Tool(0)),
-        Delta(7, kind=Kind.TOOL_ARGS, text="[]", tool=Tool(1)),
-        Delta(7, kind=Kind.TOOL_END, tool=Tool(0)),
-        Delta(7, kind=Kind.TOOL_END, tool=Tool(1)),
+        Delta(7, kind=DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "a", "f")),
+        Delta(7, kind=DeltaKind.TOOL_ARGS, text="{}", tool=ToolCallDelta(0)),
+        Delta(7, kind=DeltaKind.TOOL_ARGS, text="[]", tool=ToolCallDelta(1)),
+        Delta(7, kind=DeltaKind.TOOL_END, tool=ToolCallDelta(0)),
+        Delta(7, kind=DeltaKind.TOOL_END, tool=ToolCallDelta(1)),
     ]
     for delta in deltas:
         collector.put(delta)
@@ -218,12 +218,12 @@ async def test_a_readers_timeout_begins_anew_with_what_its_relay_takes() -> None
     collector.close()
 
 
-KINDS = st.sampled_from([Kind.TEXT, Kind.REASONING])
+KINDS = st.sampled_from([DeltaKind.TEXT, DeltaKind.REASONING])
 PIECE = st.tuples(st.sampled_from([1, 2, 3]), KINDS, st.text(max_size=3), st.integers(0, 9))
 SCRIPT = st.lists(st.one_of(PIECE, st.just("read"), st.just("finish"), st.just("fail")), max_size=60)
 
 
-def spell(deltas: list[Delta], rid: int) -> list[tuple[Kind, str]]:
+def spell(deltas: list[Delta], rid: int) -> list[tuple[DeltaKind, str]]:
     return [(d.kind, char) for d in deltas if d.rid == rid for char in d.text]
 
 
@@ -245,7 +245,7 @@ def test_no_interleaving_of_puts_and_reads_loses_or_reorders_anything(script: li
                 case "fail":
                     collector.fail(DIED)
                     over |= {1, 2, 3}
-                case (int(rid), Kind() as kind, str(text), int(token)):
+                case (int(rid), DeltaKind() as kind, str(text), int(token)):
                     delta = Delta(rid, kind=kind, text=text, token_ids=(token,))
                     collector.put(delta)
                     if rid not in over:

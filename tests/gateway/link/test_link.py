@@ -8,7 +8,7 @@ import zmq
 from msgspec.structs import replace
 
 from gateway.link.collector import Collector
-from gateway.link.link import RID_BITS, SEQ_BITS, Link
+from gateway.link.link import RID_BITS, SEQ_BITS, WorkerLink
 from gateway.link.sequence import Sequence
 from gateway.link.transport import WorkerGone
 from protocol import sockets
@@ -83,7 +83,7 @@ class Wire:
 
     def __init__(self, home: Path) -> None:
         self.events = Recorder()
-        self.link = Link(home / "run", self.events, boot=5)
+        self.link = WorkerLink(home / "run", self.events, boot=5)
         self.runner = Runner()
         self.context = zmq.Context()
 
@@ -532,5 +532,5 @@ async def test_a_sequence_that_has_outgrown_a_frame_ends_when_its_worker_does(ho
 
 
 async def test_request_ids_of_two_boots_never_meet(home: Path) -> None:
-    one, two = (Link(home / "run", Recorder(), boot=boot) for boot in (1, 2))
+    one, two = (WorkerLink(home / "run", Recorder(), boot=boot) for boot in (1, 2))
     assert {one.next_rid() for _ in range(100)}.isdisjoint(two.next_rid() for _ in range(100))

@@ -11,7 +11,7 @@ from gateway.errors import Unavailable
 from gateway.media import resolve as module
 from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.reference import IMAGE, Reference, stored_url
-from gateway.media.resolve import Reading, bounded, digest_of, resolve
+from gateway.media.resolve import MediaReader, bounded, digest_of, resolve
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.messages import ChatPrompt, Media
 
@@ -51,7 +51,7 @@ async def test_a_stored_medium_is_hashed_once_and_counted_each_time(monkeypatch:
     lease = InFlightBytes(lambda: 10_000).lease()
     prompt = prompt_of(*[stored_url(digest_of(DATA))] * 5)
 
-    found = await resolve(prompt, Reading(MediaConfig(), lease, fetch, at_once, stored))
+    found = await resolve(prompt, MediaReader(MediaConfig(), lease, fetch, at_once, stored))
 
     assert [(each.data, each.digest) for each in found.media] == [(DATA, digest_of(DATA))] * 5
     assert len([data for data in hashed if data == DATA]) == 1
@@ -68,7 +68,7 @@ async def test_files_that_find_no_room_are_not_all_read(tmp_path: Path) -> None:
         return action()
 
     lease = InFlightBytes(lambda: 2 * len(DATA)).lease()
-    reading = Reading(MediaConfig(folders=(str(tmp_path),)), lease, fetch, counting)
+    reading = MediaReader(MediaConfig(folders=(str(tmp_path),)), lease, fetch, counting)
 
     with pytest.raises(Unavailable):
         await resolve(prompt_of(*[picture.as_uri()] * 8), reading)

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.memory.policy import PATIENCE_S, Claim, Plan, Tenant, Terms, plan, relieve
+from gateway.memory.policy import PATIENCE_S, EvictionTerms, LoadClaim, MemoryPlan, ModelSnapshot, plan, relieve
 
 NOW = 1000.0
 
 
-def claim(name: str, floor: int, *, least: int | None = None, most: int | None = None) -> Claim:
-    return Claim(name, floor if least is None else least, floor, floor if most is None else most)
+def claim(name: str, floor: int, *, least: int | None = None, most: int | None = None) -> LoadClaim:
+    return LoadClaim(name, floor if least is None else least, floor, floor if most is None else most)
 
 
 def tenant(
@@ -27,13 +27,15 @@ def tenant(
     shrinking_to: int | None = None,
     ready_at: float = 0.0,
     used_at: float = 0.0,
-) -> Tenant:
+) -> ModelSnapshot:
     own = share if floor is None else floor
-    return Tenant(name, share, own, is_ready, is_busy, is_pinned, gated_at, shrinking_to, ready_at, used_at)
+    return ModelSnapshot(name, share, own, is_ready, is_busy, is_pinned, gated_at, shrinking_to, ready_at, used_at)
 
 
-def decide(claims: list[Claim], tenants: list[Tenant], budget: int, now: float = NOW, **terms: float) -> Plan:
-    return plan(claims, tenants, Terms(budget, **terms), now)  # type: ignore[arg-type]
+def decide(
+    claims: list[LoadClaim], tenants: list[ModelSnapshot], budget: int, now: float = NOW, **terms: float
+) -> MemoryPlan:
+    return plan(claims, tenants, EvictionTerms(budget, **terms), now)  # type: ignore[arg-type]
 
 
 # -- granting --------------------------------------------------------------------------------------------------------
@@ -41,7 +43,7 @@ def decide(claims: list[Claim], tenants: list[Tenant], budget: int, now: float =
 
 def test_what_fits_is_granted_at_once() -> None:
     made = decide([claim("a", 40)], [tenant("b", 60)], 100)
-    assert made == Plan(grants=[("a", 40)])
+    assert made == MemoryPlan(grants=[("a", 40)])
 
 
 def test_half_of_what_nobody_needs_is_lent() -> None:
@@ -60,7 +62,7 @@ def test_nothing_is_lent_that_the_next_in_the_queue_needs() -> None:
 
 
 def test_memory_that_is_not_back_yet_is_not_granted() -> None:
-    assert decide([claim("a", 50)], [], 100, returning=60) == Plan()
+    assert decide([claim("a", 50)], [], 100, returning=60) == MemoryPlan()
     assert decide([claim("a", 50)], [], 100, returning=50).grants == [("a", 50)]
 
 
@@ -74,7 +76,7 @@ def test_a_model_gets_less_than_it_would_like_where_it_could_never_have_that() -
 
 def test_the_least_recently_used_idle_model_leaves() -> None:
     tenants = [tenant("old", 50, used_at=10), tenant("new", 50, used_at=20)]
-    assert decide([claim("a", 40)], tenants, 100) == Plan(evictions=["old"])
+    assert decide([claim("a", 40)], tenants, 100) == MemoryPlan(evictions=["old"])
 
 
 def test_nobody_leaves_who_would_not_be_enough() -> None:
@@ -85,12 +87,12 @@ def test_nobody_leaves_who_would_not_be_enough() -> None:
 
 def test_an_idle_model_leaves_before_a_busy_one_is_gated() -> None:
     tenants = [tenant("busy", 50, is_busy=True, used_at=10), tenant("idle", 50, used_at=20)]
-    assert decide([claim("a", 40)], tenants, 100) == Plan(evictions=["idle"])
+    assert decide([claim("a", 40)], tenants, 100) == MemoryPlan(evictions=["idle"])
 
 
 def test_the_gate_of_the_longest_loaded_busy_model_is_closed() -> None:
     tenants = [tenant("b", 50, is_busy=True, ready_at=20), tenant("c", 50, is_busy=True, ready_at=10)]
-    assert decide([claim("a", 40)], tenants, 100) == Plan(gated={"c"})
+    assert decide([claim("a", 40)], tenants, 100) == MemoryPlan(gated={"c"})
 
 
 def test_a_gated_model_that_does_not_end_is_left_alone_for_another() -> None:
@@ -105,29 +107,29 @@ def test_a_gated_model_that_does_not_end_is_left_alone_for_another() -> None:
 
 def test_neither_pinned_nor_loading_models_leave() -> None:
     tenants = [tenant("pinned", 50, is_pinned=True), tenant("loading", 50, is_ready=False)]
-    assert decide([claim("a", 40)], tenants, 100) == Plan()
+    assert decide([claim("a", 40)], tenants, 100) == MemoryPlan()
 
 
 def test_a_model_within_its_residency_stays_and_the_plan_says_when_to_ask_again() -> None:
     tenants = [tenant("b", 50, ready_at=NOW - 4), tenant("c", 50, ready_at=NOW - 2)]
-    assert decide([claim("a", 40)], tenants, 100, min_residency_s=10) == Plan(wake_at=NOW + 6)
+    assert decide([claim("a", 40)], tenants, 100, min_residency_s=10) == MemoryPlan(wake_at=NOW + 6)
 
 
 def test_loans_are_called_before_anybody_leaves() -> None:
     tenants = [tenant("b", 60, floor=30, used_at=20), tenant("c", 40, floor=30, used_at=10)]
-    assert decide([claim("a", 35)], tenants, 100) == Plan(shrinks=[("c", 30), ("b", 35)])
+    assert decide([claim("a", 35)], tenants, 100) == MemoryPlan(shrinks=[("c", 30), ("b", 35)])
 
 
 def test_memory_on_its_way_is_not_asked_for_twice() -> None:
     tenants = [tenant("b", 60, floor=30, shrinking_to=30), tenant("c", 40, used_at=10)]
-    assert decide([claim("a", 30)], tenants, 100) == Plan()
-    assert decide([claim("a", 50)], [tenant("c", 40)], 100, returning=60, leaving=1) == Plan()
+    assert decide([claim("a", 30)], tenants, 100) == MemoryPlan()
+    assert decide([claim("a", 50)], [tenant("c", 40)], 100, returning=60, leaving=1) == MemoryPlan()
 
 
 def test_with_room_enough_max_loaded_still_makes_one_leave() -> None:
     tenants = [tenant("b", 10, used_at=20), tenant("c", 10, used_at=10)]
-    assert decide([claim("a", 10)], tenants, 100, max_loaded=2) == Plan(evictions=["c"])
-    assert decide([claim("a", 10)], tenants[:1], 100, max_loaded=2, leaving=1, returning=10) == Plan()
+    assert decide([claim("a", 10)], tenants, 100, max_loaded=2) == MemoryPlan(evictions=["c"])
+    assert decide([claim("a", 10)], tenants[:1], 100, max_loaded=2, leaving=1, returning=10) == MemoryPlan()
 
 
 # -- the queue -------------------------------------------------------------------------------------------------------
@@ -136,21 +138,21 @@ def test_with_room_enough_max_loaded_still_makes_one_leave() -> None:
 def test_a_small_model_passes_with_memory_that_the_first_could_not_use() -> None:
     tenants = [tenant("b", 80, is_busy=True)]
     made = decide([claim("large", 80), claim("small", 15)], tenants, 100)
-    assert made == Plan(grants=[("small", 15)], gated={"b"})
+    assert made == MemoryPlan(grants=[("small", 15)], gated={"b"})
 
 
 def test_a_small_model_does_not_pass_with_memory_that_the_first_waits_for() -> None:
     tenants = [tenant("b", 60, is_busy=True)]
-    assert decide([claim("large", 80), claim("small", 30)], tenants, 100) == Plan(gated={"b"})
+    assert decide([claim("large", 80), claim("small", 30)], tenants, 100) == MemoryPlan(gated={"b"})
 
 
 def test_room_is_made_for_one_model_at_a_time() -> None:
     tenants = [tenant("b", 50, used_at=10), tenant("c", 50, used_at=20)]
-    assert decide([claim("first", 50), claim("second", 50)], tenants, 100) == Plan(evictions=["b"])
+    assert decide([claim("first", 50), claim("second", 50)], tenants, 100) == MemoryPlan(evictions=["b"])
 
 
 def test_a_gate_that_nobody_needs_closed_is_not_in_the_plan() -> None:
-    assert decide([], [tenant("b", 60, is_busy=True, gated_at=1.0)], 100) == Plan()
+    assert decide([], [tenant("b", 60, is_busy=True, gated_at=1.0)], 100) == MemoryPlan()
 
 
 # -- never -----------------------------------------------------------------------------------------------------------
@@ -176,10 +178,10 @@ def test_pinned_models_that_fill_max_loaded_leave_no_hope() -> None:
 
 def test_a_lowered_budget_takes_loans_back_and_then_unloads() -> None:
     tenants = [tenant("b", 60, floor=30, used_at=20), tenant("c", 40, used_at=10)]
-    assert relieve(tenants, Terms(80), NOW) == Plan(shrinks=[("b", 40)])
-    assert relieve(tenants, Terms(50), NOW) == Plan(evictions=["c"], shrinks=[("b", 50)])
-    assert relieve(tenants, Terms(100), NOW) == Plan()
-    assert relieve(tenants, Terms(100, max_loaded=1), NOW) == Plan(evictions=["c"])
+    assert relieve(tenants, EvictionTerms(80), NOW) == MemoryPlan(shrinks=[("b", 40)])
+    assert relieve(tenants, EvictionTerms(50), NOW) == MemoryPlan(evictions=["c"], shrinks=[("b", 50)])
+    assert relieve(tenants, EvictionTerms(100), NOW) == MemoryPlan()
+    assert relieve(tenants, EvictionTerms(100, max_loaded=1), NOW) == MemoryPlan(evictions=["c"])
 
 
 # -- promises --------------------------------------------------------------------------------------------------------
@@ -234,8 +236,8 @@ class World:
             elif home.shrinking_to is not None:
                 home.share, home.shrinking_to = home.shrinking_to, None
 
-    def turn(self) -> Plan:
-        claims = [Claim(n, self.floors[n], self.floors[n], 10 * self.budget) for n in self.asked]
+    def turn(self) -> MemoryPlan:
+        claims = [LoadClaim(n, self.floors[n], self.floors[n], 10 * self.budget) for n in self.asked]
         staying = {n: r for n, r in self.residents.items() if not r.is_leaving}
         leaving = [r for r in self.residents.values() if r.is_leaving]
         tenants = [
@@ -254,12 +256,12 @@ class World:
             for name, home in staying.items()
         ]
         returning = sum(home.share for home in leaving)
-        terms = Terms(self.budget, self.max_loaded, self.residency_s, returning, len(leaving))
+        terms = EvictionTerms(self.budget, self.max_loaded, self.residency_s, returning, len(leaving))
         made = plan(claims, tenants, terms, self.now)
         self.carry_out(made)
         return made
 
-    def carry_out(self, made: Plan) -> None:
+    def carry_out(self, made: MemoryPlan) -> None:
         for never in made.never:
             self.refused.add(never.name)
             del self.asked[never.name]

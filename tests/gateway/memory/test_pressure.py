@@ -1,11 +1,11 @@
 """Memory-pressure levels of a growing worker: order and duration."""
 
 from gateway.memory.pressure import MEASURES, Pressure
-from gateway.supervisor.state import Limits
+from gateway.supervisor.state import WorkerLimits
 
 MIB = 1 << 20
 SHARE = 1000 * MIB
-LIMITS = Limits()
+LIMITS = WorkerLimits()
 
 
 def looks(pressure: Pressure, footprint: int, seconds: int, start: int = 0, *, is_short: bool = False) -> list[int]:

@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.model_files.facts import FactsReader, ModelFacts, parameters
-from gateway.model_files.metadata import Tensor
+from gateway.model_files.metadata import TensorEntry
 from worker.prompt.infill import _forms
 
 
-def tensor(dtype: str, *shape: int) -> Tensor:
-    return Tensor(dtype, shape, (0, 0))
+def tensor(dtype: str, *shape: int) -> TensorEntry:
+    return TensorEntry(dtype, shape, (0, 0))
 
 
 # 8 × 64 weights in 4 bits: 8 numbers in each of 32 bits.

@@ -9,9 +9,9 @@ import pytest
 from gateway.admin_types import Speeds
 from gateway.model_files.known_times import LOOK_S, KnownTimes, speeds
 from protocol import wisdom
-from protocol.wisdom import FORMAT, Calibration, ChunkTime, LoadFacts, Speed, StepTime, Wisdom
+from protocol.wisdom import FORMAT, Calibration, ChunkTime, LoadFacts, MeasuredSpeed, StepTime, TimingProfile
 
-KEPT = Wisdom(
+KEPT = TimingProfile(
     format=FORMAT,
     key="a" * 20,
     model="m",
@@ -54,7 +54,13 @@ def test_a_file_that_cannot_be_used_is_told_of_once_and_counts_as_none(
 def test_speeds_are_of_short_contexts_and_of_a_calibration_where_there_is_one() -> None:
     assert speeds(None) is None
     assert speeds(KEPT) == Speeds(12.5, ((1, 50.0), (4, 100.0)), 1024.0)
-    calibration = Calibration(99.0, (Speed(1, 60.0), Speed(2, 90.0)), (Speed(512, 700.0), Speed(2048, 900.0)), 2, 0)
+    calibration = Calibration(
+        99.0,
+        (MeasuredSpeed(1, 60.0), MeasuredSpeed(2, 90.0)),
+        (MeasuredSpeed(512, 700.0), MeasuredSpeed(2048, 900.0)),
+        2,
+        0,
+    )
     assert speeds(msgspec.structs.replace(KEPT, calibration=calibration)) == Speeds(
         12.5, ((1, 60.0), (2, 90.0)), 900.0, 99.0, 2
     )

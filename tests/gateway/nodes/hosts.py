@@ -15,15 +15,15 @@ import msgspec
 import pytest
 
 from gateway.config.settings import Config, MemoryConfig, ModelConfig, ServerConfig
-from gateway.link.link import Link
+from gateway.link.link import WorkerLink
 from gateway.memory.broker import Broker
 from gateway.memory.host import ThisMachine
 from gateway.nodes.agent import Agent, AgentLimits
 from gateway.nodes.agent_client import AgentClient
 from gateway.nodes.this_host import ThisHost
-from gateway.supervisor.ports import Process
-from gateway.supervisor.spawn import Child, Output
-from gateway.supervisor.state import Limits
+from gateway.supervisor.ports import WorkerPort
+from gateway.supervisor.spawn import Child, WorkerOutput
+from gateway.supervisor.state import WorkerLimits
 from protocol.curve import KeyPair, make_pair
 from protocol.spec import GroupSpec, RankSpec, WorkerSpec
 from tests.support.machine import Recorder
@@ -63,13 +63,13 @@ class Ranks:
         self.specs: list[WorkerSpec] = []
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, spec: WorkerSpec) -> Process:
+    def start(self, spec: WorkerSpec) -> WorkerPort:
         self.specs.append(spec)
         read_fd, write_fd = pipe()
         with open(write_fd, "wb") as out:
             popen = subprocess.Popen([sys.executable, "-I", "-S", "-c", self.code], stdout=out, stderr=out)
         self.started.append(popen)
-        return Child(popen, Output(read_fd, spec.name), lambda: None)
+        return Child(popen, WorkerOutput(read_fd, spec.name), lambda: None)
 
     def kill(self) -> None:
         for popen in self.started:
@@ -114,8 +114,8 @@ async def host(home: Path, name: str, *, budget: int = BUDGET, silence_s: float 
         config_path=home / "mlxd.toml",
         memory=MemoryConfig(budget_bytes=budget),
     )
-    link = Link(config.run_dir, Recorder())
-    broker = Broker(config, {}, link, Recorder(), ThisMachine(), Limits(), time.monotonic)
+    link = WorkerLink(config.run_dir, Recorder())
+    broker = Broker(config, {}, link, Recorder(), ThisMachine(), WorkerLimits(), time.monotonic)
     ranks, known = Ranks(), dict[str, str]()
     this = ThisHost(lambda: config, broker, ranks.start, ("ipc://down", "ipc://up"))
     agent = Agent("127.0.0.1:*", keys, lambda: known, this, limits)

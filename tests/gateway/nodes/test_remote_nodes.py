@@ -20,7 +20,7 @@ from gateway.nodes.node_keys import forget_public, keep_public, own_pair
 from gateway.nodes.remote_nodes import RemoteNodes
 from gateway.nodes.remote_rank import RemoteRank
 from gateway.nodes.this_host import ThisHost
-from gateway.supervisor.ranks import Place
+from gateway.supervisor.ranks import RankPlace
 from gateway.supervisor.state import ModelUnavailable, State
 from protocol.curve import KeyPair
 from protocol.failures import Code
@@ -221,9 +221,9 @@ def test_places_have_the_addresses_and_devices_of_each_node_by_rank(tmp_path: Pa
     nodes = RemoteNodes(lambda: config, lambda _: NEED)
     order = ("local", "studio3", "studio2")
     places = [nodes.starters[name].place(order) for name in order]
-    assert places[0] == Place("127.0.0.1", "192.168.0.1", ("", "rdma_en4", "rdma_en5"))
-    assert places[1] == Place("127.0.0.1", "127.0.0.3", ("", "", ""))
-    assert places[2] == Place("127.0.0.1", "192.168.0.2", ("rdma_en5", "rdma_en2,rdma_en3", ""))
+    assert places[0] == RankPlace("127.0.0.1", "192.168.0.1", ("", "rdma_en4", "rdma_en5"))
+    assert places[1] == RankPlace("127.0.0.1", "127.0.0.3", ("", "", ""))
+    assert places[2] == RankPlace("127.0.0.1", "192.168.0.2", ("rdma_en5", "rdma_en2,rdma_en3", ""))
 
 
 def test_parts_follow_the_split_and_each_process_has_its_own_overhead() -> None:

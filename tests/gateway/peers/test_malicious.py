@@ -11,16 +11,16 @@ from msgspec.structs import replace
 from gateway.config.remote_settings import PeerConfig
 from gateway.config.settings import ModelConfig
 from gateway.peers.forms import Forms
-from gateway.peers.node import REFUSAL_BYTES_MAX, Declined, Node
-from gateway.peers.plausibility import Claims
+from gateway.peers.node import REFUSAL_BYTES_MAX, PeerDeclined, PeerNode
+from gateway.peers.plausibility import PeerClaims
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, Unsendable
 from protocol.failures import Code, Failure
 from protocol.messages import (
     Accepted,
     Delta,
+    DeltaKind,
     Finish,
     Generate,
-    Kind,
     Progress,
     PromptLogprob,
     PromptPart,
@@ -29,7 +29,7 @@ from protocol.messages import (
     Step,
     TextPrompt,
     Tokenize,
-    Tool,
+    ToolCallDelta,
     Usage,
 )
 from protocol.peering import FrameReader, PeerModel, PeerRequest, PeerUp
@@ -50,7 +50,7 @@ def anyio_backend() -> str:
 class Alone:
     """A node of a scripted peer, without a gateway."""
 
-    node: Node
+    node: PeerNode
     server: asyncio.Server
 
     async def close(self) -> None:
@@ -63,7 +63,7 @@ async def alone(scripted: Scripted, path: Path) -> Alone:
     key_file = path / "b.key"
     key_file.write_text("secret\n")
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    return Alone(Node(PeerConfig(name="b", url=url, key_file=str(key_file)), 1), server)
+    return Alone(PeerNode(PeerConfig(name="b", url=url, key_file=str(key_file)), 1), server)
 
 
 async def nothing(_: PeerRequest, writer: asyncio.StreamWriter) -> None:
@@ -81,7 +81,7 @@ async def test_a_refusal_is_not_unpacked_and_only_its_beginning_is_read(tmp_path
 
     peer = await alone(Scripted(refuse), tmp_path)
     try:
-        with pytest.raises(Declined) as refused:
+        with pytest.raises(PeerDeclined) as refused:
             async with peer.node.generate(b"\x93\xa1m\x90\xc0", {}):
                 pass
         assert refused.value.args[0].startswith("HTTP 500: \x1f")
@@ -101,7 +101,7 @@ async def test_cookies_of_a_peer_are_not_kept(tmp_path: Path) -> None:
     key_file.write_text("secret\n")
     server = await asyncio.start_server(refuse, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    peer = Alone(Node(PeerConfig(name="b", url=url, key_file=str(key_file)), 1), server)
+    peer = Alone(PeerNode(PeerConfig(name="b", url=url, key_file=str(key_file)), 1), server)
     try:
         for _ in range(2):
             assert not await peer.node.poll()
@@ -141,11 +141,11 @@ async def test_a_status_with_a_number_that_cannot_be_is_refused(tmp_path: Path, 
 
 RID = 7
 ASKED = Generate(RID, TextPrompt("hi"), Sampling(), max_tokens=5)
-TOOL = Tool(0, "call", "f")
+TOOL = ToolCallDelta(0, "call", "f")
 ENTRY = PromptLogprob(5, b"a", -0.5, 1, ((5, b"a", -0.5),))
 
 
-def check(stream: Claims, message: Accepted | Progress | Delta) -> None:
+def check(stream: PeerClaims, message: Accepted | Progress | Delta) -> None:
     match message:
         case Accepted():
             stream.check_accepted(message)
@@ -155,8 +155,8 @@ def check(stream: Claims, message: Accepted | Progress | Delta) -> None:
             stream.check(message)
 
 
-def claims(asked: Generate = ASKED) -> Claims:
-    made = Claims(MODEL)
+def claims(asked: Generate = ASKED) -> PeerClaims:
+    made = PeerClaims(MODEL)
     made.expect(asked)
     return made
 
@@ -182,10 +182,10 @@ def claims(asked: Generate = ASKED) -> Claims:
         Delta(RID, text="x", token_ids=(1, 2, 3, 4, 5, 6)),
         Delta(RID, text="x", token_ids=(-1,)),
         Delta(RID, text="x" * (1 << 20), token_ids=(1,)),
-        Delta(RID, Kind.TOOL_BEGIN, tool=replace(TOOL, name="f" * (1 << 20))),
-        Delta(RID, Kind.TOOL_BEGIN),
-        Delta(RID, Kind.TOOL_ARGS, "{", tool=TOOL),
-        Delta(RID, Kind.TOOL_END, tool=TOOL),
+        Delta(RID, DeltaKind.TOOL_BEGIN, tool=replace(TOOL, name="f" * (1 << 20))),
+        Delta(RID, DeltaKind.TOOL_BEGIN),
+        Delta(RID, DeltaKind.TOOL_ARGS, "{", tool=TOOL),
+        Delta(RID, DeltaKind.TOOL_END, tool=TOOL),
         Delta(RID, text="x", token_ids=(1, 2, 3), ending_ids=(4, 5, 6)),
         Delta(RID, finish=Finish.STOP, ending_ids=(-1,)),
         Delta(RID, prompt=PromptPart((1, 2))),
@@ -232,12 +232,12 @@ def test_of_a_prompt_no_more_is_told_than_was_asked_for(bad: Delta) -> None:
 
 def test_a_tool_call_goes_on_where_the_stream_before_was_lost() -> None:
     before, after = claims(), claims(replace(ASKED, resume=(1,)))
-    before.check(Delta(RID, Kind.TOOL_BEGIN, tool=TOOL))
+    before.check(Delta(RID, DeltaKind.TOOL_BEGIN, tool=TOOL))
     after.calls |= before.calls
-    after.check(Delta(RID, Kind.TOOL_ARGS, "{}", tool=TOOL))
-    after.check(Delta(RID, Kind.TOOL_END, tool=TOOL))
+    after.check(Delta(RID, DeltaKind.TOOL_ARGS, "{}", tool=TOOL))
+    after.check(Delta(RID, DeltaKind.TOOL_END, tool=TOOL))
     with pytest.raises(MalformedFrame):
-        after.check(Delta(RID, Kind.TOOL_ARGS, "{}", tool=TOOL))
+        after.check(Delta(RID, DeltaKind.TOOL_ARGS, "{}", tool=TOOL))
 
 
 def test_a_whole_answer_is_true() -> None:
@@ -245,9 +245,9 @@ def test_a_whole_answer_is_true() -> None:
     stream.check_accepted(Accepted(RID, 1000))
     stream.check_progress(Progress(RID, 1000, 1000, 10))
     stream.check(Delta(RID, text="x", token_ids=(1, 2)))
-    stream.check(Delta(RID, Kind.TOOL_BEGIN, tool=TOOL))
-    stream.check(Delta(RID, Kind.TOOL_ARGS, "{}", (3, 4), replace(TOOL, name="")))
-    stream.check(Delta(RID, Kind.TOOL_END, tool=TOOL))
+    stream.check(Delta(RID, DeltaKind.TOOL_BEGIN, tool=TOOL))
+    stream.check(Delta(RID, DeltaKind.TOOL_ARGS, "{}", (3, 4), replace(TOOL, name="")))
+    stream.check(Delta(RID, DeltaKind.TOOL_END, tool=TOOL))
     stream.check(Delta(RID, finish=Finish.TOOL_CALLS, usage=Usage(1000, 10, 5, queue_ms=0.5)))
     stream.check(Delta(RID, finish=Finish.ERROR, failure=Failure(Code.INTERNAL, "x")))
 
@@ -262,7 +262,7 @@ def test_a_frame_is_no_larger_than_what_was_asked_for_can_be() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        Delta(0, Kind.TOOL_ARGS, "x"),
+        Delta(0, DeltaKind.TOOL_ARGS, "x"),
         Delta(0, text="hi", token_ids=tuple(range(1000))),
         Delta(0, finish=Finish.STOP, usage=Usage(-(10**15), -5, -(10**15))),
     ],

@@ -6,31 +6,31 @@ import msgspec
 import pytest
 
 from gateway.peers.affinity import Affinity, Prefix, prefixes_of
-from gateway.peers.placement import Place, choose
+from gateway.peers.placement import CandidatePlace, choose
 
 
 def test_the_shorter_queue_is_chosen_and_of_equal_ones_the_first() -> None:
-    idle, busy = Place("", rate=1000.0), Place("b", wait_s=2.0, rate=1000.0)
+    idle, busy = CandidatePlace("", rate=1000.0), CandidatePlace("b", wait_s=2.0, rate=1000.0)
     assert choose([idle, busy], 4000).place is idle
-    assert choose([Place("b"), Place("c")], 4000).place.name == "b"
+    assert choose([CandidatePlace("b"), CandidatePlace("c")], 4000).place.name == "b"
     assert choose([busy], 4000).reason == "only"
 
 
 def test_a_model_that_is_not_loaded_costs_its_load() -> None:
-    assert choose([Place("", load_s=15.0), Place("b", wait_s=3.0)], 100).place.name == "b"
-    assert choose([Place("", load_s=15.0), Place("b", wait_s=30.0)], 100).place.name == ""
+    assert choose([CandidatePlace("", load_s=15.0), CandidatePlace("b", wait_s=3.0)], 100).place.name == "b"
+    assert choose([CandidatePlace("", load_s=15.0), CandidatePlace("b", wait_s=30.0)], 100).place.name == ""
 
 
 def test_a_faster_machine_is_worth_a_longer_queue() -> None:
-    slow, fast = Place("", rate=200.0), Place("b", wait_s=1.0, rate=2000.0)
+    slow, fast = CandidatePlace("", rate=200.0), CandidatePlace("b", wait_s=1.0, rate=2000.0)
     assert choose([slow, fast], 4000).place is fast
     assert choose([slow, fast], 100).place is slow
 
 
 def test_a_conversation_stays_where_it_is_warm_until_moving_gains_more_than_its_prefill() -> None:
     def chosen(wait_s: float) -> str:
-        home = Place("b", wait_s=wait_s, rate=1000.0, warm=3900.0)
-        return choose([Place("", rate=1000.0), home], 4000).place.name
+        home = CandidatePlace("b", wait_s=wait_s, rate=1000.0, warm=3900.0)
+        return choose([CandidatePlace("", rate=1000.0), home], 4000).place.name
 
     # Here all 4,000 tokens are computed: 4 s. Staying costs the queue and 0.1 s.
     assert chosen(0.0) == chosen(3.0) == chosen(7.0) == "b"
@@ -38,7 +38,7 @@ def test_a_conversation_stays_where_it_is_warm_until_moving_gains_more_than_its_
 
 
 def test_an_unknown_rate_is_taken_for_that_of_the_others() -> None:
-    known, unknown = Place("", wait_s=0.5, rate=1000.0), Place("b")
+    known, unknown = CandidatePlace("", wait_s=0.5, rate=1000.0), CandidatePlace("b")
     assert choose([known, unknown], 4000).cost_s == pytest.approx(4.0)  # type: ignore[misc]
 
 

@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from gateway.config.otlp import bad_endpoint
 from gateway.config.settings import ServerConfig
-from gateway.middleware.otel import PAUSE_S, Patient
+from gateway.middleware.otel import PAUSE_S, PatientExporter
 from gateway.request.trace_context import read_context
-from gateway.telemetry.logs import Logs
+from gateway.telemetry.logs import LogSinks
 from tests.gateway.harness import chat, running
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -92,7 +92,7 @@ async def ask(home: Path, server: ServerConfig, *, status: int = 200, headers: d
     path = "/v1/chat/completions"
     if status != 200:
         path, body = "/v1/completions", {"model": "m", "prompt": "refused"}
-    with Logs("info", json=True, stream=stream):
+    with LogSinks("info", json=True, stream=stream):
         async with running(home, server=server, worker="talkative") as gateway:
             answer = await gateway.client.post(path, json=body, headers={"x-request-id": "mine"} | (headers or {}))
             assert answer.status_code == status
@@ -205,7 +205,7 @@ def test_a_collector_that_fails_is_left_alone_for_a_while() -> None:
             return self.result
 
     inner, now = Inner(), [0.0]
-    exporter = Patient(inner, "http://x", lambda: now[0])
+    exporter = PatientExporter(inner, "http://x", lambda: now[0])
     for _ in range(3):
         assert exporter.export([]) is SpanExportResult.FAILURE
     assert inner.asked == 1

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway.supervisor.quarantine import EXPIRY_S, SIZE_MAX, Quarantine, fingerprint
-from gateway.supervisor.state import Limits, ModelUnavailable, State
+from gateway.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.messages import Drained, Generate, Sampling, Shutdown, TextPrompt
 from tests.support.machine import Machine, settle
@@ -139,7 +139,7 @@ async def test_waiting_for_a_successor_is_a_sign_of_life_and_deadlines_hold() ->
 
 
 async def test_a_sequence_is_not_resumed_without_end() -> None:
-    async with Machine(limits=Limits(fruitless_resumes=1)) as m:
+    async with Machine(limits=WorkerLimits(fruitless_resumes=1)) as m:
         await m.bring_up()
         one, two, lucky = m.run("a"), m.run("b"), m.run("c")
         await die_and_succeed(m)
@@ -151,7 +151,7 @@ async def test_a_sequence_is_not_resumed_without_end() -> None:
 
 
 async def test_progress_starts_the_count_anew_up_to_a_limit() -> None:
-    async with Machine(limits=Limits(fruitless_resumes=1, resumes=6)) as m:
+    async with Machine(limits=WorkerLimits(fruitless_resumes=1, resumes=6)) as m:
         m.world.jitter = 0.0
         await m.bring_up()
         sequence = m.run()
@@ -166,7 +166,7 @@ async def test_progress_starts_the_count_anew_up_to_a_limit() -> None:
 
 
 async def test_an_open_breaker_ends_them_with_the_reason() -> None:
-    async with Machine(limits=Limits(fruitless_resumes=100)) as m:
+    async with Machine(limits=WorkerLimits(fruitless_resumes=100)) as m:
         await m.bring_up()
         sequences = [m.run("a", tokens=1), m.run("b", tokens=1)]
         await m.crash(-9)
@@ -424,7 +424,7 @@ async def test_an_only_suspect_waits_until_the_others_have_a_token() -> None:
 
 
 async def test_a_trial_does_not_hold_up_the_others_for_ever() -> None:
-    async with Machine(limits=Limits(trial_s=5.0, pong_s=1000.0)) as m:
+    async with Machine(limits=WorkerLimits(trial_s=5.0, pong_s=1000.0)) as m:
         await careful(m)
         await m.world.pass_time(15.0)
         assert [rid for epoch, rid in m.world.resumed if epoch == 3] == [1, 2]

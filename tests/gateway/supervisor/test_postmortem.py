@@ -7,17 +7,17 @@ import pytest
 
 from gateway.config.settings import ModelConfig
 from gateway.supervisor.postmortem import crash_report
-from gateway.supervisor.spawn import Output
-from gateway.telemetry.logs import Logs
+from gateway.supervisor.spawn import WorkerOutput
+from gateway.telemetry.logs import LogSinks
 from tests.gateway.harness import chat, running, until
 
 
 async def lines_of(level: str, data: bytes, count: int) -> list[tuple[str, str]]:
     """Log lines of a worker's output at this level."""
     stream = io.StringIO()
-    with Logs(level, json=True, stream=stream):
+    with LogSinks(level, json=True, stream=stream):
         read_end, write_end = os.pipe()
-        output = Output(read_end, "m#1")
+        output = WorkerOutput(read_end, "m#1")
         os.write(write_end, data)
         os.close(write_end)
         await until(lambda: len(output.lines) == count)

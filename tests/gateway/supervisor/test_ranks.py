@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from gateway.supervisor.exits import EXITS, Cause, SequenceAction, cause_of
-from gateway.supervisor.postmortem import Kind, examine
-from gateway.supervisor.ranks import LOCAL, Group, Place, ranks_of
+from gateway.supervisor.postmortem import ExitKind, examine
+from gateway.supervisor.ranks import LOCAL, RankGroup, RankPlace, ranks_of
 from gateway.supervisor.state import State
 from protocol.curve import pair_of
-from protocol.failures import Exit
+from protocol.failures import ExitStatus
 from protocol.spec import GroupSpec, WorkerSpec
 from tests.support.scale import patient
 
@@ -60,7 +60,7 @@ class Rank:
 async def end_of(lead: str, follower: str, kill: signal.Signals | None = None) -> tuple[int | None, int | None]:
     """Statuses of the group and of its follower; `kill` goes to the group."""
     ranks = [await Rank.running(lead), await Rank.running(follower)]
-    group = Group(ranks[0], ranks[1:], [ranks[1].pid])
+    group = RankGroup(ranks[0], ranks[1:], [ranks[1].pid])
     assert group.pids == tuple(rank.pid for rank in ranks)
     if kill is not None:
         group.signal(kill)
@@ -78,17 +78,17 @@ async def test_no_follower_outlives_rank_0_not_even_one_that_ignores_signals() -
 
 async def test_the_end_of_a_follower_is_that_of_a_group_which_lost_a_partner() -> None:
     status, _ = await end_of(ASLEEP, "raise SystemExit(70)")
-    assert status == Exit.PARTNER_LOST
+    assert status == ExitStatus.PARTNER_LOST
 
 
 async def test_a_follower_that_cannot_be_helped_by_another_start_says_so_for_its_group() -> None:
-    status, _ = await end_of(ASLEEP, f"raise SystemExit({Exit.MODEL_UNUSABLE})")
-    assert status == Exit.MODEL_UNUSABLE
+    status, _ = await end_of(ASLEEP, f"raise SystemExit({ExitStatus.MODEL_UNUSABLE})")
+    assert status == ExitStatus.MODEL_UNUSABLE
 
 
 async def test_native_code_that_lost_a_partner_ends_with_1() -> None:
     status, _ = await end_of("raise SystemExit(1)", ASLEEP)
-    assert status == Exit.PARTNER_LOST
+    assert status == ExitStatus.PARTNER_LOST
 
 
 async def test_a_clean_stop_is_one_whichever_rank_ends_first(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_a_clean_stop_is_one_whichever_rank_ends_first(tmp_path: Path) -> 
     os.mkfifo(path)
     follower = f"held = open({str(path)!r}, 'w'); print(flush=True); raise SystemExit(72)"
     status, _ = await end_of(f"open({str(path)!r}).read()", follower)
-    assert status == Exit.OK
+    assert status == ExitStatus.OK
 
 
 async def test_a_killed_group_is_killed_as_a_whole() -> None:
@@ -104,8 +104,8 @@ async def test_a_killed_group_is_killed_as_a_whole() -> None:
 
 
 def test_a_lost_partner_is_retried_and_no_request_is_blamed() -> None:
-    report = examine("m", Exit.PARTNER_LOST, None, [])
-    assert report.kind is Kind.PARTNER_LOST
+    report = examine("m", ExitStatus.PARTNER_LOST, None, [])
+    assert report.kind is ExitKind.PARTNER_LOST
     cause = cause_of(report.kind, None, is_asked=False, is_replaced=False, was_ready=True)
     assert cause is Cause.PARTNER_LOST
     assert (EXITS[cause].sequences, EXITS[cause].next) == (SequenceAction.RESUME, State.BACKOFF)
@@ -122,4 +122,4 @@ def test_each_start_has_keys_and_ports_of_its_own_and_no_follower_the_secret_of_
     assert lead.members == tuple(rank.public for rank in others)
     assert all(rank.server == lead.public and rank.members == () and rank.beside == 3 for rank in others)
     assert all(pair_of(rank.secret).public == rank.public for rank in places)
-    assert Place().ip == "127.0.0.1", "a ring of one machine is not heard beyond it"
+    assert RankPlace().ip == "127.0.0.1", "a ring of one machine is not heard beyond it"

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.supervisor.os_process import start_ticks
 from gateway.supervisor.registry import Registry, WorkerRecord
-from gateway.supervisor.spawn import Adopted
+from gateway.supervisor.spawn import AdoptedProcess
 from protocol.spec import WorkerSpec
 from tests.support.scale import patient
 
@@ -88,7 +88,7 @@ def test_a_step_of_the_clock_changes_neither_who_a_worker_is_nor_that_it_can_be_
     Registry(tmp_path).add(stepped)
 
     (survivor,) = Registry(tmp_path).survivors()
-    Adopted(survivor.process, lambda: None).signal(signal.SIGTERM)
+    AdoptedProcess(survivor.process, lambda: None).signal(signal.SIGTERM)
 
     assert process.wait(10) == -signal.SIGTERM
 
@@ -104,7 +104,7 @@ def test_another_process_under_a_used_pid_is_not_a_worker_and_is_left_alone(
     ):
         caplog.clear()
         assert not other.is_alive()
-        Adopted(other, lambda: None).signal(signal.SIGKILL)
+        AdoptedProcess(other, lambda: None).signal(signal.SIGKILL)
         Registry(tmp_path).add(other)
         assert Registry(tmp_path).survivors() == []
         assert reason in caplog.text
@@ -152,7 +152,7 @@ def test_a_worker_whose_specification_is_not_understood_is_still_known_by_its_pr
     assert (survivor.name, survivor.spec) == ("org/model", None)
     assert problem in survivor.problem
     assert registry.next_epoch() == 5
-    Adopted(survivor.process, lambda: None).signal(signal.SIGTERM)
+    AdoptedProcess(survivor.process, lambda: None).signal(signal.SIGTERM)
     assert process.wait(10) == -signal.SIGTERM
 
 

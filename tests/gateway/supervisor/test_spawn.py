@@ -6,11 +6,11 @@ import msgspec
 import psutil
 import pytest
 
-from gateway.supervisor.ports import Process
-from gateway.supervisor.ranks import Place
+from gateway.supervisor.ports import WorkerPort
+from gateway.supervisor.ranks import RankPlace
 from gateway.supervisor.registry import Registry, WorkerRecord
 from gateway.supervisor.spawn import Spawner, default_command
-from protocol.failures import Exit
+from protocol.failures import ExitStatus
 from protocol.spec import GroupSpec, WorkerSpec
 from tests.gateway.harness import until
 from tests.support.pool import short_home
@@ -32,7 +32,7 @@ async def test_a_worker_is_told_its_specification_where_no_list_of_processes_sho
             record = msgspec.json.decode((run_dir / "workers" / "m.json").read_bytes(), type=WorkerRecord)
             assert record.argv[-5:] == ["m", "--epoch", "7", "--spec", "-"]
             assert record.spec == spec
-            assert await child.wait() == Exit.BAD_CONFIG, child.last_lines()
+            assert await child.wait() == ExitStatus.BAD_CONFIG, child.last_lines()
             await until(lambda: any("max_running" in line for line in child.last_lines()))
         finally:
             child.close()
@@ -42,10 +42,10 @@ async def test_a_worker_is_told_its_specification_where_no_list_of_processes_sho
 class Refusing:
     """A node that cannot start a rank."""
 
-    def place(self, nodes: Sequence[str]) -> Place:
-        return Place()
+    def place(self, nodes: Sequence[str]) -> RankPlace:
+        return RankPlace()
 
-    def start(self, spec: WorkerSpec) -> Process:
+    def start(self, spec: WorkerSpec) -> WorkerPort:
         raise FileNotFoundError("there is no memory at that node")
 
 

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.link.sequence import PARKED
-from gateway.supervisor.state import Limits, ModelUnavailable, State
+from gateway.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MINOR,
@@ -447,7 +447,7 @@ async def test_a_model_that_could_not_be_loaded_may_be_tried_again_after_a_chang
 
 
 async def test_streams_that_can_go_nowhere_end_with_a_reason_fit_for_clients() -> None:
-    async with Machine(limits=Limits(fruitless_resumes=0)) as m:
+    async with Machine(limits=WorkerLimits(fruitless_resumes=0)) as m:
         await m.bring_up()
         m.run()
         m.world.process.exit(-9)
@@ -601,7 +601,7 @@ async def beat(m: Machine, seconds: int, *, running: int = 0, step_age_ms: int =
 
 
 async def test_a_step_older_than_the_limit_is_dumped_aborted_and_killed() -> None:
-    async with Machine(limits=Limits(step_s=60.0)) as m:
+    async with Machine(limits=WorkerLimits(step_s=60.0)) as m:
         await m.bring_up()
         await beat(m, 5, running=1, step_age_ms=60_000)
         assert m.worker.state is State.READY

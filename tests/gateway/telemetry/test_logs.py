@@ -11,7 +11,7 @@ import pytest
 
 from gateway.config.settings import ServerConfig
 from gateway.ctl.logs import plain
-from gateway.telemetry.logs import ConsoleFormatter, JsonFormatter, Logs, LogWriter, dropped_records
+from gateway.telemetry.logs import ConsoleFormatter, JsonFormatter, LogSinks, LogWriter, dropped_records
 from tests.gateway.harness import chat, running, until
 from tests.support.scale import patient
 
@@ -58,7 +58,7 @@ def test_a_console_line_does_not_command_the_terminal(control: str) -> None:
 def test_only_our_loggers_are_touched() -> None:
     root, library = logging.getLogger(), logging.getLogger("uvicorn.error")
     before = (root.level, list(root.handlers), library.level, list(library.handlers))
-    with Logs("WARNING", json=True, stream=io.StringIO()):
+    with LogSinks("WARNING", json=True, stream=io.StringIO()):
         assert logging.getLogger("gateway").level == logging.WARNING
         assert (root.level, list(root.handlers), library.level, list(library.handlers)) == before
     assert logging.getLogger("gateway").level == logging.NOTSET
@@ -67,18 +67,18 @@ def test_only_our_loggers_are_touched() -> None:
 
 @pytest.mark.parametrize("level", ["debug", "DEBUG", "Debug"])
 def test_the_level_may_be_in_any_case(level: str) -> None:
-    with Logs(level, stream=io.StringIO()):
+    with LogSinks(level, stream=io.StringIO()):
         assert logging.getLogger("gateway").level == logging.DEBUG
 
 
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown log level 'loud'"):
-        Logs("loud")
+        LogSinks("loud")
 
 
 def test_a_stopped_log_has_written_everything() -> None:
     stream = io.StringIO()
-    with Logs("info", json=True, stream=stream):
+    with LogSinks("info", json=True, stream=stream):
         for number in range(100):
             logging.getLogger("gateway.test").info("line %d", number)
 
@@ -103,7 +103,7 @@ def test_a_pipe_that_nobody_reads_blocks_nobody_and_what_is_lost_is_counted() ->
 
 
 def test_lost_lines_are_told_by_whoever_asks() -> None:
-    with Logs("info", stream=io.StringIO()) as logs:
+    with LogSinks("info", stream=io.StringIO()) as logs:
         logs.writer.dropped = 3
         assert dropped_records() == 3
     assert dropped_records() == 0
@@ -117,7 +117,7 @@ def anyio_backend() -> str:
 @pytest.mark.anyio
 async def test_a_request_is_one_line_without_its_prompt(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Logs("info", json=True, stream=stream):
+    with LogSinks("info", json=True, stream=stream):
         async with running(tmp_path, ["--step-ms", "1"]) as gateway:
             headers = {"x-request-id": "my-id"}
             request = chat("a secret prompt", stream=True)
@@ -139,7 +139,7 @@ async def test_a_request_is_one_line_without_its_prompt(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_a_slow_request_is_warned_of_with_where_its_time_went_and_without_its_prompt(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Logs("warning", json=True, stream=stream):
+    with LogSinks("warning", json=True, stream=stream):
         async with running(tmp_path, server=ServerConfig(slow_request_s=0.1), worker="talkative") as gateway:
             slow = json.dumps([["text", "secret"], *[["wait"]] * 5, ["finish", "stop"]])
             await gateway.client.post("/v1/chat/completions", json=chat(slow))
@@ -155,7 +155,7 @@ async def test_a_slow_request_is_warned_of_with_where_its_time_went_and_without_
 @pytest.mark.anyio
 async def test_a_request_within_the_limit_is_not_warned_of(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Logs("warning", json=True, stream=stream):
+    with LogSinks("warning", json=True, stream=stream):
         async with running(tmp_path, server=ServerConfig(slow_request_s=patient(60))) as gateway:
             await gateway.client.post("/v1/chat/completions", json=chat())
 
@@ -165,7 +165,7 @@ async def test_a_request_within_the_limit_is_not_warned_of(tmp_path: Path) -> No
 @pytest.mark.anyio
 async def test_a_request_that_was_cut_off_tells_what_was_seen_of_it(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Logs("info", json=True, stream=stream):
+    with LogSinks("info", json=True, stream=stream):
         async with running(tmp_path, ["--step-ms", "5"]) as gateway:
             request = chat(stream=True, max_tokens=100_000)
             async with gateway.client.stream("POST", "/v1/chat/completions", json=request) as answer:
@@ -183,7 +183,7 @@ async def test_a_request_that_was_cut_off_tells_what_was_seen_of_it(tmp_path: Pa
 @pytest.mark.anyio
 async def test_a_request_that_was_cancelled_tells_what_was_seen_of_it(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Logs("info", json=True, stream=stream):
+    with LogSinks("info", json=True, stream=stream):
         async with running(tmp_path, ["--step-ms", "5"]) as gateway:
             requests = gateway.app.services.requests
             body = chat(max_tokens=100_000)
@@ -203,7 +203,7 @@ async def test_a_request_that_was_cancelled_tells_what_was_seen_of_it(tmp_path: 
 @pytest.mark.anyio
 async def test_a_question_whose_client_leaves_is_over(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Logs("info", json=True, stream=stream):
+    with LogSinks("info", json=True, stream=stream):
         async with running(tmp_path) as gateway:
             with pytest.raises(httpx.ReadTimeout):
                 await gateway.client.post("/tokenize", json={"model": "m", "prompt": "never"}, timeout=0.2)

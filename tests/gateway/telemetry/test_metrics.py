@@ -10,12 +10,12 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from gateway.telemetry.vllm_names import NAMES
 from protocol.messages import Delta, Pong, Step, Usage
-from protocol.stats import Drafted, Stats
+from protocol.stats import DraftStats, Stats
 from tests.gateway.harness import chat, running
 
 STATS = Stats(
     *(2, 3, 1, 500, 10, 20, 30, 40, 50),
-    drafted=(Drafted("lookup", 4, 9, 7, (4, 3)),),
+    drafted=(DraftStats("lookup", 4, 9, 7, (4, 3)),),
     draft_width=4,
     draft_gain=1.5,
     kv_blocks=512,

@@ -15,7 +15,7 @@ from gateway.config.load import load_config
 from gateway.home.home_paths import audit_path
 from gateway.reload import Reloader
 from gateway.telemetry.log_file import RotatingFile
-from gateway.telemetry.logs import Logs
+from gateway.telemetry.logs import LogSinks
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.web.visitors import api_routes, log_in
 
@@ -290,7 +290,7 @@ async def test_the_last_lines_of_the_log_are_filtered_by_level_model_and_text(
     gateway: Gateway, session: dict[str, str]
 ) -> None:
     config = gateway.app.services.config
-    with Logs(file=RotatingFile(config.log_path, 1 << 20, 1)):
+    with LogSinks(file=RotatingFile(config.log_path, 1 << 20, 1)):
         log = logging.getLogger("gateway.test")
         log.info("one", extra={"fields": {"model": "a", "ms": 2}})
         log.warning("two <img src=x onerror=alert(1)>")

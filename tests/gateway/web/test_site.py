@@ -16,7 +16,7 @@ from gateway.config.address import Address
 from gateway.config.settings import ServerConfig, UiConfig
 from gateway.errors import ApiError
 from gateway.home.home_paths import audit_path
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from gateway.web.gate import _is_here  # pyright: ignore[reportPrivateUsage]
 from gateway.web.page import FOLDER, HEADERS, Page
 from tests.gateway.harness import Gateway, chat, running, until
@@ -132,7 +132,7 @@ async def test_a_file_that_changes_is_read_again_and_compressed_once(tmp_path: P
 
         scope = {
             "type": "http", "method": "GET", "path": f"/ui/{name}", "headers": [(b"accept-encoding", b"gzip")],
-            "mlxd.record": Record("r", "GET", "/"),
+            "mlxd.record": RequestRecord("r", "GET", "/"),
         }  # fmt: skip
         await page(scope, None, send)  # type: ignore[arg-type]
         return sent[0]["status"], sent[1]["body"], dict(sent[0]["headers"])

@@ -14,7 +14,7 @@ from tests.support.adapters import mlx_adapter, peft_adapter
 from tests.support.models import build
 from worker.adapters import adapter_files
 from worker.adapters.adapter_files import Files, read
-from worker.adapters.unusable import Unusable
+from worker.adapters.unusable import UnusableAdapter
 from worker.model.linears import Linears
 
 
@@ -29,7 +29,7 @@ def model(model_folder: Callable[[str], Path]) -> Path:
 
 
 def refusal(folder: Path, linears: Linears) -> str:
-    with pytest.raises(Unusable) as refused:
+    with pytest.raises(UnusableAdapter) as refused:
         read(folder, linears)
     return str(refused.value)
 

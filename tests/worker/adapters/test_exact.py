@@ -21,7 +21,7 @@ from tests.worker.engine.test_preemption import requests
 from tests.worker.engine.test_riding import generated
 from worker.adapters.adapters import adapters_of
 from worker.checked_model import load_checked
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.speculation.eager import EagerDrafts
 from worker.speculation.noisy import NoisyDrafts
 
@@ -164,7 +164,7 @@ def test_drafts_of_a_model_that_knows_the_base_change_no_token_of_an_adapter(tmp
     target, draft = damped(tmp_path / "target"), damped(tmp_path / "draft", 0.0)
     case = _adapted(target, tmp_path, DENSE)
 
-    def drafter(loaded: Loaded) -> EagerDrafts:
+    def drafter(loaded: LoadedModel) -> EagerDrafts:
         assert loaded.proposer is not None
         return EagerDrafts(loaded.proposer, 3)
 

@@ -13,7 +13,7 @@ from protocol.failures import Code
 from protocol.messages import Abort, Delta, Drain, Drained, Finish, Rejected, Shutdown, Step, Up
 from protocol.spec import WorkerSpec
 from tests.support.scale import patient
-from worker.audio.audio_job import AudioJob, Piece
+from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_loop import AudioLoop, Command
 from worker.audio.audio_model import AudioModel
 from worker.audio.sample_room import SampleRoom
@@ -35,7 +35,7 @@ class Harness:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self.loop.run, daemon=True)
 
-    def job(self, rid: int, work: Generator[Piece], **settings: Any) -> AudioJob:
+    def job(self, rid: int, work: Generator[AudioPiece], **settings: Any) -> AudioJob:
         self.room.take(settings.get("tenant", ""), 10)
         return AudioJob(
             rid=rid, arrived=time.monotonic(), work=work, input_tokens=5, sample_bytes=10, is_heard=True, **settings
@@ -77,18 +77,18 @@ def harness() -> Generator[Harness]:
     made.stop()
 
 
-def pieces(*texts: str) -> Generator[Piece]:
+def pieces(*texts: str) -> Generator[AudioPiece]:
     for text in texts:
-        yield Piece(text, (1, 2), text.encode())
+        yield AudioPiece(text, (1, 2), text.encode())
 
 
-def endless(harness: Harness, began: threading.Event) -> Generator[Piece]:
+def endless(harness: Harness, began: threading.Event) -> Generator[AudioPiece]:
     """A window that lasts until it is left."""
     began.set()
     while True:
         harness.loop.check()
         time.sleep(0.001)
-    yield Piece()
+    yield AudioPiece()
 
 
 def test_requests_of_two_keys_take_turns_window_by_window(harness: Harness) -> None:
@@ -123,8 +123,8 @@ def test_a_deadline_passes_within_a_window(harness: Harness) -> None:
 
 
 def test_a_request_that_fails_fails_alone(harness: Harness) -> None:
-    def failing(error: Exception) -> Generator[Piece]:
-        yield Piece("a", (1,), b"a")
+    def failing(error: Exception) -> Generator[AudioPiece]:
+        yield AudioPiece("a", (1,), b"a")
         raise error
 
     bad = [RuntimeError("no"), RequestInvalid(Code.ROW_FAILED, "too long", param="input")]

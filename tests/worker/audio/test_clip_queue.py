@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Abort, Delta, Drain, Finish, Generate, HearPrompt, Rejected, Sampling, Shutdown, Step, Up
+from protocol.messages import (
+    Abort,
+    Delta,
+    Drain,
+    Finish,
+    Generate,
+    Rejected,
+    Sampling,
+    Shutdown,
+    Step,
+    TranscribePrompt,
+    Up,
+)
 from protocol.spec import WorkerSpec
 from tests.support.audio_models import build_moonshine, tone
 from tests.support.scale import patient
@@ -67,7 +79,7 @@ class Harness:
 
     def ask(self, rid: int, clip: bytes, *, ago_s: float = 0.0, deadline_s: float = 0.0, **settings: Any) -> None:
         request = Generate(
-            rid, HearPrompt(clip), Sampling(temperature=0.0), deadline_ms=int(deadline_s * 1e3), **settings
+            rid, TranscribePrompt(clip), Sampling(temperature=0.0), deadline_ms=int(deadline_s * 1e3), **settings
         )
         self.clips.put(self.intake.job(request, time.monotonic() - ago_s))
 

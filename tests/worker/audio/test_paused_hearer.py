@@ -10,14 +10,14 @@ import pytest
 
 from protocol.failures import Code
 from protocol.kinds import AUDIO, kind_of
-from protocol.messages import Generate, HearPrompt, Media, Sampling
+from protocol.messages import Generate, Media, Sampling, TranscribePrompt
 from protocol.spec import WorkerSpec
 from protocol.transcript import decode
 from tests.support.audio_models import build_moonshine, build_parakeet, build_qwen_asr, tone
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_job import AudioJob
 from worker.audio.audio_model import AudioModel, load_audio_model
-from worker.audio.hearer import Wish
+from worker.audio.hearer import TranscribeOptions
 from worker.audio.paused_hearer import PausedHearer
 from worker.audio.pauses import windows
 from worker.embedding.load_model import kind_of_spec
@@ -43,7 +43,7 @@ def nothing() -> None:
 
 
 def job(model: AudioModel, seconds: float = 1.0, **fields: Any) -> AudioJob:
-    request = Generate(1, HearPrompt(tone(seconds), **fields), Sampling(temperature=0.0))
+    request = Generate(1, TranscribePrompt(tone(seconds), **fields), Sampling(temperature=0.0))
     return AudioIntake(model, nothing).job_now(request)
 
 
@@ -54,7 +54,7 @@ def test_one_window_is_what_the_library_hears(model: AudioModel) -> None:
     settings = {} if model.family == "parakeet" else {"max_tokens": 64}
     dtype = {"dtype": mx.float32} if model.family == "parakeet" else {}
     expected = hearer._model.generate(mx.array(samples), **settings, **dtype)
-    (window,) = hearer.hear(samples, Wish(), nothing)
+    (window,) = hearer.hear(samples, TranscribeOptions(), nothing)
     assert window.text == expected.text.strip()
     assert window.text
     assert len(window.tokens) > 0

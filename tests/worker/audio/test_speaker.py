@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Generate, Sampling, SpeakPrompt
+from protocol.messages import Generate, Sampling, SpeechPrompt
 from protocol.spec import WorkerSpec
 from tests.support.audio_models import build_qwen_tts, build_soprano
 from worker.audio.ask_audio import AudioIntake
@@ -23,7 +23,7 @@ def load(folder: Path) -> AudioModel:
 
 
 def job(model: AudioModel, text: str = "Hi.", seed: int = 1, **settings: Any) -> AudioJob:
-    prompt = SpeakPrompt(text, **{"format": "pcm", **settings})
+    prompt = SpeechPrompt(text, **{"format": "pcm", **settings})
     request = Generate(1, prompt, Sampling(seed=seed))
     return AudioIntake(model, lambda: None).job_now(request)
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Generate, HearPrompt, Media, Sampling
+from protocol.messages import Generate, Media, Sampling, TranscribePrompt
 from protocol.spec import WorkerSpec
 from tests.support.audio_models import build_whisper, tone
 from worker.audio import whisper_hearer
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_model import load_audio_model
-from worker.audio.hearer import Samples, Window, Wish
+from worker.audio.hearer import AudioWindow, Samples, TranscribeOptions
 from worker.audio.whisper_hearer import WhisperHearer
 from worker.errors import LoadFailed, RequestInvalid
 from worker.vision.sounds import read_audio
@@ -44,7 +44,7 @@ def nothing() -> None:
     pass
 
 
-def heard(hearer: WhisperHearer, samples: Samples, wish: Wish) -> list[Window]:
+def heard(hearer: WhisperHearer, samples: Samples, wish: TranscribeOptions) -> list[AudioWindow]:
     return list(hearer.hear(samples, wish, nothing))
 
 
@@ -57,7 +57,7 @@ def test_windows_are_those_of_mlx_audios_own_loop(hearer: WhisperHearer, has_wor
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whisper_hearer, "_TEMPERATURES", (0.0,))
-        windows = heard(hearer, samples, Wish("en", "kato", has_words=has_words))
+        windows = heard(hearer, samples, TranscribeOptions("en", "kato", has_words=has_words))
     segments = [segment for window in windows for segment in window.segments]
     assert len(windows) > 1 or has_words
     assert [list(each.tokens) for each in segments] == [list(each["tokens"]) for each in expected.segments]
@@ -98,14 +98,16 @@ def test_it_ends_between_two_tokens(hearer: WhisperHearer) -> None:
             raise Over
 
     with pytest.raises(Over):
-        list(hearer.hear(clip(5.0), Wish("en"), check))
+        list(hearer.hear(clip(5.0), TranscribeOptions("en"), check))
     assert calls == 6
 
 
 @pytest.mark.soak
 def test_a_seed_gives_the_same_text_again_and_another_another(tmp_path: Path) -> None:
     hearer = load(build_whisper(tmp_path, sureness=0.5))
-    one, again, other = [heard(hearer, clip(1.0), Wish("en", temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
+    one, again, other = [
+        heard(hearer, clip(1.0), TranscribeOptions("en", temperature=1.0, seed=seed)) for seed in (1, 1, 2)
+    ]
     assert one == again != other
 
 
@@ -138,7 +140,7 @@ def test_control_tokens_in_a_prompt_are_refused(folder: Path, text: str) -> None
     model = load_audio_model(WorkerSpec("m", str(folder), 1, "", ""), lambda *_: None)
     intake = AudioIntake(model, nothing)
     with pytest.raises(RequestInvalid, match="control token") as refused:
-        intake.job(Generate(1, HearPrompt(tone(1.0), text=text), Sampling()), 0.0)
+        intake.job(Generate(1, TranscribePrompt(tone(1.0), text=text), Sampling()), 0.0)
     assert (refused.value.failure.code, refused.value.failure.param) == (Code.INVALID_REQUEST, "prompt")
 
 

@@ -13,7 +13,7 @@ from tests.support.caches import filled, layout
 from tests.support.scale import patient
 from worker import kv_publisher
 from worker.cache import block_events
-from worker.cache.block_events import BLOCK, AllBlocksCleared, BlockRemoved, BlockStored, Event, Journal
+from worker.cache.block_events import BLOCK, AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored, Event
 from worker.cache.prefix import PrefixCache
 from worker.cache.radix_tree import Tokens
 from worker.cache.salts import adapter_number, adapter_salt, salt_key
@@ -60,7 +60,7 @@ class Router:
 @pytest.mark.parametrize("budget", [1 << 30, 60_000])
 def test_a_router_knows_of_each_prompt_the_blocks_that_the_cache_has(budget: int) -> None:
     rng, router = random.Random(budget), Router()
-    cache = PrefixCache(layout("plain"), budget, journal=Journal(router.hear))
+    cache = PrefixCache(layout("plain"), budget, journal=BlockEventLog(router.hear))
     beginnings = [[rng.randrange(50) for _ in range(rng.randrange(20, 300))] for _ in range(3)]
     prompts: list[list[int]] = []
     for _ in range(40):
@@ -81,7 +81,7 @@ def test_a_router_knows_of_each_prompt_the_blocks_that_the_cache_has(budget: int
 
 def test_blocks_of_two_salts_are_two() -> None:
     router, prompt = Router(), list(range(BLOCK))
-    cache = PrefixCache(layout("plain"), 1 << 30, journal=Journal(router.hear))
+    cache = PrefixCache(layout("plain"), 1 << 30, journal=BlockEventLog(router.hear))
     for salt in ("a", "b"):
         cache.store(np.array(prompt, dtype=np.int32), filled("plain", prompt), salt)
     cache.tell()
@@ -90,7 +90,7 @@ def test_blocks_of_two_salts_are_two() -> None:
 
 def test_blocks_of_an_adapter_are_told_as_its_own_and_no_client_can_name_one() -> None:
     heard: list[Event] = []
-    cache = PrefixCache(layout("plain"), 1 << 30, journal=Journal(heard.extend))
+    cache = PrefixCache(layout("plain"), 1 << 30, journal=BlockEventLog(heard.extend))
     prompt = list(range(2 * BLOCK))
     digests = ["00" * 32, "ff" * 32]
     salts = ["", "key\0lora:00", *(adapter_salt(digest) + end for digest in digests for end in ("", "key"))]
@@ -118,7 +118,7 @@ def test_a_prompt_that_is_stored_in_pieces_is_hashed_once(monkeypatch: pytest.Mo
     hash_blocks = block_events.hash_blocks
     monkeypatch.setattr(block_events, "hash_blocks", counted)
     router, prompt = Router(), [at % 50 for at in range(1000)]
-    cache = PrefixCache(layout("plain"), 1 << 30, journal=Journal(router.hear))
+    cache = PrefixCache(layout("plain"), 1 << 30, journal=BlockEventLog(router.hear))
     for end in range(10, 1001, 10):
         cache.store(np.array(prompt[:end], dtype=np.int32), filled("plain", prompt[:end]))
     cache.tell()

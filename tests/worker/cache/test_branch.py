@@ -8,24 +8,24 @@ import numpy as np
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.worker.structured.test_drafted_rows import Free
-from worker.cache.branch import Branch
-from worker.cache.radix_tree import EMPTY, Node
-from worker.speculation.lookup import Source
+from worker.cache.branch import PrefixCursor
+from worker.cache.radix_tree import EMPTY, RadixNode
+from worker.speculation.lookup import DraftSource
 from worker.speculation.speculator import Speculator
 
 
-def below(parent: Node, *tokens: int) -> Node:
-    node = Node(np.array(tokens, dtype=np.int32), parent.end + len(tokens), parent)
+def below(parent: RadixNode, *tokens: int) -> RadixNode:
+    node = RadixNode(np.array(tokens, dtype=np.int32), parent.end + len(tokens), parent)
     parent.children[tokens[0]] = node
     return node
 
 
 def test_a_branch_goes_on_for_as_long_as_the_row_goes_the_same_way() -> None:
-    root = Node(EMPTY, 0, None)
+    root = RadixNode(EMPTY, 0, None)
     trunk = below(root, 1, 2, 3, 4, 5)
     below(trunk, 6, 7)
     below(trunk, 8, 9, -5, 10)
-    branch = Branch(trunk, 3)
+    branch = PrefixCursor(trunk, 3)
 
     assert branch.ahead(1) == [4]
     assert branch.ahead(10) == [4, 5, 8, 9], "the newest edge, up to a medium"
@@ -34,15 +34,15 @@ def test_a_branch_goes_on_for_as_long_as_the_row_goes_the_same_way() -> None:
     assert branch.advance([6])
     assert branch.ahead(3) == [7]
     assert not branch.advance([9])
-    end = Branch(trunk, 5)
+    end = PrefixCursor(trunk, 5)
     assert not end.advance([11])
 
 
 def test_an_edge_that_is_cut_or_evicted_meanwhile_is_read_on() -> None:
-    root = Node(EMPTY, 0, None)
+    root = RadixNode(EMPTY, 0, None)
     whole = below(root, 1, 2, 3, 4, 5, 6)
-    branches = [Branch(whole, at) for at in (2, 3, 4)]
-    upper = Node(whole.tokens[:3].copy(), 3, root)
+    branches = [PrefixCursor(whole, at) for at in (2, 3, 4)]
+    upper = RadixNode(whole.tokens[:3].copy(), 3, root)
     root.children[1] = upper
     whole.tokens, whole.parent = whole.tokens[3:].copy(), upper
     upper.children[4] = whole
@@ -66,7 +66,7 @@ def test_the_same_request_again_is_drafted_from_its_answer_and_one_of_another_sa
         return Generate(rid, prompt, Sampling(temperature=0.8, seed=3, ignore_eos=True), 24, cache_salt=salt)
 
     def accepted() -> int:
-        return drafter.counts[Source.TREE].accepted
+        return drafter.counts[DraftSource.TREE].accepted
 
     with EngineHarness(spec(folder, cache_bytes=1 << 26), drafter=drafter) as engine:
         first = engine.run([request(1, "ours")])[0]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.support import disk as folder
 from tests.support.caches import KINDS, contents, filled, layout
 from tests.support.scale import patient, scaled
-from worker.cache.disk import CacheDisk, Entry, Status
+from worker.cache.disk import CacheDisk, DiskEntry, FileStatus
 from worker.cache.kv import Span, arrays_of
 from worker.cache.prefix import PrefixCache
 from worker.cache.radix_tree import Tokens
@@ -41,7 +41,7 @@ def span(kilobytes: int) -> Span:
     return made
 
 
-def write(disk: CacheDisk, number: int, kilobytes: int = 10, parent: Entry | None = None) -> Entry:
+def write(disk: CacheDisk, number: int, kilobytes: int = 10, parent: DiskEntry | None = None) -> DiskEntry:
     """A file of about this size."""
     begin = parent.begin + len(parent.tokens) if parent else 0
     entry = disk.entry(parent, salt_key(""), begin, ids([number] * kilobytes), True, False)
@@ -56,7 +56,7 @@ def started(root: Path, cap: int = PLENTY, key: str = "model") -> CacheDisk:
     return disk
 
 
-def restarted(root: Path, key: str = "model") -> list[Entry]:
+def restarted(root: Path, key: str = "model") -> list[DiskEntry]:
     disk = CacheDisk(root, key, PLENTY)
     entries = disk.start()
     disk.close()
@@ -76,7 +76,7 @@ def test_what_was_written_is_found_again_parents_first(tmp_path: Path) -> None:
     entries = restarted(tmp_path)
     assert len(entries) == 4
     for at, entry in enumerate(entries):
-        assert entry.status is Status.WRITTEN
+        assert entry.status is FileStatus.WRITTEN
         assert entry.parent is None or entry.parent in entries[:at]
     assert {int(entry.tokens[0]) for entry in entries} == {1, 2, 3, 4}
 
@@ -110,7 +110,7 @@ def test_the_cap_is_kept_and_the_longest_unused_goes_first(tmp_path: Path) -> No
     disk = started(tmp_path, cap=100_000)
     entries = [write(disk, number) for number in range(20)]
     assert folder.size(tmp_path) <= 100_000
-    alive = [entry.status is Status.WRITTEN for entry in entries]
+    alive = [entry.status is FileStatus.WRITTEN for entry in entries]
     assert any(alive)
     assert alive == sorted(alive), "the newest are left"
     folder.read(disk, entries[alive.index(True)])
@@ -125,7 +125,7 @@ def test_the_cap_is_kept_and_the_longest_unused_goes_first(tmp_path: Path) -> No
 
 def test_a_path_goes_from_its_end_so_that_no_file_is_left_without_its_parent(tmp_path: Path) -> None:
     disk = started(tmp_path, cap=60_000)
-    chain: list[Entry] = []
+    chain: list[DiskEntry] = []
     for number in range(8):
         chain.append(write(disk, number, parent=chain[-1] if chain else None))
     for number in range(100, 106):
@@ -139,7 +139,7 @@ def test_a_path_goes_from_its_end_so_that_no_file_is_left_without_its_parent(tmp
 def test_a_file_larger_than_the_cap_is_not_begun(tmp_path: Path) -> None:
     disk = started(tmp_path, cap=50_000)
     kept = write(disk, 1)
-    assert write(disk, 2, kilobytes=200).status is Status.LOST
+    assert write(disk, 2, kilobytes=200).status is FileStatus.LOST
     assert kept.is_readable
     assert disk.counts.dropped == 1
 
@@ -163,7 +163,12 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
     entries = [disk.entry(None, "", 0, ids([number]), True, False) for number in range(4)]
     for entry in entries:
         disk.write(entry, span(10), None)
-    assert [entry.status for entry in entries] == [Status.PENDING, Status.PENDING, Status.LOST, Status.LOST]
+    assert [entry.status for entry in entries] == [
+        FileStatus.PENDING,
+        FileStatus.PENDING,
+        FileStatus.LOST,
+        FileStatus.LOST,
+    ]
     assert disk.counts.dropped == 2
 
 
@@ -175,7 +180,7 @@ def test_a_folder_that_cannot_be_written_is_survived_and_said_once(
     disk = started(blocked)
     with caplog.at_level(logging.WARNING, "mlxd.worker"):
         entries = [write(disk, number) for number in range(5)]
-    assert all(entry.status is Status.LOST for entry in entries)
+    assert all(entry.status is FileStatus.LOST for entry in entries)
     assert disk.counts.dropped == 5
     assert len(caplog.records) == 1
     blocked.unlink()
@@ -207,7 +212,7 @@ def test_clearing_the_folder_under_a_running_worker_is_survived(tmp_path: Path) 
     entry = write(disk, 1)
     shutil.rmtree(root)
     assert folder.read(disk, entry).span is None
-    assert entry.status is Status.LOST
+    assert entry.status is FileStatus.LOST
     assert disk.counts.quarantined == 0, "a file that is gone is not a bad one"
     assert write(disk, 2).is_readable
     assert (disk.counts.files, disk.counts.bytes) == (1, folder.size(root))

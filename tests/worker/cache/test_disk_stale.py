@@ -17,17 +17,19 @@ from gateway.ctl import prefix_files
 from tests.support import disk as folder
 from tests.support.scale import patient
 from tests.worker.cache.test_disk import PLENTY, write
-from worker.cache.directory import LABEL, QUARANTINE, Claim, Form
+from worker.cache.directory import LABEL, QUARANTINE, CacheFormat, FolderOwner
 from worker.cache.disk import CacheDisk
 
-OLD = Form("libraries", "layout", "old weights", "configuration", "tokenizer")
-OLDER = Form("libraries", "layout", "older weights", "configuration", "tokenizer")
-NEW = Form("libraries", "layout", "new weights", "configuration", "tokenizer")
+OLD = CacheFormat("libraries", "layout", "old weights", "configuration", "tokenizer")
+OLDER = CacheFormat("libraries", "layout", "older weights", "configuration", "tokenizer")
+NEW = CacheFormat("libraries", "layout", "new weights", "configuration", "tokenizer")
 
 
-def started(root: Path, form: Form, name: str = "coder", cap: int = PLENTY, home: Path | None = None) -> CacheDisk:
+def started(
+    root: Path, form: CacheFormat, name: str = "coder", cap: int = PLENTY, home: Path | None = None
+) -> CacheDisk:
     """A worker's disk cache that has already looked for what is stale."""
-    disk = CacheDisk(root, form.key, cap, claim=Claim(name, str(home or root), "org/coder", form))
+    disk = CacheDisk(root, form.key, cap, claim=FolderOwner(name, str(home or root), "org/coder", form))
     disk.start()
     until(lambda: list((root / form.key).glob(".for.*")))
     return disk
@@ -45,7 +47,7 @@ def ended(disk: CacheDisk) -> None:
 
 
 def left(
-    root: Path, form: Form, name: str = "coder", numbers: range = range(3), home: Path | None = None
+    root: Path, form: CacheFormat, name: str = "coder", numbers: range = range(3), home: Path | None = None
 ) -> list[Path]:
     """Files that a worker wrote before it ended."""
     disk = started(root, form, name, home=home)
@@ -55,7 +57,7 @@ def left(
     return [root / form.key / path.name for path in folder.files(root) if path.parent.name == form.key]
 
 
-def after(root: Path, form: Form, name: str = "coder", home: Path | None = None) -> int:
+def after(root: Path, form: CacheFormat, name: str = "coder", home: Path | None = None) -> int:
     """Number of files that a worker started in this form sets aside."""
     disk = started(root, form, name, home=home)
     ended(disk)
@@ -69,7 +71,7 @@ def set_aside(root: Path) -> set[str]:
 def test_stale_files_are_set_aside_and_counted_with_a_line_for_each_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = Form("other libraries", "layout", "old weights", "configuration", "tokenizer")
+    other = CacheFormat("other libraries", "layout", "old weights", "configuration", "tokenizer")
     live = started(tmp_path, OLD)
     first = [tmp_path / OLD.key / f"{write(live, number).key}.safetensors" for number in range(3)]
     second = left(tmp_path, other, numbers=range(2))
@@ -77,7 +79,7 @@ def test_stale_files_are_set_aside_and_counted_with_a_line_for_each_folder(
     sizes = {path.parent.name: path.stat().st_size for path in (*first, *second)}
 
     with caplog.at_level(logging.WARNING, "mlxd.worker"):
-        disk = CacheDisk(tmp_path, NEW.key, PLENTY, claim=Claim("coder", str(tmp_path), "org/coder", NEW))
+        disk = CacheDisk(tmp_path, NEW.key, PLENTY, claim=FolderOwner("coder", str(tmp_path), "org/coder", NEW))
         assert disk.start() == []
         ended(disk)
 
@@ -95,7 +97,7 @@ def test_stale_files_are_set_aside_and_counted_with_a_line_for_each_folder(
 def test_what_is_set_aside_does_not_come_back_with_its_form(tmp_path: Path) -> None:
     left(tmp_path, OLD)
     assert after(tmp_path, NEW) == 3
-    disk = CacheDisk(tmp_path, OLD.key, PLENTY, claim=Claim("coder", str(tmp_path), "org/coder", OLD))
+    disk = CacheDisk(tmp_path, OLD.key, PLENTY, claim=FolderOwner("coder", str(tmp_path), "org/coder", OLD))
     assert disk.start() == []
     ended(disk)
 
@@ -105,7 +107,7 @@ def test_another_model_and_another_daemon_keep_their_files(tmp_path: Path) -> No
     root, home = tmp_path / "shared", tmp_path / "home"
     root.mkdir()
     home.symlink_to(root)
-    other = Form("libraries", "layout", "other weights", "configuration", "tokenizer")
+    other = CacheFormat("libraries", "layout", "other weights", "configuration", "tokenizer")
     names, daemons = left(root, OLD, name="other"), left(root, other, home=home)
     assert len(names) == len(daemons) == 3
     left(root, NEW)
@@ -213,7 +215,7 @@ def test_files_that_vanish_while_they_are_set_aside_are_no_error(
         has_ended.clear()
         clearing = threading.Thread(target=clear)
         with caplog.at_level(logging.WARNING, "mlxd.worker"):
-            disk = CacheDisk(tmp_path, NEW.key, PLENTY, claim=Claim("coder", str(tmp_path), "org/coder", NEW))
+            disk = CacheDisk(tmp_path, NEW.key, PLENTY, claim=FolderOwner("coder", str(tmp_path), "org/coder", NEW))
             disk.start()
             clearing.start()
             ended(disk)

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from tests.support.caches import KINDS, contents, filled, layout
-from worker.cache.file_format import FORMAT, Corrupt, Record, encode, file_key, is_known, load, open_file
+from worker.cache.file_format import FORMAT, Corrupt, FileHeader, encode, file_key, is_known, load, open_file
 from worker.cache.kv import arrays_of, assemble, copy_state, slice_span
 from worker.cache.salts import salt_key
 
@@ -21,7 +21,7 @@ def write(path: Path, kind: str, *, with_state: bool = True) -> str:
     span, state = slice_span(caches, 0, len(TOKENS)), copy_state(caches) if with_state else None
     mx.eval(arrays_of(span, state or []))
     key = file_key("", salt_key("s"), 0, TOKENS, bool(span))
-    record = Record(FORMAT, key, "", salt_key("s"), 0, len(TOKENS), 0, 0, 0, None)
+    record = FileHeader(FORMAT, key, "", salt_key("s"), 0, len(TOKENS), 0, 0, 0, None)
     encoded = encode(record, TOKENS, span, state)
     content = encoded.header + b"".join(encoded.buffers)
     assert len(content) == encoded.size
@@ -58,7 +58,7 @@ def test_every_dtype_survives(dtype: mx.Dtype, tmp_path: Path) -> None:
     state[0] = (mx.arange(12).reshape(1, 3, 4) * 0.25).astype(dtype)
     mx.eval(state[0])
     key = file_key("", "", 0, TOKENS, has_kv=False)
-    encoded = encode(Record(FORMAT, key, "", "", 0, len(TOKENS), 0, 0, 0, None), TOKENS, [], [state])
+    encoded = encode(FileHeader(FORMAT, key, "", "", 0, len(TOKENS), 0, 0, 0, None), TOKENS, [], [state])
     (tmp_path / "file").write_bytes(encoded.header + b"".join(encoded.buffers))
     _, restored = load(tmp_path / "file", key, with_state=True)
     assert restored is not None
@@ -138,4 +138,4 @@ def test_a_state_without_a_form_in_a_file_is_refused() -> None:
     state = ArraysCache(1)
     state.lengths = {1, 2}  # type: ignore[assignment]
     with pytest.raises(Corrupt):
-        encode(Record(FORMAT, "", "", "", 0, 0, 0, 0, 0, None), TOKENS[:0], [], [state])
+        encode(FileHeader(FORMAT, "", "", "", 0, 0, 0, 0, 0, None), TOKENS[:0], [], [state])

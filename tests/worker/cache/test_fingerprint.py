@@ -12,12 +12,12 @@ import pytest
 
 from tests.support.engine import spec
 from tests.support.models import build, shallow
-from worker.cache.directory import Form
+from worker.cache.directory import CacheFormat
 from worker.cache.fingerprint import model_form
 from worker.model.loader import load
 
 
-def form(folder: Path, *, runs_code: bool = False) -> Form:
+def form(folder: Path, *, runs_code: bool = False) -> CacheFormat:
     return model_form(load(spec(folder), nothing), ["KVCache"], runs_code=runs_code)
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.support.caches import KINDS, WINDOW, contents, filled, grow, layout
-from worker.cache.kv import Layout, arrays_of, assemble, copy_state, cut_span, slice_span, view_span
+from worker.cache.kv import KvLayout, arrays_of, assemble, copy_state, cut_span, slice_span, view_span
 
 TOKENS = list(range(40, 60))
 
@@ -59,7 +59,7 @@ def test_a_view_of_a_span_reads_the_tokens_asked_for() -> None:
 
 
 def test_a_layout_counts_layers_inside_of_lists() -> None:
-    layouts = {kind: Layout.of(make) for kind, make in KINDS.items()}
+    layouts = {kind: KvLayout.of(make) for kind, make in KINDS.items()}
     assert {kind: (made.sliceable, made.windowed, made.stateful) for kind, made in layouts.items()} == {
         "plain": (2, 0, 0), "sliding": (1, 1, 0), "recurrent": (1, 0, 2), "lists": (3, 0, 1),
         "quantized": (2, 0, 0), "only recurrent": (0, 0, 2), "only sliding": (0, 2, 0), "two windows": (1, 2, 1),

@@ -19,9 +19,9 @@ from worker.cache.quantized import KvForm, set_kv_form
 from worker.checked_model import load_checked
 from worker.drafting.assistant_drafts import Assistant, AssistantDrafts
 from worker.drafting.proposers import attach_draft
-from worker.drafting.taps import Taps
+from worker.drafting.taps import HiddenStateCapture
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.speculation.eager import EagerDrafts
 
 COUNT = 4
@@ -52,7 +52,7 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(
     folder = store(made, tmp_path / "drafter")
     # Of each kind, the newest layer that has keys and values of its own.
     assistant, _ = Assistant.load(folder, model, {"sliding_attention": 2, "full_attention": 3}, VOCAB, mx.float32)
-    proposer = AssistantDrafts(assistant, Taps())
+    proposer = AssistantDrafts(assistant, HiddenStateCapture())
     rows = {
         uid: [20 + (uid * 37 + at * 11) % 400 for at in range(length)] for uid, length in ((1, 50), (2, 9), (3, 70))
     }
@@ -107,7 +107,7 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(
     assert ours() == [theirs(uid) for uid in rows]
 
 
-def eager(loaded: Loaded) -> EagerDrafts:
+def eager(loaded: LoadedModel) -> EagerDrafts:
     assert loaded.proposer is not None
     return EagerDrafts(loaded.proposer, 3)
 

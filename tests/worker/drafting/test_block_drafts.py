@@ -18,9 +18,9 @@ from tests.worker.engine.test_exact import requests, tokens
 from worker.checked_model import load_checked
 from worker.drafting.block_drafts import BlockDrafts
 from worker.drafting.block_head import BlockHead
-from worker.drafting.taps import Taps
+from worker.drafting.taps import HiddenStateCapture
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.speculation.eager import EagerDrafts
 
 COUNT = 6
@@ -71,7 +71,7 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(form: str, t
     folder = store(drafter(tmp_path / "drafter", FORMS[form]), tmp_path / "drafter")
     model, _ = load_model(target)
     head, _ = BlockHead.load(folder, model, VOCAB, mx.float32)
-    proposer = BlockDrafts(head, Taps(512), 3 * SIZE, mx.float32)
+    proposer = BlockDrafts(head, HiddenStateCapture(512), 3 * SIZE, mx.float32)
     proposer.begin(best, lambda: ([], []))
     mx.random.seed(1)
     ours = Target(proposer)
@@ -106,7 +106,7 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(form: str, t
     assert ours.drafts([3, 2]) == [theirs(3), theirs(2)]
 
 
-def eager(loaded: Loaded) -> EagerDrafts:
+def eager(loaded: LoadedModel) -> EagerDrafts:
     assert loaded.proposer is not None
     return EagerDrafts(loaded.proposer, 3)
 

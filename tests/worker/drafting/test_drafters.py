@@ -16,7 +16,7 @@ from tests.worker.engine.test_exact import requests, tokens
 from worker.checked_model import load_checked
 from worker.drafting.eagle_head import EagleHead
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.speculation.eager import EagerDrafts
 
 
@@ -25,7 +25,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_with_head("qwen3", tmp_path_factory.mktemp("target") / "model")
 
 
-def eager(loaded: Loaded) -> EagerDrafts:
+def eager(loaded: LoadedModel) -> EagerDrafts:
     assert loaded.proposer is not None
     return EagerDrafts(loaded.proposer, 3)
 

@@ -21,7 +21,7 @@ from tests.worker.engine.test_exact import requests, tokens
 from worker.checked_model import load_checked
 from worker.drafting.head_forms import FORMS
 from worker.drafting.stored_head import NoHead, load_head
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.speculation.eager import EagerDrafts
 
 CONFIGURATIONS = json.loads((Path(__file__).parents[2] / "support" / "architectures.json").read_text())
@@ -186,7 +186,7 @@ def test_a_head_s_layer_is_of_the_kind_that_its_configuration_lists_behind_the_o
     assert (changed["layer_types"], changed["partial_rotary_factors"]) == (["sliding_attention"], [0.2])
 
 
-def eager(loaded: Loaded) -> EagerDrafts:
+def eager(loaded: LoadedModel) -> EagerDrafts:
     assert loaded.proposer is not None, loaded.no_head
     return EagerDrafts(loaded.proposer, 3)
 

@@ -13,7 +13,7 @@ from tests.support.heads import NEXTN, build_with_head, build_with_layer
 from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.drafting.head_drafts import HeadDrafts
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.speculation.eager import EagerDrafts
 
 # How much the target's layers add to what the head copies.
@@ -35,7 +35,7 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return folder
 
 
-def eager(loaded: Loaded) -> EagerDrafts:
+def eager(loaded: LoadedModel) -> EagerDrafts:
     assert loaded.proposer is not None, loaded.no_head
     return EagerDrafts(loaded.proposer, 3)
 

@@ -17,7 +17,7 @@ from tests.worker.engine.test_exact import requests, tokens
 from worker.checked_model import load_checked
 from worker.drafting.model_drafts import PADDED, TOGETHER, ModelDrafts
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.speculation.eager import EagerDrafts
 
 
@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folders[0], folders[1]
 
 
-def eager(loaded: Loaded) -> EagerDrafts:
+def eager(loaded: LoadedModel) -> EagerDrafts:
     assert loaded.proposer is not None
     return EagerDrafts(loaded.proposer, 3)
 

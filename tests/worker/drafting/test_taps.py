@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from worker.drafting.taps import Taps
-from worker.engine.forward import Part, forward
-from worker.engine.member import Member
+from worker.drafting.taps import HiddenStateCapture
+from worker.engine.forward import ForwardPart, forward
+from worker.engine.member import BatchSequence
 
 SIZE, CHUNK, PASSES = 256, 512, 16
 
@@ -17,7 +17,7 @@ class Tapped:
     """A model of random hidden states, of which no more is looked at than what its taps keep."""
 
     def __init__(self) -> None:
-        self.taps = Taps()
+        self.taps = HiddenStateCapture()
         self.taps.is_on = True
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
@@ -26,10 +26,10 @@ class Tapped:
         return states
 
 
-def part(uid: int, tokens: int, left: int) -> Part:
+def part(uid: int, tokens: int, left: int) -> ForwardPart:
     segments = [[5] * tokens, [5] * left, [5]]
-    member = Member(uid, segments, 9, [], [], [], StopSequences([]).matcher())
-    return Part([member], mx.zeros((1, tokens), dtype=mx.uint32), [], [tokens])
+    member = BatchSequence(uid, segments, 9, [], [], [], StopSequences([]).matcher())
+    return ForwardPart([member], mx.zeros((1, tokens), dtype=mx.uint32), [], [tokens])
 
 
 def test_states_of_a_step_that_a_chunk_rode_on_do_not_hold_those_of_the_chunk() -> None:

@@ -31,16 +31,16 @@ from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
 from tests.support.scale import patient
 from worker.embedding.groups import take_group
-from worker.embedding.job import Item, Job, Numbers
+from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
 from worker.embedding.job_loop import Command, JobLoop
-from worker.embedding.load_model import Reader
+from worker.embedding.load_model import EmbeddingModel
 from worker.engine.gauges import Gauges
 from worker.errors import StepFailed
 
 SPEC = WorkerSpec("m", "", 1, "", "", max_running=2, max_waiting=3)
 
 
-def vectors(items: Sequence[Item]) -> Numbers:
+def vectors(items: Sequence[EmbeddingInput]) -> Numbers:
     """The length of an item and its first id."""
     return np.array([[len(item.ids), item.ids[0] + 1] for item in items], np.float32)
 
@@ -48,7 +48,7 @@ def vectors(items: Sequence[Item]) -> Numbers:
 class Harness:
     """A loop on a thread of its own, around a function in place of a model."""
 
-    def __init__(self, compute: Callable[[Sequence[Item]], Numbers] = vectors) -> None:
+    def __init__(self, compute: Callable[[Sequence[EmbeddingInput]], Numbers] = vectors) -> None:
         self.gauges = Gauges()
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self.sent: list[Up] = []
@@ -56,11 +56,11 @@ class Harness:
         self.error: Exception | None = None
         self._changed = threading.Condition()
 
-        def computed(items: Sequence[Item]) -> Numbers:
+        def computed(items: Sequence[EmbeddingInput]) -> Numbers:
             self.passes.append([item.ids[0] for item in items])
             return compute(items)
 
-        reader = Reader(EMBED, None, Path(), "bert", 1000, 512, 0, computed, embedding=EmbeddingInfo(2))
+        reader = EmbeddingModel(EMBED, None, Path(), "bert", 1000, 512, 0, computed, embedding=EmbeddingInfo(2))
         self.loop = JobLoop(reader, SPEC, self.inbox, self._take, self.gauges)
         self.loop.warm_up()
         self.passes.clear()
@@ -107,7 +107,7 @@ class Harness:
 
 
 @contextmanager
-def running(compute: Callable[[Sequence[Item]], Numbers] = vectors, *first: Command) -> Iterator[Harness]:
+def running(compute: Callable[[Sequence[EmbeddingInput]], Numbers] = vectors, *first: Command) -> Iterator[Harness]:
     """A loop that finds these commands when it begins."""
     harness = Harness(compute)
     for command in first:
@@ -119,9 +119,9 @@ def running(compute: Callable[[Sequence[Item]], Numbers] = vectors, *first: Comm
         harness.stop()
 
 
-def job(rid: int, *lengths: int, **settings: Any) -> Job:
-    items = [Item((rid * 10 + at,) * length) for at, length in enumerate(lengths)]
-    return Job(rid=rid, items=items, arrived=time.monotonic(), **settings)
+def job(rid: int, *lengths: int, **settings: Any) -> EmbeddingJob:
+    items = [EmbeddingInput((rid * 10 + at,) * length) for at, length in enumerate(lengths)]
+    return EmbeddingJob(rid=rid, items=items, arrived=time.monotonic(), **settings)
 
 
 def rows(delta: Delta) -> list[list[float]]:
@@ -196,7 +196,7 @@ def test_more_jobs_than_may_wait_are_refused() -> None:
 
 @pytest.mark.parametrize("bad", [[np.nan, 1.0], [np.inf, 1.0], [0.0, 0.0]])
 def test_a_vector_that_is_not_finite_or_null_is_an_error_of_its_job_alone(bad: list[float]) -> None:
-    def compute(items: Sequence[Item]) -> Numbers:
+    def compute(items: Sequence[EmbeddingInput]) -> Numbers:
         return np.array([bad if item.ids[0] == 21 else [1, 2] for item in items], np.float32)
 
     with running(compute, job(1, 9, 9), job(2, 9, 9)) as harness:
@@ -210,7 +210,7 @@ def test_a_vector_that_is_not_finite_or_null_is_an_error_of_its_job_alone(bad: l
 
 
 def test_what_only_a_batch_spoils_is_computed_alone() -> None:
-    def compute(items: Sequence[Item]) -> Numbers:
+    def compute(items: Sequence[EmbeddingInput]) -> Numbers:
         return vectors(items) if len(items) == 1 else np.full((len(items), 2), np.nan, np.float32)
 
     with running(compute, job(1, 9, 9)) as harness:
@@ -218,7 +218,7 @@ def test_what_only_a_batch_spoils_is_computed_alone() -> None:
 
 
 def test_memory_that_runs_out_makes_passes_smaller_and_loses_nothing() -> None:
-    def compute(items: Sequence[Item]) -> Numbers:
+    def compute(items: Sequence[EmbeddingInput]) -> Numbers:
         if len(items) > 2:
             raise MemoryError
         return vectors(items)
@@ -229,7 +229,7 @@ def test_memory_that_runs_out_makes_passes_smaller_and_loses_nothing() -> None:
 
 
 def test_an_input_that_fails_alone_is_the_end_of_its_job_alone() -> None:
-    def compute(items: Sequence[Item]) -> Numbers:
+    def compute(items: Sequence[EmbeddingInput]) -> Numbers:
         if any(item.ids[0] == 11 for item in items):
             raise ValueError("no")
         return vectors(items)
@@ -242,7 +242,7 @@ def test_an_input_that_fails_alone_is_the_end_of_its_job_alone() -> None:
 
 
 def test_a_fault_of_the_device_ends_the_loop() -> None:
-    def compute(items: Sequence[Item]) -> Numbers:
+    def compute(items: Sequence[EmbeddingInput]) -> Numbers:
         if len(items[0].ids) == 9:
             raise RuntimeError("[METAL] Command buffer execution failed")
         return vectors(items)

@@ -22,12 +22,12 @@ from protocol.messages import (
 )
 from tests.support.engine import spec
 from tests.support.reading_models import PROMPTS, build_embedder, build_reranker
-from worker.embedding.job import Job
+from worker.embedding.job import EmbeddingJob
 from worker.embedding.load_model import load_reader
 from worker.embedding.prepare import Preparer
 from worker.errors import LoadFailed, RequestInvalid
 
-Made = Callable[..., Job]
+Made = Callable[..., EmbeddingJob]
 LONG = "kato " * 400
 
 
@@ -43,7 +43,7 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
     return Preparer(load_reader(spec(path), RERANK, lambda *_: None))
 
 
-def job(preparer: Preparer, prompt: Prompt) -> Job:
+def job(preparer: Preparer, prompt: Prompt) -> EmbeddingJob:
     return preparer.job(Generate(1, prompt, Sampling(), deadline_ms=1500), 10.0)
 
 

@@ -14,8 +14,8 @@ from protocol.messages import EmbedPrompt, Generate, Prompt, Sampling, ScoreProm
 from tests.support.engine import spec
 from tests.support.reading_models import EMBEDDERS, PAIRS, RERANKERS, TEXTS, build_embedder, build_reranker
 from tests.support.reading_reference import QUERY
-from worker.embedding.job import Item
-from worker.embedding.load_model import Reader, kind_of_spec, load_reader
+from worker.embedding.job import EmbeddingInput
+from worker.embedding.load_model import EmbeddingModel, kind_of_spec, load_reader
 from worker.embedding.prepare import Preparer
 
 # Of torch's own kernels in float32, and of ours in a batch.
@@ -24,15 +24,15 @@ FROM_ALONE: Final = 1e-6
 REFERENCE: Final[dict[str, Any]] = json.loads(Path(__file__).with_name("reference.json").read_text())
 
 
-def loaded(path: Path, kind: str) -> Reader:
+def loaded(path: Path, kind: str) -> EmbeddingModel:
     return load_reader(spec(path), kind, lambda *_: None)
 
 
-def items(reader: Reader, prompt: Prompt) -> Sequence[Item]:
+def items(reader: EmbeddingModel, prompt: Prompt) -> Sequence[EmbeddingInput]:
     return Preparer(reader).job(Generate(1, prompt, Sampling()), 0.0).items
 
 
-def check_batches(reader: Reader, several: Sequence[Item], want: Any) -> None:
+def check_batches(reader: EmbeddingModel, several: Sequence[EmbeddingInput], want: Any) -> None:
     """Alone, all together with much padding, and those of nearly one length."""
     alone = np.concatenate([reader.compute([item]) for item in several])
     assert np.abs(alone - np.array(want, np.float32).reshape(alone.shape)).max() < FROM_TORCH

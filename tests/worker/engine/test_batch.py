@@ -10,11 +10,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import spec
 from tests.support.models import build
-from worker.cache.kv import Layout
+from worker.cache.kv import KvLayout
 from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch
 from worker.engine.row import Row
-from worker.model.loader import Loaded, load
+from worker.model.loader import LoadedModel, load
 from worker.prompt.intake import Intake
 
 MIB = 1 << 20
@@ -24,14 +24,14 @@ def nothing(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
     pass
 
 
-def row(loaded: Loaded, rid: int, prompt: int, output: int = 4) -> Row:
+def row(loaded: LoadedModel, rid: int, prompt: int, output: int = 4) -> Row:
     ids = tuple(20 + (rid + at) % 400 for at in range(prompt))
     return Intake(loaded).row(Generate(rid, TokensPrompt(ids), Sampling(temperature=0.0), max_tokens=output), 0.0)
 
 
 def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str], Path]) -> None:
     loaded = load(spec(model_folder("qwen3")), nothing)
-    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
+    cache = PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
     batch = Batch(loaded.model, loaded.eos_ids, cache)
     batch.insert(row(loaded, 1, 300))
     seen: list[int] = []
@@ -48,7 +48,7 @@ def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str],
 
 def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder: Callable[[str], Path]) -> None:
     loaded = load(spec(model_folder("qwen3")), nothing)
-    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
+    cache = PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
     batch = Batch(loaded.model, loaded.eos_ids, cache)
     first, stranger, relative = row(loaded, 1, 200), row(loaded, 2, 200), row(loaded, 1, 300)
     for other in (first, stranger):
@@ -72,7 +72,7 @@ def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
     monkeypatch.setattr("worker.engine.batch.EARLY_TOKENS", 200)
     wide = {"num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 8}
     loaded = load(spec(build("qwen3", tmp_path / "wide", **wide)), nothing)
-    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 30)
+    cache = PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 1 << 30)
     batch = Batch(loaded.model, loaded.eos_ids, cache)
     batch.insert(row(loaded, 1, 20, output=1))
     while batch:
@@ -96,7 +96,7 @@ def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
 
 def test_prompts_of_unequal_progress_take_no_more_room_than_is_counted(model_folder: Callable[[str], Path]) -> None:
     loaded = load(spec(model_folder("qwen3")), nothing)
-    batch = Batch(loaded.model, (), PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0))
+    batch = Batch(loaded.model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 0))
     batch.insert(row(loaded, 1, 20, output=1))
     while batch:
         batch.tick(64)
@@ -113,7 +113,7 @@ def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load(spec(model_folder("qwen3")), nothing)
-    batch = Batch(loaded.model, loaded.eos_ids, PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0))
+    batch = Batch(loaded.model, loaded.eos_ids, PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 0))
     cleared: list[int] = []
     monkeypatch.setattr("worker.engine.generator.CLEAR_TOKENS", 256)
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(longest.prefilled + 16))
@@ -133,7 +133,7 @@ def test_a_message_of_one_token_beside_another_prompt_changes_no_token_of_a_slid
     loaded = load(spec(model_folder(architecture)), nothing)
 
     def said(rows: list[Row], chunk: int) -> list[int]:
-        batch = Batch(loaded.model, (), PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0))
+        batch = Batch(loaded.model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 0))
         for each in rows:
             batch.insert(each)
         ids: list[int] = []

@@ -10,7 +10,7 @@ from mlx_lm.generate import StopSequences
 from protocol.messages import Sampling
 from tests.support.engine import spec
 from worker.engine.generator import Generator
-from worker.model.lanes import Lane
+from worker.model.lanes import BatchMode
 from worker.model.loader import load
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import NoDrafts
@@ -34,7 +34,7 @@ class Watched:
 def generator_of(folder: Path) -> tuple[Generator, Watched, Callable[[list[int]], int]]:
     model = Watched(load(spec(folder), lambda *_: None).model)
     sampler = RowSampler()
-    generator = Generator(model, sampler, Lane.TOGETHER, NoDrafts())
+    generator = Generator(model, sampler, BatchMode.TOGETHER, NoDrafts())
 
     def insert(prompt: list[int]) -> int:
         uid = generator.insert([prompt], 8, [], [], (), StopSequences())

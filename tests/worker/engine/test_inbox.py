@@ -4,12 +4,12 @@ import time
 from protocol.messages import Abort, Shutdown
 from tests.support.rows import row
 from tests.support.scale import patient
-from worker.engine.inbox import Inbox, Wake
+from worker.engine.inbox import EngineInbox, WakeUp
 
 
 def test_everything_that_is_there_is_taken_without_waiting() -> None:
-    inbox = Inbox()
-    commands = [Wake.UP, Abort((1,), ""), Shutdown()]
+    inbox = EngineInbox()
+    commands = [WakeUp.UP, Abort((1,), ""), Shutdown()]
     for command in commands:
         inbox.put(command)
     assert inbox.take(is_idle=False, is_waiting=False) == commands
@@ -17,7 +17,7 @@ def test_everything_that_is_there_is_taken_without_waiting() -> None:
 
 
 def test_a_lone_client_that_comes_back_is_not_kept_waiting() -> None:
-    inbox = Inbox(gather_s=3600.0, quiet_s=3600.0)
+    inbox = EngineInbox(gather_s=3600.0, quiet_s=3600.0)
     inbox.answered(time.monotonic())
     only = row(1)
     inbox.put(only)
@@ -25,7 +25,7 @@ def test_a_lone_client_that_comes_back_is_not_kept_waiting() -> None:
 
 
 def test_clients_that_were_answered_together_are_waited_for() -> None:
-    inbox = Inbox(gather_s=30.0, quiet_s=30.0)
+    inbox = EngineInbox(gather_s=30.0, quiet_s=30.0)
     for _ in range(3):
         inbox.answered(time.monotonic())
     rows = [row(rid) for rid in range(3)]
@@ -37,7 +37,7 @@ def test_clients_that_were_answered_together_are_waited_for() -> None:
 
 
 def test_those_who_do_not_come_back_are_not_waited_for_long() -> None:
-    inbox = Inbox()
+    inbox = EngineInbox()
     for _ in range(3):
         inbox.answered(time.monotonic())
     only = row(1)
@@ -47,30 +47,30 @@ def test_those_who_do_not_come_back_are_not_waited_for_long() -> None:
 
 def test_a_burst_is_taken_together() -> None:
     # It waits for more until the time of a burst is over.
-    inbox = Inbox(gather_s=patient(1), burst_s=patient(1))
+    inbox = EngineInbox(gather_s=patient(1), burst_s=patient(1))
     rows = [row(rid) for rid in range(3)]
     inbox.put(rows[0])
 
     def come_late() -> None:
         time.sleep(0.05)
-        for command in (*rows[1:], Wake.UP):
+        for command in (*rows[1:], WakeUp.UP):
             inbox.put(command)
 
     thread = threading.Thread(target=come_late)
     thread.start()
-    assert inbox.take(is_idle=True, is_waiting=False) == [*rows, Wake.UP]
+    assert inbox.take(is_idle=True, is_waiting=False) == [*rows, WakeUp.UP]
     thread.join()
 
 
 def test_what_is_no_request_is_never_delayed() -> None:
-    inbox = Inbox(gather_s=3600.0, burst_s=3600.0)
+    inbox = EngineInbox(gather_s=3600.0, burst_s=3600.0)
     command = Shutdown()
     inbox.put(command)
     assert inbox.take(is_idle=True, is_waiting=False) == [command]
 
 
 def test_an_answer_long_ago_lets_nobody_wait() -> None:
-    inbox = Inbox(gather_s=3600.0, quiet_s=3600.0)
+    inbox = EngineInbox(gather_s=3600.0, quiet_s=3600.0)
     for _ in range(3):
         inbox.answered(time.monotonic() - 1.0)
     only = row(1)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from protocol.failures import Code, Exit
+from protocol.failures import Code, ExitStatus
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
@@ -64,7 +64,7 @@ def test_a_model_that_cannot_have_it_is_refused_with_the_reason(
     with pytest.raises(LoadFailed, match="cannot have its KV quantized: .*" + reason) as caught:
         load_checked(spec(folder, kv_bits=8), nothing)
     assert caught.value.failure.code is Code.BAD_CONFIG
-    assert caught.value.exit_status is Exit.BAD_CONFIG
+    assert caught.value.exit_status is ExitStatus.BAD_CONFIG
 
 
 def test_attention_that_cannot_read_codes_is_given_numbers(

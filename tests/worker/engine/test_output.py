@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling, TokenLogprob
+from protocol.messages import ChatPrompt, DeltaKind, Finish, Generate, Sampling, TokenLogprob
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import SPECIALS, build, tiny_tokenizer
 from tests.support.rows import row
 from tests.worker.parsers.replay import Case, is_json, load_cases
 from tests.worker.parsers.test_fuzz import mutated
-from worker.engine.output import Piece, Writer
+from worker.engine.output import OutputWriter, TokenOutput
 from worker.engine.row import Row
 from worker.parsers import Controls, make_parser
 from worker.text.detokenize import Vocabulary
@@ -37,17 +37,17 @@ def encoded(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def written(case: Case, text: str, ended: str, stop: tuple[str, ...] = ()) -> list[Piece]:
+def written(case: Case, text: str, ended: str, stop: tuple[str, ...] = ()) -> list[TokenOutput]:
     """The pieces of an output that ends with an end-of-sequence token, or because it may not be longer."""
     of = row(1, detokenizer=VOCABULARY.detokenizer(), stops=StopScanner(stop))
     of.parser = make_parser(case.family, tools=case.tools, start_in_reasoning=case.start_in_reasoning)
-    return advanced(Writer(VOCABULARY), of, encoded(text), ended)
+    return advanced(OutputWriter(VOCABULARY), of, encoded(text), ended)
 
 
-def advanced(writer: Writer, of: Row, ids: Sequence[int], ended: str) -> list[Piece]:
+def advanced(writer: OutputWriter, of: Row, ids: Sequence[int], ended: str) -> list[TokenOutput]:
     if ended == "stop":
         ids = [*ids, *encoded("<|im_end|>")]
-    pieces: list[Piece] = []
+    pieces: list[TokenOutput] = []
     for at, token in enumerate(ids, 1):
         pieces.append(writer.advance(of, token, ended if at == len(ids) else None, None))
         if pieces[-1].finish is not None:
@@ -55,7 +55,7 @@ def advanced(writer: Writer, of: Row, ids: Sequence[int], ended: str) -> list[Pi
     return pieces
 
 
-def arguments(pieces: Sequence[Piece]) -> list[str]:
+def arguments(pieces: Sequence[TokenOutput]) -> list[str]:
     calls: dict[int, str] = {}
     for event in (event for piece in pieces for event in piece.events if event.tool):
         assert event.tool is not None
@@ -63,8 +63,8 @@ def arguments(pieces: Sequence[Piece]) -> list[str]:
     return list(calls.values())
 
 
-def text_of(pieces: Sequence[Piece]) -> str:
-    return "".join(event.text for piece in pieces for event in piece.events if event.kind is Kind.TEXT)
+def text_of(pieces: Sequence[TokenOutput]) -> str:
+    return "".join(event.text for piece in pieces for event in piece.events if event.kind is DeltaKind.TEXT)
 
 
 @settings(deadline=None, max_examples=400)
@@ -129,7 +129,7 @@ def test_where_a_tokens_text_comes_late_the_text_alone_counts() -> None:
     controls = {encoded(marker)[0]: marker for marker in SPECIALS}
     of = row(1, detokenizer=Late())
     of.parser = make_parser("hermes", controls=Controls(dict.fromkeys(SPECIALS, True)))
-    pieces = advanced(Writer(VOCABULARY, controls), of, encoded(CALL), "stop")
+    pieces = advanced(OutputWriter(VOCABULARY, controls), of, encoded(CALL), "stop")
 
     assert [json.loads(found) for found in arguments(pieces)] == [{"zone": "UTC"}]
 
@@ -147,7 +147,7 @@ def spelled(text: str) -> list[int]:
     return [token for char in text for token in encoded(char)]
 
 
-def answered(engine: EngineHarness, ids: list[int], **prompt: Any) -> tuple[list[Piece], Row]:
+def answered(engine: EngineHarness, ids: list[int], **prompt: Any) -> tuple[list[TokenOutput], Row]:
     asked = ChatPrompt([{"role": "user", "content": "kato"}], [NOW], **prompt)
     of = engine.intake.row(Generate(1, asked, Sampling()), 0.0)
     return advanced(engine.intake.writer, of, ids, "stop"), of
@@ -166,7 +166,7 @@ def test_reasoning_ends_with_its_token_and_not_with_its_characters(engine: Engin
     ids = [*encoded("<think>"), *spelled("the tag </think> ends it"), *encoded("</think>Yes.")]
     pieces, of = answered(engine, ids)
 
-    thought = "".join(event.text for piece in pieces for event in piece.events if event.kind is Kind.REASONING)
+    thought = "".join(event.text for piece in pieces for event in piece.events if event.kind is DeltaKind.REASONING)
     assert (thought, text_of(pieces)) == ("the tag </think> ends it", "Yes.")
     assert of.reasoning == len(ids) - len(encoded("Yes."))
 
@@ -186,14 +186,14 @@ def test_a_successor_knows_the_control_tokens_that_were_written_before_it(engine
 
 
 # What a client has: ids, text by kind of event, log-probabilities; and at the end all ids, and what the usage counts.
-Client = tuple[list[int], list[tuple[Kind, str]], list[float]]
+Client = tuple[list[int], list[tuple[DeltaKind, str]], list[float]]
 
 
-def client_of(pieces: Sequence[tuple[list[int], Piece]]) -> Client:
+def client_of(pieces: Sequence[tuple[list[int], TokenOutput]]) -> Client:
     """`pieces` with the ids that left with each."""
-    texts: list[tuple[Kind, str]] = []
+    texts: list[tuple[DeltaKind, str]] = []
     for event in (event for _, piece in pieces for event in piece.events):
-        if texts and texts[-1][0] is event.kind and event.kind not in (Kind.TOOL_BEGIN, Kind.TOOL_END):
+        if texts and texts[-1][0] is event.kind and event.kind not in (DeltaKind.TOOL_BEGIN, DeltaKind.TOOL_END):
             texts[-1] = event.kind, texts[-1][1] + event.text
         else:
             texts.append((event.kind, event.text))
@@ -207,9 +207,9 @@ class Sender:
     def __init__(self, stop: tuple[str, ...], family: str, resume: Sequence[int] = ()) -> None:
         self.row = row(1, detokenizer=VOCABULARY.detokenizer(), stops=StopScanner(stop), max_tokens=1 << 20)
         self.row.parser = make_parser(family) if family else None
-        self.writer = Writer(VOCABULARY)
+        self.writer = OutputWriter(VOCABULARY)
         self.writer.replay(self.row, resume)
-        self.sent: list[tuple[list[int], Piece]] = []
+        self.sent: list[tuple[list[int], TokenOutput]] = []
         self.ending: list[int] = []
 
     def add(self, at: int, token: int, ended: str | None) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling
+from protocol.messages import ChatPrompt, DeltaKind, Finish, Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
 
@@ -31,7 +31,7 @@ def chat(rid: int, **fields: object) -> Generate:
 def test_text_before_the_end_of_a_block_the_prompt_opened_is_reasoning(thinking_model: Path) -> None:
     with EngineHarness(spec(thinking_model)) as engine:
         (result,) = engine.run([chat(1)])
-    assert {kind for kind, _ in result.events} == {Kind.REASONING}
+    assert {kind for kind, _ in result.events} == {DeltaKind.REASONING}
     assert result.usage is not None
     assert result.usage.reasoning == 24
 
@@ -42,7 +42,7 @@ def test_a_used_up_thinking_budget_closes_the_block_and_an_answer_follows(thinki
         closing = engine.intake.vocabulary.decode(result.ids[8:11])
     kinds = [kind for kind, _ in result.events]
     assert kinds == sorted(kinds, reverse=True), "reasoning first, then text"
-    assert set(kinds) == {Kind.REASONING, Kind.TEXT}
+    assert set(kinds) == {DeltaKind.REASONING, DeltaKind.TEXT}
     assert "</think>" in closing
     assert "</think>" not in "".join(text for _, text in result.events)
     assert result.finish is Finish.LENGTH
@@ -106,7 +106,7 @@ def test_a_block_that_the_template_opens_in_any_case_is_closed_at_once_when_none
     with EngineHarness(spec(thinking_model)) as engine:
         (result,) = engine.run([chat(1, prompt=prompt)])
         assert engine.intake.vocabulary.decode(result.ids).startswith("\n</think>\n\n")
-    assert {kind for kind, _ in result.events} == {Kind.TEXT}
+    assert {kind for kind, _ in result.events} == {DeltaKind.TEXT}
 
 
 HARMONY_TEMPLATE = r"""
@@ -142,4 +142,4 @@ def test_a_completion_has_no_parser(model_folder: Callable[[str], Path]) -> None
 
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         (result,) = engine.run([Generate(1, TextPrompt("<think>kato"), Sampling(temperature=0.0), max_tokens=12)])
-    assert {kind for kind, _ in result.events} == {Kind.TEXT}
+    assert {kind for kind, _ in result.events} == {DeltaKind.TEXT}

@@ -16,11 +16,11 @@ from tests.support.models import KINDS, SAMPLE, VOCAB
 from tests.support.scale import scaled
 from tests.worker.engine.test_exact import tokens
 from worker.cache import ragged
-from worker.cache.kv import Layout
+from worker.cache.kv import KvLayout
 from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch
-from worker.model.loader import Loaded, load
-from worker.model.packing import Packed
+from worker.model.loader import LoadedModel, load
+from worker.model.packing import PackedRows
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
 from worker.speculation.noisy import NoisyDrafts
@@ -36,7 +36,7 @@ class Watched:
         self.packed: list[tuple[int, ...]] = []
 
     def __call__(self, inputs: mx.array, *args: Any, cache: Any = None, **kwargs: Any) -> mx.array:
-        if isinstance(cache[0], Packed):
+        if isinstance(cache[0], PackedRows):
             self.packed.append(tuple(inputs.shape))
         return self._model(inputs, *args, cache=cache, **kwargs)
 
@@ -58,11 +58,11 @@ def requests(output: int = 16) -> list[Generate]:
 
 
 def generated(
-    loaded: Loaded, batch: list[Generate], *, chunk: int = 16, rides: bool = True, drafter: Drafter | None = None
+    loaded: LoadedModel, batch: list[Generate], *, chunk: int = 16, rides: bool = True, drafter: Drafter | None = None
 ) -> tuple[dict[int, list[int]], int]:
     """Each row's tokens, where one row comes every third tick; and the packed passes."""
     watched = Watched(loaded.model)
-    rows = Batch(watched, (), PrefixCache(Layout.of(lambda: make_prompt_cache(watched)), 0), drafter=drafter)
+    rows = Batch(watched, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(watched)), 0), drafter=drafter)
     waiting = [Intake(loaded).row(request, 0.0) for request in batch]
     said: dict[int, list[int]] = {request.rid: [] for request in batch}
     ticks = 0
@@ -119,7 +119,7 @@ def test_a_tick_with_a_prompt_is_one_pass_of_its_tokens_and_one_of_each_row(
 ) -> None:
     loaded = load(spec(model_folder("qwen3")), lambda *_: None)
     watched = Watched(loaded.model)
-    batch = Batch(watched, (), PrefixCache(Layout.of(lambda: make_prompt_cache(watched)), 0))
+    batch = Batch(watched, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(watched)), 0))
     rows = [Intake(loaded).row(request, 0.0) for request in requests()]
     for row in rows[:2]:
         batch.insert(row)

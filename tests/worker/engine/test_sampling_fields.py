@@ -16,7 +16,7 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from worker.errors import RequestInvalid
 from worker.prompt.token_limits import check_limits
-from worker.sampling.penalties import Words
+from worker.sampling.penalties import BadWords
 
 rids = itertools.count(1)
 
@@ -163,7 +163,7 @@ def test_limits_that_could_leave_no_token_are_refused(engine: EngineHarness) -> 
 
 def test_words_of_several_tokens_are_refused_where_one_text_forbids_all_that_may_come() -> None:
     def check(*bad: tuple[int, ...]) -> None:
-        check_limits(Sampling(allowed_ids=(7, 8)), Words(bad), (), (), VOCAB)
+        check_limits(Sampling(allowed_ids=(7, 8)), BadWords(bad), (), (), VOCAB)
 
     for bad in (((7,), (8,)), ((7, 7), (8,)), ((9, 7, 8), (7, 7)), ((7, 7), (7, 8))):
         with pytest.raises(RequestInvalid, match="bad_words forbids all"):

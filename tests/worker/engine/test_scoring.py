@@ -17,10 +17,10 @@ from tests.support.models import VOCAB
 from tests.support.scale import scaled
 from worker.engine.batch import Batch
 from worker.engine.generator import Generator
-from worker.engine.member import Members
+from worker.engine.member import BatchSequences
 from worker.engine.scoring import SLICE, ScoredRows
 from worker.sampling.logprobs import LogprobReader
-from worker.sampling.prompt_scores import Score
+from worker.sampling.prompt_scores import PromptScore
 
 rids = itertools.count(1)
 LENGTHS = (1, 2, SLICE, SLICE + 1, 2 * SLICE + 3)
@@ -106,7 +106,7 @@ def test_an_abort_amid_the_scores_lets_go_of_the_row(model_folder: Callable[[str
 def test_a_tick_that_fails_behind_the_scores_of_a_row_loses_none_of_them(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Members] = []
+    told: list[BatchSequences] = []
     park = Batch._park  # pyright: ignore[reportPrivateUsage]
 
     def fail_once(batch: Batch) -> None:
@@ -131,7 +131,7 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
     beside: list[int] = []
     run, step = ScoredRows.run, Generator.next
 
-    def counted_run(self: ScoredRows, rows: Members, most: int) -> int:
+    def counted_run(self: ScoredRows, rows: BatchSequences, most: int) -> int:
         slices[-1] += 1
         return run(self, rows, most)
 
@@ -158,7 +158,7 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
 
 def test_prompts_that_are_scored_one_at_a_time_take_turns() -> None:
     rows = ScoredRows(None)
-    rows.rows = [Members(), Members(), Members()]
+    rows.rows = [BatchSequences(), BatchSequences(), BatchSequences()]
     first, second, third = rows.rows
     turns = [rows.due(is_alone=False) for _ in range(4)]
     assert [[id(each) for each in turn] for turn in turns] == [[id(each)] for each in (first, second, third, first)]
@@ -171,7 +171,9 @@ def test_entries_of_a_prompt_are_made_as_its_scores_come_and_not_at_its_end(
     made: list[int] = []
     echo = LogprobReader.echo
 
-    def counted(reader: LogprobReader, ids: Sequence[int], scores: Sequence[Score], top: int) -> list[TokenLogprob]:
+    def counted(
+        reader: LogprobReader, ids: Sequence[int], scores: Sequence[PromptScore], top: int
+    ) -> list[TokenLogprob]:
         made.append(len(ids))
         return echo(reader, ids, scores, top)
 

@@ -8,15 +8,15 @@ import mlx.core as mx
 import pytest
 from msgspec.structs import replace
 
-from protocol.failures import Code, Exit
+from protocol.failures import Code, ExitStatus
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import ARCHITECTURES, LANES
 from worker.checked_model import load_checked
 from worker.engine.self_check import SAMPLE, choose
 from worker.errors import LoadFailed
-from worker.model.lanes import Lane, Plan
-from worker.model.packing import Packed, packing_of
+from worker.model.lanes import BatchMode, BatchModePlan
+from worker.model.packing import PackedRows, packing_of
 
 IDS = [20 + 7 * at for at in range(SAMPLE)]
 
@@ -78,7 +78,7 @@ class WrongAfterOthers(Wrapped):
     """Right for prompts that begin at their first token, wrong for those that begin with KV."""
 
     def __call__(self, inputs: mx.array, *args: Any, cache: Any = None, **kwargs: Any) -> mx.array:
-        if isinstance(cache[0], Packed):
+        if isinstance(cache[0], PackedRows):
             return super().__call__(inputs, *args, cache=cache, **kwargs)
         if cache[0].empty():
             self.begun.append(cache[0])
@@ -97,7 +97,7 @@ class WrongPacked(Wrapped):
     """Wrong in passes of more than one part."""
 
     def __call__(self, inputs: mx.array, *args: Any, cache: Any = None, **kwargs: Any) -> mx.array:
-        is_packed = isinstance(cache[0], Packed)
+        is_packed = isinstance(cache[0], PackedRows)
         return super().__call__(inputs, *args, cache=cache, **kwargs) * (1.1 if is_packed else 1.0)
 
 
@@ -128,7 +128,9 @@ def test_a_lane_of_one_row_runs_one_request_and_keeps_the_others_waiting(model_f
 
 @pytest.mark.parametrize("batching", ["together", "equal", "single"])
 def test_the_operators_lane_is_taken_unchecked(batching: str, model_folder: Callable[[str], Path]) -> None:
-    assert load_checked(spec(model_folder("mamba"), batching=batching), nothing).plan == Plan(Lane(batching))
+    assert load_checked(spec(model_folder("mamba"), batching=batching), nothing).plan == BatchModePlan(
+        BatchMode(batching)
+    )
 
 
 def test_a_model_that_cannot_be_batched_is_refused_another_lane_than_its_own(
@@ -136,21 +138,21 @@ def test_a_model_that_cannot_be_batched_is_refused_another_lane_than_its_own(
 ) -> None:
     with pytest.raises(LoadFailed, match="use 'single'") as caught:
         load_checked(spec(model_folder("llama4"), batching="together"), nothing)
-    assert caught.value.exit_status is Exit.BAD_CONFIG
+    assert caught.value.exit_status is ExitStatus.BAD_CONFIG
 
 
 def test_a_model_that_is_wrong_even_alone_is_refused(model_folder: Callable[[str], Path]) -> None:
     model = load_checked(spec(model_folder("qwen3")), nothing).model
     with pytest.raises(LoadFailed, match="in chunks, a prompt's log-probabilities are off by") as caught:
         choose(WrongInChunks(model), IDS, "auto")
-    assert caught.value.exit_status is Exit.MODEL_UNUSABLE
+    assert caught.value.exit_status is ExitStatus.MODEL_UNUSABLE
 
 
 def test_a_forward_pass_that_raises_is_a_refusal_with_its_reason(model_folder: Callable[[str], Path]) -> None:
     model = load_checked(spec(model_folder("qwen3")), nothing).model
     with pytest.raises(LoadFailed, match=r"mlx-lm cannot run this model: ValueError: .* broadcast$") as caught:
         choose(Raising(model), IDS, "auto")
-    assert caught.value.exit_status is Exit.MODEL_UNUSABLE
+    assert caught.value.exit_status is ExitStatus.MODEL_UNUSABLE
     with pytest.raises(LoadFailed, match="mlx-lm cannot run this model"):
         EngineHarness(spec(model_folder("qwen3"), batching="together"), wrap=Raising).__enter__()
 
@@ -162,7 +164,7 @@ def test_a_check_that_finds_no_memory_says_so_and_chooses_no_lane(model_folder: 
     for fails_at in (1, whole.passes // 2, whole.passes):
         with pytest.raises(LoadFailed, match="not enough memory") as caught:
             choose(Short(model, fails_at), IDS, "auto")
-        assert caught.value.exit_status is Exit.OUT_OF_MEMORY
+        assert caught.value.exit_status is ExitStatus.OUT_OF_MEMORY
 
 
 def test_weights_that_give_no_numbers_are_refused(model_folder: Callable[[str], Path]) -> None:
@@ -175,7 +177,7 @@ def test_weights_that_give_no_numbers_are_refused(model_folder: Callable[[str], 
 def test_a_model_that_is_wrong_after_cached_prefixes_reuses_none(model_folder: Callable[[str], Path]) -> None:
     model = load_checked(spec(model_folder("qwen3")), nothing).model
     plan = choose(WrongAfterOthers(model), IDS, "auto")
-    assert plan.lane is Lane.TOGETHER
+    assert plan.lane is BatchMode.TOGETHER
     assert not plan.reuses_prefixes
     assert plan.reason.startswith("prefixes are not reused, because from the prefix cache a prompt's")
 
@@ -183,7 +185,7 @@ def test_a_model_that_is_wrong_after_cached_prefixes_reuses_none(model_folder: C
 def test_a_model_that_is_wrong_when_packed_runs_prompts_apart(model_folder: Callable[[str], Path]) -> None:
     model = WrongPacked(load_checked(spec(model_folder("qwen3")), nothing).model)
     plan = choose(model, IDS, "auto")
-    assert (plan.lane, plan.reuses_prefixes) == (Lane.TOGETHER, True)
+    assert (plan.lane, plan.reuses_prefixes) == (BatchMode.TOGETHER, True)
     assert plan.reason.startswith("prompts run in forward passes of their own, because behind a row that generates a")
     assert packing_of(model) is None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling
+from protocol.messages import ChatPrompt, DeltaKind, Finish, Generate, Sampling
 from tests.support.calls import TOOLS, check, markers
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
@@ -43,10 +43,10 @@ def chat(rid: int, temperature: float = 0.0, max_tokens: int | None = 500, **pro
 
 
 def calls(result: Result) -> list[tuple[str, str]]:
-    names = [delta.tool.name for delta in result.deltas if delta.kind is Kind.TOOL_BEGIN and delta.tool]
+    names = [delta.tool.name for delta in result.deltas if delta.kind is DeltaKind.TOOL_BEGIN and delta.tool]
     arguments = ["" for _ in names]
     for delta in result.deltas:
-        if delta.kind is Kind.TOOL_ARGS and delta.tool:
+        if delta.kind is DeltaKind.TOOL_ARGS and delta.tool:
             arguments[delta.tool.index] += delta.text
     return list(zip(names, arguments, strict=True))
 
@@ -55,7 +55,7 @@ def assert_called(results: Sequence[Result]) -> None:
     for result in results:
         assert result.finish is Finish.TOOL_CALLS, result.failure
         check(calls(result))
-        assert not any(text.strip() for kind, text in result.events if kind is Kind.TEXT)
+        assert not any(text.strip() for kind, text in result.events if kind is DeltaKind.TEXT)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_reasoning_that_never_ends_leaves_room_for_the_call(family: str, thinker
         (bounded,) = engine.run([chat(3, 1.0, callable_tools=("now",))])
     assert_called([*results, bounded])
     for result in results:
-        assert any(kind is Kind.REASONING for kind, _ in result.events)
+        assert any(kind is DeltaKind.REASONING for kind, _ in result.events)
         assert result.usage is not None
         assert 0 < result.usage.reasoning <= 250 + 4
 
@@ -91,7 +91,7 @@ def test_the_answer_ends_after_its_first_call_where_only_one_is_wanted(folder: P
         engine_calls = [chat(rid, must_call=False, one_call=one) for rid, one in ((1, False), (2, True))]
         rows = [engine.intake.row(request, 0.0) for request in engine_calls]
         ids = engine.loaded.tokenizer.encode(both, add_special_tokens=False)
-        seen: list[list[Kind]] = []
+        seen: list[list[DeltaKind]] = []
         for row in rows:
             pieces = []
             for token in ids:
@@ -100,7 +100,7 @@ def test_the_answer_ends_after_its_first_call_where_only_one_is_wanted(folder: P
                     break
             seen.append([event.kind for piece in pieces for event in piece.events])
             assert pieces[-1].finish is (Finish.TOOL_CALLS if row.is_one_call else None)
-    assert [kinds.count(Kind.TOOL_BEGIN) for kinds in seen] == [2, 1]
+    assert [kinds.count(DeltaKind.TOOL_BEGIN) for kinds in seen] == [2, 1]
 
 
 def test_a_forced_call_goes_on_where_another_worker_left_it(folder: Path) -> None:

@@ -22,7 +22,7 @@ from tests.support.models import build
 from tests.support.scale import patient, scaled
 from worker.checked_model import load_checked
 from worker.errors import LoadFailed
-from worker.experts.expert_cache import Counts
+from worker.experts.expert_cache import ExpertCounts
 from worker.repack import repack
 
 FAMILIES = scaled(["qwen3_moe", "qwen3_moe, quantized", "llama4", "gpt_oss"], ["qwen3_moe, quantized"])
@@ -59,7 +59,7 @@ def _quantize(path: Path) -> None:
 
 def answers(
     path: Path, prompts: Sequence[Sequence[int]], at_once: bool, **settings: object
-) -> tuple[list[Result], Counts | None]:
+) -> tuple[list[Result], ExpertCounts | None]:
     requests = [
         Generate(rid, TokensPrompt(tuple(prompt)), Sampling(temperature=0.8, seed=rid, ignore_eos=True), 12)
         for rid, prompt in enumerate(prompts, 1)

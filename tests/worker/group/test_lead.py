@@ -13,12 +13,12 @@ from protocol import group, sockets
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.curve import KeyPair
 from protocol.failures import Failure
-from protocol.group import Beat, Join, Versions
+from protocol.group import JoinGroup, RankHeartbeat, Versions
 from protocol.spec import RankSpec
 from tests.support.ranks import group_spec, ranks_with
 from tests.support.scale import patient
 from worker.errors import PartnerLost
-from worker.group.lead import Lead
+from worker.group.lead import Coordinator
 from worker.group.rank_identity import Identity
 
 VERSIONS = Versions("1", "2", "3")
@@ -29,7 +29,7 @@ STRANGER = 7
 class Ranks:
     """Rank 0 of three in this process, and sockets with the keys of its followers."""
 
-    lead: Lead
+    lead: Coordinator
     ranks: list[RankSpec]
     lost: list[Failure]
     _context: Any
@@ -60,8 +60,8 @@ class Ranks:
         self._context.term()
 
 
-def join(rank: int) -> Join:
-    return Join(1, rank, 99, "host", VERSIONS, "form")
+def join(rank: int) -> JoinGroup:
+    return JoinGroup(1, rank, 99, "host", VERSIONS, "form")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def start(tmp_path: Any) -> Iterator[Callable[..., Ranks]]:
             first, *others = ranks_with(group_spec(tmp_path, "tensor", 3), **deadlines)
             assert first.rank is not None
             lost: list[Failure] = []
-            lead = Lead(first, lambda failure, _status: lost.append(failure))
+            lead = Coordinator(first, lambda failure, _status: lost.append(failure))
             stack.callback(lead.leave)
             specs = [first.rank, *(each.rank for each in others if each.rank is not None)]
             running = Ranks(lead, specs, lost, zmq.Context())
@@ -98,7 +98,7 @@ def test_an_answer_that_comes_twice_ends_the_group(start: Callable[[float], Rank
 
 def test_a_message_that_is_not_waited_for_yet_is_kept_once(start: Callable[[float], Ranks]) -> None:
     ranks = start(patient(20))
-    done = group.Done(2, 1, 0)
+    done = group.PlanDone(2, 1, 0)
     ranks.say(2, done, done)
     assert "rank 2 (local) said Done twice" in ranks.gather()
 
@@ -113,8 +113,8 @@ def test_a_group_does_not_begin_before_each_follower_is_heard_on_the_watch(start
     ranks = start(1.0)
     ranks.say(1, join(1))
     ranks.say(2, join(2))
-    ranks.say(1, Beat(1), watch=True)
-    ranks.say(1, Beat(STRANGER), name=STRANGER, watch=True)
+    ranks.say(1, RankHeartbeat(1), watch=True)
+    ranks.say(1, RankHeartbeat(STRANGER), name=STRANGER, watch=True)
     assert "rank 2 (local) joined, and cannot be heard at" in ranks.gather()
 
 
@@ -126,15 +126,15 @@ def test_a_stop_is_clean_although_a_follower_has_gone(start: Callable[[float], R
 
 def test_a_stop_waits_for_those_who_are_there_although_another_has_gone(start: Callable[..., Ranks]) -> None:
     ranks = start(1.0, leave_s=patient(60))
-    plan, watch = ranks.say(2, join(2)), ranks.say(2, Beat(2), watch=True)
+    plan, watch = ranks.say(2, join(2)), ranks.say(2, RankHeartbeat(2), watch=True)
     assert "rank 1 (local) did not join" in ranks.gather()
     leaving = threading.Thread(target=ranks.lead.leave)
     leaving.start()
     assert plan.poll(patient(20) * 1000)
     order = group.decode_down(plan.recv())
-    assert isinstance(order, group.Plan)
-    assert order.ops == [group.Leave()]
-    while not isinstance(group.decode_watch(watch.recv()), group.Left):
+    assert isinstance(order, group.TickPlan)
+    assert order.ops == [group.LeaveGroup()]
+    while not isinstance(group.decode_watch(watch.recv()), group.GroupStopped):
         pass
     # It is still busy, and must not take the end of rank 0 for a loss.
     monitor = plan.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -142,7 +142,7 @@ def test_a_stop_waits_for_those_who_are_there_although_another_has_gone(start: C
     plan.disable_monitor()
     monitor.close(0)
     assert not has_closed
-    plan.send(group.encode(group.Done(2, order.seq, order.crc)))
+    plan.send(group.encode(group.PlanDone(2, order.seq, order.crc)))
     leaving.join(patient(20))
     assert not leaving.is_alive()
     assert ranks.lost == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from protocol.failures import Exit
+from protocol.failures import ExitStatus
 from protocol.messages import Generate, Goodbye, Sampling, Shutdown, Step, TextPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
@@ -57,7 +57,7 @@ def test_a_follower_out_of_step_is_noticed_before_a_wrong_token_leaves(
         warm = group.run([request(1)])[0]
         assert warm.ids == expected, "before it went astray"
         group.submit(request(2000))
-        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST, group.stderr()
+        assert group.process.wait(patient(60)) == ExitStatus.PARTNER_LOST, group.stderr()
         while group.poll(0.1):
             pass
         deltas = [delta for message in group.seen if isinstance(message, Step) for delta in message.deltas]
@@ -77,7 +77,7 @@ def test_a_slow_follower_is_waited_for_and_one_without_a_lead_ends(
         group.ready()
         assert group.run([request(2000)])[0].ids == expected
         group.process.send_signal(signal.SIGKILL)
-        assert group.ranks[1].wait(patient(60)) == Exit.PARTNER_LOST, group.stderr()
+        assert group.ranks[1].wait(patient(60)) == ExitStatus.PARTNER_LOST, group.stderr()
 
 
 def test_a_follower_that_is_stopped_or_hangs_ends_the_group_by_name(run_dir: Path, folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_follower_that_is_stopped_or_hangs_ends_the_group_by_name(run_dir: Pat
         group.ready()
         group.ranks[1].send_signal(signal.SIGSTOP)
         assert "rank 1 (local)" in farewell(group)
-        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+        assert group.process.wait(patient(60)) == ExitStatus.PARTNER_LOST
 
 
 def pause(group: RunningGroup, ranks: list[int], seconds: float) -> None:
@@ -124,7 +124,7 @@ def test_a_stop_is_clean_although_a_follower_hangs(run_dir: Path, folder: Path) 
         group.ready()
         group.ranks[1].send_signal(signal.SIGSTOP)
         group.send(Shutdown())
-        assert group.process.wait(patient(60)) == Exit.OK, group.stderr()
+        assert group.process.wait(patient(60)) == ExitStatus.OK, group.stderr()
         group.ranks[1].send_signal(signal.SIGCONT)
         group.ranks[1].wait(patient(60))
 
@@ -135,7 +135,7 @@ def test_a_step_that_takes_too_long_ends_the_group(run_dir: Path, folder: Path) 
         group.ready()
         group.submit(request(2000))
         assert "rank 1 (local)" in farewell(group)
-        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+        assert group.process.wait(patient(60)) == ExitStatus.PARTNER_LOST
 
 
 @pytest.mark.soak
@@ -144,7 +144,7 @@ def test_a_rank_that_holds_the_interpreter_is_ended_without_it(run_dir: Path, fo
         group.ready()
         group.submit(request(2000))
         assert "rank 1 (local) has been silent" in farewell(group)
-        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+        assert group.process.wait(patient(60)) == ExitStatus.PARTNER_LOST
         assert group.ranks[1].wait(patient(60)) == 1
         assert "Timeout" in group.stderr(), "its stacks are in the log"
 
@@ -155,7 +155,7 @@ def test_an_absent_follower_is_named_at_the_deadline(run_dir: Path, folder: Path
     group.specs = group.specs[:1]
     with group:
         assert "rank 1 (local) did not join in time" in farewell(group)
-        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+        assert group.process.wait(patient(60)) == ExitStatus.PARTNER_LOST
 
 
 @pytest.mark.soak
@@ -163,7 +163,7 @@ def test_a_follower_of_another_version_is_refused_by_name(run_dir: Path, folder:
     with group_of(run_dir, folder, "version") as group:
         assert "rank 1 (local" in (words := farewell(group))
         assert "0.0.9" in words
-        assert group.process.wait(patient(60)) == Exit.INCOMPATIBLE
+        assert group.process.wait(patient(60)) == ExitStatus.INCOMPATIBLE
 
 
 def test_a_follower_with_other_files_is_refused_by_name(run_dir: Path, folder: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_follower_with_other_files_is_refused_by_name(run_dir: Path, folder: P
     group.specs[1] = replace(group.specs[1], path=str(other))
     with group:
         assert "has other files of the model" in farewell(group)
-        assert group.process.wait(patient(60)) == Exit.MODEL_UNUSABLE
+        assert group.process.wait(patient(60)) == ExitStatus.MODEL_UNUSABLE
 
 
 def with_reservation(group: RunningGroup, size_bytes: int) -> RunningGroup:
@@ -187,7 +187,7 @@ def with_reservation(group: RunningGroup, size_bytes: int) -> RunningGroup:
 def test_a_rank_whose_weights_are_more_than_was_reserved_for_it_is_refused(run_dir: Path, folder: Path) -> None:
     with with_reservation(group_of(run_dir, folder), 1 << 10) as group:
         assert "the weights of its part take" in farewell(group)
-        assert group.process.wait(patient(60)) == Exit.OUT_OF_MEMORY
+        assert group.process.wait(patient(60)) == ExitStatus.OUT_OF_MEMORY
 
 
 @pytest.mark.soak
@@ -197,7 +197,7 @@ def test_a_rank_that_is_made_to_take_more_than_was_reserved_for_it_ends_the_grou
         assert group.run([request(1)])[0].terminals, "within it"
         group.submit(request(2000))
         assert "rank 1 of test: it takes" in farewell(group)
-        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+        assert group.process.wait(patient(60)) == ExitStatus.PARTNER_LOST
 
 
 def test_a_port_that_is_taken_is_told_and_worth_another_start(run_dir: Path, folder: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_port_that_is_taken_is_told_and_worth_another_start(run_dir: Path, fol
         group.specs = group.specs[:1]
         with group:
             assert "cannot listen" in farewell(group)
-            assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+            assert group.process.wait(patient(60)) == ExitStatus.PARTNER_LOST
 
 
 @pytest.mark.soak
@@ -218,4 +218,4 @@ def test_heads_that_the_ranks_do_not_divide_are_refused_before_a_rank_joins(run_
     folder = build("qwen3", tmp_path / "model", num_hidden_layers=1, num_key_value_heads=1)
     with RunningGroup(run_dir, group_spec(folder, "tensor")) as group:
         assert "num_key_value_heads = 1 cannot be divided by 2 ranks" in farewell(group)
-        assert group.process.wait(patient(60)) == Exit.BAD_CONFIG
+        assert group.process.wait(patient(60)) == ExitStatus.BAD_CONFIG

@@ -11,12 +11,12 @@ import zmq
 from protocol import group, sockets
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.curve import KeyPair
-from protocol.group import Beat
+from protocol.group import RankHeartbeat
 from protocol.spec import RankSpec
 from tests.support.ranks import group_spec, ranks_with
 from tests.support.scale import patient
 from worker.group.rank_sockets import RankSockets
-from worker.group.watch import LeadWatch, Progress
+from worker.group.watch import LeadWatch, RankProgress
 
 STEP_S = 0.5
 
@@ -25,7 +25,7 @@ class Watched:
     """Rank 0's watch in this process, which has begun plan 1, and the socket of its follower."""
 
     def __init__(self, first: RankSpec, other: RankSpec) -> None:
-        self.progress = Progress(0.0)
+        self.progress = RankProgress(0.0)
         self.sockets = RankSockets(first)
         self.reasons: SimpleQueue[str] = SimpleQueue()
         self.watch = LeadWatch(
@@ -45,7 +45,7 @@ class Watched:
         # Its own part is done: it waits for its follower.
         self.progress.finish()
 
-    def beat(self, seconds: float, beat: Callable[[], Beat]) -> str:
+    def beat(self, seconds: float, beat: Callable[[], RankHeartbeat]) -> str:
         """Send beats for so long, or until the group is lost; returns the reason."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -83,21 +83,21 @@ def watched(tmp_path: Path) -> Iterator[Callable[[float], Watched]]:
 
 def test_a_rank_that_its_machine_hardly_runs_is_waited_for(watched: Callable[[float], Watched]) -> None:
     ranks = watched(patient(60))
-    assert ranks.beat(4 * STEP_S, lambda: Beat(1, 1, 0, 0.1)) == ""
+    assert ranks.beat(4 * STEP_S, lambda: RankHeartbeat(1, 1, 0, 0.1)) == ""
 
 
 def test_ranks_that_use_their_cpu_time_in_vain_are_stuck(watched: Callable[[float], Watched]) -> None:
     ranks = watched(patient(60))
-    reason = ranks.beat(patient(30), lambda: Beat(1, 1, 0, STEP_S + 0.1))
+    reason = ranks.beat(patient(30), lambda: RankHeartbeat(1, 1, 0, STEP_S + 0.1))
     assert "plan 1 has taken" in reason
     assert "rank 1 (studio2) has not done it either" in reason
 
 
 def test_cpu_time_of_the_plan_before_does_not_count(watched: Callable[[float], Watched]) -> None:
     ranks = watched(patient(60))
-    assert ranks.beat(4 * STEP_S, lambda: Beat(1, 0, 0, 100.0)) == ""
+    assert ranks.beat(4 * STEP_S, lambda: RankHeartbeat(1, 0, 0, 100.0)) == ""
 
 
 def test_a_plan_is_not_waited_for_forever_however_little_its_ranks_run(watched: Callable[[float], Watched]) -> None:
     ranks = watched(3 * STEP_S)
-    assert "rank 1 (studio2) has not done it either" in ranks.beat(patient(30), lambda: Beat(1, 1, 0, 0.0))
+    assert "rank 1 (studio2) has not done it either" in ranks.beat(patient(30), lambda: RankHeartbeat(1, 1, 0, 0.0))

@@ -17,13 +17,13 @@ from mlx_lm.models import gemma3_text, qwen3_5
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from gateway.model_files.metadata import inspect
-from protocol.failures import Code, Exit
+from protocol.failures import Code, ExitStatus
 from protocol.messages import ChatPrompt, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
 from worker.checked_model import load_checked
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded, check_weights, resolve
+from worker.model.loader import LoadedModel, check_weights, resolve
 from worker.prompt.templates import Renderer
 
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, model_folder: Callable[[str], Path]) -> Path:
     return copied
 
 
-def loaded(path: Path, **settings: Any) -> Loaded:
+def loaded(path: Path, **settings: Any) -> LoadedModel:
     return load_checked(spec(path, **settings), lambda *_: None)
 
 
@@ -242,7 +242,7 @@ def test_an_unknown_dtype_is_a_mistake_of_the_configuration(folder: Path) -> Non
     assert "float8" in refused(folder, Code.BAD_CONFIG, dtype="float8")
     with pytest.raises(LoadFailed) as caught:
         loaded(folder, dtype="float8")
-    assert caught.value.exit_status is Exit.BAD_CONFIG
+    assert caught.value.exit_status is ExitStatus.BAD_CONFIG
 
 
 def test_a_quantized_model_is_loaded_as_it_is_and_generates(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_a_name_that_is_no_repository_is_missing(name: str) -> None:
     with pytest.raises(LoadFailed) as caught:
         resolve(name)
     assert caught.value.failure.code is Code.MODEL_MISSING
-    assert caught.value.exit_status is Exit.MODEL_UNUSABLE
+    assert caught.value.exit_status is ExitStatus.MODEL_UNUSABLE
 
 
 def test_a_snapshot_with_links_to_blobs_that_are_gone_is_missing_weights(

@@ -22,7 +22,7 @@ from worker.cache.disk import CacheDisk
 from worker.cache.prefix import PrefixCache
 from worker.engine.generator import Generator
 from worker.errors import StepFailed
-from worker.model.memory import Limits, Share, divide
+from worker.model.memory import MemoryShare, ShareLimits, divide
 from worker.sampling.logprobs import LogprobReader
 
 MIB = 1 << 20
@@ -71,16 +71,16 @@ def test_mlx_may_allocate_all_that_is_counted_and_what_passes(
 
 
 def test_without_a_share_the_machine_is_the_limit() -> None:
-    limits = Share(WorkerSpec("m", "p", 1, "d", "u", kv_bytes=7, cache_bytes=8), 0).limits()
+    limits = MemoryShare(WorkerSpec("m", "p", 1, "d", "u", kv_bytes=7, cache_bytes=8), 0).limits()
     assert (limits.kv, limits.prefixes, limits.total) == (7, 8, 0)
 
 
-def reserved(size_bytes: int, **settings: int) -> Share:
+def reserved(size_bytes: int, **settings: int) -> MemoryShare:
     """The share of a rank with a reservation on its host, and 2 GiB of weights."""
     rank = RankSpec(1, "plan", "watch", "server", "public", "secret", is_reserved=True)
     group = GroupSpec(("local", "studio2"), "pipeline", "ring")
     spec = WorkerSpec("m", "p", 1, "d", "u", memory_bytes=size_bytes, group=group, rank=rank)
-    return Share(structs.replace(spec, **settings), 2 * GIB)
+    return MemoryShare(structs.replace(spec, **settings), 2 * GIB)
 
 
 def test_a_reservation_is_the_most_whatever_share_rank_0_has() -> None:
@@ -105,7 +105,7 @@ def test_what_a_gateway_configures_takes_no_more_than_the_reservation_on_another
 def test_enforcing_sets_what_somebody_else_has_set_otherwise() -> None:
     default = mx.set_memory_limit(1 << 40)
     try:
-        share = Share(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=4 * GIB), GIB)
+        share = MemoryShare(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=4 * GIB), GIB)
         limits = share.limits()
         share.enforce(limits)
         assert mx.set_cache_limit(0) == limits.buffers
@@ -155,12 +155,12 @@ class Metal:
         self.wired = limit
 
 
-def wired(limits: Limits) -> int:
+def wired(limits: ShareLimits) -> int:
     return GIB + limits.kv + limits.prefixes + limits.buffers
 
 
-def share_of(metal: Metal) -> Share:
-    share = Share(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=8 * GIB), GIB, metal)
+def share_of(metal: Metal) -> MemoryShare:
+    share = MemoryShare(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=8 * GIB), GIB, metal)
     limits = share.limits()
     share.enforce(limits)
     assert metal.wired == share.wired_limit == wired(limits)
@@ -197,7 +197,7 @@ def test_the_wired_limit_never_falls_below_what_is_held() -> None:
 
 
 def test_a_failed_allocation_halves_kv_and_prefixes_three_times_and_time_gives_them_back() -> None:
-    share = Share(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=8 * GIB, kv_bytes=GIB), GIB, Metal(0))
+    share = MemoryShare(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=8 * GIB, kv_bytes=GIB), GIB, Metal(0))
     seen = [share.limits().kv]
     while share.shrink(now=100.0):
         seen.append(share.limits().kv)
@@ -218,11 +218,11 @@ def test_prefixes_are_let_go_of_before_mlx_hears_of_a_smaller_share(
         engine.run([Generate(1, TokensPrompt(tuple(range(20, 320))), Sampling(temperature=0.0), max_tokens=2)])
         cache = engine.engine.cache
 
-        def enforce(_: Share, limits: Limits) -> None:
+        def enforce(_: MemoryShare, limits: ShareLimits) -> None:
             held.append((cache.nbytes, limits.prefixes))
 
         assert cache.nbytes > 0
-        monkeypatch.setattr(Share, "enforce", enforce)
+        monkeypatch.setattr(MemoryShare, "enforce", enforce)
         engine.command(SetMemory(_SHARE_BYTES, 1.0, 0.0))
         engine.run([Generate(2, TokensPrompt((20,)), Sampling(temperature=0.0), max_tokens=1)])
     assert held == [(0, 0)]

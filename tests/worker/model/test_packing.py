@@ -13,19 +13,19 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.support.engine import spec
 from tests.support.models import KINDS
 from worker.cache import batched
-from worker.engine.forward import Part, forward
-from worker.engine.member import Member
+from worker.engine.forward import ForwardPart, forward
+from worker.engine.member import BatchSequence
 from worker.model import packing
 from worker.model.loader import load
 
 
-def part(model: Any, rows: list[list[int]]) -> Part:
+def part(model: Any, rows: list[list[int]]) -> ForwardPart:
     """Rows from their first token on."""
     width = max(len(row) for row in rows)
     caches = batched.merge([make_prompt_cache(model) for _ in rows])
     inputs = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
-    members = [Member(at, [row], 1, [], [], (), StopSequences().matcher()) for at, row in enumerate(rows)]
-    return Part(members, inputs, caches, [len(row) for row in rows])
+    members = [BatchSequence(at, [row], 1, [], [], (), StopSequences().matcher()) for at, row in enumerate(rows)]
+    return ForwardPart(members, inputs, caches, [len(row) for row in rows])
 
 
 @pytest.mark.parametrize("architecture", KINDS)
@@ -44,7 +44,7 @@ def test_a_part_is_given_the_logits_that_it_has_alone(architecture: str, model_f
     forward(model, other)
     batched.rewind(other.caches, other.excess)
     following = [
-        forward(model, Part(each.members, mx.array([[7], [8]]), each.caches, [1, 1])) for each in (rider, other)
+        forward(model, ForwardPart(each.members, mx.array([[7], [8]]), each.caches, [1, 1])) for each in (rider, other)
     ]
     assert mx.allclose(*following, atol=1e-5)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from protocol.wisdom import FORMAT, ChunkTime, StepTime, Wisdom
+from protocol.wisdom import FORMAT, ChunkTime, StepTime, TimingProfile
 from worker.pacing.chunking import (
     ENOUGH,
     FIRST_CHUNK,
@@ -18,9 +18,9 @@ from worker.pacing.chunking import (
     WATCHDOG,
     WATCHDOG_LEAST,
     ChunkPolicy,
-    Pace,
+    PaceLimits,
 )
-from worker.pacing.learned import Learned
+from worker.pacing.learned import LearnedTimes
 
 
 def learned(step_s: float, token_s: float, max_chunk: int = 512) -> ChunkPolicy:
@@ -199,8 +199,8 @@ def recalled(chunk_s: float, step_s: float = 0.02) -> ChunkPolicy:
         ChunkTime(0, rode, tokens, chunk_s * tokens / 512) for rode in (True, False) for tokens in (32, 128, 512)
     )
     steps = (StepTime(0, 4, 1, step_s),)
-    kept = Wisdom(format=FORMAT, key="", model="m", path="", machine="", written=0, chunks=chunks, steps=steps)
-    return ChunkPolicy(512, learned=Learned(kept))
+    kept = TimingProfile(format=FORMAT, key="", model="m", path="", machine="", written=0, chunks=chunks, steps=steps)
+    return ChunkPolicy(512, learned=LearnedTimes(kept))
 
 
 def test_with_times_of_an_earlier_start_the_first_prompt_has_the_right_chunk_at_once() -> None:
@@ -257,17 +257,17 @@ def test_a_desktop_has_short_ticks_and_small_chunks() -> None:
     token_s = 0.0005
     policy = learned(0.02, token_s)
     full = policy.chunk(1, 0).tokens
-    policy.pace = Pace(tick_s=0.06, tokens=256)
+    policy.pace = PaceLimits(tick_s=0.06, tokens=256)
     short = policy.chunk(1, 0).tokens
     assert short < full
     assert short * token_s <= 1.25 * 0.06
-    policy.pace = Pace(tokens=64)
+    policy.pace = PaceLimits(tokens=64)
     assert policy.chunk(1, 0).tokens == policy.chunk(1, 0, longest=SHORT_PROMPT).tokens == 64
-    policy.pace = Pace()
+    policy.pace = PaceLimits()
     assert policy.chunk(1, 0).tokens == full
 
 
 def test_a_fixed_policy_has_the_same_chunks_beside_a_display() -> None:
     policy = ChunkPolicy(512, is_fixed=True)
-    policy.pace = Pace(0.06, 64)
+    policy.pace = PaceLimits(0.06, 64)
     assert policy.chunk(1, 0).tokens == 512

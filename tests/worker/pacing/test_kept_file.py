@@ -9,7 +9,7 @@ import pytest
 
 from protocol import wisdom
 from protocol.messages import Generate, Sampling, TokensPrompt
-from protocol.wisdom import Calibration, LoadFacts, Speed, StepTime
+from protocol.wisdom import Calibration, LoadFacts, MeasuredSpeed, StepTime
 from tests.support.engine import EngineHarness, spec
 from worker.pacing.kept_file import EVERY_S, STEPS_MIN, KeptFile
 from worker.speculation.costs import StepCosts
@@ -97,7 +97,7 @@ def test_it_is_written_when_there_is_something_to_say_and_then_not_soon_again(tm
 
 
 def test_a_calibration_that_was_made_beside_a_worker_stays(tmp_path: Path) -> None:
-    calibration = Calibration(1.0, (Speed(1, 50.0),), (Speed(512, 900.0),), 8, 1 << 30)
+    calibration = Calibration(1.0, (MeasuredSpeed(1, 50.0),), (MeasuredSpeed(512, 900.0),), 8, 1 << 30)
     worker, verb = opened(tmp_path), opened(tmp_path)
     verb.calibrated(calibration)
     step(worker)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from protocol.wisdom import FORMAT, ChunkTime, StepTime, Wisdom
-from worker.pacing.learned import JUDGED, Learned
+from protocol.wisdom import FORMAT, ChunkTime, StepTime, TimingProfile
+from worker.pacing.learned import JUDGED, LearnedTimes
 
 
-def wisdom(chunks: tuple[ChunkTime, ...] = (), steps: tuple[StepTime, ...] = (), doubts: int = 0) -> Wisdom:
-    return Wisdom(
+def wisdom(chunks: tuple[ChunkTime, ...] = (), steps: tuple[StepTime, ...] = (), doubts: int = 0) -> TimingProfile:
+    return TimingProfile(
         format=FORMAT, key="k", model="m", path="p", machine="", written=0, chunks=chunks, steps=steps, doubts=doubts
     )
 
@@ -15,21 +15,21 @@ def wisdom(chunks: tuple[ChunkTime, ...] = (), steps: tuple[StepTime, ...] = (),
 KEPT = wisdom((ChunkTime(0, True, 128, 0.01),), (StepTime(0, 4, 1, 0.02), StepTime(0, 1, 8, 0.03)))
 
 
-def started(kept: Wisdom | None, step_s: float, ticks: int = 2 * JUDGED) -> Learned:
+def started(kept: TimingProfile | None, step_s: float, ticks: int = 2 * JUDGED) -> LearnedTimes:
     """A start that has seen so many steps of four rows."""
-    learned = Learned(kept)
+    learned = LearnedTimes(kept)
     for _ in range(ticks):
         learned.stepped(0, 4, step_s)
     return learned
 
 
-def after(learned: Learned) -> Wisdom:
+def after(learned: LearnedTimes) -> TimingProfile:
     chunks, steps, doubts = learned.merged({})
     return wisdom(tuple(chunks), tuple(steps), doubts)
 
 
 def test_the_best_quarter_of_what_was_seen_is_kept_whatever_the_rest_was() -> None:
-    learned = Learned()
+    learned = LearnedTimes()
     for seconds in (0.01, 0.011, 0.012, 0.013, 0.02, 0.5, 3.0, 9.0):
         learned.chunked(1, 100, seconds, is_riding=False)
     (chunk,) = after(learned).chunks
@@ -66,7 +66,7 @@ def test_a_second_start_as_before_ends_the_doubt_and_a_short_one_says_nothing() 
     assert after(started(doubted, 0.02)).doubts == 0
 
 
-def sorted_steps(kept: Wisdom) -> list[StepTime]:
+def sorted_steps(kept: TimingProfile) -> list[StepTime]:
     return sorted(kept.steps, key=lambda each: (each.band, each.rows, each.width))
 
 
@@ -74,9 +74,9 @@ def test_what_drafts_have_measured_is_kept_with_the_plain_steps() -> None:
     learned = started(None, 0.02)
     _, steps, _ = learned.merged({(4, 1): 9.0, (4, 8): 0.04})
     assert steps == [StepTime(0, 4, 1, 0.02), StepTime(0, 4, 8, 0.04)]
-    assert Learned(wisdom(steps=tuple(steps))).steps() == {(4, 1): 0.02, (4, 8): 0.04}
+    assert LearnedTimes(wisdom(steps=tuple(steps))).steps() == {(4, 1): 0.02, (4, 8): 0.04}
 
 
 def test_times_of_no_length_or_of_hours_are_not_kept() -> None:
-    _, steps, _ = Learned().merged({(1, 1): 0.0, (2, 1): 1e4, (4, 1): 0.02})
+    _, steps, _ = LearnedTimes().merged({(1, 1): 0.0, (2, 1): 1e4, (4, 1): 0.02})
     assert [each.rows for each in steps] == [4]

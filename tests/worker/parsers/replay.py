@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from protocol import codec
-from protocol.messages import Delta, Kind, Step
+from protocol.messages import Delta, DeltaKind, Step
 from tests.support.scale import scaled
 from worker.parsers import NO_CONTROLS, Controls, Event, make_parser
 
 CASES = Path(__file__).parent / "cases"
-TOOL = (Kind.TOOL_BEGIN, Kind.TOOL_END)
+TOOL = (DeltaKind.TOOL_BEGIN, DeltaKind.TOOL_END)
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ def replay(
     events += parser.finish(case.is_cut)
     assert parser.finish() == []
     codec.encode(Step(1, 1, [Delta(1, event.kind, event.text, tool=event.tool) for event in events]))
-    assert parser.saw_tool_call == any(event.kind is Kind.TOOL_BEGIN for event in events)
+    assert parser.saw_tool_call == any(event.kind is DeltaKind.TOOL_BEGIN for event in events)
     assert parser.is_broken != all(is_json(call.arguments) for call in calls_of(events))
     return list(merged(events)), parser.malformed
 
@@ -86,7 +86,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-def text_of(events: list[Event], kind: Kind) -> str:
+def text_of(events: list[Event], kind: DeltaKind) -> str:
     return "".join(event.text for event in events if event.kind is kind)
 
 
@@ -96,7 +96,7 @@ def calls_of(events: list[Event]) -> list[Call]:
         if event.tool is None:
             continue
         index = event.tool.index
-        if event.kind is Kind.TOOL_BEGIN:
+        if event.kind is DeltaKind.TOOL_BEGIN:
             calls[index] = Call(event.tool.name, "", event.tool.call_id)
         else:
             call = calls[index]
@@ -109,15 +109,15 @@ def check_shape(events: list[Event], malformed: int) -> None:
     """Assert the invariants of any output."""
     open_index = None
     for event in events:
-        if event.kind is Kind.TOOL_BEGIN:
+        if event.kind is DeltaKind.TOOL_BEGIN:
             assert open_index is None
             assert event.tool is not None
             assert event.tool.name
             open_index = event.tool.index
-        elif event.kind in (Kind.TOOL_ARGS, Kind.TOOL_END):
+        elif event.kind in (DeltaKind.TOOL_ARGS, DeltaKind.TOOL_END):
             assert event.tool is not None
             assert event.tool.index == open_index
-            open_index = None if event.kind is Kind.TOOL_END else open_index
+            open_index = None if event.kind is DeltaKind.TOOL_END else open_index
         else:
             assert open_index is None
             assert event.text

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from protocol.messages import Kind
+from protocol.messages import DeltaKind
 from tests.support.scale import scaled
 from tests.worker.parsers.replay import Case, calls_of, check_shape, load_cases, random_cuts, replay, text_of
 from worker.parsers import FAMILIES
@@ -17,8 +17,8 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.fami
 def test_output_means_what_is_written_down(case: Case) -> None:
     events, malformed = replay(case)
     check_shape(events, malformed)
-    assert text_of(events, Kind.TEXT) == case.content
-    assert text_of(events, Kind.REASONING) == case.reasoning
+    assert text_of(events, DeltaKind.TEXT) == case.content
+    assert text_of(events, DeltaKind.REASONING) == case.reasoning
     calls = calls_of(events)
     assert [(call.name, call.arguments) for call in calls] == [(call.name, call.arguments) for call in case.calls]
     assert all(want.id in ("", got.id) for got, want in zip(calls, case.calls, strict=True))

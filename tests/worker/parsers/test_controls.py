@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from protocol.messages import Kind
+from protocol.messages import DeltaKind
 from tests.worker.parsers.replay import Case, check_shape, load_cases, random_cuts, replay, some_cuts, text_of
 from worker.parsers import Controls, make_parser
 from worker.parsers.controls import is_markup
@@ -62,8 +62,8 @@ def test_characters_that_look_like_markup_are_text(family: str, raw: str) -> Non
         parser = make_parser(family, start_in_reasoning=False, controls=controls)
         events = [event for at in range(0, len(raw), size) for event in parser.feed(raw[at : at + size])]
         events += parser.finish()
-        assert {event.kind for event in events} == {Kind.TEXT}
-        assert text_of(events, Kind.TEXT) == raw
+        assert {event.kind for event in events} == {DeltaKind.TEXT}
+        assert text_of(events, DeltaKind.TEXT) == raw
         assert (parser.saw_tool_call, parser.malformed) == (False, 0)
 
 
@@ -74,7 +74,7 @@ def test_a_token_inside_of_an_argument_is_what_ends_it_and_its_characters_are_no
     quoting = places[2]
     case = Case("", "gemma4", raw, "", "", [])
     events, _ = replay(case, [], Controls(dict.fromkeys(tokens, True)), [at for at in places if at != quoting])
-    assert text_of(events, Kind.TOOL_ARGS) == '{"s": "the mark <|\\"|> quotes"}'
+    assert text_of(events, DeltaKind.TOOL_ARGS) == '{"s": "the mark <|\\"|> quotes"}'
 
 
 def test_a_special_token_opens_reasoning_anywhere() -> None:
@@ -83,7 +83,7 @@ def test_a_special_token_opens_reasoning_anywhere() -> None:
     written = [hit.start() for hit in TOKEN.finditer(raw)]
     for is_special, said in ((True, "So: Yes."), (False, raw)):
         events, _ = replay(case, [], Controls({"<think>": is_special, "</think>": is_special}), written)
-        assert text_of(events, Kind.TEXT) == said
+        assert text_of(events, DeltaKind.TEXT) == said
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Kind
+from protocol.messages import DeltaKind
 from tests.worker.parsers.replay import Case, calls_of, check_shape, random_cuts, replay, text_of
 from worker.parsers import FAMILIES, detect_family, reasoning_end, start_in_reasoning
 from worker.parsers.template import BrokenTemplate, render
@@ -37,7 +37,7 @@ def case_of(record: dict[str, Any]) -> Case:
 def is_expected(record: dict[str, Any]) -> bool:
     events, _ = replay(case_of(record))
     want, meta = record["expected"], record["meta"]
-    for key, kind in (("content", Kind.TEXT), ("reasoning", Kind.REASONING)):
+    for key, kind in (("content", DeltaKind.TEXT), ("reasoning", DeltaKind.REASONING)):
         asserted = want[key] is not None and meta.get(f"{key}_asserted", True)
         if asserted and text_of(events, kind).strip() != want[key].strip():
             return False
@@ -121,7 +121,7 @@ def test_what_templates_write_is_read_back(content: str, reasoning: str) -> None
         assert [(call.name, json.loads(call.arguments)) for call in calls_of(events)] == [("get_weather", ARGUMENTS)], (
             path.name
         )
-        said, thought = text_of(events, Kind.TEXT).strip(), text_of(events, Kind.REASONING).strip()
+        said, thought = text_of(events, DeltaKind.TEXT).strip(), text_of(events, DeltaKind.REASONING).strip()
         # Some templates leave one of them out, and one renders content before a call as reasoning.
         assert said + thought in {reasoning + content, reasoning, content, content + reasoning, ""}, path.name
         assert all(text in said + thought for text in (reasoning, content) if text in raw), path.name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.messages import Kind, Tool
+from protocol.messages import DeltaKind, ToolCallDelta
 from worker.parsers import FAMILIES, Event, UnknownFamily, call_ids, make_parser, reasoning_end
 
 
@@ -10,10 +10,10 @@ def test_arguments_leave_as_they_are_generated() -> None:
     parser = make_parser("hermes", new_id=lambda: "call_1")
     events = parser.feed('<tool_call>{"name": "f", "arguments": {"code": "one ')
     assert events == [
-        Event(Kind.TOOL_BEGIN, tool=Tool(0, "call_1", "f")),
-        Event(Kind.TOOL_ARGS, '{"code": "one ', Tool(0, "call_1")),
+        Event(DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "call_1", "f")),
+        Event(DeltaKind.TOOL_ARGS, '{"code": "one ', ToolCallDelta(0, "call_1")),
     ]
-    assert parser.feed("two") == [Event(Kind.TOOL_ARGS, "two", Tool(0, "call_1"))]
+    assert parser.feed("two") == [Event(DeltaKind.TOOL_ARGS, "two", ToolCallDelta(0, "call_1"))]
 
 
 def test_a_string_parameter_streams_before_its_end_tag() -> None:
@@ -25,19 +25,19 @@ def test_a_string_parameter_streams_before_its_end_tag() -> None:
 
 def test_plain_text_is_never_held_back() -> None:
     parser = make_parser("qwen3_coder", start_in_reasoning=False)
-    assert parser.feed("The answer") == [Event(Kind.TEXT, "The answer")]
+    assert parser.feed("The answer") == [Event(DeltaKind.TEXT, "The answer")]
 
 
 def test_a_possible_marker_is_held_until_it_is_none() -> None:
     parser = make_parser("hermes")
-    assert parser.feed("a <tool") == [Event(Kind.TEXT, "a")]
-    assert parser.feed("box>") == [Event(Kind.TEXT, " <toolbox>")]
+    assert parser.feed("a <tool") == [Event(DeltaKind.TEXT, "a")]
+    assert parser.feed("box>") == [Event(DeltaKind.TEXT, " <toolbox>")]
 
 
 def test_generated_ids_differ_and_calls_are_numbered() -> None:
     parser = make_parser("hermes")
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
-    begins = [event.tool for event in parser.feed(text) if event.kind is Kind.TOOL_BEGIN]
+    begins = [event.tool for event in parser.feed(text) if event.kind is DeltaKind.TOOL_BEGIN]
     assert [tool.index for tool in begins if tool] == [0, 1]
     assert len({tool.call_id for tool in begins if tool}) == 2
     assert parser.saw_tool_call
@@ -45,7 +45,7 @@ def test_generated_ids_differ_and_calls_are_numbered() -> None:
 
 def ids_of(family: str, raw: str) -> list[str]:
     parser = make_parser(family, new_id=call_ids("answer"))
-    return [event.tool.call_id for event in parser.feed(raw) if event.kind is Kind.TOOL_BEGIN and event.tool]
+    return [event.tool.call_id for event in parser.feed(raw) if event.kind is DeltaKind.TOOL_BEGIN and event.tool]
 
 
 NEW = [make() for make in [call_ids("answer")] for _ in range(2)]
@@ -80,7 +80,7 @@ def test_half_a_surrogate_in_the_name_of_a_tool_becomes_a_question_mark() -> Non
 def test_without_tools_their_markup_is_text() -> None:
     raw = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     parser = make_parser("hermes", parse_tools=False)
-    assert parser.feed(raw) + parser.finish() == [Event(Kind.TEXT, raw)]
+    assert parser.feed(raw) + parser.finish() == [Event(DeltaKind.TEXT, raw)]
     assert not parser.saw_tool_call
 
 
@@ -99,7 +99,10 @@ def test_what_closes_reasoning_does_so_in_every_family(family: str) -> None:
     assert parser.in_reasoning == bool(reasoning_end(family))
     if parser.in_reasoning:
         events = parser.feed("plan" + reasoning_end(family) + "Yes.") + parser.finish()
-        assert [(event.kind, event.text) for event in events] == [(Kind.REASONING, "plan"), (Kind.TEXT, "Yes.")]
+        assert [(event.kind, event.text) for event in events] == [
+            (DeltaKind.REASONING, "plan"),
+            (DeltaKind.TEXT, "Yes."),
+        ]
 
 
 def test_text_after_the_end_is_ignored() -> None:

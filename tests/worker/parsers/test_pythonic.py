@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Kind
+from protocol.messages import DeltaKind
 from tests.worker.parsers.replay import Case, calls_of, random_cuts, replay, text_of
 from worker.parsers import make_parser
 
@@ -52,7 +52,7 @@ def test_calls_that_python_can_read_are_read_as_python_reads_them(family: str) -
         events, malformed = replay(case)
         assert [json.loads(call.arguments) for call in calls_of(events)] == json.loads(json.dumps(calls)), case.raw
         assert malformed == 0
-        assert text_of(events, Kind.TEXT).strip() == after.strip()
+        assert text_of(events, DeltaKind.TEXT).strip() == after.strip()
         assert replay(case, range(1, len(case.raw))) == (events, malformed)
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.models import tiny_tokenizer
 from worker.model.loader import DEMO_DIR
-from worker.prompt.encode import Encoder
+from worker.prompt.encode import PromptEncoder
 
 CORPUS = ["the cat sat on the mat and a bat, 12 cats ran; it's naïve 日本 text"] * 4
 # cl100k's, as most models of today have it in their own variation.
@@ -106,7 +106,7 @@ texts = st.lists(pieces, max_size=30).map("".join)
 @settings(max_examples=80, deadline=None)
 @given(text=texts, size=st.integers(1, 12), add_special_tokens=st.booleans())
 def test_the_slices_of_a_text_are_its_tokens(name: str, text: str, size: int, add_special_tokens: bool) -> None:
-    encoder = Encoder(TOKENIZERS[name], slice_chars=size)
+    encoder = PromptEncoder(TOKENIZERS[name], slice_chars=size)
     parts = encoder.slices(text, add_special_tokens=add_special_tokens)
     whole = encoder.encode(text, add_special_tokens=add_special_tokens)
     assert [token for part in parts for token in part] == whole
@@ -114,7 +114,7 @@ def test_the_slices_of_a_text_are_its_tokens(name: str, text: str, size: int, ad
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_every_usual_tokenizer_can_be_cut(name: str) -> None:
-    encoder = Encoder(TOKENIZERS[name], slice_chars=20)
+    encoder = PromptEncoder(TOKENIZERS[name], slice_chars=20)
     assert encoder.is_sliceable
     text = "the cat sat on the mat " * 50
     assert max(map(len, encoder.slices(text, add_special_tokens=True))) < 40
@@ -126,7 +126,7 @@ def test_a_tokenizer_whose_pieces_reach_over_words_is_never_cut() -> None:
         models.BPE({word: at for at, word in enumerate(words)}, [], unk_token="<unk>"),
     )
     backend.normalizer = normalizers.Replace(" ", "▁")
-    assert not Encoder(wrapped(backend)).is_sliceable
+    assert not PromptEncoder(wrapped(backend)).is_sliceable
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_tokenizer_whose_pieces_reach_over_words_is_never_cut() -> None:
 def test_a_tokenizer_with_a_token_that_reaches_over_a_gap_is_never_cut(token: AddedToken) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.add_tokens([token])
-    encoder = Encoder(tokenizer, slice_chars=4)
+    encoder = PromptEncoder(tokenizer, slice_chars=4)
     assert not encoder.is_sliceable
     text = "in new york a word is a word "
     assert list(encoder.slices(text, add_special_tokens=False)) == [encoder.encode(text, add_special_tokens=False)]
@@ -146,4 +146,4 @@ def test_a_tokenizer_in_code_is_used_as_it_is() -> None:
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             return [ord(char) for char in text] + [0] * add_special_tokens
 
-    assert list(Encoder(InCode(), 1).slices("a b", add_special_tokens=True)) == [[97, 32, 98, 0]]
+    assert list(PromptEncoder(InCode(), 1).slices("a b", add_special_tokens=True)) == [[97, 32, 98, 0]]

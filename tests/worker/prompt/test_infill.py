@@ -6,7 +6,7 @@ import pytest
 
 from protocol.messages import Infill
 from worker.errors import RequestInvalid
-from worker.prompt.encode import Encoder
+from worker.prompt.encode import PromptEncoder
 from worker.prompt.infill import InfillPrompts
 
 VOCAB = 2000
@@ -27,7 +27,7 @@ class Letters:
 
 
 def shown(tokenizer: Letters, prefix: str, infill: Infill) -> str:
-    ids = InfillPrompts(tokenizer, Encoder(tokenizer), VOCAB).encode(prefix, infill)
+    ids = InfillPrompts(tokenizer, PromptEncoder(tokenizer), VOCAB).encode(prefix, infill)
     return "".join("<s>" if token == 1 else tokenizer.names.get(token) or chr(token) for token in ids)
 
 
@@ -52,7 +52,7 @@ def test_each_family_has_its_tokens_and_their_order(tokens: tuple[str, ...], exp
     tokenizer = Letters(*tokens)
 
     assert shown(tokenizer, "ab", Infill("yz", "m")) == expected
-    assert set(InfillPrompts(tokenizer, Encoder(tokenizer), VOCAB).stop_ids) == set(tokenizer.names)
+    assert set(InfillPrompts(tokenizer, PromptEncoder(tokenizer), VOCAB).stop_ids) == set(tokenizer.names)
 
 
 def test_other_files_come_first_each_behind_its_name() -> None:
@@ -72,7 +72,7 @@ def test_a_model_without_such_tokens_says_so() -> None:
     with pytest.raises(RequestInvalid, match="no tokens to fill in the middle") as refused:
         shown(tokenizer, "a", Infill("b"))
     assert refused.value.failure.param == "suffix"
-    assert InfillPrompts(tokenizer, Encoder(tokenizer), VOCAB).stop_ids == ()
+    assert InfillPrompts(tokenizer, PromptEncoder(tokenizer), VOCAB).stop_ids == ()
 
 
 def test_tokens_that_the_tokenizer_knows_and_the_model_does_not_end_nothing_and_make_no_form() -> None:
@@ -80,9 +80,9 @@ def test_tokens_that_the_tokenizer_knows_and_the_model_does_not_end_nothing_and_
     tokenizer = Letters(*form, "<|file_sep|>", "<|fim_pad|>")
     files = Infill("z", files=(("a.py", "x"),))
 
-    without = InfillPrompts(tokenizer, Encoder(tokenizer), 1000 + len(form))
+    without = InfillPrompts(tokenizer, PromptEncoder(tokenizer), 1000 + len(form))
     assert without.stop_ids == (1000, 1001, 1002)
     assert max(without.encode("a", files)) == 1002
 
     with pytest.raises(RequestInvalid, match="no tokens to fill in the middle"):
-        InfillPrompts(tokenizer, Encoder(tokenizer), 1002).encode("a", files)
+        InfillPrompts(tokenizer, PromptEncoder(tokenizer), 1002).encode("a", files)

@@ -16,9 +16,9 @@ from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.model.loader import load
 from worker.prompt.intake import Intake
-from worker.vision.images import Limits
+from worker.vision.images import MediaLimits
 
-LIMITS = Limits(bytes=1 << 20, count=2, pixels=1_000_000)
+LIMITS = MediaLimits(bytes=1 << 20, count=2, pixels=1_000_000)
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,16 @@ from protocol.messages import ChatPrompt, Media
 from tests.support.pictures import encoded, halves
 from worker.errors import RequestInvalid
 from worker.model.loader import DEMO_DIR
-from worker.prompt.encode import Encoder
-from worker.prompt.media_prompt import Encoded, MediaPrompts
+from worker.prompt.encode import PromptEncoder
+from worker.prompt.media_prompt import EncodedPrompt, MediaPrompts
 from worker.prompt.templates import Renderer
-from worker.vision.images import Limits
+from worker.vision.images import MediaLimits
 from worker.vision.processor import open_processor
 
 FOLDER = DEMO_DIR.with_name("demo_vision")
 IMAGE, VIDEO = 2562, 2563
 PLACEHOLDERS = {"image": IMAGE, "video": VIDEO}
-LIMITS = Limits(bytes=1 << 20, count=4, pixels=64_000_000)
+LIMITS = MediaLimits(bytes=1 << 20, count=4, pixels=64_000_000)
 START, END = "<|vision_start|>", "<|vision_end|>"
 
 
@@ -36,7 +36,7 @@ class Model:
         tokenizer = load_tokenizer(FOLDER)
         if template:
             tokenizer.chat_template = template
-        self.encoder = Encoder(tokenizer)
+        self.encoder = PromptEncoder(tokenizer)
         config = json.loads((FOLDER / "config.json").read_text())
         placeholders = {kind: PLACEHOLDERS[kind] for kind in kinds}
         self.processor = open_processor(FOLDER, config, lambda text: self.text_ids(text), placeholders, LIMITS)
@@ -46,7 +46,7 @@ class Model:
     def text_ids(self, text: str) -> list[int]:
         return self.encoder.encode(text, add_special_tokens=False)
 
-    def encode(self, *messages: dict[str, Any], media: Sequence[Media]) -> Encoded:
+    def encode(self, *messages: dict[str, Any], media: Sequence[Media]) -> EncodedPrompt:
         prompt = ChatPrompt(list(messages), media=tuple(media))
         return self.prompts.encode(prompt, lambda text, _: self.text_ids(text))
 

@@ -13,9 +13,9 @@ from worker.errors import RequestInvalid
 from worker.prompt.contents import joined, parts, words, wrapped
 from worker.prompt.rewrites import SHOWN_NEXT
 from worker.prompt.templates import Renderer, adopt_template
-from worker.vision.markers import Markers
+from worker.vision.markers import MediaMarkers
 
-MARKERS = Markers({"image": "<img>", "video": "<vid>"}, ("<pad>",))
+MARKERS = MediaMarkers({"image": "<img>", "video": "<vid>"}, ("<pad>",))
 MACRO = """
 {%- macro text(content) %}{% if content is string %}{{ content }}{% else %}{% for p in content or [] -%}
 {{ '<img>' if p.type == 'image' else '<vid>' if p.type == 'video' else p.text }}{% endfor %}{% endif %}{% endmacro %}"""

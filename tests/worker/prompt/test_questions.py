@@ -25,7 +25,7 @@ from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 from worker.model.loader import load
 from worker.prompt.intake import Intake
-from worker.prompt.questions import WAITING_MAX, Questions
+from worker.prompt.questions import WAITING_MAX, TokenizeCalls
 
 CONTEXT = 64
 CHARS_MAX = 4 * 8 * CONTEXT
@@ -38,12 +38,12 @@ def intake(model_folder: Callable[[str], Path]) -> Intake:
 
 
 class Desk:
-    """`Questions` and what they answer."""
+    """`TokenizeCalls` and what they answer."""
 
     def __init__(self, intake: Intake) -> None:
         self.sent: SimpleQueue[Up] = SimpleQueue()
         self.gauges = Gauges()
-        self.questions = Questions(intake, self.sent.put, self._refusing, self.gauges)
+        self.questions = TokenizeCalls(intake, self.sent.put, self._refusing, self.gauges)
 
     @contextmanager
     def _refusing(self, rid: int) -> Generator[None]:

@@ -18,7 +18,7 @@ from gateway.config.settings import ModelConfig
 from protocol.messages import ChatPrompt, Media
 from tests.worker.prompt.test_templates import Tokenizer
 from worker.prompt.templates import Renderer
-from worker.vision.markers import Markers
+from worker.vision.markers import MediaMarkers
 
 DATA = os.environ.get("MLXD_PARSER_DATA", "")
 pytestmark = pytest.mark.skipif(not DATA, reason="MLXD_PARSER_DATA is not set")
@@ -119,7 +119,7 @@ def image_renderer(path: Path) -> Renderer | None:
     template = path.read_text(encoding="utf-8")
     tokenizer = Tokenizer(template)
     tokenizer.special_tokens_map = {"bos_token": "<s>", "eos_token": "</s>"}
-    renderers = (Renderer(tokenizer, Markers({"image": marker})) for marker in IMAGES if marker in template)
+    renderers = (Renderer(tokenizer, MediaMarkers({"image": marker})) for marker in IMAGES if marker in template)
     return next((renderer for renderer in renderers if renderer.shown), None)
 
 

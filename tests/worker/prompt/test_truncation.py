@@ -19,7 +19,7 @@ from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.prompt.infill import InfillPrompts
 from worker.prompt.intake import Intake
-from worker.prompt.media_prompt import Encoded
+from worker.prompt.media_prompt import EncodedPrompt
 from worker.prompt.truncation import _least, excess, fit_tokens, turn_starts  # pyright: ignore[reportPrivateUsage]
 
 CONTEXT = 400
@@ -131,7 +131,7 @@ def test_the_last_tokens_of_a_chat_are_kept_where_its_request_cuts_tokens(
 
 def test_a_prompt_with_an_image_is_refused_where_tokens_of_it_would_go() -> None:
     asked = media_prompt("qwen3_vl", 1, [9, image("qwen3_vl", np.random.default_rng(3), 4, 4), 7])
-    whole = Encoded(asked.ids, "", asked.media, asked.positions)
+    whole = EncodedPrompt(asked.ids, "", asked.media, asked.positions)
     request = Generate(1, chat(1), Sampling(), truncate=len(asked.ids), cuts_tokens=True)
     assert fit_tokens(request, whole, 0, CONTEXT) is whole
     with pytest.raises(RequestInvalid, match="one with media cannot be cut") as refused:

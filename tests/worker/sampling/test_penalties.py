@@ -9,14 +9,14 @@ import mlx.core as mx
 import pytest
 
 from protocol.messages import Sampling
-from worker.sampling.penalties import DRY_LONGEST, DRY_WINDOW, Words, processors
+from worker.sampling.penalties import DRY_LONGEST, DRY_WINDOW, BadWords, processors
 
 VOCAB = 16
 
 
-def applied(params: Sampling, context: Sequence[int], words: Words | None = None, prompt: int = 0) -> list[float]:
+def applied(params: Sampling, context: Sequence[int], words: BadWords | None = None, prompt: int = 0) -> list[float]:
     logits = mx.zeros((1, VOCAB)) + 1.0
-    for processor in processors(params, prompt, words or Words(), eos_ids=(0,)):
+    for processor in processors(params, prompt, words or BadWords(), eos_ids=(0,)):
         logits = processor(mx.array(list(context)), logits)
     values: Any = logits[0].tolist()
     return values
@@ -52,7 +52,7 @@ def test_dry_penalizes_what_would_go_on_with_a_repetition_by_its_length(seed: in
         if length >= 2:
             expected[token] -= 0.8 * 1.5 ** (length - 2)
 
-    assert applied(params, context, Words(breakers=breakers)) == pytest.approx(expected, rel=1e-4)
+    assert applied(params, context, BadWords(breakers=breakers)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_repetition_of_any_length_is_a_number() -> None:
@@ -76,7 +76,7 @@ def test_only_allowed_ids_are_left() -> None:
 
 
 def test_a_sequence_is_forbidden_at_its_last_token_once_it_has_begun() -> None:
-    words = Words(bad=((7,), (1, 2, 3)))
+    words = BadWords(bad=((7,), (1, 2, 3)))
 
     assert [at for at, value in enumerate(applied(Sampling(), [1, 2], words)) if value == -math.inf] == [3, 7]
     for context in ([2], [2, 1], [1, 2, 4]):
@@ -95,7 +95,7 @@ def test_dry_looks_at_no_more_of_a_context_than_its_bound() -> None:
     far = [1, 2, 3, 4] + [5] * (DRY_WINDOW - 3) + [1, 2, 3]
     near = [5] * 8 + [1, 2, 3, 4] + [6] * (DRY_WINDOW - 8) + [1, 2, 3]
     params = Sampling(dry_multiplier=2.0, dry_allowed_length=2)
-    breakers = Words(breakers=(5, 6))
+    breakers = BadWords(breakers=(5, 6))
     assert applied(params, far, breakers)[4] == 1.0, "what it would go on with is too long ago"
     assert applied(params, near, breakers)[4] < 1.0
     assert applied(Sampling(dry_multiplier=2.0, dry_allowed_length=2, dry_window=1 << 20), far, breakers)[4] == 1.0

@@ -14,16 +14,16 @@ from mlx_lm.utils import load_model
 
 from tests.support.models import VOCAB
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded
+from worker.model.loader import LoadedModel
 from worker.sparse.chooser import Chooser
-from worker.sparse.importance import CHUNK, LOOKAHEAD, MIN_CHUNK, POOL, REACH, Reader, chunk_at
+from worker.sparse.importance import CHUNK, LOOKAHEAD, MIN_CHUNK, POOL, REACH, ImportanceReader, chunk_at
 from worker.sparse.kept import BLOCK
 
 PROMPT = np.random.default_rng(3).integers(20, 420, CHUNK + 90).astype(np.int32)
 
 
-def loaded(model: Any) -> Loaded:
-    return Loaded(model, None, Path("draft"), "qwen3", VOCAB, 4096, (), 0)
+def loaded(model: Any) -> LoadedModel:
+    return LoadedModel(model, None, Path("draft"), "qwen3", VOCAB, 4096, (), 0)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def model(model_folder: Callable[[str], Path]) -> Any:
 
 
 def read(model: Any) -> np.ndarray:
-    reading = Reader(loaded(model)).read(PROMPT)
+    reading = ImportanceReader(loaded(model)).read(PROMPT)
     while not reading.is_complete:
         reading.step()
     return reading.importance
@@ -61,7 +61,7 @@ def test_it_is_the_largest_attention_of_all_heads_averaged_over_neighbours_and_q
 
 def test_a_choice_is_the_same_whatever_the_time_and_is_remembered_for_the_same_salt(model: Any) -> None:
     prompt = np.random.default_rng(4).integers(20, 420, 9 * BLOCK).astype(np.int32)
-    choices = [Chooser(Reader(loaded(model)), generation_stream) for _ in range(2)]
+    choices = [Chooser(ImportanceReader(loaded(model)), generation_stream) for _ in range(2)]
     passes = 0
     for chooser, limit_s in zip(choices, (0.0, 1e9), strict=True):
         assert chooser.kept(1, prompt, 0.8, "a") is None
@@ -96,4 +96,4 @@ def test_a_model_whose_queries_cannot_be_seen_is_refused(model: Any) -> None:
     for layer in model.layers:
         layer.self_attn.turn = layer.self_attn.pop("rope")
     with pytest.raises(LoadFailed, match="cannot choose tokens for a sparse prefill: "):
-        Reader(loaded(model))
+        ImportanceReader(loaded(model))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from worker.sparse.kept import BLOCK, HEAD_BLOCKS, TAIL_BLOCKS, Kept, choose, count_kept
+from worker.sparse.kept import BLOCK, HEAD_BLOCKS, TAIL_BLOCKS, SelectedTokens, choose, count_kept
 
 ALWAYS = HEAD_BLOCKS + TAIL_BLOCKS
 
@@ -39,13 +39,13 @@ def test_how_many_tokens_stay_is_known_before_they_are_chosen(tokens: int, part:
 
 
 def test_a_slots_position_is_that_of_its_token_and_goes_on_behind_the_prompt() -> None:
-    kept = Kept([(0, 3), (10, 12), (20, 25)])
+    kept = SelectedTokens([(0, 3), (10, 12), (20, 25)])
     places = [slot + kept.ahead(slot) for slot in range(13)]
     assert places == [0, 1, 2, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27]
 
 
 def test_runs_come_apart_with_what_was_generated_and_without_what_is_reused() -> None:
-    kept, tokens = Kept([(0, 3), (10, 12), (20, 25)]), np.arange(28, dtype=np.int32)
+    kept, tokens = SelectedTokens([(0, 3), (10, 12), (20, 25)]), np.arange(28, dtype=np.int32)
     assert kept.segments(tokens, 0) == [[0, 1, 2], [10, 11], [20, 21, 22, 23, 24, 25, 26, 27]]
     assert kept.segments(tokens, 2)[0] == [2]
     assert kept.segments(tokens, 3)[0] == [10, 11]

@@ -20,7 +20,7 @@ from tests.support.models import VOCAB, build, shallow
 from tests.worker.engine.test_exact import tokens
 from worker.cache import ragged
 from worker.sparse.importance import LOOKAHEAD
-from worker.sparse.kept import BLOCK, Kept, count_kept
+from worker.sparse.kept import BLOCK, SelectedTokens, count_kept
 from worker.speculation.noisy import NoisyDrafts
 
 # Two of its ten blocks are left out; what is kept and 256 tokens more fill the room of KV but for eight.
@@ -80,7 +80,7 @@ def assert_same(results: Sequence[Result], expected: Sequence[Result]) -> None:
 class Masked(KVCache):
     """KV of the whole text, in which what follows does not see the tokens that were left out."""
 
-    def __init__(self, kept: Kept, length: int) -> None:
+    def __init__(self, kept: SelectedTokens, length: int) -> None:
         super().__init__()
         stays = np.zeros(length, dtype=bool)
         for begin, end in kept.runs:

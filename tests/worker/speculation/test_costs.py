@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from worker.speculation.costs import WIDTHS, Quicker, StepCosts
+from worker.speculation.costs import WIDTHS, FasterOfTwo, StepCosts
 
 SURE = [1.0] * 15
 
@@ -84,7 +84,7 @@ def test_rows_of_one_kind_say_nothing_of_others() -> None:
 
 
 def test_of_two_ways_the_quicker_is_taken_whatever_its_first_steps_compiled() -> None:
-    ways = Quicker()
+    ways = FasterOfTwo()
 
     def taken(steps: int, seconds: dict[bool, float]) -> list[bool]:
         chosen: list[bool] = []

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.speculation.lookup import HISTORY_SALTS, HISTORY_TOKENS, History, Lookup, Source
-from worker.speculation.text import REACH, Text
+from worker.speculation.lookup import HISTORY_SALTS, HISTORY_TOKENS, DraftSource, Lookup, OutputHistory
+from worker.speculation.text import REACH, IndexedTokens
 
-NOTHING = Text(np.empty(0, dtype=np.int32))
+NOTHING = IndexedTokens(np.empty(0, dtype=np.int32))
 
 
 def lookup(tokens: list[int], prediction: tuple[int, ...] = ()) -> Lookup:
     return Lookup(np.array(tokens, dtype=np.int32), prediction)
 
 
-def drafted(row: Lookup, most: int = 16, history: Text = NOTHING) -> list[int]:
+def drafted(row: Lookup, most: int = 16, history: IndexedTokens = NOTHING) -> list[int]:
     guess = row.guess(most, history)
     return guess.tokens if guess is not None else []
 
@@ -65,22 +65,22 @@ def test_a_prediction_is_looked_up_and_never_a_part_of_the_text() -> None:
     row = lookup([7, 8, 20, 21, 22], prediction=(20, 21, 22, 23, 24))
     guess = row.guess(8, NOTHING)
     assert guess is not None
-    assert (guess.tokens, guess.source) == ([23, 24], Source.PREDICTION), "not beyond its end"
+    assert (guess.tokens, guess.source) == ([23, 24], DraftSource.PREDICTION), "not beyond its end"
     assert row.text.tolist() == [7, 8, 20, 21, 22]
 
 
 def test_outputs_before_are_found_by_rows_of_their_salt_alone() -> None:
-    history = History()
+    history = OutputHistory()
     history.add("ours", np.array([1, 2, 3, 4, 5, 6], dtype=np.int32), 4)
     row = lookup([9, 9, 1, 2, 3])
     guess = row.guess(8, history.of("ours"))
     assert guess is not None
-    assert (guess.tokens, guess.source) == ([4, 5, 6], Source.HISTORY)
+    assert (guess.tokens, guess.source) == ([4, 5, 6], DraftSource.HISTORY)
     assert drafted(row, history=history.of("theirs")) == []
 
 
 def test_history_is_bounded_in_tokens_and_salts() -> None:
-    history = History()
+    history = OutputHistory()
     for salt in range(HISTORY_SALTS + 3):
         history.add(str(salt), np.arange(100, dtype=np.int32), 50)
     assert len(history.of("0")) == 0
@@ -105,7 +105,7 @@ def test_any_draft_follows_a_match_of_its_length_at_least(tokens: list[int], mos
 
 
 def longest(tokens: list[int]) -> tuple[int, int]:
-    """As `Text.longest`, by looking everywhere."""
+    """As `IndexedTokens.longest`, by looking everywhere."""
     tail = tokens[-REACH:]
     best, place = 0, -1
     for at in range(len(tokens) - 2, 1, -1):
@@ -125,7 +125,7 @@ def test_the_index_of_a_text_that_grows_finds_what_a_search_of_all_of_it_finds(
     parts: list[list[int]], searches: list[bool]
 ) -> None:
     """The newest sixteen places are compared, so texts are short; a token is taken back now and then."""
-    text, known = Text(np.array(parts[0], dtype=np.int32)), list(parts[0])
+    text, known = IndexedTokens(np.array(parts[0], dtype=np.int32)), list(parts[0])
     for part, searches_now in zip(parts, searches, strict=False):
         text.extend(part)
         known += part
@@ -142,7 +142,7 @@ def test_the_index_of_a_text_that_grows_finds_what_a_search_of_all_of_it_finds(
 
 def test_a_long_text_is_indexed_in_pieces_and_grows_beyond_its_room() -> None:
     rng = np.random.default_rng(3)
-    text = Text(rng.integers(0, 50_000, 20_000, dtype=np.int32))
+    text = IndexedTokens(rng.integers(0, 50_000, 20_000, dtype=np.int32))
     wanted = text.tokens[15_000:15_010].copy()
     for _ in range(3):
         text.extend(rng.integers(0, 50_000, 9_000, dtype=np.int32).tolist())
@@ -164,7 +164,7 @@ def test_a_long_text_is_made_known_piece_by_piece_and_then_found_as_a_whole() ->
 
 
 def test_the_history_of_all_salts_takes_tens_of_megabytes() -> None:
-    history, rng = History(), np.random.default_rng(0)
+    history, rng = OutputHistory(), np.random.default_rng(0)
     tracemalloc.start()
     try:
         for salt in range(HISTORY_SALTS + 5):

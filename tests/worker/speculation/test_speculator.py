@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from worker.speculation.drafter import Drafting, Draw, Rows, Tokens
-from worker.speculation.lookup import Source
+from worker.speculation.lookup import DraftSource
 from worker.speculation.speculator import Speculator
 
 TEXT = list(range(20, 60))
@@ -49,7 +49,7 @@ def test_a_copy_takes_almost_a_step_a_token_where_width_costs_as_much() -> None:
 def test_the_tokens_that_were_right_are_counted_by_source_and_place() -> None:
     speculator = followed(TEXT)
     generate(speculator, TEXT, cost=0.0)
-    counts = speculator.counts[Source.LOOKUP]
+    counts = speculator.counts[DraftSource.LOOKUP]
     assert counts.accepted == counts.tokens > len(TEXT) / 2
     assert counts.by_position[0] == counts.drafts
     assert sum(counts.by_position) == counts.accepted
@@ -68,7 +68,7 @@ def test_a_prediction_is_told_apart() -> None:
 def test_a_request_bounds_its_drafts(most: int, longest: int) -> None:
     speculator = followed(TEXT, Drafting(most=most))
     generate(speculator, TEXT, cost=0.0)
-    assert [bool(count) for count in speculator.counts[Source.LOOKUP].by_position[:4]] == [
+    assert [bool(count) for count in speculator.counts[DraftSource.LOOKUP].by_position[:4]] == [
         at < longest for at in range(4)
     ]
 
@@ -76,13 +76,13 @@ def test_a_request_bounds_its_drafts(most: int, longest: int) -> None:
 def test_an_answer_is_a_draft_for_the_next_one_of_its_salt() -> None:
     speculator = followed([1, 2, 3, 4, 5], Drafting(salt="ours"))
     generate(speculator, TEXT, cost=0.0)
-    assert not speculator.counts[Source.HISTORY].tokens
+    assert not speculator.counts[DraftSource.HISTORY].tokens
     speculator.discard(1)
     for salt, is_found in (("theirs", False), ("ours", True)):
         speculator.add(1, np.array([9, 9, 3, 4, 5], dtype=np.int32), Drafting(salt=salt))
-        before = speculator.counts[Source.HISTORY].accepted
+        before = speculator.counts[DraftSource.HISTORY].accepted
         generate(speculator, TEXT, cost=0.0)
-        assert (speculator.counts[Source.HISTORY].accepted > before) is is_found
+        assert (speculator.counts[DraftSource.HISTORY].accepted > before) is is_found
         speculator._rows.clear()  # pyright: ignore[reportPrivateUsage]
 
 
@@ -91,9 +91,9 @@ def test_drafts_that_are_wrong_become_few() -> None:
     wrong = [token for at in range(60) for token in (*TEXT[3:9], 100 + at)]
     first = generate(speculator, wrong[:70], cost=0.004)
     assert first <= 70
-    drafted = speculator.counts[Source.LOOKUP].tokens
+    drafted = speculator.counts[DraftSource.LOOKUP].tokens
     generate(speculator, [token for at in range(60) for token in (TEXT[3 + at % 5], TEXT[9], 200 + at)], cost=0.004)
-    assert speculator.counts[Source.LOOKUP].tokens - drafted < 60
+    assert speculator.counts[DraftSource.LOOKUP].tokens - drafted < 60
 
 
 def test_a_row_whose_drafts_are_wrong_is_looked_at_ever_more_rarely_until_one_is_right() -> None:
@@ -173,7 +173,7 @@ def test_a_model_drafts_where_no_text_does_and_is_given_up_when_it_fails(fails: 
     assert (steps < len(TEXT) / 2) is not fails
     assert (proposer.asked == 1) is fails
     assert proposer.has_ended is fails
-    assert bool(speculator.counts[Source.HEAD].accepted) is not fails
+    assert bool(speculator.counts[DraftSource.HEAD].accepted) is not fails
 
 
 @pytest.mark.parametrize("error", ["[metal::malloc] Unable to allocate 5 bytes.", "CUDA error: an illegal access"])

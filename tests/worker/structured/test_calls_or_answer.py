@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Finish, Generate, Kind, Sampling
+from protocol.messages import ChatPrompt, Constraint, ConstraintKind, DeltaKind, Finish, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
 from tests.worker.engine.test_tools import PLAIN, calls
@@ -52,7 +52,7 @@ def test_a_model_that_has_to_call_calls_and_one_that_knows_the_answer_answers(de
     weather, capital = demo.run([ask(1, "What is the weather in Paris?"), ask(2, "What is the capital of France?")])
     assert weather.finish is Finish.TOOL_CALLS
     assert [(name, json.loads(arguments)) for name, arguments in calls(weather)] == [("get_weather", {"city": "Paris"})]
-    assert not any(kind is Kind.TEXT for kind, _ in weather.events)
+    assert not any(kind is DeltaKind.TEXT for kind, _ in weather.events)
     assert capital.finish is Finish.STOP
     assert list(json.loads(capital.text)) == ["answer"]
 

@@ -17,7 +17,7 @@ from protocol.failures import Code
 from protocol.messages import Constraint, ConstraintKind, Rejected
 from worker.errors import RequestInvalid
 from worker.structured import compiler as grammars
-from worker.structured.compiler import GrammarFailed, Grammars, Walk
+from worker.structured.compiler import GrammarFailed, Grammars, GrammarWalk
 from worker.structured.schema_check import SchemaInvalid, check
 
 KIND = ConstraintKind
@@ -108,7 +108,7 @@ def test_tokens_that_a_grammar_forces_end_before_one_that_the_model_lacks(tokeni
     first, second, _ = forced = grammar.walk().forced()
     assert forced == tokenizer.encode("to demira miantode")
     assert first < second
-    assert Walk(grammar.table, grammar.prototype.deep_copy(), second).forced() == [first]
+    assert GrammarWalk(grammar.table, grammar.prototype.deep_copy(), second).forced() == [first]
 
 
 def test_control_tokens_are_allowed_only_where_a_grammar_names_them(tokenizer: Any) -> None:

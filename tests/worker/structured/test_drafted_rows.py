@@ -13,7 +13,7 @@ from tests.support.models import VOCAB
 from tests.support.scale import scaled
 from tests.worker.structured.test_masks import mixed, tokens
 from worker.speculation.costs import StepCosts
-from worker.speculation.lookup import Source
+from worker.speculation.lookup import DraftSource
 from worker.speculation.noisy import NoisyDrafts
 from worker.speculation.speculator import Speculator
 from worker.structured import masks
@@ -93,7 +93,7 @@ def test_tokens_that_a_schema_forces_are_drafted_and_all_of_them_are_right() -> 
         steps = engine.gauges.step_seq
     assert tokens(result) == tokens(plain)
     assert set(json.loads(result.text)) == set(WEATHER["properties"])
-    counts = drafter.counts[Source.GRAMMAR]
+    counts = drafter.counts[DraftSource.GRAMMAR]
     assert counts.accepted == counts.tokens > 6
     assert counts.drafts >= 2
     assert steps <= plain_steps - counts.accepted

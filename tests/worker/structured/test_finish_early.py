@@ -5,7 +5,7 @@ import numpy as np
 from protocol.messages import Constraint, ConstraintKind
 from tests.support.models import tiny_tokenizer
 from worker.structured.compiler import Grammars
-from worker.structured.finish_early import Haste, Hurried
+from worker.structured.finish_early import EarlyFinish, FinishingGuide
 from worker.structured.guides import Guide, Rules
 from worker.text.detokenize import Vocabulary
 
@@ -19,10 +19,10 @@ def test_a_model_that_lacks_tokens_of_its_tokenizer_is_never_hurried_to_say_them
     grammar = grammars.compile(Constraint(ConstraintKind.GRAMMAR, markup))
 
     for ends, first in ((("</function>",), None), (("</function>", "!"), "!")):
-        haste = Haste(grammars.table().tokenize_str, vocab_size, [eos_id], (), ends)
+        haste = EarlyFinish(grammars.table().tokenize_str, vocab_size, [eos_id], (), ends)
         walk = grammar.walk()
         allowed = walk.allowed()
-        narrowed = Hurried(haste).narrow(walk, allowed)
+        narrowed = FinishingGuide(haste).narrow(walk, allowed)
 
         assert narrowed.shape == (vocab_size,)
         expected = allowed if first is None else np.arange(vocab_size) == vocabulary[first]

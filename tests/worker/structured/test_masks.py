@@ -16,9 +16,9 @@ from protocol.messages import (
     ChatPrompt,
     Constraint,
     ConstraintKind,
+    DeltaKind,
     Finish,
     Generate,
-    Kind,
     Sampling,
     TokensPrompt,
 )
@@ -343,7 +343,7 @@ def test_a_reasoning_budget_closes_the_block_and_the_answer_fits(tmp_path: Path)
         sampling = Sampling(temperature=0.0, logit_bias=dict.fromkeys(marks(engine), -100.0))
         (result,) = engine.run([Generate(1, chat, sampling, max_tokens=200, constraint=constraint, thinking_budget=12)])
     assert result.finish is Finish.STOP
-    assert re.fullmatch("[ab]{3}", "".join(text for kind, text in result.events if kind is Kind.TEXT))
+    assert re.fullmatch("[ab]{3}", "".join(text for kind, text in result.events if kind is DeltaKind.TEXT))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

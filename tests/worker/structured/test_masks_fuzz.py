@@ -20,7 +20,7 @@ from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Reje
 from tests.support.engine import EngineHarness, spec
 from tests.support.schemas import Schemas, doubled, errors_of
 from worker.errors import RequestInvalid
-from worker.structured.compiler import Grammar, GrammarFailed, Grammars, lark_json
+from worker.structured.compiler import CompiledGrammar, GrammarFailed, Grammars, lark_json
 
 COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", "400"))
 BATCH = 16
@@ -104,7 +104,7 @@ def test_what_llguidance_holds_only_nearly_is_held(grammars: Grammars, schema: A
     assert not accepts(grammar, wrong)
 
 
-def accepts(grammar: Grammar, text: str) -> bool:
+def accepts(grammar: CompiledGrammar, text: str) -> bool:
     walk = grammar.walk()
     try:
         walk.take_bytes(text.encode())

@@ -18,11 +18,11 @@ from tests.support.small_towers import small_towers
 from tests.support.vision_models import FAMILIES, build, image, sound
 from worker.cache.fingerprint import model_form
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded, load
+from worker.model.loader import LoadedModel, load
 from worker.vision import tower
 from worker.vision.checkpoint import fold
 from worker.vision.needs import Needs
-from worker.vision.unserved import Unserved
+from worker.vision.unserved import UnsupportedVision
 
 Names = Callable[[str], str]
 
@@ -33,18 +33,18 @@ def small_vision() -> Iterator[None]:
         yield
 
 
-def opened(folder: Path) -> Loaded:
+def opened(folder: Path) -> LoadedModel:
     return load(spec(folder), lambda *_: None)
 
 
-def features(loaded: Loaded, family: str) -> np.ndarray:
+def features(loaded: LoadedModel, family: str) -> np.ndarray:
     assert loaded.vision is not None, loaded.no_vision
     draw = np.random.default_rng(5)
     medium = sound(family, draw, 5) if family == "gemma3n" else image(family, draw, 4, 4)
     return np.array(loaded.vision.tower.encode(medium.kind, medium.tokens, medium.load()).embeds)
 
 
-def logits(loaded: Loaded) -> np.ndarray:
+def logits(loaded: LoadedModel) -> np.ndarray:
     return np.array(loaded.model(mx.array([[9, 10, 11, 12]])))
 
 
@@ -201,7 +201,7 @@ def test_without_mlx_vlm_a_vision_model_is_served_as_text(tmp_path: Path, monkey
     ],
 )
 def test_a_model_that_no_graft_makes_right_takes_text_alone(change: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Unserved, match=reason):
+    with pytest.raises(UnsupportedVision, match=reason):
         Needs.of({"model_type": "pixtral", **FAMILIES["pixtral"], **change})
 
 

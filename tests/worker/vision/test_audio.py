@@ -23,8 +23,8 @@ from tests.support.scale import scaled
 from tests.support.small_towers import small_towers
 from tests.support.vision_models import build, image, prompt, sound
 from tests.worker.vision.test_sounds import tone, wav
-from worker.model.loader import Loaded, load
-from worker.vision.graft import Placement
+from worker.model.loader import LoadedModel, load
+from worker.vision.graft import MediaPlacement
 from worker.vision.media import Medium
 
 # Of transformers, about the filters that Gemma 4 was trained with.
@@ -41,7 +41,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Path) -> Loaded:
+def loaded(folder: Path) -> LoadedModel:
     with small_towers():
         return load(spec(folder), lambda *_: None)
 
@@ -51,30 +51,30 @@ def clips(family: str) -> list[Medium]:
     return [sound(family, rng, 5), sound(family, rng, 11)]
 
 
-def features(loaded: Loaded, medium: Medium) -> np.ndarray:
+def features(loaded: LoadedModel, medium: Medium) -> np.ndarray:
     """As they stand beside embeddings that have been scaled."""
     assert loaded.vision is not None, loaded.no_vision
     encoded = loaded.vision.tower.encode(medium.kind, medium.tokens, medium.load())
     return np.array(encoded.embeds) * loaded.vision.needs.scale
 
 
-def reference(loaded: Loaded) -> dict[str, Any]:
+def reference(loaded: LoadedModel) -> dict[str, Any]:
     return json.loads((REFERENCES / f"{loaded.model_type}_audio.json").read_text())
 
 
-def test_features_are_those_of_transformers(loaded: Loaded) -> None:
+def test_features_are_those_of_transformers(loaded: LoadedModel) -> None:
     for clip, theirs in zip(clips(loaded.model_type), reference(loaded)["features"], strict=True):
         ours = features(loaded, clip)
         np.testing.assert_allclose(ours[:, : len(theirs[0])], theirs, atol=1e-4)
 
 
-def logprobs(loaded: Loaded) -> np.ndarray:
+def logprobs(loaded: LoadedModel) -> np.ndarray:
     """Of the token after a prompt with both clips."""
     assert loaded.vision is not None
     first, second = clips(loaded.model_type)
     asked = prompt(loaded.model_type, 1, [9, first, 7, second, 12])
     graft, length = loaded.vision.graft, len(asked.ids)
-    placement = graft.placements[1] = Placement(asked.media, None, length)
+    placement = graft.placements[1] = MediaPlacement(asked.media, None, length)
     for medium in (first, second):
         placement.features[medium.key] = loaded.vision.tower.encode("audio", medium.tokens, medium.load())
     with graft.rows([1], [0], [length], length):
@@ -84,7 +84,7 @@ def logprobs(loaded: Loaded) -> np.ndarray:
     return computed
 
 
-def test_sound_is_attended_in_one_direction_as_in_transformers(loaded: Loaded) -> None:
+def test_sound_is_attended_in_one_direction_as_in_transformers(loaded: LoadedModel) -> None:
     theirs = reference(loaded)["next"]
     np.testing.assert_allclose(logprobs(loaded)[: len(theirs)], theirs, atol=5e-4)
 

@@ -16,22 +16,22 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.support.engine import spec
 from tests.support.vision_models import build, image, prompt
-from worker.model.loader import Loaded, load
-from worker.vision.graft import Graft, Placement
+from worker.model.loader import LoadedModel, load
+from worker.vision.graft import MediaPlacement, MultimodalMerge
 
 REFERENCES = Path(__file__).parent / "reference"
 
 
 @pytest.fixture(scope="module", params=["gemma3", "gemma4"])
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(spec(build(request.param, tmp_path_factory.mktemp(request.param))), lambda *_: None)
 
 
-def reference(loaded: Loaded) -> list[list[float]]:
+def reference(loaded: LoadedModel) -> list[list[float]]:
     return json.loads((REFERENCES / f"{loaded.model_type}.json").read_text())
 
 
-def logprobs(loaded: Loaded, *, is_block: bool = True) -> list[np.ndarray]:
+def logprobs(loaded: LoadedModel, *, is_block: bool = True) -> list[np.ndarray]:
     """Of the token after each prompt, whose text and images are those of the reference."""
     assert loaded.vision is not None
     rng = np.random.default_rng(7)
@@ -39,11 +39,11 @@ def logprobs(loaded: Loaded, *, is_block: bool = True) -> list[np.ndarray]:
     computed: list[np.ndarray] = []
     for seed, parts in enumerate(([9, first, 7], [20], [5, first, 6, second, 30]), start=1):
         asked = prompt(loaded.model_type, seed, parts)
-        placement = Placement(asked.media, None, len(asked.ids))
+        placement = MediaPlacement(asked.media, None, len(asked.ids))
         for medium in {span.medium for span in asked.media}:
             encoded = loaded.vision.tower.encode(medium.kind, medium.tokens, medium.load())
             placement.features[medium.key] = encoded
-        graft: Graft = loaded.vision.graft
+        graft: MultimodalMerge = loaded.vision.graft
         graft.placements[1] = placement
         length = len(asked.ids)
         with graft.rows([1], [0], [length], length):
@@ -55,12 +55,12 @@ def logprobs(loaded: Loaded, *, is_block: bool = True) -> list[np.ndarray]:
     return computed
 
 
-def test_numbers_are_those_of_transformers(loaded: Loaded) -> None:
+def test_numbers_are_those_of_transformers(loaded: LoadedModel) -> None:
     for ours, theirs in zip(logprobs(loaded), reference(loaded), strict=True):
         np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)
 
 
-def test_causal_attention_inside_an_image_gives_others(loaded: Loaded) -> None:
+def test_causal_attention_inside_an_image_gives_others(loaded: LoadedModel) -> None:
     causal = logprobs(loaded, is_block=False)
     errors = [
         np.abs(ours[: len(theirs)] - theirs).max() for ours, theirs in zip(causal, reference(loaded), strict=True)

@@ -13,10 +13,10 @@ from protocol.messages import Media
 from tests.support.scale import scaled
 from worker.errors import RequestInvalid
 from worker.vision import clips
-from worker.vision.clips import Sampling, open_clip
-from worker.vision.images import Limits
+from worker.vision.clips import FrameSampling, open_clip
+from worker.vision.images import MediaLimits
 
-LIMITS = Limits(bytes=1 << 20, count=4, pixels=64_000_000)
+LIMITS = MediaLimits(bytes=1 << 20, count=4, pixels=64_000_000)
 
 
 class Plain:
@@ -44,11 +44,11 @@ class Plain:
 def test_frames_are_spread_over_the_clip(
     count: int, rate: float, options: dict[str, int | float], expected: list[int]
 ) -> None:
-    assert Sampling().indices(Plain(count, rate), options) == expected
+    assert FrameSampling().indices(Plain(count, rate), options) == expected
 
 
 def test_a_long_clip_has_no_more_frames_than_the_model_takes() -> None:
-    indices = Sampling(most=16).indices(Plain(100_000, 30.0), {})
+    indices = FrameSampling(most=16).indices(Plain(100_000, 30.0), {})
 
     assert (len(indices), indices[0], indices[-1]) == (16, 0, 99_999)
 
@@ -128,6 +128,6 @@ def test_a_list_of_other_files_is_refused_and_opens_none(tmp_path: Path) -> None
 
 def test_a_file_of_too_many_pixels_is_refused() -> None:
     with pytest.raises(RequestInvalid) as caught:
-        open_clip(Media("video", b"", film(2), {}), Limits(bytes=1 << 20, count=4, pixels=1000))
+        open_clip(Media("video", b"", film(2), {}), MediaLimits(bytes=1 << 20, count=4, pixels=1000))
 
     assert caught.value.failure.code is Code.IMAGE_TOO_LARGE

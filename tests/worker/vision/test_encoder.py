@@ -13,9 +13,9 @@ from tests.support.engine import spec
 from tests.support.scale import patient
 from tests.support.vision_models import build, image
 from worker.model.loader import load
-from worker.vision.encoder import Encoder
+from worker.vision.encoder import MediaEncoder
 from worker.vision.features import FeatureCache
-from worker.vision.graft import Features
+from worker.vision.graft import MediaFeatures
 from worker.vision.media import Medium
 from worker.vision.tower import Tower
 
@@ -35,8 +35,8 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> Tower:
 
 
 @pytest.fixture
-def encoder(tower: Tower) -> Generator[Encoder]:
-    made = Encoder(tower, FeatureCache(1 << 24), lambda: None)
+def encoder(tower: Tower) -> Generator[MediaEncoder]:
+    made = MediaEncoder(tower, FeatureCache(1 << 24), lambda: None)
     yield made
     made.features.check()
     made.close()
@@ -47,7 +47,7 @@ def pictures(count: int) -> list[Medium]:
     return [image(FAMILY, rng, 4, 4) for _ in range(count)]
 
 
-def step(encoder: Encoder) -> None:
+def step(encoder: MediaEncoder) -> None:
     """One step, with pixels if there is a job."""
     deadline = time.monotonic() + patient(10)
     while not encoder.is_busy and time.monotonic() < deadline:
@@ -55,7 +55,7 @@ def step(encoder: Encoder) -> None:
     assert encoder.step() == []
 
 
-def test_a_row_lets_go_of_media_that_it_needs_no_more_when_it_begins(encoder: Encoder) -> None:
+def test_a_row_lets_go_of_media_that_it_needs_no_more_when_it_begins(encoder: MediaEncoder) -> None:
     made, waiting, shared, needed = pictures(4)
     assert not encoder.is_ready(1, [made])
     step(encoder)
@@ -74,7 +74,7 @@ def test_a_row_lets_go_of_media_that_it_needs_no_more_when_it_begins(encoder: En
     assert encoder.features.held_bytes == 0
 
 
-def test_a_row_waits_for_what_it_asks_for_now_and_not_for_what_it_asked_for_before(encoder: Encoder) -> None:
+def test_a_row_waits_for_what_it_asks_for_now_and_not_for_what_it_asked_for_before(encoder: MediaEncoder) -> None:
     first, second, third = pictures(3)
     assert not encoder.is_ready(1, [first, second])
     step(encoder)
@@ -91,7 +91,7 @@ def test_a_row_waits_for_what_it_asks_for_now_and_not_for_what_it_asked_for_befo
 class Rows:
     """Rows as the engine's loop asks for their media: in an order, each until it has them, and then in prefill."""
 
-    def __init__(self, encoder: Encoder, media: dict[int, list[Medium]]) -> None:
+    def __init__(self, encoder: MediaEncoder, media: dict[int, list[Medium]]) -> None:
         self._encoder = encoder
         self.waiting = dict(media)
         self._running: dict[int, list[Medium]] = {}
@@ -123,7 +123,7 @@ def test_rows_that_wait_hold_no_more_than_the_budget_and_what_one_row_needs(towe
     size = tower.encode("image", seen[0].tokens, seen[0].load()).nbytes
     rng = random.Random(5)
     for changes in (0, 30):
-        encoder = Encoder(tower, FeatureCache(3 * size, held_min=0), lambda: None)
+        encoder = MediaEncoder(tower, FeatureCache(3 * size, held_min=0), lambda: None)
         media = {rid: rng.sample(seen[:8], 4) if is_shared else seen[4 * rid : 4 * rid + 4] for rid in range(10)}
         rows, deadline = Rows(encoder, media), time.monotonic() + patient(30)
         while rows.waiting:
@@ -142,7 +142,7 @@ def test_the_first_row_takes_back_what_rows_behind_it_hold(tower: Tower) -> None
     """Also of a row that has all of its media, and is not asked for them: it waits for something else."""
     (one, *others) = pictures(4)
     size = tower.encode("image", one.tokens, one.load()).nbytes
-    encoder = Encoder(tower, FeatureCache(0, held_min=size), lambda: None)
+    encoder = MediaEncoder(tower, FeatureCache(0, held_min=size), lambda: None)
     while not encoder.is_ready(1, others, is_first=True):
         step(encoder)
     assert encoder.features.held_bytes == 3 * size
@@ -164,7 +164,7 @@ class Failing(Tower):
         super().__init__(tower._model, tower.needs)  # pyright: ignore[reportPrivateUsage]
         self.failures = failures
 
-    def encode(self, kind: str, tokens: int, inputs: Any) -> Features:
+    def encode(self, kind: str, tokens: int, inputs: Any) -> MediaFeatures:
         if self.failures:
             self.failures -= 1
             raise RuntimeError("[metal::malloc] Unable to allocate 1073741824 bytes.")
@@ -172,7 +172,7 @@ class Failing(Tower):
 
 
 def test_an_encode_that_finds_no_memory_is_tried_once_more_and_then_fails_its_rows(tower: Tower) -> None:
-    encoder = Encoder(Failing(tower, 3), FeatureCache(1 << 24), lambda: None)
+    encoder = MediaEncoder(Failing(tower, 3), FeatureCache(1 << 24), lambda: None)
     first, second = pictures(2)
 
     def attempt() -> list[tuple[int, Exception]]:
@@ -195,7 +195,7 @@ def test_an_encode_that_finds_no_memory_is_tried_once_more_and_then_fails_its_ro
     encoder.close()
 
 
-def test_asking_again_costs_little_however_many_wait(encoder: Encoder) -> None:
+def test_asking_again_costs_little_however_many_wait(encoder: MediaEncoder) -> None:
     (picture,) = pictures(1)
     rows = {
         rid: [

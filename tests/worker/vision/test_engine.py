@@ -15,7 +15,7 @@ from protocol.messages import Abort, Constraint, ConstraintKind, Finish, Generat
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import patient
 from tests.support.vision_models import MediaPrompt, build, image, prompt
-from worker.cache.kv import Layout
+from worker.cache.kv import KvLayout
 from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch
 from worker.engine.row import Row
@@ -23,7 +23,7 @@ from worker.errors import RequestInvalid
 from worker.model.loader import load
 from worker.parsers import make_parser
 from worker.prompt.intake import Intake
-from worker.vision.encoder import Encoder
+from worker.vision.encoder import MediaEncoder
 from worker.vision.features import FeatureCache
 from worker.vision.media import Medium
 
@@ -361,8 +361,8 @@ def test_placeholders_are_never_drawn(engine: EngineHarness) -> None:
 def test_an_abort_inside_an_image_leaves_the_checkpoints_before_it(tmp_path: Path, rng: np.random.Generator) -> None:
     loaded = load(spec(build("qwen3_5", tmp_path / "m")), nothing)
     assert loaded.vision is not None
-    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 28)
-    encoder = Encoder(loaded.vision.tower, FeatureCache(1 << 24), lambda: None)
+    cache = PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 1 << 28)
+    encoder = MediaEncoder(loaded.vision.tower, FeatureCache(1 << 24), lambda: None)
     batch = Batch(loaded.model, loaded.eos_ids, cache, vision=loaded.vision, encoder=encoder)
     asked = prompt("qwen3_5", 1, [80, image("qwen3_5", rng, 16, 16), 20])
 

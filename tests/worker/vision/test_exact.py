@@ -18,10 +18,10 @@ from tests.support.scale import scaled
 from tests.support.small_towers import small_towers
 from tests.support.vision_models import FAMILIES, image, prompt, sound, video
 from worker.engine import kv_budget
-from worker.model.loader import Loaded, load
+from worker.model.loader import LoadedModel, load
 from worker.speculation.noisy import NoisyDrafts
-from worker.verify.engine_session import Output
-from worker.vision.graft import Graft
+from worker.verify.engine_session import VerifiedOutput
+from worker.vision.graft import MultimodalMerge
 
 SPEC = WorkerSpec("m", "", 1, "", "", cache_bytes=0, kv_bytes=1 << 30)
 CACHED = replace(SPEC, cache_bytes=1 << 28)
@@ -36,11 +36,11 @@ class Model:
     """One family with its requests, and what each of them says alone."""
 
     family: str
-    loaded: Loaded
+    loaded: LoadedModel
     requests: list[MediaRequest]
-    alone: list[Output]
+    alone: list[VerifiedOutput]
 
-    def check(self, outputs: Sequence[Output]) -> None:
+    def check(self, outputs: Sequence[VerifiedOutput]) -> None:
         for output, alone in zip(outputs, self.alone, strict=True):
             assert output.failure is None
             assert output.ids == alone.ids
@@ -175,7 +175,7 @@ def test_without_a_graft_the_tokens_differ(model: Model, graft: str, monkeypatch
     if graft == "delta" and not model.family.startswith("qwen"):
         pytest.skip("positions of this family are those of text")
     with monkeypatch.context() as patch:
-        patch.setattr(Graft, graft, property(lambda _: None, lambda _, value: None), raising=False)
+        patch.setattr(MultimodalMerge, graft, property(lambda _: None, lambda _, value: None), raising=False)
         outputs, _ = run(model.loaded, SPEC, [model.requests])
     media_rows = [at for at, each in enumerate(model.requests) if each.prompt.media]
     differing = [at for at in media_rows if outputs[at].logprobs[0].logprob != model.alone[at].logprobs[0].logprob]

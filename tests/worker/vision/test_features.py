@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.vision.features import FeatureCache
-from worker.vision.graft import Features
+from worker.vision.graft import MediaFeatures
 
 ROW_BYTES = 16
 
 
-def features(rows: int) -> Features:
-    return Features(mx.zeros((rows, ROW_BYTES // 4), dtype=mx.float32))
+def features(rows: int) -> MediaFeatures:
+    return MediaFeatures(mx.zeros((rows, ROW_BYTES // 4), dtype=mx.float32))
 
 
 def key(number: int) -> bytes:
@@ -40,7 +40,7 @@ def test_what_a_row_holds_stays_beyond_the_budget_until_it_lets_go() -> None:
 
 
 def test_layers_of_deepstack_count() -> None:
-    one = Features(mx.zeros((2, 4)), (mx.zeros((2, 4)), mx.zeros((2, 4))))
+    one = MediaFeatures(mx.zeros((2, 4)), (mx.zeros((2, 4)), mx.zeros((2, 4))))
     assert one.nbytes == 3 * 2 * 4 * 4
 
 

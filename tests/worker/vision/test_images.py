@@ -13,9 +13,9 @@ from protocol.failures import Code
 from tests.support.pictures import BLUE, RED, WHITE, encoded, halves
 from tests.support.scale import scaled
 from worker.errors import RequestInvalid
-from worker.vision.images import Limits, check_bytes, check_shape, decode, read_header
+from worker.vision.images import MediaLimits, check_bytes, check_shape, decode, read_header
 
-LIMITS = Limits(bytes=1 << 20, count=4, pixels=64_000_000)
+LIMITS = MediaLimits(bytes=1 << 20, count=4, pixels=64_000_000)
 
 
 def shown(data: bytes) -> Image.Image:

@@ -19,15 +19,15 @@ from tests.support.pictures import BLUE, RED, encoded, halves, spoiled
 from tests.support.processors import FAMILIES, build
 from tests.worker.vision.test_sounds import tone, wav
 from worker.errors import RequestInvalid
-from worker.prompt.encode import Encoder
-from worker.vision.images import Limits
-from worker.vision.processor import Prepared, Processor, expanded, most_pixels, open_processor
-from worker.vision.unserved import Unserved
+from worker.prompt.encode import PromptEncoder
+from worker.vision.images import MediaLimits
+from worker.vision.processor import PreparedMedia, Processor, expanded, most_pixels, open_processor
+from worker.vision.unserved import UnsupportedVision
 
 # Of transformers, about the filters that Gemma 4 was trained with.
 pytestmark = pytest.mark.filterwarnings("ignore:At least one mel filter")
 
-LIMITS = Limits(bytes=1 << 20, count=4, pixels=64_000_000)
+LIMITS = MediaLimits(bytes=1 << 20, count=4, pixels=64_000_000)
 SIZES = ((64, 48), (40, 150), (333, 90), (17, 16))
 Open = Callable[[str], Processor]
 
@@ -49,7 +49,7 @@ def open_family(family: str, folder: Path, files: dict[str, Any] | None = None, 
     placeholders = build(family, folder)
     for name, content in (files or {}).items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-    encoder = Encoder(load_tokenizer(folder))
+    encoder = PromptEncoder(load_tokenizer(folder))
     config = {"model_type": family, **FAMILIES[family][3]}
     return open_processor(
         folder, config, lambda text: encoder.encode(text, add_special_tokens=True), placeholders, LIMITS, **changes
@@ -120,7 +120,7 @@ def test_inputs_are_numbers_of_numpy_by_the_names_of_the_tower(opened: Open, fam
 def test_a_layout_that_differs_from_its_processors_is_found_at_load(tmp_path: Path) -> None:
     build("gemma3", tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    with pytest.raises(Unserved) as caught:
+    with pytest.raises(UnsupportedVision) as caught:
         open_processor(tmp_path, {"model_type": "gemma3"}, tokenizer.encode, {"image": 5}, LIMITS)
 
     assert "processor" in str(caught.value)
@@ -128,7 +128,7 @@ def test_a_layout_that_differs_from_its_processors_is_found_at_load(tmp_path: Pa
 
 @pytest.mark.parametrize(("family", "said"), [("mllama", "mllama"), ("qwen3_vl", "cannot be used")])
 def test_a_model_without_a_processor_is_refused_with_the_reason(tmp_path: Path, family: str, said: str) -> None:
-    with pytest.raises(Unserved) as caught:
+    with pytest.raises(UnsupportedVision) as caught:
         open_processor(tmp_path, {"model_type": family}, lambda _: [1], {"image": 1}, LIMITS)
 
     assert said in str(caught.value)
@@ -139,7 +139,7 @@ def test_keys_follow_bytes_and_options_and_nothing_else(opened: Open) -> None:
     processor = opened("qwen3_vl")
     first, again = processor.read(media(data)), processor.read(Media("image", media(data).digest, data, {}, "other"))
 
-    def key(prepared: Prepared) -> bytes:
+    def key(prepared: PreparedMedia) -> bytes:
         return prepared.media[0].key
 
     assert key(first) == key(again)
@@ -280,7 +280,7 @@ def test_a_clip_and_its_reverse_are_told_apart_by_order_alone(opened: Open, fami
     processor = opened(family)
     forth, back = processor.read(frames(*pictures)), processor.read(frames(*reversed(pictures)))
 
-    def pixels(clip: Prepared) -> list[Any]:
+    def pixels(clip: PreparedMedia) -> list[Any]:
         return [medium.load()["pixel_values_videos"] for medium in clip.media]
 
     assert forth.text == back.text

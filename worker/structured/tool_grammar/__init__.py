@@ -10,13 +10,13 @@ from worker.structured.tool_grammar.build import (
     strict_grammar,
 )
 from worker.structured.tool_grammar.heads import HEADS
-from worker.structured.tool_grammar.lark import Marks
+from worker.structured.tool_grammar.lark import MarkupTokens
 
 __all__ = [
     "HEADS",
     "CallGrammar",
     "Calls",
-    "Marks",
+    "MarkupTokens",
     "call_grammar",
     "has_calls",
     "next_message",

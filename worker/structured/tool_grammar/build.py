@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from worker.parsers.call import Format
+from worker.parsers.call import CallFormat
 from worker.parsers.channels import Channels
 from worker.parsers.families import FAMILIES
 from worker.parsers.gemma import GemmaCalls
@@ -16,8 +16,8 @@ from worker.parsers.pythonic import PythonCalls
 from worker.parsers.xml_calls import XmlCalls
 from worker.structured.tool_grammar import shapes, tagged
 from worker.structured.tool_grammar.heads import HEADS
-from worker.structured.tool_grammar.lark import Lark, Marks, either
-from worker.structured.tool_grammar.schemas import Tool, anything, tool_of
+from worker.structured.tool_grammar.lark import Lark, MarkupTokens, either
+from worker.structured.tool_grammar.schemas import ToolSchema, anything, tool_of
 from worker.structured.tool_grammar.shape import Shape
 from worker.structured.tool_grammar.values import whole_json
 
@@ -30,7 +30,7 @@ class Calls:
     is_parallel: bool = True
     loose_names: tuple[str, ...] = ()
 
-    def checked(self) -> list[Tool]:
+    def checked(self) -> list[ToolSchema]:
         tools = [tool_of(tool) for tool in self.tools]
         return [anything(tool) if tool.name in self.loose_names else tool for tool in tools]
 
@@ -55,7 +55,7 @@ def has_calls(family: str) -> bool:
     return isinstance(grammar, Channels) or bool(grammar.formats or grammar.opening)
 
 
-def call_grammar(family: str, calls: Calls, marks: Marks, prompt_end: str = "") -> CallGrammar:
+def call_grammar(family: str, calls: Calls, marks: MarkupTokens, prompt_end: str = "") -> CallGrammar:
     """An answer that consists of calls, after any reasoning."""
     lark = Lark(marks)
     tools = calls.checked()
@@ -69,7 +69,7 @@ def call_grammar(family: str, calls: Calls, marks: Marks, prompt_end: str = "") 
     return CallGrammar(text, shape.value_ends, shape.ends, unheld=frozenset(lark.unheld))
 
 
-def strict_grammar(family: str, calls: Calls, marks: Marks) -> CallGrammar | None:
+def strict_grammar(family: str, calls: Calls, marks: MarkupTokens) -> CallGrammar | None:
     """The rest of a call once it has begun; None where nothing but a call's shape tells that it has."""
     lark, grammar = Lark(marks), FAMILIES[family].grammar
     form = grammar.body if isinstance(grammar, Channels) else _format(family, marks)
@@ -82,7 +82,7 @@ def strict_grammar(family: str, calls: Calls, marks: Marks) -> CallGrammar | Non
     return CallGrammar(text, shape.value_ends, shape.ends, shape.start, frozenset(lark.unheld))
 
 
-def rest_of_call(family: str, calls: Calls, marks: Marks) -> CallGrammar:
+def rest_of_call(family: str, calls: Calls, marks: MarkupTokens) -> CallGrammar:
     """Grammar of the text after the head of a call of the one tool in `calls`, in a family of `HEADS`."""
     lark = Lark(marks)
     [tool] = calls.checked()
@@ -104,7 +104,7 @@ def _all(shape: Shape, is_parallel: bool, family: str) -> str:
     return f"{shape.first} {further} {shape.tail}"
 
 
-def _format(family: str, marks: Marks) -> Format:
+def _format(family: str, marks: MarkupTokens) -> CallFormat:
     """The format that the family writes: with control tokens that the vocabulary has, where there are several."""
     grammar = FAMILIES[family].grammar
     assert not isinstance(grammar, Channels)
@@ -119,7 +119,7 @@ def _format(family: str, marks: Marks) -> Format:
     return known[0] if known else usual[0]
 
 
-def _shape(lark: Lark, form: Format, family: str, tools: Sequence[Tool]) -> Shape:
+def _shape(lark: Lark, form: CallFormat, family: str, tools: Sequence[ToolSchema]) -> Shape:
     match form:
         case JsonCalls():
             return shapes.json_shape(lark, form, family, tools)
@@ -145,7 +145,9 @@ def _shape(lark: Lark, form: Format, family: str, tools: Sequence[Tool]) -> Shap
             raise TypeError(f"no grammar for {type(form).__name__}")
 
 
-def _message(lark: Lark, channels: Channels, family: str, tools: Sequence[Tool], is_parallel: bool) -> CallGrammar:
+def _message(
+    lark: Lark, channels: Channels, family: str, tools: Sequence[ToolSchema], is_parallel: bool
+) -> CallGrammar:
     """A message to a tool, after one of reasoning if the model likes."""
     opening = next_message(family)
     value_ends: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from worker.structured.tool_grammar.lark import Lark
-from worker.structured.tool_grammar.schemas import Tool
+from worker.structured.tool_grammar.schemas import ToolSchema
 from worker.structured.tool_grammar.values import PYTHON, Values, whole_json
 
 # What stands between a name and its arguments: of JSON after the name's colon and before the next key, …
@@ -19,11 +19,11 @@ _TYPES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class CallHead:
     """`triggers` are the ways in which a call of one tool may begin; `rest` writes what follows, as an expression."""
 
     triggers: Callable[[str], Sequence[str]]
-    rest: Callable[[Lark, Tool], str]
+    rest: Callable[[Lark, ToolSchema], str]
 
 
 def _json_triggers(name: str) -> list[str]:
@@ -31,19 +31,19 @@ def _json_triggers(name: str) -> list[str]:
     return [f'"name"{colon}"{name}"{comma}"{key}":' for colon, comma in _JSON_GAPS for key in keys]
 
 
-def _json_rest(lark: Lark, tool: Tool) -> str:
+def _json_rest(lark: Lark, tool: ToolSchema) -> str:
     return f'" "? {whole_json(lark, tool)}'
 
 
-def _python_rest(lark: Lark, tool: Tool) -> str:
+def _python_rest(lark: Lark, tool: ToolSchema) -> str:
     return f'{Values(lark, tool, PYTHON).members(lark.parameters(tool), tool.required, "{}=")} ")"'
 
 
-_JSON: Final = Head(_json_triggers, _json_rest)
-_PYTHON: Final = Head(lambda name: [f"{before}{name}(" for before in ("[", ", ", ",", "[ ", "\n")], _python_rest)
-HEADS: Final[dict[str, Head]] = {
-    "functionary_v32": Head(lambda name: [f">>>{name}\n"], whole_json),
-    "harmony": Head(lambda name: [f"to=functions.{name}{kind}<|message|>" for kind in _TYPES], whole_json),
+_JSON: Final = CallHead(_json_triggers, _json_rest)
+_PYTHON: Final = CallHead(lambda name: [f"{before}{name}(" for before in ("[", ", ", ",", "[ ", "\n")], _python_rest)
+HEADS: Final[dict[str, CallHead]] = {
+    "functionary_v32": CallHead(lambda name: [f">>>{name}\n"], whole_json),
+    "harmony": CallHead(lambda name: [f"to=functions.{name}{kind}<|message|>" for kind in _TYPES], whole_json),
     "llama3_json": _JSON,
     "llama4_pythonic": _PYTHON,
     "pythonic": _PYTHON,

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from worker.parsers.schema import Schema
-from worker.structured.tool_grammar.schemas import Tool
+from worker.structured.tool_grammar.schemas import ToolSchema
 
 _PUNCTUATION: Final = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
-class Marks:
+class MarkupTokens:
     """Spelling of markup in one model's vocabulary: control tokens can only be named by their ids.
 
     `specials` are the tokens that a grammar cannot spell. One in `eos_ids` ends the answer, so it is never asked for.
@@ -55,7 +55,7 @@ class Marks:
 class Lark:
     """A grammar that is being written. Expressions are strings; equal rules share a name."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: MarkupTokens) -> None:
         self.marks = marks
         # Tools whose schemas say more than the grammar holds.
         self.unheld: set[str] = set()
@@ -80,7 +80,7 @@ class Lark:
         head, rest = self.terminal(f"({plain}) {self.text(pieces[0])}"), end[len(pieces[0]) :]
         return f"{head} {self.text(rest)}" if rest else head
 
-    def parameters(self, tool: Tool) -> Schema:
+    def parameters(self, tool: ToolSchema) -> Schema:
         """Those of a tool, to be written one by one: what is said of several is not held then."""
         if not tool.is_plain:
             self.unheld.add(tool.name)

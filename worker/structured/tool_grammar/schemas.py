@@ -25,7 +25,7 @@ _NO_PARAMETERS: Final[Schema] = {"type": "object", "properties": {}, "additional
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ToolSchema:
     """A tool that may be called."""
 
     name: str
@@ -46,19 +46,19 @@ class Tool:
         return only(self.parameters, *of_keys) and self.required <= self.properties.keys()
 
 
-def tool_of(declared: Mapping[str, Any]) -> Tool:
+def tool_of(declared: Mapping[str, Any]) -> ToolSchema:
     """From OpenAI's shape."""
     function = mapping(declared.get("function")) or declared
     parameters = mapping(function.get("parameters"))
     if not parameters.keys() & {"properties", "anyOf", "oneOf", "allOf", "$ref", "additionalProperties"}:
-        return Tool(str(function.get("name")), _NO_PARAMETERS)
-    return Tool(str(function.get("name")), {"type": "object", **mapping(closed(parameters))})
+        return ToolSchema(str(function.get("name")), _NO_PARAMETERS)
+    return ToolSchema(str(function.get("name")), {"type": "object", **mapping(closed(parameters))})
 
 
-def anything(tool: Tool) -> Tool:
+def anything(tool: ToolSchema) -> ToolSchema:
     """The same tool with any arguments: of any type in formats that name them, any object in the others."""
     open_ = {key: {} for key in tool.properties}
-    return Tool(tool.name, {"type": "object", "properties": open_, "additionalProperties": True})
+    return ToolSchema(tool.name, {"type": "object", "properties": open_, "additionalProperties": True})
 
 
 def closed(schema: Any, depth: int = 0) -> Any:

@@ -10,7 +10,7 @@ from worker.parsers.json_calls import JsonCalls
 from worker.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
 from worker.parsers.pythonic import PythonCalls
 from worker.structured.tool_grammar.lark import Lark, either
-from worker.structured.tool_grammar.schemas import Tool
+from worker.structured.tool_grammar.schemas import ToolSchema
 from worker.structured.tool_grammar.shape import MANY, NUMBERED, Shape
 from worker.structured.tool_grammar.values import PYTHON, Style, Values, whole_json
 
@@ -61,7 +61,7 @@ JSON_SHAPES: Final[dict[str, JsonShape]] = {
 SINGLE: Final = frozenset({"gigachat", "granite_20b_fc", "harmony"})
 
 
-def json_shape(lark: Lark, form: JsonCalls, family: str, tools: Sequence[Tool]) -> Shape:
+def json_shape(lark: Lark, form: JsonCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
     shape = JSON_SHAPES.get(family, JsonShape())
     start = "" if form.bare else lark.marks.known(form.starts)
     end = lark.marks.known(form.ends)
@@ -90,7 +90,7 @@ def json_shape(lark: Lark, form: JsonCalls, family: str, tools: Sequence[Tool]) 
     return Shape(start, f"{lark.text(open_)} {call(0)}", more, lark.text(close), ends=(close,))
 
 
-def mistral_shape(lark: Lark, form: MistralCalls, family: str, tools: Sequence[Tool]) -> Shape:
+def mistral_shape(lark: Lark, form: MistralCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
     if family == "mistral_v3":
         return json_shape(lark, JsonCalls(form.starts), family, tools)
     mark = form.starts[0]
@@ -98,7 +98,7 @@ def mistral_shape(lark: Lark, form: MistralCalls, family: str, tools: Sequence[T
     return Shape(mark, first, (lark.rule(f"{lark.text(mark)} {first}"),) * MANY)
 
 
-def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[Tool]) -> Shape:
+def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
     known = lark.marks.known
     start, call, sep, end = known(form.section), known(form.call), known(form.separator), known(form.ends)
     id_rule = f"/[a-z0-9]{{10}}/ {lark.text(form.id_separator)}" if form.id_separator else ""
@@ -121,18 +121,18 @@ def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[T
     return Shape(start, one(0), more, lark.text(tail), ends=(tail,))
 
 
-def tagged_json_shape(lark: Lark, form: TaggedJson, tools: Sequence[Tool]) -> Shape:
+def tagged_json_shape(lark: Lark, form: TaggedJson, tools: Sequence[ToolSchema]) -> Shape:
     start, end = form.starts[0], lark.text(form.ends[0])
     first = either([f"{lark.text(tool.name + '>')} {whole_json(lark, tool)} {end}" for tool in tools])
     return Shape(start, first, (lark.rule(f"{lark.text(start)} {first}"),) * MANY)
 
 
-def recipient_shape(lark: Lark, form: RecipientJson, tools: Sequence[Tool]) -> Shape:
+def recipient_shape(lark: Lark, form: RecipientJson, tools: Sequence[ToolSchema]) -> Shape:
     first = either([f"{lark.text(tool.name + chr(10))} {whole_json(lark, tool)}" for tool in tools])
     return Shape(form.starts[0], first, (lark.rule(f"{lark.text(chr(10) + form.starts[0])} {first}"),) * MANY)
 
 
-def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[Tool]) -> Shape:
+def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
     start, end = lark.marks.known(form.starts), "" if form.bare else lark.marks.known(form.ends)
     # OLMo writes one call a line.
     is_lines = family == "olmo3_pythonic"
@@ -146,7 +146,7 @@ def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[Too
     return Shape(start, f"{lark.text(open_)} {first}", more, lark.text(close), ends=(close,))
 
 
-def gemma_shape(lark: Lark, form: GemmaCalls, tools: Sequence[Tool]) -> Shape:
+def gemma_shape(lark: Lark, form: GemmaCalls, tools: Sequence[ToolSchema]) -> Shape:
     start, end = form.starts[0], lark.text(form.ends[0])
     style = Style(delimiter=form.dialect.delimiter, space="")
     calls: list[str] = []

@@ -8,7 +8,7 @@ from worker.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.parsers.schema import Parameters, Schema, mapping
 from worker.parsers.xml_calls import XmlCalls
 from worker.structured.tool_grammar.lark import Lark, either
-from worker.structured.tool_grammar.schemas import Tool, constants, only, quantifier, resolved
+from worker.structured.tool_grammar.schemas import ToolSchema, constants, only, quantifier, resolved
 from worker.structured.tool_grammar.shape import MANY, NUMBERED, Shape
 from worker.structured.tool_grammar.values import JSON, Values
 
@@ -65,7 +65,7 @@ XML_SHAPES: Final[dict[str, XmlShape]] = {
 _SECOND_WRAP: Final = frozenset({"deepseek_v4"})
 
 
-def xml_shape(lark: Lark, form: XmlCalls, family: str, tools: Sequence[Tool]) -> Shape:
+def xml_shape(lark: Lark, form: XmlCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
     return _XmlWriter(lark, form, XML_SHAPES.get(family, _QWEN), family).shape(tools)
 
 
@@ -84,7 +84,7 @@ class _XmlWriter:
             form.param_end, form.call_end, *form.wrap_end, "\n" + form.param, *(("<![CDATA[",) if form.cdata else ()),
         )  # fmt: skip
 
-    def shape(self, tools: Sequence[Tool]) -> Shape:
+    def shape(self, tools: Sequence[ToolSchema]) -> Shape:
         lark, form, look = self._lark, self._form, self._look
         values = (look.before_end + form.param_end,)
         wrap_end = (look.end + self._wrap_end,) if self._wrap_end else ()
@@ -108,10 +108,10 @@ class _XmlWriter:
         more_calls = tuple(lark.rule(f"{again} {self._call(tools, index + 1)}") for index in range(numbers))
         return Shape(self._wrap, first, more_calls, lark.text(look.end + self._wrap_end), values, ends)
 
-    def _call(self, tools: Sequence[Tool], index: int) -> str:
+    def _call(self, tools: Sequence[ToolSchema], index: int) -> str:
         return either([self._one(tool, index) for tool in tools])
 
-    def _one(self, tool: Tool, index: int) -> str:
+    def _one(self, tool: ToolSchema, index: int) -> str:
         """A call after its marker, up to the end of it."""
         lark, form, look = self._lark, self._form, self._look
         name = look.name.replace("{name}", tool.name).replace("{index}", str(index + 1))
@@ -120,7 +120,7 @@ class _XmlWriter:
         params = [self._param(tool, key, schema) for key, schema in lark.parameters(tool).items()]
         return f"{lark.text(name + head_end + look.head)} {' '.join(params)} {lark.text(form.call_end)}"
 
-    def _param(self, tool: Tool, key: str, schema: Any) -> str:
+    def _param(self, tool: ToolSchema, key: str, schema: Any) -> str:
         form, look = self._form, self._look
         kinds = Parameters(tool.parameters).types(key)
         kind = next(iter(sorted(kinds)), "string")
@@ -135,12 +135,12 @@ class _XmlWriter:
         return whole if key in tool.required else f"({whole})?"
 
 
-def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[Tool]) -> Shape:
+def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[ToolSchema]) -> Shape:
     """Objects and lists are written as JSON, which is read as well; the model itself nests tags."""
     start, end = form.starts[0], form.ends[0]
     mark = start.removesuffix("<tool_call>")
 
-    def call(tool: Tool) -> str:
+    def call(tool: ToolSchema) -> str:
         params: list[str] = []
         for key, schema in lark.parameters(tool).items():
             value = parameter(lark, tool, key, schema, f"{mark}</{key}>", (mark,))
@@ -153,7 +153,7 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[Tool]) ->
     return Shape(start, f"{lark.text(chr(10))} {first}", (first,) * MANY, lark.text(end), (f"{mark}</",), (end,))
 
 
-def parameter(lark: Lark, tool: Tool, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
+def parameter(lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
     """The value of a parameter and the `end` behind it. A string is plain text, everything else JSON."""
     options = _options(resolved(schema, tool.parameters))
     return either([_option(lark, tool, key, option, end, banned) for option in options or [schema]])
@@ -167,7 +167,7 @@ def _options(fields: Schema) -> list[Any]:
     return []
 
 
-def _option(lark: Lark, tool: Tool, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
+def _option(lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
     fields = resolved(schema, tool.parameters)
     if not ("$ref" not in mapping(schema) or only(schema, "$ref")) or schema is False:
         lark.unheld.add(tool.name)

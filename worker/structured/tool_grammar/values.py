@@ -9,7 +9,7 @@ from worker.parsers.schema import Schema, mapping
 from worker.structured.compiler import lark_json
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import (
-    Tool,
+    ToolSchema,
     constants,
     count,
     is_bounded,
@@ -43,7 +43,7 @@ JSON: Final = Style()
 PYTHON: Final = Style(words=("True", "False", "None"))
 
 
-def whole_json(lark: Lark, tool: Tool) -> str:
+def whole_json(lark: Lark, tool: ToolSchema) -> str:
     """A tool's arguments as one JSON object."""
     return lark.rule(lark_json(dict(tool.parameters), is_lenient=True))
 
@@ -51,7 +51,7 @@ def whole_json(lark: Lark, tool: Tool) -> str:
 class Values:
     """Writes the values of one tool. No text in `banned` occurs in a value that the grammar lets through."""
 
-    def __init__(self, lark: Lark, tool: Tool, style: Style, banned: Sequence[str] = ()) -> None:
+    def __init__(self, lark: Lark, tool: ToolSchema, style: Style, banned: Sequence[str] = ()) -> None:
         self._lark = lark
         self._name = tool.name
         self._root = tool.parameters
@@ -179,7 +179,7 @@ class Values:
     def _free(self, value: str) -> str:
         """An object with keys of any name."""
         plain = Style(space=self._style.space)
-        key = Values(self._lark, Tool("", {}), plain, self._banned).value({"type": "string", "minLength": 1})
+        key = Values(self._lark, ToolSchema("", {}), plain, self._banned).value({"type": "string", "minLength": 1})
         colon, comma = self._lark.text(":" + self._style.space), self._lark.text("," + self._style.space)
         pair = f"{key} {colon} {value}"
         return self._lark.rule(f'"{{" ({pair} ({comma} {pair})*)? "}}"')

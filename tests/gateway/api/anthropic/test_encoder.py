@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from gateway.api.anthropic.encoder import MessageFold, MessageStream
 from gateway.errors import ApiError, Unavailable
-from protocol.messages import Delta, Finish, Kind, Tool, Usage
+from protocol.messages import Delta, DeltaKind, Finish, ToolCallDelta, Usage
 from tests.support.merged import merge_blocks
 
 RID = 10
@@ -49,16 +49,20 @@ _arguments = st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_si
 def _sequence(draw: st.DrawFn) -> list[Delta]:
     deltas: list[Delta] = []
     tools = 0
-    for kind in draw(st.lists(st.sampled_from([Kind.TEXT, Kind.REASONING, Kind.TOOL_BEGIN]), max_size=8)):
-        if kind is not Kind.TOOL_BEGIN:
+    for kind in draw(
+        st.lists(st.sampled_from([DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_BEGIN]), max_size=8)
+    ):
+        if kind is not DeltaKind.TOOL_BEGIN:
             deltas.append(Delta(RID, kind, draw(_texts)))
             continue
         arguments = draw(_arguments)
         arguments = arguments[: draw(st.integers(0, len(arguments)))] if draw(st.booleans()) else arguments
         cut = draw(st.integers(0, len(arguments)))
-        deltas.append(Delta(RID, kind, tool=Tool(tools, f"call_{tools}", "f")))
-        deltas += [Delta(RID, Kind.TOOL_ARGS, t, tool=Tool(tools)) for t in (arguments[:cut], arguments[cut:])]
-        deltas.append(Delta(RID, Kind.TOOL_END, tool=Tool(tools)))
+        deltas.append(Delta(RID, kind, tool=ToolCallDelta(tools, f"call_{tools}", "f")))
+        deltas += [
+            Delta(RID, DeltaKind.TOOL_ARGS, t, tool=ToolCallDelta(tools)) for t in (arguments[:cut], arguments[cut:])
+        ]
+        deltas.append(Delta(RID, DeltaKind.TOOL_END, tool=ToolCallDelta(tools)))
         tools += 1
     finish = draw(st.sampled_from([Finish.STOP, Finish.LENGTH, Finish.TOOL_CALLS]))
     stop = draw(st.sampled_from(["", "END"]))
@@ -100,11 +104,11 @@ def _end(finish: Finish = Finish.STOP, **fields: Any) -> Delta:
 def test_thinking_then_text_then_calls() -> None:
     stream, whole = encode(
         [
-            Delta(RID, Kind.REASONING, "hm"),
+            Delta(RID, DeltaKind.REASONING, "hm"),
             Delta(RID, text="Listing."),
-            Delta(RID, Kind.TOOL_BEGIN, tool=Tool(0, "toolu_1", "ls")),
-            Delta(RID, Kind.TOOL_ARGS, '{"path": "."}', tool=Tool(0)),
-            Delta(RID, Kind.TOOL_END, tool=Tool(0)),
+            Delta(RID, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "toolu_1", "ls")),
+            Delta(RID, DeltaKind.TOOL_ARGS, '{"path": "."}', tool=ToolCallDelta(0)),
+            Delta(RID, DeltaKind.TOOL_END, tool=ToolCallDelta(0)),
             _end(Finish.TOOL_CALLS),
         ]
     )
@@ -133,7 +137,7 @@ def test_a_stop_sequence_is_reported() -> None:
 
 
 def test_each_block_of_thinking_has_a_signature_of_its_own() -> None:
-    said = [Delta(RID, Kind.REASONING, "a"), Delta(RID, text="b"), Delta(RID, Kind.REASONING, "a"), _end()]
+    said = [Delta(RID, DeltaKind.REASONING, "a"), Delta(RID, text="b"), Delta(RID, DeltaKind.REASONING, "a"), _end()]
     _, whole = encode(said)
 
     first, _, second = whole["content"]

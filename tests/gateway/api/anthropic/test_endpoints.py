@@ -11,9 +11,9 @@ import pytest
 
 from gateway.api.anthropic.encoder import MessageStream
 from gateway.config.settings import ModelConfig, ServerConfig
-from gateway.http.sse import Pace, respond_stream
+from gateway.http.sse import StreamTiming, respond_stream
 from gateway.request.generation import Generation
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from gateway.supervisor.state import State
 from protocol.messages import ChatPrompt, Generate, Sampling
 from tests.gateway.harness import Gateway, running
@@ -217,10 +217,10 @@ async def test_pings_are_sent_during_a_load(tmp_path: Path) -> None:
         encoder = MessageStream("msg_1", "m")
         prompt = ChatPrompt([{"role": "user", "content": "hi"}])
         generate = Generate(gateway.link.next_rid(), prompt, Sampling(), max_tokens=2)
-        record = Record("id", "POST", PATH)
+        record = RequestRecord("id", "POST", PATH)
         services = gateway.app.services
         with Generation(services, services.config.models["m"], [generate], record, encoder.bind) as generation:
-            await respond_stream(generation, encoder, record, receive, send, 0, Pace(0.01, 0.02))
+            await respond_stream(generation, encoder, record, receive, send, 0, StreamTiming(0.01, 0.02))
 
     said = names(b"".join(sent).decode())
     assert said[:3] == ["message_start", "ping", "ping"]

@@ -14,13 +14,13 @@ from gateway.access.caller import Caller
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.api.ollama.encoder import ChatForm, LineStream
-from gateway.api.ollama.load_orders import Loading
+from gateway.api.ollama.load_orders import LoadOrder
 from gateway.config.patterns import Pattern
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.errors import ModelNotFound
-from gateway.http.sse import JSON_LINES, Pace, respond_stream
+from gateway.http.sse import JSON_LINES, StreamTiming, respond_stream
 from gateway.request.generation import Generation
-from gateway.request.record import Record
+from gateway.request.record import RequestRecord
 from gateway.supervisor.state import State
 from protocol.messages import ChatPrompt, Generate, Sampling
 from tests.gateway.harness import Gateway, running, until
@@ -191,7 +191,7 @@ async def test_a_name_may_end_in_latest(gateway: Gateway) -> None:
 
 
 async def test_a_long_wait_is_bridged_by_lines_that_say_nothing(gateway: Gateway) -> None:
-    record = Record("r", "POST", CHAT)
+    record = RequestRecord("r", "POST", CHAT)
     model = ModelConfig(name="m", path="m")
     script = json.dumps([["progress"], ["wait"], ["wait"], ["text", "Hi"], ["finish", "stop"]])
     prompt = ChatPrompt([{"role": "user", "content": script}])
@@ -208,7 +208,7 @@ async def test_a_long_wait_is_bridged_by_lines_that_say_nothing(gateway: Gateway
     services = gateway.app.services
     generates = [Generate(services.link.next_rid(), prompt, Sampling(), want_progress=True)]
     with Generation(services, model, generates, record, encoder.bind) as generation:
-        await respond_stream(generation, encoder, record, receive, send, 0, Pace(0.0, 0.005), JSON_LINES)
+        await respond_stream(generation, encoder, record, receive, send, 0, StreamTiming(0.0, 0.005), JSON_LINES)
 
     body = b"".join(message.get("body", b"") for message in sent)
     said = lines(body.decode())
@@ -261,9 +261,9 @@ async def test_an_unload_of_a_peers_model_names_only_the_models_of_its_key(gatew
     async def silence() -> Message:
         raise AssertionError("a refusal comes before any wait")
 
-    loading, elsewhere = Loading(gateway.app.services), ModelConfig(name="elsewhere", path="")
+    loading, elsewhere = LoadOrder(gateway.app.services), ModelConfig(name="elsewhere", path="")
     for models, named in (None, True), ((Pattern("elsewhere"),), False):
-        record = Record("one", "POST", GENERATE, caller=Caller(key="k", models=models))
+        record = RequestRecord("one", "POST", GENERATE, caller=Caller(key="k", models=models))
         with pytest.raises(ModelNotFound) as refused:
             await loading.run(record, elsewhere, silence, is_last=True)
         assert refused.value.message.endswith(": m." if named else ": .")

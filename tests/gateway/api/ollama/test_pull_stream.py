@@ -12,11 +12,11 @@ from starlette.types import Message
 from gateway.access.caller import Caller
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
-from gateway.api.ollama.pull_stream import Pull, repository_of
+from gateway.api.ollama.pull_stream import PullEndpoint, repository_of
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
-from gateway.request.record import Record
-from gateway.web.schemas import Pull as Ordered
+from gateway.request.record import RequestRecord
+from gateway.web.schemas import PullStatus as Ordered
 from tests.gateway.harness import Gateway, running
 from tests.support.hub import Hub, model_repo
 
@@ -94,9 +94,9 @@ async def test_a_stream_of_a_download_that_is_not_listed_any_more_ends_with_an_e
     async def send(message: Message) -> None:
         sent.append(message)
 
-    record = Record("one", "POST", "/api/pull", caller=Caller(key="boss", is_admin=True))
+    record = RequestRecord("one", "POST", "/api/pull", caller=Caller(key="boss", is_admin=True))
     scope = {"type": "http", "headers": [], "mlxd.record": record}
-    await Pull(gateway.app.services, Forgetful())(scope, receive, send)
+    await PullEndpoint(gateway.app.services, Forgetful())(scope, receive, send)
     assert "not listed any more" in json.loads(sent[-1]["body"])["error"]
     assert (sent[-1]["more_body"], record.outcome) == (False, "pull_not_found")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.ollama.conversation import Turn, read_context, write_context
+from gateway.api.ollama.conversation import ConversationTurn, read_context, write_context
 from gateway.api.ollama.lowering import lower_chat, lower_generate
 from gateway.api.ollama.options import read_options
 from gateway.api.ollama.request import decode_chat, decode_generate, is_zero
@@ -115,7 +115,9 @@ def test_a_last_turn_of_the_assistant_is_the_beginning_of_the_answer() -> None:
 
 
 def test_a_completion_is_a_chat_of_its_system_its_context_and_its_prompt() -> None:
-    context = write_context([Turn("system", "old"), Turn("user", "a"), Turn("assistant", "b")])
+    context = write_context(
+        [ConversationTurn("system", "old"), ConversationTurn("user", "a"), ConversationTurn("assistant", "b")]
+    )
     prompt = completed(prompt="c", system="new", context=context).prompt
 
     assert isinstance(prompt, ChatPrompt)
@@ -131,13 +133,13 @@ def test_a_completion_is_a_chat_of_its_system_its_context_and_its_prompt() -> No
 
 @pytest.mark.parametrize("text", ["", "x", "ab", "abc", "é🙂", "x" * 1000])
 def test_a_context_is_read_as_it_was_written(text: str) -> None:
-    turns = [Turn("user", text), Turn("assistant", text)]
+    turns = [ConversationTurn("user", text), ConversationTurn("assistant", text)]
 
     assert read_context(write_context(turns)) == turns
 
 
 def test_no_other_numbers_are_a_context() -> None:
-    good = write_context([Turn("user", "hello")])
+    good = write_context([ConversationTurn("user", "hello")])
 
     for bad in (
         good[:-1],
@@ -186,7 +188,7 @@ def test_a_row_of_zeros_that_ends_in_something_else_is_refused_at_once() -> None
 
 @pytest.mark.parametrize("text", ["", "a", "ab", "abc", "ü", "日本語" * 100])
 def test_a_conversation_has_the_numbers_that_it_always_had(text: str) -> None:
-    turns = [Turn("user", text), Turn("assistant", "x" + text)]
+    turns = [ConversationTurn("user", text), ConversationTurn("assistant", "x" + text)]
     data = json.dumps([["user", text], ["assistant", "x" + text]], separators=(",", ":"), ensure_ascii=False).encode()
     words = [int.from_bytes(data[at : at + 3]) for at in range(0, len(data), 3)]
     assert write_context(turns)[1:] == [len(data), *words]

@@ -17,7 +17,7 @@ from gateway.api.openai.completions_encoder import TextFold, TextStream
 from gateway.api.openai.prompt_logprobs import encode_entries
 from gateway.api.openai.response import ChatChunk, ChatChunkChoice, ChatDelta, TextChoice, TextCompletion
 from gateway.errors import BadRequest, Unavailable
-from protocol.messages import Delta, Finish, Kind, PromptLogprob, PromptPart, TokenLogprob, Tool, Usage
+from protocol.messages import Delta, DeltaKind, Finish, PromptLogprob, PromptPart, TokenLogprob, ToolCallDelta, Usage
 from tests.support.merged import merge_chat, merge_text
 
 HEADING = Heading("id-1", 1234, 'a "quoted" model', choices=2)
@@ -48,13 +48,16 @@ _logprobs = st.none() | st.lists(
 def _sequence(draw: st.DrawFn, rid: int) -> list[Delta]:
     deltas: list[Delta] = []
     tools = 0
-    for kind in draw(st.lists(st.sampled_from(Kind), max_size=8)):
-        if kind in (Kind.TEXT, Kind.REASONING):
+    for kind in draw(st.lists(st.sampled_from(DeltaKind), max_size=8)):
+        if kind in (DeltaKind.TEXT, DeltaKind.REASONING):
             deltas.append(Delta(rid, kind, draw(_texts), logprobs=draw(_logprobs)))
-        elif kind is Kind.TOOL_BEGIN:
-            deltas.append(Delta(rid, kind, tool=Tool(tools, f"call_{tools}", "f")))
-            deltas += [Delta(rid, Kind.TOOL_ARGS, t, tool=Tool(tools)) for t in draw(st.lists(_texts, max_size=3))]
-            deltas.append(Delta(rid, Kind.TOOL_END, tool=Tool(tools)))
+        elif kind is DeltaKind.TOOL_BEGIN:
+            deltas.append(Delta(rid, kind, tool=ToolCallDelta(tools, f"call_{tools}", "f")))
+            deltas += [
+                Delta(rid, DeltaKind.TOOL_ARGS, t, tool=ToolCallDelta(tools))
+                for t in draw(st.lists(_texts, max_size=3))
+            ]
+            deltas.append(Delta(rid, DeltaKind.TOOL_END, tool=ToolCallDelta(tools)))
             tools += 1
     finish = draw(st.sampled_from([Finish.STOP, Finish.LENGTH, Finish.TOOL_CALLS]))
     usage = Usage(draw(st.integers(1, 9)), draw(st.integers(0, 9)), draw(st.integers(0, 9)))
@@ -272,10 +275,10 @@ def test_a_tool_name_and_id_are_sent_once() -> None:
     stream = ChatStream(HEADING, False)
     stream.bind(RIDS)
     deltas = [
-        Delta(10, Kind.TOOL_BEGIN, tool=Tool(0, "call_1", "get_weather")),
-        Delta(10, Kind.TOOL_ARGS, '{"a"', tool=Tool(0)),
-        Delta(10, Kind.TOOL_ARGS, ":1}", tool=Tool(0)),
-        Delta(10, Kind.TOOL_END, tool=Tool(0)),
+        Delta(10, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "call_1", "get_weather")),
+        Delta(10, DeltaKind.TOOL_ARGS, '{"a"', tool=ToolCallDelta(0)),
+        Delta(10, DeltaKind.TOOL_ARGS, ":1}", tool=ToolCallDelta(0)),
+        Delta(10, DeltaKind.TOOL_END, tool=ToolCallDelta(0)),
         Delta(10, finish=Finish.TOOL_CALLS, usage=Usage(1, 0, 1)),
     ]
 
@@ -295,8 +298,8 @@ def test_a_message_with_only_tool_calls_has_null_content_and_whole_arguments() -
     fold.bind(RIDS)
     fold.add(
         [
-            Delta(10, Kind.TOOL_BEGIN, tool=Tool(0, "call_1", "f")),
-            Delta(10, Kind.TOOL_ARGS, "{}", tool=Tool(0)),
+            Delta(10, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "call_1", "f")),
+            Delta(10, DeltaKind.TOOL_ARGS, "{}", tool=ToolCallDelta(0)),
             Delta(10, finish=Finish.TOOL_CALLS, usage=Usage(1, 0, 1)),
             Delta(11, text="x", finish=Finish.STOP, usage=Usage(1, 0, 1)),
         ]
@@ -317,8 +320,8 @@ def test_who_sends_functions_gets_a_function_call() -> None:
     heading = Heading("i", 0, "m", choices=1, is_legacy=True)
     stream, fold = ChatStream(heading, False), ChatFold(heading)
     deltas = [
-        Delta(10, Kind.TOOL_BEGIN, tool=Tool(0, "call_1", "f")),
-        Delta(10, Kind.TOOL_ARGS, "{}", tool=Tool(0)),
+        Delta(10, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "call_1", "f")),
+        Delta(10, DeltaKind.TOOL_ARGS, "{}", tool=ToolCallDelta(0)),
         Delta(10, finish=Finish.TOOL_CALLS, usage=Usage(1, 0, 1)),
     ]
     stream.bind((10,))

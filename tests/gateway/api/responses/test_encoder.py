@@ -12,15 +12,15 @@ from pydantic import TypeAdapter
 from gateway.api.responses import response as out
 from gateway.api.responses.custom_input import InputReader
 from gateway.api.responses.echo import echo
-from gateway.api.responses.encoder import QueuedStream, ResponseFold, ResponseStream, Run
-from gateway.api.responses.items import Output
+from gateway.api.responses.encoder import QueuedStream, ResponseFold, ResponseRun, ResponseStream
+from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.request import decode_responses
 from gateway.api.responses.tools import toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import Overloaded, Unavailable, from_failure
 from gateway.request.bodies import LARGE_BYTES
 from protocol.failures import Code, Failure
-from protocol.messages import Delta, Finish, Kind, TokenLogprob, Tool, Usage
+from protocol.messages import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta, Usage
 from tests.support.merged import merge_items
 
 RID = 5
@@ -33,12 +33,16 @@ BODY: dict[str, Any] = {"model": "m", "input": "hi", "tools": TOOLS, "metadata":
 _event = TypeAdapter[Any](ResponseStreamEvent)
 
 
-def run(kept: list[out.Response] | None = None, sealed: bool = False) -> Run:
+def run(kept: list[out.Response] | None = None, sealed: bool = False) -> ResponseRun:
     request = decode_responses(json.dumps(BODY).encode())[0]
     box = toolbox(request)
     response = echo(request, box, ModelConfig(name="m", path="m"), "resp_1", 100, is_stored=True)
-    return Run(
-        response, Output("1", box.forms, sealed), lambda: 200, ([] if kept is None else kept).append, lambda rids: None
+    return ResponseRun(
+        response,
+        ResponseOutput("1", box.forms, sealed),
+        lambda: 200,
+        ([] if kept is None else kept).append,
+        lambda rids: None,
     )
 
 
@@ -65,17 +69,19 @@ _logprobs = st.none() | st.lists(st.builds(TokenLogprob, st.binary(max_size=3), 
 def _batches(draw: st.DrawFn) -> list[list[Delta]]:
     deltas: list[Delta] = []
     tools = 0
-    for kind in draw(st.lists(st.sampled_from([Kind.TEXT, Kind.REASONING, Kind.TOOL_BEGIN]), max_size=7)):
-        if kind is not Kind.TOOL_BEGIN:
+    for kind in draw(
+        st.lists(st.sampled_from([DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_BEGIN]), max_size=7)
+    ):
+        if kind is not DeltaKind.TOOL_BEGIN:
             deltas.append(Delta(RID, kind, draw(_texts), logprobs=draw(_logprobs)))
             continue
         name = draw(st.sampled_from(["f", "patch", "ns__g", "unknown"]))
-        deltas.append(Delta(RID, kind, tool=Tool(tools, f"call_{tools}", name)))
+        deltas.append(Delta(RID, kind, tool=ToolCallDelta(tools, f"call_{tools}", name)))
         pieces = draw(
             st.lists(st.sampled_from(['{"input"', ': "a', "\\n", "\\ud83d", "\\ude00", '"}', "zz"]), max_size=6)
         )
-        deltas += [Delta(RID, Kind.TOOL_ARGS, piece, tool=Tool(tools)) for piece in pieces]
-        deltas.append(Delta(RID, Kind.TOOL_END, tool=Tool(tools)))
+        deltas += [Delta(RID, DeltaKind.TOOL_ARGS, piece, tool=ToolCallDelta(tools)) for piece in pieces]
+        deltas.append(Delta(RID, DeltaKind.TOOL_END, tool=ToolCallDelta(tools)))
         tools += 1
     finish = draw(st.sampled_from([Finish.STOP, Finish.LENGTH, Finish.TOOL_CALLS]))
     usage = Usage(draw(st.integers(1, 9)), draw(st.integers(0, 9)), draw(st.integers(0, 9)))
@@ -154,7 +160,7 @@ def test_a_text_has_its_events_in_the_order_of_the_specification() -> None:
 
 
 def test_reasoning_is_an_item_with_its_text_and_an_empty_summary() -> None:
-    found = said(Delta(RID, Kind.REASONING, "hm"), Delta(RID, text="a"))
+    found = said(Delta(RID, DeltaKind.REASONING, "hm"), Delta(RID, text="a"))
     [reasoning, message] = found[-1]["response"]["output"]
 
     assert reasoning == {
@@ -169,11 +175,11 @@ def test_reasoning_is_an_item_with_its_text_and_an_empty_summary() -> None:
 
 def test_a_custom_call_is_told_as_plain_text_while_it_is_written() -> None:
     pieces = ['{"in', 'put": "*** Be', "gin\\", 'n\\"x', '\\u00e9"', "}"]
-    deltas = [Delta(RID, Kind.TOOL_ARGS, piece, tool=Tool(0)) for piece in pieces]
+    deltas = [Delta(RID, DeltaKind.TOOL_ARGS, piece, tool=ToolCallDelta(0)) for piece in pieces]
     found = said(
-        Delta(RID, Kind.TOOL_BEGIN, tool=Tool(0, "call_1", "patch")),
+        Delta(RID, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "call_1", "patch")),
         *deltas,
-        Delta(RID, Kind.TOOL_END, tool=Tool(0)),
+        Delta(RID, DeltaKind.TOOL_END, tool=ToolCallDelta(0)),
         finish=Finish.TOOL_CALLS,
     )
 
@@ -184,8 +190,8 @@ def test_a_custom_call_is_told_as_plain_text_while_it_is_written() -> None:
 
 
 def test_a_call_into_a_namespace_names_both() -> None:
-    begin = Delta(RID, Kind.TOOL_BEGIN, tool=Tool(0, "call_1", "ns__g"))
-    [item] = said(begin, Delta(RID, Kind.TOOL_END, tool=Tool(0)))[-1]["response"]["output"]
+    begin = Delta(RID, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "call_1", "ns__g"))
+    [item] = said(begin, Delta(RID, DeltaKind.TOOL_END, tool=ToolCallDelta(0)))[-1]["response"]["output"]
 
     assert (item["name"], item["namespace"], item["call_id"]) == ("g", "ns", "call_1")
 
@@ -202,9 +208,9 @@ def test_an_answer_cut_short_is_incomplete_with_its_last_item() -> None:
 @pytest.mark.parametrize(("arguments", "status"), [('{"input": "all"}', "completed"), ('{"input": "ha', "incomplete")])
 def test_a_call_that_broke_off_is_not_told_as_a_whole_one(name: str, arguments: str, status: str) -> None:
     found = said(
-        Delta(RID, Kind.TOOL_BEGIN, tool=Tool(0, "call_1", name)),
-        Delta(RID, Kind.TOOL_ARGS, arguments, tool=Tool(0)),
-        Delta(RID, Kind.TOOL_END, tool=Tool(0)),
+        Delta(RID, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "call_1", name)),
+        Delta(RID, DeltaKind.TOOL_ARGS, arguments, tool=ToolCallDelta(0)),
+        Delta(RID, DeltaKind.TOOL_END, tool=ToolCallDelta(0)),
         finish=Finish.LENGTH,
     )
     [done] = [event for event in found if event["type"] == "response.output_item.done"]
@@ -221,7 +227,10 @@ def test_an_empty_answer_is_an_empty_message() -> None:
 def test_log_probabilities_of_held_back_text_are_kept_and_those_of_markup_are_not() -> None:
     one, two = TokenLogprob(b"<t>", -1.0), TokenLogprob(b"a", -2.0)
     found = said(
-        Delta(RID, logprobs=(one,)), Delta(RID, Kind.REASONING, "x"), Delta(RID, logprobs=(two,)), Delta(RID, text="a")
+        Delta(RID, logprobs=(one,)),
+        Delta(RID, DeltaKind.REASONING, "x"),
+        Delta(RID, logprobs=(two,)),
+        Delta(RID, text="a"),
     )
     message = found[-1]["response"]["output"][1]
 
@@ -311,7 +320,7 @@ def test_a_large_request_of_which_there_is_a_part_is_told_with_it() -> None:
     failed.response = msgspec.structs.replace(failed.response, instructions="words")
     failed.asked_bytes = LARGE_BYTES
     stream = QueuedStream(failed)
-    stream.encode([Delta(RID, Kind.TEXT, "a")])
+    stream.encode([Delta(RID, DeltaKind.TEXT, "a")])
     stream.error(Unavailable("the worker ended"))
 
     assert failed.snapshot().instructions == "words"

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.api.responses.event_log import READ_BYTES_MAX, REPEATED_MIN_BYTES, EventLog, EventsGone, Place
+from gateway.api.responses.event_log import READ_BYTES_MAX, REPEATED_MIN_BYTES, EventLog, EventsGone, ReaderPosition
 
 pytestmark = pytest.mark.anyio
 
@@ -26,9 +26,9 @@ def log_of(count: int) -> EventLog:
 
 async def read_all(log: EventLog, end: int, number: int = 0, echo: bytes = b"") -> list[bytes]:
     """Pieces of the events from `number` up to `end`."""
-    place = Place(number)
+    place = ReaderPosition(number)
     pieces: list[bytes] = []
-    while place != Place(end):
+    while place != ReaderPosition(end):
         piece, place = await log.read(place, 0, echo)
         pieces.append(piece)
     return pieces
@@ -38,36 +38,36 @@ async def test_a_reader_gets_what_follows_its_last_event_and_the_next_number() -
     log = log_of(5)
 
     for number in range(5):
-        data, place = await log.read(Place(number), 0)
+        data, place = await log.read(ReaderPosition(number), 0)
         assert data == b"".join(map(event, range(number, 5)))
-        assert place == Place(5)
-    assert await log.read(Place(5), 0) == (b"", Place(5))
+        assert place == ReaderPosition(5)
+    assert await log.read(ReaderPosition(5), 0) == (b"", ReaderPosition(5))
 
 
 async def test_a_reader_waits_for_news_and_for_the_end() -> None:
     log = log_of(1)
-    reading = asyncio.create_task(log.read(Place(1), 60))
+    reading = asyncio.create_task(log.read(ReaderPosition(1), 60))
     await asyncio.sleep(0)
     log.add(event(1) + event(2))
-    assert await reading == (event(1) + event(2), Place(3))
+    assert await reading == (event(1) + event(2), ReaderPosition(3))
 
-    ending = asyncio.create_task(log.read(Place(3), 60))
+    ending = asyncio.create_task(log.read(ReaderPosition(3), 60))
     await asyncio.sleep(0)
     log.close()
-    assert await ending == (b"", Place(3))
+    assert await ending == (b"", ReaderPosition(3))
     assert log.is_over
 
 
 async def test_a_reader_that_gives_up_takes_nothing_from_the_others() -> None:
     log = log_of(1)
-    readers = [asyncio.create_task(log.read(Place(1), 60)) for _ in range(3)]
+    readers = [asyncio.create_task(log.read(ReaderPosition(1), 60)) for _ in range(3)]
     await asyncio.sleep(0)
     readers[0].cancel()
     await asyncio.sleep(0)
     log.add(event(1))
 
-    assert await asyncio.gather(*readers[1:]) == [(event(1), Place(2))] * 2
-    assert await log.read(Place(2), 0) == (b"", Place(2))
+    assert await asyncio.gather(*readers[1:]) == [(event(1), ReaderPosition(2))] * 2
+    assert await log.read(ReaderPosition(2), 0) == (b"", ReaderPosition(2))
 
 
 async def test_what_is_too_much_drops_the_older_half_and_says_so_to_who_needs_it() -> None:
@@ -77,10 +77,10 @@ async def test_what_is_too_much_drops_the_older_half_and_says_so_to_who_needs_it
 
     assert log.size_bytes < 2000
     with pytest.raises(EventsGone):
-        log.check(Place(0))
+        log.check(ReaderPosition(0))
     with pytest.raises(EventsGone):
-        await log.read(Place(1), 0)
-    assert await log.read(Place(58), 0) == (event(58, 40) + event(59, 40), Place(60))
+        await log.read(ReaderPosition(1), 0)
+    assert await log.read(ReaderPosition(58), 0) == (event(58, 40) + event(59, 40), ReaderPosition(60))
 
 
 async def test_an_event_larger_than_all_that_is_kept_is_still_read() -> None:
@@ -88,7 +88,7 @@ async def test_an_event_larger_than_all_that_is_kept_is_still_read() -> None:
     log.add(event(0))
     log.add(event(1, 5000))
 
-    assert await log.read(Place(1), 0) == (event(1, 5000), Place(2))
+    assert await log.read(ReaderPosition(1), 0) == (event(1, 5000), ReaderPosition(2))
 
 
 async def test_a_first_event_of_more_than_half_goes_like_any_other() -> None:
@@ -99,8 +99,8 @@ async def test_a_first_event_of_more_than_half_goes_like_any_other() -> None:
 
     assert log.size_bytes < 2000
     with pytest.raises(EventsGone):
-        log.check(Place(0))
-    assert await log.read(Place(29), 0) == (event(29, 40), Place(30))
+        log.check(ReaderPosition(0))
+    assert await log.read(ReaderPosition(29), 0) == (event(29, 40), ReaderPosition(30))
 
 
 async def test_a_reader_far_behind_gets_everything_in_bounded_pieces() -> None:
@@ -118,8 +118,8 @@ async def test_a_reader_far_behind_gets_everything_in_bounded_pieces() -> None:
 async def test_a_reader_within_an_event_that_goes_does_not_get_another_in_its_place() -> None:
     log = EventLog(max_bytes=4 * READ_BYTES_MAX)
     log.add(event(0, 2 * READ_BYTES_MAX))
-    _, place = await log.read(Place(0), 0)
-    assert place == Place(0, READ_BYTES_MAX)
+    _, place = await log.read(ReaderPosition(0), 0)
+    assert place == ReaderPosition(0, READ_BYTES_MAX)
     log.add(event(1, 3 * READ_BYTES_MAX))
 
     with pytest.raises(EventsGone):
@@ -143,6 +143,6 @@ async def test_what_events_repeat_is_not_kept_and_is_in_what_is_read() -> None:
         assert b"".join(pieces) == b"".join(events[number:])
         assert max(map(len, pieces)) <= READ_BYTES_MAX
     log.add(b"".join(event(number, 40) for number in range(8, 60)))
-    assert (await log.read(Place(58), 0))[0] == b"".join(event(number, 40) for number in (58, 59))
+    assert (await log.read(ReaderPosition(58), 0))[0] == b"".join(event(number, 40) for number in (58, 59))
     log.add(telling[0])
     assert b"".join(await read_all(log, 61, 60, echo)) == telling[0]

@@ -5,7 +5,7 @@ import pytest
 
 from gateway.api.responses.lowering import lower_prompt, lower_responses, seal
 from gateway.api.responses.request import ResponsesRequest, decode_responses
-from gateway.api.responses.tools import Form, toolbox
+from gateway.api.responses.tools import ToolIdentity, toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from protocol.messages import ChatPrompt, ConstraintKind, Generate
@@ -189,9 +189,9 @@ def test_custom_and_namespace_tools_are_shown_as_functions() -> None:
     assert custom["parameters"]["required"] == ["input"]
     assert found.strict_tools == ("f",)
     assert box.forms == {
-        "f": Form("f"),
-        "apply_patch": Form("apply_patch", is_custom=True),
-        "ns__g": Form("g", "ns"),
+        "f": ToolIdentity("f"),
+        "apply_patch": ToolIdentity("apply_patch", is_custom=True),
+        "ns__g": ToolIdentity("g", "ns"),
     }
     assert box.ignored == ["tools.custom.format", "tools.web_search", "tools.mcp"]
     assert [tool.get("strict") for tool in box.echo] == [True, None, None, None, None]

@@ -20,12 +20,21 @@ from gateway.api.responses import journal as journals
 from gateway.api.responses import resumption
 from gateway.api.responses.background import Background, keep_nothing
 from gateway.api.responses.echo import echo
-from gateway.api.responses.encoder import Run
-from gateway.api.responses.items import Output
-from gateway.api.responses.journal_records import MAGIC, Asked, Begun, NotUnderstood, Started, Written, framed, parsed
+from gateway.api.responses.encoder import ResponseRun
+from gateway.api.responses.items import ResponseOutput
+from gateway.api.responses.journal_records import (
+    MAGIC,
+    BeginRecord,
+    DeltaRecord,
+    JournaledRequest,
+    NotUnderstood,
+    StartRecord,
+    framed,
+    parsed,
+)
 from gateway.api.responses.request import decode_responses
 from gateway.api.responses.response import Response
-from gateway.api.responses.resumption import Replayed, replay
+from gateway.api.responses.resumption import ReplayedResponse, replay
 from gateway.api.responses.tools import toolbox
 from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
 from gateway.errors import Unavailable
@@ -33,14 +42,14 @@ from gateway.media.in_flight_bytes import share_bytes
 from protocol.messages import (
     ChatPrompt,
     Delta,
+    DeltaKind,
     Finish,
     Generate,
-    Kind,
     Media,
     Sampling,
     TextPrompt,
     TokenLogprob,
-    Tool,
+    ToolCallDelta,
 )
 from tests.gateway.harness import Gateway, running, until
 from tests.gateway.web.visitors import log_in
@@ -203,46 +212,51 @@ def test_everything_that_is_said_is_told_again_alike() -> None:
     response = echo(request, box, ModelConfig(name="m", path="m"), "resp_0", 7, True)
     image = Media("image", b"d", b"bytes", param="input[0]")
     generate = Generate(1, ChatPrompt([{"role": "user", "content": "hi"}], media=(image,)), Sampling(seed=3))
-    asked = Asked("k", "m", "m", "req", response, generate, request.items, box.forms, True, 10, 1.5)
+    asked = JournaledRequest("k", "m", "m", "req", response, generate, request.items, box.forms, True, 10, 1.5)
 
-    def fresh(said: Asked) -> Background:
-        run = Run(said.response, Output("0", said.forms, said.is_sealed), lambda: 0, keep_nothing, lambda _: None)
+    def fresh(said: JournaledRequest) -> Background:
+        run = ResponseRun(
+            said.response, ResponseOutput("0", said.forms, said.is_sealed), lambda: 0, keep_nothing, lambda _: None
+        )
         return Background("k", run)
 
     logprob = TokenLogprob(b"o", -0.25, ((b"o", -0.25), (b"\xff", -3.0)))
-    f, c = Tool(0, "call_f", "f"), Tool(1, "call_c", "c")
+    f, c = ToolCallDelta(0, "call_f", "f"), ToolCallDelta(1, "call_c", "c")
     steps = [
-        [Delta(1, Kind.REASONING, "hm", (1, 2))],
-        [Delta(1, text="so", token_ids=(3,), logprobs=(logprob,)), Delta(1, Kind.TOOL_BEGIN, tool=f)],
-        [Delta(1, Kind.TOOL_ARGS, '{"a"', (4,), f), Delta(1, Kind.TOOL_ARGS, ": 1}", (5,), f)],
-        [Delta(1, Kind.TOOL_END, tool=f), Delta(1, Kind.TOOL_BEGIN, tool=c)],
-        [Delta(1, Kind.TOOL_ARGS, '{"input": "x\\u00', (6, 7), c)],
+        [Delta(1, DeltaKind.REASONING, "hm", (1, 2))],
+        [Delta(1, text="so", token_ids=(3,), logprobs=(logprob,)), Delta(1, DeltaKind.TOOL_BEGIN, tool=f)],
+        [Delta(1, DeltaKind.TOOL_ARGS, '{"a"', (4,), f), Delta(1, DeltaKind.TOOL_ARGS, ": 1}", (5,), f)],
+        [Delta(1, DeltaKind.TOOL_END, tool=f), Delta(1, DeltaKind.TOOL_BEGIN, tool=c)],
+        [Delta(1, DeltaKind.TOOL_ARGS, '{"input": "x\\u00', (6, 7), c)],
     ]
     first = fresh(asked)
     for data in (first.encoder.queued(), first.encoder.started(), *map(first.encoder.encode, steps)):
         first.events.add(data)
-    content = parsed(MAGIC + b"".join(map(framed, (asked, Begun("b"), Started(), *map(Written, steps)))))
+    content = parsed(MAGIC + b"".join(map(framed, (asked, BeginRecord("b"), StartRecord(), *map(DeltaRecord, steps)))))
     second = fresh(content.asked)
-    replayed = replay(second, [*content.records, Begun("b")])
+    replayed = replay(second, [*content.records, BeginRecord("b")])
 
     assert msgspec.json.encode(content.asked) == msgspec.json.encode(asked)
     assert replayed.token_ids == [1, 2, 3, 4, 5, 6, 7]
     assert bytes(second.events._data) == bytes(first.events._data)
     assert second.run.snapshot() == first.run.snapshot()
     # The rest comes out alike too, of a string that was cut within an escape.
-    rest = [Delta(1, Kind.TOOL_ARGS, 'e9"}', (8,), c), Delta(1, Kind.TOOL_END, tool=c, finish=Finish.TOOL_CALLS)]
+    rest = [
+        Delta(1, DeltaKind.TOOL_ARGS, 'e9"}', (8,), c),
+        Delta(1, DeltaKind.TOOL_END, tool=c, finish=Finish.TOOL_CALLS),
+    ]
     assert second.encoder.encode(rest) + second.encoder.end() == first.encoder.encode(rest) + first.encoder.end()
 
 
 def test_what_was_left_out_of_a_prompt_stays_left_out_after_a_restart() -> None:
-    run = Run(bare(), Output("0", {}, False), lambda: 0, keep_nothing, lambda _: None)
+    run = ResponseRun(bare(), ResponseOutput("0", {}, False), lambda: 0, keep_nothing, lambda _: None)
     generate = Generate(1, TextPrompt("hi"), Sampling(), truncate=-1)
-    written = [Written([Delta(1, text="x", token_ids=(token,))], (3, 900)) for token in (5, 6)]
-    replayed = replay(Background("k", run), [Begun("b"), Started(), *written])
+    written = [DeltaRecord([Delta(1, text="x", token_ids=(token,))], (3, 900)) for token in (5, 6)]
+    replayed = replay(Background("k", run), [BeginRecord("b"), StartRecord(), *written])
     expected = Generate(7, TextPrompt("hi"), Sampling(), truncate=-1, resume=(5, 6), left_out=(3, 900), deadline_ms=9)
     assert replayed.rest_of(generate, 7, 9) == expected
     # Without a token of it, the next worker decides.
-    assert Replayed().rest_of(generate, 7, 9).left_out is None
+    assert ReplayedResponse().rest_of(generate, 7, 9).left_out is None
 
 
 # -- what lies on the disk ---------------------------------------------------------------------------------------------
@@ -317,15 +331,17 @@ async def test_a_disk_that_hangs_holds_up_events_for_a_moment_only(
         await until(lambda: files(tmp_path) == [])
 
 
-CUT = [b"", b"\x07", b"\x10\x00\x00\x00abcd" + b"x" * 16, framed(Begun("b"))[:-1], bytes(100)]
+CUT = [b"", b"\x07", b"\x10\x00\x00\x00abcd" + b"x" * 16, framed(BeginRecord("b"))[:-1], bytes(100)]
 
 
 @pytest.mark.parametrize("end", CUT)
 def test_what_follows_the_last_whole_record_is_left_out(end: bytes) -> None:
-    asked = Asked("k", "m", "m", "req", bare(), Generate(1, TextPrompt("hi"), Sampling()), [], {}, False, 10, 1.5)
-    whole = MAGIC + framed(asked) + framed(Begun("b"))
+    asked = JournaledRequest(
+        "k", "m", "m", "req", bare(), Generate(1, TextPrompt("hi"), Sampling()), [], {}, False, 10, 1.5
+    )
+    whole = MAGIC + framed(asked) + framed(BeginRecord("b"))
     content = parsed(whole + end)
-    assert (content.records, content.whole_bytes) == ([Begun("b")], len(whole))
+    assert (content.records, content.whole_bytes) == ([BeginRecord("b")], len(whole))
 
 
 async def test_a_cut_end_is_written_over(tmp_path: Path) -> None:
@@ -333,7 +349,7 @@ async def test_a_cut_end_is_written_over(tmp_path: Path) -> None:
         made = await started(gateway, max_output_tokens=TOKENS)
     (file,) = files(tmp_path)
     whole = file.read_bytes()
-    file.write_bytes(whole + framed(Written([]))[:-1])
+    file.write_bytes(whole + framed(DeltaRecord([]))[:-1])
 
     async with running(tmp_path, SLOW) as gateway:
         await until(lambda: gateway.metrics.model("m").generation_tokens > 3)
@@ -341,7 +357,9 @@ async def test_a_cut_end_is_written_over(tmp_path: Path) -> None:
         assert said(await heard(gateway, made)) == text_of(TOKENS)
 
 
-@pytest.mark.parametrize("content", [b"", b"mlxd-journal 2\n", MAGIC, MAGIC + framed(Begun("b")), MAGIC + b"\xff" * 64])
+@pytest.mark.parametrize(
+    "content", [b"", b"mlxd-journal 2\n", MAGIC, MAGIC + framed(BeginRecord("b")), MAGIC + b"\xff" * 64]
+)
 def test_a_file_of_another_form_is_not_understood(content: bytes) -> None:
     with pytest.raises(NotUnderstood):
         parsed(content)
@@ -457,11 +475,11 @@ async def test_media_of_a_response_that_goes_on_count_for_its_key(tmp_path: Path
 
 
 async def test_one_key_fills_half_of_the_journals_while_there_are_others(tmp_path: Path) -> None:
-    def journal(name: str, owner: str) -> journals.Journal:
-        return journals.Journal(kept, tmp_path / name, lambda _: None, owner)
+    def journal(name: str, owner: str) -> journals.ResponseJournal:
+        return journals.ResponseJournal(kept, tmp_path / name, lambda _: None, owner)
 
     mib, others = 1 << 20, [False]
-    kept = journals.Journals(tmp_path, lambda: 200 * mib, Counter(), lambda: others[0])
+    kept = journals.ResponseJournals(tmp_path, lambda: 200 * mib, Counter(), lambda: others[0])
     try:
         assert kept.reserve(journal("1", "a"), 90 * mib)
         others[0] = True

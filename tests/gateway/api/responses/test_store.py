@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken, Stored, TooMuchSaid
+from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken, StoredResponse, TooMuchSaid
 from gateway.wall_clock import STEP_S, TRUST_S, WallClock
 
 
@@ -41,11 +41,11 @@ def store(path: Path, clock: Clock) -> Generator[Store, None, None]:
     made.close()
 
 
-def stored(name: str, previous: str | None = None, tenant: str = "", body: bytes = b"{}") -> Stored:
-    return Stored(name, tenant, previous, body, b"[]", [f"item_{name}"])
+def stored(name: str, previous: str | None = None, tenant: str = "", body: bytes = b"{}") -> StoredResponse:
+    return StoredResponse(name, tenant, previous, body, b"[]", [f"item_{name}"])
 
 
-def keep(store: Store, one: Stored) -> None:
+def keep(store: Store, one: StoredResponse) -> None:
     store.keep(len(one.body), lambda: one)
 
 
@@ -216,7 +216,7 @@ def test_a_conversation_larger_than_is_asked_for_is_not_read(store: Store) -> No
     for one in (stored("a", body=b"x" * 300), stored("b", "a", body=b"y" * 300)):
         keep(store, one)
 
-    def note(one: Stored) -> list[str]:
+    def note(one: StoredResponse) -> list[str]:
         read.append(one.id)
         return []
 
@@ -230,7 +230,7 @@ def test_a_conversation_larger_than_is_asked_for_is_not_read(store: Store) -> No
 
 
 def test_what_a_conversation_says_counts_not_what_is_kept_beside_it(store: Store) -> None:
-    keep(store, Stored("a", "", None, b"x" * 700, b"[]", said_bytes=10))
+    keep(store, StoredResponse("a", "", None, b"x" * 700, b"[]", said_bytes=10))
 
     assert asyncio.run(conversation(store, "a", most_bytes=10)) == ["a"]
     with pytest.raises(TooMuchSaid):
@@ -300,7 +300,7 @@ def test_what_the_disk_does_not_keep_up_with_is_dropped_and_counted(path: Path, 
     store = Store(path, 1000, 500.0, WallClock(clock, clock), problems)
     is_held = threading.Event()
 
-    def slow() -> Stored:
+    def slow() -> StoredResponse:
         is_held.wait(60)
         return stored("a")
 
@@ -353,7 +353,7 @@ def test_a_call_of_a_client_that_left_while_it_waited_takes_no_room(
     async def leave() -> None:
         is_free = threading.Event()
 
-        def late() -> Stored:
+        def late() -> StoredResponse:
             assert is_free.wait(60)
             return stored("late")
 
@@ -371,7 +371,7 @@ def test_a_call_of_a_client_that_left_while_it_waited_takes_no_room(
 
 
 def test_a_response_that_cannot_be_made_takes_no_room(store: Store) -> None:
-    def broken() -> Stored:
+    def broken() -> StoredResponse:
         raise ValueError("no JSON")
 
     store.keep(PENDING_BYTES_MAX, broken)

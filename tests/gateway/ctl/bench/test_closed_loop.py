@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from gateway.ctl.bench.client import Connection, Reply, Target
-from gateway.ctl.bench.closed_loop import Job, Load, Report, closed_loop, report
+from gateway.ctl.bench.client import BenchConnection, Reply, Target
+from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest, Report, closed_loop, report
 
 T = TypeVar("T")
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -49,7 +49,7 @@ async def against(handler: Handler, use: Callable[[Target], Awaitable[T]]) -> T:
 
 
 async def one_request(target: Target) -> Reply:
-    connection = Connection(target)
+    connection = BenchConnection(target)
     reply = await connection.request("/v1/completions", b"{}", timeout_s=5)
     await connection.close()
     return reply
@@ -120,7 +120,7 @@ def test_the_closed_loop_never_has_more_requests_open_than_clients_and_runs_all_
             writer.write(HEAD + chunk(EVENT + EVENT + USAGE + DONE) + b"0\r\n\r\n")
 
     async def scenario(target: Target) -> Report:
-        wall_s, replies = await closed_loop(Load(target, "m"), [Job(f"p{at}", 2) for at in range(9)], 3)
+        wall_s, replies = await closed_loop(BenchLoad(target, "m"), [BenchRequest(f"p{at}", 2) for at in range(9)], 3)
         return report(3, wall_s, replies)
 
     folded = asyncio.run(against(handler, scenario))

@@ -15,7 +15,7 @@ from gateway.ctl.nodes import identity, node_table
 from gateway.ctl.nodes.identity import NodeRow
 from gateway.ctl.nodes.node_checks import examine_nodes, judge
 from gateway.ctl.offline import read_config
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from gateway.nodes.node_keys import own_pair
 from gateway.nodes.this_host import versions
 from protocol.curve import fingerprint, make_pair
@@ -65,7 +65,7 @@ def test_a_node_that_is_removed_leaves_the_file_as_it_was_and_no_key(home: Path)
     node_table.remove(home, "studio3")
     assert (home / "mlxd.toml").read_text().strip() == CONFIG.strip()
     assert not list((home / "keys").glob("*.public"))
-    with pytest.raises(Failed, match="no node 'studio2'"):
+    with pytest.raises(CommandFailed, match="no node 'studio2'"):
         node_table.remove(home, "studio2")
 
 
@@ -80,7 +80,7 @@ def test_a_node_that_is_removed_leaves_the_file_as_it_was_and_no_key(home: Path)
     ],
 )
 def test_what_cannot_be_a_node_changes_nothing(home: Path, name: str, address: str, key: str, told: str) -> None:
-    with pytest.raises(Failed, match=told):
+    with pytest.raises(CommandFailed, match=told):
         node_table.add(home, name, address, key or make_pair().public)
     assert (home / "mlxd.toml").read_text() == CONFIG
 
@@ -124,13 +124,13 @@ def test_over_ssh_both_sides_learn_of_each_other(home: Path) -> None:
 
 @pytest.mark.parametrize("target", ["-oProxyCommand=x", "a b", "me@-x", "me@host;rm", ""])
 def test_no_target_of_ssh_is_an_option_or_a_command(target: str) -> None:
-    with pytest.raises(Failed, match="is no USER@HOST"):
+    with pytest.raises(CommandFailed, match="is no USER@HOST"):
         identity.ask(target, lambda _: "[]")
 
 
 @pytest.mark.parametrize("said", ["", "[]", "{}", '[{"name": "x", "address": "", "public": "", "fingerprint": ""}]'])
 def test_another_answer_than_a_key_is_told(said: str) -> None:
-    with pytest.raises(Failed):
+    with pytest.raises(CommandFailed):
         identity.ask("studio2", lambda _: said)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway.ctl.setup.verbs import command_of, requirements
-from gateway.failed import Failed
+from gateway.failed import CommandFailed
 from tests.support.ctl import ctl
 
 
@@ -35,5 +35,5 @@ def test_it_goes_into_the_environment_of_mlxctl_by_uv_or_by_pip(monkeypatch: pyt
     assert command_of("/env/bin/python", None, "/wheels")[:4] == ["/env/bin/python", "-m", "pip", "install"]
     assert {"--no-index", "--find-links", "/wheels"} <= set(command_of("/env/bin/python", None, "/wheels"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(Failed, match="neither uv nor pip"):
+    with pytest.raises(CommandFailed, match="neither uv nor pip"):
         command_of("/env/bin/python", None, "")
