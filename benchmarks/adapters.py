@@ -71,9 +71,9 @@ def _load(model: Any, rank: int) -> tuple[Any, int]:
     """Random adapters in the first slots, on each linear layer; and their bytes."""
     import mlx.core as mx
 
-    from worker.adapters.matrices import dtype_of
-    from worker.adapters.slots import AdaptedLinear, Matrices, Slots, StackedWeights
     from worker.model.linears import Linears
+    from worker.model.lora.matrices import dtype_of
+    from worker.model.lora.slots import AdaptedLinear, Matrices, Slots, StackedWeights
     from worker.model.packing import packing_of
 
     packing = packing_of(model)

@@ -81,7 +81,7 @@ class Bench:
         from mlx_lm.models.cache import make_prompt_cache
 
         from protocol.spec import WorkerSpec
-        from worker.cache.kv import KvLayout
+        from worker.kv.kv import KvLayout
         from worker.model.loader import load
         from worker.prompt.intake import Intake
 
@@ -111,8 +111,8 @@ class Bench:
         return ticks_s
 
     def _batch(self, case: str, rows: int, ticks: int) -> "Batch":
-        from worker.cache.prefix import PrefixCache
         from worker.engine.batch import Batch
+        from worker.prefix_cache.prefix import PrefixCache
 
         batch = Batch(self._loaded.model, self._loaded.eos_ids, PrefixCache(self._layout, 0))
         for rid in range(rows):

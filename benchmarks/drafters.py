@@ -110,10 +110,10 @@ def _head(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
     import mlx.core as mx
     from mlx_lm.models import qwen3
 
-    from worker.drafting.head import PredictionHead
-    from worker.drafting.head_drafts import HeadDrafts
-    from worker.drafting.head_forms import QWEN
-    from worker.drafting.taps import HiddenStateCapture
+    from worker.speculation.drafters.head import PredictionHead
+    from worker.speculation.drafters.head_drafts import HeadDrafts
+    from worker.speculation.drafters.head_forms import QWEN
+    from worker.speculation.drafters.hidden_states import HiddenStateCapture
 
     layer = qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(_settings(hidden, vocab)))
     head = PredictionHead(layer, hidden, 1e-6, QWEN)
@@ -127,9 +127,9 @@ def _block(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
     import mlx.core as mx
     from mlx_vlm.speculative.drafters.qwen3_dflash import Model, ModelConfig
 
-    from worker.drafting.block_drafts import TAIL, BlockDrafts
-    from worker.drafting.block_head import BlockHead
-    from worker.drafting.taps import HiddenStateCapture
+    from worker.speculation.drafters.block_drafts import TAIL, BlockDrafts
+    from worker.speculation.drafters.block_head import BlockHead
+    from worker.speculation.drafters.hidden_states import HiddenStateCapture
 
     places = {"mask_token_id": 7, "target_layer_ids": list(PLACES), "num_target_layers": 36}
     settings = _settings(hidden, vocab) | {"num_hidden_layers": 5, "block_size": 16, "dflash_config": places}
@@ -144,7 +144,7 @@ def _model(hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
     import mlx.core as mx
     from mlx_lm.models import qwen3
 
-    from worker.drafting.model_drafts import ModelDrafts
+    from worker.speculation.drafters.model_drafts import ModelDrafts
 
     small = _settings(max(128, hidden // 4), vocab) | {"num_hidden_layers": 28 if hidden >= 1024 else 4}
     if hidden >= 4096:

@@ -5,7 +5,8 @@
 
 Nothing is served: a Mac is a queue of prefills, one after the other, and a prefix cache that holds a number of
 conversations. Conversations have a shared beginning, grow with each turn, and wait some seconds between turns. mlxd's
-rule is the daemon's own code (`gateway/peers/placement.py`), which sees what it would be told: queues and what is warm.
+rule is the daemon's own code (`gateway/remote/peers/placement.py`), which sees what it would be told: queues and
+what is warm.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.ctl.bench.measure import percentile, table
-from gateway.peers.placement import CandidatePlace, choose
+from gateway.remote.peers.placement import CandidatePlace, choose
 
 # Tokens a second of a Mac's prefill, seconds of an answer, and seconds until the next turn, on average.
 RATE: Final = 1000.0

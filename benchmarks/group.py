@@ -71,7 +71,7 @@ def kill(args: argparse.Namespace, ranks: int) -> None:
 
 def start(args: argparse.Namespace, ranks: int, folder: Path, work: dict[str, str]) -> "list[subprocess.Popen[bytes]]":
     """All ranks, as a gateway starts them."""
-    from gateway.supervisor.ranks import ranks_of
+    from gateway.workers.supervisor.ranks import ranks_of
 
     config = models.config(models.GEOMETRIES[args.geometry], args.dtype, 0)
     (folder / "config.json").write_text(json.dumps(config))
@@ -154,12 +154,12 @@ def random_part(spec: WorkerSpec, division: Any) -> Any:
 
 
 def lead_steps(spec: WorkerSpec) -> None:
-    from worker.cache.kv import KvLayout
-    from worker.cache.prefix import PrefixCache
-    from worker.cache.quantized import make_caches
     from worker.engine.batch import Batch
-    from worker.group.lead import open_group
-    from worker.model.lanes import BatchMode
+    from worker.group.coordinator import open_group
+    from worker.kv.kv import KvLayout
+    from worker.kv.quantized import make_caches
+    from worker.model.batch_mode import BatchMode
+    from worker.prefix_cache.prefix import PrefixCache
 
     def lost(failure: Any, status: int) -> None:
         print(f"rank 0 ends with {status}: {failure.message}", flush=True)
@@ -185,7 +185,7 @@ def lead_steps(spec: WorkerSpec) -> None:
 
 
 def one(batch: Any, ranks: int, rows: int, context: int, steps: int, vocab: int) -> None:
-    from worker.engine.silent_row import silent_row
+    from worker.engine.load_checks.silent_row import silent_row
 
     ready = os.environ.get("MLXD_BENCH_READY")
     began = time.perf_counter()

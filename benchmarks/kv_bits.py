@@ -22,8 +22,8 @@ from gateway.ctl.bench.measure import table
 
 if TYPE_CHECKING:
     from deploy.demo_model.corpus.samples import Sample
-    from worker.cache.quantized import KvForm
-    from worker.cache.ragged import RaggedKVCache
+    from worker.kv.quantized import KvForm
+    from worker.kv.ragged import RaggedKVCache
 
 # Name of a form, its bits, and whether steps read codes.
 FORMS: Final = (("as computed", 0, False), ("8 bits", 8, True), ("8, numbers", 8, False), ("4 bits", 4, True),
@@ -49,7 +49,7 @@ def main() -> None:
 
 def sizes(model: Any, vocab: int, _args: argparse.Namespace) -> None:
     """Bytes of KV for each token of one row, and the forms that a load would choose on this machine."""
-    from worker.engine.kv_check import choose_form
+    from worker.engine.load_checks.kv_check import choose_form
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for bits in (8, 4):
@@ -99,7 +99,7 @@ def _compare(model: Any, vocab: int, args: argparse.Namespace, width: int) -> No
 
 def _form(model: Any, bits: int, reads_codes: bool) -> "KvForm | None":
     from protocol.quantized_kv import group_of
-    from worker.cache.quantized import KvForm
+    from worker.kv.quantized import KvForm
 
     return KvForm(bits, group_of(model.args.head_dim) or 32, reads_codes) if bits else None
 
@@ -108,8 +108,8 @@ def _caches(model: Any, form: "KvForm | None", rows: int, context: int) -> "list
     """Rows of random KV, of equal length, in the form of a batch."""
     import mlx.core as mx
 
-    from worker.cache.quantized import QuantizedKV
-    from worker.cache.ragged import Lengths, RaggedKVCache
+    from worker.kv.quantized import QuantizedKV
+    from worker.kv.ragged import Lengths, RaggedKVCache
 
     mx.clear_cache()
     heads, dim = model.args.num_key_value_heads, model.args.head_dim
@@ -186,7 +186,7 @@ def _answers(samples: "Sequence[Sample]", bits: int) -> tuple[list[list[int]], i
     from deploy.demo_model.evaluate.measure import is_right
     from deploy.demo_model.train.tokenizer import Renderer
     from protocol.spec import WorkerSpec
-    from worker.checked_model import load_checked
+    from worker.start.checked_model import load_checked
 
     spec = WorkerSpec(name="demo", path="demo", epoch=1, down="", up="", kv_bits=bits)
     loaded = load_checked(spec, lambda _stage, _done, _total: None)
@@ -203,12 +203,12 @@ def _answers(samples: "Sequence[Sample]", bits: int) -> tuple[list[list[int]], i
 
 def _generate(loaded: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
     from protocol.messages import Sampling
-    from worker.cache.kv import KvLayout
-    from worker.cache.prefix import PrefixCache
-    from worker.cache.quantized import make_caches
     from worker.engine.batch import Batch
     from worker.engine.row import Row
-    from worker.text.stops import StopScanner
+    from worker.kv.kv import KvLayout
+    from worker.kv.quantized import make_caches
+    from worker.output.stops import StopScanner
+    from worker.prefix_cache.prefix import PrefixCache
 
     class NoText:
         def add(self, _token: int) -> str:

@@ -216,8 +216,8 @@ def measure_look_up(tokens: int = LOOK_UP_TOKENS) -> LookUp:
     import numpy as np
     from mlx_lm.models.cache import KVCache, LRUPromptCache
 
-    from worker.cache.kv import KvLayout
-    from worker.cache.prefix import PrefixCache
+    from worker.kv.kv import KvLayout
+    from worker.prefix_cache.prefix import PrefixCache
 
     ids = [number * 7919 % 30_000 for number in range(tokens)]
     diverging = [*ids[: tokens // 2], *(30_000 + number for number in ids[tokens // 2 :])]

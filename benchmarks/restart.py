@@ -24,12 +24,12 @@ from benchmarks.compare import machine
 from gateway.ctl.bench.measure import table
 from protocol.messages import Generate, Progress, Sampling, Shutdown, Step, TokensPrompt, Up
 from protocol.spec import WorkerSpec
-from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EngineInbox
 from worker.engine.loop import Engine
 from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
+from worker.start.checked_model import load_checked
 
 STREAMS: Final = 4
 WITHOUT: Final = "without"

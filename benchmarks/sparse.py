@@ -12,7 +12,7 @@ from gateway.ctl.bench.measure import table
 
 if TYPE_CHECKING:
     from worker.sparse.importance import ImportanceReader
-    from worker.sparse.kept import SelectedTokens
+    from worker.sparse.selected_tokens import SelectedTokens
 
 CHUNK = 512
 
@@ -20,7 +20,7 @@ CHUNK = 512
 def sparse(args: argparse.Namespace) -> None:
     """Seconds of prompts of each length: plain, and of the sparse way the reading by the draft model and the rest."""
     from worker.sparse.importance import ImportanceReader
-    from worker.sparse.kept import SelectedTokens, count_kept
+    from worker.sparse.selected_tokens import SelectedTokens, count_kept
 
     model, vocab = random_model(args.geometry, args.dtype)
     reader = ImportanceReader(_loaded(args.draft, args.dtype))
@@ -57,7 +57,7 @@ def _timed(action: Callable[[], Any]) -> tuple[float, float]:
 def _choose(reader: "ImportanceReader", vocab: int, length: int, keep: float) -> "SelectedTokens":
     import numpy as np
 
-    from worker.sparse.kept import choose
+    from worker.sparse.selected_tokens import choose
 
     reading = reader.read(np.array(row_of(1, length, 1, vocab).prompt, dtype=np.int32))
     while not reading.is_complete:
@@ -69,9 +69,9 @@ def _first(model: Any, vocab: int, length: int, kept: "SelectedTokens | None") -
     """The first token of a prompt in a batch of its own."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from worker.cache.kv import KvLayout
-    from worker.cache.prefix import PrefixCache
     from worker.engine.batch import Batch
+    from worker.kv.kv import KvLayout
+    from worker.prefix_cache.prefix import PrefixCache
 
     batch = Batch(model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(model)), 0))
     row = row_of(1, length, 1, vocab)

@@ -62,7 +62,7 @@ def costs(args: argparse.Namespace) -> None:
     import mlx.core as mx
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
-    from worker.cache.ragged import Lengths, RaggedKVCache
+    from worker.kv.ragged import Lengths, RaggedKVCache
 
     loaded = _load(args)
     model: Any = loaded.model
@@ -186,9 +186,9 @@ def _generated(
     from mlx_lm.models.cache import make_prompt_cache
 
     from protocol.messages import Generate, Sampling, TokensPrompt
-    from worker.cache.kv import KvLayout
-    from worker.cache.prefix import PrefixCache
     from worker.engine.batch import Batch
+    from worker.kv.kv import KvLayout
+    from worker.prefix_cache.prefix import PrefixCache
 
     batch = Batch(
         loaded.model,
@@ -215,9 +215,9 @@ def _generated(
 
 def text(args: argparse.Namespace) -> None:
     """The demo model as it serves, with its head, `speculate` off and auto by turns."""
-    from worker.checked_model import load_checked
-    from worker.speculation.speculator import Speculator
-    from worker.verify.engine_session import EngineSession
+    from worker.speculation.policy.speculator import Speculator
+    from worker.start.checked_model import load_checked
+    from worker.tools.verify.engine_session import EngineSession
 
     args.geometry, args.dtype = "demo", "auto"
     loaded = load_checked(structs.replace(_spec("demo", "auto"), speculate="auto"), lambda *_: None)
@@ -280,8 +280,8 @@ def _steps(prompt: list[int], output: list[int], width: int) -> tuple[int, int, 
     """Tokens, steps, drafted tokens and right ones."""
     import numpy as np
 
-    from worker.speculation.lookup import Lookup
-    from worker.speculation.text import IndexedTokens
+    from worker.speculation.text_sources.indexed_text import IndexedTokens
+    from worker.speculation.text_sources.lookup import Lookup
 
     none = IndexedTokens(np.empty(0, dtype=np.int32))
     row = Lookup(np.array(prompt, dtype=np.int32), ())

@@ -131,10 +131,10 @@ class Loop:
     def __init__(self, model: Any, way: str) -> None:
         from mlx_lm.models.cache import make_prompt_cache
 
-        from worker.cache.kv import KvLayout
-        from worker.cache.prefix import PrefixCache
         from worker.engine.batch import Batch
-        from worker.pacing.chunking import ChunkPolicy
+        from worker.engine.scheduling.chunking import ChunkPolicy
+        from worker.kv.kv import KvLayout
+        from worker.prefix_cache.prefix import PrefixCache
 
         self.batch = Batch(model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(model)), 0))
         self._policy = ChunkPolicy(512, can_ride=way == AFTER)
@@ -206,7 +206,7 @@ def _closed_loop(model: Any, vocab: int, clients: int, requests: int, way: str) 
 def row_of(rid: int, prompt: int, output: int, vocab: int) -> "Row":
     from protocol.messages import Sampling
     from worker.engine.row import Row
-    from worker.text.stops import StopScanner
+    from worker.output.stops import StopScanner
 
     class NoText:
         def add(self, _token: int) -> str:
@@ -244,8 +244,8 @@ def _members(model: Any, vocab: int, rows: int, context: int, is_equal: bool) ->
     from mlx_lm.generate import StopSequences
     from mlx_lm.models.cache import KVCache
 
-    from worker.cache import batched
-    from worker.engine.member import BatchSequence, BatchSequences
+    from worker.engine.batch_sequence import BatchSequence, BatchSequences
+    from worker.kv import batched
 
     heads, dim = model.args.num_key_value_heads, model.args.head_dim
     dtype = model.layers[0].self_attn.k_proj.weight.dtype
@@ -291,8 +291,8 @@ def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is
 def _verifying(model: Any, vocab: int, rows: int, context: int, is_equal: bool) -> Callable[[], None]:
     import mlx.core as mx
 
-    from worker.cache import batched
     from worker.engine.forward import ForwardPart, forward
+    from worker.kv import batched
 
     held = _members(model, vocab, rows, context, is_equal)
     tokens = mx.random.randint(0, vocab, (rows, BLOCK))
@@ -306,7 +306,7 @@ def _verifying(model: Any, vocab: int, rows: int, context: int, is_equal: bool) 
 
 @contextmanager
 def _seeing(sees_room: bool) -> Iterator[None]:
-    from worker.cache import ragged
+    from worker.kv import ragged
 
     before, ragged.sees_room = ragged.sees_room, sees_room
     try:

@@ -5,44 +5,45 @@ from collections.abc import Awaitable, Callable
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.admin import adapter_endpoints, requests
-from gateway.admin import endpoints as admin
-from gateway.admin.orders import AuditedCommand
-from gateway.api import health, peer_requests
 from gateway.api.anthropic.endpoints import CountTokens, MessagesEndpoint
-from gateway.api.catalog import Catalog
-from gateway.api.infill import FillMiddle
-from gateway.api.lm_studio import ListV0, ListV1
-from gateway.api.models import Models, OneModel
+from gateway.api.common.catalog import Catalog
+from gateway.api.compat.infill import FillMiddle
+from gateway.api.compat.lm_studio import ListV0, ListV1
+from gateway.api.compat.ollama_models import ListRunning, ListTags, OllamaVersion, ShowModel
+from gateway.api.compat.props import ModelProps
+from gateway.api.compat.scores import Rerank, ScorePairs
+from gateway.api.compat.tokenize import DetokenizeIds, TokenizeText
 from gateway.api.ollama import endpoints as ollama
 from gateway.api.ollama.embed import Embed
 from gateway.api.ollama.pull_stream import PullEndpoint
 from gateway.api.ollama.refusals import REFUSED, Refusal
-from gateway.api.ollama_models import ListRunning, ListTags, OllamaVersion, ShowModel
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.completions import Completions
 from gateway.api.openai.embeddings import Embeddings
 from gateway.api.openai.speech import SpeechEndpoint
 from gateway.api.openai.transcriptions import Transcriptions
-from gateway.api.operations import OpenApiDocument
-from gateway.api.props import ModelProps
 from gateway.api.responses.endpoints import Responses
-from gateway.api.scores import Rerank, ScorePairs
-from gateway.api.tokenize import DetokenizeIds, TokenizeText
-from gateway.api.upstream import UpstreamFallback
+from gateway.api.system import health
+from gateway.api.system.models import Models, OneModel
+from gateway.api.system.operations import OpenApiDocument
 from gateway.config.origins import is_loopback
 from gateway.config.settings import Config, url_of
+from gateway.control import adapter_endpoints, requests
+from gateway.control import endpoints as admin
+from gateway.control.commands import AuditedCommand
 from gateway.link.link import WorkerLink
 from gateway.middleware.auth import Auth, TrustedClient
 from gateway.middleware.cors import Cors
 from gateway.middleware.entry import EntryMiddleware
-from gateway.pool.pool import AppliedConfig, Pool
 from gateway.reload import Reloader
+from gateway.remote.peer_api import peer_requests
+from gateway.remote.upstreams.upstream import UpstreamFallback
 from gateway.services import Services, SpanTracer
 from gateway.telemetry.metrics import Metrics
 from gateway.web import entrance
 from gateway.web.backend import Backend
 from gateway.web.site import Site
+from gateway.workers.pool.pool import AppliedConfig, Pool
 
 
 class App:

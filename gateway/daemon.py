@@ -17,20 +17,20 @@ from gateway.access.audit_log import AuditActor, Fact, entry
 from gateway.app import create_admin_app, create_app
 from gateway.config.address import from_here
 from gateway.config.settings import CAN_HOLD_AWAKE, Config, ConfigError, ServerConfig, url_of
-from gateway.desktop import DesktopWatch, make_senses
 from gateway.errors import Unavailable
 from gateway.http.connection_limits import admin_connections, public_connections
 from gateway.http.handshake import listener_protocol
 from gateway.http.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
-from gateway.keep_awake import Awake
 from gateway.link.link import WorkerLink
 from gateway.nodes.local_agent import make_agent
 from gateway.nodes.remote_nodes import RemoteNodes
-from gateway.pool.pool import Pool
 from gateway.reload import Reloader, facts_of
-from gateway.supervisor.spawn import Command, default_command
-from gateway.supervisor.state import State
 from gateway.telemetry.metrics import Metrics
+from gateway.workers.pool.pool import Pool
+from gateway.workers.power.desktop import DesktopWatch, make_senses
+from gateway.workers.power.keep_awake import Awake
+from gateway.workers.supervisor.spawn import Command, default_command
+from gateway.workers.supervisor.state import State
 
 log = logging.getLogger(__name__)
 

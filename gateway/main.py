@@ -20,14 +20,14 @@ from gateway.config.certificate import CertificateUnusable
 from gateway.config.load import load_config
 from gateway.config.settings import Config, ConfigError
 from gateway.daemon import Daemon
-from gateway.home.home_paths import default_home
-from gateway.home.lock import HomeUnusable, RunDir
 from gateway.http.connection_limits import TooFewFiles
 from gateway.http.listen import CannotListen, raise_file_limit
 from gateway.nodes.local_agent import AgentUnusable
-from gateway.supervisor.spawn import Command, default_command
+from gateway.state_dir.home_paths import default_home
+from gateway.state_dir.lock import HomeUnusable, RunDir
 from gateway.telemetry.log_file import RotatingFile
 from gateway.telemetry.logs import LEVELS, LogSinks
+from gateway.workers.supervisor.spawn import Command, default_command
 from protocol import __version__
 from protocol.sockets import PathTooLong
 

@@ -10,12 +10,12 @@ from msgspec import Struct, structs
 
 from gateway.access.audit_log import Fact
 from gateway.adapter_loads import AdapterLoads, with_adapter
-from gateway.admin_types import ReloadResult
 from gateway.config.settings import Config, ConfigError, ModelConfig, file_key
+from gateway.control_types import ReloadResult
 from gateway.errors import Unavailable
-from gateway.pool.pool import AppliedConfig
 from gateway.services import Services
 from gateway.telemetry.logs import set_level
+from gateway.workers.pool.pool import AppliedConfig
 
 log = logging.getLogger(__name__)
 

@@ -9,20 +9,18 @@ from gateway.access.key_addresses import KeyAddresses
 from gateway.access.key_file import KeyFile
 from gateway.access.keyring import Keyring
 from gateway.access.ledger import Ledger
-from gateway.access.strangers import LogSample, Throttle
+from gateway.access.unauthenticated import LogSample, Throttle
 from gateway.access.usage import UsageFile
 from gateway.config.periods import zone_of
 from gateway.config.settings import Config, ModelConfig
-from gateway.home.home_paths import audit_path
 from gateway.http.capture import Captures
 from gateway.http.tls import Tls
 from gateway.link.link import WorkerLink
 from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.resolve import Fetch, bounded, fetch_public
-from gateway.peers.fleet import Fleet
-from gateway.peers.placement import CandidatePlace
-from gateway.peers.upstream_client import Clients
-from gateway.pool.pool import Pool
+from gateway.remote.peers.fleet import Fleet
+from gateway.remote.peers.placement import CandidatePlace
+from gateway.remote.peers.upstream_client import Clients
 from gateway.request.admission import Admission
 from gateway.request.bodies import Bodies, memory_bytes, share_bytes
 from gateway.request.in_flight import Requests
@@ -30,8 +28,10 @@ from gateway.request.model_load import LoadMeter
 from gateway.request.record import RequestRecord
 from gateway.request.routing import LiveConfig
 from gateway.request.runtime import Runtime
+from gateway.state_dir.home_paths import audit_path
 from gateway.task_set import TaskSet
 from gateway.telemetry.metrics import Metrics
+from gateway.workers.pool.pool import Pool
 
 
 class SpanTracer(Protocol):

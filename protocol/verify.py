@@ -1,4 +1,4 @@
-"""Lines that `python -m worker.verify` prints, one JSON object each, for `mlxctl verify` to show."""
+"""Lines that `python -m worker.tools.verify` prints, one JSON object each, for `mlxctl verify` to show."""
 
 import msgspec
 

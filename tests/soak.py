@@ -1,7 +1,7 @@
 """`make soak`: is every architecture that mlx-lm has served exactly, in the lane that the self-check gives it?
 
-Builds each as a tiny random model and runs all checks of `worker.verify` on it. Prints the table of docs/models.md;
-`--write` puts it there. Not a part of `make test`: it takes a quarter of an hour.
+Builds each as a tiny random model and runs all checks of `worker.tools.verify` on it. Prints the table of
+docs/models.md; `--write` puts it there. Not a part of `make test`: it takes a quarter of an hour.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
 from tests.support.engine import spec
 from tests.support.models import VOCAB, tiny_tokenizer
-from worker.cache.kv import leaves
-from worker.engine.self_check import SAMPLE, choose
+from worker.engine.load_checks.self_check import SAMPLE, choose
 from worker.errors import LoadFailed
+from worker.kv.kv import leaves
 from worker.model.loader import LoadedModel
-from worker.verify.verifier import Verifier
+from worker.tools.verify.verifier import Verifier
 
 CONFIGURATIONS: Final = Path(__file__).parent / "support" / "architectures.json"
 PAGE: Final = Path(__file__).parents[1] / "docs" / "models.md"

@@ -1,3 +1,1 @@
 """One process per loaded model: tokenize, schedule, batch on MLX, detokenize, parse."""
-
-__all__: list[str] = []

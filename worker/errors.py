@@ -10,7 +10,7 @@ WorkerError
 from typing import Final
 
 from protocol.failures import Code, ExitStatus, Failure
-from worker.text.encodable import encodable
+from worker.output.encodable import encodable
 
 # In the text of an exception of MLX: the device failed, and its state is unknown.
 GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")

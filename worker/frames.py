@@ -11,7 +11,7 @@ from protocol import codec
 from protocol.failures import Code, Failure
 from protocol.messages import Abort, Delta, Finish, Rejected, Step, Tokenized, Up
 from worker.engine.gauges import Gauges
-from worker.text.encodable import encodable
+from worker.output.encodable import encodable
 
 log = logging.getLogger("mlxd.worker")
 

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from protocol.sockets import bind_events, bind_replays
-from worker.cache.block_events import Event
+from worker.prefix_cache.block_events import Event
 
 log = logging.getLogger("mlxd.worker")
 

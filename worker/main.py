@@ -23,7 +23,7 @@ from worker.link import GatewayLink
 
 if TYPE_CHECKING:
     from worker.engine.loop import Engine
-    from worker.group.lead import Coordinator
+    from worker.group.coordinator import Coordinator
     from worker.jobs.turn_loop import TurnLoop
 
 log = logging.getLogger("mlxd.worker")
@@ -148,7 +148,7 @@ class WorkerMain:
         return self._leave("asked to stop", None, ExitStatus.OK)
 
     def _start_text(self) -> "tuple[Engine, Ready]":
-        from worker.start_text import start_text
+        from worker.start.start_text import start_text
 
         engine, ready, self._lead = start_text(
             self._spec, self._link, self._gauges, self._refusing, self._compilers, self._report_progress, self._lose
@@ -157,10 +157,10 @@ class WorkerMain:
 
     def _start_jobs(self, kind: str) -> "tuple[TurnLoop[Any], Ready]":
         if kind == AUDIO:
-            from worker.start_audio import start_audio
+            from worker.start.start_audio import start_audio
 
             return start_audio(self._spec, self._link, self._gauges, self._refusing, self._report_progress)
-        from worker.start_reader import start_reader
+        from worker.start.start_embedding import start_reader
 
         return start_reader(self._spec, kind, self._link, self._gauges, self._refusing, self._report_progress)
 

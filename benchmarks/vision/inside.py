@@ -129,7 +129,7 @@ def _decode(loaded: "LoadedModel", turn: int) -> tuple[float, list[list[int]]]:
     from protocol.messages import Generate, Sampling, Step, TokensPrompt, Up
     from protocol.spec import WorkerSpec
     from worker.prompt.intake import Intake
-    from worker.verify.engine_session import EngineSession
+    from worker.tools.verify.engine_session import EngineSession
 
     class Timed(EngineSession):
         times: list[float]

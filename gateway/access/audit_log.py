@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.failed import CommandFailed
-from gateway.home.folder import FolderRefused, HomeFolder
-from gateway.home.home_paths import audit_path
+from gateway.state_dir.folder import FolderRefused, HomeFolder
+from gateway.state_dir.home_paths import audit_path
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 KEEP: Final = 8

@@ -22,8 +22,8 @@ from gateway.access.audit_log import Audit, AuditUnwritable
 from gateway.access.key import EXPIRY_MAX_S, KNOWN, Key, digest
 from gateway.access.key_changes import key_changes
 from gateway.failed import CommandFailed
-from gateway.home.folder import FolderRefused, HomeFolder
-from gateway.home.private_file import write_private_in
+from gateway.state_dir.folder import FolderRefused, HomeFolder
+from gateway.state_dir.private_file import write_private_in
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.config.periods import begin_of, day_of, next_day, next_month
-from gateway.home.snapshot import WriteOrder
+from gateway.state_dir.snapshot import WriteOrder
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.access.rate_limit import Meter
-from gateway.home.snapshot import WriteOrder
+from gateway.state_dir.snapshot import WriteOrder
 from gateway.telemetry.metrics import KeyMetrics, Metrics
 
 log = logging.getLogger(__name__)

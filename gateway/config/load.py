@@ -43,9 +43,9 @@ from gateway.config.settings import (
 from gateway.config.source import ConfigSource
 from gateway.errors import ModelNotFound
 from gateway.failed import CommandFailed
-from gateway.home.home_paths import keys_path
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
+from gateway.state_dir.home_paths import keys_path
 from protocol.experts import RUNNING_MAX
 from protocol.spec import ADAPTERS_MAX
 

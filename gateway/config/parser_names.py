@@ -3,7 +3,7 @@
 import difflib
 from typing import Final
 
-# As in `worker.parsers`, which nothing here imports; a test keeps the two alike.
+# As in `worker.output.parsers`, which nothing here imports; a test keeps the two alike.
 PARSERS: Final = frozenset({
     "apertus", "apriel", "apriel1.6", "apriel16", "bielik", "cohere", "command_a", "command_r", "command_r7b",
     "command_r_plus", "deepseek_r1", "deepseek_v3", "deepseek_v3.1", "deepseek_v3.2", "deepseek_v31",

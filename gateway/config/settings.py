@@ -10,7 +10,7 @@ from msgspec import Meta, Struct, structs
 
 from gateway.config.remote_settings import NodeConfig, PeerConfig, RemoteNodeConfig, Seconds, UpstreamConfig
 from gateway.failed import CommandFailed
-from gateway.home.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
+from gateway.state_dir.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
 from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 from protocol.spec import USUAL_RUNNING
 

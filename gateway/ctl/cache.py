@@ -6,7 +6,7 @@ import typer
 
 from gateway.config.settings import Config
 from gateway.ctl.complete import a_model
-from gateway.ctl.offline import read_config
+from gateway.ctl.model_verbs.offline import read_config
 from gateway.ctl.printing import Json, console, print_json, tell
 from gateway.failed import CommandFailed
 

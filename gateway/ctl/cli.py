@@ -6,23 +6,40 @@ from typing import Annotated
 
 import typer
 
-from gateway.admin_types import CommandDone
-from gateway.ctl import cache, client, drain, info, keys, logs, models, pull, requests, rm, top, usage
+from gateway.control_types import CommandDone
+from gateway.ctl import adapter as adapter
+from gateway.ctl import (
+    cache,
+    client,
+    drain,
+    info,
+    keys,
+    logs,
+    requests,
+    route,
+    top,
+    ui,
+    usage,
+)
+from gateway.ctl import calibrate as calibrating
 from gateway.ctl import config as config_verbs
-from gateway.ctl.adapter import verb as adapter
-from gateway.ctl.bench import verb as bench
-from gateway.ctl.calibrate import verb as calibrating
-from gateway.ctl.chat import MaxTokens, System, Temperature
+from gateway.ctl import connect as connecting
+from gateway.ctl import service as service
+from gateway.ctl import setup as setup
+from gateway.ctl.bench import bench_verb as bench
 from gateway.ctl.complete import Model
-from gateway.ctl.connect import verb as connecting
-from gateway.ctl.doctor import verb as inspect
-from gateway.ctl.fleet import route
-from gateway.ctl.hub import repack, run, search
+from gateway.ctl.doctor import doctor_verb as inspect
+from gateway.ctl.model_verbs import (
+    models,
+    pull,
+    repack,
+    rm,
+    search,
+)
 from gateway.ctl.nodes import verb as nodes
-from gateway.ctl.page import ui
 from gateway.ctl.printing import Anyway, Json, console, print_json, tell
-from gateway.ctl.service import verb as service
-from gateway.ctl.setup import verbs as setup
+from gateway.ctl.talk import run
+from gateway.ctl.talk.chat import MaxTokens, System, Temperature
 
 app = typer.Typer(
     help="Control mlxd, the serving daemon for MLX models.",
@@ -111,7 +128,7 @@ def chat(
 
     Example: mlxctl chat demo "Why is the sky blue?"
     """
-    from gateway.ctl import chat as talking
+    from gateway.ctl.talk import chat as talking
 
     client.status()
     talking.talk(model, prompt, talking.ChatOptions(system, max_tokens, temperature), json=json)
@@ -174,7 +191,7 @@ def parse(context: typer.Context) -> None:
     import subprocess
 
     # The parsers are the worker's, which nothing here imports; `--help` is answered there as well.
-    command = [sys.executable, "-P", "-m", "worker.parsers.cli", *context.args]
+    command = [sys.executable, "-P", "-m", "worker.output.parsers.cli", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
@@ -195,7 +212,7 @@ def verify(
     Example: mlxctl verify demo
     """
     from gateway.ctl import verify as verifying
-    from gateway.ctl.offline import check_room, model_of, read_config
+    from gateway.ctl.model_verbs.offline import check_room, model_of, read_config
 
     config = read_config()
     configured = model_of(config, model)
@@ -221,7 +238,7 @@ def handover() -> None:
     import signal
     import time
 
-    from gateway.ctl.offline import is_running
+    from gateway.ctl.model_verbs.offline import is_running
 
     pid = client.status().pid
     os.kill(pid, signal.SIGUSR2)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from gateway.admin_types import DaemonStatus, DeepHealth
+from gateway.control_types import DaemonStatus, DeepHealth
 from gateway.failed import CommandFailed
-from gateway.home import home_paths
+from gateway.state_dir import home_paths
 
 if TYPE_CHECKING:
     import httpx

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.ctl.offline import readable_config
+from gateway.ctl.model_verbs.offline import readable_config
 
 
 def complete_models(incomplete: str) -> list[str]:

@@ -5,10 +5,10 @@ from typing import Annotated, Final
 
 import typer
 
-from gateway.admin_types import ReloadResult
 from gateway.config.settings import Config, ConfigError
+from gateway.control_types import ReloadResult
 from gateway.ctl.client import post
-from gateway.ctl.offline import folder_of, read_config
+from gateway.ctl.model_verbs.offline import folder_of, read_config
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import CommandFailed
 

@@ -6,9 +6,9 @@ from typing import Annotated, Final
 import typer
 from msgspec import Struct
 
-from gateway.admin_types import DrainResult
+from gateway.control_types import DrainResult
 from gateway.ctl import client
-from gateway.ctl.offline import is_running
+from gateway.ctl.model_verbs.offline import is_running
 from gateway.ctl.printing import Json, print_json, seconds, tell
 from gateway.failed import CommandFailed
 

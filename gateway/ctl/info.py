@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from msgspec import structs
 
-from gateway.admin_types import Speeds
 from gateway.config.settings import Config, ModelConfig
+from gateway.control_types import Speeds
 from gateway.ctl.complete import a_model
-from gateway.ctl.offline import available_bytes, folder_of, model_of, read_config
+from gateway.ctl.model_verbs.offline import available_bytes, folder_of, model_of, read_config
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import CommandFailed
 
@@ -85,7 +85,7 @@ def say(name: str, found: "ModelMetadata", tell: Callable[[str], None] = typer.e
 def _measured(config: Config, model: ModelConfig) -> Speeds | None:
     """Speeds that workers have measured of a model on this machine."""
     from gateway.model_files.known_times import KnownTimes, speeds
-    from protocol.wisdom import wisdom_dir
+    from protocol.timing_profile import wisdom_dir
 
     return speeds(KnownTimes(wisdom_dir(config.home)).of(model.name, model.path))
 

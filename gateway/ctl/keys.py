@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from gateway.admin_types import UsageReport
+from gateway.control_types import UsageReport
 from gateway.ctl.client import get
 from gateway.ctl.printing import Json, console, print_json, seconds, tell
 from gateway.failed import CommandFailed
-from gateway.home.home_paths import default_home, keys_path, usage_path
+from gateway.state_dir.home_paths import default_home, keys_path, usage_path
 
 if TYPE_CHECKING:
     from gateway.access.key import Key

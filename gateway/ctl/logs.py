@@ -9,9 +9,9 @@ import typer
 from gateway.ctl.complete import a_model
 from gateway.ctl.printing import Json
 from gateway.failed import CommandFailed
-from gateway.home.home_paths import audit_path, default_home, log_path
+from gateway.state_dir.home_paths import audit_path, default_home, log_path
 from gateway.telemetry import log_file
-from gateway.telemetry.log_line import is_about, read_line
+from gateway.telemetry.log_reader import is_about, read_line
 from gateway.telemetry.logs import escaped
 
 POLL_S: Final = 0.2

@@ -1,7 +1,8 @@
 """The folder of the prefix cache on disk, from outside: what is in it, and how to empty it while workers use it.
 
-The layout is the worker's (`worker/cache/disk.py`): `<key>/<edge>.safetensors` for each form of a model, `<key>/.model`
-with the path of that model, `quarantine/`, and `.total`, which holds the bytes of all files and is the lock for names.
+The layout is the worker's (`worker/prefix_cache/disk.py`): `<key>/<edge>.safetensors` for each form of a model,
+`<key>/.model` with the path of that model, `quarantine/`, and `.total`, which holds the bytes of all files and is
+the lock for names.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.admin_types import DaemonStatus, ModelStatus, Speeds
+from gateway.control_types import DaemonStatus, ModelStatus, Speeds
 
 # Default time between the two samples.
 SPAN_S: Final = 0.5

@@ -8,7 +8,14 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from gateway.admin_types import CancelResult, CapturedRequest, ClearedCaptures, RequestDetail, RequestList, RequestView
+from gateway.control_types import (
+    CancelResult,
+    CapturedRequest,
+    ClearedCaptures,
+    RequestDetail,
+    RequestList,
+    RequestView,
+)
 from gateway.ctl.client import get, post
 from gateway.ctl.printing import Json, console, harmless, print_json, tell
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.access.key import EXPIRY_MAX_S, Key
-from gateway.admin_types import (
+from gateway.control_types import (
     DaemonStatus,
     GroupStatus,
     MemoryStatus,

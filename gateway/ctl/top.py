@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from msgspec import Struct
 
-from gateway.admin_types import RequestList, RequestView
+from gateway.control_types import RequestList, RequestView
 from gateway.ctl import client
-from gateway.ctl.offline import budget_bytes
+from gateway.ctl.model_verbs.offline import budget_bytes
 from gateway.ctl.printing import Json, console, print_json
 from gateway.ctl.rates import RateSample, compare, take
 
@@ -65,7 +65,7 @@ def render(view: View) -> "Group":
     from rich.console import Group
     from rich.text import Text
 
-    from gateway.ctl.models import ps_table
+    from gateway.ctl.model_verbs.models import ps_table
     from gateway.ctl.tables import bar, headline, size
 
     sample = view.sample

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import msgspec
 import typer
 
-from gateway.admin_types import UsageLine, UsageLines
+from gateway.control_types import UsageLine, UsageLines
 from gateway.ctl.client import get
 from gateway.ctl.printing import Json, console, print_json
 

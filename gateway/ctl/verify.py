@@ -19,8 +19,8 @@ from gateway.config.worker_spec import worker_spec
 from gateway.ctl import client
 from gateway.ctl.printing import records
 from gateway.failed import CommandFailed
-from gateway.supervisor.ranks import LOCAL, ranks_of
-from gateway.supervisor.spawn import default_command
+from gateway.workers.supervisor.ranks import LOCAL, ranks_of
+from gateway.workers.supervisor.spawn import default_command
 from protocol.spec import STDIN, WorkerSpec
 from protocol.verify import Difference, VerifyCheck
 
@@ -51,7 +51,7 @@ def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[Ver
         raise CommandFailed("a model with ranks on other machines cannot be verified by a process beside the daemon")
     spec = worker_spec(config, model)
     first, *followers = ranks_of(spec) if spec.group is not None else [spec]
-    argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", STDIN, "--tokens", str(tokens)]
+    argv = [sys.executable, "-P", "-m", "worker.tools.verify", "--spec", STDIN, "--tokens", str(tokens)]
     with ExitStack() as ranks:
         process = subprocess.Popen(argv, stdin=ranks.enter_context(_input(first)), stdout=subprocess.PIPE)
         for follower in followers:

@@ -19,8 +19,8 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.admin_types import CapturedLine, CapturedRequest
 from gateway.config.settings import ServerConfig
+from gateway.control_types import CapturedLine, CapturedRequest
 from gateway.http.media_digests import MediaDigests
 from gateway.http.multipart import FORM
 from gateway.request.record import Header, RequestRecord

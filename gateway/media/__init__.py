@@ -1,3 +1,1 @@
 """Images, video and audio of a request: from what its client sent to bytes with a digest, within their bounds."""
-
-__all__ = ["in_flight_bytes", "modalities", "reference", "resolve"]

@@ -5,7 +5,7 @@ import time
 from typing import Final
 
 from gateway.access.caller import NOBODY
-from gateway.access.strangers import LogSample
+from gateway.access.unauthenticated import LogSample
 from gateway.request.record import RequestRecord
 from protocol.peering import STATUS_PATH
 

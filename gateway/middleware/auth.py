@@ -17,7 +17,7 @@ from gateway.access.caller import ANONYMOUS, NOBODY, OWNER, Caller
 from gateway.access.key_addresses import KeyAddresses
 from gateway.access.key_file import PREFIX_CHARS
 from gateway.access.keyring import DISABLED, EXPIRED, INVALID, Keyring
-from gateway.access.strangers import Throttle
+from gateway.access.unauthenticated import Throttle
 from gateway.config.address import Address
 from gateway.config.origins import is_own, is_same, is_served
 from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from gateway.admin_types import Speeds
-from protocol.wisdom import TimingProfile, UnusableProfile, newest
+from gateway.control_types import Speeds
+from protocol.timing_profile import TimingProfile, UnusableProfile, newest
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gateway.admin_types import Speeds
+from gateway.control_types import Speeds
 from gateway.model_files.hub_cache import folder_of
 from gateway.model_files.worker_memory import fixed_bytes
 from protocol.context import context_of

@@ -20,8 +20,8 @@ import zmq
 import zmq.asyncio
 
 from gateway.nodes.reservations import Reservation, Reservations, Stage, label_of
-from gateway.supervisor.ports import WorkerPort
-from gateway.supervisor.state import ModelUnavailable
+from gateway.workers.supervisor.ports import WorkerPort
+from gateway.workers.supervisor.state import ModelUnavailable
 from protocol import node_agent, sockets
 from protocol.codec import MalformedFrame
 from protocol.curve import KeyPair, fingerprint

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.nodes.agent_client import AgentClient, NodeLost, NodeRefused
-from gateway.supervisor.state import ModelUnavailable
+from gateway.workers.supervisor.state import ModelUnavailable
 from protocol.failures import Code, Failure
 from protocol.node_agent import Commit, Done, Release, Reserve, Reserved
 

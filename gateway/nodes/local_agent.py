@@ -10,7 +10,7 @@ from gateway.nodes.agent import Agent, AgentLimits
 from gateway.nodes.known_nodes import KnownNodes
 from gateway.nodes.node_keys import own_pair
 from gateway.nodes.this_host import ThisHost
-from gateway.pool.pool import Pool
+from gateway.workers.pool.pool import Pool
 
 
 class AgentUnusable(CommandFailed):

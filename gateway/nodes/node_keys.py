@@ -7,9 +7,9 @@ from typing import Final
 
 from gateway.config.node_tables import read_public
 from gateway.failed import CommandFailed
-from gateway.home.folder import FolderRefused, HomeFolder
-from gateway.home.home_paths import node_key_path
-from gateway.home.private_file import write_private_in
+from gateway.state_dir.folder import FolderRefused, HomeFolder
+from gateway.state_dir.home_paths import node_key_path
+from gateway.state_dir.private_file import write_private_in
 from protocol.curve import KeyPair, is_key, make_pair, pair_of
 
 _PUBLIC_SUFFIX: Final = ".public"

@@ -10,7 +10,6 @@ from typing import Final
 from gateway.config.node_tables import LOCAL
 from gateway.config.remote_settings import RemoteNodeConfig
 from gateway.config.settings import Config
-from gateway.memory.estimate import Need, parts_of, portion
 from gateway.model_files.served_form import FormReader
 from gateway.nodes.agent_client import AgentClient, NodeLost, NodeRefused
 from gateway.nodes.group_grants import Grants, GroupGrants, RankNeed, Wanted
@@ -18,9 +17,10 @@ from gateway.nodes.networks import device, interfaces, objection
 from gateway.nodes.node_keys import NodeKeyUnusable, own_pair, public_of
 from gateway.nodes.remote_rank import RemoteRank
 from gateway.nodes.this_host import group_name, versions
-from gateway.supervisor.ports import WorkerPort
-from gateway.supervisor.ranks import RankPlace, RankStarter
-from gateway.supervisor.state import SHUTTING_DOWN, ModelUnavailable, State
+from gateway.workers.memory.estimate import Need, parts_of, portion
+from gateway.workers.supervisor.ports import WorkerPort
+from gateway.workers.supervisor.ranks import RankPlace, RankStarter
+from gateway.workers.supervisor.state import SHUTTING_DOWN, ModelUnavailable, State
 from protocol.curve import KeyPair
 from protocol.failures import Code, Failure
 from protocol.node_agent import Describe, Described

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from gateway.supervisor.ports import WorkerPort
+from gateway.workers.supervisor.ports import WorkerPort
 from protocol.failures import Code, Failure
 from protocol.node_agent import Reserve
 

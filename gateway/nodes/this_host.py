@@ -10,11 +10,11 @@ import msgspec
 from msgspec import structs
 
 from gateway.config.settings import Config, ModelConfig
-from gateway.memory.broker import Broker
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.served_form import FormReader
 from gateway.nodes.networks import interfaces, objection, trusted_ips
-from gateway.supervisor.ports import WorkerPort
+from gateway.workers.memory.broker import Broker
+from gateway.workers.supervisor.ports import WorkerPort
 from protocol import __version__
 from protocol.group import Versions
 from protocol.node_agent import Described, Reserve

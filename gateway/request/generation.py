@@ -17,14 +17,14 @@ from gateway.link.collector import Collector, Relay
 from gateway.link.link import LATE
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
-from gateway.peers.peer_stream import PeerStream
-from gateway.pool.pool import Pool
+from gateway.remote.peers.peer_stream import PeerStream
 from gateway.request.headers import relaxed_header, served_by_header, truncated_header
 from gateway.request.model_kind import check_kind
 from gateway.request.record import Header, RequestRecord
 from gateway.request.runtime import Runtime
-from gateway.supervisor.handle import WorkerHandle
-from gateway.supervisor.state import ModelUnavailable, State
+from gateway.workers.pool.pool import Pool
+from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.codec import Unsendable, prompt_bytes
 from protocol.failures import Code, Failure
 from protocol.kinds import TEXT

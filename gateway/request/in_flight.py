@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from gateway.admin_types import RequestView
+from gateway.control_types import RequestView
 from gateway.request.record import RequestRecord
 
 # No id that a client may give has it.

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.config.settings import ModelConfig
-from gateway.pool.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
-from gateway.supervisor.state import State
 from gateway.telemetry.metrics import Metrics
+from gateway.workers.pool.pool import Pool
+from gateway.workers.supervisor.state import State
 
 # A load of a model that was never loaded takes about so long, and one that has failed is no choice.
 LOAD_S: Final = 15.0

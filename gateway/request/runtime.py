@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from gateway.access.ledger import Ledger
 from gateway.config.settings import Config, ModelConfig
 from gateway.link.link import WorkerLink
-from gateway.peers.fleet import Fleet
-from gateway.pool.pool import Pool
+from gateway.remote.peers.fleet import Fleet
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
 from gateway.request.routing import LiveConfig, Router
-from gateway.supervisor.state import WorkerView
 from gateway.telemetry.metrics import Metrics
+from gateway.workers.pool.pool import Pool
+from gateway.workers.supervisor.state import WorkerView
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ OURS: Final = ("gateway", "worker", "mlxd")
 QUEUE_MAX: Final = 10_000
 FLUSH_S: Final = 2.0
 # What stderr still gets when it is no terminal and there is a file: how the daemon started, reloaded and ended.
-LIFE: Final = ("gateway.daemon", "gateway.main", "gateway.pool.pool", "gateway.reload")
+LIFE: Final = ("gateway.daemon", "gateway.main", "gateway.workers.pool.pool", "gateway.reload")
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
 _COLORS: Final = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31;1m"}

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from gateway.supervisor.state import MemoryView
 from gateway.telemetry.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
+from gateway.workers.supervisor.state import MemoryView
 from protocol.messages import Pong, Step, Usage
 from protocol.stats import Stats
 

@@ -9,11 +9,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 import protocol
-from gateway.supervisor.state import MemoryView
 from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.logs import dropped_records
 from gateway.telemetry.metrics import KeyMetrics, Metrics, ModelMetrics
 from gateway.telemetry.vllm_names import cache_config, lora_requests, with_vllm_names
+from gateway.workers.supervisor.state import MemoryView
 from protocol.stats import DraftStats, Stats
 
 # The values of a family's labels, and the number.

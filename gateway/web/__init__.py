@@ -1,3 +1,1 @@
 """The page: its files, its log-in, and the JSON routes and the feed behind it."""
-
-__all__ = ["backend", "entrance", "site"]

@@ -6,9 +6,9 @@ import msgspec
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.admin import endpoints as admin
-from gateway.admin import requests
-from gateway.admin.orders import AuditedCommand
+from gateway.control import endpoints as admin
+from gateway.control import requests
+from gateway.control.commands import AuditedCommand
 from gateway.http.exchange import send_body
 from gateway.reload import Reloader
 from gateway.services import Services

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.services import Services
-from gateway.supervisor.state import WorkerView
 from gateway.web.schemas import Chart, Charts
+from gateway.workers.supervisor.state import WorkerView
 
 INTERVAL_S: Final = 1.0
 POINTS: Final = 600

@@ -7,9 +7,9 @@ import msgspec
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.admin.orders import Command, note
 from gateway.config.export import to_json, to_toml
 from gateway.config.settings import Config, ConfigError
+from gateway.control.commands import Command, note
 from gateway.errors import BadRequest, Unavailable
 from gateway.http.exchange import send_body
 from gateway.reload import Reloader, facts_of

@@ -44,7 +44,7 @@ class Connect:
 
 def _setup(client: str, url: str, model: str, context: int, key: str) -> ClientSetup:
     # The libraries that keep comments of TOML and YAML take a while to import.
-    from gateway.connect.client_setups import CLIENTS, CONTEXT, Endpoint, as_data, setup
+    from gateway.client_setup.client_setups import CLIENTS, CONTEXT, Endpoint, as_data, setup
 
     data = as_data(setup(client or next(iter(CLIENTS)), Endpoint(url, model, context or CONTEXT, key)))
     return msgspec.convert(data | {"clients": list(CLIENTS)}, ClientSetup)

@@ -9,10 +9,10 @@ from starlette.types import Receive, Scope, Send
 
 import protocol
 from gateway.access.audit_log import AuditActor, entry
-from gateway.admin.order_body import read_order
-from gateway.admin.orders import Command, note
-from gateway.admin_types import UiCode, UiRevoked
 from gateway.config.address import from_here
+from gateway.control.command_body import read_order
+from gateway.control.commands import Command, note
+from gateway.control_types import UiCode, UiRevoked
 from gateway.errors import ApiError, Forbidden
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of

@@ -14,7 +14,7 @@ from msgspec import Struct
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
-from gateway.admin_types import DaemonStatus, MemoryStatus, ModelStatus, RequestView
+from gateway.control_types import DaemonStatus, MemoryStatus, ModelStatus, RequestView
 from gateway.errors import Overloaded
 from gateway.http.sse import HEADERS, StreamWatch, note_cut
 from gateway.request.record import ChunkWriter, record_of

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from gateway.access.key_file import SECRET_START
-from gateway.access.strangers import Throttle
+from gateway.access.unauthenticated import Throttle
 from gateway.config.address import Address
 from gateway.config.origins import is_address, is_same, is_served
 from gateway.errors import Forbidden, Misdirected, Unauthorized

@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError, BadRequest, Overloaded, Unavailable
 from gateway.http.exchange import send_body
-from gateway.memory.host import ThisMachine
 from gateway.model_files.listing import ConfiguredModel, list_models
 from gateway.services import Services
 from gateway.web.schemas import HubAnswer, HubModels, HubOrder, ModelFilesList, PullOrder
+from gateway.workers.memory.host import ThisMachine
 
 CHILD: Final = (sys.executable, "-P", "-m", "gateway.web.hub_child")
 TIMEOUT_S: Final = 90.0

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, KeyRefused
-from gateway.admin.order_body import read_order
+from gateway.control.command_body import read_order
 from gateway.errors import BadRequest, Forbidden
 from gateway.failed import CommandFailed
 from gateway.http.exchange import send_body

@@ -14,7 +14,7 @@ from gateway.errors import ApiError, BadRequest
 from gateway.http.exchange import send_body
 from gateway.services import Services
 from gateway.telemetry.log_file import last_lines
-from gateway.telemetry.log_line import is_about, read_line
+from gateway.telemetry.log_reader import is_about, read_line
 from gateway.telemetry.logs import LEVELS, OURS
 from gateway.web.schemas import LogLine, LogLines
 

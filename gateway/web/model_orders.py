@@ -9,13 +9,13 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access.audit_log import Action
 from gateway.access.caller import OWNER
-from gateway.admin.order_body import read_order
-from gateway.admin.orders import Command, note
-from gateway.admin_types import ModelRef
+from gateway.control.command_body import read_order
+from gateway.control.commands import Command, note
+from gateway.control_types import ModelRef
 from gateway.http.exchange import send_body
 from gateway.services import Services
-from gateway.supervisor.state import ModelUnavailable
 from gateway.web.schemas import OrderAccepted
+from gateway.workers.supervisor.state import ModelUnavailable
 
 Verb = Literal["load", "unload", "restart", "pin", "unpin"]
 

@@ -15,8 +15,8 @@ from msgspec import Struct
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.admin.order_body import read_order
-from gateway.admin.orders import Command, note
+from gateway.control.command_body import read_order
+from gateway.control.commands import Command, note
 from gateway.errors import ApiError, Overloaded
 from gateway.http.exchange import send_body
 from gateway.services import Services

@@ -1,11 +1,11 @@
-"""Bodies of `/ui/api`, and the events of its feed. Those that `mlxctl` reads too are in `gateway.admin_types`."""
+"""Bodies of `/ui/api`, and the events of its feed. Those that `mlxctl` reads too are in `gateway.control_types`."""
 
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from gateway.access.key import Expiry, Limit, Percent
-from gateway.admin_types import MemoryStatus, ModelStatus, ReloadResult, RequestView
+from gateway.control_types import MemoryStatus, ModelStatus, ReloadResult, RequestView
 from gateway.model_files.listing import ListedModel
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]

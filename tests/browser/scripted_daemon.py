@@ -6,8 +6,8 @@ import msgspec
 
 from gateway.access.key_file import has_keys
 from gateway.config.load import load_config
-from gateway.home.home_paths import default_home
 from gateway.main import serve
+from gateway.state_dir.home_paths import default_home
 from protocol.spec import WorkerSpec
 from tests.support.pool import SCRIPTED
 

@@ -10,7 +10,7 @@ from deploy.demo_model.train.tokenizer import Renderer
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from worker.model.loader import LoadedModel
-from worker.speculation.eager import EagerDrafts
+from worker.speculation.policy.eager import EagerDrafts
 
 # Of drafts of three tokens each, a token that follows a wrong one counted as wrong.
 LEAST = 0.6

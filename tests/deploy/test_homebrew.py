@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.install import launchd
-from gateway.install.description import Scope, Service
+from gateway.service import launchd
+from gateway.service.description import Scope, Service
 from tests.support.scale import patient
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "homebrew"

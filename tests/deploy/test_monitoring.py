@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.supervisor.state import MemoryView, ModelMemory
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
+from gateway.workers.supervisor.state import MemoryView, ModelMemory
 from protocol.stats import Stats
 from tests.support.scale import patient
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.admin_types import DaemonStatus
+from gateway.control_types import DaemonStatus
 from tests.support.ctl import COMMAND
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.scale import patient

@@ -25,10 +25,10 @@ from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
 from gateway.http.listen import file_limit
 from gateway.link.link import WorkerLink
-from gateway.pool.pool import Pool
-from gateway.supervisor.spawn import default_command
-from gateway.supervisor.state import WorkerLimits
 from gateway.telemetry.metrics import Metrics
+from gateway.workers.pool.pool import Pool
+from gateway.workers.supervisor.spawn import default_command
+from gateway.workers.supervisor.state import WorkerLimits
 from protocol.spec import WorkerSpec
 from tests.support.pool import short_home
 from tests.support.scale import patient

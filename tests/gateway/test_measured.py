@@ -6,18 +6,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.admin.endpoints import StatusEndpoint
 from gateway.config.settings import ModelConfig, ServerConfig
+from gateway.control.endpoints import StatusEndpoint
 from gateway.request.model_load import LOAD_S
-from gateway.supervisor.spawn import default_command
-from protocol import wisdom
+from gateway.workers.supervisor.spawn import default_command
+from protocol import timing_profile
 from protocol.spec import WorkerSpec
-from protocol.wisdom import FORMAT, Calibration, LoadFacts, TimingProfile, wisdom_dir
+from protocol.timing_profile import FORMAT, Calibration, LoadFacts, TimingProfile, wisdom_dir
 from tests.gateway.harness import chat, running, serving, until
 from tests.support.audio_models import build_moonshine
 from tests.support.pool import short_home
 from tests.support.reading_models import build_embedder
-from worker.pacing.kept_load import keep_load
+from worker.engine.scheduling.kept_load import keep_load
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +29,7 @@ def kept(load_s: float) -> TimingProfile:
 
 async def test_a_client_that_waited_in_vain_is_told_when_the_model_will_be_there() -> None:
     with short_home() as home:
-        wisdom.write(wisdom_dir(home), kept(load_s=60.0))
+        timing_profile.write(wisdom_dir(home), kept(load_s=60.0))
         async with running(home, ["--hang-on-load"], server=ServerConfig(queue_timeout_s=0.3)) as gateway:
             late = await gateway.client.post("/v1/chat/completions", json=chat())
             assert late.status_code == 503
@@ -42,7 +42,7 @@ async def test_a_load_is_expected_to_take_what_the_one_before_took() -> None:
         async with running(home) as gateway:
             meter, model = gateway.app.services.meter, gateway.app.services.config.models["m"]
             assert meter.read(model).load_s == LOAD_S
-        wisdom.write(wisdom_dir(home), kept(load_s=42.0))
+        timing_profile.write(wisdom_dir(home), kept(load_s=42.0))
         async with running(home) as gateway:
             meter, model = gateway.app.services.meter, gateway.app.services.config.models["m"]
             assert meter.read(model).load_s == 42.0
@@ -60,13 +60,13 @@ async def test_a_worker_leaves_its_times_and_the_next_one_runs_as_many_rows_as_a
         assert status.status().models[0].slots == 16
         await gateway.pool.unload("m")
         (file,) = folder.glob("m-*.json")
-        learned = wisdom.read(file)
+        learned = timing_profile.read(file)
         assert learned.load is not None
         assert learned.load.weights_bytes > 0
         assert learned.load.token_bytes > 0
         assert learned.chunks
         calibration = Calibration(1.0, (), (), 3, 1 << 28)
-        wisdom.write(folder, msgspec.structs.replace(learned, calibration=calibration))
+        timing_profile.write(folder, msgspec.structs.replace(learned, calibration=calibration))
 
         again = await gateway.client.post("/v1/chat/completions", json=body)
         assert again.json()["choices"] == first.json()["choices"]
@@ -93,7 +93,7 @@ async def test_a_load_of_a_model_without_tokens_is_known_after_a_restart(kind: s
             assert ready is not None
         async with running(home, models=models, command=default_command) as gateway:
             (file,) = wisdom_dir(home).glob("m-*.json")
-            load = wisdom.read(file).load
+            load = timing_profile.read(file).load
             assert load is not None
             assert load.seconds >= load.warm_up_s > 0
             assert load.weights_bytes == ready.weights_bytes
@@ -109,7 +109,7 @@ def test_files_that_cannot_be_read_cost_a_line_and_no_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"short")
-    monkeypatch.setenv(wisdom.FOLDER_ENV, str(tmp_path / "kept"))
+    monkeypatch.setenv(timing_profile.FOLDER_ENV, str(tmp_path / "kept"))
     with caplog.at_level("WARNING", logger="mlxd.worker"):
         keep_load(WorkerSpec("m", "m", 1, "", ""), tmp_path, LoadFacts(1.0, 0.5, 1, 2))
     assert "facts of the load are not kept" in caplog.text

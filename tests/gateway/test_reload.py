@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from gateway.access.key_file import has_keys
-from gateway.admin_types import ReloadResult
 from gateway.app import create_admin_app
 from gateway.config.load import load_config
 from gateway.config.settings import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig
+from gateway.control_types import ReloadResult
 from gateway.reload import FIXED, Reloader, changes, describe, with_fixed
-from gateway.supervisor.state import State
 from gateway.telemetry.logs import OURS
 from gateway.telemetry.prometheus import Exposition
+from gateway.workers.supervisor.state import State
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.scale import patient
 

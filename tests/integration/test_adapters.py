@@ -13,8 +13,8 @@ from gateway.access.key_file import has_keys
 from gateway.app import create_admin_app
 from gateway.config.load import load_config
 from gateway.reload import Reloader
-from gateway.supervisor.spawn import default_command
 from gateway.telemetry.prometheus import Exposition
+from gateway.workers.supervisor.spawn import default_command
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
 from tests.support.adapters import mlx_adapter, peft_adapter
 from tests.support.models import build

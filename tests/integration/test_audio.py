@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.config.settings import ModelConfig
-from gateway.supervisor.spawn import default_command
+from gateway.workers.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running
 from tests.support import hearing
 from tests.support.pool import short_home

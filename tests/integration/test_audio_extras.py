@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 
 from gateway.config.settings import ModelConfig
-from gateway.supervisor.spawn import default_command
+from gateway.workers.supervisor.spawn import default_command
 from protocol.spec import WorkerSpec
 from tests.gateway.harness import running
 from tests.support.audio_models import build_moonshine, tone

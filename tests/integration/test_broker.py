@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.config.settings import Config, MemoryConfig
-from gateway.memory.broker import TURN_S
-from gateway.memory.host import ThisMachine
-from gateway.supervisor.state import ModelUnavailable, State, WorkerLimits
+from gateway.workers.memory.broker import TURN_S
+from gateway.workers.memory.host import ThisMachine
+from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.messages import Delta, Finish
 from tests.support.pool import DEADLINE_S, Running, config, finish_of, read_all, short_home, text_of, tokens, until

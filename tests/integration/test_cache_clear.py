@@ -9,9 +9,9 @@ import numpy as np
 from gateway.ctl import prefix_files
 from tests.support import disk as folder
 from tests.support.ctl import ctl
-from worker.cache.disk import CacheDisk, DiskEntry, FileStatus
-from worker.cache.fingerprint import LABEL
-from worker.cache.salts import salt_key
+from worker.prefix_cache.disk import CacheDisk, DiskEntry, FileStatus
+from worker.prefix_cache.fingerprint import LABEL
+from worker.prefix_cache.salts import salt_key
 
 CAP = 100_000
 CONFIG = '[models.coder]\npath = "org/coder"\naliases = ["c"]\n[models.other]\n'

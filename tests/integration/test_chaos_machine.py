@@ -16,8 +16,8 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.main import DaemonExit
-from gateway.supervisor.spawn import default_command
-from gateway.supervisor.state import State, WorkerLimits
+from gateway.workers.supervisor.spawn import default_command
+from gateway.workers.supervisor.state import State, WorkerLimits
 from protocol.messages import TextPrompt, Tokenize
 from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DEADLINE_S, DaemonProcess, stream_text, write_config

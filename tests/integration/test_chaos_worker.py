@@ -11,9 +11,9 @@ import pytest
 
 from gateway.link.collector import Collector
 from gateway.link.transport import WorkerGone
-from gateway.supervisor.handle import WorkerHandle
-from gateway.supervisor.quarantine import REFUSED
-from gateway.supervisor.state import ModelUnavailable, State, WorkerLimits
+from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.workers.supervisor.quarantine import REFUSED
+from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.messages import Delta, Finish, Usage
 from tests.support.pool import Running, config, finish_of, read_all, short_home, text_of, tokens, until

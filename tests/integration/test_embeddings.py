@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from gateway.config.settings import ModelConfig
-from gateway.supervisor.spawn import default_command
+from gateway.workers.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running
 from tests.support.models import build
 from tests.support.pool import short_home

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from gateway.config.settings import ModelConfig
-from gateway.supervisor.spawn import default_command
+from gateway.workers.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running
 from tests.support.calls import TOOLS, markers
 from tests.support.models import build

@@ -16,9 +16,9 @@ import pytest
 
 from gateway.api.openai import choices
 from gateway.config.settings import ModelConfig
-from gateway.supervisor.spawn import default_command
+from gateway.workers.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, events, running, serving, until
-from tests.gateway.peers.pairs import door, key_for, peer
+from tests.gateway.remote.peers.pairs import door, key_for, peer
 from tests.support.pool import short_home
 
 pytestmark = pytest.mark.anyio

@@ -16,7 +16,7 @@ import pytest
 from msgspec import structs
 
 from gateway.config.settings import AudioConfig, MediaConfig, ModelConfig
-from gateway.supervisor.spawn import default_command
+from gateway.workers.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running, until
 from tests.support.audio_models import build_moonshine, build_qwen_tts, build_whisper, tone
 from tests.support.models import build

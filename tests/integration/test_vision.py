@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from gateway.config.settings import ModelConfig
-from gateway.supervisor.spawn import default_command
+from gateway.workers.supervisor.spawn import default_command
 from protocol.spec import WorkerSpec
 from tests.gateway.harness import Gateway, running
 from tests.support.pictures import BLUE, RED, encoded, halves, shape

@@ -236,7 +236,7 @@ def test_only_a_few_folders_import_mlx() -> None:
     }
     # The mask of a grammar is applied to the logits, where they are; a program writes a model's arrays.
     others = {module for module in importers if folder(module) not in allowed}
-    assert others <= {"worker.structured.masks", "worker.repack"}
+    assert others <= {"worker.structured.masks", "worker.tools.repack"}
 
 
 def test_a_folder_has_few_files_and_says_what_it_is() -> None:

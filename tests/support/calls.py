@@ -9,8 +9,8 @@ from typing import Any, Final
 import jsonschema
 
 from protocol.messages import DeltaKind
-from worker.parsers import FAMILIES, make_parser
-from worker.parsers.channels import Channels
+from worker.output.parsers import FAMILIES, make_parser
+from worker.output.parsers.channels import Channels
 from worker.structured.tool_grammar import has_calls
 
 CALLING: Final = [family for family in FAMILIES if has_calls(family)]

@@ -14,8 +14,8 @@ from tests.support.fused import fused, random_adapter
 from tests.support.heads import build_with_head, save_head
 from tests.support.models import build
 from worker.model.loader import read_config
-from worker.repack import repack
-from worker.sparse.kept import BLOCK
+from worker.sparse.selected_tokens import BLOCK
+from worker.tools.repack import repack
 from worker.vision.checkpoint import fold
 from worker.vision.text_model import load_text_model
 

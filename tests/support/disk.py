@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from tests.support.scale import patient
-from worker.cache.disk import CacheDisk, DiskEntry, DiskRead
+from worker.prefix_cache.disk import CacheDisk, DiskEntry, DiskRead
 
 DEADLINE_S = 20
 

@@ -15,7 +15,7 @@ from mlx_vlm.utils import get_model_and_args
 
 from tests.support.heads import damp
 from tests.support.models import VOCAB, build, write
-from worker.vision.graft import text_core
+from worker.vision.multimodal_merge import text_core
 
 # The token that a block has in the places that it guesses; no prompt of a test has it.
 MASK = 5

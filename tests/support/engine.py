@@ -28,21 +28,21 @@ from protocol.messages import (
 )
 from protocol.spec import WorkerSpec
 from tests.support.scale import patient
-from worker.adapters.adapters import adapters_of
-from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, EngineInbox
+from worker.engine.load_checks.self_check import choose
 from worker.engine.loop import Engine
-from worker.engine.partners import RankPeers
+from worker.engine.rank_peers import RankPeers
 from worker.engine.row import Row
-from worker.engine.self_check import choose
 from worker.errors import RequestInvalid
-from worker.model.lanes import BatchModePlan
+from worker.model.batch_mode import BatchModePlan
 from worker.model.loader import LoadedModel
+from worker.model.lora.adapters import adapters_of
 from worker.model.packing import give_up, packing_of
 from worker.prompt.intake import Intake
 from worker.prompt.sparse_limits import SparseLimits
 from worker.speculation.drafter import Drafter
+from worker.start.checked_model import load_checked
 
 TIMEOUT_S = 60
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from gateway.link.collector import Collector
 from gateway.link.sequence import PARKED, Runner, Sequence, WorkerConnection
 from gateway.link.transport import WorkerGone
-from gateway.supervisor.handle import WorkerHandle
-from gateway.supervisor.state import MemoryView, ModelUnavailable, State, WorkerLimits
+from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code, Failure
 from protocol.messages import MAJOR, MINOR, Down, Generate, Hello, Pong, Ready, Sampling, Step, TextPrompt
 from protocol.spec import WorkerSpec

@@ -13,7 +13,7 @@ from worker.engine.row import Row
 from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
-from worker.verify.engine_session import EngineSession, VerifiedOutput
+from worker.tools.verify.engine_session import EngineSession, VerifiedOutput
 from worker.vision.features import FeatureCache
 
 

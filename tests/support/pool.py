@@ -16,11 +16,11 @@ import psutil
 from gateway.config.settings import Config, ModelConfig, ServerConfig
 from gateway.link.collector import Collector
 from gateway.link.link import WorkerLink
-from gateway.memory.host import HostMemory
-from gateway.pool.pool import Pool
-from gateway.supervisor.handle import WorkerHandle
-from gateway.supervisor.spawn import Command
-from gateway.supervisor.state import WorkerLimits
+from gateway.workers.memory.host import HostMemory
+from gateway.workers.pool.pool import Pool
+from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.workers.supervisor.spawn import Command
+from gateway.workers.supervisor.state import WorkerLimits
 from protocol.messages import Delta, Finish, Generate, Sampling, TextPrompt
 from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder

@@ -10,7 +10,7 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import replace
 
-from gateway.supervisor.ranks import ranks_of
+from gateway.workers.supervisor.ranks import ranks_of
 from protocol.messages import Delta, Generate, Ready, Rejected, Shutdown, Step
 from protocol.spec import GroupSpec, WorkerSpec
 from tests.support.engine import Result

@@ -5,7 +5,7 @@ from typing import Any
 
 from protocol.messages import Sampling
 from worker.engine.row import Row
-from worker.text.stops import StopScanner
+from worker.output.stops import StopScanner
 
 
 class Silent:

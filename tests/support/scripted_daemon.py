@@ -4,8 +4,8 @@ import sys
 
 from gateway.access.key_file import has_keys
 from gateway.config.load import load_config
-from gateway.home.home_paths import default_home
 from gateway.main import serve
+from gateway.state_dir.home_paths import default_home
 from tests.support.pool import scripted
 
 if __name__ == "__main__":

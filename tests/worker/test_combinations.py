@@ -12,15 +12,15 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import scaled
 from tests.worker.engine.test_riding import generated
 from tests.worker.structured.test_drafted_rows import Free
-from worker.cache.prefix import MIN_TOKENS
-from worker.checked_model import load_checked
-from worker.engine import kv_budget
+from worker.engine.scheduling import kv_budget
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
-from worker.repack import repack
+from worker.prefix_cache.prefix import MIN_TOKENS
 from worker.speculation.drafter import Drafter
-from worker.speculation.eager import EagerDrafts
-from worker.speculation.speculator import Speculator
+from worker.speculation.policy.eager import EagerDrafts
+from worker.speculation.policy.speculator import Speculator
+from worker.start.checked_model import load_checked
+from worker.tools.repack import repack
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,10 +14,10 @@ from worker.audio import sound_writer
 from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel
 from worker.audio.clip_queue import PendingClip
-from worker.audio.hearer import Check, Samples, TranscribeOptions, Transcriber
 from worker.audio.marks import AddedTokens
 from worker.audio.sound_writer import SoundWriter
 from worker.audio.speaker import Instructions, Speaker, SpeakOptions
+from worker.audio.transcriber import Check, Samples, TranscribeOptions, Transcriber
 from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve, is_wav, read_audio
 

@@ -17,8 +17,8 @@ from protocol.kinds import HEARERS, SPEAKERS, audio_family
 from protocol.model_info import AudioInfo
 from protocol.spec import WorkerSpec
 from worker.audio import sound_writer
-from worker.audio.hearer import TranscribeOptions, Transcriber
 from worker.audio.speaker import Instructions, Speaker, SpeakOptions
+from worker.audio.transcriber import TranscribeOptions, Transcriber
 from worker.errors import LoadFailed
 from worker.model.loader import cast, check_weights, nbytes, read_json, resolve
 from worker.model.memory import has_gpu
@@ -131,11 +131,11 @@ def _check_code(path: Path, spec: WorkerSpec) -> None:
 def _hearer(family: str, model: Any) -> Transcriber | None:
     # Imported here: these load mlx-audio, which may not be installed.
     if family == "whisper":
-        from worker.audio.whisper_hearer import WhisperHearer
+        from worker.audio.whisper import WhisperHearer
 
         return WhisperHearer(model)
     if family in HEARERS:
-        from worker.audio.paused_hearer import PausedHearer
+        from worker.audio.segmented_transcriber import PausedHearer
 
         return PausedHearer(family, model)
     return None

@@ -7,7 +7,7 @@ from typing import Final
 
 from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST
 
-# What a pass computes, at least and as a part of the weights: see PASS_BYTES in gateway/memory/estimate.py.
+# What a pass computes, at least and as a part of the weights: see PASS_BYTES in gateway/workers/memory/estimate.py.
 _PASS_BYTES: Final = 64 << 20
 _PASS_PART: Final = 8
 

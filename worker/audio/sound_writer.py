@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from worker.audio.hearer import Samples
+from worker.audio.transcriber import Samples
 from worker.vision.sounds import resampled
 
 PLAIN: Final = ("wav", "pcm")

@@ -8,9 +8,9 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 
-from worker.audio.hearer import Check, Samples
 from worker.audio.marks import AddedTokens
 from worker.audio.sentences import groups
+from worker.audio.transcriber import Check, Samples
 
 
 @dataclass(frozen=True, slots=True)

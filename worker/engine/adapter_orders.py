@@ -5,11 +5,11 @@ from typing import Final
 
 from protocol.failures import Code, Failure
 from protocol.messages import AdaptersSet
-from worker.adapters.adapters import Adapters, adapters_of
 from worker.engine.inbox import AdapterOrder
-from worker.engine.memory_limits import MemoryLimits
 from worker.engine.row import Row
+from worker.engine.scheduling.memory_limits import MemoryLimits
 from worker.model.loader import LoadedModel
+from worker.model.lora.adapters import Adapters, adapters_of
 
 # With room for less than this beside it, an adapter is of no use.
 LEAST_CONTEXT: Final = 256

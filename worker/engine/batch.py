@@ -11,19 +11,19 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import StopSequences
 
-from worker.cache import batched
-from worker.cache.prefix import PrefixCache
-from worker.cache.quantized import make_caches
-from worker.cache.radix_tree import common_prefix
 from worker.engine.decode_batch import PAIR, REFEED, TimedStep
 from worker.engine.generator import Generator
-from worker.engine.kv_budget import KvCost
 from worker.engine.row import Row
 from worker.engine.row_media import RowMedia
 from worker.engine.row_prefixes import RowPrefixes
+from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import is_allocation_failure, is_fabric_fault, is_gpu_fault
+from worker.kv import batched
+from worker.kv.quantized import make_caches
 from worker.model.agreement import agreement_of
-from worker.model.lanes import BatchMode
+from worker.model.batch_mode import BatchMode
+from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.radix_tree import common_prefix
 from worker.sampling.penalties import processors
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Guard, RowSampler

@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.cache import batched, ragged
+from worker.engine.batch_sequence import BatchSequence, BatchSequences, PenaltyContext
 from worker.engine.forward import ForwardPart, forward
-from worker.engine.member import BatchSequence, BatchSequences, PenaltyContext
+from worker.kv import batched, ragged
 from worker.model.agreement import agreement_of
 from worker.sampling.sampler import RowSampler
-from worker.speculation.costs import FasterOfTwo
 from worker.speculation.drafter import Drafter
+from worker.speculation.policy.draft_width import FasterOfTwo
 
 # Tokens that a block of a row with recurrent layers may have: what is not kept is run again.
 REFEED: Final = 16

@@ -10,9 +10,9 @@ from worker.engine.batch import TickResult, Token
 from worker.engine.outbox import Outbox
 from worker.engine.output import OutputWriter, TokenOutput
 from worker.engine.row import Row
+from worker.output.encodable import encodable
 from worker.sampling.logprobs import LogprobReader
 from worker.sampling.prompt_scores import Scores
-from worker.text.encodable import encodable
 
 log = logging.getLogger("mlxd.worker")
 

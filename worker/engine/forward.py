@@ -7,12 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.adapters.adapters import adapted
-from worker.cache.batched import begin_block, end_block, place
-from worker.drafting.taps import taps_of
-from worker.engine.member import BatchSequence
+from worker.engine.batch_sequence import BatchSequence
+from worker.kv.batched import begin_block, end_block, place
+from worker.model.lora.adapters import adapted
 from worker.model.packing import PackedRows, Shape, packing_of, split
-from worker.vision.graft import graft_of
+from worker.speculation.drafters.hidden_states import taps_of
+from worker.vision.multimodal_merge import graft_of
 
 
 @dataclass(slots=True)

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from protocol.stats import DraftStats, RankStats, Stats
-from worker.cache.counts import CacheCounts, DiskCounts
+from worker.prefix_cache.counts import CacheCounts, DiskCounts
 from worker.vision.encoded import FeatureCounts
 
 if TYPE_CHECKING:
-    from worker.cache.prefix import PrefixCache
-    from worker.experts.expert_cache import ExpertCounts as ExpertCounts
+    from worker.model.experts.expert_cache import ExpertCounts as ExpertCounts
+    from worker.prefix_cache.prefix import PrefixCache
     from worker.sparse.chooser import SparseCounts as ChoiceCounts
-    from worker.speculation.speculator import Speculator
+    from worker.speculation.policy.speculator import Speculator
     from worker.vision.features import FeatureCache
 
 

@@ -12,16 +12,16 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.generate import StopSequences, generation_stream
 
-from worker.cache import batched, ragged
-from worker.cache.quantized import make_caches
+from worker.engine.batch_sequence import BatchSequence, BatchSequences
 from worker.engine.decode_batch import DecodeBatch, SampledToken, TimedStep
 from worker.engine.forward import ForwardPart, can_pack, forward
-from worker.engine.member import BatchSequence, BatchSequences
 from worker.engine.scoring import ScoredRows
-from worker.model.lanes import BatchMode
+from worker.kv import batched, ragged
+from worker.kv.quantized import make_caches
+from worker.model.batch_mode import BatchMode
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Guard, RowSampler
-from worker.sparse.kept import SelectedTokens
+from worker.sparse.selected_tokens import SelectedTokens
 from worker.speculation.drafter import Drafter
 
 # Free buffers go back to the system after this many tokens of prefill, or this many steps, as with mlx-lm's.

@@ -11,8 +11,8 @@ from typing import Final
 
 from protocol.failures import Failure
 from protocol.messages import Abort, AdaptersSet, Drain, Drained, SetMemory, SetPace, Shutdown
-from worker.adapters.adapter_files import Files
 from worker.engine.row import Row
+from worker.model.lora.adapter_files import Files
 
 # How long an engine whose rows all wait for something looks for commands.
 WAIT_S: Final = 0.05

@@ -22,30 +22,30 @@ from protocol.messages import (
     Up,
 )
 from protocol.spec import WorkerSpec
-from worker.cache.block_events import BlockEventLog
-from worker.cache.prefix import PrefixCache
 from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
+from worker.engine.capabilities import reader_of, rows_at_once, speculation_of
 from worker.engine.emitter import Emitter
 from worker.engine.forward import can_pack
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import AdapterOrder, Command, EarlyAborts, EngineDrain, EngineInbox, WakeUp
-from worker.engine.kv_budget import KvCost
-from worker.engine.memory_limits import MemoryLimits
+from worker.engine.load_checks.self_check import refusal
 from worker.engine.outbox import Outbox
 from worker.engine.output import OutputWriter, TokenOutput
-from worker.engine.partners import RankPeers
-from worker.engine.queue import Queue
+from worker.engine.rank_peers import RankPeers
 from worker.engine.row import Row
-from worker.engine.self_check import refusal
+from worker.engine.scheduling.kv_budget import KvCost
+from worker.engine.scheduling.memory_limits import MemoryLimits
+from worker.engine.scheduling.pacer import Pacer
+from worker.engine.scheduling.queue import Queue
 from worker.engine.sparse_rows import SparseRows
-from worker.engine.terms import reader_of, rows_at_once, speculation_of
 from worker.errors import RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.model.device import has_watchdog
 from worker.model.loader import LoadedModel
-from worker.pacing.pacer import Pacer
+from worker.prefix_cache.block_events import BlockEventLog
+from worker.prefix_cache.prefix import PrefixCache
 from worker.speculation.drafter import Drafter
-from worker.speculation.speculator import Speculator
+from worker.speculation.policy.speculator import Speculator
 from worker.vision.encoder import MediaEncoder
 from worker.vision.features import FeatureCache
 

@@ -9,7 +9,7 @@ from protocol.messages import Delta, DeltaKind, PromptLogprob, PromptPart, Step,
 from worker.engine.gauges import Gauges
 from worker.engine.output import TokenOutput
 from worker.engine.row import Row
-from worker.parsers import Event
+from worker.output.parsers import Event
 
 _STATS_EVERY_S: Final = 0.1
 _MEMORY_EVERY_S: Final = 1.0

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from protocol.messages import DeltaKind, Finish, Sampling, TokenLogprob
 from worker.engine.row import HeldToken, Row
-from worker.parsers import Event
-from worker.text.detokenize import Vocabulary
-from worker.text.stops import StopScanner
+from worker.output.detokenize import Vocabulary
+from worker.output.parsers import Event
+from worker.output.stops import StopScanner
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,16 +8,16 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Sampling, TokenLogprob, Usage
-from worker.adapters.adapters import Adapter
-from worker.cache.prefix import Ticket
-from worker.parsers import Parser
+from worker.model.lora.adapters import Adapter
+from worker.output.detokenize import Detokenizer
+from worker.output.parsers import Parser
+from worker.output.stops import StopScanner
+from worker.prefix_cache.prefix import Ticket
 from worker.sampling.penalties import NO_WORDS, BadWords
 from worker.sampling.prompt_scores import Scores
-from worker.sparse.kept import SelectedTokens, count_kept
+from worker.sparse.selected_tokens import SelectedTokens, count_kept
 from worker.speculation.drafter import Drafting
 from worker.structured.guides import Rule
-from worker.text.detokenize import Detokenizer
-from worker.text.stops import StopScanner
 from worker.vision.media import Span, before_media, media_keys
 
 

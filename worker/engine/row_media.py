@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from worker.engine.row import Row
 from worker.vision.attach import Vision
 from worker.vision.encoder import MediaEncoder
-from worker.vision.graft import MediaPlacement
+from worker.vision.multimodal_merge import MediaPlacement
 
 
 class RowMedia:

@@ -6,9 +6,9 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 
-from worker.cache.prefix import PrefixCache
-from worker.engine.kv_budget import KvCost
 from worker.engine.row import Row
+from worker.engine.scheduling.kv_budget import KvCost
+from worker.prefix_cache.prefix import PrefixCache
 from worker.vision.media import media_keys
 
 # Models whose caches cannot be cut get a checkpoint this often within a long message …

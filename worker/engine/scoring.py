@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.cache import batched
+from worker.engine.batch_sequence import BatchSequence, BatchSequences
 from worker.engine.forward import ForwardPart, forward
-from worker.engine.member import BatchSequence, BatchSequences
+from worker.kv import batched
 
 # Positions whose logits are looked at together.
 SLICE: Final = 64

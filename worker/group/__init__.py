@@ -1,3 +1,1 @@
 """Groups: one model that several processes run together. Rank 0 plans, its followers replay."""
-
-__all__ = ["follower", "lead"]

@@ -32,23 +32,23 @@ from protocol.group import (
 )
 from protocol.messages import SetMemory
 from protocol.spec import RankSpec, WorkerSpec
-from worker.cache.kv import KvLayout
-from worker.cache.prefix import PrefixCache
-from worker.cache.quantized import make_caches
-from worker.cache.radix_tree import TokenCost
 from worker.engine.batch import Batch
+from worker.engine.load_checks.silent_row import silent_row
 from worker.engine.row import Row
-from worker.engine.silent_row import silent_row
 from worker.errors import LoadFailed, PartnerLost, WorkerError, is_fabric_fault
 from worker.group import fabric
 from worker.group.measures import measured
 from worker.group.rank_identity import Identity, identity_of
 from worker.group.rank_sockets import LINGER_MS, RankSockets
-from worker.group.tally import tally
+from worker.group.token_checksum import tally
 from worker.group.watch import FollowerWatch, RankProgress
+from worker.kv.kv import KvLayout
+from worker.kv.quantized import make_caches
 from worker.model import loader, memory
+from worker.model.batch_mode import BatchMode
 from worker.model.division import Division
-from worker.model.lanes import BatchMode
+from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.radix_tree import TokenCost
 
 log = logging.getLogger("mlxd.worker")
 

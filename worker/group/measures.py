@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from protocol.group import RankMemory
-from worker.cache.kv import KvLayout
-from worker.cache.radix_tree import TokenCost
-from worker.engine.kv_budget import KvCost
+from worker.engine.scheduling.kv_budget import KvCost
+from worker.kv.kv import KvLayout
 from worker.model.memory import ShareLimits
+from worker.prefix_cache.radix_tree import TokenCost
 
 
 def measured(rank: int, layout: KvLayout, cost: KvCost, limits: ShareLimits) -> RankMemory:

@@ -5,13 +5,13 @@ from typing import Any, Protocol
 
 from protocol.failures import Code
 from protocol.group import BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory
-from worker.cache.kv import KvLayout
-from worker.cache.prefix import PrefixCache
-from worker.cache.radix_tree import TokenCost
 from worker.engine.batch import Batch, TickResult, Token
 from worker.engine.row import Row
 from worker.errors import PartnerLost, StepFailed, is_fabric_fault
-from worker.model.lanes import BatchMode
+from worker.kv.kv import KvLayout
+from worker.model.batch_mode import BatchMode
+from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.radix_tree import TokenCost
 
 
 class Planner(Protocol):

@@ -1,3 +1,1 @@
 """Loops of models that generate no text: jobs take turns, one piece of work after the other."""
-
-__all__ = ["queued", "turn_loop"]

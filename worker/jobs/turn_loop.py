@@ -28,9 +28,9 @@ from protocol.messages import (
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EarlyAborts, EngineDrain
+from worker.engine.scheduling.rests import Rests
 from worker.jobs.queued import QueuedJob
 from worker.model import memory
-from worker.pacing.rests import Rests
 
 log = logging.getLogger("mlxd.worker")
 

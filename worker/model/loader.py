@@ -25,11 +25,11 @@ from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.towers import has_media
 from worker.errors import LoadFailed, is_allocation_failure
-from worker.experts.expert_cache import ExpertCounts
-from worker.experts.expert_cache import attach as attach_experts
 from worker.model import packing
+from worker.model.batch_mode import BatchModePlan
 from worker.model.division import Division
-from worker.model.lanes import BatchModePlan
+from worker.model.experts.expert_cache import ExpertCounts
+from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.linears import Linears
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach

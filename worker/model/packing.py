@@ -16,7 +16,7 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.vision.graft import text_core
+from worker.vision.multimodal_merge import text_core
 
 # Names of a mixing module's arguments beside its input.
 _ARGUMENTS: Final = {"mask", "cache"}

@@ -10,7 +10,7 @@ from protocol.failures import Code
 from protocol.messages import ChatPrompt
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
-from worker.parsers import (
+from worker.output.parsers import (
     FAMILIES,
     NO_CONTROLS,
     Controls,
@@ -24,7 +24,7 @@ from worker.parsers import (
     resolve,
     start_in_reasoning,
 )
-from worker.parsers.channels import Channels
+from worker.output.parsers.channels import Channels
 from worker.structured.tool_grammar import has_calls, next_message
 
 # What models that can only think less are told when they are not to think.

@@ -29,11 +29,13 @@ from protocol.messages import (
     TokensPrompt,
     TranscribePrompt,
 )
-from worker.adapters.adapters import Adapter, adapters_of
 from worker.engine.output import OutputWriter
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.model.loader import LoadedModel
+from worker.model.lora.adapters import Adapter, adapters_of
+from worker.output.detokenize import Vocabulary
+from worker.output.stops import StopScanner
 from worker.prompt.encode import PromptEncoder
 from worker.prompt.family import ModelFamily
 from worker.prompt.infill import InfillPrompts
@@ -45,13 +47,11 @@ from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
 from worker.prompt.word_ids import WordIds
 from worker.sampling.prompt_scores import scored_top
 from worker.speculation.drafter import ALL, Drafting
-from worker.speculation.text import BREAK
+from worker.speculation.text_sources.indexed_text import BREAK
 from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_ROOM, ToolRules
-from worker.text.detokenize import Vocabulary
-from worker.text.stops import StopScanner
+from worker.vision.families import Processor
 from worker.vision.images import MediaLimits
-from worker.vision.processor import Processor
 
 log = logging.getLogger("mlxd.worker")
 

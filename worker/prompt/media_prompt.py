@@ -18,10 +18,10 @@ from worker.prompt.contents import Content
 from worker.prompt.encode import PromptEncoder
 from worker.prompt.rewrites import Messages
 from worker.prompt.templates import Renderer
+from worker.vision.families import PreparedMedia, Processor, expanded, open_processor
 from worker.vision.images import MediaLimits
 from worker.vision.media import Span
 from worker.vision.positions import Grid, positions
-from worker.vision.processor import PreparedMedia, Processor, expanded, open_processor
 from worker.vision.unserved import UnsupportedVision
 
 log = logging.getLogger("mlxd.worker")

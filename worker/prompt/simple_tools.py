@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from worker.parsers.schema import Schema, mapping, referred
+from worker.output.parsers.schema import Schema, mapping, referred
 
 _MAX_DEPTH: Final = 12
 

@@ -6,7 +6,7 @@ from typing import Final
 from protocol.failures import Code
 from protocol.messages import Generate
 from worker.errors import RequestInvalid
-from worker.sparse.kept import count_kept
+from worker.sparse.selected_tokens import count_kept
 
 PARAM: Final = "sparse_prefill"
 

@@ -5,9 +5,9 @@ from functools import lru_cache
 from typing import Final
 
 from protocol.messages import Sampling
+from worker.output.detokenize import Vocabulary
 from worker.prompt.encode import PromptEncoder
 from worker.sampling.penalties import NO_WORDS, BadWords
-from worker.text.detokenize import Vocabulary
 
 # Sets of breakers that are kept.
 _KEPT: Final = 8

@@ -1,3 +1,1 @@
 """Sampling: the sampler of a batch, each row's logit processors, and log-probabilities."""
-
-__all__ = ["logprobs", "penalties", "prompt_scores", "sampler"]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.sparse.importance import ImportanceReader, PromptReading
-from worker.sparse.kept import SelectedTokens, choose
+from worker.sparse.selected_tokens import SelectedTokens, choose
 
 # Choices that are remembered: of requests with several answers, and those sent again.
 _MOST_KNOWN: Final = 64

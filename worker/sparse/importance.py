@@ -14,8 +14,8 @@ import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.failures import Code
-from worker.cache import batched, ragged
 from worker.errors import LoadFailed
+from worker.kv import batched, ragged
 from worker.model.loader import LoadedModel
 from worker.sparse.query_taps import QueryTaps, tap_queries
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.vision.graft import text_core
+from worker.vision.multimodal_merge import text_core
 
 
 class QueryTaps:

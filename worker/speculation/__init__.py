@@ -1,3 +1,1 @@
-"""Speculation: drafts of a row's next tokens, and whether it pays to verify them."""
-
-__all__ = ["costs", "drafter", "eager", "lookup", "noisy", "speculator", "text"]
+"""Speculative decoding: drafts from text and from models, and when they pay."""

@@ -25,9 +25,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 from protocol.failures import Code, Failure
 from protocol.messages import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
+from worker.output.encodable import encodable
 from worker.structured.schema_check import SchemaInvalid, check
 from worker.structured.schema_exact import bound, exact, loosened
-from worker.text.encodable import encodable
 
 Allowed = npt.NDArray[np.bool_]
 """`[vocab]`: which tokens may come next."""

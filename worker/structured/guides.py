@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from protocol.messages import Constraint
-from worker.parsers import FAMILIES, start_in_reasoning
-from worker.parsers.channels import Channels
+from worker.output.parsers import FAMILIES, start_in_reasoning
+from worker.output.parsers.channels import Channels
 from worker.structured.compiler import Allowed, CompiledGrammar, GrammarFailed, Grammars
 from worker.structured.finish_early import EarlyFinish, FinishingGuide
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 from protocol.failures import Code
 from protocol.messages import ChatPrompt, Constraint, ConstraintKind
 from worker.errors import RequestInvalid
-from worker.parsers import FAMILIES
-from worker.parsers.channels import Channels
+from worker.output.parsers import FAMILIES
+from worker.output.parsers.channels import Channels
 from worker.structured.compiler import CompiledGrammar
 from worker.structured.finish_early import EarlyFinish
 from worker.structured.guides import Prologue, Rule, Rules

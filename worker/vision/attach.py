@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.errors import is_allocation_failure
-from worker.vision.graft import MultimodalMerge, text_core
+from worker.vision.multimodal_merge import MultimodalMerge, text_core
 from worker.vision.needs import Needs
 from worker.vision.tower import Tower, load_tower
 from worker.vision.unserved import UnsupportedVision

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from worker.errors import RequestInvalid, is_allocation_failure
 from worker.vision.features import FeatureCache
-from worker.vision.graft import MediaFeatures
 from worker.vision.media import Medium
+from worker.vision.multimodal_merge import MediaFeatures
 from worker.vision.tower import Tower
 
 log = logging.getLogger("mlxd.worker")

@@ -5,7 +5,7 @@ from collections.abc import Collection, KeysView
 from typing import Final
 
 from worker.vision.encoded import FeatureCounts
-from worker.vision.graft import MediaFeatures
+from worker.vision.multimodal_merge import MediaFeatures
 
 # What rows may hold until a further one has to wait, however small the budget.
 HELD_MIN: Final = 64 << 20

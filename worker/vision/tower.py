@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from worker.vision.checkpoint import known_weights, tower_config, tower_names
-from worker.vision.graft import MediaFeatures
+from worker.vision.multimodal_merge import MediaFeatures
 from worker.vision.needs import Needs
 from worker.vision.unserved import UnsupportedVision
 

@@ -1,3 +1,1 @@
 """Anthropic's dialect: messages and their token counts."""
-
-__all__ = ["endpoints", "request", "response"]

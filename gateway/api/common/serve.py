@@ -26,7 +26,7 @@ from gateway.request.generation import BYTES_PER_TOKEN, Generation
 from gateway.request.headers import ignored_header
 from gateway.request.record import RequestRecord
 from gateway.services import Services
-from gateway.supervisor.state import ModelUnavailable
+from gateway.workers.supervisor.state import ModelUnavailable
 from protocol.codec import Unsendable, pack
 from protocol.kinds import TEXT
 from protocol.messages import ChatPrompt, Detokenize, Generate, Media, Prompt, Tokenize, Tokenized

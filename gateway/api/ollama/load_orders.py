@@ -17,7 +17,7 @@ from gateway.http.sse import JSON_LINES, cut_off
 from gateway.request.generation import retry_after_s
 from gateway.request.record import ClientLeft, RequestRecord
 from gateway.services import Services
-from gateway.supervisor.state import ModelUnavailable
+from gateway.workers.supervisor.state import ModelUnavailable
 
 LOADED: Final = "load"
 UNLOADED: Final = "unload"

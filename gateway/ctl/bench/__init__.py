@@ -1,3 +1,1 @@
 """`mlxctl bench`, and what the benchmarks share with it: a client, a closed loop, words, percentiles."""
-
-__all__ = ["verb"]

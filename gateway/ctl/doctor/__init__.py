@@ -1,3 +1,1 @@
 """`mlxctl doctor`: checks of an installation."""
-
-__all__ = ["checks", "verb"]

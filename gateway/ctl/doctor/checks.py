@@ -7,9 +7,9 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from gateway.admin_types import Probe
 from gateway.config.certificate import date
-from gateway.install.description import FILES
+from gateway.control_types import Probe
+from gateway.service.description import FILES
 from protocol.sockets import PathTooLong, addresses, check_path
 
 DISK_LOW: Final = 10 * 1024**3

@@ -1,3 +1,1 @@
 """`mlxctl node`: other machines whose mlxd may run ranks of this one's groups."""
-
-__all__ = ["verb"]

@@ -6,11 +6,11 @@ from typing import Any, cast
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
+from gateway.client_setup.config_write import WrittenFile, rewrite
 from gateway.config.load import bad_name
 from gateway.config.node_tables import LOCAL, bad_address
 from gateway.config.settings import CONFIG_NAME
-from gateway.connect.config_write import WrittenFile, rewrite
-from gateway.ctl.offline import read_config
+from gateway.ctl.model_verbs.offline import read_config
 from gateway.failed import CommandFailed
 from gateway.nodes.node_keys import forget_public, keep_public
 

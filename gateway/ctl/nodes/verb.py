@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.ctl.printing import Json, console, print_json
-from gateway.home.home_paths import default_home
+from gateway.state_dir.home_paths import default_home
 
 if TYPE_CHECKING:
     from gateway.ctl.nodes.identity import NodeRow
@@ -24,8 +24,8 @@ def list_nodes(json: Json = False) -> None:
     """
     from rich.text import Text
 
+    from gateway.ctl.model_verbs.offline import read_config
     from gateway.ctl.nodes.identity import rows
-    from gateway.ctl.offline import read_config
     from gateway.ctl.tables import table
 
     home = default_home()
@@ -53,8 +53,8 @@ def add(
 
     Example: mlxctl node add studio2 10.0.0.2:8486 --ssh me@studio2.local
     """
+    from gateway.ctl.model_verbs.offline import read_config
     from gateway.ctl.nodes import identity, node_table
-    from gateway.ctl.offline import read_config
 
     if key and ssh:
         raise typer.BadParameter("give either --key or --ssh")
@@ -104,9 +104,9 @@ def doctor(
 
     Example: mlxctl node doctor
     """
-    from gateway.ctl.doctor.verb import report
+    from gateway.ctl.doctor.doctor_verb import report
+    from gateway.ctl.model_verbs.offline import read_config
     from gateway.ctl.nodes.node_checks import examine_nodes
-    from gateway.ctl.offline import read_config
     from gateway.failed import CommandFailed
 
     config = read_config()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gateway.access.audit_log import KEEP, Audit, AuditActor, AuditEntry, AuditUnwritable, entry, this_process
-from gateway.home.home_paths import audit_path
+from gateway.state_dir.home_paths import audit_path
 from gateway.telemetry.log_file import last_lines
 from tests.support.scale import patient
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from gateway.access.key_file import KeyFile
-from gateway.admin_types import DaemonStatus
+from gateway.control_types import DaemonStatus
 from gateway.ctl import client
 from gateway.failed import CommandFailed
 from tests.support.ctl import ctl

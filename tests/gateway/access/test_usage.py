@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import gateway.access.usage
-import gateway.home.snapshot
+import gateway.state_dir.snapshot
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.access.usage import UsageFile
-from gateway.home.private_file import write_private
+from gateway.state_dir.private_file import write_private
 from gateway.telemetry.metrics import Metrics
 from tests.gateway.harness import chat, running
 

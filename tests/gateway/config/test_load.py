@@ -11,8 +11,8 @@ from gateway.api.common.canonical import EFFORTS
 from gateway.config.load import load_config
 from gateway.config.settings import ConfigError, Effort
 from gateway.config.syntax import parse_duration, parse_size
-from gateway.home.home_paths import default_home
 from gateway.model_files.hub_cache import cached_models
+from gateway.state_dir.home_paths import default_home
 
 EXAMPLE = """
 [server]

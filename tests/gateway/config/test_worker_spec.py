@@ -20,10 +20,10 @@ from gateway.config.settings import (
     SparsePrefillConfig,
 )
 from gateway.config.worker_spec import worker_spec
-from gateway.ctl.calibrate.verb import findings
+from gateway.ctl.calibrate import findings
 from gateway.ctl.verify import in_process
 from gateway.link.link import WorkerLink
-from gateway.pool.pool import Pool
+from gateway.workers.pool.pool import Pool
 from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
 from tests.support.pool import short_home

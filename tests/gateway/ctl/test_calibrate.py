@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from gateway.ctl.calibrate.verb import line
+from gateway.ctl.calibrate import line
 from gateway.ctl.cli import app
 from gateway.ctl.printing import records
-from gateway.memory.host import ThisMachine
 from gateway.model_files.known_times import KnownTimes
-from protocol.wisdom import CalibrationResult, wisdom_dir
+from gateway.workers.memory.host import ThisMachine
+from protocol.timing_profile import CalibrationResult, wisdom_dir
 from tests.support.ctl import ctl
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.admin_types import Probe
+from gateway.control_types import Probe
 from gateway.ctl.doctor import checks as doctor
 from gateway.ctl.doctor.checks import DoctorFinding
 from gateway.ctl.doctor.look import machine

@@ -96,7 +96,7 @@ async def test_every_route_takes_a_key_either_way(gateway: Gateway, home: Path) 
     secret = make(home, "every-route")
     for method, path in routes(gateway):
         if path.startswith(INTERNAL):
-            continue  # for keys of another role: tests/gateway/peers
+            continue  # for keys of another role: tests/gateway/remote/peers
         for headers in (bearer(secret), {"authorization": f"bearer  {secret}"}, {"x-api-key": secret}):
             answer = await gateway.client.request(method, path, headers=headers, json={})
             assert answer.status_code == 403 if path == "/metrics" else answer.status_code not in (401, 403), path

@@ -6,10 +6,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.admin_types import Speeds
+from gateway.control_types import Speeds
 from gateway.model_files.known_times import LOOK_S, KnownTimes, speeds
-from protocol import wisdom
-from protocol.wisdom import FORMAT, Calibration, ChunkTime, LoadFacts, MeasuredSpeed, StepTime, TimingProfile
+from protocol import timing_profile
+from protocol.timing_profile import (
+    FORMAT,
+    Calibration,
+    ChunkTime,
+    LoadFacts,
+    MeasuredSpeed,
+    StepTime,
+    TimingProfile,
+)
 
 KEPT = TimingProfile(
     format=FORMAT,
@@ -28,7 +36,7 @@ def test_the_file_of_a_model_is_read_once_in_a_while_and_by_its_path(tmp_path: P
     now = [0.0]
     times = KnownTimes(tmp_path, lambda: now[0])
     assert times.of("m", "org/m") is None
-    wisdom.write(tmp_path, KEPT)
+    timing_profile.write(tmp_path, KEPT)
     assert times.of("m", "org/m") is None
     now[0] = LOOK_S
     assert times.of("m", "org/m") == KEPT
@@ -42,8 +50,8 @@ def test_a_file_that_cannot_be_used_is_told_of_once_and_counts_as_none(
 ) -> None:
     now = [0.0]
     times = KnownTimes(tmp_path, lambda: now[0])
-    wisdom.write(tmp_path, KEPT)
-    wisdom.file_of(tmp_path, "m", KEPT.key).write_text('{"format": "one"}')
+    timing_profile.write(tmp_path, KEPT)
+    timing_profile.file_of(tmp_path, "m", KEPT.key).write_text('{"format": "one"}')
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             now[0] += LOOK_S

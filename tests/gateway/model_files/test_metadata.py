@@ -131,9 +131,9 @@ def test_the_demo_model_is_told_as_the_worker_loads_it(tmp_path: Path) -> None:
 
     # The worker's own measure, in a process of its own so that this one stays without MLX.
     script = (
-        "from worker.checked_model import load_checked; from protocol.spec import WorkerSpec;"
+        "from worker.start.checked_model import load_checked; from protocol.spec import WorkerSpec;"
         "from mlx_lm.models.cache import *;"
-        "from worker.engine.kv_budget import KvCost; import mlx.core as mx;"
+        "from worker.engine.scheduling.kv_budget import KvCost; import mlx.core as mx;"
         "loaded = load_checked(WorkerSpec(name='m', path='demo', epoch=1, down='', up=''), lambda *_: None);"
         "caches = make_prompt_cache(loaded.model); loaded.model(mx.array([[1] * 256]), cache=caches);"
         "print(loaded.weights_bytes, loaded.max_context, KvCost.of(caches, 256).token_bytes)"

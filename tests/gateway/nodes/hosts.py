@@ -16,14 +16,14 @@ import pytest
 
 from gateway.config.settings import Config, MemoryConfig, ModelConfig, ServerConfig
 from gateway.link.link import WorkerLink
-from gateway.memory.broker import Broker
-from gateway.memory.host import ThisMachine
 from gateway.nodes.agent import Agent, AgentLimits
 from gateway.nodes.agent_client import AgentClient
 from gateway.nodes.this_host import ThisHost
-from gateway.supervisor.ports import WorkerPort
-from gateway.supervisor.spawn import Child, WorkerOutput
-from gateway.supervisor.state import WorkerLimits
+from gateway.workers.memory.broker import Broker
+from gateway.workers.memory.host import ThisMachine
+from gateway.workers.supervisor.ports import WorkerPort
+from gateway.workers.supervisor.spawn import Child, WorkerOutput
+from gateway.workers.supervisor.state import WorkerLimits
 from protocol.curve import KeyPair, make_pair
 from protocol.spec import GroupSpec, RankSpec, WorkerSpec
 from tests.support.machine import Recorder

@@ -10,7 +10,7 @@ import pytest
 from gateway.nodes.agent_client import AgentClient
 from gateway.nodes.group_grants import Grants, GroupGrants, RankNeed, Wanted
 from gateway.nodes.this_host import ThisHost
-from gateway.supervisor.state import ModelUnavailable
+from gateway.workers.supervisor.state import ModelUnavailable
 from protocol.failures import Code
 from protocol.node_agent import Reserved
 from tests.gateway.nodes.hosts import DEADLINE_S, MIB, Host, client, form, host

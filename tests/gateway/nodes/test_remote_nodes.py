@@ -12,7 +12,6 @@ import pytest
 
 from gateway.config.remote_settings import FabricConfig, NodeConfig, RemoteNodeConfig
 from gateway.config.settings import Config, ServerConfig
-from gateway.memory.estimate import Need, parts_of, portion
 from gateway.nodes import remote_nodes
 from gateway.nodes.agent_client import ANSWER_S
 from gateway.nodes.networks import Interface
@@ -20,8 +19,9 @@ from gateway.nodes.node_keys import forget_public, keep_public, own_pair
 from gateway.nodes.remote_nodes import RemoteNodes
 from gateway.nodes.remote_rank import RemoteRank
 from gateway.nodes.this_host import ThisHost
-from gateway.supervisor.ranks import RankPlace
-from gateway.supervisor.state import ModelUnavailable, State
+from gateway.workers.memory.estimate import Need, parts_of, portion
+from gateway.workers.supervisor.ranks import RankPlace
+from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.curve import KeyPair
 from protocol.failures import Code
 from protocol.spec import GroupSpec

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.ctl.logs import plain
 from gateway.telemetry.log_file import RotatingFile, follow, last_lines, nth
-from gateway.telemetry.log_line import is_about
+from gateway.telemetry.log_reader import is_about
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 

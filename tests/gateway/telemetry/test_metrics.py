@@ -4,11 +4,11 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.supervisor.state import Events, State
 from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from gateway.telemetry.vllm_names import NAMES
+from gateway.workers.supervisor.state import Events, State
 from protocol.messages import Delta, Pong, Step, Usage
 from protocol.stats import DraftStats, Stats
 from tests.gateway.harness import chat, running

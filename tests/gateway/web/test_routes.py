@@ -12,8 +12,8 @@ import pytest
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, has_keys
 from gateway.config.load import load_config
-from gateway.home.home_paths import audit_path
 from gateway.reload import Reloader
+from gateway.state_dir.home_paths import audit_path
 from gateway.telemetry.log_file import RotatingFile
 from gateway.telemetry.logs import LogSinks
 from tests.gateway.harness import Gateway, chat, running, until

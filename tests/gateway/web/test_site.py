@@ -15,8 +15,8 @@ from gateway.access.key_file import KeyFile
 from gateway.config.address import Address
 from gateway.config.settings import ServerConfig, UiConfig
 from gateway.errors import ApiError
-from gateway.home.home_paths import audit_path
 from gateway.request.record import RequestRecord
+from gateway.state_dir.home_paths import audit_path
 from gateway.web.gate import _is_here  # pyright: ignore[reportPrivateUsage]
 from gateway.web.page import FOLDER, HEADERS, Page
 from tests.gateway.harness import Gateway, chat, running, until

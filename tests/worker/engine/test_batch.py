@@ -10,11 +10,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import spec
 from tests.support.models import build
-from worker.cache.kv import KvLayout
-from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch
 from worker.engine.row import Row
+from worker.kv.kv import KvLayout
 from worker.model.loader import LoadedModel, load
+from worker.prefix_cache.prefix import PrefixCache
 from worker.prompt.intake import Intake
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from mlx_lm.generate import StopSequences
 from protocol.messages import Sampling
 from tests.support.engine import spec
 from worker.engine.generator import Generator
-from worker.model.lanes import BatchMode
+from worker.model.batch_mode import BatchMode
 from worker.model.loader import load
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import NoDrafts

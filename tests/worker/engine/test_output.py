@@ -14,13 +14,13 @@ from protocol.messages import ChatPrompt, DeltaKind, Finish, Generate, Sampling,
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import SPECIALS, build, tiny_tokenizer
 from tests.support.rows import row
-from tests.worker.parsers.replay import Case, is_json, load_cases
-from tests.worker.parsers.test_fuzz import mutated
+from tests.worker.output.parsers.replay import Case, is_json, load_cases
+from tests.worker.output.parsers.test_fuzz import mutated
 from worker.engine.output import OutputWriter, TokenOutput
 from worker.engine.row import Row
-from worker.parsers import Controls, make_parser
-from worker.text.detokenize import Vocabulary
-from worker.text.stops import StopScanner
+from worker.output.detokenize import Vocabulary
+from worker.output.parsers import Controls, make_parser
+from worker.output.stops import StopScanner
 
 CASES = load_cases()
 TOKENIZER = tiny_tokenizer()

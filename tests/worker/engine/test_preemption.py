@@ -13,7 +13,7 @@ from protocol.stats import BLOCK
 from tests.support.engine import EngineHarness, spec
 from tests.support.rows import row
 from tests.support.scale import scaled
-from worker.engine.kv_budget import ANY_LENGTH, KvBudget, KvCost
+from worker.engine.scheduling.kv_budget import ANY_LENGTH, KvBudget, KvCost
 
 
 def requests(count: int, prompt: int, output: int) -> list[Generate]:

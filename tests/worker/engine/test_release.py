@@ -11,8 +11,8 @@ import pytest
 from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import KINDS, VOCAB
-from worker.cache import batched
-from worker.cache.prefix import PrefixCache
+from worker.kv import batched
+from worker.prefix_cache.prefix import PrefixCache
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 # Caches of plain KV, of windows, of recurrent layers beside KV, and of recurrent layers alone, in a lane of equal rows.

@@ -15,15 +15,15 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import KINDS, SAMPLE, VOCAB
 from tests.support.scale import scaled
 from tests.worker.engine.test_exact import tokens
-from worker.cache import ragged
-from worker.cache.kv import KvLayout
-from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch
+from worker.kv import ragged
+from worker.kv.kv import KvLayout
 from worker.model.loader import LoadedModel, load
 from worker.model.packing import PackedRows
+from worker.prefix_cache.prefix import PrefixCache
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
-from worker.speculation.noisy import NoisyDrafts
+from worker.speculation.policy.noisy import NoisyDrafts
 
 LENGTHS = (5, 70, 33, 100, 12)
 
@@ -141,7 +141,7 @@ def test_a_tick_with_a_prompt_is_one_pass_of_its_tokens_and_one_of_each_row(
 def test_grammars_penalties_and_logprobs_are_right_beside_prompts_that_ride_and_leave(
     architecture: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.pacing.chunking._MARGIN", 0.0)  # whichever way is quicker here
+    monkeypatch.setattr("worker.engine.scheduling.chunking._MARGIN", 0.0)  # whichever way is quicker here
     batch = [structs.replace(request, top_logprobs=2) for request in requests(output=30)]
     batch[0] = structs.replace(batch[0], constraint=Constraint(ConstraintKind.REGEX, "[a-z ]+"))
     batch[1] = structs.replace(batch[1], sampling=structs.replace(batch[1].sampling, repetition_penalty=1.3))

@@ -16,8 +16,8 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import scaled
 from worker.engine.batch import Batch
+from worker.engine.batch_sequence import BatchSequences
 from worker.engine.generator import Generator
-from worker.engine.member import BatchSequences
 from worker.engine.scoring import SLICE, ScoredRows
 from worker.sampling.logprobs import LogprobReader
 from worker.sampling.prompt_scores import PromptScore

@@ -15,7 +15,7 @@ from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.engine.decode_batch import DecodeBatch
 from worker.speculation.drafter import NoDrafts
-from worker.speculation.noisy import NoisyDrafts
+from worker.speculation.policy.noisy import NoisyDrafts
 
 GREEDY = Sampling(temperature=0.0)
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)

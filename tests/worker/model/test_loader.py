@@ -21,10 +21,10 @@ from protocol.failures import Code, ExitStatus
 from protocol.messages import ChatPrompt, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
-from worker.checked_model import load_checked
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel, check_weights, resolve
 from worker.prompt.templates import Renderer
+from worker.start.checked_model import load_checked
 
 
 @pytest.fixture

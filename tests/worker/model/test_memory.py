@@ -18,11 +18,11 @@ from tests.support import disk
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import Breakable
 from tests.support.process import Gateway
-from worker.cache.disk import CacheDisk
-from worker.cache.prefix import PrefixCache
 from worker.engine.generator import Generator
 from worker.errors import StepFailed
 from worker.model.memory import MemoryShare, ShareLimits, divide
+from worker.prefix_cache.disk import CacheDisk
+from worker.prefix_cache.prefix import PrefixCache
 from worker.sampling.logprobs import LogprobReader
 
 MIB = 1 << 20

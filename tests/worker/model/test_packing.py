@@ -12,9 +12,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.support.engine import spec
 from tests.support.models import KINDS
-from worker.cache import batched
+from worker.engine.batch_sequence import BatchSequence
 from worker.engine.forward import ForwardPart, forward
-from worker.engine.member import BatchSequence
+from worker.kv import batched
 from worker.model import packing
 from worker.model.loader import load
 

@@ -19,8 +19,8 @@ from worker.model.loader import DEMO_DIR
 from worker.prompt.encode import PromptEncoder
 from worker.prompt.media_prompt import EncodedPrompt, MediaPrompts
 from worker.prompt.templates import Renderer
+from worker.vision.families import open_processor
 from worker.vision.images import MediaLimits
-from worker.vision.processor import open_processor
 
 FOLDER = DEMO_DIR.with_name("demo_vision")
 IMAGE, VIDEO = 2562, 2563

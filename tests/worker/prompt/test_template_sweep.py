@@ -1,6 +1,6 @@
 """Other people's templates, as clients' requests reach them: nothing of a conversation is lost or refused.
 
-`MLXD_PARSER_DATA` names a folder with `chat_templates/*.jinja`; see tests/worker/parsers/test_external.py.
+`MLXD_PARSER_DATA` names a folder with `chat_templates/*.jinja`; see tests/worker/output/parsers/test_external.py.
 """
 
 import itertools

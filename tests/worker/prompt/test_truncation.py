@@ -14,13 +14,13 @@ from protocol.messages import ChatPrompt, Generate, Infill, Prompt, Sampling, Te
 from tests.support.engine import spec
 from tests.support.vision_models import image
 from tests.support.vision_models import prompt as media_prompt
-from worker.checked_model import load_checked
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.prompt.infill import InfillPrompts
 from worker.prompt.intake import Intake
 from worker.prompt.media_prompt import EncodedPrompt
 from worker.prompt.truncation import _least, excess, fit_tokens, turn_starts  # pyright: ignore[reportPrivateUsage]
+from worker.start.checked_model import load_checked
 
 CONTEXT = 400
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -17,7 +17,7 @@ from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.sparse.chooser import Chooser
 from worker.sparse.importance import CHUNK, LOOKAHEAD, MIN_CHUNK, POOL, REACH, ImportanceReader, chunk_at
-from worker.sparse.kept import BLOCK
+from worker.sparse.selected_tokens import BLOCK
 
 PROMPT = np.random.default_rng(3).integers(20, 420, CHUNK + 90).astype(np.int32)
 

@@ -13,11 +13,11 @@ from mlx_lm.utils import load_model
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import spec
 from tests.support.models import ARCHITECTURES, VOCAB
-from worker.cache.quantized import KvForm, set_kv_form
-from worker.checked_model import load_checked
+from worker.engine.load_checks.gap_check import gap_problem
 from worker.errors import LoadFailed, RequestInvalid
+from worker.kv.quantized import KvForm, set_kv_form
 from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits
-from worker.sparse.gap_check import gap_problem
+from worker.start.checked_model import load_checked
 
 LIMITS = SparseLimits(0.25, 1000)
 

@@ -18,10 +18,10 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import damp
 from tests.support.models import VOCAB, build, shallow
 from tests.worker.engine.test_exact import tokens
-from worker.cache import ragged
+from worker.kv import ragged
 from worker.sparse.importance import LOOKAHEAD
-from worker.sparse.kept import BLOCK, SelectedTokens, count_kept
-from worker.speculation.noisy import NoisyDrafts
+from worker.sparse.selected_tokens import BLOCK, SelectedTokens, count_kept
+from worker.speculation.policy.noisy import NoisyDrafts
 
 # Two of its ten blocks are left out; what is kept and 256 tokens more fill the room of KV but for eight.
 PROMPT = 9 * BLOCK + 120

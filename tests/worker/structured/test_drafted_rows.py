@@ -12,10 +12,10 @@ from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB
 from tests.support.scale import scaled
 from tests.worker.structured.test_masks import mixed, tokens
-from worker.speculation.costs import StepCosts
-from worker.speculation.lookup import DraftSource
-from worker.speculation.noisy import NoisyDrafts
-from worker.speculation.speculator import Speculator
+from worker.speculation.policy.draft_width import StepCosts
+from worker.speculation.policy.noisy import NoisyDrafts
+from worker.speculation.policy.speculator import Speculator
+from worker.speculation.text_sources.lookup import DraftSource
 from worker.structured import masks
 
 WEATHER: dict[str, Any] = {

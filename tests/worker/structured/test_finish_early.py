@@ -4,10 +4,10 @@ import numpy as np
 
 from protocol.messages import Constraint, ConstraintKind
 from tests.support.models import tiny_tokenizer
+from worker.output.detokenize import Vocabulary
 from worker.structured.compiler import Grammars
 from worker.structured.finish_early import EarlyFinish, FinishingGuide
 from worker.structured.guides import Guide, Rules
-from worker.text.detokenize import Vocabulary
 
 
 def test_a_model_that_lacks_tokens_of_its_tokenizer_is_never_hurried_to_say_them() -> None:

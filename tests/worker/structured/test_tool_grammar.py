@@ -14,10 +14,10 @@ from tests.support.calls import CALLING, TOOLS, Called, check, markers, reasonin
 from tests.support.models import tiny_tokenizer
 from tests.support.scale import scaled
 from worker.errors import RequestInvalid
+from worker.output.detokenize import Vocabulary
 from worker.structured.guides import Guide, Rule, Rules
 from worker.structured.tool_grammar import HEADS
 from worker.structured.tool_rules import ToolRules
-from worker.text.detokenize import Vocabulary
 
 ROOM = 800
 STRICT = [tool("f", {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 4}},

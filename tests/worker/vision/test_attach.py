@@ -16,9 +16,9 @@ from protocol.failures import Code
 from tests.support.engine import spec
 from tests.support.small_towers import small_towers
 from tests.support.vision_models import FAMILIES, build, image, sound
-from worker.cache.fingerprint import model_form
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel, load
+from worker.prefix_cache.fingerprint import model_form
 from worker.vision import tower
 from worker.vision.checkpoint import fold
 from worker.vision.needs import Needs

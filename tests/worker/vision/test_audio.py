@@ -24,8 +24,8 @@ from tests.support.small_towers import small_towers
 from tests.support.vision_models import build, image, prompt, sound
 from tests.worker.vision.test_sounds import tone, wav
 from worker.model.loader import LoadedModel, load
-from worker.vision.graft import MediaPlacement
 from worker.vision.media import Medium
+from worker.vision.multimodal_merge import MediaPlacement
 
 # Of transformers, about the filters that Gemma 4 was trained with.
 pytestmark = pytest.mark.filterwarnings("ignore:At least one mel filter")

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.support.engine import spec
 from tests.support.vision_models import build, image, prompt
 from worker.model.loader import LoadedModel, load
-from worker.vision.graft import MediaPlacement, MultimodalMerge
+from worker.vision.multimodal_merge import MediaPlacement, MultimodalMerge
 
 REFERENCES = Path(__file__).parent / "reference"
 

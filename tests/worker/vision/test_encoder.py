@@ -15,8 +15,8 @@ from tests.support.vision_models import build, image
 from worker.model.loader import load
 from worker.vision.encoder import MediaEncoder
 from worker.vision.features import FeatureCache
-from worker.vision.graft import MediaFeatures
 from worker.vision.media import Medium
+from worker.vision.multimodal_merge import MediaFeatures
 from worker.vision.tower import Tower
 
 FAMILY = "qwen3_vl"

@@ -15,13 +15,13 @@ from protocol.messages import Abort, Constraint, ConstraintKind, Finish, Generat
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import patient
 from tests.support.vision_models import MediaPrompt, build, image, prompt
-from worker.cache.kv import KvLayout
-from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
+from worker.kv.kv import KvLayout
 from worker.model.loader import load
-from worker.parsers import make_parser
+from worker.output.parsers import make_parser
+from worker.prefix_cache.prefix import PrefixCache
 from worker.prompt.intake import Intake
 from worker.vision.encoder import MediaEncoder
 from worker.vision.features import FeatureCache

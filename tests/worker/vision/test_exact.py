@@ -17,11 +17,11 @@ from tests.support.media_engine import MediaRequest, media_request, run
 from tests.support.scale import scaled
 from tests.support.small_towers import small_towers
 from tests.support.vision_models import FAMILIES, image, prompt, sound, video
-from worker.engine import kv_budget
+from worker.engine.scheduling import kv_budget
 from worker.model.loader import LoadedModel, load
-from worker.speculation.noisy import NoisyDrafts
-from worker.verify.engine_session import VerifiedOutput
-from worker.vision.graft import MultimodalMerge
+from worker.speculation.policy.noisy import NoisyDrafts
+from worker.tools.verify.engine_session import VerifiedOutput
+from worker.vision.multimodal_merge import MultimodalMerge
 
 SPEC = WorkerSpec("m", "", 1, "", "", cache_bytes=0, kv_bytes=1 << 30)
 CACHED = replace(SPEC, cache_bytes=1 << 28)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.vision.features import FeatureCache
-from worker.vision.graft import MediaFeatures
+from worker.vision.multimodal_merge import MediaFeatures
 
 ROW_BYTES = 16
 

@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from worker.parsers.call import CallFormat
-from worker.parsers.channels import Channels
-from worker.parsers.families import FAMILIES
-from worker.parsers.gemma import GemmaCalls
-from worker.parsers.json_calls import JsonCalls
-from worker.parsers.llama import LlamaCalls
-from worker.parsers.minimax_m3 import MiniMaxM3Calls
-from worker.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
-from worker.parsers.pythonic import PythonCalls
-from worker.parsers.xml_calls import XmlCalls
+from worker.output.parsers.call import CallFormat
+from worker.output.parsers.channels import Channels
+from worker.output.parsers.families import FAMILIES
+from worker.output.parsers.gemma import GemmaCalls
+from worker.output.parsers.json_calls import JsonCalls
+from worker.output.parsers.llama import LlamaCalls
+from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
+from worker.output.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
+from worker.output.parsers.pythonic import PythonCalls
+from worker.output.parsers.xml_calls import XmlCalls
 from worker.structured.tool_grammar import shapes, tagged
 from worker.structured.tool_grammar.heads import HEADS
 from worker.structured.tool_grammar.lark import Lark, MarkupTokens, either

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from worker.parsers.schema import Schema
+from worker.output.parsers.schema import Schema
 from worker.structured.tool_grammar.schemas import ToolSchema
 
 _PUNCTUATION: Final = frozenset("\\.+*?()|[]{}^$#&-~/")

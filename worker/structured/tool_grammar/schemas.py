@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from worker.parsers.schema import Schema, mapping, referred
+from worker.output.parsers.schema import Schema, mapping, referred
 
 # JSON's numbers that every client can hold.
 INTEGER_MAX: Final = 2**53 - 1

@@ -1,14 +1,14 @@
-"""Grammars of each format's tool calls: the counterpart of `worker.parsers`, on the same format objects."""
+"""Grammars of each format's tool calls: the counterpart of `worker.output.parsers`, on the same format objects."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.gemma import GemmaCalls
-from worker.parsers.json_calls import JsonCalls
-from worker.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
-from worker.parsers.pythonic import PythonCalls
+from worker.output.parsers.gemma import GemmaCalls
+from worker.output.parsers.json_calls import JsonCalls
+from worker.output.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
+from worker.output.parsers.pythonic import PythonCalls
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import ToolSchema
 from worker.structured.tool_grammar.shape import MANY, NUMBERED, Shape

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from worker.parsers.minimax_m3 import MiniMaxM3Calls
-from worker.parsers.schema import Parameters, Schema, mapping
-from worker.parsers.xml_calls import XmlCalls
+from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
+from worker.output.parsers.schema import Parameters, Schema, mapping
+from worker.output.parsers.xml_calls import XmlCalls
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import ToolSchema, constants, only, quantifier, resolved
 from worker.structured.tool_grammar.shape import MANY, NUMBERED, Shape

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from worker.parsers.schema import Schema, mapping
+from worker.output.parsers.schema import Schema, mapping
 from worker.structured.compiler import lark_json
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import (

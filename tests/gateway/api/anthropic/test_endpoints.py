@@ -14,7 +14,7 @@ from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.http.sse import StreamTiming, respond_stream
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord
-from gateway.supervisor.state import State
+from gateway.workers.supervisor.state import State
 from protocol.messages import ChatPrompt, Generate, Sampling
 from tests.gateway.harness import Gateway, running
 from tests.support.daemon import DEADLINE_S, DaemonProcess

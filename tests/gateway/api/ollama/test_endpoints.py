@@ -21,7 +21,7 @@ from gateway.errors import ModelNotFound
 from gateway.http.sse import JSON_LINES, StreamTiming, respond_stream
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord
-from gateway.supervisor.state import State
+from gateway.workers.supervisor.state import State
 from protocol.messages import ChatPrompt, Generate, Sampling
 from tests.gateway.harness import Gateway, running, until
 from tests.support.published import check_answer, document

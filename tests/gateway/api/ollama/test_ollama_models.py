@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
-from gateway.api.ollama_models import parameter_size
+from gateway.api.compat.ollama_models import parameter_size
 from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults
 from tests.gateway.harness import Gateway, running
 from tests.support.published import check_answer

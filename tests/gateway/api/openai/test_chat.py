@@ -12,8 +12,8 @@ import pytest
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.http.listen import raise_file_limit
 from gateway.request.headers import ignored_header
-from gateway.supervisor.state import State, WorkerLimits
 from gateway.telemetry.prometheus import Exposition
+from gateway.workers.supervisor.state import State, WorkerLimits
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.pool import tokens
 from tests.support.scale import patient

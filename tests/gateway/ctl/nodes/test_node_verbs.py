@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from gateway.config.remote_settings import FabricConfig, RemoteNodeConfig
+from gateway.ctl.model_verbs.offline import read_config
 from gateway.ctl.nodes import identity, node_table
 from gateway.ctl.nodes.identity import NodeRow
 from gateway.ctl.nodes.node_checks import examine_nodes, judge
-from gateway.ctl.offline import read_config
 from gateway.failed import CommandFailed
 from gateway.nodes.node_keys import own_pair
 from gateway.nodes.this_host import versions

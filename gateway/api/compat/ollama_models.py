@@ -1,0 +1,232 @@
+"""Models in Ollama's forms: `GET /api/tags`, `GET /api/ps`, `POST /api/show` and `GET /api/version`."""
+
+import hashlib
+import time
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from starlette.types import Receive, Scope, Send
+
+from gateway.access.caller import Caller
+from gateway.api.common import serve
+from gateway.api.common.catalog import Catalog, CatalogEntry
+from gateway.api.ollama.request import decode_show
+from gateway.api.ollama.response import timestamp
+from gateway.http.exchange import send_body
+from gateway.request.headers import ignored_header
+from gateway.request.record import record_of
+from gateway.services import Services
+from protocol.kinds import EMBED, TEXT
+
+# Version of Ollama whose API this is: clients refuse older ones.
+VERSION: Final = "0.34.0"
+# When a model expires that is never unloaded for idling.
+NEVER: Final = "9999-12-31T23:59:59Z"
+# Signs of a chat template that can show reasoning, or turn it on.
+_THINKING: Final = ("<think", "enable_thinking", "reasoning_effort", "<|channel|>")
+_BILLION: Final = 1_000_000_000
+_MILLION: Final = 1_000_000
+
+
+class VersionEndpoint(Struct, frozen=True):
+    """The version of Ollama's API."""
+
+    version: str
+
+
+class Details(Struct, frozen=True):
+    """Form of a model's weights. What its files do not say is empty."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class Tag(Struct, frozen=True):
+    """One model. `name` and `model` are the name to ask for; `size` is in bytes, 0 while no files are here."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: Details
+
+
+class Tags(Struct, frozen=True):
+    """All models that the key may use."""
+
+    models: list[Tag]
+
+
+class Running(Struct, frozen=True):
+    """A loaded model. Its memory is that of its worker, all of which the GPU sees."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: Details
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class RunningModels(Struct, frozen=True):
+    """All loaded models that the key may use."""
+
+    models: list[Running]
+
+
+class ShowResponse(Struct, frozen=True):
+    """One model in full. `model_info` has its architecture, parameters and context in the words of GGUF files."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: Details
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+    parent_model: str | UnsetType = UNSET
+
+
+class OllamaVersion:
+    """An ASGI endpoint."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_body(send, 200, msgspec.json.encode(VersionEndpoint(VERSION)))
+
+
+class ListTags:
+    """An ASGI endpoint."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        entries = await self._catalog.list(record_of(scope).caller)
+        await send_body(send, 200, msgspec.json.encode(Tags([_tag(entry) for entry in entries])))
+
+
+class ListRunning:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services, catalog: Catalog) -> None:
+        self._services = services
+        self._catalog = catalog
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        entries = await self._catalog.list(record_of(scope).caller)
+        memory = self._services.pool.memory().models
+        idle = {name: each.idle_s for name, each in memory.items()}
+        running = [_running(entry, idle) for entry in entries if not entry.parent]
+        models = [each for each in running if each is not None]
+        await send_body(send, 200, msgspec.json.encode(RunningModels(models)))
+
+
+class ShowModel:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services, catalog: Catalog) -> None:
+        self._services = services
+        self._catalog = catalog
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, decode_show)
+        entry = await self._catalog.find(request.wanted, record.caller)
+        await send_body(send, 200, msgspec.json.encode(_shown(entry, record.caller)), ignored_header(unknown))
+
+
+def _tag(entry: CatalogEntry) -> Tag:
+    return Tag(entry.name, entry.name, _modified(entry), entry.facts.size_bytes or 0, _digest(entry), _details(entry))
+
+
+def _running(entry: CatalogEntry, idle_s: dict[str, float]) -> Running | None:
+    ready, stats = entry.view.ready, entry.view.stats
+    if ready is None or not entry.is_loaded:
+        return None
+    size = stats.footprint if stats is not None and stats.footprint else ready.weights_bytes
+    ttl_s = entry.found.model.ttl_s
+    expires = NEVER
+    if ttl_s:
+        left_s = max(0.0, ttl_s - idle_s.get(entry.found.model.name, 0.0))
+        expires = timestamp(datetime.fromtimestamp(time.time() + left_s, UTC))
+    return Running(entry.name, entry.name, size, _digest(entry), _details(entry), expires, size, ready.max_context)
+
+
+def _shown(entry: CatalogEntry, caller: Caller) -> ShowResponse:
+    facts, context = entry.facts, entry.longest_context
+    info: dict[str, Any] = {"general.architecture": facts.architecture, "general.basename": entry.name}
+    if facts.parameters:
+        info["general.parameter_count"] = facts.parameters
+    if context:
+        info[f"{facts.architecture or 'mlx'}.context_length"] = context
+    return ShowResponse(
+        f"# The configuration of mlxd is mlxd.toml.\nFROM {entry.source(caller)}\n",
+        "\n".join(f"{name} {value}" for name, value in _sampling(entry).items()),
+        entry.chat_template,
+        _details(entry),
+        info,
+        _capabilities(entry),
+        _modified(entry),
+        entry.parent or UNSET,
+    )
+
+
+def _sampling(entry: CatalogEntry) -> dict[str, object]:
+    """The sampling that is configured, in Ollama's words."""
+    model, profile = entry.found.model, entry.found.profile
+    own = msgspec.structs.asdict(model.sampling)
+    if profile:
+        chosen = msgspec.structs.asdict(model.profiles[profile].sampling)
+        own |= {name: value for name, value in chosen.items() if value is not None}
+    names = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}
+    return {names.get(name, name): value for name, value in own.items() if value is not None}
+
+
+def _capabilities(entry: CatalogEntry) -> list[str]:
+    has = {
+        "insert": entry.facts.fills_middle,
+        "tools": entry.knows_tools,
+        "vision": "image" in entry.modalities,
+        "audio": "audio" in entry.modalities,
+        "thinking": any(sign in entry.chat_template for sign in _THINKING),
+    }
+    if entry.kind != TEXT:
+        # Ollama has no name for rerankers and audio.
+        return ["embedding"] if entry.kind == EMBED else []
+    return ["completion", *(name for name, is_able in has.items() if is_able)]
+
+
+def _details(entry: CatalogEntry) -> Details:
+    facts = entry.facts
+    families = [facts.architecture] if facts.architecture else []
+    bits = f"{facts.bits}bit" if facts.bits else ""
+    return Details(entry.parent, "mlx", facts.architecture, families, parameter_size(facts.parameters), bits)
+
+
+def parameter_size(parameters: int | None) -> str:
+    """A number of parameters as Ollama writes it: 8.2B, 596.05M."""
+    if not parameters:
+        return ""
+    if parameters >= _BILLION:
+        return f"{parameters / _BILLION:.1f}B"
+    return f"{parameters / _MILLION:.2f}M" if parameters >= _MILLION else f"{parameters / 1000:.2f}K"
+
+
+def _digest(entry: CatalogEntry) -> str:
+    """Tells one state of a model's files from another; the weights are not read for it."""
+    facts = entry.facts
+    said = f"{entry.root}\0{facts.size_bytes}\0{facts.parameters}\0{facts.modified_s}"
+    return hashlib.blake2b(said.encode(), digest_size=32).hexdigest()
+
+
+def _modified(entry: CatalogEntry) -> str:
+    return timestamp(datetime.fromtimestamp(entry.facts.modified_s, UTC))

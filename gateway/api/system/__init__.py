@@ -1,0 +1,1 @@
+"""Health, lists of models, and the OpenAPI document."""

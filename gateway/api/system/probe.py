@@ -1,0 +1,147 @@
+"""Deep health: one real token from each loaded model.
+
+It is no traffic: neither admission nor keys nor the metrics of requests know of it, it keeps no model from being
+unloaded, and it loads none. The tokens that a worker counts include its one.
+"""
+
+import asyncio
+import struct
+import time
+from typing import Final
+
+from gateway.access.caller import OWNER
+from gateway.control_types import DeepHealth, Probe
+from gateway.errors import Forbidden, Unauthorized
+from gateway.link.collector import Collector
+from gateway.link.transport import WorkerGone
+from gateway.request.record import RequestRecord
+from gateway.services import Services
+from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.workers.supervisor.state import State
+from protocol.kinds import AUDIO, EMBED, RERANK
+from protocol.messages import (
+    EmbedPrompt,
+    Finish,
+    Generate,
+    Prompt,
+    Ready,
+    Sampling,
+    ScorePrompt,
+    SpeechPrompt,
+    TextPrompt,
+    TranscribePrompt,
+)
+
+DEADLINE_S: Final = 10.0
+POLL_S: Final = 0.05
+# Before everything that any key may ask for.
+PRIORITY: Final = -1_000_000
+# In one of these a model is broken; one that is stopped is merely not asked for.
+BROKEN: Final = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
+# Shares no cached prefix with any key.
+SALT: Final = "health"
+# For models that generate no text.
+_PROMPTS: Final[dict[str, Prompt]] = {
+    EMBED: EmbedPrompt(("Hi",)),
+    RERANK: ScorePrompt(("Hi",), ("Hi",)),
+    AUDIO: SpeechPrompt("Hi."),
+}
+_DESCRIBED: Final = SpeechPrompt("Hi.", instructions="A calm voice.")
+# A quarter of a second of silence, as a WAV file.
+_SAMPLES: Final = bytes(8000)
+_SILENCE: Final = TranscribePrompt(
+    b"RIFF"
+    + struct.pack(
+        "<I4s4sIHHIIHH4sI", 36 + len(_SAMPLES), b"WAVE", b"fmt ", 16, 1, 1, 16000, 32000, 2, 16, b"data", 8000
+    )
+    + _SAMPLES
+)
+
+
+def require_admin(record: RequestRecord) -> None:
+    """It costs a step of every model. Raises `Unauthorized` or `Forbidden`."""
+    caller = record.caller
+    if caller.is_admin:
+        return
+    if caller.key is None:
+        raise Unauthorized("Deep health needs an admin key: mlxctl keys create NAME --admin", None)
+    raise Forbidden("Deep health needs an admin key.")
+
+
+async def examine(services: Services, model: str | None = None, deadline_s: float = DEADLINE_S) -> DeepHealth:
+    """Ask every loaded model, or this one, all at once. Raises `ModelNotFound`."""
+    names = [view.name for view in services.pool.workers() if view.state is State.READY]
+    if model is not None:
+        names = [services.router.resolve(model, OWNER).name]
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(_probe(services, services.pool.worker(name), deadline_s)) for name in names]
+    probes = [task.result() for task in asked]
+    is_good = all(probe.ok for probe in probes)
+    return DeepHealth("healthy" if is_good else "unhealthy", probes)
+
+
+async def _probe(services: Services, worker: WorkerHandle, deadline_s: float) -> Probe:
+    began = time.perf_counter()
+    steps = _steps(worker)
+    error = ""
+    try:
+        async with asyncio.timeout(deadline_s):
+            # It may be held back for a moment, because its memory is wanted or another request is on trial.
+            while worker.state is State.READY and not worker.is_ready:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(POLL_S)
+            if worker.state is not State.READY:
+                return Probe(worker.name, worker.state not in BROKEN, str(worker.state), 0.0, "")
+            error = await _one_token(services, worker)
+    except WorkerGone:
+        error = "its worker cannot be reached"
+    except TimeoutError:
+        if _steps(worker) != steps:
+            # Others had all its rows, and their tokens are as good a sign of life as ours.
+            return Probe(worker.name, True, "busy", _ms(began), "")
+        error = f"no token within {deadline_s:g} s"
+    return Probe(worker.name, not error, "failed" if error else "ready", _ms(began), error)
+
+
+async def _one_token(services: Services, worker: WorkerHandle) -> str:
+    """Generate one token, or what else the model makes; returns the error, or an empty string. Raises `WorkerGone`."""
+    link = services.link
+    request = Generate(
+        link.next_rid(),
+        prompt_for(worker.ready),
+        Sampling(temperature=0.0),
+        max_tokens=1,
+        priority=PRIORITY,
+        cache_salt=SALT,
+    )
+    collector = link.submit(worker, [request])
+    try:
+        return await _ending(collector)
+    finally:
+        link.abort(collector.rids, "health")
+
+
+def prompt_for(ready: Ready | None) -> Prompt:
+    """The least that a model can be asked for."""
+    audio = ready.audio if ready is not None else None
+    if audio is not None and audio.hears:
+        return _SILENCE
+    if audio is not None and audio.needs_instructions:
+        return _DESCRIBED
+    return _PROMPTS.get(ready.kind if ready is not None else "", TextPrompt("Hi"))
+
+
+async def _ending(collector: Collector) -> str:
+    while True:
+        for delta in await collector.next():
+            if delta.finish in (Finish.ERROR, Finish.ABORT):
+                return delta.failure.message if delta.failure is not None else "it was aborted"
+            if delta.finish is not None:
+                return ""
+
+
+def _steps(worker: WorkerHandle) -> tuple[int, int]:
+    return worker.epoch, worker.stats.step_seq if worker.stats is not None else 0
+
+
+def _ms(began: float) -> float:
+    return round((time.perf_counter() - began) * 1000, 1)

@@ -1,0 +1,1 @@
+"""Configuration files of clients: Claude Code, Codex and others."""

@@ -1,0 +1,84 @@
+"""Write of an edit to a client's file: its text before is kept beside it, and it is replaced as a whole."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from gateway.client_setup.config_edit import ConfigEdit, NotEditable
+from gateway.failed import CommandFailed
+
+_OWNERS: Final = 0o700
+
+
+class WrittenFile(Struct, frozen=True):
+    """One file. `backup` is empty where there was none before; nothing was written where it `is_unchanged`."""
+
+    path: str
+    backup: str
+    is_unchanged: bool
+
+
+def write(edit: ConfigEdit) -> WrittenFile:
+    """Merge it into its file. Raises `CommandFailed`, and then the file is as it was."""
+    return rewrite(Path(edit.path), edit.merged, is_private=edit.has_key)
+
+
+def rewrite(file: Path, change: Callable[[str], str], *, is_private: bool = False) -> WrittenFile:
+    """Put what `change` makes of its text into a file, which `is_private` takes from all but its owner.
+
+    Raises `CommandFailed`, and then the file is as it was.
+    """
+    # The file itself and not a link to it, which may be of a folder of dot files.
+    path = file.expanduser().resolve()
+    try:
+        kept = path.read_bytes() if path.exists() else None
+        # A carriage return alone ends no line.
+        before = (kept or b"").decode().replace("\r\n", "\n")
+        after = change(before)
+        if after == before:
+            if is_private and kept is not None:
+                path.chmod(path.stat().st_mode & _OWNERS)
+            return WrittenFile(str(path), "", True)
+        data = after.encode()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        backup = "" if kept is None else _keep(path, kept)
+        _replace(path, data, _OWNERS if is_private else 0o777)
+    except NotEditable as error:
+        raise CommandFailed(f"{path} was not changed: {error}") from None
+    except UnicodeError as error:
+        raise CommandFailed(f"{path} was not changed: it is no UTF-8 text ({error})") from None
+    except OSError as error:
+        raise CommandFailed(f"{path} was not changed: {error.strerror or error}") from None
+    return WrittenFile(str(path), backup, False)
+
+
+def _keep(path: Path, data: bytes) -> str:
+    """A copy with the time in its name, for the owner alone as keys may be in it."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    backup = path.with_name(f"{path.name}.before-mlxd-{stamp}")
+    number = 1
+    while backup.exists():
+        number += 1
+        backup = path.with_name(f"{path.name}.before-mlxd-{stamp}-{number}")
+    with os.fdopen(os.open(backup, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        out.write(data)
+    return str(backup)
+
+
+def _replace(path: Path, data: bytes, mask: int) -> None:
+    """Write a file with those permissions of it that are in `mask`; a new one is its owner's alone."""
+    mode = path.stat().st_mode & mask if path.exists() else 0o600
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(data)
+        os.chmod(name, mode)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise

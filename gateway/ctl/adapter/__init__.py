@@ -1,3 +1,0 @@
-"""`mlxctl adapter`: LoRA and DoRA adapters of the daemon's models."""
-
-__all__ = ["verb"]

@@ -1,0 +1,83 @@
+"""`mlxctl calibrate`: measures a model in a process of its own and keeps the results for its next worker."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Annotated, Final
+
+import msgspec
+import typer
+
+from gateway.config.settings import Config, ModelConfig
+from gateway.config.worker_spec import worker_spec
+from gateway.ctl.complete import Model
+from gateway.ctl.model_verbs.offline import check_room, model_of, read_config, running_models
+from gateway.ctl.printing import Anyway, Json, records
+from gateway.failed import CommandFailed
+from protocol.spec import STDIN
+from protocol.timing_profile import FOLDER_ENV, CalibrationResult, wisdom_dir
+
+SECONDS: Final = 60.0
+_finding = msgspec.json.Decoder(CalibrationResult)
+
+
+def calibrate(
+    model: Model,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, max=3600.0, help="Time for all measurements together, beside the load.")
+    ] = SECONDS,
+    yes: Anyway = False,
+    json: Json = False,
+) -> None:
+    """Measure how quick a model is here, and keep it: numbers of rows, prompts, chunks, drafts and free buffers.
+
+    The model is loaded once more, in a process of its own, for as long as this takes; its next worker uses the results.
+    `max_running = "auto"` is the number of rows from which twice as many gain less than a tenth.
+
+    Example: mlxctl calibrate demo --seconds 20
+    """
+    config = read_config()
+    configured = model_of(config, model)
+    if configured.group.nodes:
+        raise CommandFailed(
+            f"{configured.name} is run by a group of processes: a model of one process can be calibrated"
+        )
+    if not json and any(each.name == configured.name and each.pid for each in running_models() or ()):
+        typer.echo(f"{configured.name} is loaded in the daemon too: what it serves meanwhile makes the figures worse.")
+    if not yes:
+        check_room(configured)
+    for finding in findings(config, configured, seconds):
+        typer.echo(msgspec.json.encode(finding).decode() if json else line(finding))
+
+
+def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[CalibrationResult]:
+    """Every measurement, as it is made. Raises `CommandFailed`."""
+    argv = [sys.executable, "-P", "-m", "worker.tools.calibrate", "--spec", STDIN, "--seconds", str(seconds)]
+    environment = {**os.environ, FOLDER_ENV: str(wisdom_dir(config.home))}
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(msgspec.json.encode(worker_spec(config, model)))
+        stdin.seek(0)
+        # The arguments are ours.
+        process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=environment)
+    with process:
+        assert process.stdout is not None
+        yield from records(process.stdout, _finding)
+    if process.returncode:
+        raise CommandFailed(f"the model could not be calibrated (exit status {process.returncode})")
+
+
+def line(finding: CalibrationResult) -> str:
+    """One line of the results, for people."""
+    from gateway.ctl.tables import size
+
+    match finding.kind:
+        case "decode":
+            return f"{finding.size:>6} rows     {finding.tokens_per_s:>10.1f} tok/s"
+        case "prefill":
+            return f"{finding.size:>6} prompt   {finding.tokens_per_s:>10.1f} tok/s"
+        case "buffers":
+            return f"free buffers: {size(finding.size)}"
+        case _:
+            return f"max_running: {finding.size} are enough"

@@ -1,3 +1,0 @@
-"""`mlxctl connect`: clients configured for this mlxd."""
-
-__all__ = ["verb"]

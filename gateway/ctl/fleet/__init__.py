@@ -1,3 +1,0 @@
-"""`mlxctl route`: places of requests."""
-
-__all__ = ["route"]

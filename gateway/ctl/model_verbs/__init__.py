@@ -1,0 +1,1 @@
+"""Verbs about models on this machine and on the Hugging Face hub."""

@@ -1,0 +1,114 @@
+"""`mlxctl models`: what is configured and what the Hugging Face cache holds. `mlxctl ps`: what runs."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.ctl import client
+from gateway.ctl.model_verbs.offline import available_bytes, read_config, running_models
+from gateway.ctl.printing import Json, console, print_json
+from gateway.ctl.rates import SPAN_S, RateSample, take
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gateway.model_files.listing import ListedModel
+
+
+def models(json: Json = False) -> None:
+    """Show every model that is configured or downloaded, what it needs and whether it would fit now.
+
+    Example: mlxctl models
+    """
+    models = _list()
+    if json:
+        print_json(models)
+    else:
+        console().print(_models_table(models))
+
+
+def ps(
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds over which the token rate is measured.")] = SPAN_S,
+    json: Json = False,
+) -> None:
+    """Show the models that have a process: what it holds and what it does.
+
+    Example: mlxctl ps
+    """
+    from gateway.ctl.tables import lanes
+
+    sample = take(client.status, interval)
+    if json:
+        print_json(sample.models)
+    elif not sample.models:
+        typer.echo("No model has a process. One is started by the first request for it, or by: mlxctl load MODEL")
+    else:
+        console().print(ps_table(sample))
+        lanes(sample.models, console())
+
+
+def _list() -> "list[ListedModel]":
+    """Those of the daemon, or else of the configuration, and those that are only in the cache. Raises `Failed`."""
+    from gateway.model_files.listing import ConfiguredModel, list_models
+
+    running, available = running_models(), available_bytes()
+    if running is not None:
+        # The daemon's word: the file may have changed since it was read.
+        known = [
+            ConfiguredModel(model.name, model.path, model.aliases, "auto", model.context, model.state, model.pid != 0)
+            for model in running
+        ]
+    else:
+        known = [
+            ConfiguredModel(model.name, model.path, model.aliases, model.dtype, model.context)
+            for model in read_config().models.values()
+        ]
+    return list_models(known, available)
+
+
+def _models_table(found: "list[ListedModel]") -> "Table":
+    from rich.text import Text
+
+    from gateway.ctl.tables import size_or_dash, state_text, table
+
+    rows = table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), ("FITS", "ALIASES", "PATH"))
+    for model in found:
+        fits = {True: "yes", False: "no", None: "?"}[model.fits]
+        # Names are data: never markup.
+        rows.add_row(
+            Text(model.name),
+            state_text(model.state),
+            size_or_dash(model.size_bytes),
+            size_or_dash(model.memory_bytes),
+            str(model.context or "-"),
+            Text(fits, style="" if model.fits else "red"),
+            Text(", ".join(model.aliases) or "-"),
+            Text("" if model.path == model.name else model.path),
+        )
+    return rows
+
+
+def ps_table(found: RateSample, budget_bytes: int = 0) -> "Table":
+    """One row for each process, with its part of a budget as a bar where there is one."""
+    from rich.text import Text
+
+    from gateway.ctl.tables import bar, duration, size_or_dash, state_text, table
+
+    bars = ("OF BUDGET",) if budget_bytes else ()
+    made = table(("MODEL", "STATE"), ("PID", "MEMORY", "KV", "RUN", "WAIT", "TOK/S", "CACHED", "UP"), bars)
+    for model in found.models:
+        state = f"loading {model.loaded:.0%}" if model.state == "loading" and model.loaded else model.state
+        made.add_row(
+            Text(model.name),
+            state_text(model.state, state),
+            str(model.pid),
+            size_or_dash(model.memory_bytes),
+            size_or_dash(model.kv_bytes),
+            f"{model.running}/{model.slots}",
+            str(model.waiting),
+            f"{model.tokens_per_s:.1f}",
+            "-" if model.cache_hit_rate is None else f"{model.cache_hit_rate:.0%}",
+            duration(model.uptime_s),
+            *(bar(model.memory_bytes, budget_bytes, 20) for _ in bars),
+        )
+    return made

@@ -1,0 +1,133 @@
+"""Parts shared by verbs that work without the daemon."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+from gateway.config.settings import Config, ConfigError, ModelConfig
+from gateway.ctl import client
+from gateway.failed import CommandFailed
+from gateway.state_dir.home_paths import default_home
+
+if TYPE_CHECKING:
+    from gateway.control_types import DaemonStatus, ModelStatus
+
+
+GIB: Final = 1 << 30
+
+
+class ServedModel(Protocol):
+    """A model of the daemon or of the configuration."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+    @property
+    def context(self) -> int: ...
+
+
+def read_config(file: Path | None = None) -> Config:
+    """The configuration of the home, or another, as the daemon would read it now. Raises `ConfigError`."""
+    from gateway.access.key_file import has_keys
+    from gateway.config.load import load_config
+
+    return load_config(default_home(), file, has_keys=has_keys)
+
+
+def readable_config() -> Config | None:
+    """The same, where a broken file is no reason to say nothing."""
+    try:
+        return read_config()
+    except ConfigError:
+        return None
+
+
+def model_of(config: Config, name: str) -> ModelConfig:
+    """The model of a configuration, or one that could be: a folder or repository of that name."""
+    from gateway.config.names import Names
+    from gateway.errors import ModelNotFound
+
+    try:
+        return Names(config.models).locate(name).model
+    except ModelNotFound:
+        return ModelConfig(name=name, path=name)
+
+
+def folder_of(path: str) -> Path:
+    """The folder of a model. Raises `Unreadable`, and advises a download only for names that the hub may have."""
+    from gateway.model_files.metadata import Unreadable, find
+
+    try:
+        return find(path)
+    except Unreadable:
+        if path.startswith((".", "/", "~")):
+            raise Unreadable(f"there is no folder {path}") from None
+        raise
+
+
+def daemon() -> "DaemonStatus | None":
+    """The daemon's status; None when it does not run."""
+    try:
+        return client.status()
+    except CommandFailed:
+        return None
+
+
+def served_models() -> "Sequence[ServedModel]":
+    """Models of the daemon, or of the one that the configuration describes. Raises `ConfigError`."""
+    running = running_models()
+    return running if running is not None else list(read_config().models.values())
+
+
+def running_models() -> "list[ModelStatus] | None":
+    """Models that the daemon serves; None when it does not run."""
+    status = daemon()
+    return None if status is None else status.models
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs. One that has ended but was not reaped yet does not run."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def budget_bytes(status: "DaemonStatus | None") -> int:
+    """The memory budget of all models: the daemon's, or the one that it would have."""
+    from gateway.workers.memory.host import ThisMachine
+
+    if status is not None and status.memory is not None:
+        return status.memory.budget_bytes
+    config = readable_config()
+    budget = "auto" if config is None else config.memory.budget_bytes
+    return ThisMachine().budget() if budget == "auto" else budget
+
+
+def check_room(model: ModelConfig) -> None:
+    """Raises `CommandFailed` where a model that is loaded once more, beside what runs now, would make the machine
+    swap.
+    """
+    from gateway.workers.memory.estimate import estimate
+    from gateway.workers.memory.host import ThisMachine
+
+    weights, free = estimate(model, 0).weights, ThisMachine().available()
+    if weights > free:
+        raise CommandFailed(
+            f"the model is loaded once more for this: its weights take {weights / GIB:.1f} GiB, and {free / GIB:.1f} "
+            f"GiB are free. `mlxctl unload {model.name}` before it, or --yes"
+        )
+
+
+def available_bytes() -> int:
+    """Memory for one model if the daemon unloaded its models for it."""
+    from gateway.workers.memory.host import ThisMachine
+
+    status = daemon()
+    held = status.memory.footprint_bytes if status is not None and status.memory is not None else 0
+    return min(budget_bytes(status), ThisMachine().available() + held)

@@ -1,0 +1,100 @@
+"""`mlxctl search` and `mlxctl recommend`: models of the hub that MLX loads and that fit this machine."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.ctl.model_verbs.offline import available_bytes
+from gateway.ctl.printing import Json, console, print_json
+
+if TYPE_CHECKING:
+    from gateway.model_files.search import FoundRepository
+
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=50, help="Most models to list.")]
+
+
+def search(
+    words: Annotated[list[str], typer.Argument(help="Words that the repository's name has.", metavar="WORDS...")],
+    limit: Limit = 10,
+    every: Annotated[
+        bool, typer.Option("--all", help="List also models that do not fit or cannot be loaded, with the reason.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Search the hub for MLX models that can be loaded and fit this machine, the most downloaded first.
+
+    Without a network, mlxd's own short list is searched. Exit status 1 if no model is listed.
+
+    Example: mlxctl search qwen3 coder
+    """
+    from gateway.model_files.hub import HubFailed
+    from gateway.model_files.search import search as ask
+    from gateway.model_files.search import search_shortlist
+
+    available, offline = available_bytes(), ""
+    try:
+        found = ask(words, available, limit)
+    except HubFailed as error:
+        found, offline = search_shortlist(words, available), str(error)
+    listed = found if every else [model for model in found if model.is_usable][:limit]
+    _show(listed, offline, json)
+    if not json and (hidden := len(found) - len(listed)):
+        typer.echo(f"{hidden} more cannot be used here; --all lists them with the reason", err=True)
+    if not listed:
+        typer.echo(f"mlxctl: no model for {' '.join(words)} that can be used here", err=True)
+        raise typer.Exit(1)
+
+
+def recommend(limit: Limit = 10, json: Json = False) -> None:
+    """List models that fit this machine with memory left for long prompts: those that mlxd knows, then the popular.
+
+    Without a network, only mlxd's own short list. Exit status 1 if no model is listed.
+
+    Example: mlxctl recommend
+    """
+    from gateway.model_files.search import recommend as ask
+
+    found = ask(available_bytes(), limit)
+    _show(found.candidates, found.offline, json)
+    if not found.candidates:
+        typer.echo("mlxctl: no model of the list fits this machine now (mlxctl status shows what is loaded)", err=True)
+        raise typer.Exit(1)
+
+
+def _show(models: "list[FoundRepository]", offline: str, json: bool) -> None:
+    if offline:
+        typer.echo(f"mlxctl: {offline}; this is mlxd's own short list", err=True)
+    if json:
+        print_json(models)
+    elif models:
+        _table(models)
+        typer.echo(f"Talk to one: mlxctl run {models[0].repository}", err=True)
+
+
+def _table(models: "list[FoundRepository]") -> None:
+    from rich.text import Text
+
+    from gateway.ctl.tables import size_or_dash, table
+
+    has_purposes = any(model.purpose for model in models)
+    last = ("FITS", "FOR") if has_purposes else ("FITS",)
+    rows = table(("MODEL",), ("DISK", "MEMORY", "CONTEXT", "DOWNLOADS"), last)
+    for model in models:
+        info = model.info
+        # Names and reasons are data: never markup.
+        rows.add_row(
+            Text(model.repository),
+            size_or_dash(info.disk_bytes if info else 0),
+            size_or_dash(info.weights_bytes if info else 0),
+            str(info.context or "-") if info else "-",
+            "-" if model.downloads is None else f"{model.downloads:,}",
+            Text(_fits(model), style="" if model.is_usable else "red"),
+            *([Text(model.purpose or "-")] if has_purposes else []),
+        )
+    console().print(rows)
+
+
+def _fits(model: "FoundRepository") -> str:
+    if not model.is_usable:
+        return model.reason
+    return "here already" if model.is_downloaded else "yes"

@@ -1,3 +1,0 @@
-"""`mlxctl ui`: the page in a browser."""
-
-__all__ = ["ui"]

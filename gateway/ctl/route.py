@@ -1,0 +1,72 @@
+"""`mlxctl route`: the place that would serve a model's next request, and why; without a model, the peers."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.control_types import PlaceView, RouteView
+from gateway.ctl import client
+from gateway.ctl.printing import Json, console, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HERE = "here"
+
+
+def route(
+    model: Annotated[
+        str | None, typer.Argument(help="Name that a client would send. Without one: the peers.", show_default=False)
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens of the prompt, none of them cached.")] = 1000,
+    json: Json = False,
+) -> None:
+    """Show where a request for a model would go now, and why; what is not a choice is shown with its reason.
+
+    Example: mlxctl route coder --tokens 8000
+    """
+    from urllib.parse import urlencode
+
+    asked = client.get(f"/v1/route?{urlencode({'model': model or '', 'tokens': tokens})}", RouteView)
+    if json:
+        print_json(asked)
+    elif not asked.places:
+        typer.echo("There are no peers: requests are served here. See [peers] in mlxd.toml")
+    else:
+        if asked.model:
+            typer.echo(_sentence(asked))
+        console().print(_table(asked.places))
+
+
+def _sentence(asked: RouteView) -> str:
+    chosen = next((place for place in asked.places if place.is_chosen), None)
+    if chosen is None:
+        return f"{asked.model}: no place can serve it now"
+    reasons = {
+        "only": "it is the only place that has the model",
+        "cost": "its first token comes first there",
+        "affinity": "the conversation is warm there",
+    }
+    place = f"by the peer {chosen.name}" if chosen.name else HERE
+    return f"{asked.model} would be served {place}: {reasons.get(asked.reason, asked.reason)}"
+
+
+def _table(places: list[PlaceView]) -> "Table":
+    from rich.text import Text
+
+    from gateway.ctl.tables import table
+
+    rows = table(("PLACE", "STATE"), ("QUEUE", "LOAD", "PREFILL", "COST"), ("FORM", "NOTE"))
+    for place in places:
+        is_choice = not place.objection
+        rows.add_row(
+            Text(place.name or HERE, style="bold" if place.is_chosen else ""),
+            Text(place.state or "-"),
+            f"{place.wait_s:.1f} s" if is_choice else "-",
+            f"{place.load_s:.0f} s" if place.load_s and is_choice else "-",
+            f"{place.prefill_rate:.0f}/s" if place.prefill_rate else "-",
+            f"{place.cost_s:.1f} s" if is_choice else "-",
+            Text(place.form[:8] or "-"),
+            Text(place.objection or ("chosen" if place.is_chosen else "")),
+        )
+    return rows

@@ -1,3 +1,0 @@
-"""Verbs of the service: install, start, stop, restart and look."""
-
-__all__ = ["verb"]

@@ -1,0 +1,97 @@
+"""Installed service that a verb is about, and how its actions are carried out."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import typer
+
+from gateway.config.settings import ConfigError, ServerConfig
+from gateway.ctl.printing import print_json
+from gateway.failed import CommandFailed
+from gateway.state_dir.home_paths import default_home
+
+if TYPE_CHECKING:
+    from gateway.service.description import Action, Manager, Service
+
+Kind = Literal["launchd", "systemd"]
+
+System = Annotated[bool, typer.Option("--system", help="The system service instead of this user's. Needs root.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the files and commands without writing or running them.")
+]
+
+
+def carry_out(actions: "list[Action]", dry_run: bool, json: bool) -> None:
+    """Do them, or with `--dry-run` print them. Raises `CommandFailed`."""
+    from gateway.service import executor
+
+    if not dry_run:
+        executor.carry_out(actions, executor.RealMachine())
+    if json:
+        # Paths are nothing that JSON knows.
+        print_json({"done": not dry_run, "actions": msgspec.to_builtins(actions, enc_hook=str)})
+    elif dry_run:
+        typer.echo(executor.describe(actions))
+
+
+def manager_of(kind: Kind | None) -> "Manager":
+    """The named manager's module, or that of this system's."""
+    from gateway.service import launchd, systemd
+
+    manager = kind or ("launchd" if sys.platform == "darwin" else "systemd")
+    return launchd if manager == "launchd" else systemd
+
+
+def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
+    """Raises `CommandFailed`."""
+    import pwd
+
+    from gateway.service.description import SYSTEM_PREFIX, Scope, Service
+    from gateway.service.installation import Installation, launcher
+
+    if run_as is not None and not system:
+        raise CommandFailed("--run-as goes with --system; a user's service runs as that user")
+    if system and needs_user and run_as is None:
+        raise CommandFailed(
+            "--system needs --run-as USER, a user without other rights (docs/service.md says how to make one)"
+        )
+    scope = Scope.SYSTEM if system else Scope.USER
+    owner = Installation(SYSTEM_PREFIX).owner if system and run_as is None else None
+    name = run_as or (owner.user if owner else None)
+    try:
+        user = pwd.getpwnam(name) if name else pwd.getpwuid(os.getuid())
+    except KeyError:
+        raise CommandFailed(f"there is no user {name!r} (docs/service.md says how to make one)") from None
+    user_home = Path(user.pw_dir)
+    home = default_home() if "MLXD_HOME" in os.environ or not run_as else user_home / ".mlxd"
+    if owner is not None:
+        home = Path(owner.home)
+    return Service(
+        program=launcher(SYSTEM_PREFIX if system else home),
+        home=home,
+        user=user.pw_name,
+        uid=user.pw_uid,
+        user_home=user_home,
+        scope=scope,
+        drain_s=_drain_s(home),
+    )
+
+
+def needs_root(verb: str) -> None:
+    """Raises `CommandFailed` for any other user."""
+    if os.geteuid() != 0:
+        raise CommandFailed(f"--system needs root: sudo mlxctl service {verb} --system")
+
+
+def _drain_s(home: Path) -> float:
+    """The configured drain deadline, if the configuration can be read by now."""
+    from gateway.access.key_file import has_keys
+    from gateway.config.load import load_config
+
+    try:
+        return load_config(home, has_keys=has_keys).server.drain_s
+    except ConfigError:
+        return ServerConfig().drain_s

@@ -1,3 +1,0 @@
-"""`mlxctl setup`: parts that are installed beside mlxd."""
-
-__all__ = ["verbs"]

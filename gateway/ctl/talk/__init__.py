@@ -1,0 +1,1 @@
+"""Verbs that talk with a model: `chat` and `run`."""

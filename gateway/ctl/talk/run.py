@@ -1,0 +1,162 @@
+"""`mlxctl run`: from the name of a model to an answer of it."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from gateway.ctl import client
+from gateway.ctl.complete import a_model, complete_downloaded
+from gateway.ctl.info import is_repository, say
+from gateway.ctl.model_verbs.loading import load
+from gateway.ctl.model_verbs.offline import ServedModel, available_bytes, served_models
+from gateway.ctl.model_verbs.pull import bring
+from gateway.ctl.talk import chat
+from gateway.ctl.talk.temporary_daemon import a_daemon
+from gateway.failed import CommandFailed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SUGGESTED: Final = 5
+
+
+def run(
+    model: Annotated[
+        str,
+        a_model(
+            "A model's name or alias, a folder, a repository (ORG/NAME[@REVISION]), or the last part of its name.",
+            complete=complete_downloaded,
+        ),
+    ],
+    prompt: Annotated[str | None, typer.Argument(help="Prompt to answer before exiting.", show_default=False)] = None,
+    system: chat.System = None,
+    max_tokens: chat.MaxTokens = None,
+    temperature: chat.Temperature = None,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", "-y", help="Do not ask before downloading what does not fit, or writing to mlxd.toml."),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one answer as JSON, with its reasoning.")] = False,
+) -> None:
+    """Download a model if it is not here, load it and chat with it. Says first whether it fits.
+
+    Where no daemon runs, one is started for the conversation.
+
+    Example: mlxctl run mlx-community/Qwen3-4B-4bit "Why is the sky blue?"
+    """
+    path = _resolved(model, yes)
+    with a_daemon(_tell):
+        name = _made_known(path, yes)
+        load(name)
+        chat.talk(name, prompt, chat.ChatOptions(system, max_tokens, temperature), json=json)
+
+
+def _resolved(name: str, yes: bool) -> str:
+    """The path of a model that is on this machine now, or the name of one that is served. Raises `CommandFailed`."""
+    if name.startswith((".", "/", "~")) and _served(name) is None:
+        return str(_checked_folder(name, yes))
+    if _served(name) is None and not is_repository(name):
+        name = _known_here(name) or _searched(name)
+    if (served := _served(name)) is None:
+        return _downloaded(name, yes)
+    if not _is_here(served.path) and is_repository(served.path):
+        _downloaded(served.path, yes)
+    return served.name
+
+
+def _known_here(word: str) -> str | None:
+    """The one repository, served or downloaded, whose name ends with a word: no hub is asked for it."""
+    from gateway.model_files.hub_cache import cached_models
+
+    paths = {model.path for model in served_models()} | set(cached_models())
+    found = [path for path in paths if path.rpartition("/")[2].lower() == word.lower()]
+    return found[0] if len(found) == 1 else None
+
+
+def _served(model: str) -> ServedModel | None:
+    """The model of that name, alias or path, as the daemon serves it, or as the next one would."""
+    models = served_models()
+    return next((served for served in models if model in (served.name, served.path, *served.aliases)), None)
+
+
+def _is_here(path: str) -> bool:
+    from gateway.ctl.model_verbs.offline import folder_of
+    from gateway.model_files.metadata import Unreadable
+
+    try:
+        return folder_of(path).is_dir()
+    except Unreadable:
+        return False
+
+
+def _checked_folder(name: str, yes: bool) -> "Path":
+    """A folder whose model fits. Raises `CommandFailed`."""
+    from gateway.ctl.model_verbs.offline import folder_of
+    from gateway.model_files.metadata import Unreadable, inspect
+
+    try:
+        folder = folder_of(name)
+        info = inspect(folder, "auto", 0, available_bytes())
+    except Unreadable as error:
+        raise CommandFailed(str(error)) from None
+    say(name, info, _tell)
+    if not info.fits and not yes:
+        raise CommandFailed(f"{name} {info.verdict}; --yes tries it anyway")
+    return folder
+
+
+def _searched(word: str) -> str:
+    """The repository whose name ends with a word. Raises `CommandFailed` with those that are near."""
+    from gateway.model_files.search import search
+
+    found = [model.repository for model in search([word], available_bytes()) if model.is_usable]
+    for repository in found:
+        if repository.rpartition("/")[2].lower() == word.lower():
+            return repository
+    near = ", ".join(found[:_SUGGESTED])
+    raise CommandFailed(f"there is no model {word!r} here{f'; the hub has {near}' if near else ' or on the hub'}")
+
+
+def _downloaded(name: str, yes: bool) -> str:
+    """The repository once it is here, or the folder of a revision. Raises `CommandFailed`."""
+    from gateway.model_files.hub import MAIN, split
+    from gateway.model_files.hub_cache import cached_models
+
+    repository, revision = split(name)
+    if revision == MAIN and repository in cached_models():
+        _checked_folder(repository, yes)
+        return repository
+    pulled = bring(name, None, yes, _tell)
+    return repository if revision == MAIN else str(pulled.path)
+
+
+def _made_known(path: str, yes: bool) -> str:
+    """The name by which the daemon serves it; one that it has not served before is configured. Raises
+    `CommandFailed`.
+    """
+    from gateway.control_types import ReloadResult
+    from gateway.ctl.model_verbs.model_table import add
+
+    if (served := _served(path)) is not None:
+        return served.name
+    # Without configured models, the daemon serves what the cache holds.
+    client.post("/v1/config/reload", {}, ReloadResult)
+    if (served := _served(path)) is not None:
+        return served.name
+    name = add(client.status().config_path, path, _agreed if not yes else lambda _: None)
+    client.post("/v1/config/reload", {}, ReloadResult)
+    return name
+
+
+def _agreed(question: str) -> None:
+    """Raises `CommandFailed` where a person says no, and where there is no person."""
+    if not sys.stdin.isatty():
+        raise CommandFailed(f"{question} Not without --yes.")
+    if not typer.confirm(question, default=True, err=True):
+        raise typer.Exit(1)
+
+
+def _tell(line: str) -> None:
+    """On stderr: what is piped on is the answer."""
+    typer.echo(line, err=True)

@@ -1,0 +1,46 @@
+"""`mlxctl ui`: open the page in the browser, logged in by a code from the daemon's unix socket; end its sessions."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from gateway.control_types import UiCode, UiRevoked
+from gateway.ctl.client import post
+from gateway.ctl.printing import Json, print_json
+
+
+def ui(
+    show: Annotated[bool, typer.Option("--print", help="Print the link, and open no browser.")] = False,
+    revoke: Annotated[bool, typer.Option("--revoke", help="End every session of the page.")] = False,
+    json: Json = False,
+) -> None:
+    """Open the page in the browser, logged in. The link works once, for a minute.
+
+    Example: mlxctl ui
+    """
+    if revoke:
+        revoked = post("/v1/ui/revoke", {}, UiRevoked)
+        if json:
+            print_json(revoked)
+        else:
+            typer.echo(f"{revoked.sessions} session{'' if revoked.sessions == 1 else 's'} of the page ended")
+        return
+    link = post("/v1/ui/code", {}, UiCode)
+    if json:
+        print_json(link)
+    elif show or not _is_opened(link.url):
+        typer.echo(link.url)
+
+
+def _is_opened(url: str) -> bool:
+    """Whether a browser took it. In a pipe, or over SSH, there is no person before one."""
+    import os
+    import webbrowser
+
+    if not sys.stdout.isatty() or "SSH_CONNECTION" in os.environ:
+        return False
+    try:
+        return webbrowser.open(url)
+    except webbrowser.Error:
+        return False

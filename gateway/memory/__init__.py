@@ -1,3 +1,0 @@
-"""Memory of the machine: estimates, grants, the broker and its policy."""
-
-__all__ = ["broker", "estimate", "host", "monitor"]

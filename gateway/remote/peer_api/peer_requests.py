@@ -1,0 +1,245 @@
+"""`/internal/`: requests of other mlxd daemons, as messages of the protocol. They are served here and never sent on.
+
+Only a key of role `peer` comes this far. What a dialect's decoder guarantees of a request is checked here again, for a
+peer may be of another version, or none of ours.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+from starlette.datastructures import Headers
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import protocol
+from gateway.api.common import serve
+from gateway.config.settings import ModelConfig
+from gateway.errors import TABLE, ApiError, BadRequest, Cancelled
+from gateway.http.exchange import read_body, send_body
+from gateway.http.sse import StreamTiming, cut_off, respond_stream
+from gateway.remote.peer_api.peer_problems import media_of, problems
+from gateway.remote.peer_api.peer_structure import check_peer_structure
+from gateway.request.generation import BYTES_PER_TOKEN, Generation
+from gateway.request.record import RequestRecord, record_of
+from gateway.services import Services
+from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, pack
+from protocol.failures import Code, Failure
+from protocol.messages import (
+    MAJOR,
+    MINOR,
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Detokenize,
+    Generate,
+    Progress,
+    Rejected,
+    Step,
+    Tokenize,
+)
+from protocol.peering import (
+    GENERATE_PATH,
+    STATUS_PATH,
+    VIA_HEADER,
+    PeerAlive,
+    PeerModel,
+    PeerRequest,
+    PeerStatus,
+    decode_request,
+    encode_status,
+    frame,
+)
+
+# A peer hears of us at once, and then at least so often.
+PACE: Final = StreamTiming(hold_s=0.0, keepalive_s=1.0)
+FRAMES: Final = b"application/vnd.mlxd.frames"
+MSGPACK: Final = b"application/msgpack"
+_CODES: Final = {answer.code: code for code, answer in TABLE.items()}
+
+
+def routes(services: Services) -> list[Route]:
+    return [
+        Route(STATUS_PATH, StatusForPeers(services), methods=["GET"]),
+        Route(GENERATE_PATH, GenerateForPeers(services), methods=["POST"]),
+    ]
+
+
+class StatusForPeers:
+    """`GET /internal/status`: the models of this daemon that the key may use, and their load."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, caller = self._services, record_of(scope).caller
+        models = caller.usable(services.config.models.values())
+        await services.fleet.forms.refresh(services.config.models.values())
+        status = PeerStatus(
+            services.config.server.node_name,
+            services.link.boot,
+            protocol.__version__,
+            MAJOR,
+            MINOR,
+            services.admission.takes_none,
+            [self._model(services.router.resolve_here(model.name, caller)) for model in models],
+        )
+        await send_body(send, 200, encode_status(status), kind=MSGPACK)
+
+    def _model(self, model: ModelConfig) -> PeerModel:
+        services = self._services
+        load = services.meter.read(model)
+        ready = services.pool.worker(model.name).ready
+        return PeerModel(
+            model.name,
+            model.aliases,
+            services.fleet.forms.known(model),
+            str(load.state),
+            # Paths say where on our disk, and adapters are not for peers.
+            None if ready is None else replace(ready, model_path="", adapters=()),
+            model.context,
+            load.inside,
+            model.slots,
+            model.slots + model.max_waiting,
+            load.wait_s,
+            load.load_s,
+            load.prefill_rate,
+            load.backlog_tokens,
+            msgspec.to_builtins(model.sampling),
+            msgspec.to_builtins(model.thinking),
+        )
+
+
+class GenerateForPeers:
+    """`POST /internal/generate`: a `PeerRequest`, answered by a stream of frames, or a status where nothing began."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        if str(services.link.boot) in Headers(scope=scope).getlist(VIA_HEADER):
+            raise ApiError(508, "This request has come from this daemon.", code="loop_detected")
+        body = await read_body(scope, receive, MAX_FRAME_BYTES)
+        try:
+            request = await services.bodies.work(len(body), _decoded, body)
+        except MalformedFrame as error:
+            raise BadRequest(f"The body is no request of a peer: {error}.") from None
+        model = services.router.resolve_here(request.model, record.caller)
+        if model.adapter:
+            raise BadRequest(f"{model.full_name!r} is an adapter: adapters are not served to peers.", "model")
+        record.model, record.stream = model.name, True
+        if request.question is not None:
+            await self._answer(model, request.question, record, receive, send)
+        else:
+            await self._generate(model, request.generates, record, receive, send)
+
+    async def _answer(
+        self, model: ModelConfig, question: Tokenize | Detokenize, record: RequestRecord, receive: Receive, send: Send
+    ) -> None:
+        async with cut_off(record, receive):
+            estimate = record.body_bytes / BYTES_PER_TOKEN
+            answer = await serve.ask(self._services, record, model, estimate, lambda rid: replace(question, rid=rid))
+            await send_body(send, 200, frame(replace(answer, rid=question.rid)), kind=FRAMES)
+
+    async def _generate(
+        self, model: ModelConfig, asked: list[Generate], record: RequestRecord, receive: Receive, send: Send
+    ) -> None:
+        services = self._services
+        assert record.media_lease is not None, "the middleware makes one for each request"
+        record.media_lease.owner = record.caller.key or ""
+        record.media_lease.grow(sum(len(each.data) for each in media_of(asked)))
+        own = await services.bodies.work(record.body_bytes, _prepared, asked, services.link.next_rid)
+        if asked and isinstance(asked[0].prompt, ChatPrompt):
+            media = asked[0].prompt.media
+            record.media = tuple(replace(each, data=b"") for each in media)
+            record.media_bytes = sum(len(each.data) for each in media)
+        encoder = PeerStreamEncoder([each.rid for each in asked])
+        with Generation(services, model, own, record, encoder.bind, stays_here=True) as generation:
+            encoder.generation = generation
+            write_timeout_s = services.config.server.write_timeout_s
+            try:
+                await respond_stream(generation, encoder, record, receive, send, write_timeout_s, PACE, FRAMES)
+            except ApiError as error:
+                # It was admitted, and failed before the first byte: an answer as all others.
+                record.outcome = error.outcome
+                await send_body(send, 200, encoder.error(error), kind=FRAMES)
+
+
+class PeerStreamEncoder:
+    """The encoder of a stream to a peer, whose rids the frames have."""
+
+    def __init__(self, theirs: Sequence[int]) -> None:
+        self._theirs = theirs
+        self._by_own: dict[int, int] = {}
+        self._open = set(theirs)
+        self._accepted: set[int] = set()
+        self._steps = 0
+        self.generation: Generation | None = None
+
+    def bind(self, rids: Sequence[int]) -> None:
+        self._by_own = dict(zip(rids, self._theirs, strict=True))
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        return self.keepalive()
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        if not deltas:
+            return b""
+        named = [replace(delta, rid=self._by_own[delta.rid]) for delta in deltas]
+        self._open.difference_update(delta.rid for delta in named if delta.finish is not None)
+        self._steps += 1
+        accepted = b"" if len(self._accepted) == len(self._theirs) else self._acceptance()
+        return accepted + frame(Step(0, self._steps, named))
+
+    def keepalive(self) -> bytes:
+        """Facts about the prompts, or just that this daemon lives."""
+        return self._acceptance() + self._progress() or frame(PeerAlive())
+
+    def error(self, error: ApiError) -> bytes:
+        failure = _failure(error)
+        return b"".join(frame(Rejected(rid, failure)) for rid in self._theirs if rid in self._open)
+
+    def end(self) -> bytes:
+        return b""
+
+    def _acceptance(self) -> bytes:
+        generation, data = self.generation, b""
+        if generation is None:
+            return data
+        for rid, tokens in generation.accepted.items():
+            if rid not in self._accepted:
+                self._accepted.add(rid)
+                data += frame(Accepted(self._by_own[rid], tokens, generation.relaxed, generation.left_out))
+        return data
+
+    def _progress(self) -> bytes:
+        generation = self.generation
+        if generation is None or generation.progress is None or generation.record.first_token_s is not None:
+            return b""
+        processed, total = generation.progress
+        known = generation.cached.items()
+        return b"".join(frame(Progress(self._by_own[rid], processed, total, cached)) for rid, cached in known)
+
+
+def _failure(error: ApiError) -> Failure:
+    """The failure that an error was made of, for the gateway that asked."""
+    if isinstance(error, Cancelled):
+        # By this daemon's operator: it is not to be tried elsewhere.
+        return Failure(Code.INVALID_REQUEST, error.message)
+    unknown = Code.DRAINING if error.status in (429, 503) else Code.INTERNAL
+    return Failure(_CODES.get(error.code or "", unknown), error.message, "", error.param, error.numbers)
+
+
+def _decoded(body: bytes) -> PeerRequest:
+    check_peer_structure(body)
+    return decode_request(body)
+
+
+def _prepared(asked: list[Generate], next_rid: Callable[[], int]) -> list[Generate]:
+    """The sequences as this daemon runs them. Raises `BadRequest` for what no dialect would have sent."""
+    problem = next(problems(asked), "")
+    if problem:
+        raise BadRequest(f"The peer's request is not valid: {problem}.")
+    return pack([replace(each, rid=next_rid(), want_progress=True) for each in asked])

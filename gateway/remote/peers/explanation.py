@@ -1,0 +1,56 @@
+"""Explanation of a choice: each place that could serve a model, what it would cost there, and why others cannot."""
+
+from gateway.config.settings import ModelConfig
+from gateway.control_types import PlaceView, RouteView
+from gateway.remote.peers.fleet import Fleet
+from gateway.remote.peers.peer import PeerNode
+from gateway.remote.peers.placement import PlacementChoice, choose, cost_s, usual_rate
+from gateway.remote.peers.request_route import RouteCandidate
+
+
+def explain(fleet: Fleet, model: ModelConfig | None, tokens: float) -> RouteView:
+    """The place of a prompt of so many tokens, none of them cached; without a model, the state of the peers."""
+    if model is None:
+        places = [
+            PlaceView(name, node.state, objection="" if node.is_up else node.state) for name, node in _nodes(fleet)
+        ]
+        return RouteView("", "", places)
+    candidates = fleet.candidates(model, [], None)
+    choice = choose([each.place for each in candidates], tokens) if candidates else None
+    usual = usual_rate([each.place for each in candidates])
+    places = [_choice(each, choice, cost_s(each.place, tokens, usual)) for each in candidates]
+    among = {each.place.name for each in candidates}
+    places += [
+        PlaceView(name, node.state, objection=_objection(node, model.name))
+        for name, node in _nodes(fleet)
+        if name not in among
+    ]
+    return RouteView(model.name, "" if choice is None else choice.reason, places)
+
+
+def _nodes(fleet: Fleet) -> list[tuple[str, PeerNode]]:
+    return list(fleet.nodes.items())
+
+
+def _choice(candidate: RouteCandidate, choice: PlacementChoice | None, cost_s: float) -> PlaceView:
+    place, there = candidate.place, candidate.there
+    return PlaceView(
+        place.name,
+        "" if there is None else there.state,
+        candidate.form,
+        round(place.wait_s, 3),
+        round(place.load_s, 3),
+        round(place.rate, 1),
+        round(cost_s, 3),
+        is_chosen=choice is not None and choice.place is place,
+    )
+
+
+def _objection(node: PeerNode, name: str) -> str:
+    """The reason why a peer is not among the places of a model."""
+    if not node.is_up:
+        return node.state
+    model = node.model(name)
+    if model is None:
+        return "does not serve it, or declined it a moment ago"
+    return "another form of the model" if model.form else "the form of its model is not known"

@@ -1,0 +1,1 @@
+"""Fallback of a request to an OpenAI-compatible server."""

@@ -1,0 +1,1 @@
+"""The launchd or systemd service: description, installation and removal."""

@@ -1,3 +1,0 @@
-"""Supervision of worker processes: start, heartbeat, restart policy and failover."""
-
-__all__ = ["handle", "os_process", "ports", "ranks", "registry", "spawn", "state"]

@@ -1,0 +1,1 @@
+"""Supervision of the workers: the pool of all models, the state machine of each, and their shares of memory."""

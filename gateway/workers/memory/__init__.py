@@ -1,0 +1,1 @@
+"""Memory of the machine: estimates, grants, the broker and its policy."""

@@ -1,0 +1,144 @@
+"""Memory of this machine, and what a process holds of it. Darwin's calls were not run here."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final, Protocol
+
+import psutil
+
+from gateway.workers.supervisor.os_process import darwin_rusage
+
+GIB: Final = 1 << 30
+# For the system and everything that is not a model: this part, within these bounds.
+RESERVE_PART: Final = 0.1
+RESERVE_MIN: Final = GIB
+RESERVE_MAX: Final = 16 * GIB
+# Part of a Mac's memory that its GPU may wire by default (max_recommended_working_set_size).
+WORKING_SET_PART: Final = 0.75
+_CGROUP_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_USES: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+
+
+class HostMemory(Protocol):
+    """The machine's memory as the broker sees it; a test may have a smaller machine."""
+
+    def budget(self) -> int:
+        """Bytes that all models may take together when the operator does not say."""
+        ...
+
+    def available(self) -> int:
+        """Bytes that could be had now without pushing anything out."""
+        ...
+
+    def footprint(self, pid: int) -> int:
+        """Bytes that end with a process; 0 when there is none."""
+        ...
+
+    def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
+        """Bytes of a process that has ended which the system has not got back yet."""
+        ...
+
+
+class ThisMachine:
+    """The real one. What cannot be read, because we have too many files open, is as it was at the last look."""
+
+    def __init__(self) -> None:
+        self._free = 0
+        self._footprints: dict[int, int] = {}
+
+    def budget(self) -> int:
+        if sys.platform == "darwin":
+            return darwin_budget(_sysctl("iogpu.wired_limit_mb"), psutil.virtual_memory().total)
+        return linux_budget([_read(path) for path in _CGROUP_LIMITS], psutil.virtual_memory().total)
+
+    def available(self) -> int:
+        try:
+            free = psutil.virtual_memory().available
+        except OSError:
+            return self._free
+        for limit_path, use_path in zip(_CGROUP_LIMITS, _CGROUP_USES, strict=True):
+            limit, use = _number(_read(limit_path)), _number(_read(use_path))
+            if limit is not None and use is not None:
+                # The kernel drops file pages before it refuses memory.
+                free = min(free, limit - use + _reclaimable(Path(use_path).parent / "memory.stat"))
+        self._free = max(0, free)
+        return self._free
+
+    def footprint(self, pid: int) -> int:
+        if sys.platform == "darwin":
+            return _darwin_footprint(pid)
+        try:
+            footprint = _linux_footprint(pid)
+        except OSError:
+            return self._footprints.get(pid, 0)
+        if footprint:
+            self._footprints[pid] = footprint
+        else:
+            self._footprints.pop(pid, None)
+        return footprint
+
+    def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
+        if sys.platform == "darwin":
+            # Wired memory of a process that was killed can stay behind when the process is gone.
+            return max(0, footprint - max(0, self.available() - available_before))
+        return self.footprint(pid)
+
+
+def linux_budget(limits: list[str | None], ram: int) -> int:
+    """`limits`: what the files of cgroup v2 and v1 hold, None for one that is not there."""
+    known = [limit for text in limits if (limit := _number(text)) is not None]
+    total = min([ram, *known])
+    return total - _reserve(total)
+
+
+def darwin_budget(wired_limit_mb: str | None, ram: int) -> int:
+    """`wired_limit_mb`: what sysctl prints; 0 leaves it to the system."""
+    limit = (_number(wired_limit_mb) or 0) << 20
+    return min(limit or int(ram * WORKING_SET_PART), ram - _reserve(ram))
+
+
+def _reserve(total: int) -> int:
+    return min(total // 2, max(RESERVE_MIN, min(RESERVE_MAX, int(total * RESERVE_PART))))
+
+
+def _number(text: str | None) -> int | None:
+    """None also for `max`, cgroup v2's word for no limit."""
+    return int(text) if text is not None and text.strip().isdigit() else None
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return None
+
+
+def _reclaimable(stat: Path) -> int:
+    for line in (_read(str(stat)) or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return _number(value) or 0
+    return 0
+
+
+def _sysctl(name: str) -> str | None:
+    # By its path: a service has no /usr/sbin in its PATH.
+    try:
+        done = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _linux_footprint(pid: int) -> int:
+    """Private bytes: what others share with it stays when it ends."""
+    try:
+        return int(psutil.Process(pid).memory_full_info().uss)
+    except psutil.Error:
+        return 0
+
+
+def _darwin_footprint(pid: int) -> int:
+    """`ri_phys_footprint`: 8 bytes at offset 72 of rusage_info_v2."""
+    return int.from_bytes(darwin_rusage(pid)[72:80], "little")

@@ -1,0 +1,1 @@
+"""The pool: all models of the configuration with their workers."""

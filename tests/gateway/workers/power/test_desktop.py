@@ -1,0 +1,184 @@
+"""The pace beside a person: by what the machine says, told to each worker once, and never to one that is too old."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from gateway.link.transport import WorkerGone
+from gateway.workers.power.desktop import (
+    AWAY_S,
+    BATTERY_DUTY,
+    CHUNK,
+    DUTY,
+    FULL,
+    INPUT_EVERY_S,
+    POWER_EVERY_S,
+    TICK_MS,
+    DesktopProbe,
+    DesktopState,
+    DesktopWatch,
+    display_of,
+    idle_of,
+    pace,
+    thermal_of,
+    wanted,
+)
+from protocol.messages import SetPace
+
+pytestmark = pytest.mark.anyio
+
+HID = """+-o IOHIDSystem  <class IOHIDSystem, id 0x100000400, registered, matched, active, busy 0 (0 ms), retain 26>
+    {
+      "HIDServiceSupport" = Yes
+      "HIDIdleTime" = 12345678901
+    }
+"""
+WRANGLER = '"IOPowerManagement" = {"CapabilityFlags"=32832,"MaxPowerState"=4,"CurrentPowerState"=%d}'
+BATTERY = "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=1)	81%; discharging"
+MAINS = "Now drawing from 'AC Power'\n"
+
+
+def test_a_person_gets_short_ticks_and_a_part_of_the_time() -> None:
+    assert pace(0.0, True, False, "nominal") == SetPace(DUTY, TICK_MS, CHUNK)
+    assert pace(AWAY_S - 1, True, True, "nominal") == SetPace(BATTERY_DUTY, TICK_MS, CHUNK)
+
+
+@pytest.mark.parametrize(("idle_s", "display_on"), [(AWAY_S, True), (0.0, False), (1e6, False)])
+def test_with_nobody_there_all_of_the_machine_is_used(idle_s: float, display_on: bool) -> None:
+    assert pace(idle_s, display_on, False, "nominal") == pace(idle_s, display_on, True, "nominal") == FULL
+
+
+def test_heat_slows_down_whoever_is_there() -> None:
+    assert pace(AWAY_S, False, False, "critical").duty < pace(AWAY_S, False, False, "serious").duty < 1.0
+    assert pace(AWAY_S, False, False, "critical").tick_ms == 0
+    assert pace(0.0, True, False, "critical").duty < DUTY
+
+
+def test_a_mode_that_is_set_counts_wherever_this_is_and_auto_where_the_machine_can_be_seen() -> None:
+    away, here = DesktopState(idle_s=AWAY_S), DesktopState()
+    assert wanted(True, None) == wanted(True, away) == pace(0.0, True, False, "nominal")
+    assert wanted(False, here) == wanted("auto", None) == wanted("auto", away) == FULL
+    assert wanted("auto", here) == wanted(True, None)
+    assert wanted(True, DesktopState(on_battery=True)).duty == BATTERY_DUTY
+
+
+def test_what_the_tools_of_macos_print_is_read_and_silence_is_a_person_at_a_cool_machine() -> None:
+    assert idle_of(HID) == pytest.approx(12.345678901)
+    assert idle_of("") == 0.0
+    assert [display_of(WRANGLER % state) for state in (4, 1)] == [True, False]
+    assert display_of("")
+    assert [
+        thermal_of(text) for text in ("CPU_Speed_Limit \t= 100", "CPU_Speed_Limit = 80", "CPU_Speed_Limit = 40")
+    ] == [
+        "nominal",
+        "serious",
+        "critical",
+    ]
+    assert thermal_of("Note: No thermal warning level has been recorded") == "nominal"
+
+
+@dataclass
+class Mac:
+    """A Mac's tools: what they print, and how often each was run."""
+
+    idle_s: float = 0.0
+    power: str = MAINS
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.runs: list[str] = []
+
+    def run(self, command: Sequence[str]) -> str:
+        self.runs.append(command[-1])
+        printed = {"IOHIDSystem": f'"HIDIdleTime" = {int(self.idle_s * 1e9)}', "batt": self.power, "therm": ""}
+        return printed.get(command[-1], WRANGLER % 4)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def test_battery_and_heat_are_looked_at_more_rarely_than_input() -> None:
+    mac = Mac(power=BATTERY)
+    senses = DesktopProbe(mac.run, mac.clock)
+    assert senses.scene() == DesktopState(0.0, True, True, "nominal")
+    mac.now, mac.power = POWER_EVERY_S - 1, MAINS
+    assert senses.scene().on_battery
+    mac.now = POWER_EVERY_S
+    assert not senses.scene().on_battery
+    assert mac.runs.count("batt") == 2
+    assert mac.runs.count("IOHIDSystem") == 3
+
+
+@dataclass
+class Model:
+    """A worker, as far as it is told a pace."""
+
+    name: str
+    epoch: int = 1
+    is_serving: bool = True
+    is_adopted: bool = False
+    takes_pace: bool = True
+
+
+class Wire:
+    """A link that keeps what was sent; names in `gone` cannot be reached."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int, SetPace]] = []
+        self.gone: set[str] = set()
+
+    def send(self, runner: Model, message: SetPace) -> None:
+        if runner.name in self.gone:
+            raise WorkerGone(runner.name)
+        self.sent.append((runner.name, runner.epoch, message))
+
+
+def watched(mac: Mac, models: list[Model], mode: list[object]) -> tuple[DesktopWatch, Wire]:
+    wire = Wire()
+    watch = DesktopWatch(
+        lambda: mode[0],  # type: ignore[arg-type,return-value]
+        lambda: models,  # type: ignore[arg-type,return-value]
+        wire,  # type: ignore[arg-type]
+        senses=DesktopProbe(mac.run, mac.clock),
+        clock=mac.clock,
+    )
+    return watch, wire
+
+
+async def test_workers_are_told_once_and_again_when_it_changes_and_new_ones_when_they_are_ready() -> None:
+    mac, models = Mac(), [Model("a"), Model("b", is_serving=False)]
+    watch, wire = watched(mac, models, ["auto"])
+    slow = wanted("auto", DesktopState())
+    for _ in range(3):
+        await watch.look()
+    assert wire.sent == [("a", 1, slow)]
+    assert watch.duty == slow.duty
+    models[1].is_serving = True
+    models[0].epoch = 2
+    await watch.look()
+    assert sorted(wire.sent[1:], key=str) == [("a", 2, slow), ("b", 1, slow)]
+    mac.idle_s, mac.now = AWAY_S, INPUT_EVERY_S
+    await watch.look()
+    assert [(name, order) for name, _, order in wire.sent[3:]] == [("a", FULL), ("b", FULL)]
+    assert watch.duty == 1.0
+
+
+async def test_a_worker_that_could_not_be_reached_is_told_later_and_an_old_one_never() -> None:
+    mac, models = Mac(), [Model("a"), Model("old", takes_pace=False)]
+    watch, wire = watched(mac, models, [True])
+    wire.gone = {"a"}
+    await watch.look()
+    assert wire.sent == []
+    wire.gone = set()
+    await watch.look()
+    assert [name for name, _, _ in wire.sent] == ["a"]
+
+
+async def test_a_worker_of_an_earlier_gateway_is_told_also_that_it_may_compute_all_the_time() -> None:
+    mac, models = Mac(), [Model("kept", is_adopted=True), Model("fresh")]
+    watch, wire = watched(mac, models, [False])
+    for _ in range(2):
+        await watch.look()
+    assert wire.sent == [("kept", 1, FULL)]
+    assert mac.runs == [], "nothing is looked at that nothing depends on"

@@ -1,0 +1,125 @@
+"""Processes of a group: the end of rank 0 is the end of all, and the end of a follower that of rank 0."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.workers.supervisor.exits import EXITS, Cause, SequenceAction, cause_of
+from gateway.workers.supervisor.postmortem import ExitKind, examine
+from gateway.workers.supervisor.ranks import LOCAL, RankGroup, RankPlace, ranks_of
+from gateway.workers.supervisor.state import State
+from protocol.curve import pair_of
+from protocol.failures import ExitStatus
+from protocol.spec import GroupSpec, WorkerSpec
+from tests.support.scale import patient
+
+pytestmark = pytest.mark.anyio
+ASLEEP = "import time; time.sleep(600)"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {ASLEEP}"
+
+
+class Rank:
+    """A process of Python code."""
+
+    is_adopted: bool = False
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.is_closed = False
+
+    @classmethod
+    async def running(cls, code: str) -> "Rank":
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        if "print" in code:
+            await process.stdout.readline()
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int | None:
+        return await self._process.wait()
+
+    def signal(self, signum: int) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(signum)
+
+    def last_lines(self) -> list[str]:
+        return ["its last line"]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def end_of(lead: str, follower: str, kill: signal.Signals | None = None) -> tuple[int | None, int | None]:
+    """Statuses of the group and of its follower; `kill` goes to the group."""
+    ranks = [await Rank.running(lead), await Rank.running(follower)]
+    group = RankGroup(ranks[0], ranks[1:], [ranks[1].pid])
+    assert group.pids == tuple(rank.pid for rank in ranks)
+    if kill is not None:
+        group.signal(kill)
+    async with asyncio.timeout(patient(30)):
+        status = await group.wait()
+    group.close()
+    assert all(rank.is_closed for rank in ranks)
+    assert group.last_lines() == ["rank 1: its last line", "its last line"]
+    return status, await ranks[1].wait()
+
+
+async def test_no_follower_outlives_rank_0_not_even_one_that_ignores_signals() -> None:
+    assert await end_of("raise SystemExit(70)", DEAF) == (70, -signal.SIGKILL)
+
+
+async def test_the_end_of_a_follower_is_that_of_a_group_which_lost_a_partner() -> None:
+    status, _ = await end_of(ASLEEP, "raise SystemExit(70)")
+    assert status == ExitStatus.PARTNER_LOST
+
+
+async def test_a_follower_that_cannot_be_helped_by_another_start_says_so_for_its_group() -> None:
+    status, _ = await end_of(ASLEEP, f"raise SystemExit({ExitStatus.MODEL_UNUSABLE})")
+    assert status == ExitStatus.MODEL_UNUSABLE
+
+
+async def test_native_code_that_lost_a_partner_ends_with_1() -> None:
+    status, _ = await end_of("raise SystemExit(1)", ASLEEP)
+    assert status == ExitStatus.PARTNER_LOST
+
+
+async def test_a_clean_stop_is_one_whichever_rank_ends_first(tmp_path: Path) -> None:
+    path = tmp_path / "ends"
+    os.mkfifo(path)
+    follower = f"held = open({str(path)!r}, 'w'); print(flush=True); raise SystemExit(72)"
+    status, _ = await end_of(f"open({str(path)!r}).read()", follower)
+    assert status == ExitStatus.OK
+
+
+async def test_a_killed_group_is_killed_as_a_whole() -> None:
+    assert await end_of(ASLEEP, DEAF, signal.SIGKILL) == (-signal.SIGKILL, -signal.SIGKILL)
+
+
+def test_a_lost_partner_is_retried_and_no_request_is_blamed() -> None:
+    report = examine("m", ExitStatus.PARTNER_LOST, None, [])
+    assert report.kind is ExitKind.PARTNER_LOST
+    cause = cause_of(report.kind, None, is_asked=False, is_replaced=False, was_ready=True)
+    assert cause is Cause.PARTNER_LOST
+    assert (EXITS[cause].sequences, EXITS[cause].next) == (SequenceAction.RESUME, State.BACKOFF)
+
+
+def test_each_start_has_keys_and_ports_of_its_own_and_no_follower_the_secret_of_rank_0() -> None:
+    spec = WorkerSpec("m", "demo", 1, "", "", group=GroupSpec((LOCAL, LOCAL, LOCAL), "tensor", "ring"))
+    first, second = ([each.rank for each in ranks_of(spec)] for _ in range(2))
+    places = [rank for rank in (*first, *second) if rank is not None]
+    assert len(places) == 6
+    assert len({rank.secret for rank in places}) == 6
+    assert len({rank.plan for rank in places} | {rank.watch for rank in places}) == 4
+    lead, *others = places[:3]
+    assert lead.members == tuple(rank.public for rank in others)
+    assert all(rank.server == lead.public and rank.members == () and rank.beside == 3 for rank in others)
+    assert all(pair_of(rank.secret).public == rank.public for rank in places)
+    assert RankPlace().ip == "127.0.0.1", "a ring of one machine is not heard beyond it"

@@ -1,0 +1,45 @@
+"""Hidden states that are kept for those who draft hold no more memory than is counted."""
+
+import gc
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import StopSequences
+
+from worker.engine.batch_sequence import BatchSequence
+from worker.engine.forward import ForwardPart, forward
+from worker.speculation.drafters.hidden_states import HiddenStateCapture
+
+SIZE, CHUNK, PASSES = 256, 512, 16
+
+
+class Tapped:
+    """A model of random hidden states, of which no more is looked at than what its taps keep."""
+
+    def __init__(self) -> None:
+        self.taps = HiddenStateCapture()
+        self.taps.is_on = True
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        states = mx.random.normal((*tokens.shape, SIZE))
+        self.taps.see(0, states)
+        return states
+
+
+def part(uid: int, tokens: int, left: int) -> ForwardPart:
+    segments = [[5] * tokens, [5] * left, [5]]
+    member = BatchSequence(uid, segments, 9, [], [], [], StopSequences([]).matcher())
+    return ForwardPart([member], mx.zeros((1, tokens), dtype=mx.uint32), [], [tokens])
+
+
+def test_states_of_a_step_that_a_chunk_rode_on_do_not_hold_those_of_the_chunk() -> None:
+    model: Any = Tapped()
+    gc.collect()
+    before = mx.get_active_memory()
+    for _ in range(PASSES):
+        mx.eval(forward(model, part(1, 1, 0), part(2, CHUNK, CHUNK)))
+    gc.collect()
+    held = mx.get_active_memory() - before
+    assert len(model.taps.records) >= PASSES
+    assert model.taps.nbytes <= PASSES * SIZE * 4
+    assert held < PASSES * CHUNK * SIZE * 4 / 4

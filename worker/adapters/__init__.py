@@ -1,3 +1,0 @@
-"""Adapters: low-rank updates of a model's linear layers, chosen row by row in one batch."""
-
-__all__ = ["adapter_files", "adapters"]

@@ -1,0 +1,135 @@
+"""Families of mlx-audio that hear one stretch at a time: their `generate`, called for windows that end at pauses."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from protocol.transcript import Segment, Word
+from worker.audio.marks import AddedTokens
+from worker.audio.split_at_silence import windows
+from worker.audio.transcriber import AudioWindow, Check, Samples, TranscribeOptions
+
+# No longer stretch is heard at once: so long an abort waits at most for one.
+_WINDOW_S: Final = 30.0
+# Nobody speaks more tokens in a second; a model that does not end would write for minutes.
+_TOKENS_A_SECOND: Final = 16
+_TOKENS_LEAST: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriberFamily:
+    """Call of a family's `generate`, and what it can be told.
+
+    `arguments` are those of a model's window: of so many tokens at most, as a request wants it. Languages by code and
+    name.
+    """
+
+    arguments: Callable[[Any, int, TranscribeOptions], dict[str, Any]]
+    languages: Mapping[str, str]
+    has_text: bool = False
+    has_words: bool = False
+
+
+def _moonshine(_model: Any, tokens: int, wish: TranscribeOptions) -> dict[str, Any]:
+    return {"max_tokens": tokens, "temperature": wish.temperature}
+
+
+def _qwen(_model: Any, tokens: int, wish: TranscribeOptions) -> dict[str, Any]:
+    return {
+        "max_tokens": tokens,
+        "temperature": wish.temperature,
+        "language": _QWEN_LANGUAGES[wish.language] if wish.language else None,
+        "system_prompt": wish.text or None,
+    }
+
+
+def _parakeet(model: Any, _tokens: int, _wish: TranscribeOptions) -> dict[str, Any]:
+    # It writes down at most some tokens a frame; samples are in the format of its weights.
+    parameters: Any = tree_flatten(model.parameters())
+    return {"dtype": next(array.dtype for _, array in parameters)}
+
+
+# As its model card lists them.
+_QWEN_LANGUAGES: Final = {
+    "zh": "Chinese", "en": "English", "yue": "Cantonese", "ar": "Arabic", "de": "German", "fr": "French",
+    "es": "Spanish", "pt": "Portuguese", "id": "Indonesian", "it": "Italian", "ko": "Korean", "ru": "Russian",
+    "th": "Thai", "vi": "Vietnamese", "ja": "Japanese", "tr": "Turkish", "hi": "Hindi", "ms": "Malay",
+    "nl": "Dutch", "sv": "Swedish", "da": "Danish", "fi": "Finnish", "pl": "Polish", "cs": "Czech",
+    "fil": "Filipino", "fa": "Persian", "el": "Greek", "ro": "Romanian", "hu": "Hungarian", "mk": "Macedonian",
+}  # fmt: skip
+FAMILIES: Final[dict[str, TranscriberFamily]] = {
+    "moonshine": TranscriberFamily(_moonshine, {}),
+    "qwen3_asr": TranscriberFamily(_qwen, _QWEN_LANGUAGES, has_text=True),
+    "parakeet": TranscriberFamily(_parakeet, {}, has_words=True),
+}
+
+
+class PausedHearer:
+    """One loaded model of a family of the table."""
+
+    translates = False
+
+    def __init__(self, family: str, model: Any) -> None:
+        self._family = FAMILIES[family]
+        self._model = model
+        self.rate = int(getattr(model, "sample_rate", 0) or model.preprocessor_config.sample_rate)
+        self.languages = tuple(self._family.languages)
+        self.has_text = self._family.has_text
+        self.has_words = self._family.has_words
+        self.marks = AddedTokens(getattr(model, "_tokenizer", None))
+
+    def language(self, name: str) -> str:
+        for code, known in self._family.languages.items():
+            if name.lower() in (code, known.lower()):
+                return code
+        raise KeyError(name)
+
+    def hear(self, samples: Samples, wish: TranscribeOptions, check: Check) -> Iterator[AudioWindow]:
+        for at, (start, end) in enumerate(windows(samples, self.rate, _WINDOW_S)):
+            check()
+            mx.random.seed((wish.seed + start) % (1 << 64))
+            seconds = (end - start) / self.rate
+            tokens = max(_TOKENS_LEAST, int(seconds * _TOKENS_A_SECOND))
+            result = self._model.generate(
+                mx.array(samples[start:end]), **self._family.arguments(self._model, tokens, wish)
+            )
+            yield self._window(result, start / self.rate, seconds, is_first=at == 0)
+
+    def _window(self, result: Any, offset: float, seconds: float, *, is_first: bool) -> AudioWindow:
+        text = str(result.text).strip()
+        sentences = getattr(result, "sentences", None)
+        if sentences is not None:
+            segments = tuple(_sentence(each, offset) for each in sentences)
+            count = sum(len(each.tokens) for each in segments)
+        else:
+            segments = (Segment(round(offset, 3), round(offset + seconds, 3), text),) if text else ()
+            count = int(getattr(result, "generation_tokens", 0) or 0)
+        language = getattr(result, "language", None)
+        heard = language[0] if isinstance(language, list) and language else language
+        return AudioWindow(
+            text if is_first or not text else " " + text,
+            (0,) * count,
+            segments,
+            str(heard).lower() if heard else "",
+        )
+
+
+def _sentence(sentence: Any, offset: float) -> Segment:
+    """A sentence of parakeet, whose tokens have times."""
+    words: list[Word] = []
+    for token in sentence.tokens:
+        start, end = round(offset + token.start, 3), round(offset + token.end, 3)
+        if words and not token.text.startswith(" "):
+            words[-1] = Word(words[-1].word + token.text, words[-1].start, end)
+        else:
+            words.append(Word(token.text, start, end))
+    return Segment(
+        round(offset + sentence.start, 3),
+        round(offset + sentence.end, 3),
+        sentence.text,
+        tuple(int(token.id) for token in sentence.tokens),
+        words=tuple(words),
+    )

@@ -1,0 +1,40 @@
+"""Terms of an engine: rows at once, drafts and sparse prefills, as a loaded model and its specification allow."""
+
+from protocol.spec import USUAL_RUNNING, WorkerSpec
+from worker.engine.scheduling.kept_file import KeptFile
+from worker.kv import batched
+from worker.kv.quantized import make_caches
+from worker.model.batch_mode import BatchMode
+from worker.model.loader import LoadedModel
+from worker.sparse.importance import ImportanceReader
+
+
+def rows_at_once(spec: WorkerSpec, kept: KeptFile | None, lane: BatchMode) -> int:
+    """Rows that may run together: as configured, or as a calibration has found."""
+    if lane is BatchMode.SINGLE:
+        return 1
+    if spec.max_running:
+        return spec.max_running
+    return kept.calibration.max_running if kept is not None and kept.calibration is not None else USUAL_RUNNING
+
+
+def reader_of(loaded: LoadedModel, spec: WorkerSpec) -> ImportanceReader | None:
+    """The model that chooses for sparse prefills, where there are any."""
+    return ImportanceReader(loaded.draft) if spec.sparse_keep and loaded.draft is not None else None
+
+
+def speculation_of(loaded: LoadedModel, spec: WorkerSpec) -> tuple[str, bool]:
+    """Whether there are drafts, for a person and as such."""
+    if spec.speculate == "off":
+        return "off", False
+    if spec.group is not None:
+        return "off, because ranks of a group must take the same steps", False
+    if loaded.plan.lane is not BatchMode.TOGETHER:
+        return f"off, because rows run in the lane {loaded.plan.lane}", False
+    if not batched.can_rewind(make_caches(loaded.model)):
+        return "off, because the caches of this architecture cannot go back to before a block", False
+    if spec.draft:
+        return f"auto, with drafts by {spec.draft}", True
+    if loaded.no_head:
+        return f"auto, without the checkpoint's head for multi-token prediction: {loaded.no_head}", True
+    return "auto", True

@@ -1,0 +1,172 @@
+"""Form of a model's quantized KV, chosen at load: whether the model can have it, and which attention is right here.
+
+Kernels that multiply with codes have been wrong for some sizes of heads, and lack on some devices. So attention over
+codes is compared with that over the numbers that they stand for, on heads as the model has them and on the model
+itself. Where they differ, or codes cannot be used, a layer's KV is dequantized for each pass.
+"""
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import make_prompt_cache
+
+from protocol.failures import Code
+from protocol.quantized_kv import ALL_WHOLE, group_of_all, obstacle
+from worker.engine.load_checks.self_check import CheckFailed, reason_of, refusal
+from worker.errors import LoadFailed
+from worker.kv.kv import leaves
+from worker.kv.quantized import KvForm, QuantizedKV, kv_form_of, quantized, set_kv_form
+from worker.kv.ragged import Lengths
+
+log = logging.getLogger("mlxd.worker")
+
+# More than the 1,024 tokens from which kernels go another way, and no multiple of the room that KV grows by.
+SLOTS: Final = 1088
+_SHORTER: Final = 300
+# The largest deviation, as a part of the largest output: in float32; of attention where 16 bits round its scores; and
+# of a model of many layers likewise. What a wrong kernel gives is off by about all of it.
+EXACT: Final = 1e-3
+ROUNDED: Final = 3e-2
+MODEL_ROUNDED: Final = 0.1
+# Of the next token's probability, what other tokens may get before it is worth a warning.
+SHIFTED: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Geometry of a layer's attention."""
+
+    queries: int
+    kv: int
+    key_width: int
+    value_width: int
+    dtype: mx.Dtype
+
+
+def quantize_kv(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int], *, in_group: bool) -> None:
+    """Keep the KV of the model's rows in `bits` bits from now on; as `choose_form`."""
+    if in_group:
+        raise _refused(bits, "several processes run it together")
+    set_kv_form(model, choose_form(model, config, bits, ids))
+
+
+@contextmanager
+def without_codes(model: Any) -> Generator[bool]:
+    """Passes that dequantize KV where they would read its codes; False where none would."""
+    form = kv_form_of(model)
+    if form is None or not form.reads_codes:
+        yield False
+        return
+    set_kv_form(model, KvForm(form.bits, form.group, reads_codes=False))
+    try:
+        yield True
+    finally:
+        set_kv_form(model, form)
+
+
+def choose_form(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int]) -> KvForm:
+    """The form of `bits` bits for this model; `ids` are some tokens of text. Raises `LoadFailed` with the reason for
+    none."""
+    if why := obstacle(config, bits):
+        raise _refused(bits, why)
+    heads = _heads(model, config, ids)
+    if not heads:
+        raise _refused(bits, ALL_WHOLE)
+    try:
+        group = group_of_all({width for each in heads for width in (each.key_width, each.value_width)})
+    except ValueError as error:
+        raise _refused(bits, str(error)) from None
+    whole = KvForm(bits, group, reads_codes=False)
+    try:
+        expected = _trial(model, whole, ids)
+    except Exception as error:  # the boundary to code of every architecture
+        raise _refused(bits, f"its attention fails: {reason_of(error)}") from error
+    try:
+        form = KvForm(bits, group)
+        _compare("the model's output", _trial(model, form, ids), expected, MODEL_ROUNDED)
+        for each in heads:
+            for lengths in ((SLOTS, SLOTS), (SLOTS, _SHORTER)):
+                _compare("attention", _attention(form, each, lengths), _attention(whole, each, lengths), ROUNDED)
+    except Exception as error:  # the boundary to code of every architecture
+        log.warning("KV in %d bits is dequantized for each step: %s", bits, reason_of(error))
+        form = whole
+    _tell(bits, form, expected, _logits(model, make_prompt_cache(model), ids))
+    return form
+
+
+def _tell(bits: int, form: KvForm, quantized_logits: mx.array, logits: mx.array) -> None:
+    """Say what quantizing changes on a few words: for a first look, and no measure of quality."""
+    one, other = (mx.softmax(each[0, -1].astype(mx.float32)) for each in (quantized_logits, logits))
+    shifted = cast(float, mx.sum(mx.abs(one - other)).item()) / 2
+    message = "KV is kept in %d bits, in groups of %d: on a sample, %.2g of the next token's probability is shifted"
+    log.log(logging.WARNING if shifted > SHIFTED else logging.INFO, message, bits, form.group, shifted)
+
+
+def _refused(bits: int, why: str) -> LoadFailed:
+    return LoadFailed(Code.BAD_CONFIG, f"kv_bits = {bits}, but this model cannot have its KV quantized: {why}")
+
+
+def _heads(model: Any, config: dict[str, Any], ids: Sequence[int]) -> set[Heads]:
+    """Of the layers whose KV would be quantized, as a pass leaves them."""
+    caches = make_prompt_cache(model)
+    try:
+        mx.eval(model(mx.array([ids[:1]]), cache=caches))
+    except Exception as error:  # the boundary to code of every architecture
+        raise refusal(error) from error
+    replaced = [isinstance(leaf, QuantizedKV) for leaf in leaves(quantized(make_prompt_cache(model), KvForm(8, 64)))]
+    text = config | cast(dict[str, Any], config.get("text_config") or {})
+    queries = next((text[key] for key in ("num_attention_heads", "n_head", "n_heads") if key in text), 0)
+    heads: set[Heads] = set()
+    for leaf, is_replaced in zip(leaves(caches), replaced, strict=True):
+        if is_replaced and leaf.keys is not None:
+            kv, width = leaf.keys.shape[1], leaf.keys.shape[3]
+            count = queries if isinstance(queries, int) and queries % kv == 0 else kv
+            heads.add(Heads(max(count, kv), kv, width, leaf.values.shape[3], leaf.keys.dtype))
+    return heads
+
+
+def _trial(model: Any, form: KvForm, ids: Sequence[int]) -> mx.array:
+    """Logits of one token behind a prompt."""
+    return _logits(model, quantized(make_prompt_cache(model), form), ids)
+
+
+def _logits(model: Any, caches: Sequence[Any], ids: Sequence[int]) -> mx.array:
+    model(mx.array([ids[:-1]]), cache=caches)
+    logits: mx.array = model(mx.array([ids[-1:]]), cache=caches)
+    mx.eval(logits)
+    return logits
+
+
+def _attention(form: KvForm, heads: Heads, lengths: tuple[int, int]) -> mx.array:
+    """Of one token of two rows behind so many others, whose numbers are always the same."""
+
+    def numbers(seed: int, count: int, of: int, width: int) -> mx.array:
+        return mx.random.normal((2, of, count, width), key=mx.random.key(seed)).astype(heads.dtype)
+
+    cache = QuantizedKV(form, Lengths((0, 0)))
+    cache.update_and_fetch(numbers(1, SLOTS, heads.kv, heads.key_width), numbers(2, SLOTS, heads.kv, heads.value_width))
+    cache.rewind((SLOTS - lengths[0], SLOTS - lengths[1]))
+    mask = cache.make_mask(1)
+    new = numbers(3, 1, heads.kv, heads.key_width), numbers(4, 1, heads.kv, heads.value_width)
+    keys, values = cache.update_and_fetch(*new)
+    queries, scale = numbers(5, 1, heads.queries, heads.key_width), heads.key_width**-0.5
+    output: mx.array = scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=cast(Any, mask))
+    mx.eval(output)
+    return output
+
+
+def _compare(name: str, output: mx.array, expected: mx.array, rounded: float) -> None:
+    """Raise `CheckFailed` where these differ by more than rounding explains, which is `rounded` of the largest in 16
+    bits.
+    """
+    limit = EXACT if expected.dtype == mx.float32 else rounded
+    output, expected = output.astype(mx.float32), expected.astype(mx.float32)
+    largest = cast(float, mx.max(mx.abs(expected)).item())
+    deviation = cast(float, mx.max(mx.abs(output - expected)).item()) / (largest or 1.0)
+    if not deviation <= limit:
+        raise CheckFailed(f"over codes, {name} is off by {deviation:.2g}")

@@ -1,0 +1,33 @@
+"""Rows without a reader: nobody asks for their text."""
+
+import time
+from collections.abc import Sequence
+
+from protocol.messages import Sampling
+from worker.engine.row import Row
+from worker.output.stops import StopScanner
+
+
+class _NoText:
+    """The detokenizer of such rows."""
+
+    def add(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def silent_row(
+    rid: int, prompt: list[int], max_tokens: int, *, ignore_eos: bool = True, stop_ids: Sequence[int] = ()
+) -> Row:
+    """A greedy row."""
+    return Row(
+        rid=rid,
+        prompt=prompt,
+        sampling=Sampling(temperature=0.0, ignore_eos=ignore_eos, stop_ids=tuple(stop_ids)),
+        max_tokens=max_tokens,
+        detokenizer=_NoText(),
+        stops=StopScanner(()),
+        arrived=time.monotonic(),
+    )

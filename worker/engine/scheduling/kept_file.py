@@ -1,0 +1,143 @@
+"""File of the times that a worker keeps for its next start."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Final
+
+from msgspec import structs
+
+from protocol.model_digest import digest
+from protocol.spec import WorkerSpec
+from protocol.timing_profile import (
+    FORMAT,
+    Calibration,
+    LoadFacts,
+    TimingProfile,
+    UnusableProfile,
+    file_of,
+    read,
+    write,
+)
+from worker.engine.scheduling.learned import LearnedTimes
+from worker.model.device import machine
+from worker.speculation.policy.draft_width import StepCosts
+
+log = logging.getLogger("mlxd.worker")
+
+# Nothing is kept of fewer steps; and it is written no more often than this, beside the end.
+STEPS_MIN: Final = 20
+EVERY_S: Final = 600.0
+
+
+def open_kept(folder: str, form: str, spec: WorkerSpec) -> "KeptFile":
+    """The file of this model in this form, on this machine, with its experts where they are."""
+    here = machine()
+    key = digest(FORMAT, form, spec.name, here, spec.experts, spec.expert_cache_bytes)
+    return KeptFile(Path(folder), key, spec.name, spec.path, here)
+
+
+class KeptFile:
+    """Times of a model under one key, and their file. Owned by the engine thread.
+
+    Whatever is wrong with the file costs one line of the log, and the times in it: never a start, nor a request.
+    """
+
+    def __init__(self, folder: Path, key: str, model: str, path: str, machine: str) -> None:
+        self._folder = folder
+        self._empty = TimingProfile(format=FORMAT, key=key, model=model, path=path, machine=machine, written=0.0)
+        self._due = 0.0
+        self._steps = 0
+        self._is_writable = True
+        self._has_told = False
+        self.kept = self._read()
+        self.learned = LearnedTimes(self.kept)
+        # Those of drafts, where there are any.
+        self.costs: StepCosts | None = None
+        self._load = self.kept.load if self.kept is not None else None
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return self.kept.calibration if self.kept is not None else None
+
+    def loaded(self, load: LoadFacts) -> None:
+        """Keep what a load has shown, at once."""
+        self._load = load
+        before = self._read() or self._empty
+        self._write(structs.replace(before, load=load, written=time.time()))
+
+    def tend(self, now: float) -> None:
+        """Write what is new, if it is time; `now` of the monotonic clock."""
+        if now >= self._due and self._has_news:
+            self.save()
+            self._due = now + EVERY_S
+
+    def save(self) -> None:
+        """Write what is new. A calibration that was made meanwhile stays."""
+        if not self._has_news:
+            return
+        self._steps = self._seen
+        chunks, steps, doubts = self.learned.merged(self._drafted)
+        self._write(
+            structs.replace(
+                self._read() or self._empty,
+                load=self._load,
+                chunks=tuple(chunks),
+                steps=tuple(steps),
+                doubts=doubts,
+                written=time.time(),
+            )
+        )
+
+    def calibrated(self, calibration: Calibration) -> None:
+        """Keep the results of a calibration, and the times that it has seen. Raises `OSError`."""
+        chunks, steps, _ = self.learned.merged(self._drafted)
+        before = self._read() or self._empty
+        write(
+            self._folder,
+            structs.replace(
+                before,
+                load=self._load or before.load,
+                chunks=tuple(chunks),
+                steps=tuple(steps),
+                doubts=0,
+                written=time.time(),
+                calibration=calibration,
+            ),
+        )
+
+    @property
+    def _seen(self) -> int:
+        return self.learned.ticks + (self.costs.steps if self.costs is not None else 0)
+
+    @property
+    def _has_news(self) -> bool:
+        return self._seen - self._steps >= STEPS_MIN
+
+    @property
+    def _drafted(self) -> dict[tuple[int, int], float]:
+        return self.costs.times if self.costs is not None else {}
+
+    def _read(self) -> TimingProfile | None:
+        file = file_of(self._folder, self._empty.model, self._empty.key)
+        try:
+            wisdom = read(file)
+            if (wisdom.key, wisdom.model) != (self._empty.key, self._empty.model):
+                raise UnusableProfile("it is of another model, machine or version")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except UnusableProfile as error:
+            if not self._has_told:
+                self._has_told = True
+                log.warning("%s is not used: %s", file, error)
+            return None
+        return wisdom
+
+    def _write(self, wisdom: TimingProfile) -> None:
+        if not self._is_writable:
+            return
+        try:
+            write(self._folder, wisdom)
+        except OSError as error:
+            self._is_writable = False
+            log.warning("measured times are not kept in %s: %s", self._folder, error)

@@ -1,0 +1,130 @@
+"""Memory of the engine beside the weights, within the share of this process: caches, and the KV of running rows."""
+
+import functools
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+from protocol.spec import WorkerSpec
+from protocol.stats import BLOCK
+from worker.engine.gauges import Gauges
+from worker.engine.rank_peers import RankPeers
+from worker.engine.scheduling.kept_file import open_kept
+from worker.engine.scheduling.kv_budget import KvBudget, KvCost
+from worker.errors import is_allocation_failure
+from worker.kv.kv import KvLayout
+from worker.kv.quantized import make_caches
+from worker.model import memory
+from worker.model.loader import LoadedModel
+from worker.prefix_cache.block_events import BlockEventLog
+from worker.prefix_cache.fingerprint import form_of, open_disk
+from worker.prefix_cache.prefix import PrefixCache
+from worker.vision.features import FeatureCache
+
+log = logging.getLogger("mlxd.worker")
+
+_TEND_EVERY_S: Final = 1.0
+
+
+class MemoryLimits:
+    """The caches and the KV budget of one engine, and their limits. Owned by the engine thread.
+
+    `wake` is called by other threads when a read from disk has ended. `keeps` is the folder of times that are kept from
+    start to start; empty is none.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        spec: WorkerSpec,
+        gauges: Gauges,
+        wake: Callable[[], None],
+        keeps: str = "",
+        partners: RankPeers | None = None,
+        journal: BlockEventLog | None = None,
+    ) -> None:
+        self._gauges = gauges
+        self._partners = partners
+        self._reuses_prefixes = loaded.plan.reuses_prefixes
+        layout = KvLayout.of(lambda: make_caches(loaded.model))
+        form = functools.cache(lambda: form_of(spec, loaded, layout))
+        disk = open_disk(spec, form, layout, wake) if self._reuses_prefixes and partners is None else None
+        self.kept = open_kept(keeps, form().key, spec) if keeps else None
+        calibration = self.kept.calibration if self.kept is not None else None
+        self.share = memory.MemoryShare(
+            spec, loaded.weights_bytes, most_buffers=calibration.buffer_bytes if calibration is not None else 0
+        )
+        limits = self.share.limits()
+        self.share.enforce(limits)
+        # Of images, video and audio; None for a model of text.
+        self.features = FeatureCache(limits.features) if loaded.vision is not None else None
+        budget = self._prefixes(limits)
+        if partners is not None:
+            self.cache = partners.cache(layout, budget)
+        else:
+            self.cache = PrefixCache(layout, budget, disk=disk, disk_min_tokens=spec.disk_cache_tokens, journal=journal)
+        # Known once the engine is warm.
+        self.kv_cost: KvCost
+        self.kv: KvBudget
+        self._due = 0.0
+
+    def apply(self, step: int, make_room: Callable[[], None]) -> None:
+        """Keep the limits of the share: what is above them goes before MLX hears of them.
+
+        `step` are the most tokens of a row in one step; `make_room` takes out the rows that do not fit the KV budget.
+        """
+        limits = self.share.limits()
+        if self._partners is not None:
+            self.kv_cost, limits = self._partners.least(self.share.order, self.kv_cost, limits)
+        self.cache.resize(self._prefixes(limits))
+        if self.features is not None:
+            self.features.resize(limits.features)
+        self.kv = KvBudget(self.kv_cost, limits.kv, limits.buffers, step)
+        self._gauges.kv_limit = limits.kv
+        self._gauges.kv_blocks = self.kv_cost.blocks(limits.kv + self.cache.budget, BLOCK)
+        make_room()
+        self.share.enforce(limits)
+        self._gauges.share_bytes = self.share.bytes
+        self._gauges.mem_limit = limits.total
+        self._gauges.wired_limit = self.share.wired_limit
+
+    def relax(self) -> bool:
+        """Now and then: lower what had to stay wired; whether what a failed allocation took is to be given back."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + _TEND_EVERY_S
+        self.share.check()
+        self._gauges.wired_limit = self.share.wired_limit
+        return self.share.relax(now)
+
+    def shrink(self, error: Exception, action: str) -> bool:
+        """Let go of all that is cached and halve the limits, because memory could not be had for an action; the limits
+        are still to be applied. False for another error, and where that was done before and is of no help."""
+        if not is_allocation_failure(error) or not self.share.shrink(time.monotonic()):
+            return False
+        self._gauges.allocation_failures += 1
+        log.warning("%s failed to allocate memory; the KV budget is halved: %s", action, error)
+        traceback.clear_frames(error.__traceback__)  # they hold what was computed
+        self.clear()
+        return True
+
+    def clear(self) -> None:
+        """Let go of all that no row needs."""
+        self.cache.clear()
+        if self.features is not None:
+            self.features.clear()
+
+    def observe(self) -> None:
+        """Bring the gauges of the caches up to date."""
+        self._gauges.observe_cache(self.cache)
+        if self.features is not None:
+            self._gauges.observe_features(self.features)
+
+    def _prefixes(self, limits: memory.ShareLimits) -> int:
+        """Of the memory for what may be asked again, the part that is not for features of media."""
+        if not self._reuses_prefixes:
+            return 0
+        return limits.prefixes - (limits.features if self.features is not None else 0)

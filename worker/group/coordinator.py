@@ -1,0 +1,273 @@
+"""Lead of a group: rank 0's side of the plan. It gathers the followers, says what is done, and waits until it was."""
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import mlx.core as mx
+import zmq
+
+from protocol import group
+from protocol.codec import MalformedFrame
+from protocol.failures import Code
+from protocol.group import (
+    GroupShare,
+    JoinGroup,
+    LeaveGroup,
+    Op,
+    PlanDone,
+    RankLoaded,
+    RankMemory,
+    StartLoading,
+    TickPlan,
+)
+from protocol.messages import SetMemory
+from protocol.model_info import GroupInfo, RankInfo
+from protocol.sharding import NCCL, refusal
+from protocol.sharding import resolve as divided
+from protocol.spec import WorkerSpec
+from protocol.stats import RankStats
+from worker.engine.batch import Batch, Token
+from worker.engine.scheduling.kv_budget import KvCost
+from worker.errors import LoadFailed, PartnerLost
+from worker.group import fabric
+from worker.group.measures import costliest, measured, price, tightest
+from worker.group.planned import PlannedBatch, PlannedCache
+from worker.group.rank_identity import Identity, identity_of, mismatch
+from worker.group.rank_sockets import RankSockets
+from worker.group.token_checksum import tally
+from worker.group.watch import LeadWatch, Lost, RankProgress
+from worker.kv.kv import KvLayout
+from worker.model import memory
+from worker.model.batch_mode import BatchMode
+from worker.model.division import Division
+from worker.model.loader import read_config, resolve
+from worker.model.memory import ShareLimits
+from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.radix_tree import TokenCost
+
+log = logging.getLogger("mlxd.worker")
+
+# Waits are in parts, so that signals are handled between them.
+_POLL_MS: Final = 250
+_Answer = TypeVar("_Answer", JoinGroup, RankLoaded, RankMemory, PlanDone)
+
+
+def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Coordinator", Division]:
+    """Rank 0's side of a group that is complete and connected. Raises `LoadFailed` and `PartnerLost`."""
+    assert spec.group is not None
+    identity = identity_of(spec)
+    config = read_config(resolve(spec.path))
+    parallel, backend = divided(config, spec.group.parallel, spec.group.backend, has_cuda=mx.cuda.is_available())
+    if reason := refusal(config, parallel, spec.group.size, spec.group.split, backend):
+        raise LoadFailed(Code.BAD_CONFIG, reason)
+    lead = Coordinator(spec, lost)
+    return lead, lead.gather(identity, parallel, backend)
+
+
+class Coordinator:
+    """The followers as the engine's partners, on its thread; `lost` ends the process from any thread."""
+
+    def __init__(self, spec: WorkerSpec, lost: Lost) -> None:
+        assert spec.group is not None
+        assert spec.rank is not None
+        self._spec, self._group, self._rank = spec, spec.group, spec.rank
+        self._followers: Final = range(1, self._group.size)
+        self._progress = RankProgress(self._rank.first_s)
+        self._sockets = RankSockets(self._rank)
+        self._socket = self._sockets.bind(self._rank.plan)
+        self._watch = LeadWatch(self._rank, self._group.nodes, self._sockets, self._progress, lost)
+        self._joined: dict[int, JoinGroup] = {}
+        self._loaded: dict[int, RankLoaded] = {}
+        self._done: dict[int, PlanDone] = {}
+        self._parallel, self._backend = self._group.parallel, self._group.backend
+        self._ops: list[Op] = []
+        self._seq = 0
+        self._crc = 0
+        self._layout: KvLayout | None = None
+        # Of cached prefixes, where they take more on one rank than on another.
+        self.price: TokenCost | None = None
+        # Answers that came before they were waited for.
+        self._early: list[tuple[int, group.Up]] = []
+        self._load_ends = 0.0
+        self._watch.start()
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def gather(self, identity: Identity, parallel: str, backend: str) -> Division:
+        """Wait for all followers, and connect with them. Raises `LoadFailed` for one that does not match."""
+        self._parallel, self._backend = parallel, backend
+        deadline = time.monotonic() + self._rank.join_s
+        self._joined = self._await(JoinGroup, deadline, "join")
+        for rank, join in sorted(self._joined.items()):
+            if failure := mismatch(identity, join, self._name(rank), self._spec.epoch):
+                raise failure
+        if silent := self._watch.absent(deadline - time.monotonic()):
+            raise PartnerLost(f"{self._names(silent)} joined, and cannot be heard at {self._rank.watch}")
+        links = (fabric.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
+        coordinator = fabric.own_links(self._rank)[0] if backend == NCCL else ""
+        go = StartLoading(backend, parallel, links, (), coordinator, self._group.split)
+        self._tell(group.encode(go))
+        connected = fabric.connect(go, self._rank)
+        self._load_ends = time.monotonic() + self._rank.load_s
+        log.info(
+            "group of %d by %s, %s parallel: without drafts, media, adapters, packed passes, and prefixes on disk",
+            self._group.size,
+            backend,
+            parallel,
+        )
+        return Division(connected, parallel, self._group.split)
+
+    def _await_loaded(self) -> None:
+        if not self._loaded:
+            self._loaded = self._await(RankLoaded, self._load_ends, "load its part")
+
+    # -- partners of the engine --------------------------------------------------------------------------------------
+
+    def cache(self, layout: KvLayout, budget: int) -> PrefixCache:
+        self._await_loaded()
+        needs = layout.needs_checkpoints or any(each.needs_checkpoints for each in self._loaded.values())
+        self._layout = replace(layout, is_checkpointed=needs)
+        return PlannedCache(self._layout, budget, self)
+
+    def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: BatchMode) -> Batch:
+        return PlannedBatch(model, eos_ids, cache, lane, self)
+
+    def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
+        assert self._layout is not None
+        self._ops.append(GroupShare(order.share_bytes, order.kv_part, order.cache_part))
+        self._send(0)
+        answers = self._await(RankMemory, math.inf, "measure its memory")
+        self._await_done()
+        ranks = [measured(0, self._layout, cost, limits), *answers.values()]
+        self.price = price(ranks)
+        return costliest(ranks), tightest(limits, ranks)
+
+    def stats(self) -> tuple[RankStats, ...]:
+        own = RankStats(memory.measure().active, int(self._progress.longest_s * 1e6))
+        return (own, *(RankStats(done.memory, done.step_us) for _, done in sorted(self._done.items())))
+
+    def leave(self) -> None:
+        """As `Partners` has it. A follower that has gone before is no loss, and one that hangs is not waited for."""
+        self._watch.leave()
+        self._ops.append(LeaveGroup())
+        gone = self._unreached(self._next_plan(0))
+        others = [rank for rank in self._followers if rank not in gone]
+        with suppress(PartnerLost, LoadFailed):
+            self._await(PlanDone, time.monotonic() + self._rank.leave_s, "leave", others)
+        self.close()
+
+    def close(self) -> None:
+        self._watch.close()
+        self._socket.close()
+        self._sockets.close()
+
+    def info(self, own_bytes: int) -> GroupInfo:
+        """Facts of the ranks for the gateway; `own_bytes` are rank 0's weights."""
+        ranks = [RankInfo(0, self._name(0), shard_bytes=own_bytes)]
+        for rank, join in sorted(self._joined.items()):
+            shard_bytes = self._loaded[rank].shard_bytes
+            ranks.append(RankInfo(rank, self._name(rank), join.host, join.pid, join.device, shard_bytes))
+        return GroupInfo(self._parallel, self._backend, tuple(ranks))
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def note(self, op: Op) -> None:
+        self._ops.append(op)
+
+    def begin(self, chunk: int, *, rides: bool) -> None:
+        self._send(chunk, rides=rides)
+
+    def confirm(self, tokens: Sequence[Token]) -> None:
+        self._crc = tally(self._crc, tokens)
+        self._await_done()
+
+    def _await_done(self) -> None:
+        self._progress.finish()
+        self._done = self._await(PlanDone, math.inf, f"do plan {self._seq}")
+        self._progress.end()
+        for rank, done in self._done.items():
+            if (done.seq, done.crc) != (self._seq, self._crc):
+                raise PartnerLost(f"rank {rank} ({self._name(rank)}) is out of step at plan {self._seq}")
+
+    def _send(self, chunk: int, *, rides: bool = True) -> None:
+        self._tell(self._next_plan(chunk, rides=rides))
+
+    def _next_plan(self, chunk: int, *, rides: bool = True) -> bytes:
+        """The frame of a plan, which begins here."""
+        self._seq += 1
+        ops, self._ops = self._ops, []
+        self._watch.begin(self._seq)
+        return group.encode(TickPlan(self._seq, self._crc, ops, chunk, rides))
+
+    def _tell(self, frame: bytes) -> None:
+        """Raises `PartnerLost` once all that can be reached were told."""
+        if gone := self._unreached(frame):
+            raise PartnerLost(f"{self._names(gone)} cannot be reached")
+
+    def _unreached(self, frame: bytes) -> list[int]:
+        """Send a frame to all followers; returns those without a connection."""
+        gone: list[int] = []
+        for rank in self._followers:
+            try:
+                self._socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                log.info("rank %d (%s) cannot be reached: %s", rank, self._name(rank), error)
+                gone.append(rank)
+        return gone
+
+    def _await(
+        self, kind: "type[_Answer]", deadline: float, action: str, ranks: Sequence[int] | None = None
+    ) -> "dict[int, _Answer]":
+        """One answer of each of these ranks, or of each follower.
+
+        Without a deadline it is the watch that tells a slow group from a stuck one.
+        """
+        answers: dict[int, _Answer] = {}
+        early, self._early = self._early, []
+        for rank, message in early:
+            self._sort(rank, message, kind, answers)
+        while absent := [rank for rank in (self._followers if ranks is None else ranks) if rank not in answers]:
+            left_ms = (deadline - time.monotonic()) * 1e3
+            if left_ms <= 0:
+                raise PartnerLost(f"{self._names(absent)} did not {action} in time")
+            if self._socket.poll(int(min(left_ms, _POLL_MS)) or 1):
+                self._receive(kind, answers)
+        return answers
+
+    def _sort(self, rank: int, message: group.Up, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
+        """Count an answer, or keep one that is not waited for yet. Raises `PartnerLost` for a second one."""
+        is_waited_for = isinstance(message, kind)
+        if rank in answers if is_waited_for else any((rank, type(message)) == (by, type(m)) for by, m in self._early):
+            name = type(message).__name__
+            raise PartnerLost(f"rank {rank} ({self._name(rank)}) said {name} twice; it is out of step")
+        if isinstance(message, kind):
+            answers[rank] = message
+        else:
+            self._early.append((rank, message))
+
+    def _receive(self, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
+        """Take in the next message, if it is a follower's."""
+        sender, *_, frame = self._socket.recv_multipart()
+        rank = int.from_bytes(sender, "big")
+        if rank not in self._followers:
+            log.warning("dropped a frame under the rank %d, which is none of the group's followers", rank)
+            return
+        try:
+            message = group.decode_up(frame)
+        except MalformedFrame as error:
+            text = f"rank {rank} ({self._name(rank)}) is of another version of mlxd"
+            raise LoadFailed(Code.INCOMPATIBLE, text, detail=str(error)) from error
+        if message.rank != rank:
+            raise PartnerLost(f"rank {rank} ({self._name(rank)}) says that it is rank {message.rank}")
+        self._sort(rank, message, kind, answers)
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {rank} ({self._name(rank)})" for rank in ranks)
+
+    def _name(self, rank: int) -> str:
+        return self._group.nodes[rank]

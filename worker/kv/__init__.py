@@ -1,0 +1,1 @@
+"""KV caches of the running batch: ragged, batched and quantized."""

@@ -1,0 +1,149 @@
+"""Caches of several sequences in the form of a batch: merged, joined, taken apart, and rewound after a block."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+
+from worker.kv.kv import is_sliceable, leaves
+from worker.kv.quantized import QuantizedKV
+from worker.kv.ragged import Lengths, RaggedKVCache, RaggedWindowCache
+
+# What holds a sequence in the lane of one row; elsewhere these are merged into a batch's form of them.
+_ALONE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)
+_REWOUND: Final = (RaggedKVCache, RaggedWindowCache)
+
+
+def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """The batch form of each layer's caches of these sequences."""
+    shared: dict[tuple[int, ...], Lengths] = {}
+
+    def layer(column: Sequence[Any]) -> Any:
+        first = column[0]
+        if isinstance(first, CacheList):
+            children = [cache.caches for cache in column]
+            return CacheList(*(layer(same) for same in zip(*children, strict=True)))
+        if is_sliceable(first):
+            kind = QuantizedKV if isinstance(first, QuantizedKV) else RaggedKVCache
+            lengths = tuple(cache.size() for cache in column)
+            return kind.merge(column, shared.setdefault(lengths, Lengths(lengths)))
+        return RaggedWindowCache.merge(column) if type(first) is RotatingKVCache else type(first).merge(column)
+
+    return [layer(column) for column in zip(*rows, strict=True)]
+
+
+def extend(caches: Sequence[Any], others: Sequence[Any]) -> None:
+    """Put the rows of `others` behind those of `caches`."""
+    for cache, other in zip(caches, others, strict=True):
+        cache.extend(other)
+
+
+def keep(caches: Sequence[Any], rows: Sequence[int]) -> None:
+    """Keep only these rows, in this order."""
+    for cache in caches:
+        cache.filter(list(rows))
+
+
+def extract(caches: Sequence[Any], row: int) -> list[Any]:
+    """One row of a batch's caches, or the caches of the one row of a lane of one, as they are now.
+
+    KV comes as views: a caller that keeps a part copies that part, not all of it.
+    """
+
+    def take(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*(take(child) for child in cache.caches))
+        return _cut(copy.deepcopy(cache)) if isinstance(cache, _ALONE) else cache.extract(row)
+
+    return [take(cache) for cache in caches]
+
+
+def place(caches: Sequence[Any], ahead: Sequence[int]) -> None:
+    """Before a forward pass: the next token of row i is so many positions ahead of its slot. Plain caches only."""
+    for leaf in leaves(caches):
+        leaf.place(tuple(ahead))
+
+
+def begin_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
+    """Before a forward pass of `width` tokens a row, of which `lengths[i]` are row i's and the rest padding."""
+    if width == 1:
+        return
+    padding = [width - length for length in lengths]
+    for leaf in leaves(caches):
+        if isinstance(leaf, _REWOUND):
+            leaf.begin(lengths, width)
+        elif any(padding):
+            leaf.prepare(lengths=list(lengths), right_padding=padding)
+
+
+def end_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
+    """After it: padding has gone from all caches but those that `rewind` takes it from."""
+    if min(lengths) < width:
+        for leaf in leaves(caches):
+            if not isinstance(leaf, _REWOUND):
+                leaf.finalize()
+
+
+def rewind(caches: Sequence[Any], drop: Sequence[int]) -> None:
+    """Give back the newest `drop[i]` tokens of the last block of row i, where tokens are kept one by one."""
+    if any(drop):
+        for leaf in leaves(caches):
+            if isinstance(leaf, _REWOUND):
+                leaf.rewind(tuple(drop))
+
+
+def is_plain(caches: Sequence[Any]) -> bool:
+    """Whether all layers keep all tokens, one by one."""
+    return all(isinstance(leaf, RaggedKVCache) for leaf in leaves(caches))
+
+
+def is_level(caches: Sequence[Any]) -> bool:
+    """Whether all rows of a plain batch are equally long."""
+    return next(leaf.lengths.is_level for leaf in leaves(caches))
+
+
+def is_recurrent(caches: Sequence[Any]) -> bool:
+    """Whether some layers' state is of all tokens at once."""
+    return any(isinstance(leaf, ArraysCache) for leaf in leaves(caches))
+
+
+def can_rewind(caches: Sequence[Any]) -> bool:
+    """Whether rows of the batch form of these caches of one sequence can go back to before a block.
+
+    A window and recurrent layers together cannot: the window has all of a block to give back but its first token.
+    """
+    flat = leaves(caches)
+    kinds = {type(leaf) for leaf in flat}
+    has_sinks = any(type(leaf) is RotatingKVCache and leaf.keep for leaf in flat)
+    rewound = {KVCache, QuantizedKV}
+    return kinds <= {*rewound, RotatingKVCache, ArraysCache} and len(kinds - rewound) < 2 and not has_sinks
+
+
+def states(caches: Sequence[Any]) -> list[list[Any]]:
+    """The arrays of recurrent layers as they are now; arrays do not change, so this costs nothing."""
+    return [list(leaf.cache) for leaf in leaves(caches) if isinstance(leaf, ArraysCache)]
+
+
+def restore(caches: Sequence[Any], before: Sequence[list[Any]], rows: Sequence[bool]) -> None:
+    """Put the recurrent layers of these rows back to what `states` gave."""
+    if not any(rows):
+        return
+    is_restored = mx.array(list(rows))
+    recurrent = [leaf for leaf in leaves(caches) if isinstance(leaf, ArraysCache)]
+    for leaf, held in zip(recurrent, before, strict=True):
+        for at, (old, new) in enumerate(zip(held, leaf.cache, strict=True)):
+            if new is not None:
+                chosen = is_restored.reshape(-1, *[1] * (new.ndim - 1))
+                leaf.cache[at] = mx.where(chosen, mx.zeros_like(new) if old is None else old, new)
+
+
+def _cut(leaf: Any) -> Any:
+    """Without the room that KV has to grow."""
+    if leaf.keys is None:
+        return leaf
+    # A chunk's KV begins where it does.
+    held = leaf.offset - getattr(leaf, "start_position", 0)
+    leaf.keys, leaf.values = leaf.keys[..., :held, :], leaf.values[..., :held, :]
+    return leaf

@@ -1,0 +1,196 @@
+"""mlx-lm caches of one sequence, taken apart for keeping and put together for use.
+
+A layer's cache is one of three kinds. *Sliceable*: plain or quantized KV, where the entry of a token does not depend on
+what follows, so any prefix is a slice. *Windowed*: the same of the newest tokens only, which is enough to go on at a
+position where the whole window before it is known. *Stateful*: everything else (recurrent state), which is valid only
+at the exact position where it was copied. Where there is any of the last two, a sequence can go on at checkpoints only.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+
+from worker.kv.quantized import QuantizedKV
+from worker.kv.ragged import Lengths
+
+Span = list[tuple[mx.array, ...]]
+"""Arrays `[1, heads, tokens, dim]` of each sliceable and each windowed layer over an edge of tokens: keys and values,
+or the six of quantized KV. Windowed layers have those of its last tokens only: no more than a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Kinds of a model's layers; `make` builds an empty cache of one sequence.
+
+    `windows` are the sizes of windows, each with the place of one such layer in a span.
+    """
+
+    make: Callable[[], list[Any]]
+    sliceable: int
+    windowed: int
+    stateful: int
+    windows: tuple[tuple[int, int], ...]
+    # Of a group, where layers of another rank need checkpoints.
+    is_checkpointed: bool = False
+
+    @classmethod
+    def of(cls, make: Callable[[], list[Any]]) -> "KvLayout":
+        flat = leaves(make())
+        kv = [leaf for leaf in flat if has_kv(leaf)]
+        windows = {leaf.max_size: at for at, leaf in enumerate(kv) if is_windowed(leaf)}
+        windowed = sum(is_windowed(leaf) for leaf in kv)
+        return cls(make, len(kv) - windowed, windowed, len(flat) - len(kv), tuple(windows.items()))
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        return self.is_checkpointed or self.windowed + self.stateful > 0
+
+
+def leaves(caches: Sequence[Any]) -> list[Any]:
+    """The layers' caches with `CacheList`s opened, in order."""
+    flat: list[Any] = []
+    for cache in caches:
+        flat.extend(leaves(cache.caches) if isinstance(cache, CacheList) else [cache])
+    return flat
+
+
+def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:
+    """Own copies of the KV of tokens [begin, end), as far as windows hold it; evaluated later, in order."""
+    return _pack([_slice(leaf, begin, end) for leaf in leaves(caches) if has_kv(leaf)])
+
+
+def _slice(leaf: Any, begin: int, end: int) -> tuple[mx.array, ...]:
+    if is_sliceable(leaf):
+        arrays = leaf.arrays if isinstance(leaf, QuantizedKV) else (leaf.keys, leaf.values)
+        return tuple(array[..., begin:end, :] for array in arrays)
+    keys, values = (leaf._temporal_order(array) for array in (leaf.keys, leaf.values))
+    first = leaf.offset - keys.shape[2]
+    begin = min(max(begin, end - leaf.max_size, first), end) - first
+    return keys[..., begin : end - first, :], values[..., begin : end - first, :]
+
+
+def view_span(span: Span, begin: int, end: int) -> Span:
+    """A part of a span without windows, to be read at once: it keeps the memory of the whole."""
+    return [tuple(array[..., begin:end, :] for array in arrays) for arrays in span]
+
+
+def part_span(span: Span, size: int, begin: int, end: int) -> Span:
+    """Tokens [begin, end) of an edge of `size` tokens, with memory of their own."""
+    return _pack([tuple(_part(array, size, begin, end) for array in arrays) for arrays in span])
+
+
+def _part(array: mx.array, size: int, begin: int, end: int) -> mx.array:
+    absent = size - array.shape[2]
+    return array[..., max(0, begin - absent) : max(0, end - absent), :]
+
+
+def cut_span(span: Span, size: int, at: int) -> tuple[Span, Span]:
+    """The span of an edge of `size` tokens in two with memory of their own, so that each can be freed alone."""
+    return part_span(span, size, 0, at), part_span(span, size, at, size)
+
+
+def extend_windows(span: Span, caches: Sequence[Any], begin: int, end: int) -> Span:
+    """The span of an edge that ends at `end`, its windowed layers with tokens from `begin` on where they had fewer."""
+    held = [leaf for leaf in leaves(caches) if has_kv(leaf)]
+    is_short = [is_windowed(leaf) and has[0].shape[2] < end - begin for leaf, has in zip(held, span, strict=True)]
+    longer = iter(_pack([_slice(leaf, begin, end) for leaf, short in zip(held, is_short, strict=True) if short]))
+    return [next(longer) if short else arrays for arrays, short in zip(span, is_short, strict=True)]
+
+
+def _pack(span: Span) -> Span:
+    """A copy in memory of its own, in one piece for all arrays of a shape: an allocation costs more than a copy."""
+    groups: dict[tuple[tuple[int, ...], mx.Dtype], list[mx.array]] = {}
+    flat = [array for arrays in span for array in arrays]
+    for array in flat:
+        groups.setdefault((array.shape, array.dtype), []).append(array)
+    # `contiguous` is what copies a group of one.
+    packed = {kind: iter(mx.split(mx.contiguous(mx.concatenate(same)), len(same))) for kind, same in groups.items()}
+    copies = iter([next(packed[array.shape, array.dtype]) for array in flat])
+    return [tuple(islice(copies, len(arrays))) for arrays in span]
+
+
+def copy_state(caches: Sequence[Any]) -> list[Any]:
+    """The stateful layers' caches as they are now, with memory of their own."""
+    return [_own(copy.deepcopy(leaf)) for leaf in leaves(caches) if not has_kv(leaf)]
+
+
+def assemble(layout: KvLayout, spans: Sequence[Span], state: Sequence[Any], tokens: int) -> list[Any]:
+    """A cache of one sequence of `tokens` tokens from consecutive spans and the checkpoint at their end. Shares nothing
+    with either."""
+    columns, stateful, lengths = iter(list(zip(*spans, strict=True))), iter(state), Lengths((tokens,))
+
+    def fill(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*(fill(child) for child in cache.caches))
+        if not has_kv(cache):
+            return copy.deepcopy(next(stateful))
+        parts = next(columns)
+        if is_windowed(cache):
+            return _assemble_window(parts, cache.max_size, tokens)
+        arrays = tuple(mx.concatenate(list(same), axis=2) for same in zip(*parts, strict=True))
+        if isinstance(cache, QuantizedKV):
+            cache.arrays, cache.lengths = arrays, lengths
+            return cache
+        return KVCache.from_state((*arrays, tokens))
+
+    return [fill(cache) for cache in layout.make()]
+
+
+def _assemble_window(parts: Sequence[tuple[mx.array, ...]], window: int, tokens: int) -> Any:
+    size, count, first = min(window, tokens), 0, len(parts)
+    while count < size:
+        first -= 1
+        count += parts[first][0].shape[2]
+    keys = mx.concatenate([keys for keys, _ in parts[first:]], axis=2)[..., count - size :, :]
+    values = mx.concatenate([values for _, values in parts[first:]], axis=2)[..., count - size :, :]
+    return RotatingKVCache.from_state((keys, values, tokens, 0, window, size))
+
+
+def arrays_of(span: Span, state: Sequence[Any]) -> list[mx.array]:
+    """Every array of a span and a checkpoint."""
+    arrays = [array for layer in span for array in layer]
+    for leaf in state:
+        flat: Any = tree_flatten(leaf.state)
+        arrays.extend(array for _, array in flat if isinstance(array, mx.array))
+    return arrays
+
+
+def _own(leaf: Any) -> Any:
+    """Extracted states may be views of a whole batch: give them memory of their own."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, mx.array):
+            return mx.contiguous(value)
+        if isinstance(value, list | tuple):
+            return type(value)(own(item) for item in value)
+        return value
+
+    leaf.state = own(leaf.state)
+    return leaf
+
+
+def is_sliceable(leaf: Any) -> bool:
+    """Whether any prefix of this layer's cache is a slice of it."""
+    return type(leaf) in (KVCache, QuantizedKV)
+
+
+def is_windowed(leaf: Any) -> bool:
+    """Whether this layer's cache is the KV of the newest tokens."""
+    return type(leaf) is RotatingKVCache and leaf.keep == 0
+
+
+def has_kv(leaf: Any) -> bool:
+    """Whether this layer's cache is kept by tokens, in spans."""
+    return is_sliceable(leaf) or is_windowed(leaf)
+
+
+def kind_of_leaf(leaf: Any) -> str:
+    """The kind of a layer's cache, with the form of its KV: what one holds means nothing in another."""
+    name = type(leaf).__name__
+    return f"{name}({leaf.form.bits}, {leaf.form.group})" if isinstance(leaf, QuantizedKV) else name

@@ -1,0 +1,1 @@
+"""LoRA and DoRA adapters."""

@@ -1,0 +1,272 @@
+"""The adapters of one loaded model, by name: loaded and let go of while its rows run."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+
+from protocol.failures import Code, Failure
+from protocol.model_info import AdapterInfo
+from protocol.spec import ADAPTERS_MAX
+from worker.errors import LoadFailed, RequestInvalid, is_allocation_failure
+from worker.kv.quantized import make_caches
+from worker.model.agreement import agreement_of
+from worker.model.batch_mode import BatchMode
+from worker.model.linears import LinearPlace, Linears
+from worker.model.loader import resolve
+from worker.model.lora.adapter_files import Files, read
+from worker.model.lora.matrices import dtype_of, matrices
+from worker.model.lora.slots import BASE, AdaptedLinear, Slots, StackedWeights
+from worker.model.lora.unusable import UnusableAdapter
+from worker.model.packing import Shape, packing_of
+from worker.prefix_cache.salts import adapter_salt
+
+log = logging.getLogger("mlxd.worker")
+
+# Tokens that show whether a model can be run with an adapter.
+_TRIAL: Final = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A loaded adapter. `salt` keeps the KV of its rows apart from that of the base and of all others."""
+
+    name: str
+    slot: int
+    path: str
+    base: str
+    digest: str
+    rank: int
+    is_dora: bool
+    nbytes: int
+
+    @property
+    def salt(self) -> str:
+        return adapter_salt(self.digest)
+
+
+class Adapters:
+    """Owned by the engine thread; `find` is for any thread."""
+
+    def __init__(self, model: Any, linears: Linears, lane: BatchMode) -> None:
+        self._model = model
+        self._linears = linears
+        self._lane = lane
+        packing = packing_of(model)
+        self.slots = Slots(packing.turn if packing is not None else None)
+        self._layers: dict[str, tuple[LinearPlace, AdaptedLinear]] = {}
+        self._by_name: dict[str, Adapter] = {}
+        # Not to be asked for any more, and let go of when no row has them.
+        self._retiring: list[Adapter] = []
+        # Paths of those that were asked for and cannot be served, and why.
+        self._failures: dict[str, tuple[str, Failure]] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any row may have an adapter."""
+        return bool(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.bank.nbytes for _, layer in self._layers.values())
+
+    @property
+    def infos(self) -> tuple[AdapterInfo, ...]:
+        """All that were asked for."""
+        served = [
+            AdapterInfo(each.name, each.path, each.rank, each.is_dora, each.nbytes, each.digest, each.base)
+            for each in list(self._by_name.values())
+        ]
+        failed = [AdapterInfo(name, path, failure=why) for name, (path, why) in list(self._failures.items())]
+        return (*served, *failed)
+
+    def find(self, name: str) -> Adapter:
+        """The adapter of a request. Raises `RequestInvalid`."""
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            _, failure = self._failures.get(name, ("", None))
+            reason = failure.message if failure is not None else f"the adapter {name!r} is not loaded"
+            raise RequestInvalid(Code.MODEL_MISSING, reason, param="model")
+        return adapter
+
+    def has(self, name: str) -> bool:
+        return name in self._by_name
+
+    def holds(self, adapter: Adapter) -> bool:
+        """Whether rows may still begin with it."""
+        return self._by_name.get(adapter.name) is adapter
+
+    def read(self, name: str, path: str) -> Files | Failure:
+        """The checked files of an adapter in a folder, or repository in the local cache, or why it is not served.
+
+        For any thread.
+        """
+        if agreement_of(self._model) is not None:
+            return refused(name, "a model that several processes run has no adapters")
+        try:
+            return read(resolve(path), self._linears)
+        except UnusableAdapter as reason:
+            return refused(name, str(reason))
+        except LoadFailed as error:
+            return refused(name, error.failure.message)
+        except Exception as error:  # the boundary to files of others
+            log.exception("the adapter %s could not be read", name)
+            return refused(name, f"its files could not be read: {type(error).__name__}")
+
+    def missing(self, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Those that are not loaded from that folder. For any thread."""
+        have = {(each.name, each.path) for each in list(self._by_name.values())}
+        return [each for each in wanted if each not in have]
+
+    def change(self, wanted: Sequence[tuple[str, str]], read: Mapping[tuple[str, str], Files | Failure]) -> None:
+        """Have these from now on, of which those that are new were read."""
+        for info in self.infos:
+            if info.failure is not None or (info.name, info.path) not in wanted:
+                self.retire(info.name)
+        for name, path in self.missing(wanted):
+            if (files := read.get((name, path))) is not None:
+                self.install(name, path, files)
+
+    def give_up(self, name: str, path: str, failure: Failure) -> None:
+        """Retire an adapter that cannot be served after all."""
+        log.error("%s", failure.message)
+        self.retire(name)
+        self._failures[name] = path, failure
+
+    def install(self, name: str, path: str, files: Files | Failure) -> None:
+        """Load what was read of an adapter, under a name that has none; one that cannot be served changes nothing."""
+        result = files if isinstance(files, Failure) else self._tried(name, path, files)
+        if isinstance(result, Failure):
+            log.error("%s", result.message)
+            self._failures[name] = path, result
+            return
+        log.info("adapter %s: rank %d, %d bytes, %s", name, result.rank, result.nbytes, result.path)
+        self._by_name[name] = result
+
+    def _tried(self, name: str, path: str, files: Files) -> Adapter | Failure:
+        try:
+            return self._install(name, path, files)
+        except UnusableAdapter as reason:
+            return refused(name, str(reason))
+        except Exception as error:
+            if not is_allocation_failure(error):
+                raise
+            return Failure(Code.OUT_OF_MEMORY, f"there is no memory for the adapter {name!r}", repr(error))
+
+    def retire(self, name: str) -> None:
+        """Take no more requests for an adapter, or forget why it cannot be served."""
+        self._failures.pop(name, None)
+        if (adapter := self._by_name.pop(name, None)) is not None:
+            self._retiring.append(adapter)
+
+    @property
+    def is_retiring(self) -> bool:
+        return bool(self._retiring)
+
+    def sweep(self, used: Callable[[], set[int]]) -> bool:
+        """Let go of retired adapters whose slots no row uses; whether there were any."""
+        if not self._retiring:
+            return False
+        in_use = used()
+        free = [adapter for adapter in self._retiring if adapter.slot not in in_use]
+        self._retiring = [adapter for adapter in self._retiring if adapter.slot in in_use]
+        for adapter in free:
+            self._empty(adapter.slot)
+        return bool(free)
+
+    def rows(self, slots: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> AbstractContextManager[None]:
+        """A forward pass in which the rows of each part have these slots."""
+        return self.slots.rows(slots, shapes)
+
+    def _install(self, name: str, path: str, files: Files) -> Adapter:
+        taken = {adapter.slot for adapter in (*self._by_name.values(), *self._retiring)}
+        if len(taken) >= ADAPTERS_MAX:
+            raise UnusableAdapter(f"{ADAPTERS_MAX} adapters are loaded already, the most that there may be")
+        slot = next(slot for slot in range(1, ADAPTERS_MAX + 1) if slot not in taken)
+        banks = [(update.place, self._bank(files, at, slot)) for at, update in enumerate(files.updates)]
+        before = self.nbytes
+        for place, bank in banks:
+            self._put(place, bank)
+        try:
+            self._try(slot)
+        except BaseException:
+            self._empty(slot)
+            raise
+        return Adapter(name, slot, path, files.base, files.digest, files.rank, files.is_dora, self.nbytes - before)
+
+    def _bank(self, files: Files, at: int, slot: int) -> StackedWeights:
+        """The bank of the layer of an update, with that in the slot."""
+        update = files.updates[at]
+        _, adapted = self._layers.get(update.place.path, (None, None))
+        linear = adapted.linear if adapted is not None else update.place.holder[update.place.key]
+        own = matrices(update, files.data, linear, dtype_of(self._model, linear))
+        bank = adapted.bank.changed(slot, own) if adapted is not None else StackedWeights.of({slot: own})
+        assert bank is not None
+        return bank
+
+    def _put(self, place: LinearPlace, bank: StackedWeights | None) -> None:
+        """Give a layer other updates; without any it is again what it was."""
+        known = self._layers.get(place.path)
+        if known is not None and bank is not None:
+            known[1].bank = bank
+        elif known is not None:
+            place.holder[place.key] = known[1].linear
+            del self._layers[place.path]
+        elif bank is not None:
+            layer = AdaptedLinear(place.holder[place.key], place, self.slots, bank)
+            place.holder[place.key] = layer
+            self._layers[place.path] = place, layer
+
+    def _empty(self, slot: int) -> None:
+        for place, layer in list(self._layers.values()):
+            if slot in layer.bank.updates:
+                self._put(place, layer.bank.changed(slot, None))
+
+    def _try(self, slot: int) -> None:
+        """Run a row with the adapter, beside one of the base if rows may run together, which must stay as it is."""
+        rows = [slot] if self._lane is BatchMode.SINGLE else [BASE, slot]
+        try:
+            base, adapted = self._logits([BASE] * len(rows)), self._logits(rows)
+        except ValueError as error:
+            raise UnusableAdapter(f"the model cannot be run with it: {error}") from error
+        if not bool(mx.all(mx.isfinite(adapted)).item()):
+            raise UnusableAdapter("with it the model's logits are not finite")
+        if len(rows) > 1 and not bool(mx.array_equal(base[0], adapted[0]).item()):
+            raise UnusableAdapter("beside it, rows of the base change")
+
+    def _logits(self, slots: Sequence[int]) -> mx.array:
+        tokens = mx.array([_TRIAL] * len(slots))
+        with self.rows([slots], [(len(slots), len(_TRIAL))]):
+            logits: mx.array = self._model(tokens, cache=make_caches(self._model))
+        mx.eval(logits)
+        return logits
+
+
+def refused(name: str, reason: str) -> Failure:
+    return Failure(Code.BAD_CONFIG, f"the adapter {name!r} cannot be served: {reason}")
+
+
+def read_all(adapters: Adapters, wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Files | Failure]:
+    """Read those that are not loaded yet. For any thread."""
+    return {each: adapters.read(*each) for each in adapters.missing(wanted)}
+
+
+def attach(model: Any, linears: Linears, lane: BatchMode) -> Adapters:
+    """Make a model one that adapters may be loaded for."""
+    adapters = model.adapters = Adapters(model, linears, lane)
+    return adapters
+
+
+def adapters_of(model: Any) -> Adapters | None:
+    """The adapters of a model that may have some."""
+    adapters: Adapters | None = getattr(model, "adapters", None)
+    return adapters
+
+
+def adapted(model: Any, slots: Callable[[], list[list[int]]], shapes: Sequence[Shape]) -> AbstractContextManager[None]:
+    """A forward pass in which the rows of each part have these slots; at no cost for a model without adapters."""
+    adapters = adapters_of(model)
+    return adapters.rows(slots(), shapes) if adapters is not None and adapters.is_on else nullcontext()

@@ -1,0 +1,1 @@
+"""Text from token ids: detokenizing, stop strings and parsers."""

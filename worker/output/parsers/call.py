@@ -1,0 +1,227 @@
+"""Base of all tool-call formats: announcing a call, its arguments, and abandoning it."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from worker.output.parsers.events import ParsedOutput
+from worker.output.parsers.literal import (
+    LOOSE,
+    LiteralSyntax,
+    is_padded,
+    is_string_start,
+    padded,
+    quoted,
+    scalar,
+    token,
+    value,
+)
+from worker.output.parsers.reader import (
+    Emit,
+    Malformed,
+    MarkerSet,
+    MarkupReader,
+    Steps,
+    Unclosed,
+    collected,
+    markers,
+    stray,
+)
+from worker.output.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
+
+NAME_LIMIT: Final = 256
+# A key may follow although the comma is missing.
+_QUOTES: Final = ("'", '"')
+_NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
+_NAME = re.compile(r"[\w.\-:/@$]+")
+
+
+@dataclass(slots=True)
+class ParserContext:
+    """State that a format works on; one per parser."""
+
+    r: MarkupReader
+    out: ParsedOutput
+    tools: Tools
+
+
+class CallFormat(Protocol):
+    """One way to write tool calls. Frozen and shared by all parsers."""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The markers that may begin a call."""
+        ...
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The markers that end a broken call; without any, text follows it at once."""
+        ...
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        """Read the calls that begin with `hit`, which is consumed. Raises `Malformed`."""
+        ...
+
+
+def drop(_: str) -> None:
+    """Text inside a call's markup that means nothing."""
+
+
+def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps[bool]:
+    """Read calls, or give what only looked like them to `text`. Returns whether there was a call."""
+    r, out, before = ctx.r, ctx.out, ctx.out.calls
+    r.trace = [hit]
+    try:
+        yield from form.calls(ctx, hit)
+    except Malformed as error:
+        if out.in_call:
+            yield from _break_off(ctx, form, isinstance(error, Unclosed))
+        else:
+            raw = r.untrace()
+            # A marker on its own is prose about markers, and a bracket is anything; more was meant as a call.
+            out.malformed += len(raw.rstrip()) > len(hit) + 1 if len(hit) > 1 else '"name"' in raw
+            text(raw)
+    tail, r.trace = "".join(r.trace or ()), None
+    if out.calls > before and (blank := tail[len(tail.rstrip()) :]):
+        # Behind the last marker, where another call might have begun: it may be inside of a text.
+        out.text(blank)
+    return out.calls > before
+
+
+def _break_off(ctx: ParserContext, form: CallFormat, is_unclosed: bool) -> Steps[None]:
+    """Give up on a call that was announced. What is left of it is dropped: arguments are never put together again.
+
+    Arguments that the model itself left without their last brackets, and with nothing in their place, get those.
+    """
+    r, left = ctx.r, list[str]()
+    ctx.out.malformed += 1
+    if form.ends:
+        hit = yield from r.until(markers(*form.ends, *form.starts), left.append, keep=True)
+        yield from r.literal(markers(*form.ends))
+        is_over = bool(hit) or not r.is_cut
+    else:
+        is_over = r.ended and not r.is_cut and r.at == len(r.buf)
+    ctx.out.break_off(is_closable=is_unclosed and is_over and not "".join(left).strip())
+
+
+def checked(name: str) -> str:
+    """`name` where nothing but its shape tells a call from prose; raises `Malformed`."""
+    name = name.strip().strip("\"'")
+    if not _NAME.fullmatch(name):
+        raise Malformed
+    return name
+
+
+def read_name(r: MarkupReader) -> Steps[str]:
+    """The longest name that the text goes on with; raises `Malformed` where it does not."""
+    parts: list[str] = []
+    size = 0
+    while size <= NAME_LIMIT:
+        match = _NAME.match(r.buf, r.at)
+        if match:
+            size += len(match[0])
+            parts.append(r.take(len(match[0])))
+        if r.at < len(r.buf) or r.ended:
+            break
+        yield
+    if not parts:
+        raise Malformed
+    return "".join(parts)
+
+
+def begin(ctx: ParserContext, name: str, call_id: str = "") -> Parameters:
+    """Announce a call; from here on it cannot become text any more."""
+    name = ctx.tools.declared(name.strip())
+    if not name or len(name) > NAME_LIMIT:
+        raise Malformed
+    ctx.out.begin(name, call_id)
+    ctx.r.trace = None
+    return ctx.tools.parameters(name)
+
+
+def end(ctx: ParserContext) -> None:
+    """The call is complete; what follows may be another, or text."""
+    ctx.out.end()
+    ctx.r.trace = []
+
+
+def members(
+    ctx: ParserContext,
+    params: Parameters,
+    emit: Emit,
+    dialect: LiteralSyntax = LOOSE,
+    close: str = "}",
+    separator: MarkerSet = markers(":"),  # noqa: B008 - immutable
+) -> Steps[None]:
+    """Read `key: value` pairs up to `close`, which opened before, and emit them as a JSON object."""
+    r = ctx.r
+    emit("{")
+    is_first = True
+    while True:
+        char = yield from r.space()
+        if char == "," and not is_first:
+            r.take(1)
+            char = yield from r.space()
+        elif char != close and not is_first and (char not in _QUOTES or close != "}"):
+            raise stray(char)
+        if char == close:
+            r.take(1)
+            emit("}")
+            return
+        key = yield from _member_key(r, char, dialect, separator)
+        emit(("" if is_first else ", ") + quoted(key) + ": ")
+        is_first = False
+        yield from _member_value(r, params, key, emit, dialect)
+
+
+def _member_key(r: MarkupReader, char: str, dialect: LiteralSyntax, separator: MarkerSet) -> Steps[str]:
+    if is_string_start(char, dialect):
+        key = yield from collected(lambda emit: scalar(r, char, emit, dialect))
+        yield from r.expect(separator)
+        return json.loads(key)
+    if not dialect.bare and ":" in separator.words:
+        raise Malformed
+    # Not beyond the end of a broken call.
+    key, hit = yield from r.capture(markers(*separator.words, *_NOT_IN_KEYS), NAME_LIMIT, keep=True)
+    if not key.strip() or hit not in separator.words:
+        raise Malformed
+    yield from r.literal(separator)
+    return key.strip()
+
+
+def _member_value(r: MarkupReader, params: Parameters, key: str, emit: Emit, dialect: LiteralSyntax) -> Steps[None]:
+    types = params.types(key)
+    char = yield from r.space()
+    is_string = is_string_start(char, dialect)
+    is_fitting = is_string == ("string" in types) and (is_string or not dialect.bare)
+    if not types or char in ("{", "[", "(") or is_fitting:
+        yield from value(r, emit, dialect)
+        return
+    if not is_string and not dialect.bare:
+        word = yield from token(r)
+        text = quoted(word) if "string" in types and is_padded(word) else padded(word)
+    else:
+        levels = ")" if dialect.is_python else ""
+        text = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels))
+    if text.startswith('"'):
+        emit(coerced_string(text, types))
+    else:
+        emit(quoted(text) if types == STRING and not text.startswith("n") else text)
+
+
+def json_arguments(ctx: ParserContext, params: Parameters, emit: Emit | None = None) -> Steps[None]:
+    """Read the JSON object that a call's arguments are; in a string, it is encoded once more."""
+    emit = emit or ctx.out.args
+    if (yield from ctx.r.space()) == "{":
+        ctx.r.take(1)
+        yield from members(ctx, params, emit)
+        return
+    text = yield from collected(lambda emit: value(ctx.r, emit))
+    if text in ("null", '""', "[]"):
+        emit("{}")
+        return
+    inner = json_text(json.loads(text).strip()) if text.startswith('"') else None
+    if inner is None or not inner.startswith("{"):
+        raise Malformed
+    emit(inner)

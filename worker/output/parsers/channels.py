@@ -1,0 +1,124 @@
+"""Outputs made of messages with headers: gpt-oss Harmony and Muse."""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from worker.output.parsers.call import (
+    NAME_LIMIT,
+    CallFormat,
+    ParserContext,
+    attempt,
+    begin,
+    checked,
+    drop,
+    end,
+    json_arguments,
+)
+from worker.output.parsers.reader import Malformed, Steps, markers
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_NOBODY: Final = frozenset({"assistant", "user", "all", "self"})
+_MESSAGE: Final = markers("<|message|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """`header` is what a header may begin with, `ends` what ends a message, `body` the format of calls, else JSON."""
+
+    header: tuple[str, ...]
+    ends: tuple[str, ...]
+    body: CallFormat | None = None
+    reasoning_end: str = ""
+
+
+HARMONY: Final = Channels(
+    ("<|start|>", "<|channel|>", " to=", "to=", "<|constrain|>", "<|message|>"),
+    ("<|end|>", "<|call|>", "<|return|>"),
+    reasoning_end="<|end|><|start|>assistant<|channel|>final<|message|>",
+)
+
+
+class ChannelMessages:
+    """Reads one output."""
+
+    def __init__(self, ctx: ParserContext, channels: Channels, parse_tools: bool) -> None:
+        self._ctx = ctx
+        self._channels = channels
+        self._parse_tools = parse_tools
+        self._header = markers(*channels.header)
+        tokens = [word for word in channels.header if word.startswith("<")]
+        self._stop = markers(*channels.ends, *tokens)
+        body = channels.body.starts if channels.body and parse_tools else ()
+        self._text = markers(*channels.ends, *tokens, *body)
+
+    def read(self, in_reasoning: bool) -> Steps[None]:
+        """The whole output; `in_reasoning` when the prompt has opened an analysis message."""
+        r, out = self._ctx.r, self._ctx.out
+        hit = ""
+        if in_reasoning:
+            out.open_reasoning()
+            hit = yield from r.until(self._stop, out.reasoning)
+            out.end_reasoning()
+        while True:
+            if not hit or hit in self._channels.ends:
+                hit = yield from r.literal(self._header)
+            header = ""
+            if hit and hit != "<|message|>":
+                parts = [hit]
+                if not (yield from r.until(_MESSAGE, parts.append, NAME_LIMIT)):
+                    # No header after all. Its tokens are markup in any case, unless they are words.
+                    out.text(hit if hit.strip().startswith("to=") else "")
+                    out.text("".join(parts[1:]) if not r.ended or hit.strip().startswith("to=") else "")
+                    parts = [""]
+                header = "".join(parts)
+            hit = yield from self._body(header)
+            if not hit and r.ended and r.at >= len(r.buf):
+                return
+
+    def _body(self, header: str) -> Steps[str]:
+        """One message, up to and with the marker that ends it, which is returned."""
+        r, out = self._ctx.r, self._ctx.out
+        recipients, channels = _RECIPIENT.findall(header), _CHANNEL.findall(header)
+        recipient = recipients[-1] if recipients else ""
+        if recipient == "self" or (recipient in ("", *_NOBODY) and channels[-1:] == ["analysis"]):
+            out.open_reasoning()
+            hit = yield from r.until(self._stop, out.reasoning)
+            out.end_reasoning()
+            return hit
+        if recipient and recipient not in _NOBODY and self._parse_tools and not self._channels.body:
+            if not (yield from attempt(self._ctx, _Call(recipient), "", out.text)):
+                out.malformed += 1
+            return (yield from r.until(self._stop, out.text))
+        # What is said to the user may quote calls.
+        stop = self._stop if recipient in _NOBODY else self._text
+        while True:
+            hit = yield from r.until(stop, out.text)
+            body = self._channels.body
+            if not body or hit not in body.starts:
+                return hit
+            yield from attempt(self._ctx, body, hit, out.text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The body of a message to a tool."""
+
+    recipient: str
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = HARMONY.ends
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        r = ctx.r
+        char = yield from r.space()
+        name = checked(self.recipient.removeprefix("functions."))
+        if char in ("{", '"'):
+            yield from json_arguments(ctx, begin(ctx, name))
+        elif (yield from r.until(markers(*self.ends), drop, 0, keep=True)) or not (char or r.is_cut):
+            begin(ctx, name)
+            ctx.out.args("{}")
+        else:
+            raise Malformed
+        end(ctx)
+        yield from ctx.r.space()

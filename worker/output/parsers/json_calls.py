@@ -1,0 +1,144 @@
+"""Calls as JSON objects with a name and arguments: Hermes, Llama 3, Mistral v3, Cohere, Granite, Hunyuan, xLAM."""
+
+import json
+from dataclasses import dataclass
+from typing import Final
+
+from worker.output.parsers.call import ParserContext, begin, end, json_arguments, members
+from worker.output.parsers.literal import scalar, value
+from worker.output.parsers.reader import Malformed, Steps, collected, markers
+
+_NAMES: Final = frozenset({"name", "tool_name", "function_name", "function"})
+_ARGUMENTS: Final = frozenset({"arguments", "parameters", "args", "params"})
+_IDS: Final = frozenset({"id", "tool_call_id", "call_id"})
+_FENCES: Final = markers("```json", "```")
+_KNOWN: Final = _NAMES | _ARGUMENTS | _IDS | {"type"}
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCalls:
+    """One object or a list of them, after one of `starts`.
+
+    `bare`: the marker is part of ordinary JSON, so the first key, both fields and a declared name are needed.
+    `late`: the id follows the arguments, so a call is announced at its end. `keyed`: objects are `{name: arguments}`.
+    """
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+    bare: bool = False
+    late: bool = False
+    keyed: bool = False
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        r = ctx.r
+        is_open, is_list, is_first = hit == "{", hit.endswith("["), True
+        while True:
+            char = "{" if is_open else (yield from r.space())
+            if char == "{":
+                r.take(0 if is_open else 1)
+                yield from self._object(ctx)
+                is_open = is_first = False
+            elif char == "[" and is_first and not is_list:
+                r.take(1)
+                is_list = True
+            elif char == "`" and is_first and (yield from r.literal(_FENCES)):
+                continue
+            elif char == "]" and is_list and not (is_first and self.bare):
+                r.take(1)
+                break
+            elif char and char in ",;" and not is_first:
+                r.take(1)
+                if (yield from r.space()) != "{":
+                    ctx.out.text(r.untrace())
+                    return
+            elif is_first:
+                raise Malformed
+            else:
+                break
+        yield from self._close(ctx)
+
+    def _close(self, ctx: ParserContext) -> Steps[None]:
+        if not self.ends:
+            return
+        ends = markers(*self.ends)
+        while True:
+            char = yield from ctx.r.space()
+            if not char or (yield from ctx.r.literal(ends)) or char not in "]})`":
+                return
+            ctx.r.take(1)
+
+    def _object(self, ctx: ParserContext) -> Steps[None]:
+        """Read one call, after its `{`."""
+        r, depth, call = ctx.r, 1, _Call()
+        is_first = True
+        while depth:
+            char = yield from r.space()
+            if char == "," and not is_first:
+                r.take(1)
+                char = yield from r.space()
+            if char == "}":
+                r.take(1)
+                depth -= 1
+                continue
+            if call.is_announced and char not in ("'", '"'):
+                break  # Only closing braces were left to come.
+            key = yield from _key(ctx, char)
+            if self.keyed and not call.is_announced:
+                yield from json_arguments(ctx, begin(ctx, key))
+                call.is_announced = True
+            elif is_first and self.bare and key not in _KNOWN:
+                raise Malformed
+            elif key == "function" and (yield from r.space()) == "{":
+                r.take(1)
+                depth += 1
+            else:
+                yield from self._field(ctx, key, call)
+            is_first = False
+        if not call.is_announced:
+            self._announce(ctx, call)
+            ctx.out.args(call.arguments or "{}")
+        end(ctx)
+
+    def _field(self, ctx: ParserContext, key: str, call: "_Call") -> Steps[None]:
+        char = yield from ctx.r.space()
+        if key in _ARGUMENTS and call.arguments is None and not call.is_announced:
+            if char == "{" and call.name and not self.late:
+                self._announce(ctx, call, has_arguments=True)
+                ctx.r.take(1)
+                yield from members(ctx, ctx.tools.parameters(call.name), ctx.out.args)
+                return
+            # These cannot be streamed: they stand before the name, or in a string.
+            params = ctx.tools.parameters(call.name)
+            call.arguments = yield from collected(lambda emit: json_arguments(ctx, params, emit))
+            return
+        text = yield from collected(lambda emit: value(ctx.r, emit))
+        if key in _NAMES and text.startswith('"') and not call.name:
+            call.name = json.loads(text)
+        elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
+            call.call_id = json.loads(text) if text.startswith('"') else text
+
+    def _announce(self, ctx: ParserContext, call: "_Call", has_arguments: bool = False) -> None:
+        if self.bare and not (has_arguments or call.arguments):
+            raise Malformed
+        if self.bare and ctx.tools and call.name not in ctx.tools:
+            raise Malformed
+        begin(ctx, call.name, call.call_id)
+        call.is_announced = True
+
+
+@dataclass(slots=True)
+class _Call:
+    """State of the call that is being read."""
+
+    name: str = ""
+    call_id: str = ""
+    arguments: str | None = None
+    is_announced: bool = False
+
+
+def _key(ctx: ParserContext, char: str) -> Steps[str]:
+    if char not in ("'", '"'):
+        raise Malformed
+    key = yield from collected(lambda emit: scalar(ctx.r, char, emit))
+    yield from ctx.r.expect(markers(":"))
+    return json.loads(key)

@@ -1,0 +1,41 @@
+"""Llama 3's calls: a JSON object anywhere in the text, after `<|python_tag|>`, or `name.call(…)` after that."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from worker.output.parsers.call import NAME_LIMIT, ParserContext, begin, checked, end, members
+from worker.output.parsers.json_calls import JsonCalls
+from worker.output.parsers.literal import quoted
+from worker.output.parsers.reader import Malformed, Steps, markers
+
+_JSON: Final = JsonCalls((), bare=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCalls:
+    """Text after `<|python_tag|>` that is no call is code, for a declared tool `python` or `code_interpreter`."""
+
+    starts: tuple[str, ...] = ("<|python_tag|>", "functools[", "{", "[")
+    ends: tuple[str, ...] = ()
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        r = ctx.r
+        if hit != "<|python_tag|>" or (yield from r.space()) in ("{", "["):
+            yield from _JSON.calls(ctx, hit)
+            return
+        code = next((name for name in ("python", "code_interpreter", "ipython") if name in ctx.tools), "")
+        parts: list[str] = []
+        word = yield from r.until(markers(".call(", "\n"), parts.append, NAME_LIMIT, keep=not code)
+        if word == ".call(":
+            yield from r.literal(markers(".call("))
+            params = begin(ctx, checked("".join(parts)))
+            yield from members(ctx, params, ctx.out.args, close=")", separator=markers("="))
+            end(ctx)
+            return
+        if not code:
+            raise Malformed
+        begin(ctx, code)
+        parts.append(word)
+        yield from r.until(markers(), parts.append)
+        ctx.out.args('{"code": ' + quoted("".join(parts)) + "}")
+        end(ctx)

@@ -1,0 +1,121 @@
+"""MiniMax M3's calls: each parameter is a tag of its own name, and what is inside may be tags again."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from worker.output.parsers.call import NAME_LIMIT, ParserContext, begin, checked, end
+from worker.output.parsers.literal import quoted
+from worker.output.parsers.reader import Malformed, MarkupReader, Steps, Unclosed, markers
+from worker.output.parsers.schema import Types, ValueSchema, coerced
+
+_NS: Final = "]<]minimax[>["
+_MAX_DEPTH: Final = 32
+
+
+@dataclass(slots=True)
+class _Node:
+    """One tag: text, or more tags. `source` is everything up to its end, as written."""
+
+    tag: str
+    source: str = ""
+    children: "list[_Node]" = field(default_factory=list["_Node"])
+
+
+@dataclass(frozen=True, slots=True)
+class MiniMaxM3Calls:
+    starts: tuple[str, ...] = (f"{_NS}<tool_call>",)
+    ends: tuple[str, ...] = (f"{_NS}</tool_call>",)
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        r = ctx.r
+        yield from r.expect(markers(f"{_NS}<invoke"))
+        while True:
+            head, _ = yield from r.capture(markers(">"), NAME_LIMIT)
+            name = checked(head.partition("=")[2])
+            tag = yield from _tag(r)
+            params = begin(ctx, name)
+            is_first = True
+            while tag != "/invoke":
+                if tag.startswith("/"):
+                    raise Malformed
+                node = yield from _read(r, tag)
+                ctx.out.args(("{" if is_first else ", ") + quoted(tag) + ": ")
+                ctx.out.args(_json(node, params.value(tag)))
+                is_first = False
+                if not (yield from r.space()):
+                    raise Unclosed
+                tag = yield from _tag(r)
+            ctx.out.args("{}" if is_first else "}")
+            end(ctx)
+            yield from r.space()
+            if not (yield from r.literal(markers(f"{_NS}<invoke"))):
+                break
+        yield from r.literal(markers(*self.ends))
+
+
+def _tag(r: MarkupReader) -> Steps[str]:
+    yield from r.expect(markers(f"{_NS}<"))
+    tag, _ = yield from r.capture(markers(">"), NAME_LIMIT)
+    return tag
+
+
+def _read(r: MarkupReader, tag: str) -> Steps[_Node]:
+    """Everything up to the end of the tag that was just opened."""
+    pieces: list[str] = []
+    top = _Node(tag)
+    # With each open tag, how many pieces came before what is in it.
+    open_ = [(top, 0)]
+    while open_:
+        if not (yield from r.until(markers(f"{_NS}<"), pieces.append)):
+            raise Malformed
+        name, _ = yield from r.capture(markers(">"), NAME_LIMIT)
+        if name.startswith("/"):
+            node, start = open_.pop()
+            if name[1:] not in (node.tag, node.tag.partition(" ")[0]):
+                raise Malformed
+            node.source = "".join(pieces[start:])
+        pieces.append(f"{_NS}<{name}>")
+        if name.startswith("/"):
+            continue
+        if len(open_) >= _MAX_DEPTH:
+            raise Malformed
+        node = _Node(name)
+        open_[-1][0].children.append(node)
+        open_.append((node, len(pieces)))
+    return top
+
+
+def _json(node: _Node, schema: ValueSchema) -> str:
+    """The node as JSON; recursion is bounded by `_MAX_DEPTH`."""
+    types = schema.types
+    if not node.children or _is_text(types):
+        # Tags inside of what can only be text belong to it.
+        text = node.source
+        if not text.strip() and types and "string" not in types:
+            return "[]" if "array" in types else "{}" if "object" in types else coerced(text, types)
+        return coerced(text, types)
+    is_list = not types or "array" in types
+    tags = {child.tag for child in node.children}
+    if is_list and (tags == {"item"} or (types and len(tags) == 1 and "object" not in types)):
+        return _array([_json(child, schema.items) for child in node.children])
+    return _object(node, schema, tags)
+
+
+def _is_text(types: Types) -> bool:
+    return "string" in types and types.isdisjoint(("array", "object"))
+
+
+def _array(items: list[str]) -> str:
+    return "[" + ", ".join(items) + "]"
+
+
+def _object(node: _Node, schema: ValueSchema, tags: set[str]) -> str:
+    if tags == {"item"}:
+        return _array([_json(child, schema.items) for child in node.children])
+    members = schema.members(tags)
+    values: dict[str, list[str]] = {}
+    for child in node.children:
+        values.setdefault(child.tag, []).append(_json(child, members[child.tag]))
+    # A tag that is repeated holds a list.
+    pairs = (f"{quoted(tag)}: {each[0] if len(each) == 1 else _array(each)}" for tag, each in values.items())
+    return "{" + ", ".join(pairs) + "}"

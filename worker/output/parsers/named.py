@@ -1,0 +1,144 @@
+"""Calls as a name, then the arguments as one JSON object: Mistral, Kimi K2, DeepSeek, Solar, Functionary."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from worker.output.parsers.call import (
+    NAME_LIMIT,
+    ParserContext,
+    begin,
+    checked,
+    drop,
+    end,
+    json_arguments,
+    read_name,
+)
+from worker.output.parsers.json_calls import JsonCalls
+from worker.output.parsers.reader import Malformed, Steps, markers
+
+
+@dataclass(frozen=True, slots=True)
+class MistralCalls:
+    """`[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`, or the older JSON list."""
+
+    starts: tuple[str, ...] = ("[TOOL_CALLS]",)
+    ends: tuple[str, ...] = ()
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        r = ctx.r
+        if (yield from r.space()) in ("[", "{"):
+            yield from _MISTRAL_LIST.calls(ctx, hit)
+            return
+        while True:
+            name, _ = yield from r.capture(markers("[ARGS]", "[CALL_ID]", "{"), NAME_LIMIT, keep=True)
+            call_id = ""
+            if (yield from r.literal(markers("[ARGS]", "[CALL_ID]"))) == "[CALL_ID]":
+                call_id, _ = yield from r.capture(markers("[ARGS]"), NAME_LIMIT)
+            yield from json_arguments(ctx, begin(ctx, checked(name), call_id.strip()))
+            end(ctx)
+            yield from r.space()
+            if not (yield from r.literal(markers(*self.starts))):
+                return
+
+
+_MISTRAL_LIST: Final = JsonCalls(("[TOOL_CALLS]",), late=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SectionCalls:
+    """A section of calls, each `begin header sep arguments end`; the markers may have several spellings.
+
+    The header is `functions.name:index` (Kimi K2, where it is also the id) or a name (DeepSeek V3.1); DeepSeek V3 has
+    the call's type there, and the name and a fenced block after it. With `id_separator` it is the id, that, the name.
+    """
+
+    section: tuple[str, ...]
+    call: tuple[str, ...]
+    separator: tuple[str, ...]
+    ends: tuple[str, ...]
+    section_end: tuple[str, ...]
+    id_separator: str = ""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.section + self.call
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        r, call = ctx.r, markers(*self.call)
+        is_open = hit in self.call
+        while True:
+            if not is_open:
+                # The outer marker alone may begin the first call.
+                yield from r.space()
+                if (yield from r.literal(markers(*self.section_end))):
+                    return
+                yield from r.literal(call)
+            yield from self._one(ctx)
+            for closing in (("```",), self.ends, ()):
+                yield from r.space()
+                yield from r.literal(markers(*closing))
+            if not (yield from r.literal(call)):
+                yield from r.literal(markers(*self.section_end))
+                return
+            is_open = True
+
+    def _one(self, ctx: ParserContext) -> Steps[None]:
+        r = ctx.r
+        header, _ = yield from r.capture(markers(*self.separator), NAME_LIMIT)
+        header = header.strip()
+        call_id = ""
+        if self.id_separator:
+            call_id, _, header = header.rpartition(self.id_separator)
+        elif ":" in header:
+            call_id = header
+        if (yield from r.space()) not in ("{", '"'):
+            if (yield from r.until(markers(*self.ends), drop, 0, keep=True)):
+                begin(ctx, self._name(header, call_id), call_id)
+                ctx.out.args("{}")
+                end(ctx)
+                return
+            header, _ = yield from r.capture(markers("\n", "{"), NAME_LIMIT, keep=True)
+            yield from r.space()
+            yield from r.literal(markers("```json"))
+        yield from json_arguments(ctx, begin(ctx, self._name(header, call_id), call_id))
+        end(ctx)
+
+    def _name(self, header: str, call_id: str) -> str:
+        name = header.strip().removeprefix("functions.")
+        return checked(name.rpartition(":")[0] or name if call_id and not self.id_separator else name)
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedJson:
+    """`<function=name>{…}</function>` (Functionary v3.1)."""
+
+    starts: tuple[str, ...] = ("<function=",)
+    ends: tuple[str, ...] = ("</function>",)
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        name, _ = yield from ctx.r.capture(markers(">"), NAME_LIMIT)
+        if (yield from ctx.r.space()) not in ("{", '"'):
+            raise Malformed
+        yield from json_arguments(ctx, begin(ctx, checked(name)))
+        end(ctx)
+        yield from ctx.r.space()
+        yield from ctx.r.literal(markers(*self.ends))
+
+
+@dataclass(frozen=True, slots=True)
+class RecipientJson:
+    """`>>>name`, a line break and arguments (Functionary v3.2); the recipient `all` is content."""
+
+    starts: tuple[str, ...] = (">>>",)
+    ends: tuple[str, ...] = ()
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        name = yield from read_name(ctx.r)
+        if not (yield from ctx.r.literal(markers("\n"))):
+            raise Malformed
+        if name == "all":
+            return
+        if (yield from ctx.r.space()) != "{":
+            raise Malformed
+        yield from json_arguments(ctx, begin(ctx, name))
+        end(ctx)

@@ -1,0 +1,124 @@
+"""The parser of one output."""
+
+import hashlib
+import itertools
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from worker.output.parsers.call import ParserContext
+from worker.output.parsers.channels import ChannelMessages, Channels
+from worker.output.parsers.controls import NO_CONTROLS, Controls
+from worker.output.parsers.events import Event, ParsedOutput
+from worker.output.parsers.families import FAMILIES, resolve
+from worker.output.parsers.reader import Malformed, MarkupReader, Steps
+from worker.output.parsers.schema import Tools
+from worker.output.parsers.think_and_calls import Conversation
+
+
+def new_call_id() -> str:
+    """An id for a call that has none."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def call_ids(seed: str) -> Callable[[], str]:
+    """Makes the ids of one answer's calls: the same ones for the same `seed`, also in another process."""
+    at = itertools.count()
+    return lambda: f"call_{hashlib.sha256(f'{seed}:{next(at)}'.encode()).hexdigest()[:24]}"
+
+
+class Parser:
+    """Turns generated text into events, by a grammar that runs on the text that is there. No text ever makes it raise.
+
+    A call that breaks before its name and arguments are certain becomes TEXT, as it was written. One that breaks after
+    it was announced gets the brackets that it lacks, if nothing else is missing and the model itself has ended it. If
+    not, its arguments stay unclosed, so that they are no JSON and no client runs half a command, and the output is
+    `is_broken`. Either way it counts as `malformed`.
+    """
+
+    def __init__(self, ctx: ParserContext, steps: Steps[None]) -> None:
+        self._r = ctx.r
+        self._out = ctx.out
+        self._steps = steps
+        self._is_over = False
+        # Up to the first wait for text, so that `in_reasoning` holds from the start.
+        self._advance()
+
+    @property
+    def saw_tool_call(self) -> bool:
+        """Whether a call was announced, so that the output finishes with `tool_calls`."""
+        return self._out.calls > 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside of reasoning."""
+        return self._out.is_reasoning_open
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the arguments of a call are no JSON, so that the output must not finish as if it were whole."""
+        return self._out.is_broken
+
+    @property
+    def malformed(self) -> int:
+        """Number of malformed calls."""
+        return self._out.malformed
+
+    def note_control(self, at: int) -> None:
+        """At this character of all that is fed, which comes after this, a control token begins."""
+        self._r.note_control(at)
+
+    def ignore_controls(self) -> None:
+        """From here on, go by the text alone."""
+        self._r.controls = NO_CONTROLS
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that `text` completes."""
+        if self._is_over or not text:
+            return []
+        self._r.push(text)
+        self._advance()
+        return self._out.drain()
+
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """The end of the output: everything that was held back. `is_cut`: it is not the model that has ended it."""
+        if self._is_over:
+            return []
+        self._r.ended, self._r.is_cut = True, is_cut
+        self._advance()
+        self._is_over = True
+        self._out.finish()
+        return self._out.drain()
+
+    def _advance(self) -> None:
+        try:
+            next(self._steps)
+        except (StopIteration, Malformed):
+            # No grammar ends before its text; if one did, the rest is text.
+            self._out.text(self._r.take(len(self._r.buf) - self._r.at))
+
+
+def make_parser(
+    family: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    start_in_reasoning: bool | None = None,
+    parse_tools: bool = True,
+    controls: Controls = NO_CONTROLS,
+    new_id: Callable[[], str] = new_call_id,
+) -> Parser:
+    """A parser for one output of a model of `family` (a name or an alias; raises `UnknownFamily`).
+
+    `start_in_reasoning` None takes what the family's templates usually do. Without `parse_tools`, the markup of calls
+    stays in the text. Of markup that has one of `controls` in it, only what `note_control` was told of is markup.
+    """
+    row = FAMILIES[resolve(family)]
+    in_reasoning = row.opens if start_in_reasoning is None else start_in_reasoning
+    ctx = ParserContext(MarkupReader(controls), ParsedOutput(new_id, row.keep_gap, row.trim_before_tool), Tools(tools))
+    if isinstance(row.grammar, Channels):
+        return Parser(ctx, ChannelMessages(ctx, row.grammar, parse_tools).read(in_reasoning))
+    grammar = row.undeclared if row.undeclared and not tools else row.grammar
+    if not parse_tools:
+        grammar = replace(grammar, formats=(), opening=None)
+    return Parser(ctx, Conversation(ctx, grammar).read(in_reasoning))

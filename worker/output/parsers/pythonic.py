@@ -1,0 +1,81 @@
+"""Calls as Python writes them, `[f(a=1), g(b='x')]`: Llama 4, LFM2, OLMo 3."""
+
+import re
+from dataclasses import dataclass
+
+from worker.output.parsers.call import NAME_LIMIT, ParserContext, begin, end, members, read_name
+from worker.output.parsers.json_calls import JsonCalls
+from worker.output.parsers.literal import PYTHON
+from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
+
+_NAME_START = re.compile(r"[^\W\d]")
+# What arguments begin with, and what may still become that.
+_KEYWORDS = re.compile(r"\(\s*(?:\)|\w+\s*=[^=])")
+_KEYWORDS_BEGUN = re.compile(r"\(\s*(?:\w+\s*=?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """A list of calls, in brackets or, between markers, one a line. `bare`: it is the whole message."""
+
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    bare: bool = False
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        r = ctx.r
+        char = yield from r.space()
+        is_list = char == "["
+        if is_list:
+            r.take(1)
+            char = yield from r.space()
+            if char == "]" and not self.bare:
+                # No call at all.
+                yield from self._close(r)
+                return
+        elif self.bare and char != "{":
+            raise Malformed
+        if char == "{":
+            # Some of these models were taught JSON as well.
+            yield from JsonCalls((), self.ends, bare=self.bare).calls(ctx, "[" if is_list else hit)
+            return
+        while True:
+            yield from self._one(ctx)
+            char = yield from r.space()
+            if char and char in ",;":
+                r.take(1)
+                char = yield from r.space()
+            if not _NAME_START.match(char) or (self.bare and not is_list):
+                break
+            if self.bare and char == "]":
+                break
+        yield from self._close(r)
+
+    def _close(self, r: MarkupReader) -> Steps[None]:
+        yield from r.literal(markers("]"))
+        if self.ends:
+            yield from r.space()
+            yield from r.literal(markers(*self.ends))
+
+    def _one(self, ctx: ParserContext) -> Steps[None]:
+        name = yield from read_name(ctx.r)
+        if (yield from ctx.r.peek()) != "(" or not _NAME_START.match(name):
+            raise Malformed
+        if self.bare and ctx.tools and name not in ctx.tools:
+            raise Malformed
+        yield from _keywords(ctx.r)
+        params = begin(ctx, name)
+        ctx.r.take(1)
+        yield from members(ctx, params, ctx.out.args, PYTHON, close=")", separator=markers("="))
+        end(ctx)
+
+
+def _keywords(r: MarkupReader) -> Steps[None]:
+    """Look ahead: arguments without names are no tool's, so this is no call."""
+    for size in range(2, NAME_LIMIT):
+        text = yield from r.peek(size)
+        if _KEYWORDS.match(text):
+            return
+        if len(text) < size or not _KEYWORDS_BEGUN.fullmatch(text):
+            break
+    raise Malformed

@@ -1,0 +1,240 @@
+"""Arguments by the tools' JSON schemas: the expected types, and text converted to them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Final, cast
+from urllib.parse import unquote
+
+from worker.output.parsers.literal import is_padded, number, quoted, value
+from worker.output.parsers.reader import Malformed, MarkupReader
+
+Schema = Mapping[str, Any]
+Types = frozenset[str]
+
+ANY: Final[Types] = frozenset()
+STRING: Final[Types] = frozenset({"string"})
+_NAMES: Final = {
+    "string": "string", "str": "string", "text": "string", "enum": "string", "varchar": "string", "char": "string",
+    "integer": "integer", "int": "integer", "long": "integer", "number": "number", "float": "number",
+    "double": "number", "boolean": "boolean", "bool": "boolean", "null": "null", "none": "null",
+    "array": "array", "list": "array", "object": "object", "dict": "object",
+}  # fmt: skip
+_LITERALS: Final[dict[type, str]] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+}
+_UNIONS: Final = ("anyOf", "oneOf", "allOf")
+_MAX_DEPTH: Final = 16
+# Of one value: tools come from clients.
+_ALTERNATIVES_MAX: Final = 64
+
+
+class Tools:
+    """The declared tools by name. Takes OpenAI's shape, with or without the outer `function`."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._schemas: dict[str, Schema] = {}
+        for tool in tools:
+            function = mapping(tool.get("function")) or tool
+            name = function.get("name")
+            if isinstance(name, str):
+                self._schemas[name] = mapping(function.get("parameters") or function.get("input_schema"))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._schemas
+
+    def __bool__(self) -> bool:
+        return bool(self._schemas)
+
+    def declared(self, name: str) -> str:
+        """The name that is meant by `name`: a template that lists tools as `name.*` makes models double it."""
+        head, _, tail = name.partition(".")
+        return head if head == tail and head in self and name not in self else name
+
+    def parameters(self, name: str) -> "Parameters":
+        return Parameters(self._schemas.get(name, {}))
+
+
+class Parameters:
+    """One tool's parameters."""
+
+    def __init__(self, schema: Schema, root: Schema | None = None) -> None:
+        self._root = schema if root is None else root
+        self.names: Schema = mapping(schema.get("properties"))
+
+    def types(self, name: str) -> Types:
+        """The JSON types that parameter `name` may have; empty when nothing is known."""
+        return self.value(name).types
+
+    def value(self, name: str) -> "ValueSchema":
+        """The schema of parameter `name`."""
+        return ValueSchema(self.names.get(name), self._root)
+
+
+class ValueSchema:
+    """The schema of a value inside of the document `root`, which its references are about."""
+
+    def __init__(self, schema: Any, root: Schema) -> None:
+        self._schema = schema
+        self._root = root
+
+    @property
+    def types(self) -> Types:
+        """The JSON types that it may have; empty when nothing is known."""
+        return _types(self._schema, self._root, 0, set()) or ANY
+
+    @property
+    def items(self) -> "ValueSchema":
+        """The schema of the items, where it is an array: of each of its alternatives."""
+        return self._any_of([form["items"] for form in self._alternatives() if "items" in form])
+
+    def members(self, keys: AbstractSet[str]) -> "dict[str, ValueSchema]":
+        """The schemas of the members, where it is an object with these keys: of the alternatives that have them all."""
+        forms = self._alternatives()
+        likely = [form for form in forms if _has_members(form, keys)] or forms
+        return {key: self._any_of([each for form in likely for each in _member(form, key)]) for key in keys}
+
+    def _any_of(self, schemas: list[Any]) -> "ValueSchema":
+        return ValueSchema(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, self._root)
+
+    def _alternatives(self) -> list[Schema]:
+        """It, and what its unions and references name, each once."""
+        forms: list[Schema] = []
+        waiting: list[Any] = [self._schema]
+        seen: set[str] = set()
+        while waiting and len(forms) < _ALTERNATIVES_MAX:
+            schema = mapping(waiting.pop())
+            if isinstance(ref := schema.get("$ref"), str):
+                if ref not in seen:
+                    seen.add(ref)
+                    waiting.append(referred(ref, self._root))
+                continue
+            forms.append(schema)
+            for key in _UNIONS:
+                if isinstance(options := schema.get(key), list):
+                    waiting += cast("list[Any]", options)
+        return forms
+
+
+def mapping(value: Any) -> Schema:
+    """`value` if it is a JSON object, else an empty one."""
+    return cast(Schema, value) if isinstance(value, Mapping) else {}
+
+
+def referred(ref: str, root: Schema) -> Schema:
+    """Target of a `$ref` into the same document (RFC 6901); empty, and so any value, if there is none."""
+    target = root
+    for step in unquote(ref).removeprefix("#").split("/")[1:]:
+        target = mapping(target.get(step.replace("~1", "/").replace("~0", "~")))
+    return target
+
+
+def _has_members(schema: Schema, keys: AbstractSet[str]) -> bool:
+    """Whether an object with these keys is one of a schema that names its keys."""
+    names, required = mapping(schema.get("properties")), schema.get("required")
+    wanted = {str(each) for each in cast("list[Any]", required)} if isinstance(required, list) else set[str]()
+    return bool(names) and wanted <= keys <= names.keys()
+
+
+def _member(schema: Schema, key: str) -> list[Any]:
+    names, others = mapping(schema.get("properties")), schema.get("additionalProperties")
+    return [names[key]] if key in names else [others] if isinstance(others, Mapping) else []
+
+
+def _types(found: Any, root: Schema, depth: int, seen: set[str]) -> Types | None:
+    """The types of a schema; None for a reference that was followed before, which adds none."""
+    schema = mapping(found)
+    if depth > _MAX_DEPTH:
+        return ANY
+    if isinstance(ref := schema.get("$ref"), str):
+        if ref in seen:
+            return None
+        seen.add(ref)
+        return _types(referred(ref, root), root, depth + 1, seen)
+    declared = schema.get("type")
+    if isinstance(declared, str | list):
+        names = cast("list[Any]", [declared] if isinstance(declared, str) else declared)
+        types = {_NAMES.get(str(name).lower(), "") for name in names}
+        if "" in types:
+            return ANY
+        return frozenset(types | {"null"} if schema.get("nullable") is True else types)
+    for key in _UNIONS:
+        if isinstance(options := schema.get(key), list) and options:
+            every = [_types(option, root, depth + 1, seen) for option in cast("list[Any]", options)]
+            parts = [part for part in every if part is not None]
+            return frozenset[str]().union(*parts) if all(parts) else ANY
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return frozenset(_LITERALS.get(cast("type[Any]", type(item)), "object") for item in cast("list[Any]", values))
+    if "properties" in schema:
+        return frozenset({"object"})
+    return frozenset({"array"}) if "items" in schema else ANY
+
+
+def json_text(text: str) -> str | None:
+    """`text` as strict JSON if it is one JSON or Python value, else None."""
+    reader, parts = MarkupReader(), list[str]()
+    reader.push(text)
+    reader.ended = True
+    try:
+        for _ in value(reader, parts.append):
+            pass
+    except Malformed:
+        return None
+    return "".join(parts) if not reader.buf[reader.at :].strip() else None
+
+
+def json_type(text: str) -> str:
+    """The JSON type of strict JSON `text`."""
+    simple = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}.get(text[0])
+    return simple or ("number" if set(text) & set(".eE") else "integer")
+
+
+def coerced(text: str, types: Types) -> str:
+    """The JSON for a parameter written as plain `text`: the first of its types that fits, else a string."""
+    if types == STRING:
+        return quoted(text)
+    bare = text.strip()
+    literal = json_text(bare)
+    if literal is not None and "string" in types and is_padded(bare):
+        return quoted(text)
+    if literal is not None:
+        kind = json_type(literal)
+        if kind == "string":
+            # Quotes around a string belong to it, unless no string is wanted there.
+            return quoted(text) if not types or "string" in types else coerced_string(literal, types)
+        if not types:
+            # A guess: `+41` and `1_000` are not meant as numbers.
+            is_plain = kind in ("array", "object") or bare in (literal, "True", "False", "None")
+            return literal if is_plain else quoted(text)
+        if kind in types or (kind == "integer" and "number" in types):
+            return literal
+        if kind == "number" and "integer" in types and (whole := _whole(literal)):
+            return whole
+    if "string" not in types:
+        if "boolean" in types and bare.lower() in ("true", "false"):
+            return bare.lower()
+        if "null" in types and bare.lower() in ("null", "none", ""):
+            return "null"
+    return quoted(text)
+
+
+def coerced_string(found: str, types: Types) -> str:
+    """The JSON string `found`, where the schema wants something else: what is in it, if that fits."""
+    inner: str = json.loads(found)
+    if types == ANY or "string" in types:
+        return found
+    better = coerced(inner, types)
+    return found if better.startswith('"') else better
+
+
+def _whole(text: str) -> str:
+    try:
+        number_ = float(text)
+    except OverflowError:
+        return ""
+    return number(str(int(number_))) if number_.is_integer() else ""

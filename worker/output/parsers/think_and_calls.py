@@ -1,0 +1,132 @@
+"""The outer grammar of most models: text, with reasoning and calls between markers."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from worker.output.parsers.call import CallFormat, ParserContext, attempt
+from worker.output.parsers.reader import Steps, markers
+
+# Ends of a turn as text, where a tokenizer does not take them out: markup at the very end, and only there. Those that
+# might be a user's own markup are so only behind a call.
+_PLAIN_END: Final = ("</s>", "<eos>", "<sep>", "</assistant>", "<end_of_sentence>")
+_END_OF_TURN: Final = (
+    *_PLAIN_END, "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<turn|>",
+    "<end_of_turn>", "<|eot|>", "<|end_of_msg|>", "<|role_end|>", "<｜end▁of▁sentence｜>", "[e~[", "<seed:eos>",
+    "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|user|>", "<|observation|>", "<SPECIAL_12>", "<｜hy_eos｜>",
+    "<｜hy_eos:opensource｜>",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Think:
+    """Markup of reasoning. `prefix` is a line that may follow the start marker and belongs to it.
+
+    `is_explicit`: the model always writes the start itself, so that an end without it is noise.
+    """
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    prefix: str = ""
+    is_explicit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MarkupGrammar:
+    """Markup of a family. `drop` is markup without a meaning of its own; `opening` is tried where content begins.
+
+    `tool_ends_think`: a call inside of reasoning ends it `always`, if it begins a `line`, or `never` (it is a thought).
+    """
+
+    formats: tuple[CallFormat, ...] = ()
+    think: Think | None = None
+    drop: tuple[str, ...] = ()
+    opening: CallFormat | None = None
+    tool_ends_think: Literal["always", "line", "never"] = "never"
+
+
+class Conversation:
+    """Reads one output."""
+
+    def __init__(self, ctx: ParserContext, grammar: MarkupGrammar) -> None:
+        self._ctx = ctx
+        self._grammar = grammar
+        self._by_start = {start: form for form in grammar.formats for start in form.starts}
+        self._starts, self._ends = (grammar.think.starts, grammar.think.ends) if grammar.think else ((), ())
+        self._content = markers(*self._starts, *self._ends, *grammar.drop, *self._by_start, *_END_OF_TURN)
+        calls = self._by_start if grammar.tool_ends_think != "never" else ()
+        self._reasoning = markers(*self._starts, *self._ends, *calls)
+
+    def read(self, in_reasoning: bool) -> Steps[None]:
+        """The whole output; `in_reasoning` when the prompt has opened the block."""
+        if in_reasoning and self._grammar.think:
+            yield from self._read_reasoning()
+        yield from self._open()
+        ctx, out = self._ctx, self._ctx.out
+        while hit := (yield from ctx.r.until(self._content, out.text)):
+            if form := self._by_start.get(hit):
+                yield from attempt(ctx, form, hit, out.text)
+            elif hit in self._starts:
+                if out.is_line_start or self._is_special(hit):
+                    yield from self._read_reasoning()
+                    yield from self._open()
+                else:
+                    out.text(hit)
+            elif hit in self._ends:
+                # A close without an opening; in the middle of a text it is the user's subject.
+                if out.is_blank:
+                    out.end_reasoning()
+                elif not self._is_special(hit):
+                    out.text(hit)
+            elif hit in self._grammar.drop:
+                out.close_section()
+            elif hit in _PLAIN_END and not out.is_blank:
+                out.text(hit)
+            else:
+                yield from self._end_of_turn(hit)
+
+    def _end_of_turn(self, hit: str) -> Steps[None]:
+        """Drop the marker if nothing but more of them follows; else it is text."""
+        r, first = self._ctx.r, hit
+        r.trace = []
+        while hit:
+            if not (yield from r.space()):
+                r.trace = None
+                return
+            hit = yield from r.literal(markers(*_END_OF_TURN))
+        self._ctx.out.text(first + r.untrace())
+
+    def _open(self) -> Steps[None]:
+        if self._grammar.opening:
+            yield from attempt(self._ctx, self._grammar.opening, "", self._ctx.out.text)
+
+    def _read_reasoning(self) -> Steps[None]:
+        ctx, out = self._ctx, self._ctx.out
+        out.open_reasoning()
+        yield from self._prefix()
+        while hit := (yield from ctx.r.until(self._reasoning, out.reasoning)):
+            if hit in self._ends:
+                break
+            if hit in self._starts:
+                # The model repeats what the prompt has opened.
+                if not out.in_reasoning or out.is_blank:
+                    yield from self._prefix()
+                else:
+                    out.reasoning(hit)
+            elif self._grammar.tool_ends_think == "line" and out.in_reasoning and not out.is_line_start:
+                out.reasoning(hit)
+            elif (yield from attempt(ctx, self._by_start[hit], hit, out.reasoning)):
+                return
+            elif not out.in_reasoning:
+                return  # `Verbatim` has ended the block.
+        out.end_reasoning()
+
+    def _prefix(self) -> Steps[None]:
+        if self._grammar.think and (prefix := self._grammar.think.prefix):
+            text = yield from self._ctx.r.peek(len(prefix) + 1)
+            # Where nothing was thought, the line may not be ended.
+            if text == prefix or (text.startswith(prefix) and text[-1] in "\r\n<"):
+                self._ctx.r.take(len(prefix))
+
+    def _is_special(self, marker: str) -> bool:
+        """Whether only a model's special token looks like this, so that it cannot be part of a text."""
+        return "|" in marker or "｜" in marker or marker.startswith("[") or self._ctx.r.controls.are_special(marker)

@@ -1,0 +1,1 @@
+"""Prefix cache: radix tree in memory, files on disk, and events of both."""

@@ -1,0 +1,336 @@
+"""The folder that all workers keep their prefixes in: who uses which part of it, its cap, and what is set aside.
+
+    .total                                      bytes of all files, and the lock for names
+    <key of form>/.model                        the model's path, for people and for `mlxctl cache clear`
+    <key of form>/.for.<owner>.<form>           whose files these are; locked while a worker uses them
+    <key of form>/<key of edge>.safetensors
+    quarantine/<key of form>.<key of edge>.safetensors
+
+Files are written under another name, synced and renamed, so that a name stands for a whole file. Any of them may vanish
+at any time: by the cap, which every writer enforces, or by a person who clears the folder.
+"""
+
+import fcntl
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from worker.prefix_cache.file_format import SUFFIX, EncodedFile
+
+LABEL: Final = ".model"
+QUARANTINE: Final = "quarantine"
+# When the cap is reached, this share of it is kept: looking at every file pays off for many writes.
+KEEP_RATIO: Final = 0.9
+_MARK: Final = ".for."
+_PART_DIGITS: Final = 8
+_TEMP: Final = ".part"
+_STALE_TEMP_S: Final = 3600.0
+
+
+class CacheFormat(msgspec.Struct, frozen=True):
+    """Form of cached KV: digests of all parts that it depends on. Files of another form cannot be used."""
+
+    libraries: str
+    layout: str
+    weights: str
+    configuration: str
+    tokenizer: str
+
+    @property
+    def key(self) -> str:
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=20).hexdigest()
+
+
+class FolderOwner(msgspec.Struct, frozen=True):
+    """Owner of a folder's files: a served model of one daemon, whatever form it has now.
+
+    A daemon has one model of a name and a root of its own, so that what differs on purpose differs in `name` or, where
+    daemons share a folder through links, in `root` as each of them names it. Two models of one form share a folder,
+    which is stale only when neither has this form any more. Nor is it while a worker uses it: that one holds a lock.
+    """
+
+    name: str
+    root: str
+    # Where the model was loaded from: for people.
+    path: str
+    form: CacheFormat
+
+    @property
+    def owner(self) -> str:
+        """The beginning of the names of this owner's marks, in any form."""
+        return _MARK + hashlib.blake2b(msgspec.json.encode((self.name, self.root)), digest_size=8).hexdigest() + "."
+
+    @property
+    def mark(self) -> str:
+        """The name of an empty file: there is nothing in it that a crash could leave half written."""
+        return self.owner + ".".join(part[:_PART_DIGITS] for part in msgspec.structs.astuple(self.form))
+
+    def differences(self, mark: str) -> str:
+        """Names of the fingerprint parts that differ from `mark`."""
+        parts, own = (name.removeprefix(self.owner).split(".") for name in (mark, self.mark))
+        names = CacheFormat.__struct_fields__ if len(parts) == len(own) else ()
+        differing = [name for name, part, now in zip(names, parts, own, strict=False) if part != now]
+        return ", ".join(differing) or "form"
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """A folder whose files were set aside."""
+
+    model: str
+    key: str
+    files: int
+    nbytes: int
+    differences: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskQuota:
+    """An empty file of the right size under another name; `is_counted` if all files were looked at to make room."""
+
+    temp: Path
+    is_counted: bool
+
+
+class ModelFolder:
+    """One worker's part of the root. For the disk threads, and for the scan before these begin."""
+
+    def __init__(self, root: Path, key: str, cap: int, claim: FolderOwner | None) -> None:
+        self._root = root
+        self._here = root / key
+        self._cap = cap
+        self._claim = claim
+        # The writer's: our mark, open and locked.
+        self._lease: int | None = None
+
+    def path(self, key: str) -> Path:
+        return self._here / (key + SUFFIX)
+
+    def files(self) -> list[Path]:
+        return [self._here / name for name in _names(self._here) if name.endswith(SUFFIX)]
+
+    # -- whose it is -------------------------------------------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Say whose files these are, and that they are in use. Raises OSError."""
+        if self._claim is not None:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._ledger():
+                self._open_here()
+
+    def release(self) -> None:
+        """They are in use no more."""
+        if self._lease is not None:
+            os.close(self._lease)
+            self._lease = None
+
+    def retire(self) -> Iterator[Stale]:
+        """Set aside what this owner has left in other forms. Raises OSError."""
+        claim = self._claim
+        if claim is None:
+            return
+        for folder in _folders(self._root):
+            if folder == self._here or not any(name.startswith(claim.owner) for name in _names(folder)):
+                continue
+            with self._ledger():
+                stale = self._retire(folder, claim)
+            if stale is not None and stale.files:
+                yield stale
+
+    def _retire(self, folder: Path, claim: FolderOwner) -> Stale | None:
+        """Under the lock. The mark stays: a worker that is on its way out may still write a file."""
+        names = _names(folder)
+        marks = [name for name in names if name.startswith(_MARK)]
+        own = [mark for mark in marks if mark.startswith(claim.owner)]
+        if not own or any(_is_leased(folder / mark) for mark in own):
+            return None
+        if len(own) < len(marks):  # another model still has this form
+            for mark in own:
+                (folder / mark).unlink(missing_ok=True)
+            return None
+        sizes = [self._move(folder / name) for name in names if name.endswith(SUFFIX)]
+        moved = [size for size in sizes if size is not None]
+        return Stale(claim.name, folder.name, len(moved), sum(moved), claim.differences(own[0]))
+
+    def _open_here(self) -> None:
+        """Under the lock: our folder, with our mark, also where someone has deleted it."""
+        self._here.mkdir(mode=0o700, exist_ok=True)
+        for folder in (self._root, self._here):
+            folder.chmod(0o700)
+        if self._claim is None or (self._lease is not None and os.fstat(self._lease).st_nlink):
+            return
+        self.release()
+        label = self._here / LABEL
+        label.touch(mode=0o600)
+        label.write_text(f"{self._claim.path}\n", encoding="utf-8")
+        self._lease = os.open(self._here / self._claim.mark, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lease, fcntl.LOCK_SH | fcntl.LOCK_NB)  # no process locks it without the ledger
+
+    # -- the cap -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, key: str, size: int) -> DiskQuota | None:
+        """Room for a file, with the cap kept; None if it can never fit. Raises OSError."""
+        if size > self._cap * KEEP_RATIO:
+            return None
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temp = self._here / f"{key}.{os.getpid()}{_TEMP}"
+        with self._ledger() as ledger:
+            self._open_here()
+            total = _read_total(ledger)
+            is_counted = total + size > self._cap
+            if is_counted:
+                total = self._make_room(size)
+            _allocate(temp, size)
+            os.pwrite(ledger, f"{total + size:020d}".encode(), 0)
+        return DiskQuota(temp, is_counted)
+
+    def publish(self, temp: Path, encoded: EncodedFile, key: str) -> None:
+        """Fill a reserved file and give it its name. Raises OSError; then nothing is left of it."""
+        try:
+            with temp.open("r+b") as file:
+                file.writelines((encoded.header, *encoded.buffers))
+                file.flush()
+                os.fsync(file.fileno())
+            with self._ledger():
+                temp.rename(self.path(key))
+        except OSError:
+            temp.unlink(missing_ok=True)
+            raise
+
+    @contextmanager
+    def _ledger(self) -> Generator[int]:
+        """The file that tells all workers how many bytes the folder holds (at least), locked.
+
+        Names change only under the lock, or a worker that counts could miss a file that is just being renamed.
+        """
+        ledger = os.open(self._root / ".total", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(ledger, fcntl.LOCK_EX)
+            yield ledger
+        finally:
+            os.close(ledger)
+
+    def _make_room(self, size: int) -> int:
+        """Delete what was set aside, then the files that were used longest ago; returns the bytes that are left.
+        Parents are newer than their children, so that what goes first is an end of a path."""
+        files = _list_files(self._root)
+        total = sum(file.nbytes for file in files)
+        if total + size > self._cap:
+            for file in sorted(files, key=lambda file: (file.path.parent.name != QUARANTINE, file.used)):
+                if total + size <= self._cap * KEEP_RATIO:
+                    break
+                if file.path.suffix != _TEMP:  # another worker is writing that one
+                    file.path.unlink(missing_ok=True)
+                    total -= file.nbytes
+        return total
+
+    # -- what is not used --------------------------------------------------------------------------------------------
+
+    def set_aside(self, path: Path) -> None:
+        """Take a file out of the way: it is kept for people to look at until its room is needed."""
+        with suppress(OSError), self._ledger():
+            self._move(path)
+
+    def _move(self, path: Path) -> int | None:
+        """Under the lock. Its bytes; None if it has gone, or cannot be moved or deleted."""
+        try:
+            nbytes = path.stat().st_size
+        except OSError:
+            return None
+        try:
+            (self._root / QUARANTINE).mkdir(mode=0o700, exist_ok=True)
+            path.rename(self._root / QUARANTINE / f"{path.parent.name}.{path.name}")
+        except OSError:
+            try:
+                path.unlink()
+            except OSError:
+                return None
+        return nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    used: int
+    nbytes: int
+    path: Path
+
+
+def _names(folder: Path) -> list[str]:
+    """Empty where there is no folder, or no more."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _folders(root: Path) -> list[Path]:
+    return [path for name in _names(root) if (path := root / name).is_dir() and not path.is_symlink()]
+
+
+def _is_leased(mark: Path) -> bool:
+    """Whether a worker that lives holds it."""
+    try:
+        descriptor = os.open(mark, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _allocate(temp: Path, size: int) -> None:
+    """Only the owner may read it from the first moment."""
+    descriptor = os.open(temp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    try:
+        os.truncate(descriptor, size)
+    except OSError:
+        temp.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _list_files(root: Path) -> list[_File]:
+    """Every file of every model, and what is set aside. Remains of dead writers are deleted."""
+    files: list[_File] = []
+    for path in [*root.glob(f"*/*{SUFFIX}"), *root.glob(f"*/*{_TEMP}")]:
+        try:
+            facts = path.stat()
+            if path.suffix == _TEMP and _is_stale(path, facts.st_mtime):
+                path.unlink()
+                continue
+        except OSError:
+            continue
+        files.append(_File(facts.st_mtime_ns, facts.st_size, path))
+    return files
+
+
+def _is_stale(temp: Path, modified: float) -> bool:
+    pid = temp.name.removesuffix(_TEMP).rpartition(".")[2]
+    if time.time() - modified > _STALE_TEMP_S or not pid.isdecimal():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _read_total(ledger: int) -> int:
+    """More than any cap where there is no number, so that a worker that finds none counts the files."""
+    text = os.pread(ledger, 20, 0)
+    return int(text) if text.isdigit() else sys.maxsize

@@ -1,0 +1,390 @@
+"""Prefixes that were computed before, in memory and on disk.
+
+Models with only sliceable layers reuse any number of tokens; others reuse up to the deepest checkpoint on the path.
+What is evicted from memory can be read back if it was written; reading is for other threads, and a `Ticket` says when
+it is done.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+
+from worker.kv.kv import KvLayout, Span, arrays_of, assemble, part_span, slice_span, view_span
+from worker.prefix_cache.block_events import BlockEventLog
+from worker.prefix_cache.branch import PrefixCursor
+from worker.prefix_cache.counts import CacheCounts
+from worker.prefix_cache.disk import CacheDisk, DiskEntry, DiskRead
+from worker.prefix_cache.radix_tree import EMPTY, Extent, Path, RadixNode, TokenCost, Tokens, Tree, new_state
+from worker.prefix_cache.salts import salt_key
+
+# Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
+MAX_ARRAYS: Final = 200_000
+# Less than this is not worth a node when only a part of a prefix fits the budget, nor a file, nor a read.
+MIN_TOKENS: Final = 64
+# A disk that takes longer than this is no help.
+READ_TIMEOUT_S: Final = 30.0
+CLOSE_TIMEOUT_S: Final = 5.0
+# Nodes whose files have gone are forgotten when met, and all at once when this many have.
+_PRUNE_EVERY: Final = 256
+
+_Write = tuple[DiskEntry, Span, list[Any] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Reads that were started for one row, and what it needs of memory beside them."""
+
+    reads: dict[DiskEntry, DiskRead]
+    # With the tokens that the node had: it may be cut meanwhile.
+    held: dict[RadixNode, tuple[Span, int]]
+    deadline: float
+
+    @property
+    def is_settled(self) -> bool:
+        return all(read.is_done for read in self.reads.values()) or time.monotonic() > self.deadline
+
+
+class PrefixCache:
+    """Owned by the engine thread. What it holds is never above its budgets between calls."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        budget: int,
+        max_arrays: int = MAX_ARRAYS,
+        disk: CacheDisk | None = None,
+        disk_min_tokens: int = 0,
+        journal: BlockEventLog | None = None,
+    ) -> None:
+        self._layout = layout
+        self._budget = budget
+        self._max_arrays = max_arrays
+        self._tree = Tree(layout, journal)
+        self._journal = journal
+        self._disk = disk
+        self._disk_min_tokens = max(MIN_TOKENS, disk_min_tokens)
+        # What `persist` chose in this tick and in the one before.
+        self._chosen: list[_Write] = []
+        self._due: list[_Write] = []
+        self._lost = 0
+        self.counts = CacheCounts()
+        # The newest failure to keep a row's KV.
+        self.failure: Exception | None = None
+        if disk is not None:
+            ends: dict[str, RadixNode] = {}
+            for entry in disk.start():
+                ends[entry.key] = self._tree.place(entry, ends[entry.parent.key] if entry.parent else None)
+
+    def __len__(self) -> int:
+        return len(self._tree)
+
+    @property
+    def nbytes(self) -> int:
+        return self._tree.nbytes
+
+    @property
+    def arrays(self) -> int:
+        return self._tree.arrays
+
+    @property
+    def budget(self) -> int:
+        """Bytes that it may hold."""
+        return self._budget
+
+    @property
+    def is_on(self) -> bool:
+        return self._budget > 0
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        return self._layout.needs_checkpoints
+
+    @property
+    def disk(self) -> CacheDisk | None:
+        return self._disk
+
+    def longest(self, tokens: Tokens, salt: str = "", whole: Callable[[int], int] | None = None) -> int:
+        """Number of leading tokens that could be reused from memory; `whole` as for `fetch`."""
+        return self._cut(*self._usable(self._tree.walk(tokens, salt_key(salt))), whole)[0]
+
+    def branch(self, tokens: Tokens, salt: str = "") -> PrefixCursor | None:
+        """The place of these tokens among all that is known, where they are known to the last."""
+        path = self._tree.walk(tokens, salt_key(salt))
+        if not path or path[-1][0].begin + path[-1][1] < len(tokens):
+            return None
+        return PrefixCursor(path[-1][0], len(tokens))
+
+    def attach(self, tokens: Tokens, salt: str, ticket: Ticket) -> None:
+        """Hold what was read for a prefix, as far as there is room."""
+        self._attach(self._tree.walk(tokens, salt_key(salt)), ticket)
+        self._evict()
+
+    def fetch(
+        self,
+        tokens: Tokens,
+        salt: str = "",
+        ticket: Ticket | None = None,
+        whole: Callable[[int], int] | None = None,
+    ) -> tuple[int, list[Any]]:
+        """The longest reusable prefix: (number of tokens, a cache of its own to go on with, or [] for none).
+
+        `whole` gives the last position up to another at which a prefix may end.
+        """
+        path = self._tree.walk(tokens, salt_key(salt))
+        in_memory, _ = self._usable(path)
+        if ticket is not None:
+            self._attach(path, ticket)
+        reusable, node = self._cut(*self._usable(path), whole)
+        self.counts.queries += 1
+        self.counts.query_tokens += len(tokens)
+        if node is None:
+            self._evict()
+            return 0, []
+        self._tree.touch(node)
+        self.counts.hits += 1
+        self.counts.hit_tokens += reusable
+        self.counts.disk_hits += reusable > in_memory
+        self.counts.disk_restored_tokens += reusable - in_memory
+        spans: list[Span] = []
+        for step, matched in path:
+            if step.begin >= reusable:
+                break
+            assert step.span is not None
+            matched = min(matched, reusable - step.begin)
+            spans.append(step.span if matched == len(step.tokens) else view_span(step.span, 0, matched))
+        caches = assemble(self._layout, spans, node.state or [], reusable)
+        self._evict()
+        return reusable, caches
+
+    def store(self, tokens: Tokens, caches: Sequence[Any], salt: str = "") -> None:
+        """Keep what `caches` hold for `tokens`, all of which they have processed; known prefixes cost nothing."""
+        if self._budget <= 0 or len(tokens) == 0:
+            return
+        node, depth = self._tree.descend(tokens, salt_key(salt))
+        self._tree.fill(node, caches)
+        if depth < len(tokens):
+            node = self._append(node, tokens, depth, caches)
+        elif self._layout.needs_checkpoints and node.state is None:
+            self._add_state(node, caches)
+        if node.state is not None:
+            self._tree.cover(node, caches)
+        self._tree.touch(node)
+        self._tree.drop_useless(node)
+        self._evict()
+
+    def resize(self, budget: int, price: TokenCost | None = None) -> None:
+        """Another budget in bytes, and what counts as such in a group; what is too much is evicted at once."""
+        self._budget = budget
+        self._tree.set_price(price)
+        self._evict()
+
+    def clear(self) -> None:
+        """Let go of all memory; files stay known. Also after a `store` or `fetch` that raised."""
+        self._tree.clear()
+
+    def fail(self, error: Exception) -> None:
+        """Count a failure to keep a row's KV, of which a part may be held, and let go of all memory."""
+        # A traceback would hold the KV that is in its frames.
+        self.failure = error.with_traceback(None)
+        self.counts.failures += 1
+        self.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError if the books are wrong; slow."""
+        self._tree.check()
+        assert self.nbytes <= self._budget
+        assert self.arrays <= self._max_arrays
+
+    # -- disk --------------------------------------------------------------------------------------------------------
+
+    def restore(self, tokens: Tokens, salt: str = "") -> Ticket | None:
+        """Start to read what the disk has of this prefix beyond memory; None if that is not worth it."""
+        if self._disk is None:
+            return None
+        path = self._tree.walk(tokens, salt_key(salt))
+        reach, target = self._reach(path)
+        if target is None or reach - self._usable(path)[0] < MIN_TOKENS:
+            return None
+        wanted: dict[DiskEntry, bool] = {}
+        held: dict[RadixNode, tuple[Span, int]] = {}
+        for node, _ in path:
+            if node.span is not None:
+                held[node] = node.span, len(node.tokens)
+            elif node.extent is not None:
+                wanted.setdefault(node.extent.entry, False)
+            if node is target:
+                break
+        if self._layout.needs_checkpoints and target.state is None and target.saved is not None:
+            wanted[target.saved] = True
+        reads = {entry: self._disk.read(entry, with_state=with_state) for entry, with_state in wanted.items()}
+        return Ticket(reads, held, time.monotonic() + READ_TIMEOUT_S)
+
+    def persist(self, tokens: Tokens, checkpoints: Collection[int], salt: str = "") -> None:
+        """Write the path of `tokens`, parents first, with the checkpoints at these positions; `hand_over` starts it."""
+        if self._disk is None or len(tokens) < self._disk_min_tokens:
+            return
+        key = salt_key(salt)
+        above: DiskEntry | None = None
+        path = self._tree.walk(tokens, key)
+        # A short end waits until there is more: many short answers must not become as many files.
+        new = next((node.begin for node, _ in path if not node.is_on_disk), len(tokens))
+        stop = len(tokens) if len(tokens) - new >= MIN_TOKENS else new
+        for node, matched in path:
+            if node.span is None or matched < len(node.tokens) or node.end > stop:
+                break
+            is_saved = node.saved is not None and node.saved.is_live and not node.is_longer
+            state = node.state if node.end in checkpoints and not is_saved else None
+            if node.extent is None or not node.extent.entry.is_live or node.is_longer:
+                node.is_longer = False
+                has_state = state is not None
+                entry = self._disk.entry(above, key, node.begin, node.tokens, bool(node.span), has_state)
+                node.extent = Extent(entry, 0, len(node.tokens))
+                self._chosen.append((entry, node.span, state))
+            elif state is not None:
+                entry = self._disk.entry(node.extent.entry, key, node.end, EMPTY, False, True)
+                self._chosen.append((entry, [], state))
+            if state is not None:
+                node.saved = self._chosen[-1][0]
+            above = node.extent.entry
+
+    def hand_over(self) -> None:
+        """Give the writer what `persist` chose a tick ago; called once a tick. By now its arrays have been computed.
+
+        Raises what computing them raises; what was not handed over then is given up.
+        """
+        if self._disk is None:
+            return
+        due, self._due, self._chosen = self._due, self._chosen, []
+        handed_over = 0
+        try:
+            for entry, span, state in due:
+                mx.eval(arrays_of(span, state or []))
+                self._disk.write(entry, span, state)
+                handed_over += 1
+        finally:
+            if handed_over < len(due):
+                for entry, _, _ in (*due[handed_over:], *self._due):
+                    self._disk.drop(entry)
+                self._due = []
+        if self._disk.lost - self._lost > _PRUNE_EVERY:
+            self._lost = self._disk.lost
+            self._tree.prune()
+
+    def tell(self) -> None:
+        """Tell those who listen what it has come to hold and let go of; called once a tick."""
+        if self._journal is not None:
+            self._journal.flush()
+
+    def flush(self) -> None:
+        """Give the writer all that was chosen, for when there is no next tick."""
+        self.hand_over()
+        self.hand_over()
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finish writing, within this time."""
+        self.flush()
+        if self._disk is not None:
+            self._disk.close(timeout_s)
+
+    def _reach(self, path: Path) -> tuple[int, RadixNode | None]:
+        """`_usable`, with what the disk has."""
+        reach, target = 0, None
+        for node, matched in path:
+            if not node.is_held and not node.is_readable:
+                break
+            if not self._layout.needs_checkpoints:
+                reach, target = node.begin + matched, node
+            elif matched == len(node.tokens):
+                has_state = node.state is not None or (node.saved is not None and node.saved.is_readable)
+                reach, target = (node.end, node) if has_state else (reach, target)
+        return reach, target
+
+    def _attach(self, path: Path, ticket: Ticket) -> None:
+        """Hold what was read."""
+        last: RadixNode | None = None
+        for node, _ in path:
+            if not node.is_held:
+                span = _part(ticket, node)
+                if span is None:
+                    break
+                self._tree.hold(node, span)
+            last = node
+            read = ticket.reads.get(node.saved) if node.saved is not None else None
+            if node.state is None and read is not None and read.is_done and read.state is not None:
+                self._tree.set_state(node, read.state)
+        if last is not None:
+            self._tree.touch(last)
+            self._tree.drop_useless(last)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _usable(self, path: Path) -> tuple[int, RadixNode | None]:
+        """(tokens that can be reused, the node that ends them). The deepest node counts when only slices are needed."""
+        for node, matched in reversed(path):
+            if not node.is_held:
+                continue
+            if not self._layout.needs_checkpoints:
+                return node.begin + matched, node
+            if node.state is not None and matched == len(node.tokens) and self._tree.covers(node):
+                return node.end, node
+        return 0, None
+
+    def _cut(
+        self, reusable: int, node: RadixNode | None, whole: Callable[[int], int] | None
+    ) -> tuple[int, RadixNode | None]:
+        """`_usable`, up to where a prefix may end: checkpoints are taken there, KV that can be cut is cut there."""
+        if whole is None or whole(reusable) == reusable:
+            return reusable, node
+        reusable = 0 if self._layout.needs_checkpoints else whole(reusable)
+        return reusable, node if reusable else None
+
+    def _append(self, parent: RadixNode, tokens: Tokens, depth: int, caches: Sequence[Any]) -> RadixNode:
+        """A new leaf for tokens[depth:], or for the part that fits the budget; `parent` if nothing does."""
+        state = new_state(self._layout, caches)
+        span = slice_span(caches, depth, len(tokens))
+        room = self._budget - self._tree.path_bytes(parent)
+        size = self._tree.span_bytes(len(tokens) - depth, span, state) + tokens[depth:].nbytes
+        if size > room:
+            # Better a part of this prefix, or nothing of it, than everything else evicted and this as well.
+            fitting = depth + room * (len(tokens) - depth) // size
+            if state is not None or fitting - depth < MIN_TOKENS:
+                return parent
+            tokens = tokens[:fitting]
+            span = slice_span(caches, depth, fitting)
+        node = self._tree.append(parent, tokens[depth:])
+        node.state = state
+        self._tree.hold(node, span)
+        mx.async_eval(arrays_of(span, state or []))
+        return node
+
+    def _add_state(self, node: RadixNode, caches: Sequence[Any]) -> None:
+        state = new_state(self._layout, caches)
+        if state is None or self._tree.path_bytes(node) + self._tree.span_bytes(0, [], state) > self._budget:
+            return
+        self._tree.set_state(node, state)
+        mx.async_eval(arrays_of([], state))
+
+    def _evict(self) -> None:
+        while self.nbytes > self._budget or self.arrays > self._max_arrays:
+            self._tree.release(self._tree.oldest)
+            self.counts.evictions += 1
+
+
+def _part(ticket: Ticket, node: RadixNode) -> Span | None:
+    """The ticket's span of a node, which may have been split since."""
+    span, size = ticket.held.get(node, (None, 0))
+    if span is not None and size == len(node.tokens):
+        return span
+    extent = node.extent
+    read = ticket.reads.get(extent.entry) if extent is not None else None
+    if extent is None or read is None or not read.is_done or read.span is None:
+        return None
+    size = len(extent.entry.tokens)
+    if extent.begin == 0 and extent.end == size:
+        return read.span
+    part = part_span(read.span, size, extent.begin, extent.end)
+    mx.async_eval(arrays_of(part, []))
+    return part

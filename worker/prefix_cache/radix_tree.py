@@ -1,0 +1,377 @@
+"""A radix tree over token ids whose edges hold KV, in memory, on disk, or both.
+
+An edge owns the KV of its tokens; a node may own a checkpoint of the stateful layers at its end. A path from the root
+is a prefix, shared by all that begin with it. Each salt has a tree of its own, and nothing crosses.
+
+What is held in memory is closed upwards: the ancestors of a held node are held. Recency order keeps every held node
+newer than its held descendants, so that the oldest is always an end and evicting is letting go of the oldest.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from worker.kv.kv import KvLayout, Span, arrays_of, copy_state, cut_span, extend_windows, slice_span
+from worker.prefix_cache.disk import DiskEntry
+
+Tokens = npt.NDArray[np.int32]
+EMPTY: Tokens = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Tokens [begin, end) of a file's edge."""
+
+    entry: DiskEntry
+    begin: int
+    end: int
+
+
+@dataclass(slots=True, eq=False)
+class RadixNode:
+    """One edge: `tokens`, ending at position `end`. `span` is their KV in memory, `extent` on disk; `state` and `saved`
+    are the checkpoint at the end, likewise."""
+
+    tokens: Tokens
+    end: int
+    parent: "RadixNode | None"
+    span: Span | None = None
+    state: list[Any] | None = None
+    extent: Extent | None = None
+    saved: DiskEntry | None = None
+    # Holds more of the windows than its file does.
+    is_longer: bool = False
+    children: "dict[int, RadixNode]" = field(default_factory=dict)
+    nbytes: int = 0
+    arrays: int = 0
+
+    @property
+    def begin(self) -> int:
+        return self.end - len(self.tokens)
+
+    @property
+    def is_held(self) -> bool:
+        return self.span is not None
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Written, or about to be."""
+        return self.extent is not None and self.extent.entry.is_live
+
+    @property
+    def is_readable(self) -> bool:
+        return self.extent is not None and self.extent.entry.is_readable
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """Size of a node whatever its arrays take: so the ranks of a group, which have other layers, let go of the same."""
+
+    token_bytes: int
+    state_bytes: int
+    arrays: int
+
+
+Path = list[tuple[RadixNode, int]]
+"""Edges along some tokens, each with how many of its tokens match; only the last may match in part."""
+
+
+class Listener(Protocol):
+    """Hears of the nodes that get KV and lose it, with the salt of their tree."""
+
+    def hold(self, salt: str, node: RadixNode) -> None: ...
+    def let_go(self, salt: str, node: RadixNode) -> None: ...
+
+
+class Tree:
+    """The nodes and their books. `nbytes` and `arrays` are exactly the sums over the held nodes."""
+
+    def __init__(self, layout: KvLayout, listener: "Listener | None" = None) -> None:
+        self.layout = layout
+        self._listener = listener
+        self.price: TokenCost | None = None
+        self.nbytes = 0
+        self.arrays = 0
+        self._roots: dict[str, RadixNode] = {}
+        self._recency: OrderedDict[RadixNode, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Held nodes."""
+        return len(self._recency)
+
+    @property
+    def oldest(self) -> RadixNode:
+        return next(iter(self._recency))
+
+    def walk(self, tokens: Tokens, salt: str) -> Path:
+        """The edges along `tokens`. Each token is compared once."""
+        path: Path = []
+        node, depth = self._roots.get(salt), 0
+        while node is not None and depth < len(tokens):
+            child = node.children.get(int(tokens[depth]))
+            if child is None:
+                break
+            if not child.is_held and not child.is_on_disk:
+                self._detach(child)  # its file has gone, and with it all below
+                break
+            matched = common_prefix(child.tokens, tokens[depth:])
+            path.append((child, matched))
+            depth += matched
+            node = child if matched == len(child.tokens) else None
+        return path
+
+    def descend(self, tokens: Tokens, salt: str) -> tuple[RadixNode, int]:
+        """The node where `tokens` leave the tree and how deep it is, splitting an edge if need be."""
+        path = self.walk(tokens, salt)
+        if not path:
+            return self._roots.setdefault(salt, RadixNode(EMPTY, 0, None)), 0
+        node, matched = path[-1]
+        depth = node.begin + matched
+        is_inside = depth == len(tokens) and node.is_held and not self.layout.needs_checkpoints
+        if matched == len(node.tokens) or is_inside:
+            return node, depth
+        return self.split(node, matched), depth
+
+    def split(self, node: RadixNode, at: int) -> RadixNode:
+        """Cut an edge in two; returns the upper half, which has no checkpoint."""
+        parent, extent, size = node.parent, node.extent, len(node.tokens)
+        assert parent is not None
+        upper = RadixNode(node.tokens[:at].copy(), node.begin + at, parent)
+        parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.parent = node.tokens[at:].copy(), upper
+        upper.children[int(node.tokens[0])] = node
+        if extent is not None:
+            middle = extent.begin + at
+            upper.extent = Extent(extent.entry, extent.begin, middle)
+            node.extent = Extent(extent.entry, middle, extent.end)
+        if node.span is not None:
+            upper_span, lower_span = cut_span(node.span, size, at)
+            mx.async_eval(arrays_of([*upper_span, *lower_span], []))
+            node.span = lower_span
+            self._account(node)
+            upper.is_longer = node.is_longer
+            # Becomes the newest of all, so also newer than its descendants.
+            self.hold(upper, upper_span)
+        return upper
+
+    def append(self, parent: RadixNode, tokens: Tokens) -> RadixNode:
+        """A new child with nothing in it."""
+        node = RadixNode(tokens.copy(), parent.end + len(tokens), parent)
+        parent.children[int(tokens[0])] = node
+        return node
+
+    def hold(self, node: RadixNode, span: Span) -> None:
+        """Give a node its KV. The caller touches the path when it is complete."""
+        assert not node.is_held
+        node.span = span
+        self._recency[node] = None
+        self._account(node)
+        if self._listener is not None:
+            self._listener.hold(self._salt(node), node)
+
+    def set_state(self, node: RadixNode, state: list[Any]) -> None:
+        node.state = state
+        self._account(node)
+
+    def fill(self, node: RadixNode, caches: Sequence[Any]) -> None:
+        """Hold the whole path to `node`, from caches that have seen all of it."""
+        missing: list[RadixNode] = []
+        while node.parent is not None:
+            if not node.is_held:
+                missing.append(node)
+            node = node.parent
+        for each in reversed(missing):
+            span = slice_span(caches, each.begin, each.end)
+            mx.async_eval(arrays_of(span, []))
+            self.hold(each, span)
+
+    def covers(self, node: RadixNode) -> bool:
+        """Whether the held path to `node` has the whole of each window before its end."""
+        for size, at in self.layout.windows:
+            need = min(size, node.end)
+            step: RadixNode | None = node
+            while need > 0 and step is not None and step.span is not None:
+                count = step.span[at][0].shape[2]
+                if count < min(need, len(step.tokens)):
+                    return False
+                need -= count
+                step = step.parent
+        return True
+
+    def cover(self, node: RadixNode, caches: Sequence[Any]) -> None:
+        """Complete the windows before a checkpoint, which may lack what lies above an edge that was cut or was computed
+        with a longer one."""
+        if self.covers(node):
+            return
+        begin = node.end - max(size for size, _ in self.layout.windows)
+        step: RadixNode | None = node
+        while step is not None and step.span is not None and step.end > begin:
+            step.span = extend_windows(step.span, caches, max(begin, step.begin), step.end)
+            step.is_longer = True
+            mx.async_eval(arrays_of(step.span, []))
+            self._account(step)
+            step = step.parent
+
+    def touch(self, node: RadixNode) -> None:
+        """Make a path the newest, leaf first, so that ancestors stay newer than their descendants."""
+        while node.parent is not None:
+            self._recency.move_to_end(node)
+            node = node.parent
+
+    def span_bytes(self, tokens: int, span: Span, state: Sequence[Any] | None) -> int:
+        """Bytes of so many tokens' KV, and of the checkpoint at their end."""
+        if self.price is not None:
+            return tokens * self.price.token_bytes + (0 if state is None else self.price.state_bytes)
+        return sum(array.nbytes for array in arrays_of(span, state or []))
+
+    def set_price(self, price: TokenCost | None) -> None:
+        if price != self.price:
+            self.price = price
+            for node in self._recency:
+                self._account(node)
+
+    def path_bytes(self, node: RadixNode) -> int:
+        total = 0
+        while node.parent is not None:
+            total += node.nbytes
+            node = node.parent
+        return total
+
+    def release(self, node: RadixNode) -> None:
+        """Let go of the KV of an end, and of the nodes above that served only it."""
+        parent = node.parent
+        assert parent is not None
+        self._let_go(node)
+        self.drop_useless(parent)
+
+    def clear(self) -> None:
+        """Let go of all KV, the deepest first: a call that raised may have left an end newer than what is above it."""
+        for node in sorted(self._recency, key=lambda node: node.end, reverse=True):
+            if node.is_held:
+                self.release(node)
+        self.prune()
+
+    def drop_useless(self, node: RadixNode) -> None:
+        """Drop edges at the end of a path that have no checkpoint, where checkpoints are needed: they lead nowhere."""
+        while self.layout.needs_checkpoints and node.is_held and node.state is None and not _has_held_children(node):
+            parent = node.parent
+            assert parent is not None
+            self._let_go(node)
+            node = parent
+        if node.parent is None and not node.children:
+            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+
+    def prune(self) -> None:
+        """Forget the nodes whose files have gone and that are not held."""
+        for node in list(self._nodes()):
+            if node.parent is not None and not node.is_held and not node.is_on_disk:
+                self._detach(node)
+
+    def place(self, entry: DiskEntry, above: RadixNode | None) -> RadixNode:
+        """Add a file that was found on disk; `above` is where its parent ends. Returns where it ends."""
+        node = above or self._roots.setdefault(entry.salt, RadixNode(EMPTY, 0, None))
+        while node.begin >= entry.begin and node.parent is not None:
+            node = node.parent
+        if node.end != entry.begin:
+            node = self.split(node, entry.begin - node.begin)
+        at = 0
+        while at < len(entry.tokens):
+            child = node.children.get(int(entry.tokens[at]))
+            if child is None:
+                child = self.append(node, entry.tokens[at:])
+                child.extent = Extent(entry, at, len(entry.tokens))
+            matched = common_prefix(child.tokens, entry.tokens[at:])
+            node = child if matched == len(child.tokens) else self.split(child, matched)
+            at += matched
+        if entry.has_state:
+            node.saved = entry
+            if at:  # a longer edge's file may hold less of the windows before this end
+                node.extent = Extent(entry, at - len(node.tokens), at)
+        return node
+
+    def check(self) -> None:
+        """Raise AssertionError if the books are wrong. Looks at every node: for tests, and for when in doubt."""
+        reached = list(self._nodes())
+        for node in reached:
+            for first, child in node.children.items():
+                assert child.parent is node
+                assert first == int(child.tokens[0])
+                assert child.begin == node.end
+        reached = [node for node in reached if node.parent is not None]
+        assert all(node.is_held or node.extent is not None for node in reached)
+        held = [node for node in reached if node.is_held]
+        age = {node: at for at, node in enumerate(self._recency)}
+        assert set(held) == set(age)
+        for node in held:
+            assert node.parent is not None
+            assert node.parent.parent is None or age[node.parent] > age[node], "the oldest is an end"
+            assert node.nbytes == self.span_bytes(len(node.tokens), node.span or [], node.state) + node.tokens.nbytes
+            assert node.state is None or self.covers(node), "a checkpoint has its windows"
+            is_of_use = node.state is not None or _has_held_children(node)
+            assert is_of_use or not self.layout.needs_checkpoints, "every held path ends in a checkpoint"
+        assert self.nbytes == sum(node.nbytes for node in held)
+        assert self.arrays == sum(node.arrays for node in held)
+        assert all(root.children for root in self._roots.values()), "an empty tree is forgotten"
+
+    def _let_go(self, node: RadixNode) -> None:
+        assert not _has_held_children(node)
+        if self._listener is not None:
+            self._listener.let_go(self._salt(node), node)
+        del self._recency[node]
+        node.span = node.state = None
+        node.is_longer = False
+        self._account(node)
+        if not node.is_on_disk:
+            self._detach(node)
+
+    def _salt(self, node: RadixNode) -> str:
+        """The salt of the tree that a node is in."""
+        top = node
+        while top.parent is not None:
+            top = top.parent
+        return next(salt for salt, root in self._roots.items() if root is top)
+
+    def _detach(self, node: RadixNode) -> None:
+        """Forget a node and all below; none of them is held."""
+        assert node.parent is not None
+        del node.parent.children[int(node.tokens[0])]
+        if node.parent.parent is None and not node.parent.children:
+            self._roots = {salt: root for salt, root in self._roots.items() if root is not node.parent}
+
+    def _account(self, node: RadixNode) -> None:
+        self.nbytes -= node.nbytes
+        self.arrays -= node.arrays
+        arrays = arrays_of(node.span or [], node.state or [])
+        size = self.span_bytes(len(node.tokens), node.span or [], node.state) + node.tokens.nbytes
+        node.nbytes = size if node.is_held else 0
+        node.arrays = len(arrays) if self.price is None or not node.is_held else self.price.arrays
+        self.nbytes += node.nbytes
+        self.arrays += node.arrays
+
+    def _nodes(self) -> Iterator[RadixNode]:
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+def new_state(layout: KvLayout, caches: Sequence[Any]) -> list[Any] | None:
+    return copy_state(caches) if layout.needs_checkpoints else None
+
+
+def common_prefix(left: Tokens, right: Tokens) -> int:
+    """Length of the common prefix."""
+    size = min(len(left), len(right))
+    differs = left[:size] != right[:size]
+    at = int(differs.argmax()) if size else 0
+    return at if size and differs[at] else size
+
+
+def _has_held_children(node: RadixNode) -> bool:
+    return any(child.is_held for child in node.children.values())

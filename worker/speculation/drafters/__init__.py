@@ -1,0 +1,1 @@
+"""Drafts from models: prediction heads, EAGLE, block drafters and draft models."""

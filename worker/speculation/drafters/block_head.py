@@ -1,0 +1,143 @@
+"""DFlash and DSpark: drafters that guess a block of tokens in one pass, of states of some of the target's layers.
+
+The modules are mlx-vlm's, but for the attention around them, which runs on the caches of a batch.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+from mlx_vlm.speculative.drafters import load_drafter
+from mlx_vlm.speculative.drafters.dflash2 import DFlash2DraftModel
+from mlx_vlm.speculative.drafters.dspark import DSparkDraftModel
+from mlx_vlm.speculative.drafters.laguna_dflash import LagunaDFlashDraftModel
+from mlx_vlm.speculative.drafters.muse_glimmer_assistant import MuseGlimmerAssistantDraftModel
+from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel
+
+from worker.speculation.drafters.block_attention import Layer, Pass, wrap
+from worker.speculation.drafters.logits import as_wide
+from worker.speculation.drafters.stored_head import tables
+from worker.speculation.drafters.weights import settle
+from worker.speculation.policy.draft_width import WIDTHS
+from worker.vision.multimodal_merge import text_core
+
+Choose = Callable[[mx.array, int], mx.array]
+"""(logits `[rows, vocab]`, positions ahead) -> ids `[rows]`."""
+_LONGEST: Final = WIDTHS[-1] - 1
+_FORMS: Final = (DFlashDraftModel, LagunaDFlashDraftModel, MuseGlimmerAssistantDraftModel)
+
+
+class BlockHead:
+    """A drafter of a block, bound to its target."""
+
+    def __init__(self, model: Any, target: Any, vocab: int) -> None:
+        """Raises ValueError where it does not fit."""
+        wrapped = [wrap(getattr(layer, "self_attn", None)) for layer in getattr(model, "layers", ())]
+        if not isinstance(model, _FORMS) or None in wrapped:
+            raise ValueError(f"drafters of the form {type(model).__module__.split('.')[-2]} are not run")
+        self._model: Any = model
+        self._vocab = vocab
+        core, config = text_core(target), model.config
+        # The layers whose outputs it is made of: the inputs of those behind them.
+        self.places = [int(at) + 1 for at in config.target_layer_ids]
+        if (
+            self.places != sorted(set(self.places))
+            or not self.places
+            or not 0 < self.places[0] <= self.places[-1] <= len(core.layers)
+        ):
+            raise ValueError(f"it needs the layers {config.target_layer_ids} of a target that has {len(core.layers)}")
+        self.longest = min(_LONGEST, int(config.block_size) - 1)
+        if self.longest < 1:
+            raise ValueError(f"its blocks have {config.block_size} tokens")
+        self._bind(target)
+        self.tokens = int(self._model.embed_tokens.weight.shape[0])
+        if not 0 <= config.mask_token_id < self.tokens:
+            raise ValueError(f"its mask is token {config.mask_token_id}, and the target has {self.tokens}")
+        if isinstance(model, DFlash2DraftModel):
+            selector = self._model.candidate_selector
+            known = min(each.weight.shape[0] for each in (selector.predecessor_codebook, selector.successor_codebook))
+            if known < vocab:  # beyond their ends there is other memory
+                raise ValueError(f"it selects among {known} tokens, and the target has {vocab}")
+        for layer, attention in zip(self._model.layers, wrapped, strict=True):
+            layer.self_attn = attention
+
+    @classmethod
+    def load(cls, path: Path, target: Any, vocab: int, dtype: mx.Dtype) -> tuple["BlockHead", int]:
+        """The drafter of a folder, and the bytes of its own weights. Raises what mlx-vlm raises, and ValueError."""
+        model: Any
+        model, _ = load_drafter(str(path))
+        own_bytes = settle(model, dtype)  # before the target's tables are among them
+        return cls(model, target, vocab), own_bytes
+
+    def make_caches(self) -> list[Any]:
+        return [KVCache() for _ in self._model.layers]
+
+    def keep(self, states: mx.array, caches: Sequence[Any]) -> None:
+        """Take in states of the target without drafting behind them."""
+        context = self._context(states)
+        for layer, cache in zip(self._model.layers, caches, strict=True):
+            layer.self_attn.keep(context, self._model.rope, cache)
+
+    def __call__(
+        self, anchors: mx.array, states: mx.array, lengths: Sequence[int], caches: Sequence[Any], count: int
+    ) -> mx.array:
+        """Hidden states `[rows, count, size]` of the tokens that follow `anchors` `[rows, 1]`, which follow the states
+        `[rows, width, …]`, of which row i has `lengths[i]`."""
+        config, width = self._model.config, states.shape[1]
+        is_level = (
+            caches[0].lengths.is_level
+            and min(lengths) == width
+            and caches[0].lengths.seen(width) == (caches[0].lengths.longest + width)
+        )
+        rows = Pass(caches[0].offset + mx.array(list(lengths), dtype=mx.int32), is_level)
+        is_first = getattr(config, "sample_from_anchor", False)
+        masks = mx.full((anchors.shape[0], count - is_first), config.mask_token_id, dtype=anchors.dtype)
+        hidden = self._model._embed_input_tokens(mx.concatenate([anchors, masks], axis=1))
+        context = self._context(states)
+        for layer, cache in zip(self._model.layers, caches, strict=True):
+            hidden = layer(hidden, context, self._model.rope, Layer(cache, rows))
+        return self._model.norm(hidden)[:, 0 if is_first else 1 :]
+
+    def choose(self, hidden: mx.array, anchors: mx.array, choose: Choose) -> list[mx.array]:
+        """The tokens of each place, of the states of a block."""
+        logits = as_wide(self._model._logits(hidden), self._vocab)
+        before, chosen = anchors[:, 0], list[mx.array]()
+        for at in range(hidden.shape[1]):
+            own = logits[:, at]
+            if isinstance(self._model, DSparkDraftModel):
+                own = as_wide(self._model.markov_head.apply_step_logits(own, before), self._vocab)
+            elif isinstance(self._model, DFlash2DraftModel):
+                own = self._selected(hidden[:, at], own, before)
+            before = choose(own, at)
+            chosen.append(before)
+        return chosen
+
+    def _selected(self, hidden: mx.array, logits: mx.array, before: mx.array) -> mx.array:
+        """DFlash 2: the scores of the best tokens, of which each depends on the token before it."""
+        selector = self._model.candidate_selector
+        best = mx.argpartition(logits, -selector.top_k, axis=-1)[:, -selector.top_k :]
+        paths = selector.predecessor_codebook(before) * selector.hidden_projection(hidden)
+        scores = mx.take_along_axis(logits, best, axis=-1)
+        scores = scores + mx.sum(paths[:, None] * selector.successor_codebook(best), axis=-1)
+        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, dtype=scores.dtype), best, scores, axis=-1)
+
+    def _context(self, states: mx.array) -> mx.array:
+        model = self._model
+        if isinstance(model, MuseGlimmerAssistantDraftModel):
+            return model.encoder(states)
+        if isinstance(model, LagunaDFlashDraftModel):
+            norms = model.aux_hidden_norms
+            parts = mx.split(states, len(norms), axis=-1)
+            states = mx.concatenate([norm(part) for norm, part in zip(norms, parts, strict=True)], axis=-1)
+        return model.hidden_norm(model.fc(states))
+
+    def _bind(self, target: Any) -> None:
+        """Use the target's tables where the drafter has none of its own."""
+        model, core = self._model, text_core(target)
+        embed, lm_head = tables(target)
+        if model.embed_tokens is None:
+            model.embed_tokens, model.embed_scale = embed, float(getattr(core, "embed_scale", 1.0))
+        if model.lm_head is None:
+            model.lm_head = lm_head

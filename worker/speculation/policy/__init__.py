@@ -1,0 +1,1 @@
+"""Draft policy: how many tokens a step verifies, and whether drafts pay."""

@@ -1,0 +1,350 @@
+"""Speculator: drafts from lookup and from a model, as wide as it pays."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from worker.errors import is_allocation_failure, is_gpu_fault
+from worker.speculation.drafter import Drafting, Draw, Proposer, Rows, TextContinuation, Tokens
+from worker.speculation.policy.draft_width import WIDTHS, StepCosts
+from worker.speculation.policy.proposals import PRIOR, Proposals
+from worker.speculation.text_sources.indexed_text import LEAST, REACH
+from worker.speculation.text_sources.lookup import DraftSource, Lookup, LookupGuess, OutputHistory
+
+log = logging.getLogger("mlxd.worker")
+
+# Chance that a token of a draft is right, before anything was seen …
+_PRIOR: Final = 0.8
+# … and how much each one that was verified says, of all rows and of its own.
+_LEARN: Final = 0.02
+_LEARN_ROW: Final = 0.15
+# A row whose drafts were wrong is believed again, little by little, as it finds more.
+_FORGIVE: Final = 0.02
+# … and that of a model, which always has a draft, by less.
+_FORGIVE_MODEL: Final = 0.005
+_MODELS: Final = (DraftSource.HEAD, DraftSource.EAGLE, DraftSource.MODEL, DraftSource.BLOCK, DraftSource.ASSISTANT)
+# A row whose drafts were wrong to the first token, time after time, rests for 1, 3, 7, 15 steps before it is looked at
+# again; one whose drafts would not pay, for fewer.
+_RESTS: Final = 4
+_UNPAID_RESTS: Final = 2
+# Places of a row's text that a tick makes known: those of a long prompt would take the time of several steps at once.
+_INDEXED: Final = 4096
+# Matches of these lengths and up are as likely as each other.
+_MATCHES: Final = (3, 5, 9, 17)
+_SMOOTHING: Final = 0.1
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts of one source, since the start."""
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    # Drafts of which the token at this place was accepted.
+    by_position: list[int] = field(default_factory=lambda: [0] * (WIDTHS[-1] - 1))
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A row, with the share of its drafted tokens that were right; `drafted` and `accepted` are of its prediction."""
+
+    lookup: Lookup
+    drafting: Drafting
+    begin: int
+    rate: float = _PRIOR
+    # Of the model's drafts.
+    model_rate: float = PRIOR
+    drafted: int = 0
+    accepted: int = 0
+    # What its grammar has next.
+    expected: Sequence[int] = ()
+    # What followed its text before, and tokens for which it has gone the same way.
+    branch: TextContinuation | None = None
+    followed: int = 0
+    # Steps to rest, and how often it has had to.
+    rest: int = 0
+    rests: int = 0
+
+    def back_off(self, most: int) -> None:
+        self.rests = min(self.rests + 1, most)
+        self.rest = (1 << self.rests) - 1
+
+
+class Speculator:
+    """Drafter of a model: all batches of an engine, one after the other, learn from each other's steps."""
+
+    widest = WIDTHS[-1]
+
+    def __init__(self, proposer: Proposer | None = None) -> None:
+        self.costs = StepCosts()
+        self._proposals = Proposals(proposer) if proposer is not None else None
+        absent = [source for source in _MODELS if proposer is None or proposer.source != source]
+        self.counts = {source: DraftCounts() for source in DraftSource if source not in absent}
+        self.token_bytes = proposer.token_bytes if proposer is not None else 0
+        # Width of the newest step, and tokens a second of blocks ÷ of plain steps.
+        self.width = 1
+        self.gain = 0.0
+        self._history = OutputHistory()
+        self._rows: dict[int, _Followed] = {}
+        # Rows whose text is not known in all of its places yet, the oldest first.
+        self._unindexed: dict[int, None] = {}
+        self._rates: dict[tuple[DraftSource, int], float] = {}
+        # Of the newest block.
+        self._guesses: list[LookupGuess | None] = []
+        self._tokens = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._proposals.proposer.nbytes if self._proposals is not None else 0
+
+    @property
+    def unread(self) -> int:
+        return self._proposals.proposer.unread if self._proposals is not None else 0
+
+    def read(self, count: int) -> int:
+        if self._proposals is None:
+            return 0
+        try:
+            return self._proposals.proposer.read(count)
+        except Exception as error:  # the boundary to the model that drafts: without it the rows have all that they need
+            self._give_up(self._proposals, error)
+            return 0
+
+    def begin(self, draw: Draw, rows: Rows) -> None:
+        if self._proposals is not None:
+            self._proposals.proposer.begin(draw, rows)
+
+    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+        if drafting.most > 0:
+            self._rows[uid] = _Followed(Lookup(tokens, drafting.prediction), drafting, len(tokens))
+            self._unindexed[uid] = None
+
+    def tend(self) -> None:
+        for uid in self._unindexed:
+            if self._rows[uid].lookup.index(_INDEXED):
+                del self._unindexed[uid]
+            return
+
+    def discard(self, uid: int) -> None:
+        row = self._rows.pop(uid, None)
+        # One that ends before its turn: `tend` takes one a tick, and more may come and go in that time.
+        self._unindexed.pop(uid, None)
+        if row is not None:
+            text = row.lookup.text
+            self._history.add(row.drafting.salt, text, len(text) - row.begin)
+            if self._proposals is not None:
+                self._proposals.proposer.discard(uid)
+
+    def note(self, uid: int, tokens: Sequence[int]) -> None:
+        row = self._rows.get(uid)
+        if row is not None:
+            row.lookup.extend(tokens)
+            if row.branch is not None:
+                row.followed += len(tokens)
+                row.branch = row.branch if row.branch.advance(tokens) else None
+
+    def follow(self, uid: int, branch: TextContinuation) -> None:
+        row = self._rows.get(uid)
+        if row is not None:
+            row.branch, row.followed = branch, 0
+
+    def expect(self, uid: int, tokens: Sequence[int]) -> None:
+        row = self._rows.get(uid)
+        if row is not None:
+            row.expected = tokens
+
+    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+        if not self._rows or not self.costs.may_pay(len(uids)):
+            return False
+        odds: list[list[float]] = []
+        asking: list[_Followed] = []
+        models: list[list[float]] = []
+        for uid, limit in zip(uids, most, strict=True):
+            row = self._rows.get(uid) if limit > 0 else None
+            if row is None:
+                continue
+            guess, own = None, list[float]()
+            # One more: the newest token is not known yet, and is the first that this guesses.
+            longest = min(limit, row.drafting.most) + 1
+            if len(row.expected) > 1:
+                own = [1.0] * (min(longest, len(row.expected)) - 1)
+            elif row.rest:
+                row.rest -= 1
+            else:
+                guess = self._branch(row, longest) or self._guess(row, longest)
+            if guess is not None:
+                row.rate += _FORGIVE * (_PRIOR - row.rate)
+                own = self._odds(row, guess)[1:]
+                asking.append(row)
+            odds.append(own)
+            if self._proposals is not None:
+                row.model_rate += _FORGIVE_MODEL * (PRIOR - row.model_rate)
+                models.append(max(self._model_odds(uid, row, limit), own, key=sum))
+        if any(odds) and self.costs.width(len(uids), odds) > 1:
+            return True
+        for row in asking:
+            row.back_off(_UNPAID_RESTS)
+        return bool(models) and self._best_with_model(len(uids), models)[0] > 1
+
+    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        self._guesses, odds = [], list[list[float]]()
+        for uid, token, limit in zip(uids, newest, most, strict=True):
+            row, guess = self._rows.get(uid), None
+            if row is not None and limit > 0:
+                longest = min(limit, row.drafting.most, self.widest - 1)
+                if len(row.expected) > 1 and row.expected[0] == token:
+                    guess = LookupGuess(list(row.expected[1 : 1 + longest]), DraftSource.GRAMMAR, REACH)
+                else:
+                    guess = self._branch(row, longest, token) or self._guess_behind(row, longest, token)
+            odds.append(self._odds(row, guess) if row is not None and guess is not None else [])
+            self._guesses.append(guess)
+        width, rate = self.costs.best(len(uids), odds) if any(odds) else (1, 0.0)
+        if self._proposals is not None:
+            width = self._ask_model(uids, newest, most, odds, width, rate)
+        return [guess.tokens[: width - 1] if guess is not None else [] for guess in self._guesses]
+
+    def _ask_model(
+        self,
+        uids: Sequence[int],
+        newest: Sequence[int],
+        most: Sequence[int],
+        odds: Sequence[list[float]],
+        width: int,
+        rate: float,
+    ) -> int:
+        """Put the model's drafts in place of guesses where they promise more, if that pays; returns the width."""
+        assert self._proposals is not None
+        rows = [self._rows.get(uid) for uid in uids]
+        models = [
+            self._model_odds(uid, row, limit) if row is not None else []
+            for uid, row, limit in zip(uids, rows, most, strict=True)
+        ]
+        mixed = [max(model, own, key=sum) for model, own in zip(models, odds, strict=True)]
+        asked, asked_rate = self._best_with_model(len(uids), mixed)
+        if asked <= 1 or asked_rate <= rate:
+            return width
+        followed = [
+            (uid, row.lookup.text, token)
+            for uid, row, token, model, own in zip(uids, rows, newest, models, odds, strict=True)
+            if row is not None and sum(model[: asked - 1]) > sum(own[: asked - 1])
+        ]
+        if not followed:
+            return width
+        known = [uid for uid, _, _ in followed]
+        try:
+            drafts = self._proposals.propose(
+                len(uids), known, [text for _, text, _ in followed], [token for _, _, token in followed], asked
+            )
+        except Exception as error:  # the boundary to the model that drafts: without it the rows have all that they need
+            self._give_up(self._proposals, error)
+            return width
+        drafted = dict(zip(known, drafts, strict=True))
+        for at, (uid, model) in enumerate(zip(uids, models, strict=True)):
+            if draft := drafted.get(uid, [])[: len(model)]:
+                self._guesses[at] = LookupGuess(draft, DraftSource(self._proposals.proposer.source), 0)
+        return asked
+
+    def _best_with_model(self, rows: int, odds: Sequence[Sequence[float]]) -> tuple[int, float]:
+        proposals = self._proposals
+        assert proposals is not None
+        return self.costs.best(rows, odds, lambda width, plain: proposals.seconds(rows, width, plain))
+
+    def _model_odds(self, uid: int, row: _Followed, limit: int) -> list[float]:
+        assert self._proposals is not None
+        if limit <= 0 or not row.drafting.by_model or self._proposals.proposer.is_reading(uid):
+            return []
+        return self._proposals.odds(row.model_rate, min(limit, row.drafting.most))
+
+    def _give_up(self, proposals: Proposals, error: Exception) -> None:
+        """Go on without the model that drafts. Raises an error of the device, which is not of the drafts."""
+        if is_allocation_failure(error) or is_gpu_fault(error):
+            raise error
+        log.exception("the drafts of the model failed; from now on there are none until it is loaded again")
+        self._proposals = None
+        proposals.proposer.end()
+
+    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        self._tokens = len(uids) + sum(accepted)
+        for uid, guess, draft, right in zip(uids, self._guesses, drafts, accepted, strict=True):
+            row = self._rows.get(uid)
+            if row is None or guess is None or not draft:
+                continue
+            counts = self.counts[guess.source]
+            counts.drafts += 1
+            counts.tokens += len(draft)
+            counts.accepted += right
+            if guess.source is DraftSource.PREDICTION:
+                row.drafted += len(draft)
+                row.accepted += right
+            for at in range(right):
+                counts.by_position[at] += 1
+            if guess.source is not DraftSource.GRAMMAR:  # which says nothing of text that is found
+                self._learn(row, guess, len(draft), right)
+
+    def _learn(self, row: _Followed, guess: LookupGuess, drafted: int, right: int) -> None:
+        seen = [1.0] * right + [0.0] * (right < drafted)
+        if self._proposals is not None and guess.source in _MODELS:
+            self._proposals.learn(drafted, right)
+            for is_right in seen:
+                row.model_rate += _LEARN_ROW * (is_right - row.model_rate)
+            return
+        if right:
+            row.rests = 0
+        else:
+            row.back_off(_RESTS)
+        key = _kind(guess)
+        rate = self._rates.get(key, _PRIOR)
+        for is_right in seen:
+            rate += _LEARN * (is_right - rate)
+            row.rate += _LEARN_ROW * (is_right - row.rate)
+        self._rates[key] = rate
+
+    def timed(self, rows: int, width: int, seconds: float) -> None:
+        self.costs.observe(rows, width, seconds)
+        self.width = width
+        plain = self.costs.known(rows, 1)
+        if self._proposals is not None:
+            seconds += self._proposals.spent_s
+            self._proposals.spent_s = 0.0
+        if width > 1 and plain is not None and seconds > 0:
+            gain = plain * self._tokens / rows / seconds
+            self.gain = gain if self.gain == 0 else self.gain + _SMOOTHING * (gain - self.gain)
+
+    def spent(self, uid: int) -> tuple[int, int]:
+        row = self._rows.get(uid)
+        if row is None:
+            return 0, 0
+        spent, row.drafted, row.accepted = (row.drafted, row.accepted), 0, 0
+        return spent
+
+    def _guess(self, row: _Followed, most: int) -> LookupGuess | None:
+        return row.lookup.guess(most, self._history.of(row.drafting.salt))
+
+    def _guess_behind(self, row: _Followed, most: int, newest: int) -> LookupGuess | None:
+        row.lookup.extend((newest,))
+        guess = self._guess(row, most)
+        row.lookup.shorten()
+        return guess
+
+    def _branch(self, row: _Followed, most: int, newest: int | None = None) -> LookupGuess | None:
+        """At most so many tokens of the branch of a row, behind the newest token where it is known."""
+        if row.branch is None:
+            return None
+        match = min(LEAST + row.followed, REACH)
+        tokens = row.branch.ahead(min(most, match) + (newest is not None))
+        if newest is not None:
+            tokens = tokens[1:] if tokens[:1] == [newest] else []
+        return LookupGuess(tokens, DraftSource.TREE, match) if tokens else None
+
+    def _odds(self, row: _Followed, guess: LookupGuess) -> list[float]:
+        """The chance of each token of a draft, all before it included, by its kind and by the row's own luck."""
+        if guess.source is DraftSource.GRAMMAR:
+            return [1.0] * len(guess.tokens)
+        rate = (self._rates.get(_kind(guess), _PRIOR) + row.rate) / 2
+        return [rate ** (at + 1) for at in range(len(guess.tokens))]
+
+
+def _kind(guess: LookupGuess) -> tuple[DraftSource, int]:
+    return guess.source, max(least for least in _MATCHES if guess.match >= least)

@@ -1,0 +1,1 @@
+"""Drafts from text: n-gram lookup in prompts and outputs."""

@@ -1,0 +1,105 @@
+"""A model that is loaded and checked: its template before its weights are read, its lane after."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from protocol.failures import Code
+from protocol.spec import WorkerSpec
+from worker.engine.load_checks.gap_check import gap_problem
+from worker.engine.load_checks.kv_check import quantize_kv
+from worker.engine.load_checks.self_check import choose, sample
+from worker.engine.rank_peers import RankPeers
+from worker.errors import LoadFailed
+from worker.model.batch_mode import DETERMINISTIC, BatchMode, BatchModePlan
+from worker.model.division import Division
+from worker.model.loader import LoadedModel, load, read_config, resolve
+from worker.model.lora.adapters import attach
+from worker.prompt.templates import adopt_template, check_template
+from worker.sparse.importance import ImportanceReader
+from worker.speculation.drafters.proposers import attach_draft, attach_head
+from worker.speculation.drafters.stored_head import NoHead
+
+
+def load_checked(
+    spec: WorkerSpec,
+    progress: Callable[[str, int, int], None],
+    division: Division | None = None,
+    partners: RankPeers | None = None,
+    check: Callable[[Any, Sequence[int], str, RankPeers | None], BatchModePlan] = choose,
+) -> LoadedModel:
+    """Load what `spec` names and choose its lane by `check`; `progress` as for `load`. Raises `LoadFailed`."""
+    if spec.chat_template:
+        check_template(spec.chat_template)
+    loaded = load(spec, progress, division)
+    if not spec.chat_template:
+        adopt_template(loaded.tokenizer, loaded.path)
+    ids = sample(loaded.tokenizer, loaded.vocab_size)
+    if spec.kv_bits:
+        quantize_kv(loaded.model, read_config(loaded.path), spec.kv_bits, ids, in_group=spec.group is not None)
+        loaded = replace(loaded, relaxed=(f"kv-bits-{spec.kv_bits}",))
+    if spec.deterministic:
+        if spec.sparse_keep:
+            raise _no_sparse("deterministic = true")
+        return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
+    plan = check(loaded.model, ids, spec.batching, partners)
+    if plan.lane is BatchMode.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
+        # Chunks of equal length would cut media whose tokens must run together.
+        plan = replace(plan, lane=BatchMode.SINGLE)
+    loaded = _with_drafts(replace(loaded, plan=plan), spec)
+    if spec.sparse_keep:
+        _check_sparse(loaded, spec)
+    return _with_adapters(loaded, spec)
+
+
+def _with_adapters(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
+    """The adapters that are configured; one that cannot be served fails alone."""
+    assert loaded.linears is not None, "of a model that was loaded"
+    adapters = attach(loaded.model, loaded.linears, loaded.plan.lane)
+    for name, path in spec.adapters:
+        adapters.install(name, path, adapters.read(name, path))
+    return replace(loaded, weights_bytes=loaded.weights_bytes + adapters.nbytes)
+
+
+def _with_drafts(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
+    """A draft model that is configured, or else the head of its checkpoint, where drafts can be verified."""
+    if spec.draft:
+        opened: list[LoadedModel] = []
+
+        def load_draft() -> LoadedModel:
+            opened.append(_load_draft(spec))
+            return opened[0]
+
+        proposer, weights_bytes = attach_draft(loaded, resolve(spec.draft), load_draft)
+        draft = opened[0] if opened else None
+        return replace(loaded, proposer=proposer, weights_bytes=loaded.weights_bytes + weights_bytes, draft=draft)
+    if spec.group is not None or spec.speculate == "off" or loaded.plan.lane is not BatchMode.TOGETHER:
+        return loaded
+    try:
+        drafts, weights_bytes = attach_head(loaded.path, loaded.model)
+    except NoHead as reason:
+        return replace(loaded, no_head=str(reason))
+    return replace(loaded, proposer=drafts, weights_bytes=loaded.weights_bytes + weights_bytes)
+
+
+def _check_sparse(loaded: LoadedModel, spec: WorkerSpec) -> None:
+    """Refuse a sparse prefill that the model, or what drafts for it, cannot do. Raises `LoadFailed`."""
+    if spec.group is not None:
+        raise _no_sparse("several machines run this model together")
+    if loaded.draft is None:
+        raise _no_sparse("it takes a draft model, which chooses the tokens, and a head is none")
+    ImportanceReader(loaded.draft)
+    if reason := gap_problem(loaded.model, loaded.vocab_size):
+        raise _no_sparse(f"{loaded.path.name} cannot leave tokens out: {reason}")
+
+
+def _no_sparse(reason: str) -> LoadFailed:
+    return LoadFailed(Code.BAD_CONFIG, f"sparse_prefill is not possible: {reason}")
+
+
+def _load_draft(spec: WorkerSpec) -> LoadedModel:
+    """A model that drafts for another, with its lane."""
+    draft = load(structs.replace(spec, path=spec.draft, chat_template=""), lambda _stage, _done, _total: None)
+    return replace(draft, plan=choose(draft.model, sample(draft.tokenizer, draft.vocab_size), "auto"))

@@ -1,0 +1,60 @@
+"""Start of a worker that hears or speaks: load, warm up, take requests."""
+
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from protocol.kinds import AUDIO
+from protocol.messages import Ready
+from protocol.spec import WorkerSpec
+from protocol.timing_profile import LoadFacts
+from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_loop import AudioLoop, Command
+from worker.audio.audio_model import load_audio_model
+from worker.audio.clip_queue import ClipQueue
+from worker.audio.sample_room import SampleRoom
+from worker.engine.gauges import Gauges
+from worker.engine.scheduling.kept_load import keep_load
+from worker.link import GatewayLink
+from worker.model import memory
+from worker.start.job_intake import Refusing, refused_adapters, take_requests
+
+
+def start_audio(
+    spec: WorkerSpec, link: GatewayLink, gauges: Gauges, refusing: Refusing, progress: Callable[[str, int, int], None]
+) -> tuple[AudioLoop, Ready]:
+    """A loop that is ready to run, on this thread, and what the gateway is told of it.
+
+    `refusing` is as for `Questions`. Raises `LoadFailed`.
+    """
+    started = time.monotonic()
+    model = load_audio_model(spec, progress)
+    memory.give_back()
+    inbox: SimpleQueue[Command] = SimpleQueue()
+    room = SampleRoom()
+    loop = AudioLoop(model, spec, inbox, link.send, gauges, room)
+    progress("warmup", model.weights_bytes, model.weights_bytes)
+    warmed = time.monotonic()
+    loop.warm_up()
+    gauges.measure_memory()
+    now = time.monotonic()
+    facts = LoadFacts(now - started, now - warmed, model.weights_bytes, gauges.footprint)
+    keep_load(spec, model.path, facts, ("mlx-audio",))
+    clips = ClipQueue(spec, inbox, room, link.send, gauges, refusing)
+    clips.start()
+    take_requests(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips, link, gauges, refusing)
+    return loop, Ready(
+        epoch=spec.epoch,
+        model_path=str(model.path),
+        max_context=0,
+        # One is computed at a time.
+        max_running=1,
+        vocab_size=0,
+        weights_bytes=model.weights_bytes,
+        load_s=time.monotonic() - started,
+        model_type=model.family,
+        has_chat_template=False,
+        kind=AUDIO,
+        audio=model.info,
+        adapters=refused_adapters(spec.adapters),
+    )

@@ -1,0 +1,61 @@
+"""Start of a worker for embeddings or scores: load, warm up, take requests."""
+
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from protocol.messages import Ready
+from protocol.spec import USUAL_RUNNING, WorkerSpec
+from protocol.timing_profile import LoadFacts
+from worker.embedding.job_loop import Command, JobLoop
+from worker.embedding.load_model import EmbeddingModel, load_reader
+from worker.embedding.prepare import Preparer
+from worker.engine.gauges import Gauges
+from worker.engine.scheduling.kept_load import keep_load
+from worker.link import GatewayLink
+from worker.model import memory
+from worker.start.job_intake import Refusing, refused_adapters, take_requests
+
+
+def start_reader(
+    spec: WorkerSpec,
+    kind: str,
+    link: GatewayLink,
+    gauges: Gauges,
+    refusing: Refusing,
+    progress: Callable[[str, int, int], None],
+) -> tuple[JobLoop, Ready]:
+    """A loop that is ready to run, on this thread, and what the gateway is told of it.
+
+    `refusing` is as for `Questions`. Raises `LoadFailed`.
+    """
+    started = time.monotonic()
+    reader = load_reader(spec, kind, progress)
+    memory.give_back()
+    inbox: SimpleQueue[Command] = SimpleQueue()
+    loop = JobLoop(reader, spec, inbox, link.send, gauges)
+    progress("warmup", reader.weights_bytes, reader.weights_bytes)
+    warmed = time.monotonic()
+    loop.warm_up()
+    gauges.measure_memory()
+    now = time.monotonic()
+    keep_load(spec, reader.path, LoadFacts(now - started, now - warmed, reader.weights_bytes, gauges.footprint))
+    take_requests(spec.epoch, reader.weights_bytes, Preparer(reader), inbox, link, gauges, refusing)
+    return loop, _ready(spec, reader, time.monotonic() - started)
+
+
+def _ready(spec: WorkerSpec, reader: EmbeddingModel, load_s: float) -> Ready:
+    return Ready(
+        epoch=spec.epoch,
+        model_path=str(reader.path),
+        max_context=reader.max_context,
+        max_running=spec.max_running or USUAL_RUNNING,
+        vocab_size=reader.vocab_size,
+        weights_bytes=reader.weights_bytes,
+        load_s=load_s,
+        model_type=reader.model_type,
+        has_chat_template=False,
+        kind=reader.kind,
+        embedding=reader.embedding,
+        adapters=refused_adapters(spec.adapters),
+    )

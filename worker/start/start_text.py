@@ -1,0 +1,134 @@
+"""Start of a worker for text: load, warm up, take requests."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from protocol.failures import Code, Failure
+from protocol.kinds import TEXT
+from protocol.messages import Ready
+from protocol.model_info import MediaInfo
+from protocol.spec import WorkerSpec
+from protocol.timing_profile import FOLDER_ENV, LoadFacts
+from worker.engine.gauges import Gauges
+from worker.engine.inbox import EngineInbox
+from worker.engine.loop import Engine
+from worker.errors import LoadFailed
+from worker.group.coordinator import Coordinator, open_group
+from worker.kv_publisher import CannotPublish, KvPublisher
+from worker.link import GatewayLink
+from worker.model import memory
+from worker.model.loader import LoadedModel
+from worker.model.lora.adapters import adapters_of
+from worker.prefix_cache.block_events import BlockEventLog
+from worker.prompt.intake import Intake
+from worker.prompt.sparse_limits import SparseLimits
+from worker.start.checked_model import load_checked
+from worker.start.job_intake import Refusing
+from worker.start.text_intake import take_prompts
+from worker.vision.images import MediaLimits
+
+# Prompt tokens that show what a token of KV costs.
+_WARM_UP: Final = 20
+# With room for less than this, a model is of no use.
+MIN_CONTEXT: Final = 256
+
+
+def start_text(
+    spec: WorkerSpec,
+    link: GatewayLink,
+    gauges: Gauges,
+    refusing: Refusing,
+    compilers: ThreadPoolExecutor,
+    progress: Callable[[str, int, int], None],
+    lose: Callable[[Failure, int], None],
+) -> tuple[Engine, Ready, Coordinator | None]:
+    """An engine that is ready to run, on this thread, what the gateway is told of it, and the group that it leads.
+
+    `refusing` is as for `Questions`, `lose` as for `open_group`; grammars are made by `compilers`. Raises `LoadFailed`.
+    """
+    started = time.monotonic()
+    lead, division = open_group(spec, lose) if spec.group is not None else (None, None)
+    loaded = load_checked(spec, progress, division, lead)
+    memory.give_back()
+    inbox = EngineInbox()
+    limits = MediaLimits(spec.media_bytes, spec.media_count, spec.media_pixels)
+    sparse = SparseLimits(spec.sparse_keep, spec.sparse_from)
+    intake = Intake(loaded, spec.parser, limits, memory.allowed(spec), sparse)
+    # Ranks of a group do the same, whatever was measured here.
+    keeps = os.environ.get(FOLDER_ENV, "") if lead is None else ""
+    journal = _journal(spec)
+    engine = Engine(loaded, spec, inbox, link.send, gauges, intake.writer, keeps=keeps, partners=lead, journal=journal)
+    warmed = time.monotonic()
+    progress("warmup", loaded.weights_bytes, loaded.weights_bytes)
+    intake.limit_context(_warm_up(engine, spec, loaded))
+    gauges.measure_memory()
+    _keep_load(engine, loaded, gauges, time.monotonic() - started, time.monotonic() - warmed)
+    gauges.kv_bits, gauges.experts = spec.kv_bits, loaded.experts
+    take_prompts(loaded, intake, inbox, link, gauges, refusing, compilers)
+    return engine, _ready(spec, engine, loaded, intake, lead, time.monotonic() - started), lead
+
+
+def _warm_up(engine: Engine, spec: WorkerSpec, loaded: LoadedModel) -> int:
+    """The longest sequence that memory has room for, in tokens. Raises `LoadFailed`."""
+    # A GPU compiles kernels for a whole chunk; a CPU has nothing to compile.
+    length = min(_WARM_UP + (spec.prefill_chunk if memory.has_gpu() else 0), loaded.max_context - 4)
+    fitting = engine.warm_up([token % loaded.vocab_size for token in range(length)])
+    if fitting < MIN_CONTEXT:
+        raise LoadFailed(Code.OUT_OF_MEMORY, f"beside the weights there is memory for only {fitting} tokens of context")
+    return fitting
+
+
+def _ready(
+    spec: WorkerSpec, engine: Engine, loaded: LoadedModel, intake: Intake, lead: Coordinator | None, load_s: float
+) -> Ready:
+    adapters = adapters_of(loaded.model)
+    return Ready(
+        epoch=spec.epoch,
+        model_path=str(loaded.path),
+        max_context=intake.max_context,
+        max_running=engine.max_running,
+        vocab_size=loaded.vocab_size,
+        weights_bytes=loaded.weights_bytes,
+        load_s=load_s,
+        model_type=loaded.model_type,
+        has_chat_template=intake.has_chat_template,
+        lane=loaded.plan.lane,
+        lane_reason=loaded.plan.reason,
+        modalities=intake.modalities,
+        media=_media_info(loaded, intake),
+        speculation=engine.speculation,
+        kind=TEXT,
+        adapters=adapters.infos if adapters is not None else (),
+        group=lead.info(loaded.weights_bytes) if lead is not None else None,
+        kv_bits=spec.kv_bits,
+    )
+
+
+def _media_info(loaded: LoadedModel, intake: Intake) -> MediaInfo | None:
+    """Media of a model with towers, or the reason why it takes none; None for a model of text."""
+    tower_bytes = loaded.vision.tower.nbytes if loaded.vision is not None else 0
+    processor = intake.media_processor
+    if processor is None:
+        return MediaInfo(tower_bytes, reason=intake.no_media) if intake.no_media else None
+    return MediaInfo(tower_bytes, processor.image_tokens, processor.max_pixels)
+
+
+def _journal(spec: WorkerSpec) -> BlockEventLog | None:
+    """Journal of the prefix cache that is published, where that is asked for. Raises `LoadFailed`."""
+    if not spec.kv_events:
+        return None
+    try:
+        return BlockEventLog(KvPublisher(spec.kv_events, spec.kv_events_replay, spec.kv_events_topic).put)
+    except CannotPublish as error:
+        raise LoadFailed(Code.BAD_CONFIG, str(error)) from None
+
+
+def _keep_load(engine: Engine, loaded: LoadedModel, gauges: Gauges, seconds: float, warm_up_s: float) -> None:
+    """Keep what the load has shown, for estimates of the next one."""
+    if engine.kept is not None:
+        cost = engine.kv_cost
+        memory_facts = loaded.weights_bytes, gauges.footprint, cost.token_bytes, cost.bytes(1, 0)
+        engine.kept.loaded(LoadFacts(seconds, warm_up_s, *memory_facts))

@@ -1,3 +1,0 @@
-"""Text of tokens: detokenizing and stop strings."""
-
-__all__ = ["detokenize", "encodable", "stops"]

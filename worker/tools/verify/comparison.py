@@ -1,0 +1,43 @@
+"""Comparison of outputs with those of the same requests alone."""
+
+from collections.abc import Generator, Sequence
+
+from protocol.verify import Difference, VerifyCheck
+from worker.tools.verify.engine_session import VerifiedOutput
+
+
+def compare(name: str, outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> VerifyCheck:
+    """Each token of the outputs beside the one that is expected."""
+    return VerifyCheck(
+        name,
+        len(outputs),
+        sum(len(output.ids) for output in outputs),
+        sum(output.cached for output in outputs),
+        tuple(_differences(outputs, expected)),
+        drift=max(_drifts(outputs, expected), default=0.0),
+    )
+
+
+def _drifts(outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> Generator[float]:
+    """Deviation of each token's log-probability from its value alone, as long as the tokens agree.
+
+    A resumed row has them only for what is new: those are compared from the end.
+    """
+    for output, other in zip(outputs, expected, strict=True):
+        if output.ids == other.ids:
+            pairs = zip(reversed(output.logprobs), reversed(other.logprobs), strict=False)
+            yield from (abs(one.logprob - two.logprob) for one, two in pairs)
+
+
+def _differences(outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> Generator[Difference]:
+    for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
+        if (output.ids, output.finish) == (other.ids, other.finish):
+            continue
+        pairs = zip(output.ids, other.ids, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(output.ids), len(other.ids)))
+        top = other.logprobs[at].top if at < len(other.logprobs) else ()
+        yield Difference(index, at, round(top[0][1] - top[1][1], 6) if len(top) > 1 else None)
+
+
+def likelihoods(output: VerifiedOutput) -> list[float]:
+    return [each.logprob for each in output.logprobs]

@@ -1,0 +1,112 @@
+"""Requests of a verification: short and long, greedy and sampled, with pictures, with adapters."""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec.structs import replace
+
+from protocol.messages import (
+    ChatPrompt,
+    Generate,
+    Sampling,
+    TextPrompt,
+    TokensPrompt,
+)
+from worker.model.loader import LoadedModel
+from worker.model.lora.adapters import adapters_of
+from worker.sparse.selected_tokens import BLOCK
+from worker.vision.samples import picture
+
+PARTS: Final = (0.02, 0.15, 0.5, 1.0)
+SHARED_PART: Final = 0.375
+# Rows of this many tokens outgrow what admission counts on, so that memory for fewer makes one of them leave. The
+# first part of their output is given to them: what they say of it themselves crosses the border.
+CROWD: Final = 3
+CROWD_PROMPT: Final = 240
+CROWD_GIVEN: Final = 250
+CROWD_OUTPUT: Final = 290
+# Sparse prompts: of ten blocks eight are kept.
+SPARSE_ROWS: Final = 3
+SPARSE_PROMPT: Final = 10 * BLOCK
+SPARSE_KEEP: Final = 0.8
+SPARSE_OUTPUT: Final = 12
+WORDS: Final = (
+    "time", "people", "water", "light", "house", "river", "stone", "music", "paper", "green", "small", "early", "under",
+    "after", "between", "never", "always", "because",
+)  # fmt: skip
+
+
+def text_requests(tokens: int, words: int, max_context: int) -> list[Generate]:
+    """Greedy and seeded, short and long, half of them with a common beginning."""
+    rng = random.Random(0)
+    shared = math.ceil(SHARED_PART * words)
+    common = rng.choices(WORDS, k=shared)
+    requests: list[Generate] = []
+    for part in PARTS:
+        for is_sampled in (False, True):
+            own = rng.choices(WORDS, k=min(math.ceil(part * words), max_context // 8))
+            text = " ".join([*common, *own] if is_sampled and max_context > 8 * shared else own)
+            sampling = Sampling(temperature=0.0, ignore_eos=True)
+            if is_sampled:
+                sampling = Sampling(temperature=0.8, top_p=0.95, seed=rng.getrandbits(62), ignore_eos=True)
+            requests.append(Generate(len(requests) + 1, TextPrompt(text), sampling, max_tokens=tokens, top_logprobs=2))
+    return requests
+
+
+def adapter_requests(loaded: LoadedModel, requests: Sequence[Generate]) -> list[Generate]:
+    """The first requests, greedy and sampled, of each adapter that is served."""
+    adapters = adapters_of(loaded.model)
+    names = [info.name for info in adapters.infos if info.failure is None] if adapters is not None else []
+    pairs = [(name, request) for name in names for request in requests[:2]]
+    first = len(requests) + 1
+    return [replace(request, rid=first + at, adapter=name) for at, (name, request) in enumerate(pairs)]
+
+
+def picture_requests(rid: int, tokens: int) -> list[Generate]:
+    """Pictures in messages: two under the same text, one of them with another question, and both at once."""
+    first, second = picture(1), picture(2, 8, 4)
+    made: list[Generate] = []
+    for media, question in (((first,), 0), ((second,), 0), ((first,), 1), ((first, second), 2)):
+        shown = [{"type": "image", "media": at} for at in range(len(media))]
+        content = [*shown, {"type": "text", "text": " ".join(WORDS[question : question + 6])}]
+        prompt = ChatPrompt([{"role": "user", "content": content}], media=media)
+        is_sampled = len(made) % 2 == 1
+        sampling = Sampling(temperature=0.8 if is_sampled else 0.0, top_p=0.95, seed=rid, ignore_eos=True)
+        made.append(Generate(rid + len(made), prompt, sampling, max_tokens=tokens, top_logprobs=2))
+    return made
+
+
+def sparse_requests(vocab_size: int) -> list[Generate]:
+    """Prompts of which two blocks are left out."""
+    rng = random.Random(2)
+    return [
+        Generate(
+            rid,
+            TokensPrompt(tuple(rng.randrange(vocab_size) for _ in range(SPARSE_PROMPT))),
+            Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
+            max_tokens=SPARSE_OUTPUT,
+            top_logprobs=2,
+            sparse_keep=SPARSE_KEEP,
+        )
+        for rid in range(1, SPARSE_ROWS + 1)
+    ]
+
+
+def crowd_requests(vocab_size: int) -> list[Generate]:
+    """Rows of which one has to make room, where memory is for fewer."""
+    requests: list[Generate] = []
+    for rid in range(1, CROWD + 1):
+        ids = tuple((20 + rid * 31 + at * 7) % vocab_size for at in range(CROWD_PROMPT + CROWD_GIVEN))
+        requests.append(
+            Generate(
+                rid,
+                TokensPrompt(ids[:CROWD_PROMPT]),
+                Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
+                max_tokens=CROWD_OUTPUT,
+                top_logprobs=2,
+                resume=ids[CROWD_PROMPT:],
+            )
+        )
+    return requests

@@ -1,0 +1,216 @@
+"""Verifier of one model: each way of running a request beside the same request alone."""
+
+import random
+import tempfile
+from collections.abc import Generator, Sequence
+from typing import Final
+
+from msgspec.structs import replace
+
+from protocol.messages import Generate
+from protocol.spec import WorkerSpec
+from protocol.verify import VerifyCheck
+from worker.engine.load_checks.kv_check import without_codes
+from worker.engine.rank_peers import RankPeers
+from worker.model.loader import LoadedModel
+from worker.model.lora.adapters import adapters_of
+from worker.prompt.intake import Intake
+from worker.prompt.sparse_limits import SparseLimits
+from worker.speculation.drafter import Proposer
+from worker.speculation.policy.eager import EagerDrafts
+from worker.speculation.policy.noisy import NoisyDrafts
+from worker.tools.verify.comparison import compare, likelihoods
+from worker.tools.verify.engine_session import EngineSession, VerifiedOutput
+from worker.tools.verify.trial_requests import (
+    CROWD,
+    CROWD_OUTPUT,
+    CROWD_PROMPT,
+    SPARSE_OUTPUT,
+    SPARSE_PROMPT,
+    adapter_requests,
+    crowd_requests,
+    picture_requests,
+    sparse_requests,
+    text_requests,
+)
+
+# Words of the longest prompt. The others are parts of that; every other request continues a beginning that they share.
+LONGEST_WORDS: Final = 160
+SMALL_CHUNK: Final = 32
+# Tokens of a draft that a model's head is asked for.
+DRAFTED: Final = 3
+CACHE_BYTES: Final = 1 << 30
+DISK_BYTES: Final = 4 << 30
+CROWD_TOKENS: Final = 512
+
+
+class Verifier:
+    """All checks of one model. The first one, alone and without caches, is what the others are compared with."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        spec: WorkerSpec,
+        tokens: int,
+        words: int = LONGEST_WORDS,
+        partners: RankPeers | None = None,
+    ) -> None:
+        self._partners = partners
+        self._loaded = loaded
+        self._intake = Intake(loaded, spec.parser, sparse=SparseLimits(spec.sparse_keep))
+        # Nothing is kept from one request to the next, unless a check says so.
+        self._spec = replace(
+            spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16, speculate="off"
+        )
+        self._requests = text_requests(tokens, words, loaded.max_context)
+        # Each adapter under the first of the texts.
+        self._adapted = adapter_requests(loaded, self._requests)
+        self._requests += self._adapted
+        # The first two show two pictures under the same text.
+        self._pictured: list[Generate] = []
+        if "image" in self._intake.modalities:
+            self._pictured = picture_requests(len(self._requests) + 1, tokens)
+            self._requests += self._pictured
+        self._alone: list[VerifiedOutput] = []
+
+    def checks(self) -> Generator[VerifyCheck]:
+        requests, spec = self._requests, self._spec
+        self._alone = self._session(spec).run([[request] for request in requests])
+        if failed := next((output.failure for output in self._alone if output.failure is not None), None):
+            yield VerifyCheck("alone", len(requests), note=failed.message)
+            return
+        yield self._compare("alone", self._alone)
+        if self._spec.adapters:
+            yield self._adapters_told_apart()
+        if self._pictured:
+            yield self._told_apart()
+        yield self._compare("batched", self._session(spec).run([requests]))
+        small = replace(spec, prefill_chunk=SMALL_CHUNK)
+        yield self._compare(f"chunks of {SMALL_CHUNK}", self._session(small).run([requests]))
+        yield from self._cached()
+        yield self._preempted()
+        yield self._resumed()
+        if self._partners is not None:
+            return
+        yield self._speculated()
+        if self._loaded.proposer is not None:
+            yield self._drafted(self._loaded.proposer)
+        if spec.sparse_keep:
+            yield self._sparse()
+        if self._spec.kv_bits:
+            yield self._dequantized()
+
+    def _adapters_told_apart(self) -> VerifyCheck:
+        """Each adapter must be served, and say something with another certainty than the base."""
+        adapters = adapters_of(self._loaded.model)
+        infos = adapters.infos if adapters is not None else ()
+        notes = [info.failure.message for info in infos if info.failure is not None]
+        first = self._requests.index(self._adapted[0]) if self._adapted else 0
+        outputs = self._alone[first : first + len(self._adapted)]
+        base = likelihoods(self._alone[0])
+        for request, output in zip(self._adapted, outputs, strict=True):
+            if request.sampling == self._requests[0].sampling and likelihoods(output) == base:
+                notes.append(f"the adapter {request.adapter!r} changes nothing")
+        tokens = sum(len(output.ids) for output in outputs)
+        return VerifyCheck("adapters", len(self._adapted), tokens, note="; ".join(notes))
+
+    def _told_apart(self) -> VerifyCheck:
+        """Of two pictures under the same text the model must not say the same with the same certainty."""
+        first, second = self._alone[-len(self._pictured) :][:2]
+        likelihoods = [[each.logprob for each in output.logprobs] for output in (first, second)]
+        note = "another picture under the same text changes nothing" if likelihoods[0] == likelihoods[1] else ""
+        return VerifyCheck("two pictures", 2, len(first.ids) + len(second.ids), note=note)
+
+    def _cached(self) -> Generator[VerifyCheck]:
+        if not self._loaded.plan.reuses_prefixes:
+            yield VerifyCheck("cache in memory", note=self._loaded.plan.reason, is_skipped=True)
+            return
+        warm = self._session(replace(self._spec, cache_bytes=CACHE_BYTES)).run([self._requests, self._requests])
+        yield self._compare("cache in memory", warm, must_hit=True)
+        if self._partners is None:
+            yield self._disk()
+
+    def _disk(self) -> VerifyCheck:
+        with tempfile.TemporaryDirectory(prefix="mlxd-verify-") as folder:
+            spec = replace(self._spec, cache_bytes=CACHE_BYTES, disk_cache_dir=folder, disk_cache_bytes=DISK_BYTES)
+            self._session(spec).run([self._requests])
+            return self._compare("cache on disk", self._session(spec).run([self._requests]), must_hit=True)
+
+    def _preempted(self) -> VerifyCheck:
+        if self._loaded.max_context < CROWD_PROMPT + CROWD_OUTPUT:
+            return VerifyCheck("preempted", note="the context is too short", is_skipped=True)
+        crowd = crowd_requests(self._loaded.vocab_size)
+        alone = self._session(self._spec)
+        expected = alone.run([[request] for request in crowd])
+        limit = alone.kv_cost.bytes(CROWD, CROWD_TOKENS) + 1
+        session = self._session(replace(self._spec, kv_bytes=limit))
+        outputs = session.run([crowd])
+        if not session.gauges.preemptions:
+            # Memory does not grow with the length, or all of it fits.
+            return VerifyCheck("preempted", note="no row ever had to make room", is_skipped=True)
+        return compare("preempted", outputs, expected)
+
+    def _resumed(self) -> VerifyCheck:
+        rng = random.Random(1)
+        cuts = [rng.randrange(len(output.ids)) for output in self._alone]
+        requests = [
+            replace(request, resume=tuple(output.ids[:cut]))
+            for request, output, cut in zip(self._requests, self._alone, cuts, strict=True)
+        ]
+        rest = self._session(self._spec).run([requests])
+        for output, alone, cut in zip(rest, self._alone, cuts, strict=True):
+            output.ids = alone.ids[:cut] + output.ids
+        return self._compare("resumed", rest)
+
+    def _speculated(self) -> VerifyCheck:
+        """With drafts of which some are right, so that rows keep different numbers of a block's tokens."""
+        drafter = NoisyDrafts(self._loaded.vocab_size)
+        for request, output in zip(self._requests, self._alone, strict=True):
+            drafter.learn([*self._intake.row(request, 0.0).prompt, *output.ids])
+        outputs = EngineSession(self._loaded, self._intake, self._spec, drafter).run([self._requests])
+        if not drafter.drafted:
+            return VerifyCheck("speculated", note="drafts cannot be verified in this lane", is_skipped=True)
+        return self._compare("speculated", outputs)
+
+    def _drafted(self, proposer: Proposer) -> VerifyCheck:
+        """With the drafts of the head, drafter or model that the worker has, at each step."""
+        name = f"drafted by {proposer.source}"
+        drafter = EagerDrafts(proposer, DRAFTED)
+        outputs = EngineSession(self._loaded, self._intake, self._spec, drafter).run([self._requests])
+        if not drafter.drafted:
+            return VerifyCheck(name, note="it drafted nothing", is_skipped=True)
+        return self._compare(name, outputs)
+
+    def _dequantized(self) -> VerifyCheck:
+        """With quantized KV dequantized for each step, where steps read its codes: they stand for the same numbers."""
+        with without_codes(self._loaded.model) as is_other:
+            if is_other:
+                return self._compare("dequantized", self._session(self._spec).run([self._requests]))
+        return VerifyCheck("dequantized", note="no step reads codes on this machine", is_skipped=True)
+
+    def _sparse(self) -> VerifyCheck:
+        """Prompts of which a part is run, together and gone on with from some place, beside each alone."""
+        if self._loaded.max_context < SPARSE_PROMPT + SPARSE_OUTPUT:
+            return VerifyCheck("sparse prefill", note="the context is too short", is_skipped=True)
+        requests = sparse_requests(self._loaded.vocab_size)
+        alone = self._session(self._spec).run([[request] for request in requests])
+        if failed := next((output.failure for output in alone if output.failure is not None), None):
+            return VerifyCheck("sparse prefill", len(requests), note=failed.message)
+        cuts = [3 * at for at in range(len(requests))]
+        resumed = [
+            replace(request, resume=tuple(output.ids[:cut]))
+            for request, output, cut in zip(requests, alone, cuts, strict=True)
+        ]
+        outputs = self._session(self._spec).run([resumed])
+        for output, other, cut in zip(outputs, alone, cuts, strict=True):
+            output.ids = other.ids[:cut] + output.ids
+        return compare("sparse prefill", outputs, alone)
+
+    def _session(self, spec: WorkerSpec) -> EngineSession:
+        return EngineSession(self._loaded, self._intake, spec, partners=self._partners)
+
+    def _compare(self, name: str, outputs: Sequence[VerifiedOutput], *, must_hit: bool = False) -> VerifyCheck:
+        check = compare(name, outputs, self._alone)
+        if must_hit and not check.cached:
+            return replace(check, note="nothing came from the cache")
+        return check
