@@ -80,11 +80,10 @@ class Daemon:
         except CannotListen:
             close_all(self._public_sockets)
             raise
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(close_all, [*self._public_sockets, self._admin_socket])  # only this function knows of them
             self._agent = make_agent(lambda: live.config, self._pool, (link.down, link.up))
-        except BaseException:  # Re-raised: only this function knows of these sockets.
-            close_all([*self._public_sockets, self._admin_socket])
-            raise
+            undo.pop_all()
         owners = admin_connections(live, metrics)
         protocols = listener_protocol(clients, self._app.services.tls), listener_protocol(owners, None)
         self._servers = [_Server(_settings(*each)) for each in zip((self._app, admin), protocols, strict=True)]

@@ -292,6 +292,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     # before its answer; None is not wanted. The client has so many entries of an earlier worker: the others are sent.
     prompt_logprobs: int | None = None
     prompt_scored: int = 0
+    # Of `echo` with `top_logprobs`: the client has the text and so many entries of an earlier worker.
+    echo_scored: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):

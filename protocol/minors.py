@@ -48,6 +48,7 @@ IGNORABLE: Final = frozenset(
         "tenant",
         "left_out",
         "prompt_scored",
+        "echo_scored",
         "most_drafted",
         "prediction",
         "xtc_threshold",

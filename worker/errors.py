@@ -7,6 +7,8 @@ WorkerError
     └── PartnerLost   another rank of its group was lost; ends the process with status 72
 """
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Final
 
 from protocol.failures import Code, ExitStatus, Failure
@@ -70,3 +72,21 @@ class StepFailed(WorkerError):
 class PartnerLost(StepFailed):
     def __init__(self, message: str, detail: str = "") -> None:
         super().__init__(Code.WORKER_DIED, message, detail=detail)
+
+
+@contextmanager
+def foreign_code(explain: Callable[[Exception], Exception], *passed: type[Exception]) -> Generator[None]:
+    """The boundary to code of every architecture and its files, which may raise anything: `explain` says what it is
+    here. Errors of ours, and those that are `passed`, go through."""
+    try:
+        yield
+    except (WorkerError, *passed):
+        raise
+    except Exception as error:  # the boundary itself
+        raise explain(error) from error
+
+
+def cannot_run(error: Exception) -> LoadFailed:
+    """The failure of a model whose first pass raised `error`."""
+    code = Code.OUT_OF_MEMORY if is_allocation_failure(error) else Code.MODEL_UNSUPPORTED
+    return LoadFailed(code, f"the model cannot be run: {type(error).__name__}: {str(error).partition(chr(10))[0]}")

@@ -148,7 +148,7 @@ class _Stream:
                 raise
             await self._end_with(error)
             return error
-        except Exception:
+        except Exception:  # The root of a stream's task: raised again behind its last event.
             if self._is_started and not self._watch.is_over:
                 await self._end_with(InternalError())
             raise

@@ -40,6 +40,7 @@ class Collector:
         "cached",
         "last_activity",
         "left_out",
+        "on_accepted",
         "progress",
         "relaxed",
         "rids",
@@ -59,6 +60,8 @@ class Collector:
         self.began: float | None = None
         self.progress: tuple[int, int] | None = None
         self.last_activity = self._loop.time()
+        # Called with a sequence and the tokens of its prompt, once its worker has read it; it may end the request.
+        self.on_accepted: Callable[[int, int], None] | None = None
         self._open = set(rids)
         self._unread: list[Delta | _Run] = []
         # rid -> index of its newest unread delta
@@ -122,6 +125,8 @@ class Collector:
         self.accepted[rid] = prompt_tokens
         self.relaxed = relaxed
         self.left_out = max(self.left_out, left_out)
+        if self.on_accepted is not None:
+            self.on_accepted(rid, prompt_tokens)
 
     def note_progress(self, rid: int, processed: int, total: int, cached: int = 0) -> None:
         self.last_activity = self._loop.time()

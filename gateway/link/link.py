@@ -310,13 +310,16 @@ class WorkerLink:
                     continue
                 self._end(sequence)
             sequence.token_ids.extend(delta.token_ids)
-            if delta.prompt is None:
-                sequence.is_begun = True
-            else:
+            collector = sequence.collector
+            if delta.prompt is not None:
                 sequence.note_prompt(delta.prompt)
+            elif delta.logprobs is not None and not sequence.token_ids:
+                sequence.is_begun = True
+                sequence.echo_scored += len(delta.logprobs)
+            else:
+                sequence.is_begun = True
             if sequence.is_watched and delta.token_ids:
                 self._note_progress(sequence)
-            collector = sequence.collector
             collector.add(delta, now)
             due[collector] = None
         if strangers:

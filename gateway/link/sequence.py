@@ -37,6 +37,8 @@ class Sequence:
     # Of its prompt, the client has had the ids, and so many entries of its log-probabilities.
     has_prompt_ids: bool = False
     prompt_scored: int = 0
+    # Entries of the echo's log-probabilities that the client has had.
+    echo_scored: int = 0
     # It has ended or was aborted.
     is_over: bool = False
     # Its worker is told of its first token, or its end.
@@ -56,7 +58,16 @@ class Sequence:
         """One that this worker is sent now. It may go on from what an earlier gateway's client has."""
         had = list(generate.resume)
         return cls(
-            generate, runner, runner.epoch, collector, deadline, token_ids=had, given=len(had), is_begun=bool(had)
+            generate,
+            runner,
+            runner.epoch,
+            collector,
+            deadline,
+            token_ids=had,
+            given=len(had),
+            is_begun=bool(had),
+            prompt_scored=generate.prompt_scored,
+            echo_scored=generate.echo_scored,
         )
 
     @property
@@ -69,7 +80,7 @@ class Sequence:
         return len(self.token_ids) == self.given
 
     def note_prompt(self, part: PromptPart) -> None:
-        """The client is sent a part of what it wants to know of the prompt."""
+        """Note a part of what the client wants to know of the prompt, which it is sent."""
         self.has_prompt_ids = self.has_prompt_ids or bool(part.ids)
         self.prompt_scored += len(part.logprobs)
 
@@ -78,10 +89,12 @@ class Sequence:
         return replace(
             self.generate,
             resume=tuple(self.token_ids),
-            echo=self.generate.echo and not self.is_begun,
+            # One with log-probabilities comes in parts, of which the others are still wanted.
+            echo=self.generate.echo and (self.echo_scored > 0 or not self.is_begun),
             left_out=self.generate.left_out if self.left_out is None else self.left_out,
             prompt_ids=self.generate.prompt_ids and not self.has_prompt_ids,
             prompt_scored=self.prompt_scored,
+            echo_scored=self.echo_scored,
             deadline_ms=0 if self.deadline is None else max(1, int((self.deadline - now) * 1000)),
         )
 

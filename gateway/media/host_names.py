@@ -9,7 +9,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import Thread
 from typing import Final
 
@@ -60,15 +60,14 @@ class HostNames:
                 await place.acquire()
         except TimeoutError:
             raise _full("Names of hosts of this key's media are being looked up, without an answer yet.") from None
-        try:
+        with ExitStack() as undo:
+            undo.callback(place.release)  # until a thread has been started, which releases the place
             if self._unanswered.get(host, 0.0) > self._clock():
                 raise self._no_answer()
             if self._running >= LOOKUPS_MAX:
                 raise _full("Too many names of hosts of media are being looked up.")
             addresses = self._start(host, port, place)
-        except BaseException:  # Re-raised: no thread has been started, which would release the place.
-            place.release()
-            raise
+            undo.pop_all()
         return await addresses
 
     def _start(self, host: str, port: int, place: asyncio.Semaphore) -> asyncio.Future[list[str]]:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, assert_never
 
@@ -122,12 +123,12 @@ class Agent:
         """Listen. Raises `zmq.ZMQError`."""
         self._context = zmq.asyncio.Context()
         self._guard = guard(self._context, AllowedKeys(self._nodes, self._refuse_key))
-        try:
+        with ExitStack() as undo:
+            # A context with open sockets would wait for them at its end.
+            undo.callback(self._context.destroy, 0)
+            undo.callback(self._guard.stop)
             self._router = sockets.bind_secure_router(self._context, f"tcp://{self._address}", self._own)
-        except BaseException:  # Re-raised: a context with open sockets would wait for them at its end.
-            self._guard.stop()
-            self._context.destroy(0)
-            raise
+            undo.pop_all()
 
     @property
     def endpoint(self) -> str:

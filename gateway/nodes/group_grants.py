@@ -9,6 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -90,7 +91,9 @@ class GroupGrants:
     async def _round(self, wanted: Wanted, admit: Callable[[], Awaitable[int]], withdraw: Callable[[], None]) -> Grants:
         grants, is_admitted = Grants(0, {}), False
         hosts = [*wanted.ranks, None]  # None is this host
-        try:
+        with ExitStack() as undo:
+            undo.callback(lambda: withdraw() if is_admitted else None)
+            undo.callback(grants.release)  # whatever ends it, none is kept
             for host in sorted(hosts, key=lambda each: self._own_public if each is None else each.client.public):
                 if host is None:
                     grants.share_bytes = await admit()
@@ -99,11 +102,7 @@ class GroupGrants:
                     await self._reserve(wanted, host, grants)
             for client, reservation in grants.reservations.values():
                 await self._commit(client, reservation)
-        except BaseException:  # Re-raised: whatever ended it, none is kept.
-            grants.release()
-            if is_admitted:
-                withdraw()
-            raise
+            undo.pop_all()
         return grants
 
     async def _reserve(self, wanted: Wanted, host: RankNeed, grants: Grants) -> None:

@@ -103,8 +103,11 @@ class Bodies:
             if not entry.room.cancelled():
                 return  # it was given in the same turn of the loop
             self.numbers.refused += 1
-            raise self._refusal(entry) from None
-        except BaseException:
+            message = "The bodies of the requests that run fill the memory set aside for them."
+            if not self._may_hold(owner, size_bytes):
+                message = "The bodies of this key's requests fill its share of the memory for bodies."
+            raise Unavailable(f"{message} Try again later.", RETRY_AFTER_S, "body_memory_full") from None
+        except asyncio.CancelledError:
             if entry.room.done() and not entry.room.cancelled():
                 self.give_back(owner, size_bytes)
             raise
@@ -154,13 +157,6 @@ class Bodies:
                 self._take(entry.owner, entry.size_bytes)
                 entry.room.set_result(None)
 
-    def _refusal(self, entry: _Wait) -> Unavailable:
-        if self._may_hold(entry.owner, entry.size_bytes):
-            message = "The bodies of the requests that run fill the memory set aside for them. Try again later."
-        else:
-            message = "The bodies of this key's requests fill its share of the memory for bodies. Try again later."
-        return Unavailable(message, RETRY_AFTER_S, "body_memory_full")
-
 
 class BodyLease:
     """The room of one request. Owned by its record; closed when the request has ended."""
@@ -183,6 +179,20 @@ class BodyLease:
         if not self._bodies.take(self.owner, more, is_small=is_small):
             await self._bodies.wait(self.owner, more, is_small=is_small)
         self.size_bytes = size_bytes
+
+    def may_ever_hold(self, more_bytes: int) -> bool:
+        """Whether its owner has room for so many bytes more where it has nothing else."""
+        return self.size_bytes + more_bytes <= self._bodies.largest_bytes()
+
+    def hold(self, more_bytes: int) -> bool:
+        """Whether there is room for so many bytes more now, which is taken then."""
+        if not more_bytes:
+            return True
+        if not self._bodies.take(self.owner, more_bytes, is_small=True):
+            self._bodies.numbers.refused += 1
+            return False
+        self.size_bytes += more_bytes
+        return True
 
     def close(self) -> None:
         if self.size_bytes:

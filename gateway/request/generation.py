@@ -22,6 +22,7 @@ from gateway.request.headers import relaxed_header, served_by_header, truncated_
 from gateway.request.model_kind import check_kind
 from gateway.request.record import Header, RequestRecord
 from gateway.request.runtime import Runtime
+from gateway.request.score_room import ScoreRoom
 from gateway.workers.pool.pool import Pool
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import ModelUnavailable, State
@@ -67,8 +68,10 @@ class Generation:
         kind: str = TEXT,
         stays_here: bool = False,
         form: str = "",
+        repeats: int = 1,
     ) -> None:
-        """`kind` is that of the model which such requests are for. One that `stays_here` is sent to no peer, nor is
+        """`kind` is that of the model which such requests are for. `repeats` is how often the answer has the
+        log-probabilities of a prompt. One that `stays_here` is sent to no peer, nor is
         one for anything but text, or for an adapter. With `form` it begins at a peer that has the model in it."""
         self._runtime = runtime
         self._model = model
@@ -107,7 +110,8 @@ class Generation:
         self._told = 0
         # While it waits for its model: what `cancel` cuts short.
         self._patience: asyncio.Timeout | None = None
-        self._cancelled: Cancelled | None = None
+        self._cancelled: ApiError | None = None
+        self._scores = ScoreRoom(record.lease, repeats)
         # The next daemon goes on with it.
         self._is_left = False
         # Why it cannot go on: set by `next` after everything before it was handed out.
@@ -260,6 +264,7 @@ class Generation:
         except Unsendable as error:
             self._runtime.metrics.rejected(self._model.name, "unsendable")
             raise from_unsendable(error) from None
+        self._collector.on_accepted = self._hold_scores
         self.record.rids = self._collector.rids
         self.record.phases.sent_at = self._elapsed()
         self._seen_step = self._newest_step()
@@ -361,6 +366,15 @@ class Generation:
             self._patience.reschedule(0.0)
         elif self._collector is not None:
             self._runtime.link.stop(self._collector.rids, "cancelled")
+
+    def _hold_scores(self, rid: int, prompt_tokens: int) -> None:
+        """Make room for the scores of a prompt, or end the request: its client gets the error that says why."""
+        try:
+            self._scores.hold(next(each for each in self._generates if each.rid == rid), prompt_tokens)
+        except ApiError as error:
+            if self._cancelled is None:
+                self._cancelled = error
+                self._runtime.link.stop(self._opened().rids, "no room for the scores of its prompt")
 
     def leave(self) -> None:
         """End it here, for the next daemon to go on with: whoever asked is charged then, for all of it."""

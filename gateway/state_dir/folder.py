@@ -74,11 +74,10 @@ class HomeFolder:
                 os.fchown(file, owner.st_uid, owner.st_gid)
         except FileExistsError:
             file = os.open(name, flags, dir_fd=folder)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, file)
             self._check_file(folder, file, name)
-        except BaseException:
-            os.close(file)
-            raise
+            undo.pop_all()
         return file
 
     def read(self, folder: int, name: str) -> tuple[int, bytes]:
@@ -122,11 +121,10 @@ class HomeFolder:
 
     def _lock(self, folder: int) -> int:
         lock = self.file(folder, LOCK, os.O_RDWR)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, lock)
             self._acquire(lock)
-        except BaseException:
-            os.close(lock)
-            raise
+            undo.pop_all()
         return lock
 
     def _acquire(self, lock: int) -> None:
@@ -163,7 +161,8 @@ def open_folder(path: Path, *, make: bool = False) -> int:
         return os.open(path, _FOLDER)
     at, left = Path("/"), list(path.absolute().parts[1:])
     folder, links = os.open(at, _FOLDER), 0
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(lambda: os.close(folder))  # the one that is open then
         while left:
             name = left.pop(0)
             if (target := _root_link(folder, at, name)) is not None:
@@ -179,9 +178,7 @@ def open_folder(path: Path, *, make: bool = False) -> int:
             inner = os.open(name, flags, dir_fd=folder)
             os.close(folder)
             folder, at = inner, at / name
-    except BaseException:
-        os.close(folder)
-        raise
+        undo.pop_all()
     return folder
 
 

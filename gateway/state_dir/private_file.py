@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 
@@ -20,7 +20,8 @@ def write_private_in(folder: int, name: str, data: bytes) -> None:
     new = f".{name.partition('.')[0]}-{secrets.token_hex(8)}"
     # Created private: between open and chmod any user could read it.
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-    try:
+    with ExitStack() as undo:
+        undo.callback(_remove, new, folder)  # no half of a file stays, whatever it was: ^C too
         with open(file, "wb") as out:
             if os.geteuid() == 0:
                 # Root works in the homes of others, and whose folder it is must be able to read it.
@@ -30,9 +31,11 @@ def write_private_in(folder: int, name: str, data: bytes) -> None:
             out.flush()
             os.fsync(out.fileno())
         os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:  # Whatever it was, ^C too, and it goes on: no half of a file stays.
-        with suppress(FileNotFoundError):
-            os.unlink(new, dir_fd=folder)
-        raise
+        undo.pop_all()
     # Makes the rename survive a power cut.
     os.fsync(folder)
+
+
+def _remove(name: str, folder: int) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)

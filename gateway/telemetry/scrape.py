@@ -43,7 +43,7 @@ class ScrapeText:
                 self._allowance -= 1.0
                 try:
                     self._text = await self._render()
-                except Exception:
+                except Exception:  # Whatever a rendering raises: raised again, and no old text is served for it.
                     self._text = None
                     raise
             if self._text is None:

@@ -18,7 +18,14 @@ from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel
 from worker.audio.sample_room import SampleRoom, bytes_for_clips
 from worker.engine.gauges import Gauges
-from worker.errors import LoadFailed, RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
+from worker.errors import (
+    RequestInvalid,
+    StepFailed,
+    cannot_run,
+    foreign_code,
+    is_allocation_failure,
+    is_gpu_fault,
+)
 from worker.jobs.turn_loop import TurnLoop
 from worker.model import memory
 
@@ -51,12 +58,8 @@ class AudioLoop(TurnLoop[AudioJob]):
 
     def warm_up(self) -> None:
         """Compute once, and keep the memory limits. Raises `LoadFailed`."""
-        try:
+        with foreign_code(cannot_run):
             self._model.compute_once()
-        except Exception as error:  # the boundary to code of every architecture
-            code = Code.OUT_OF_MEMORY if is_allocation_failure(error) else Code.MODEL_UNSUPPORTED
-            message = f"the model cannot be run: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise LoadFailed(code, message) from error
         self._apply(self._share.limits())
 
     def _apply(self, limits: memory.ShareLimits) -> None:

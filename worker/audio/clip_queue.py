@@ -210,7 +210,7 @@ class ClipQueue:
             is_short = True
         except _Ended:
             pass
-        except BaseException:
+        except BaseException:  # Its request has ended, and nobody waits for what went wrong; else raised again.
             if not clip.is_ended:
                 raise
         finally:

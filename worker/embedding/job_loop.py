@@ -16,7 +16,7 @@ from worker.embedding.groups import ResultPlace, take_group
 from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
 from worker.embedding.load_model import EmbeddingModel
 from worker.engine.gauges import Gauges
-from worker.errors import LoadFailed, StepFailed, is_allocation_failure, is_gpu_fault
+from worker.errors import StepFailed, cannot_run, foreign_code, is_allocation_failure, is_gpu_fault
 from worker.jobs.turn_loop import TurnLoop
 from worker.model import memory
 
@@ -58,12 +58,8 @@ class JobLoop(TurnLoop[EmbeddingJob]):
         item = EmbeddingInput(
             tuple(at % self._reader.vocab_size for at in range(min(_WARM_UP, self._reader.max_context)))
         )
-        try:
+        with foreign_code(cannot_run):
             self._reader.compute([item])
-        except Exception as error:  # the boundary to code of every architecture
-            code = Code.OUT_OF_MEMORY if is_allocation_failure(error) else Code.MODEL_UNSUPPORTED
-            message = f"the model cannot be run: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise LoadFailed(code, message) from error
         self._apply(self._share.limits())
 
     # -- one pass ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from worker.embedding.backbones import BidirectionalGemma, DecoderBackbone, Enco
 from worker.embedding.job import EmbeddingInput, Numbers
 from worker.embedding.pooling import PoolingHead
 from worker.embedding.sentence_files import Steps, read_steps
-from worker.errors import LoadFailed
+from worker.errors import LoadFailed, foreign_code
 from worker.model.loader import cast, check_weights, explain, nbytes, read_config, read_json, resolve, vocab_size_of
 from worker.model.memory import has_gpu
 from worker.vision.checkpoint import Contradiction, fold
@@ -80,15 +80,11 @@ def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int],
     path = folder if steps is None else steps.weights
     total = check_weights(path)
     progress("weights", 0, total)
-    try:
+    with foreign_code(lambda error: explain(path, config, error)):
         backbone = load_backbone(path, config, spec.trust_remote_code, is_scoring=kind == RERANK)
         cast(backbone.module, _dtype(spec.dtype, is_encoder, total))
         mx.eval(backbone.module.parameters())
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
-    except LoadFailed:
-        raise
-    except Exception as error:  # the boundary to code of every architecture
-        raise explain(path, config, error) from error
     weights_bytes = nbytes(backbone.module)
     parameters: Any = tree_flatten(backbone.module.parameters())
     progress("weights", weights_bytes, weights_bytes)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from protocol.failures import Code
@@ -74,7 +74,8 @@ def _read_modules(folder: Path, steps: Steps) -> Steps:
     dense: list[Path] = []
     is_normalized = False
     for module in _modules(folder / MODULES):
-        kind, place = str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path") or "")
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        place = _inside(folder, str(module.get("path") or ""))
         match kind:
             case "Transformer":
                 weights = place
@@ -96,6 +97,18 @@ def _read_modules(folder: Path, steps: Steps) -> Steps:
         steps.default_prompt,
         steps.dimensions,
     )
+
+
+def _inside(folder: Path, path: str) -> Path:
+    """The folder of a step. Raises `LoadFailed` for one outside of the model's.
+
+    Only the name is judged: the files of a snapshot in the Hugging Face cache are links to outside of its folder.
+    """
+    step = PurePosixPath(path)
+    if step.is_absolute() or ".." in step.parts:
+        message = f"{folder / MODULES} names the folder {path!r}, which is outside of the model's"
+        raise LoadFailed(Code.MODEL_CORRUPT, message)
+    return folder / step
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:

@@ -87,13 +87,14 @@ class Batch:
         drafter: Drafter | None = None,
         vision: Vision | None = None,
         encoder: MediaEncoder | None = None,
+        table_rows: int = 0,
     ) -> None:
         # Known once a first row, the one for warming up, has ended.
         self.kv_cost: KvCost | None = None
         self._cache = cache
         self._masks = Masks()
         suppressed = vision.needs.suppressed if vision is not None else ()
-        self._sampler = RowSampler(self._masks, suppressed, agreement_of(model))
+        self._sampler = RowSampler(self._masks, suppressed, agreement_of(model), table_rows)
         self._media = RowMedia(vision, encoder)
         # Rows taken out while their grammar works, by the uid that they had.
         self._parked: dict[int, Row] = {}
@@ -270,7 +271,7 @@ class Batch:
         """
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # the boundary of what one row leaves
             is_memory = is_allocation_failure(error)
             if not is_memory and (is_gpu_fault(error) or is_fabric_fault(error)):
                 raise

@@ -45,8 +45,6 @@ class Emitter:
             self._tell_scores(row, scores)
             if row.is_finished:
                 continue
-            if row.echo and row.top_logprobs is not None:
-                self._outbox.echo(row, tuple(scores.entries))
             row.scored_top = None  # only now: a row that comes back from a failed tick is scored again
             if row.max_tokens <= len(row.output):
                 self._finish(row, Finish.LENGTH)
@@ -84,8 +82,7 @@ class Emitter:
         self._finish(row, Finish.ERROR, failure)
 
     def _tell_scores(self, row: Row, scores: Scores) -> None:
-        """Send what is new of a prompt's scores, which a row that was scored before has sent in part, and keep the
-        entries of its echo."""
+        """Send what is new of a prompt's scores, which a row that was scored before has sent in part."""
         if row.is_finished:
             return
         try:
@@ -96,8 +93,10 @@ class Emitter:
     def _make_entries(self, row: Row, scores: Scores) -> None:
         at, fresh = scores.take()
         ids = row.prompt[at : at + len(fresh)]
-        if row.echo and row.top_logprobs is not None:
-            scores.entries += self._logprobs.echo(ids, fresh, row.top_logprobs)
+        begin = max(0, row.echo_told - at)
+        if row.echo and row.top_logprobs is not None and fresh[begin:]:
+            self._outbox.echo(row, tuple(self._logprobs.echo(ids[begin:], fresh[begin:], row.top_logprobs)))
+            row.echo_told = at + len(fresh)
         begin = max(0, row.scores_told - at)
         if row.prompt_logprobs is not None and fresh[begin:]:
             self._outbox.tell_prompt(row, self._logprobs.prompt(ids[begin:], fresh[begin:], row.prompt_logprobs))

@@ -39,7 +39,7 @@ from worker.engine.scheduling.memory_limits import MemoryLimits
 from worker.engine.scheduling.pacer import Pacer
 from worker.engine.scheduling.queue import Queue
 from worker.engine.sparse_rows import SparseRows
-from worker.errors import RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
+from worker.errors import RequestInvalid, StepFailed, foreign_code, is_allocation_failure, is_gpu_fault
 from worker.model.device import has_watchdog
 from worker.model.loader import LoadedModel
 from worker.prefix_cache.block_events import BlockEventLog
@@ -169,15 +169,13 @@ class Engine:
         Returns the longest sequence that memory has room for, in tokens. Raises `LoadFailed`.
         """
         row = self._writer.silent_row(prompt)
-        try:
+        with foreign_code(refusal):
             self._batch.insert(row)
             while self._batch:
                 self._batch.tick(self._spec.prefill_chunk)
             self._batch.settle()
             if self.cache.failure is not None:
                 raise self.cache.failure
-        except Exception as error:  # the boundary to code of every architecture
-            raise refusal(error) from error
         self._memory.cache.clear()
         assert self._batch.kv_cost is not None
         self._memory.kv_cost = self._batch.kv_cost
@@ -279,7 +277,7 @@ class Engine:
             return
         if row.tells_prompt:
             self._outbox.tell_prompt(row)
-        if row.echo and (row.scored_top is None or row.top_logprobs is None):
+        if row.echo and not row.echo_told and (row.scored_top is None or row.top_logprobs is None):
             self._outbox.echo(row)
         if row.max_tokens <= len(row.output) and row.scored_top is None:
             self._finish(row, Finish.LENGTH)
@@ -323,7 +321,7 @@ class Engine:
             return
         try:
             failed = self._encoder.step()
-        except Exception as error:
+        except (MemoryError, RuntimeError) as error:  # MLX raises the latter for memory that it cannot have
             if not is_allocation_failure(error):
                 raise
             # Running rows stay: the medium is encoded once more, with what is cached out of its way.
@@ -348,7 +346,7 @@ class Engine:
         self._batch.wait()
         try:
             self._sparse.step(self.pacer.choosing_s(self._batch.prefilling, self._batch.decoding))
-        except Exception as error:
+        except Exception as error:  # the boundary of one row, to code of every architecture
             rid = self._sparse.drop()
             if is_gpu_fault(error):
                 raise
@@ -516,4 +514,5 @@ class Engine:
             self._drafter,
             self._loaded.vision,
             self._encoder,
+            self._loaded.table_rows,
         )

@@ -28,8 +28,8 @@ class Outbox:
         self._memory_due = 0.0
 
     def echo(self, row: Row, logprobs: tuple[TokenLogprob, ...] | None = None) -> None:
-        """The text of a prompt, and the log-probabilities of its tokens, before its answer."""
-        self._deltas.append(Delta(row.rid, text=row.echo, logprobs=logprobs))
+        """The text of a prompt, before its answer; with log-probabilities of its first tokens, or those of the next."""
+        self._deltas.append(Delta(row.rid, text="" if row.echo_told else row.echo, logprobs=logprobs))
 
     def tell_prompt(self, row: Row, logprobs: tuple[PromptLogprob, ...] = ()) -> None:
         """Log-probabilities of the next tokens of a prompt; without them, all of its ids."""

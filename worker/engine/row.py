@@ -63,6 +63,8 @@ class Row:
     # Likeliest tokens in entries beside the echo's, None where there are no such entries; and how many were sent.
     prompt_logprobs: int | None = None
     scores_told: int = 0
+    # Entries of its echo that were sent, with the first of them the text.
+    echo_told: int = 0
     # Those that are known, while there are more to come.
     scores: Scores | None = None
     priority: int = 0

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from protocol.failures import Code
 from protocol.sharding import PIPELINE, refusal
-from worker.errors import LoadFailed
+from worker.errors import LoadFailed, foreign_code
 from worker.model.agreement import Agreement
 
 log = logging.getLogger("mlxd.worker")
@@ -28,18 +28,19 @@ class Division:
         if reason := refusal(config, self.parallel, self._group.size(), self._split or ()):
             raise LoadFailed(Code.BAD_CONFIG, reason)
         loaded = _shapes(model)
-        try:
+        with foreign_code(lambda error: self._undivided(config, error)):
             if self.parallel == PIPELINE:
                 # Not every class takes a split.
                 model.model.pipeline(self._group, **({"split": self._split} if self._split else {}))
             else:
                 model.shard(self._group)
-        except Exception as error:  # the boundary to code of every architecture
-            kind = config.get("model_type")
-            message = f"mlx-lm cannot divide '{kind}' as {self.parallel} by {self._group.size()}: {error}"
-            raise LoadFailed(Code.MODEL_UNSUPPORTED, message) from error
         _check(loaded, _shapes(model))
         model.agreement = Agreement(self._group)
+
+    def _undivided(self, config: dict[str, Any], error: Exception) -> LoadFailed:
+        kind = config.get("model_type")
+        message = f"mlx-lm cannot divide '{kind}' as {self.parallel} by {self._group.size()}: {error}"
+        return LoadFailed(Code.MODEL_UNSUPPORTED, message)
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
+import mlx.nn as nn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -24,7 +25,7 @@ from protocol.experts import has_index, read_index
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.towers import has_media
-from worker.errors import LoadFailed, is_allocation_failure
+from worker.errors import LoadFailed, foreign_code, is_allocation_failure
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.division import Division
@@ -51,6 +52,8 @@ _DEFAULT_CONTEXT: Final = 8192
 # A tokenizer without a limit names a number such as 1e30.
 _NO_LIMIT: Final = 1_000_000_000
 _LFS_POINTER: Final = b"version https://git-lfs"
+# MAX_HEADER_SIZE of huggingface/safetensors, safetensors/src/tensor.rs: its own readers refuse a longer one too.
+_HEADER_BYTES_MAX: Final = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class LoadedModel:
     draft: "LoadedModel | None" = None
     # Where its experts are on disk.
     experts: ExpertCounts | None = None
+    # Rows of its table of embeddings, which may be padded beyond the vocabulary: the model can sample ids of these.
+    table_rows: int = 0
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> LoadedModel:
@@ -91,10 +96,11 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
     config = read_config(path)
     total = check_weights(path)
     progress("weights", 0, total)
-    try:
+    with foreign_code(lambda error: explain(path, config, error)):
         if division is not None and spec.experts == "disk":
             raise LoadFailed(Code.BAD_CONFIG, "a model of a group has its experts in memory, not on disk")
         model, config, experts = _load_text(path, config, spec)
+        tables = _table_rows(model)
         if division is not None:
             division.take(model, config)
         cast(model, spec.dtype)
@@ -102,12 +108,6 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
         )
-    except LoadFailed:
-        raise
-    except MemoryError as error:
-        raise LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {spec.path} ({total} bytes)") from error
-    except Exception as error:  # the boundary to code of every architecture
-        raise explain(path, config, error) from error
     if not tokenizer.encode("a"):  # what transformers makes of a folder without one
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
@@ -128,6 +128,8 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         path=path,
         model_type=str(config.get("model_type", "")),
         vocab_size=vocab_size,
+        # A table of positions may be smaller than the vocabulary: no token is looked up there.
+        table_rows=min((rows for rows in tables if rows >= vocab_size), default=vocab_size),
         max_context=_context(config, model, tokenizer, spec.context),
         eos_ids=eos_ids,
         weights_bytes=weights_bytes,
@@ -184,11 +186,10 @@ def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpe
     if spec.group is not None:
         return None, "a group serves text only"
     try:
-        return attach(path, config, model, lambda tower: cast(tower, spec.dtype)), ""
+        with foreign_code(lambda error: explain(path, config, error), UnsupportedVision):
+            return attach(path, config, model, lambda tower: cast(tower, spec.dtype)), ""
     except UnsupportedVision as reason:
         return None, str(reason)
-    except Exception as error:  # the boundary to code of every architecture
-        raise explain(path, config, error) from error
 
 
 def resolve(path: str) -> Path:
@@ -245,6 +246,9 @@ def _check_safetensors(file: Path) -> int:
         header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if header_bytes > size - 8:
             raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is truncated or not a safetensors file")
+        if header_bytes > _HEADER_BYTES_MAX:
+            limit = f"{header_bytes} bytes, more than the {_HEADER_BYTES_MAX} that the format allows"
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{file} has a safetensors header of {limit}")
         try:
             header = json.loads(stream.read(header_bytes))
             entries = [entry for name, entry in header.items() if name != "__metadata__"]
@@ -332,6 +336,12 @@ def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:
 def vocab_size_of(config: dict[str, Any], tokenizer: Any) -> int:
     """Ids below this are safe to embed: where the configuration names two sizes, the smaller."""
     return min((_size_of(source, "vocab_size") for source in _sources(config, "vocab_size")), default=len(tokenizer))
+
+
+def _table_rows(model: Any) -> list[int]:
+    """Rows of each table of embeddings in a model, before any part of it is replaced or divided."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding))
+    return [int(table.weight.shape[0]) for table in tables]
 
 
 def _context(config: dict[str, Any], model: Any, tokenizer: Any, wanted: int) -> int:

@@ -82,6 +82,7 @@ class Intake:
         self._sparse = sparse
         self._encoder = PromptEncoder(loaded.tokenizer)
         self._vocab_size = loaded.vocab_size
+        self._table_rows = max(loaded.vocab_size, loaded.table_rows)
         self.max_context = loaded.max_context
         self._limits = limits or DEFAULT_LIMITS
         # None, with the reason, for a model that takes no media.
@@ -131,7 +132,8 @@ class Intake:
         adapter = self._adapter(request.adapter)
         encoded = self._encode_fitting(request)
         ids, text = encoded.ids, encoded.text
-        self._check_ids(request.resume, "resume")
+        # The model itself has sampled these, maybe of the rows with which its table is padded beyond its vocabulary.
+        self._check_ids(request.resume, "resume", self._table_rows)
         keep = self._sparse.keep_of(request, len(ids), has_media=bool(encoded.spans))
         is_chat = isinstance(request.prompt, ChatPrompt)
         row = Row(
@@ -150,6 +152,7 @@ class Intake:
             scored_top=scored_top(request, len(ids)),
             prompt_logprobs=request.prompt_logprobs,
             scores_told=request.prompt_scored,
+            echo_told=request.echo_scored,
             priority=request.priority,
             deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
             want_progress=request.want_progress,
@@ -362,10 +365,11 @@ class Intake:
                 raise self._too_long(at_least, prompt, "at least ")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
-    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+    def _check_ids(self, ids: Iterable[int], param: str, known: int = 0) -> None:
+        known = known or self._vocab_size
         for token in ids:
-            if not 0 <= token < self._vocab_size:
-                message = f"{param} names token id {token}, outside of the model's vocabulary of {self._vocab_size}"
+            if not 0 <= token < known:
+                message = f"{param} names token id {token}, outside of the model's vocabulary of {known}"
                 raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
 
     def _boundaries(self, ids: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
-from protocol.messages import Generate, TokenLogprob
+from protocol.messages import Generate
 
 
 class PromptScore(NamedTuple):
@@ -33,8 +33,6 @@ class Scores:
     ids: Sequence[int]
     top: int
     count: int = 1
-    # Entries of an echo, which is sent whole.
-    entries: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     _fresh: list[PromptScore] = field(default_factory=lambda: [FIRST])
 
     def take(self) -> tuple[int, list[PromptScore]]:
@@ -70,7 +68,7 @@ def scored_top(request: Generate, tokens: int) -> int | None:
 
     A sequence that goes on with its output was scored before that began.
     """
-    echoed = request.top_logprobs if request.echo else None
+    echoed = request.top_logprobs if request.echo and request.echo_scored < tokens else None
     told = request.prompt_logprobs if request.prompt_scored < tokens else None
     wanted = [top for top in (echoed, told) if top is not None]
     return max(wanted) if wanted and not request.resume else None

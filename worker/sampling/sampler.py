@@ -36,8 +36,10 @@ class RowSampler:
         masks: Masks | None = None,
         suppressed: Sequence[int] = (),
         agree: Callable[[mx.array], mx.array] | None = None,
+        table_rows: int = 0,
     ) -> None:
-        """`agree` makes sampled ids those of all ranks of a group."""
+        """`agree` makes sampled ids those of all ranks of a group. Logits may be wider than the table of embeddings,
+        in which MLX checks no bounds: ids from `table_rows` on are never drawn; 0 is no limit."""
         # What grammars forbid: it goes onto the logits before they become the log-probabilities given to `__call__`.
         self.masks = masks or Masks()
         self._params: dict[int, Sampling] = {}
@@ -49,6 +51,7 @@ class RowSampler:
         self._suppressed = tuple(suppressed)
         self._penalty: mx.array | None = None
         self._agree = agree
+        self._table_rows = table_rows
 
     def add(self, uid: int, params: Sampling, position: int) -> None:
         """Start sampling for `uid` at output position `position`."""
@@ -99,6 +102,8 @@ class RowSampler:
             keys = [_key(params.seed, position) for params, position in draws]
             coins = [_excludes(params, position) for params, position in draws] if plan.has_xtc else []
         logprobs = self._suppress(logprobs) if self._suppressed else logprobs
+        if 0 < self._table_rows < vocab:
+            logprobs = mx.where(mx.arange(vocab) < self._table_rows, logprobs, -math.inf)
         ids = plan.sample(logprobs.reshape(rows * steps, vocab), keys, coins)
         if self._agree is not None:
             ids = self._agree(ids)

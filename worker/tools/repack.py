@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -88,12 +89,11 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
     # Another process may be at work for the same target, and other names belong to others.
     partial = target.with_name(f"{target.name}{_PARTIAL}{os.getpid()}")
     partial.mkdir()
-    try:
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, partial, ignore_errors=True)
         index = _write(source, partial, model, switches, config, progress)
         partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        undo.pop_all()
     return index
 
 

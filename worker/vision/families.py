@@ -19,7 +19,7 @@ from PIL import Image
 
 from protocol.failures import Code
 from protocol.messages import Media
-from worker.errors import RequestInvalid
+from worker.errors import RequestInvalid, foreign_code
 from worker.vision.clips import FrameSampling, open_clip
 from worker.vision.gemma_layouts import Gemma3, Gemma3n, Gemma4
 from worker.vision.images import INVALID, MediaLimits, check_bytes, check_shape, decode, read_header, refused
@@ -189,14 +189,14 @@ class Processor:
 
     def _guarded(self, media: Media, act: Callable[[], Result]) -> Result:
         """Run code of a processor: what it raises is the end of one request."""
-        try:
-            return act()
-        except RequestInvalid:
-            raise
-        except Exception as error:  # the boundary to code of every family
+
+        def explain(error: Exception) -> RequestInvalid:
             reason = str(error).partition("\n")[0]
             message = f"The model's processor refused the {media.kind}: {type(error).__name__}: {reason}"
-            raise refused(message, media.param, INVALID[media.kind]) from error
+            return refused(message, media.param, INVALID[media.kind])
+
+        with foreign_code(explain):
+            return act()
 
     def _bounds(self, media: Media) -> Bounds:
         return self._within(self._positive(media, "min_pixels"), self._positive(media, "max_pixels"))
@@ -253,18 +253,18 @@ def open_processor(
     if kind not in _FAMILIES:
         raise UnsupportedVision(f"mlxd does not know how '{kind}' shows images in a prompt")
     module, name, layout = _FAMILIES[kind]
-    try:
+
+    def unusable(error: Exception) -> UnsupportedVision:
+        log.warning("the image processor of %s cannot be used", path, exc_info=True)
+        reason = str(error).partition("\n")[0]
+        return UnsupportedVision(f"its image processor cannot be used: {type(error).__name__}: {reason}")
+
+    with foreign_code(unusable, UnsupportedVision):
         processor = getattr(import_module(f"mlx_vlm.models.{module}"), name).from_pretrained(
             str(path), trust_remote_code=False
         )
         laid = layout(processor, config)
         _check(laid, processor, encode, placeholders)
-    except UnsupportedVision:
-        raise
-    except Exception as error:  # the boundary to code of every family
-        log.warning("the image processor of %s cannot be used", path, exc_info=True)
-        reason = str(error).partition("\n")[0]
-        raise UnsupportedVision(f"its image processor cannot be used: {type(error).__name__}: {reason}") from error
     if laid.max_pixels:
         laid.most_pixels = most_pixels(config, laid.patch, memory_bytes)
         if laid.max_pixels > laid.most_pixels > 0:

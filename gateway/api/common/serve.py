@@ -137,6 +137,8 @@ class PreparedRequest:
     generates: list[Generate]
     # Of the model that it is for.
     kind: str = TEXT
+    # How often the answer has the log-probabilities of a prompt.
+    repeats: int = 1
 
     async def stream(
         self,
@@ -163,7 +165,9 @@ class PreparedRequest:
 
     def generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
         """The sequences of it. Entering takes the leases."""
-        return Generation(self.services, self.model, self.generates, self.record, bind, kind=self.kind)
+        return Generation(
+            self.services, self.model, self.generates, self.record, bind, kind=self.kind, repeats=self.repeats
+        )
 
 
 async def tokenize(

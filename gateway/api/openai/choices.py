@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gateway.api.openai.prompt_logprobs import encode_entries, whole
 from gateway.api.openai.response import TokenIds, UsageBody, sum_usage
-from gateway.errors import ApiError, BadRequest, openai_body
+from gateway.errors import ApiError, openai_body
 from protocol.messages import Delta, DeltaKind, Finish, Usage
 
 # A choice as it is written.
@@ -20,8 +20,6 @@ C = TypeVar("C", bound=Struct)
 P = TypeVar("P", bound="Partial")
 
 DONE: Final = b"data: [DONE]\n\n"
-# Log-probabilities of all prompts of an answer, each as often as it is told.
-PROMPT_LOGPROBS_BYTES_MAX: Final = 256 << 20
 
 encode: Final = msgspec.json.Encoder().encode
 # Looking up a member of an enum takes as long as encoding a word.
@@ -163,14 +161,10 @@ class ChoiceFold(ABC, Generic[C, P]):
         heading: Heading,
         shape: Callable[[str, int, str, list[C], UsageBody], Struct],
         start: Callable[[], P],
-        tellings: int = 1,
     ) -> None:
-        """`tellings`: how often the answer tells the log-probabilities of each prompt."""
         self._heading = heading
         self._shape = shape
         self._start = start
-        self._tellings = tellings
-        self._told_bytes = 0
         self._choices: dict[int, P] = {}
         self._prompts: list[tuple[Raw | UnsetType, TokenIds]] = []
 
@@ -183,24 +177,13 @@ class ChoiceFold(ABC, Generic[C, P]):
             if delta.prompt is not None:
                 choice.prompt_ids = choice.prompt_ids or delta.prompt.ids
                 if delta.prompt.logprobs:
-                    choice.prompt_logprobs.append(self._bounded(encode_entries(delta.prompt.logprobs)))
+                    choice.prompt_logprobs.append(encode_entries(delta.prompt.logprobs))
                 continue
             self._take(choice, delta)
             choice.token_ids += delta.token_ids
             if delta.finish is not None:
                 choice.finish, choice.usage = delta.finish, delta.usage
                 choice.token_ids += delta.ending_ids
-
-    def _bounded(self, entries: bytes) -> bytes:
-        """Raises `BadRequest` once the entries of all prompts are more than an answer may hold."""
-        self._told_bytes += len(entries) * self._tellings
-        if self._told_bytes > PROMPT_LOGPROBS_BYTES_MAX:
-            raise BadRequest(
-                f"The log-probabilities of the prompts take more than {PROMPT_LOGPROBS_BYTES_MAX >> 20} MiB: ask for a "
-                "smaller 'prompt_logprobs', fewer choices or fewer tokens.",
-                "prompt_logprobs",
-            )
-        return entries
 
     def result(self) -> bytes:
         heading = self._heading
@@ -224,6 +207,7 @@ class ChoiceFold(ABC, Generic[C, P]):
 
     def _told(self, first: P) -> tuple[Raw | UnsetType, TokenIds]:
         logprobs = whole(first.prompt_logprobs) if first.prompt_logprobs else UNSET
+        first.prompt_logprobs.clear()
         return logprobs, first.prompt_ids if self._heading.tells_ids else UNSET
 
     @abstractmethod

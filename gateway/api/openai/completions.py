@@ -34,7 +34,7 @@ class Completions:
             request.n or 1,
             tells_ids=bool(request.return_token_ids),
         )
-        job = serve.PreparedRequest(services, record, model, generates)
+        job = serve.PreparedRequest(services, record, model, generates, repeats=request.n or 1)
         if request.stream:
             await job.stream(TextStream(heading, request.wants_usage), receive, send)
         else:

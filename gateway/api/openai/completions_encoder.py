@@ -4,8 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.api.openai.choices import ChoiceFold, ChoiceStream, Heading, Partial
-from gateway.api.openai.response import TextChoice, TextCompletion, TextLogprobsBuilder, finish_reason
-from protocol.messages import Delta, Finish, TokenLogprob
+from gateway.api.openai.response import (
+    TextChoice,
+    TextCompletion,
+    TextLogprobsBuilder,
+    TextLogprobsParts,
+    finish_reason,
+)
+from protocol.messages import Delta, Finish
 
 
 class TextStream(ChoiceStream[TextChoice]):
@@ -40,23 +46,23 @@ class TextStream(ChoiceStream[TextChoice]):
 @dataclass(slots=True)
 class _Partial(Partial):
     text: list[str] = field(default_factory=list[str])
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: TextLogprobsParts | None = None
 
 
 class TextFold(ChoiceFold[TextChoice, _Partial]):
     """A whole text completion, with the same content as `TextStream`."""
 
     def __init__(self, heading: Heading) -> None:
-        super().__init__(heading, TextCompletion, _Partial, heading.choices_per_prompt)
+        super().__init__(heading, TextCompletion, _Partial)
 
     def _take(self, choice: _Partial, delta: Delta) -> None:
         choice.text.append(delta.text)
         if delta.logprobs is not None:
-            choice.logprobs = choice.logprobs if choice.logprobs is not None else []
-            choice.logprobs += delta.logprobs
+            choice.logprobs = choice.logprobs or TextLogprobsParts()
+            choice.logprobs.add(delta.logprobs)
 
     def _whole(self, index: int, choice: _Partial) -> TextChoice:
-        logprobs = None if choice.logprobs is None else TextLogprobsBuilder().build(choice.logprobs)
+        logprobs = None if choice.logprobs is None else choice.logprobs.whole()
         reason, ids = _reason(choice.finish), self._ids_of(choice)
         return TextChoice(index, "".join(choice.text), logprobs, reason, ids, *self._prompt_of(index))
 

@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, Final, cast
 
-from msgspec import UNSET, Struct, UnsetType
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from gateway.api.openai.prompt_logprobs import LOGPROB_MIN, PromptLogprobs
 from protocol.messages import Finish, TokenLogprob, Usage
+
+_encode: Final = msgspec.json.Encoder().encode
 
 # vLLM's, of answers whose request asks for ids.
 TokenIds = Sequence[int] | UnsetType
@@ -240,6 +244,29 @@ class TextLogprobsBuilder:
         self._pending += token
         text, self._pending = _split_utf8(self._pending)
         self._offset += len(text)
+
+
+class TextLogprobsParts:
+    """The same of a whole choice, kept as JSON: entries of a long prompt would be many times as large as objects."""
+
+    def __init__(self) -> None:
+        self._builder = TextLogprobsBuilder()
+        self._parts: dict[str, list[bytes]] = {name: [] for name in TextLogprobs.__struct_fields__}
+
+    def add(self, tokens: Sequence[TokenLogprob]) -> None:
+        """Add the next entries."""
+        if not tokens:
+            return
+        body = self._builder.build(tokens)
+        for name, parts in self._parts.items():
+            parts.append(_encode(getattr(body, name))[1:-1])
+
+    def whole(self) -> TextLogprobs:
+        """All of it, encoded. The last call."""
+        fields = {name: Raw(b"[" + b",".join(parts) + b"]") for name, parts in self._parts.items()}
+        self._parts.clear()
+        # What encodes an answer looks at the values themselves; the types are for its schema.
+        return TextLogprobs(**cast("dict[str, Any]", fields))
 
 
 def _token_text(token: bytes) -> str:

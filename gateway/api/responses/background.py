@@ -123,7 +123,7 @@ class Background:
                 self.leave()
             generation.record.outcome = "left" if self.is_left else error.outcome
             await self.fail(error)
-        except BaseException as error:
+        except BaseException as error:  # The root of a task: raised again once the last event is written.
             is_end = isinstance(error, asyncio.CancelledError)
             if is_end:
                 self.leave()

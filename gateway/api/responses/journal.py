@@ -368,22 +368,20 @@ def _names(folder: Path) -> list[Path]:
 def _create(path: Path, asked: JournaledRequest, boot: str) -> int:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(_close, file, path, False)  # no half of a file stays
         _write_all(file, MAGIC + framed(asked) + framed(BeginRecord(boot)))
-    except BaseException:  # Whatever it was: no half of a file stays.
-        _close(file, path, False)
-        raise
+        undo.pop_all()
     return file
 
 
 def _reopen(path: Path, whole_bytes: int, boot: str) -> int:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, file)  # the next daemon finds it as this one did
         os.ftruncate(file, whole_bytes)
         _write_all(file, framed(BeginRecord(boot)))
-    except BaseException:  # Whatever it was: the next daemon finds it as this one did.
-        os.close(file)
-        raise
+        undo.pop_all()
     return file
 
 

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -298,11 +299,10 @@ class Store:
 
     def _keep_or_log(self, size: int, make: Callable[[], StoredResponse]) -> None:
         try:
-            try:
+            with ExitStack() as undo:
+                undo.callback(self._leave, size)
                 stored = make()
-            except BaseException:
-                self._leave(size)
-                raise
+                undo.pop_all()
             self._carry_out(lambda: self._keep(self._open(), stored), size)
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1

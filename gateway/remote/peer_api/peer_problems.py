@@ -65,6 +65,8 @@ def _problems_of(request: Generate) -> Iterator[str]:
         yield f"prompt_logprobs is {request.prompt_logprobs}"
     if not 0 <= request.prompt_scored <= ID_MAX:
         yield f"prompt_scored is {request.prompt_scored}"
+    if not 0 <= request.echo_scored <= ID_MAX:
+        yield f"echo_scored is {request.echo_scored}"
     if request.max_tokens is not None and request.max_tokens < 0:
         yield f"max_tokens is {request.max_tokens}"
     if request.deadline_ms < 0 or len(request.resume) > RESUME_MAX:

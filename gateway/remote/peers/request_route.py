@@ -114,7 +114,7 @@ class RequestRoute:
 
     async def _move(self, left: list[Sequence]) -> bool:
         """Give the sequences to another place. False where there is none now."""
-        needs_form = any(sequence.token_ids or sequence.prompt_scored for sequence in left)
+        needs_form = any(sequence.token_ids or sequence.prompt_scored or sequence.echo_scored for sequence in left)
         stream = self._next("failover", self.form if needs_form else None)
         link = self.fleet.link
         if stream is not None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -79,7 +79,8 @@ class Spawner:
         lead, argv = self._start(first, f"{spec.name}#{spec.epoch}", lambda: self._registry.remove(spec.name))
         followers: list[WorkerPort] = []
         recorded: list[WorkerProcess] = []
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: _kill([lead, *followers]))  # only this function knows of those that were started
             for rank, each in enumerate(others, 1):
                 node = group.nodes[rank]
                 if node == LOCAL:
@@ -90,13 +91,7 @@ class Spawner:
                     followers.append(child)
                 else:
                     followers.append(self._starters[node].start(each))
-        except BaseException:  # Re-raised: only this function knows of those that were started.
-            for process in (lead, *followers):
-                process.signal(signal.SIGKILL)
-                if isinstance(process, Child):
-                    process.reap()
-                process.close()
-            raise
+            undo.pop_all()
         self._registry.add(_record(lead.pid, spec, argv, recorded))
         return RankGroup(lead, followers, [process.pid for process in recorded])
 
@@ -108,22 +103,22 @@ class Spawner:
             raise FileNotFoundError(f"{down} is gone: somebody removed the run folder; restart mlxd")
         argv = self._command(spec)
         read_fd, write_fd = os.pipe()
-        try:
-            with _input(msgspec.json.encode(spec), down.parent) as stdin:
-                popen = subprocess.Popen(
-                    argv,
-                    stdin=stdin,
-                    stdout=write_fd,
-                    stderr=write_fd,
-                    cwd=self._home,
-                    env={**os.environ, FOLDER_ENV: str(wisdom_dir(self._home))},
-                    start_new_session=True,
-                )
-        except BaseException:  # Re-raised: only this function knows of this end of the pipe.
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(write_fd)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, read_fd)  # only this function knows of this end of the pipe
+            try:
+                with _input(msgspec.json.encode(spec), down.parent) as stdin:
+                    popen = subprocess.Popen(
+                        argv,
+                        stdin=stdin,
+                        stdout=write_fd,
+                        stderr=write_fd,
+                        cwd=self._home,
+                        env={**os.environ, FOLDER_ENV: str(wisdom_dir(self._home))},
+                        start_new_session=True,
+                    )
+            finally:
+                os.close(write_fd)
+            undo.pop_all()
         return Child(popen, WorkerOutput(read_fd, label), forget), argv
 
     def adopt(self, survivor: Survivor) -> WorkerPort:
@@ -153,6 +148,14 @@ def _input(data: bytes, folder: Path) -> Generator[int, None, None]:
         yield read_fd
     finally:
         os.close(read_fd)
+
+
+def _kill(processes: Sequence[WorkerPort]) -> None:
+    for process in processes:
+        process.signal(signal.SIGKILL)
+        if isinstance(process, Child):
+            process.reap()
+        process.close()
 
 
 def _record(pid: int, spec: WorkerSpec, argv: list[str], ranks: list[WorkerProcess]) -> WorkerRecord:

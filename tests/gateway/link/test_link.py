@@ -34,6 +34,7 @@ from protocol.messages import (
     Step,
     TextPrompt,
     Tokenize,
+    TokenLogprob,
     Up,
 )
 from protocol.stats import Stats
@@ -244,6 +245,17 @@ async def test_what_the_client_has_had_of_its_prompt_is_not_asked_for_again(home
             # Neither the echo nor a token has come.
             assert wire.hear() == replace(request, prompt_ids=False, prompt_scored=2)
             (sequence,) = wire.link.detach(3)
+
+
+async def test_the_entries_of_an_echo_that_the_client_has_had_are_not_asked_for_again(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = replace(wire.request(), echo=True, top_logprobs=0)
+        entries = (TokenLogprob(b"x", -1.0), TokenLogprob(b"y", -2.0))
+        parts = [Delta(request.rid, text="xy", logprobs=entries[:1]), Delta(request.rid, logprobs=entries[1:])]
+        sequence, _ = await detached(wire, request, *parts)
+        wire.link.attach(wire.runner)
+        wire.link.resume(wire.runner, sequence)
+        assert wire.hear() == replace(request, echo_scored=2)
 
 
 async def test_nothing_that_is_said_of_a_parked_sequence_counts(home: Path) -> None:

@@ -1,6 +1,7 @@
 """Requests for vectors and scores as jobs: prompts, cuts, and what is refused before MLX sees it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,6 +178,19 @@ def test_steps_that_are_not_known_end_the_load(tmp_path: Path, file: str, change
     with pytest.raises(LoadFailed, match=reason) as caught:
         load_reader(spec(path), EMBED, lambda *_: None)
     assert caught.value.failure.code is Code.MODEL_UNSUPPORTED
+
+
+@pytest.mark.parametrize("kind", ["Transformer", "Pooling", "Dense"])
+@pytest.mark.parametrize("outside", ["../other", "1_Pooling/../../other", "ABSOLUTE"])
+def test_a_step_outside_of_the_models_folder_is_refused(tmp_path: Path, kind: str, outside: str) -> None:
+    path, other = build_embedder("bert", tmp_path / "m"), tmp_path / "other"
+    shutil.copytree(path, other)
+    shutil.copy(path / "1_Pooling" / "config.json", other / "config.json")
+    named = str(other) if outside == "ABSOLUTE" else outside
+    (path / "modules.json").write_text(json.dumps([{"idx": 0, "type": f"x.{kind}", "path": named}]))
+    with pytest.raises(LoadFailed, match="outside of the model") as caught:
+        load_reader(spec(path), EMBED, lambda *_: None)
+    assert caught.value.failure.code is Code.MODEL_CORRUPT
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import mlx.core as mx
 import pytest
 from msgspec import structs
 
+from protocol.failures import Code
 from protocol.messages import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.models import LANES, SAMPLE, VOCAB, Breakable
+from tests.support.models import ARCHITECTURES, LANES, SAMPLE, VOCAB, Breakable, build
 from tests.support.scale import scaled
 
 GREEDY = Sampling(temperature=0.0)
@@ -216,3 +217,25 @@ def test_a_request_resumed_after_any_number_of_tokens_goes_on_with_the_same_text
                 assert rest.usage is not None
                 assert result.usage is not None
                 assert rest.usage.completion == result.usage.completion
+
+
+def test_a_stream_of_a_model_with_a_padded_vocabulary_is_resumed_after_any_id_that_it_sampled(tmp_path: Path) -> None:
+    """Of the two sizes that its configuration names, the table of embeddings has the larger."""
+    rows = VOCAB + 256
+    text_config = {**ARCHITECTURES["qwen3_5"][1]["text_config"], "vocab_size": rows}
+    folder = build("qwen3_5", tmp_path / "padded", text_config=text_config)
+    sampling = Sampling(temperature=1.0, seed=5, ignore_eos=True)
+    asked = Generate(1, TokensPrompt(tuple(range(20, 30))), sampling, 24)
+    with EngineHarness(spec(folder)) as engine:
+        (whole,) = engine.run([asked])
+        assert (engine.loaded.vocab_size, engine.loaded.table_rows) == (VOCAB, rows)
+        assert any(token >= VOCAB for token in whole.ids), "the seed samples none of the padding"
+        had = range(1, len(whole.ids))
+        resumed = [structs.replace(asked, rid=100 + each, resume=tuple(whole.ids[:each])) for each in had]
+        for count, rest in zip(had, engine.run(resumed), strict=True):
+            assert (rest.failure, whole.ids[:count] + rest.ids) == (None, whole.ids)
+        (beyond,) = engine.run([structs.replace(asked, rid=2, resume=(rows,))])
+        assert beyond.failure is not None
+        assert (beyond.failure.code, beyond.failure.param) == (Code.INVALID_REQUEST, "resume")
+        (given,) = engine.run([structs.replace(asked, rid=3, prompt=TokensPrompt((VOCAB,)))])
+        assert given.failure is not None, "what a client writes is of the vocabulary"

@@ -259,3 +259,57 @@ def test_a_row_that_is_scored_again_after_a_failed_tick_tells_no_entry_twice(
     assert ticks.count(SLICE) == 2, "it began again"
     assert result.prompt_logprobs[1:] == whole.prompt_logprobs[1:]
     assert (len(result.prompt_logprobs), result.ids) == (len(ids), whole.ids)
+
+
+def test_entries_of_an_echo_are_sent_as_they_come_and_its_text_with_the_first(
+    model_folder: Callable[[str], Path],
+) -> None:
+    ids = prompts()[-1]
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        whole = engine.run([scored(ids, max_tokens=0)])[0]
+        text = engine.intake.vocabulary.decode(ids)
+    parts = [delta for delta in whole.deltas if delta.logprobs]
+    assert [len(delta.logprobs or ()) for delta in parts] == [1 + SLICE, SLICE, 2]
+    assert [delta.text for delta in parts] == [text, "", ""]
+
+
+def test_a_successor_sends_the_entries_of_an_echo_that_the_client_has_not_had(
+    model_folder: Callable[[str], Path],
+) -> None:
+    ids = prompts()[-1]
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        asked = scored(ids, max_tokens=4)
+        whole = engine.run([asked])[0]
+        said = whole.text.removeprefix(engine.intake.vocabulary.decode(ids))
+        assert len(said) < len(whole.text)
+        for had in (1, SLICE + 5, len(ids)):
+            rest = engine.run([structs.replace(asked, rid=next(rids), echo_scored=had)])[0]
+            assert (rest.text, rest.ids) == (said, whole.ids)
+            assert [each.token for each in rest.logprobs] == [each.token for each in whole.logprobs[had:]]
+        # Its output has begun.
+        begun = structs.replace(asked, rid=next(rids), resume=tuple(whole.ids[:2]), echo_scored=len(ids))
+        rest = engine.run([begun])[0]
+        assert rest.ids == whole.ids[2:]
+        assert whole.text.endswith(rest.text)
+        assert len(rest.logprobs) == len(whole.logprobs) - len(ids) - 2
+
+
+def test_a_row_that_is_scored_again_after_a_failed_tick_sends_no_entry_of_its_echo_twice(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    park = Batch._park  # pyright: ignore[reportPrivateUsage]
+
+    def fail_once(batch: Batch) -> None:
+        runs.extend(len(rows.members[0].tokens) for rows in batch._generator._scored.rows)  # pyright: ignore[reportPrivateUsage]
+        if sum(done > 0 for done in runs) == 2:
+            raise RuntimeError("[metal::malloc] Unable to allocate 5 bytes.")
+        park(batch)
+
+    ids = prompts()[-1]
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        whole = engine.run([scored(ids)])[0]
+        monkeypatch.setattr(Batch, "_park", fail_once)
+        again = engine.run([scored(ids)])[0]
+    assert runs.count(SLICE) == 2, "it began again"
+    assert (again.text, len(again.logprobs), again.ids) == (whole.text, len(whole.logprobs), whole.ids)

@@ -177,6 +177,16 @@ def test_a_header_of_absurd_length_is_corrupt_and_not_read(folder: Path) -> None
     refused(folder, Code.MODEL_CORRUPT)
 
 
+def test_a_header_longer_than_the_format_allows_is_not_read(folder: Path) -> None:
+    file, header = weights(folder), 100_000_001
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", header))
+        stream.truncate(8 + header)  # a hole: nothing is on the disk
+    message = refused(folder, Code.MODEL_CORRUPT)
+    assert file.name in message
+    assert "100000000" in message
+
+
 def test_a_git_lfs_pointer_says_how_to_get_the_weights(folder: Path) -> None:
     weights(folder).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
     assert "git lfs pull" in refused(folder, Code.MODEL_CORRUPT)

@@ -410,3 +410,13 @@ def test_at_temperature_zero_the_best_token_is_taken_whatever_the_filters_say() 
     filters = Sampling(0.0, typical_p=0.1, top_n_sigma=0.1, xtc_probability=1.0, xtc_threshold=0.0)
 
     assert draw(logprobs, [filters]) == [int(logprobs[0].argmax())]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_id_beyond_the_table_of_embeddings_is_never_drawn(temperature: float) -> None:
+    sampler = RowSampler(table_rows=6)
+    sampler.add(1, Sampling(temperature=temperature, seed=3), 0)
+    likely = mx.log(mx.array([[0.01] * 6 + [0.47] * 2]))
+    with sampler.rows([1]):
+        drawn = {sampler(likely).item() for _ in range(30)}
+    assert max(drawn) < 6

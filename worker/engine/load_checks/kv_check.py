@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from protocol.failures import Code
 from protocol.quantized_kv import ALL_WHOLE, group_of_all, obstacle
 from worker.engine.load_checks.self_check import CheckFailed, reason_of, refusal
-from worker.errors import LoadFailed
+from worker.errors import LoadFailed, foreign_code
 from worker.kv.kv import leaves
 from worker.kv.quantized import KvForm, QuantizedKV, kv_form_of, quantized, set_kv_form
 from worker.kv.ragged import Lengths
@@ -82,10 +82,8 @@ def choose_form(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int
     except ValueError as error:
         raise _refused(bits, str(error)) from None
     whole = KvForm(bits, group, reads_codes=False)
-    try:
+    with foreign_code(lambda error: _refused(bits, f"its attention fails: {reason_of(error)}")):
         expected = _trial(model, whole, ids)
-    except Exception as error:  # the boundary to code of every architecture
-        raise _refused(bits, f"its attention fails: {reason_of(error)}") from error
     try:
         form = KvForm(bits, group)
         _compare("the model's output", _trial(model, form, ids), expected, MODEL_ROUNDED)
@@ -114,10 +112,8 @@ def _refused(bits: int, why: str) -> LoadFailed:
 def _heads(model: Any, config: dict[str, Any], ids: Sequence[int]) -> set[Heads]:
     """Of the layers whose KV would be quantized, as a pass leaves them."""
     caches = make_prompt_cache(model)
-    try:
+    with foreign_code(refusal):
         mx.eval(model(mx.array([ids[:1]]), cache=caches))
-    except Exception as error:  # the boundary to code of every architecture
-        raise refusal(error) from error
     replaced = [isinstance(leaf, QuantizedKV) for leaf in leaves(quantized(make_prompt_cache(model), KvForm(8, 64)))]
     text = config | cast(dict[str, Any], config.get("text_config") or {})
     queries = next((text[key] for key in ("num_attention_heads", "n_head", "n_heads") if key in text), 0)

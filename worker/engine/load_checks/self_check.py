@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -18,7 +19,7 @@ from protocol.failures import Code
 from worker.engine.batch import Batch
 from worker.engine.load_checks.silent_row import silent_row
 from worker.engine.rank_peers import RankPeers
-from worker.errors import LoadFailed, StepFailed, is_allocation_failure, is_gpu_fault
+from worker.errors import LoadFailed, StepFailed, foreign_code, is_allocation_failure, is_gpu_fault
 from worker.kv.kv import KvLayout
 from worker.kv.quantized import kv_form_of, make_caches
 from worker.model import memory
@@ -128,11 +129,9 @@ class _Check:
 
     def _reference(self) -> list[_Said]:
         """Each prompt alone, which must be what it is in chunks."""
-        try:
+        with foreign_code(refusal):
             expected = [self._alone(prompt, _WHOLE) for prompt in self._prompts]
             chunked = self._alone(self._prompts[1], CHUNK)
-        except Exception as error:  # the boundary to code of every architecture
-            raise refusal(error) from error
         steps = [step for said in expected for step in said.logprobs]
         if not all(bool(mx.isfinite(mx.max(step))) for step in steps):
             raise LoadFailed(Code.MODEL_CORRUPT, "the model's log-probabilities are not finite: its weights are broken")
@@ -188,17 +187,16 @@ class _Check:
             cache = PrefixCache(self._layout, cache_bytes)
             batch = Batch(self._model, (), cache, lane)
         said: list[_Said] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(batch.close)
+            undo.callback(batch.abandon)
             for wave in waves:
                 said += _listen(batch, wave, chunk, begun)
                 batch.settle()
                 if cache.failure is not None:
                     raise cache.failure
-        except BaseException:
-            batch.abandon()
-            raise
-        finally:
-            batch.close()
+            undo.pop_all()
+        batch.close()
         return said
 
     def _compare(self, how: str, said: Sequence[_Said], expected: Sequence[_Said]) -> None:

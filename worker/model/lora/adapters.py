@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -151,7 +151,7 @@ class Adapters:
             return self._install(name, path, files)
         except UnusableAdapter as reason:
             return refused(name, str(reason))
-        except Exception as error:
+        except (MemoryError, RuntimeError) as error:  # MLX raises the latter for memory that it cannot have
             if not is_allocation_failure(error):
                 raise
             return Failure(Code.OUT_OF_MEMORY, f"there is no memory for the adapter {name!r}", repr(error))
@@ -190,11 +190,10 @@ class Adapters:
         before = self.nbytes
         for place, bank in banks:
             self._put(place, bank)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._empty, slot)
             self._try(slot)
-        except BaseException:
-            self._empty(slot)
-            raise
+            undo.pop_all()
         return Adapter(name, slot, path, files.base, files.digest, files.rank, files.is_dora, self.nbytes - before)
 
     def _bank(self, files: Files, at: int, slot: int) -> StackedWeights:

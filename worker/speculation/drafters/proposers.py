@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from protocol.failures import Code
-from worker.errors import LoadFailed
+from worker.errors import LoadFailed, foreign_code
 from worker.kv import batched
 from worker.kv.kv import leaves
 from worker.kv.quantized import make_caches
@@ -64,10 +64,8 @@ def attach_draft(target: LoadedModel, path: Path, load_draft: Callable[[], Loade
             attach = next((attach for signs, attach in _ATTACHED.items() if any(sign in kind for sign in signs)), None)
             if attach is None:
                 raise _refused(path, f"drafters of the kind {kind} are not run")
-            try:
+            with foreign_code(lambda error: _refused(path, f"{type(error).__name__}: {error}")):
                 return attach(target.model, path)
-            except Exception as error:  # the boundary to code of mlx-vlm, and to any file
-                raise _refused(path, f"{type(error).__name__}: {error}") from error
 
 
 def _kind(config: Mapping[str, Any]) -> str:

@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gateway.api.openai import choices as choices_module
 from gateway.api.openai.chat_encoder import ChatFold, ChatStream
 from gateway.api.openai.choices import Heading
 from gateway.api.openai.completions_encoder import TextFold, TextStream
-from gateway.api.openai.prompt_logprobs import encode_entries
 from gateway.api.openai.response import ChatChunk, ChatChunkChoice, ChatDelta, TextChoice, TextCompletion
-from gateway.errors import BadRequest, Unavailable
+from gateway.errors import Unavailable
 from protocol.messages import Delta, DeltaKind, Finish, PromptLogprob, PromptPart, TokenLogprob, ToolCallDelta, Usage
 from tests.support.merged import merge_chat, merge_text
 
@@ -207,20 +205,6 @@ def test_log_probabilities_of_a_prompt_are_vllms_and_those_of_its_choices_are_on
     choices = json.loads(text.result())["choices"]
     assert [choice.get("prompt_logprobs") for choice in choices] == [form, form, None, None]
     assert list(choices[0]["prompt_logprobs"][2]) == ["7", "6"], "the token itself comes first"
-
-
-def test_log_probabilities_of_prompts_are_bounded_as_often_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    heading = replace(HEADING, choices=2, choices_per_prompt=2)
-    entry = PromptLogprob(6, b"b", -0.5, 1, ((6, b"b", -0.5),))
-    part = Delta(10, prompt=PromptPart(logprobs=(entry,) * 10))
-    monkeypatch.setattr(choices_module, "PROMPT_LOGPROBS_BYTES_MAX", len(encode_entries((entry,) * 15)))
-    told_once, told_twice = ChatFold(heading), TextFold(heading)
-    for fold in (told_once, told_twice):
-        fold.bind((10, 11))
-    told_once.add([part])
-    for fold in (told_once, told_twice):
-        with pytest.raises(BadRequest, match="fewer choices"):
-            fold.add([part])
 
 
 # -- the prebuilt chunk ----------------------------------------------------------------------------------------------
