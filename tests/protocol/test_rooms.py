@@ -1,0 +1,40 @@
+"""Rooms: folders that each hold one noun, and import only the rooms below them (the contracts of pyproject.toml)."""
+
+import ast
+from collections import defaultdict
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Final
+
+import grimp
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT: Final = Path(__file__).parents[2]
+PACKAGES: Final = ("gateway", "worker", "protocol")
+FILES_MAX: Final = 25
+
+
+def test_a_room_imports_only_the_rooms_below_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    status = lint_imports(config_filename="pyproject.toml", cache_dir=None)
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    graph = grimp.build_graph(package, cache_dir=None)
+    TopologicalSorter({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}).prepare()
+
+
+def test_a_folder_has_few_files_and_says_what_it_is() -> None:
+    count: defaultdict[Path, int] = defaultdict(int)
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            if file.name == "__init__.py":
+                assert ast.get_docstring(ast.parse(file.read_text())), f"{file} has no docstring"
+            else:
+                count[file.parent] += 1
+    assert {str(path.relative_to(ROOT)): files for path, files in count.items() if files > FILES_MAX} == {}
