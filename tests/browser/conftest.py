@@ -151,7 +151,7 @@ def check(visit: Visit, expected: tuple[str, ...]) -> None:
 def code_of(daemon: DaemonProcess) -> str:
     """A one-time link to the page, as `mlxctl ui --print` gets it."""
     transport = httpx.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://mlxd") as client:
+    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=deadline_s()) as client:
         answer = client.post("/v1/ui/code")
         assert answer.status_code == 200, answer.text
         return answer.json()["url"]

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.browser.conftest import Visiting
-from tests.browser.waiting import until
+from tests.browser.waiting import deadline_s, until
 from tests.support.daemon import DaemonProcess
 
 QUESTION = "What is the capital of France?"
@@ -182,7 +182,7 @@ def test_an_unknown_model_is_told_and_can_be_changed(talkative: DaemonProcess, v
 
 def _running(daemon: DaemonProcess) -> int:
     transport = httpx.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://mlxd") as client:
+    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=deadline_s()) as client:
         return len(client.get("/v1/requests").json()["requests"])
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.browser.conftest import SCRIPTED_DAEMON, Visit, Visiting, code_of
 from tests.browser.test_chat import told
 from tests.browser.test_hostile import look
-from tests.browser.waiting import until
+from tests.browser.waiting import deadline_s, seen_s, until
 from tests.gateway.web.hostile import VECTORS
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
@@ -26,7 +26,9 @@ def owned() -> Iterator[DaemonProcess]:
     """A daemon whose models load for a second, and that captures requests."""
     with short_home() as home:
         write_config(home, ("a", "b"), server="capture = 20")
-        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=1", module=SCRIPTED_DAEMON) as daemon:
+        with DaemonProcess(
+            home, "talkative", "--step-ms=4", f"--load-s={seen_s(1):g}", module=SCRIPTED_DAEMON
+        ) as daemon:
             yield daemon
 
 
@@ -70,7 +72,9 @@ def test_a_load_shows_a_percent_that_moves_and_takes_the_place_of_another_model(
     with short_home() as home:
         write_config(home, ("a", "b"))
         (home / "mlxd.toml").write_text((home / "mlxd.toml").read_text() + "[memory]\nmax_loaded = 1\n")
-        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=3", module=SCRIPTED_DAEMON) as daemon:
+        with DaemonProcess(
+            home, "talkative", "--step-ms=4", f"--load-s={seen_s(3):g}", module=SCRIPTED_DAEMON
+        ) as daemon:
             page = opened(visiting(daemon), daemon).page
 
             def card(name: str) -> Any:
@@ -80,17 +84,24 @@ def test_a_load_shows_a_percent_that_moves_and_takes_the_place_of_another_model(
                 card(name).get_by_role("button", name="Load").click()
                 bar = card(name).locator("progress")
                 bar.wait_for()
-                first = bar.get_attribute("value")
-                until(lambda bar=bar, first=first: bar.count() == 0 or bar.get_attribute("value") != first)
+                # In one look: the bar goes when the model is ready.
+                first = shown(bar)
+                until(lambda bar=bar, first=first: shown(bar) != first)
                 card(name).locator("header:has-text('ready')").wait_for()
                 card(other).locator("header:has-text('not loaded')").wait_for()
                 assert (state_of(daemon, name)["state"], state_of(daemon, other)["state"]) == ("ready", "stopped")
 
 
+def shown(bars: Any) -> list[float]:
+    return bars.evaluate_all("bars => bars.map((bar) => bar.value)")
+
+
 def test_a_visitor_without_a_session_sees_the_percent_of_a_load(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",))
-        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=4", module=SCRIPTED_DAEMON) as daemon:
+        with DaemonProcess(
+            home, "talkative", "--step-ms=4", f"--load-s={seen_s(4):g}", module=SCRIPTED_DAEMON
+        ) as daemon:
             visit = visiting(daemon)
             page = visit.open()
             page.get_by_role("button", name="Tune").click()
@@ -161,7 +172,7 @@ def test_a_key_is_made_used_rotated_and_revoked(visiting: Visiting) -> None:
 
 def status(daemon: DaemonProcess, key: str) -> int:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.get(f"{daemon.url}/v1/models", headers=headers).status_code
+    return httpx.get(f"{daemon.url}/v1/models", headers=headers, timeout=deadline_s()).status_code
 
 
 def test_a_reload_is_checked_and_shows_its_changes(visiting: Visiting) -> None:

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from tests.browser.conftest import SCREENSHOTS, SCRIPTED_DAEMON, Visit, Visiting, code_of
+from tests.browser.waiting import deadline_s
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
-from tests.support.scale import patient
 
 SIZE = {"width": 1200, "height": 780}
 BYTES_MAX = 80_000
@@ -110,13 +110,14 @@ def test_chat_on_a_phone(studio: DaemonProcess, visiting: Visiting) -> None:
 def test_dashboard(studio: DaemonProcess, visiting: Visiting, theme: str) -> None:
     visit = visiting(studio, viewport=SIZE, color_scheme=theme)
     stop = threading.Event()
-    threads = [threading.Thread(target=load, args=(studio.url, name, stop)) for name in ("coder", "small")]
+    threads = [threading.Thread(target=load, args=(studio.url, name, stop), daemon=True) for name in ("coder", "small")]
     for thread in threads:
         thread.start()
     try:
         visit.page.goto(code_of(studio))
         visit.page.wait_for_selector(".card:has-text('ready')")
-        visit.page.wait_for_function(_CHARTED, arg=POINTS, polling=500, timeout=patient(POINTS + 15) * 1000)
+        # Points come once a second.
+        visit.page.wait_for_function(_CHARTED, arg=POINTS, polling=500, timeout=(POINTS + deadline_s()) * 1000)
         keep(visit, f"models-{theme}")
         visit.page.goto(f"{visit.url}/ui/#/requests")
         visit.page.wait_for_selector("tbody tr")
@@ -124,7 +125,8 @@ def test_dashboard(studio: DaemonProcess, visiting: Visiting, theme: str) -> Non
     finally:
         stop.set()
         for thread in threads:
-            thread.join()
+            thread.join(deadline_s())
+        assert not any(thread.is_alive() for thread in threads)
 
 
 _CHARTED = """async (points) => {
@@ -136,7 +138,7 @@ _CHARTED = """async (points) => {
 
 def load(url: str, model: str, stop: threading.Event) -> None:
     """Requests of a model, one after the other."""
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=deadline_s()) as client:
         while not stop.is_set():
             body = {"model": model, "messages": [{"role": "user", "content": "count"}], "max_tokens": 150}
             client.post("/v1/chat/completions", json=body)

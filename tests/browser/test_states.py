@@ -2,6 +2,7 @@
 
 from tests.browser.conftest import SCRIPTED_DAEMON, Visiting, code_of
 from tests.browser.test_chat import told
+from tests.browser.waiting import seen_s
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
 
@@ -9,7 +10,9 @@ from tests.support.pool import short_home
 def test_a_cold_model_is_loaded_in_words_and_answers(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",))
-        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=3", module=SCRIPTED_DAEMON) as daemon:
+        with DaemonProcess(
+            home, "talkative", "--step-ms=4", f"--load-s={seen_s(3):g}", module=SCRIPTED_DAEMON
+        ) as daemon:
             visit = visiting(daemon)
             page = visit.open()
             visit.send(told(["text", "warm"]))
@@ -41,7 +44,9 @@ def test_a_model_that_does_not_load_says_why_and_can_be_asked_again(visiting: Vi
 def test_the_bar_and_the_picker_follow_the_model_in_a_session(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",))
-        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=1", module=SCRIPTED_DAEMON) as daemon:
+        with DaemonProcess(
+            home, "talkative", "--step-ms=4", f"--load-s={seen_s(1):g}", module=SCRIPTED_DAEMON
+        ) as daemon:
             visit = visiting(daemon)
             visit.page.goto(code_of(daemon))
             visit.page.wait_for_selector("text=Log out")

@@ -17,6 +17,8 @@ from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
 
 TOKENS = 400
+# Still being written when its gateway is killed.
+LONGER = 1_000
 LOST = ("net::ERR", "status of 50", "status of 40")
 
 
@@ -117,6 +119,66 @@ def test_an_answer_goes_on_although_the_session_ended_with_its_daemon(visiting: 
             visit.page.wait_for_selector(f".message.assistant:has-text('t{TOKENS - 1}')")
             visit.answered()
             assert visit.said() == words()
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["of the session that ended", "of no session"])
+def test_a_refusal_that_comes_after_the_log_in_ends_neither_session_nor_answer(visiting: Visiting, number: int) -> None:
+    with short_home() as home:
+        write_config(home, ("a",))
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            port = daemon.url.rpartition(":")[2]
+            (home / "mlxd.toml").write_text((home / "mlxd.toml").read_text().replace("port = 0", f"port = {port}"))
+            visit = visiting(daemon, expected=LOST)
+            visit.page.goto(code_of(daemon))
+            visit.page.wait_for_selector("text=Log out")
+            begin(visit, LONGER)
+            place = visit.page.url
+            late = LateAnswer(visit, "**/v1/responses/*?stream=true*", number)
+            KeyFile(home / "keys" / "keys.json").create(Key(name="ana", prefix="", salt="", hash=""))
+            daemon.kill()
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            late.is_served = True
+            until(lambda: late.is_held(visit))
+            visit.page.goto(code_of(daemon))
+            visit.page.wait_for_selector("text=Log out")
+            assert late.deliver() == 401
+            visit.page.goto(place)
+            visit.page.wait_for_selector(f".message.assistant:has-text('t{LONGER - 1}')")
+            visit.answered()
+
+            assert visit.said() == words(LONGER)
+            assert visit.page.get_by_text("Log out").is_visible()
+
+
+class LateAnswer:
+    """The answer to the request of that number, which comes when it is delivered; until `is_served` there are none."""
+
+    def __init__(self, visit: Visit, pattern: str, number: int) -> None:
+        self.is_served = False
+        self._left = number
+        self._held: list[tuple[Any, Any]] = []
+        visit.page.route(pattern, self._take)
+
+    def _take(self, route: Any) -> None:
+        if not self.is_served:
+            route.abort()
+            return
+        self._left -= 1
+        if self._left == 0:
+            self._held.append((route, route.fetch()))
+        else:
+            route.continue_()
+
+    def is_held(self, visit: Visit) -> bool:
+        # Routes are taken while the page is waited for.
+        visit.page.wait_for_timeout(20)
+        return bool(self._held)
+
+    def deliver(self) -> int:
+        """The status of the answer."""
+        route, answer = self._held[0]
+        route.fulfill(response=answer)
+        return answer.status
 
 
 def test_a_gateway_that_restarts_without_a_journal_loses_no_conversation(visiting: Visiting) -> None:

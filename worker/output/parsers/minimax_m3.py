@@ -112,7 +112,7 @@ def _array(items: list[str]) -> str:
 def _object(node: _Node, schema: ValueSchema, tags: set[str]) -> str:
     if tags == {"item"}:
         return _array([_json(child, schema.items) for child in node.children])
-    members = schema.members(tags)
+    members = schema.members({child.tag: child.source for child in node.children})
     values: dict[str, list[str]] = {}
     for child in node.children:
         values.setdefault(child.tag, []).append(_json(child, members[child.tag]))

@@ -92,11 +92,13 @@ class ValueSchema:
         """The schema of the items, where it is an array: of each of its alternatives."""
         return self._any_of([form["items"] for form in self._alternatives() if "items" in form])
 
-    def members(self, keys: AbstractSet[str]) -> "dict[str, ValueSchema]":
-        """The schemas of the members, where it is an object with these keys: of the alternatives that have them all."""
+    def members(self, texts: Mapping[str, str]) -> "dict[str, ValueSchema]":
+        """The schemas of the members, where it is an object with these keys and texts: of the alternatives that have
+        them all, and of those the ones whose constants the texts are."""
         forms = self._alternatives()
-        likely = [form for form in forms if _has_members(form, keys)] or forms
-        return {key: self._any_of([each for form in likely for each in _member(form, key)]) for key in keys}
+        likely = [form for form in forms if _has_members(form, texts.keys())] or forms
+        likely = [form for form in likely if _has_constants(form, texts)] or likely
+        return {key: self._any_of([each for form in likely for each in _member(form, key)]) for key in texts}
 
     def _any_of(self, schemas: list[Any]) -> "ValueSchema":
         return ValueSchema(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, self._root)
@@ -138,6 +140,19 @@ def _has_members(schema: Schema, keys: AbstractSet[str]) -> bool:
     names, required = mapping(schema.get("properties")), schema.get("required")
     wanted = {str(each) for each in cast("list[Any]", required)} if isinstance(required, list) else set[str]()
     return bool(names) and wanted <= keys <= names.keys()
+
+
+def _has_constants(schema: Schema, texts: Mapping[str, str]) -> bool:
+    """Whether members that may only be one of some values are one of them, as the kind of a tagged union is."""
+    names = mapping(schema.get("properties"))
+    for key, text in texts.items():
+        member = mapping(names.get(key))
+        values = member.get("enum", [member["const"]] if "const" in member else None)
+        if isinstance(values, list):
+            allowed = {value if isinstance(value, str) else json.dumps(value) for value in cast("list[Any]", values)}
+            if text.strip() not in allowed:
+                return False
+    return True
 
 
 def _member(schema: Schema, key: str) -> list[Any]:

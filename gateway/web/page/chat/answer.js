@@ -2,6 +2,7 @@
 
 import { batch, signal } from "../vendor/preact.js";
 import { streamCompletion } from "../server/completions.js";
+import { authorization } from "../server/credentials.js";
 import { Failure, newId, sentence } from "../server/http.js";
 import { refreshModels } from "../server/models.js";
 import { cancelResponse, forgetResponse, isUnsupported, joinResponse, startResponse, wholeResponse } from "../server/responses.js";
@@ -133,14 +134,17 @@ export class Answer {
       if (at === null) throw new Failure(t.cutOff);
       this.phase.value = "joining";
       const before = at.sequence;
+      const sent = authorization();
       try {
         await joinResponse(at, this.#take, this.#stop.signal);
         return;
       } catch (error) {
         if (this.#stop.signal.aborted) throw error;
         if (error instanceof Failure && error.code === "events_gone") return this.#takeWhole(at.id);
+        // The refusal may come after the visitor has logged in or given a key, which only then may join it.
         // An open daemon that was restarted wants no session; else it is joined once there is a new one, or a key.
-        if (error instanceof Failure && error.status === 401 && dropSession()) continue;
+        const isStranger = error instanceof Failure && error.status === 401;
+        if (isStranger && (sent.authorization !== authorization().authorization || dropSession(sent))) continue;
         if (error instanceof Failure && error.status === 404) throw new Failure(t.responseGone, { status: 404 });
         if (!isJoinable(error) || performance.now() - began > JOIN_MS_MAX) throw error;
       }

@@ -12,10 +12,11 @@ export const logInFailure = signal("");
 
 /** JSON of a route below /ui/api. A session that has ended is dropped. @param {string} path @param {{method?: string, body?: unknown, signal?: AbortSignal}} [options] @returns {Promise<any>} */
 export async function sessionJson(path, options = {}) {
+  const auth = sessionAuthorization();
   try {
-    return await json(`ui/api/${path}`, { ...options, auth: sessionAuthorization() });
+    return await json(`ui/api/${path}`, { ...options, auth });
   } catch (error) {
-    if (error instanceof Failure && error.status === 401 && session.value) endSession();
+    if (error instanceof Failure && error.status === 401) dropSession(auth);
     throw error;
   }
 }
@@ -44,11 +45,14 @@ export async function logOut() {
   endSession();
 }
 
-/** Drops a session that has ended, as one does with its daemon. Returns whether there was one. */
-export function dropSession() {
-  const had = session.value !== "";
-  if (had) endSession();
-  return had;
+/**
+ * Drops the session that a request was refused with, as one ends with its daemon: one that began since then stays.
+ * Returns whether it was dropped. @param {Record<string, string>} sent
+ */
+export function dropSession(sent) {
+  const isIts = session.value !== "" && sent.authorization === sessionAuthorization().authorization;
+  if (isIts) endSession();
+  return isIts;
 }
 
 function endSession() {
