@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gateway.model_files import hub, metadata, support
 from gateway.model_files.hub import HubFailed
 from gateway.model_files.metadata import ModelMetadata
-from gateway.model_files.shortlist import SHORTLIST, HubModel
+from gateway.model_files.shortlist import SHORTLIST, HubEntry
 
 LIMIT: Final = 10
 # Repositories of MLX models carry it.
@@ -167,7 +167,7 @@ def _candidate(info: ModelMetadata, name: str, downloads: int | None = None) -> 
     )
 
 
-def _offline(known: HubModel, available_bytes: int) -> FoundRepository:
+def _offline(known: HubEntry, available_bytes: int) -> FoundRepository:
     try:
         info = metadata.inspect(metadata.find(known.repository), "auto", 0, available_bytes)
     except metadata.Unreadable:
