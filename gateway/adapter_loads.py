@@ -61,7 +61,7 @@ def with_adapter(config: Config, model: str, name: str, path: str) -> Config:
     if reason := bad_adapter_name(name):
         raise NotAllowed(f"its name {reason}")
     adapters = config.models[model].adapters
-    if config.models[model].group.nodes:
+    if config.models[model].group.ranks:
         raise NotAllowed(f"several processes run {model!r}, which take no adapters")
     if name in adapters:
         raise NotAllowed(f"{model!r} has an adapter {name!r} already: unload that first")

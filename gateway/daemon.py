@@ -22,8 +22,6 @@ from gateway.http.connection_limits import admin_connections, public_connections
 from gateway.http.handshake import listener_protocol
 from gateway.http.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
 from gateway.link.link import WorkerLink
-from gateway.nodes.local_agent import make_agent
-from gateway.nodes.remote_nodes import RemoteNodes
 from gateway.reload import Reloader, facts_of
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
@@ -58,14 +56,13 @@ class Daemon:
     """
 
     def __init__(self, config: Config, read: Callable[[], Config], *, command: Command = default_command) -> None:
-        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`, `AgentUnusable`,
-        `TooFewFiles`, `KeysUnusable` and `CertificateUnusable`."""
+        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`, `TooFewFiles`,
+        `KeysUnusable` and `CertificateUnusable`."""
         metrics = Metrics()
         link = WorkerLink(config.run_dir, metrics)
         self._pool = Pool(config, link, metrics, command=command)
         self._app = create_app(config, self._pool, link, metrics)
         live = self._app.services.live
-        self._pool.elsewhere = self._nodes = RemoteNodes(lambda: live.config, self._pool.need_of)
         clients = public_connections(live, metrics, file_limit())
         self._reloader = Reloader(self._app, read)
         assert self._app.backend is not None
@@ -80,10 +77,6 @@ class Daemon:
         except CannotListen:
             close_all(self._public_sockets)
             raise
-        with contextlib.ExitStack() as undo:
-            undo.callback(close_all, [*self._public_sockets, self._admin_socket])  # only this function knows of them
-            self._agent = make_agent(lambda: live.config, self._pool, (link.down, link.up))
-            undo.pop_all()
         owners = admin_connections(live, metrics)
         protocols = listener_protocol(clients, self._app.services.tls), listener_protocol(owners, None)
         self._servers = [_Server(_settings(*each)) for each in zip((self._app, admin), protocols, strict=True)]
@@ -133,7 +126,6 @@ class Daemon:
                     self._sampler.run(),
                     services.fleet.run(),
                     *([] if services.tls is None else [services.tls.run()]),
-                    *([] if self._agent is None else [self._agent.run()]),
                     *self._wakefulness(),
                     self._desktop().run(),
                 )
@@ -145,7 +137,6 @@ class Daemon:
                 while (signum := await self._signals.get()) is signal.SIGHUP and _has_terminal() is had_terminal:
                     await self._reload()
                 await (self._hand_over() if signum is signal.SIGUSR2 else self._drain(signum))
-                await self._nodes.close()
                 await self._app.finish(FLUSH_S)
                 for chore in chores:
                     chore.cancel()

@@ -22,7 +22,6 @@ from gateway.config.settings import Config, ConfigError
 from gateway.daemon import Daemon
 from gateway.http.connection_limits import TooFewFiles
 from gateway.http.listen import CannotListen, raise_file_limit
-from gateway.nodes.local_agent import AgentUnusable
 from gateway.state_dir.home_paths import default_home
 from gateway.state_dir.lock import HomeUnusable, RunDir
 from gateway.telemetry.log_file import RotatingFile
@@ -41,7 +40,6 @@ _FORMATS: Final[dict[str, bool | None]] = {"auto": None, "json": True, "console"
 UNUSABLE: Final = (
     HomeUnusable,
     CannotListen,
-    AgentUnusable,
     TooFewFiles,
     PathTooLong,
     KeysUnusable,

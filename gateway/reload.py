@@ -129,20 +129,19 @@ class Reloader:
 def with_fixed(wanted: Config, old: Config) -> Config:
     """`wanted`, with what cannot change in a running daemon as it is."""
     server = structs.replace(wanted.server, **{name: getattr(old.server, name) for name in FIXED})
-    return structs.replace(wanted, server=server, node=structs.replace(wanted.node, listen=old.node.listen))
+    return structs.replace(wanted, server=server)
 
 
 def _ineffective(new: Config, wanted: Config) -> Iterator[str]:
     """Keys of `wanted` that are not in force."""
-    for name in ("server", "node"):
-        yield from _differences(getattr(new, name), getattr(wanted, name), name)
+    yield from _differences(new.server, wanted.server, "server")
 
 
 def changes(old: Config, new: Config) -> Iterator[str]:
     """The keys that differ, as `server.drain` and `models.NAME.sampling`, but of models that one of the two lacks."""
-    for name in ("server", "memory", "media", "audio", "ui", "node"):
+    for name in ("server", "memory", "media", "audio", "ui"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
-    for table in ("peers", "upstreams", "nodes"):
+    for table in ("peers", "upstreams"):
         before_all, after_all = getattr(old, table), getattr(new, table)
         yield from (f"{table}.{name}" for name in before_all | after_all if before_all.get(name) != after_all.get(name))
     for name, model in new.models.items():

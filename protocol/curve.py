@@ -1,6 +1,5 @@
-"""CURVE keys of sockets between machines: pairs, and their public keys as text."""
+"""CURVE keys of sockets between the ranks of a group: pairs, and keys as libzmq takes them."""
 
-import hashlib
 import re
 from typing import Final
 
@@ -12,7 +11,7 @@ _HEX: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """A key pair, each key as 64 hexadecimal digits. The secret one is all that proves to be its node."""
+    """A key pair, each key as 64 hexadecimal digits. The secret one is all that proves to be its rank."""
 
     public: str
     secret: str
@@ -28,24 +27,8 @@ def make_pair() -> KeyPair:
     return KeyPair(z85.decode(public).hex(), z85.decode(secret).hex())
 
 
-def pair_of(secret: str) -> KeyPair:
-    """The pair of a secret key. Raises `ValueError`."""
-    return KeyPair(z85.decode(zmq.curve_public(encoded(secret))).hex(), secret)
-
-
-def is_key(text: str) -> bool:
-    """Whether a text is a key, public or secret: 64 hexadecimal digits."""
-    return _HEX.fullmatch(text) is not None
-
-
 def encoded(key: str) -> bytes:
     """A key as libzmq takes it. Raises `ValueError`."""
-    if not is_key(key):
+    if _HEX.fullmatch(key) is None:
         raise ValueError("a key is 64 hexadecimal digits")
     return z85.encode(bytes.fromhex(key))
-
-
-def fingerprint(public: str) -> str:
-    """A digest of a public key, short enough to be compared by eye: eight groups of four digits."""
-    digits = hashlib.sha256(bytes.fromhex(public)).hexdigest()[:32]
-    return " ".join(digits[at : at + 4] for at in range(0, len(digits), 4))

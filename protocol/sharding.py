@@ -58,6 +58,11 @@ def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda:
     return parallel, backend
 
 
+def parts_of(ranks: int, split: tuple[int, ...] | list[int]) -> list[float]:
+    """The part of a model that each rank of a group has; `split` are layers by rank, or empty."""
+    return [layers / sum(split) for layers in split] if split else [1 / max(1, ranks)] * ranks
+
+
 def refusal(
     config: Mapping[str, Any], parallel: str, ranks: int, split: tuple[int, ...] | list[int] = (), backend: str = ""
 ) -> str:

@@ -4,8 +4,8 @@ The gateway binds a ROUTER (down) and a PULL (up); each worker connects a DEALER
 frame, which makes its identity routable; everything else a worker says goes over PUSH and is totally ordered.
 Flow control is by admission, so high-water marks are off. A socket belongs to the thread that made it.
 
-Sockets to other machines are TCP with CURVE, which both encrypts and tells the two ends by their keys. They have a
-high-water mark and a smaller bound of frames: the other end is another daemon, which may have lost its mind.
+Sockets between ranks of a group are TCP with CURVE, which both encrypts and tells the two ends by their keys. They have
+a high-water mark.
 """
 
 import os
@@ -33,7 +33,6 @@ HEARTBEAT_TIMEOUT_MS: Final = 60_000
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 2000
 REMOTE_FRAMES: Final = 1000
-REMOTE_FRAME_BYTES: Final = 1 << 20
 # Of sockets that publish: messages that wait for one subscriber.
 EVENT_FRAMES: Final = 10_000
 
@@ -107,11 +106,9 @@ def connect_push(context: zmq.Context[Any], address: str) -> Any:
     return socket
 
 
-def bind_secure_router(
-    context: zmq.Context[Any], address: str, own: KeyPair, frame_bytes: int = REMOTE_FRAME_BYTES
-) -> Any:
-    """A ROUTER for other machines. Which keys it admits is up to `curve.guard`, which must watch its context."""
-    socket = _make_remote(context, zmq.ROUTER, frame_bytes)
+def bind_secure_router(context: zmq.Context[Any], address: str, own: KeyPair) -> Any:
+    """A ROUTER for other machines. Which keys it admits is up to an authenticator, which must watch its context."""
+    socket = _make_remote(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, encoded(own.secret))
@@ -125,10 +122,9 @@ def connect_secure_dealer(
     identity: bytes,
     server_public: str,
     own: KeyPair,
-    frame_bytes: int = REMOTE_FRAME_BYTES,
 ) -> Any:
     """A DEALER to a ROUTER that must have the key `server_public`."""
-    socket = _make_remote(context, zmq.DEALER, frame_bytes)
+    socket = _make_remote(context, zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, identity)
     # What was meant for a connection that is gone is not sent to the next one.
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -156,11 +152,10 @@ def _make(context: zmq.Context[Any], kind: int) -> Any:
     return socket
 
 
-def _make_remote(context: zmq.Context[Any], kind: int, frame_bytes: int) -> Any:
+def _make_remote(context: zmq.Context[Any], kind: int) -> Any:
     socket = _make(context, kind)
     socket.setsockopt(zmq.SNDHWM, REMOTE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, REMOTE_FRAMES)
-    socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

@@ -9,8 +9,19 @@ import msgspec
 STDIN: Final = "-"
 # Adapters of one model.
 ADAPTERS_MAX: Final = 64
+# Name of this machine among the nodes of a group.
+LOCAL: Final = "local"
 # Rows that may run together where neither the configuration nor a calibration says.
 USUAL_RUNNING: Final = 16
+
+
+class HostSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Host of one rank: its destination for ssh, the addresses at which the rank listens, and the devices by which RDMA
+    reaches each rank, its own place empty."""
+
+    ssh: str
+    ips: tuple[str, ...]
+    devices: tuple[str, ...] = ()
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -24,10 +35,22 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     parallel: str
     backend: str
     split: tuple[int, ...] = ()
+    # By rank, of a group over several machines; empty is this machine alone.
+    hosts: tuple[HostSpec, ...] = ()
+    # The interpreter on other machines, empty for the path of this one's; and variables of all ranks, as NAME=VALUE.
+    python: str = ""
+    envs: tuple[str, ...] = ()
+    # Of all ranks together, as the operator gives it to a group with ranks on other machines; 0 is what each has.
+    memory_bytes: int = 0
 
     @property
     def size(self) -> int:
         return len(self.nodes)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """`envs` by name."""
+        return dict(each.split("=", 1) for each in self.envs)
 
 
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -43,8 +66,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     public: str
     secret: str
     members: tuple[str, ...] = ()
-    # Where this rank listens for a ring; and the devices by which RDMA reaches each rank, its own place empty.
-    ip: str = "127.0.0.1"
+    # As in `HostSpec`.
+    ips: tuple[str, ...] = ("127.0.0.1",)
     devices: tuple[str, ...] = ()
     # CUDA_VISIBLE_DEVICES; empty leaves it.
     gpu: str = ""
@@ -60,8 +83,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     leave_s: float = 1.0
     # A step of one that has done none yet, for the limit of the first ones, which compile kernels.
     first_s: float = 15.0
-    # Of a rank on another machine than rank 0: `memory_bytes` is reserved for it alone, and is never exceeded.
-    is_reserved: bool = False
+    # It runs on another machine than rank 0: `memory_bytes`, if not 0, is the operator's word for that machine.
+    is_remote: bool = False
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -154,7 +177,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return f"{self.name}#{self.epoch}".encode()
 
 
-def read_spec(argument: str) -> WorkerSpec:
-    """The specification that `--spec` gives, on standard input or as JSON. Raises `msgspec.DecodeError`."""
-    text = sys.stdin.buffer.read() if argument == STDIN else argument
+def read_spec(argument: str, *, is_line: bool = False) -> WorkerSpec:
+    """The specification that `--spec` gives, as JSON or on standard input: all of that, or a line of it.
+
+    Raises `msgspec.DecodeError`.
+    """
+    if argument != STDIN:
+        return msgspec.json.decode(argument, type=WorkerSpec)
+    text = sys.stdin.buffer.readline() if is_line else sys.stdin.buffer.read()
     return msgspec.json.decode(text, type=WorkerSpec)

@@ -6,14 +6,16 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from protocol import __version__
 from protocol.failures import Code, ExitStatus, Failure
 from protocol.kinds import AUDIO, TEXT
 from protocol.messages import Goodbye, Loading, Ready, Rejected, Shutdown
@@ -43,13 +45,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--epoch", type=int, help="of this incarnation, likewise")
     parser.add_argument("--rank", type=int, help="of its group, likewise")
     parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON; - reads it from standard input")
+    parser.add_argument(
+        "--over-ssh",
+        metavar="VERSION",
+        help="started by this version of mlxd on another machine: the specification is a line, and the process ends "
+        "with its standard input",
+    )
     options = parser.parse_args(argv)
+    is_over_ssh = options.over_ssh is not None
+    if is_over_ssh and options.over_ssh != __version__:
+        # Before the specification is read, whose fields may be of that version.
+        print(f"ERROR mlxd is {__version__} here and {options.over_ssh} at rank 0: install the same", file=sys.stderr)
+        return ExitStatus.INCOMPATIBLE
     try:
-        spec = read_spec(options.spec)
+        spec = read_spec(options.spec, is_line=is_over_ssh)
         _check(spec)
     except (msgspec.DecodeError, ValueError) as error:
         print(f"worker: bad --spec: {error}", file=sys.stderr)
         return ExitStatus.BAD_CONFIG
+    if is_over_ssh:
+        threading.Thread(target=_end_with_input, name="ssh", daemon=True).start()
     # Read by MLX at its first attention: plans of cuDNN that are kept, each of which takes some 45 ms to build.
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")
     _prepare_process(spec)
@@ -67,6 +82,14 @@ def _end(status: int) -> int:
     """End at once: what is left of a group's steps may wait for another rank forever."""
     sys.stderr.flush()
     os._exit(status)
+
+
+def _end_with_input() -> None:
+    """End the process with its standard input, which is its ssh connection: nobody else ends it on this machine."""
+    with suppress(OSError):
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    os._exit(ExitStatus.PARTNER_LOST)
 
 
 def _check(spec: WorkerSpec) -> None:

@@ -13,8 +13,8 @@ from msgspec import NODEFAULT, Struct
 
 from gateway.config.settings import Config, file_key
 
-# Fields that tell where the configuration came from, or that a table's own key gives.
-_NOT_IN_FILE: Final = frozenset({"home", "config_path", "name", "adapter"})
+# Fields that tell where the configuration came from, that a table's own key gives, or that another file holds.
+_NOT_IN_FILE: Final = frozenset({"home", "config_path", "name", "adapter", "launch"})
 _BARE_KEY: Final = re.compile(r"^[A-Za-z0-9_-]+$")
 _UNITS_S: Final = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 _UNITS_BYTES: Final = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))

@@ -1,64 +1,80 @@
-"""`group` of a model: refused with the reason where it cannot work, as far as its files and settings tell."""
+"""`group` of a model, with its host file: refused with the reason where it cannot work, as far as files and settings
+tell."""
 
-from collections.abc import Mapping
+from msgspec import structs
 
-from gateway.config.node_tables import LOCAL
-from gateway.config.remote_settings import NodeConfig, RemoteNodeConfig
+from gateway.config.host_file import JACCL_RING, devices_of, read_hosts
 from gateway.config.settings import GroupConfig, ModelConfig
 from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
 from protocol.collectives import ring_problem
 from protocol.kinds import TEXT, kind_of
-from protocol.sharding import AUTO, JACCL, NCCL, PIPELINE, refusal, resolve
+from protocol.sharding import AUTO, JACCL, NCCL, PIPELINE, RING, refusal, resolve
+from protocol.spec import LOCAL
 
 RANKS_MAX = 64
 
 
-def check_groups(
-    source: ConfigSource, models: dict[str, ModelConfig], own: NodeConfig, nodes: Mapping[str, RemoteNodeConfig]
-) -> None:
-    """Raises `ConfigError`. `own` is `[node]`, `nodes` are those of `[nodes]`."""
-    for model in models.values():
-        if model.group == GroupConfig():
-            continue
-        if reason := _problem(model, model.group, nodes) or _missing_cable(model.group, own, nodes):
-            raise source.error(f"group: {reason}", ("models", model.name, "group"))
+def check_groups(source: ConfigSource, models: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """The models, with what is in the host files of their groups. Raises `ConfigError`."""
+    return {
+        name: model if model.group == GroupConfig() else _checked(source, model, ("models", name, "group"))
+        for name, model in models.items()
+    }
 
 
-def _problem(model: ModelConfig, group: GroupConfig, nodes: Mapping[str, RemoteNodeConfig]) -> str:
+def _checked(source: ConfigSource, model: ModelConfig, where: tuple[str, ...]) -> ModelConfig:
+    group = _with_hosts(source, model.group, where) if model.group.hosts else model.group
+    model = structs.replace(model, group=group)
+    if reason := _problem(model, group):
+        raise source.error(f"group: {reason}", where)
+    return model
+
+
+def _with_hosts(source: ConfigSource, group: GroupConfig, where: tuple[str, ...]) -> GroupConfig:
+    """With what is in its host file, whose backend counts where the group names none. Raises `ConfigError`."""
+    path = source.path_of(group.hosts)
+    try:
+        file = read_hosts(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise source.error(f"group: hosts: {path}: {reason}", where) from None
+    named = JACCL if file.backend == JACCL_RING else file.backend
+    backend = named if named and group.backend == AUTO else group.backend
+    return structs.replace(group, hosts=str(path), launch=file, backend=backend)
+
+
+def _problem(model: ModelConfig, group: GroupConfig) -> str:
     """The reason why a model cannot run as it is configured; empty where it can, as far as this is known."""
-    if not 2 <= len(group.nodes) <= RANKS_MAX:
-        return f"nodes: a group has from 2 to {RANKS_MAX} ranks, such as nodes = ['local', 'local']"
-    if group.nodes[0] != LOCAL:
-        return "nodes: the first is 'local', the rank that talks to clients"
-    absent = [node for node in group.nodes if node != LOCAL and node not in nodes]
-    if absent:
-        return f"nodes: there is no [nodes.{absent[0]}]"
-    others = [node for node in group.nodes if node != LOCAL]
-    if silent := [node for node in others if not nodes[node].address]:
-        return f"nodes: [nodes.{silent[0]}] has no address, and is asked nothing"
-    if len(set(others)) < len(others):
-        return "nodes: another machine has one rank of a group at most"
-    if group.split and len(group.split) != len(group.nodes):
-        return f"split: {list(group.split)} has {len(group.split)} numbers for {len(group.nodes)} ranks"
+    if group.hosts and group.nodes:
+        return "nodes are ranks of this machine alone, and hosts those of a host file: give one of them"
+    if group.python and not group.hosts:
+        return "python is of other machines, which a host file names: hosts = 'hosts.json'"
+    if absent := [node for node in group.nodes if node != LOCAL]:
+        return (
+            f"nodes: {absent[0]!r} is not 'local': ranks on other machines are started over ssh, from a host file: "
+            "hosts = 'hosts.json'; see docs/groups.md"
+        )
+    ranks = group.ranks
+    if not 2 <= len(ranks) <= RANKS_MAX:
+        return f"a group has from 2 to {RANKS_MAX} ranks, such as nodes = ['local', 'local']"
+    if group.split and len(group.split) != len(ranks):
+        return f"split: {list(group.split)} has {len(group.split)} numbers for {len(ranks)} ranks"
     if group.parallel == PIPELINE and group.backend == NCCL:
         return "NCCL in MLX cannot send from rank to rank: there is no pipeline over it"
-    if group.backend == JACCL and group.nodes.count(LOCAL) > 1:
+    if group.backend == JACCL and len(set(ranks)) < len(ranks):
         return "JACCL connects machines: ranks of one machine use a ring"
-    return _conflict(model) or model_problem(model)
+    return _missing_link(group) or _conflict(model) or model_problem(model)
 
 
-def _missing_cable(group: GroupConfig, own: NodeConfig, nodes: Mapping[str, RemoteNodeConfig]) -> str:
-    """The reason why JACCL cannot connect these machines, by their RDMA devices."""
-    if group.backend != JACCL:
-        return ""
-    fabrics = [own.fabric if node == LOCAL else nodes[node].fabric for node in group.nodes]
-    devices = [
-        ["x" if other in fabric.rdma and other != node else "" for other in group.nodes]
-        for node, fabric in zip(group.nodes, fabrics, strict=True)
-    ]
-    if problem := ring_problem(devices, len(devices)):
-        return f"{problem}: name it in `fabric` of [node] and [nodes.NAME], or import a hostfile"
+def _missing_link(group: GroupConfig) -> str:
+    """The reason why the hosts of a host file cannot be connected."""
+    hosts = group.launch.hosts
+    if group.backend == JACCL:
+        problem = ring_problem([devices_of(host) for host in hosts], len(hosts))
+        return f"{problem}: name it in rdma of {group.hosts}" if problem else ""
+    if group.backend in (AUTO, RING) and len({len(host.ips) for host in hosts}) > 1:
+        return f"{group.hosts}: each host of a ring has as many ips as every other, a link for each"
     return ""
 
 
@@ -92,4 +108,4 @@ def model_problem(model: ModelConfig) -> str:
     group = model.group
     # Without CUDA `auto` is a ring; with it, the worker has the last word.
     parallel, backend = resolve(config, group.parallel, group.backend, has_cuda=False)
-    return refusal(config, parallel, len(group.nodes), group.split, backend)
+    return refusal(config, parallel, len(group.ranks), group.split, backend)

@@ -12,7 +12,6 @@ from gateway.config.certificate import CertificateUnusable, load
 from gateway.config.group_check import check_groups
 from gateway.config.kv_event_addresses import bad_kv_events
 from gateway.config.names import Names
-from gateway.config.node_tables import read_node, read_nodes
 from gateway.config.origins import bad_host, bad_origin, is_loopback
 from gateway.config.otlp import bad_endpoint
 from gateway.config.parser_names import bad_parser
@@ -78,13 +77,14 @@ def load_config(
     """
     source = ConfigSource(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    tables = ("server", "memory", "media", "audio", "ui", "models", "peers", "upstreams", "node", "nodes")
+    _refuse_nodes(source, raw)
+    tables = ("server", "memory", "media", "audio", "ui", "models", "peers", "upstreams")
     source.refuse_unknown(raw, tables, ())
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
         _need_keys(source, server.host, lambda: has_keys(keys_path(home)), is_override=host is not None)
-    models = _models(source, raw.get("models", {})) or _found_models()
+    models = check_groups(source, _models(source, raw.get("models", {}))) or _found_models()
     _refuse_duplicates(source, models)
     _refuse_taken_adapters(source, models)
     _check_references(source, server, models)
@@ -92,9 +92,6 @@ def load_config(
     media = _media(source, raw.get("media", {}))
     audio = source.convert(source.table(raw.get("audio", {}), AudioConfig, ("audio",)), AudioConfig, ("audio",))
     ui = source.convert(source.table(raw.get("ui", {}), UiConfig, ("ui",)), UiConfig, ("ui",))
-    node = read_node(source, raw.get("node", {}), server.node_name)
-    nodes = read_nodes(source, raw.get("nodes", {}), node, server.node_name, bad_name)
-    check_groups(source, models, node, nodes)
     return Config(
         home=home,
         server=server,
@@ -106,9 +103,15 @@ def load_config(
         ui=ui,
         peers=read_peers(source, raw.get("peers", {}), models, bad_name),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
-        node=node,
-        nodes=nodes,
     )
+
+
+def _refuse_nodes(source: ConfigSource, raw: dict[str, Any]) -> None:
+    """Refuse the tables of an earlier version's agents. Raises `ConfigError`."""
+    for key in ("node", "nodes"):
+        if key in raw:
+            why = "ranks on other machines are started over ssh, and there are no agents and no keys of nodes any more"
+            raise source.error(f"[{key}]: {why}: take it out, and name a host file; see docs/groups.md", (key,))
 
 
 def _media(source: ConfigSource, raw: Any) -> MediaConfig:
@@ -259,7 +262,7 @@ def _nested(source: ConfigSource, table: dict[str, Any], where: tuple[str, ...])
     """`table` with the tables inside of it renamed as well."""
     for key, struct in _TABLES.items():
         if isinstance(table.get(key), dict):
-            table[key] = source.table(table[key], struct, (*where, key))
+            table[key] = source.table(table[key], struct, (*where, key), hidden=("launch",))
     return table
 
 

@@ -1,4 +1,4 @@
-"""Settings of other machines: peers, upstreams, and nodes of groups."""
+"""Settings of other machines: peers, upstreams, and hosts of groups."""
 
 from typing import Annotated, Literal
 
@@ -38,34 +38,18 @@ class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     plain_http: bool = False
 
 
-class FabricConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`fabric` of a node: its addresses for ranks of groups, and its RDMA devices towards each other node by name.
+class HostConfig(Struct, frozen=True):
+    """A host in a file of mlx.launch: its destination for ssh, its addresses for ranks, and its RDMA device, or
+    several, towards each host of the file in order."""
 
-    The name of this machine is `local`.
-    """
-
+    ssh: str
     ips: tuple[str, ...] = ()
-    rdma: dict[str, str | tuple[str, ...]] = {}
+    rdma: tuple[str | tuple[str, ...] | None, ...] = ()
 
 
-class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[node]`: this machine as a node of groups that run over several machines."""
+class HostFile(Struct, frozen=True):
+    """A file of mlx.launch. `envs` are variables of all ranks, as NAME=VALUE."""
 
-    # Where its agent listens for the gateways of `[nodes]`, as `10.0.0.1:8486`; empty: it runs no ranks of theirs.
-    listen: str = ""
-    fabric: FabricConfig = FabricConfig()
-    # As mlx.distributed_config writes it: fabrics of this node, and of those in `[nodes]` that have none of their own.
-    hostfile: str = ""
-    # Whether ranks may talk over a network that others can reach: what they say is neither encrypted nor authenticated.
-    allow_plain_lan: bool = False
-
-
-class RemoteNodeConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[nodes.NAME]`: another mlxd that may run ranks of our groups, and whose groups may have ranks here."""
-
-    name: str
-    # Of its agent; empty: it may ask here, and is asked nothing.
-    address: str = ""
-    # The file of its public key. Paths are relative to this file.
-    key: str
-    fabric: FabricConfig = FabricConfig()
+    hosts: tuple[HostConfig, ...] = ()
+    backend: str = ""
+    envs: tuple[str, ...] = ()

@@ -8,11 +8,11 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct, structs
 
-from gateway.config.remote_settings import NodeConfig, PeerConfig, RemoteNodeConfig, Seconds, UpstreamConfig
+from gateway.config.remote_settings import HostFile, PeerConfig, Seconds, UpstreamConfig
 from gateway.failed import CommandFailed
 from gateway.state_dir.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
 from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
-from protocol.spec import USUAL_RUNNING
+from protocol.spec import LOCAL, USUAL_RUNNING
 
 CONFIG_NAME: Final = "mlxd.toml"
 # A name travels in argv and in a ZeroMQ routing id, which holds 255 bytes with its epoch.
@@ -191,15 +191,28 @@ class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`group` of a model: processes that run it together, each with a part; without nodes it is one process."""
+    """`group` of a model: processes that run it together, each with a part; without ranks it is one process."""
 
-    # Of each rank, this machine (`local`) first; others are those of `[nodes]`.
+    # `local` for each rank, of a group on this machine alone.
     nodes: tuple[str, ...] = ()
     # A part of each layer a rank, or some layers.
     parallel: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
     # Layers by rank of a pipeline.
     split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+    # A file of mlx.launch, of a group over several machines, relative to this file; this machine is its first host.
+    hosts: str = ""
+    # The interpreter that mlxd is installed for on the other machines; empty is the path of this one's.
+    python: str = ""
+    # What is in the file `hosts`.
+    launch: HostFile = HostFile()
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The node of each rank: `local`, or the destination of its host for ssh."""
+        # mlx.launch starts by itself what is at 127.0.0.1.
+        names = (LOCAL if host.ssh == "127.0.0.1" else host.ssh for host in self.launch.hosts[1:])
+        return (LOCAL, *names) if self.launch.hosts else self.nodes
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -346,8 +359,6 @@ class Config(Struct, frozen=True):
     ui: UiConfig = UiConfig()
     peers: dict[str, PeerConfig] = {}
     upstreams: dict[str, UpstreamConfig] = {}
-    node: NodeConfig = NodeConfig()
-    nodes: dict[str, RemoteNodeConfig] = {}
 
     @property
     def run_dir(self) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from gateway.config.remote_settings import FabricConfig, NodeConfig, PeerConfig, RemoteNodeConfig, UpstreamConfig
+from gateway.config.remote_settings import PeerConfig, UpstreamConfig
 from gateway.config.settings import (
     AudioConfig,
     CacheConfig,
@@ -42,9 +42,6 @@ _TABLES: Final[dict[str, type[Struct]]] = {
     "models.NAME.group": GroupConfig,
     "peers.NAME": PeerConfig,
     "upstreams.NAME": UpstreamConfig,
-    "node": NodeConfig,
-    "node.fabric": FabricConfig,
-    "nodes.NAME": RemoteNodeConfig,
     "models.NAME.sampling": SamplingDefaults,
     "models.NAME.thinking": ThinkingDefaults,
     "models.NAME.cache": CacheConfig,
@@ -164,7 +161,7 @@ def _hint(key: str, known: tuple[str, ...]) -> str:
         f"[{table}]"
         for table, struct in _TABLES.items()
         # A model's name is in the header of its table.
-        if key not in ("name", "adapter")
+        if key not in ("name", "adapter", "launch")
         and key in (*struct.__struct_fields__, *map(file_key, struct.__struct_fields__))
     ]
     if homes:

@@ -4,8 +4,9 @@ from typing import Final
 
 import msgspec
 
+from gateway.config.host_file import devices_of
 from gateway.config.settings import Config, ModelConfig
-from protocol.spec import GroupSpec, WorkerSpec
+from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
 
 # Admission is the bound; a successor is handed at once all that ran and waited, under whatever bound.
 WAITING_MAX: Final = 1 << 20
@@ -17,7 +18,7 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
     Its epoch, its share of memory and its rank are those of a start, and are set there.
     """
     # Ranks of a group have other parts of a prefix, which no file holds together.
-    has_disk = not model.group.nodes and model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
+    has_disk = not model.group.ranks and model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
     return WorkerSpec(
         name=model.name,
         path=model.path,
@@ -71,5 +72,16 @@ def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
 
 
 def _group(model: ModelConfig) -> GroupSpec | None:
-    group = model.group
-    return GroupSpec(group.nodes, group.parallel, group.backend, group.split) if group.nodes else None
+    group, ranks = model.group, model.group.ranks
+    if not ranks:
+        return None
+    return GroupSpec(
+        ranks,
+        group.parallel,
+        group.backend,
+        group.split,
+        tuple(HostSpec(host.ssh, host.ips, devices_of(host)) for host in group.launch.hosts),
+        group.python,
+        group.launch.envs,
+        0 if model.memory_bytes == "auto" or set(ranks) == {LOCAL} else model.memory_bytes,
+    )

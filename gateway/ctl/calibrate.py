@@ -40,7 +40,7 @@ def calibrate(
     """
     config = read_config()
     configured = model_of(config, model)
-    if configured.group.nodes:
+    if configured.group.ranks:
         raise CommandFailed(
             f"{configured.name} is run by a group of processes: a model of one process can be calibrated"
         )

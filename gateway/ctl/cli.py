@@ -36,7 +36,6 @@ from gateway.ctl.model_verbs import (
     rm,
     search,
 )
-from gateway.ctl.nodes import verb as nodes
 from gateway.ctl.printing import Anyway, Json, console, print_json, tell
 from gateway.ctl.talk import run
 from gateway.ctl.talk.chat import MaxTokens, System, Temperature
@@ -53,7 +52,6 @@ app.add_typer(adapter.app, name="adapter")
 app.add_typer(cache.app, name="cache")
 app.add_typer(config_verbs.app, name="config")
 app.add_typer(keys.app, name="keys")
-app.add_typer(nodes.app, name="node")
 app.add_typer(requests.app, name="requests")
 app.add_typer(service.app, name="service")
 app.add_typer(setup.app, name="setup")

@@ -34,7 +34,7 @@ def info(
     config = read_config()
     configured = model_of(config, model)
     info = structs.replace(_look(configured), measured=_measured(config, configured), adapters=_adapters(configured))
-    if configured.group.nodes and (problem := model_problem(configured)):
+    if configured.group.ranks and (problem := model_problem(configured)):
         info = structs.replace(info, obstacles=(*info.obstacles, f"as a group: {problem}"))
     if json:
         print_json(info)

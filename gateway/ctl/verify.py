@@ -19,9 +19,9 @@ from gateway.config.worker_spec import worker_spec
 from gateway.ctl import client
 from gateway.ctl.printing import records
 from gateway.failed import CommandFailed
-from gateway.workers.supervisor.ranks import LOCAL, ranks_of
+from gateway.workers.supervisor.ranks import ranks_of
 from gateway.workers.supervisor.spawn import default_command
-from protocol.spec import STDIN, WorkerSpec
+from protocol.spec import LOCAL, STDIN, WorkerSpec
 from protocol.verify import Difference, VerifyCheck
 
 STREAMS: Final = 6
@@ -47,13 +47,14 @@ def checks(config: Config, model: ModelConfig, tokens: int, *, kill: bool) -> Ge
 
 def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[VerifyCheck, None, None]:
     """Load the model once more, beside the daemon's, and compare its outputs. Raises `CommandFailed`."""
-    if set(model.group.nodes) - {LOCAL}:
+    if set(model.group.ranks) - {LOCAL}:
         raise CommandFailed("a model with ranks on other machines cannot be verified by a process beside the daemon")
     spec = worker_spec(config, model)
     first, *followers = ranks_of(spec) if spec.group is not None else [spec]
     argv = [sys.executable, "-P", "-m", "worker.tools.verify", "--spec", STDIN, "--tokens", str(tokens)]
     with ExitStack() as ranks:
-        process = subprocess.Popen(argv, stdin=ranks.enter_context(_input(first)), stdout=subprocess.PIPE)
+        stdin = ranks.enter_context(_input(first))
+        process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=_environment(first))
         for follower in followers:
             ranks.enter_context(_following(follower))
         with process:
@@ -61,6 +62,10 @@ def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[Ver
             yield from records(process.stdout, _check)
     if process.returncode not in NOTHING_WRONG:
         raise CommandFailed(f"the model could not be verified (exit status {process.returncode})")
+
+
+def _environment(spec: WorkerSpec) -> dict[str, str]:
+    return os.environ | (spec.group.variables if spec.group is not None else {})
 
 
 @contextmanager
@@ -74,7 +79,10 @@ def _input(spec: WorkerSpec) -> Generator[IO[bytes], None, None]:
 @contextmanager
 def _following(spec: WorkerSpec) -> Generator[None, None, None]:
     """A follower of the process that verifies; it ends with it, or here."""
-    with _input(spec) as stdin, subprocess.Popen(default_command(spec), stdin=stdin) as process:
+    with (
+        _input(spec) as stdin,
+        subprocess.Popen(default_command(spec), stdin=stdin, env=_environment(spec)) as process,
+    ):
         try:
             yield
             process.wait(FOLLOWER_S)

@@ -28,11 +28,6 @@ def keys_path(home: Path) -> Path:
     return home / "keys" / "keys.json"
 
 
-def node_key_path(home: Path) -> Path:
-    """The file of this node's own secret key; its public one is beside it."""
-    return home / "keys" / "node.key"
-
-
 def usage_path(home: Path) -> Path:
     """The file of the usage of a home's API keys."""
     return home / "state" / "usage.json"

@@ -9,6 +9,7 @@ import pytest
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.control.endpoints import StatusEndpoint
 from gateway.request.model_load import LOAD_S
+from gateway.workers.memory.estimate import estimate
 from gateway.workers.supervisor.spawn import default_command
 from protocol import timing_profile
 from protocol.spec import WorkerSpec
@@ -87,7 +88,7 @@ async def test_a_load_of_a_model_without_tokens_is_known_after_a_restart(kind: s
     with short_home() as home:
         async with running(home, models=models, command=default_command) as gateway:
             assert gateway.pool.times.load_s("m", str(folder)) == 0.0
-            unmeasured = gateway.pool.need_of("m")
+            unmeasured = estimate(models[0], 0)
             await gateway.pool.load("m")
             ready = gateway.pool.worker("m").ready
             assert ready is not None
@@ -99,7 +100,9 @@ async def test_a_load_of_a_model_without_tokens_is_known_after_a_restart(kind: s
             assert load.weights_bytes == ready.weights_bytes
             assert gateway.pool.times.load_s("m", str(folder)) == load.seconds
             # It takes more than its files tell: libraries.
-            assert gateway.pool.need_of("m").floor >= max(unmeasured.floor, load.footprint_bytes)
+            known = gateway.pool.times.of("m", str(folder))
+            assert known is not None
+            assert estimate(models[0], 0, known.load).floor >= max(unmeasured.floor, load.footprint_bytes)
             shown = StatusEndpoint(gateway.app.services).status().models[0]
             assert shown.measured is not None
             assert shown.measured.load_s == load.seconds

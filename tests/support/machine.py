@@ -38,6 +38,9 @@ class FakeProcess:
     def last_lines(self) -> list[str]:
         return ["last words"]
 
+    def failure(self) -> Failure | None:
+        return None
+
     def close(self) -> None:
         self.is_closed = True
 

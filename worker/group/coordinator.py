@@ -27,7 +27,7 @@ from protocol.group import (
 )
 from protocol.messages import SetMemory
 from protocol.model_info import GroupInfo, RankInfo
-from protocol.sharding import NCCL, refusal
+from protocol.sharding import RING, refusal
 from protocol.sharding import resolve as divided
 from protocol.spec import WorkerSpec
 from protocol.stats import RankStats
@@ -109,8 +109,9 @@ class Coordinator:
         if silent := self._watch.absent(deadline - time.monotonic()):
             raise PartnerLost(f"{self._names(silent)} joined, and cannot be heard at {self._rank.watch}")
         links = (fabric.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
-        coordinator = fabric.own_links(self._rank)[0] if backend == NCCL else ""
-        go = StartLoading(backend, parallel, links, (), coordinator, self._group.split)
+        devices = (self._rank.devices, *(join.devices for _, join in sorted(self._joined.items())))
+        coordinator = "" if backend == RING else fabric.own_links(self._rank)[0]
+        go = StartLoading(backend, parallel, links, devices, coordinator, self._group.split)
         self._tell(group.encode(go))
         connected = fabric.connect(go, self._rank)
         self._load_ends = time.monotonic() + self._rank.load_s

@@ -6,7 +6,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,10 +25,18 @@ CONNECT_S: Final = 60
 
 
 def own_links(rank: RankSpec) -> tuple[str, ...]:
-    """Addresses where this rank will listen, on a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((rank.ip, 0))
-        return (f"{rank.ip}:{probe.getsockname()[1]}",)
+    """Addresses where this rank will listen, on ports that were free a moment ago. Raises `LoadFailed`."""
+    links: list[str] = []
+    with ExitStack() as stack:
+        for ip in rank.ips:
+            probe = stack.enter_context(socket.socket())
+            try:
+                probe.bind((ip, 0))
+            except OSError as error:
+                why = f"rank {rank.rank} cannot listen at {ip}, which the group has as an address of its host"
+                raise LoadFailed(Code.BAD_CONFIG, f"{why}: {error.strerror}") from error
+            links.append(f"{ip}:{probe.getsockname()[1]}")
+    return tuple(links)
 
 
 def connect(go: StartLoading, rank: RankSpec, timeout_s: int = CONNECT_S) -> Any:

@@ -31,6 +31,7 @@ from protocol.group import (
     TickPlan,
 )
 from protocol.messages import SetMemory
+from protocol.sharding import parts_of
 from protocol.spec import RankSpec, WorkerSpec
 from worker.engine.batch import Batch
 from worker.engine.load_checks.silent_row import silent_row
@@ -47,14 +48,17 @@ from worker.kv.quantized import make_caches
 from worker.model import loader, memory
 from worker.model.batch_mode import BatchMode
 from worker.model.division import Division
+from worker.model.loader import resolve
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import TokenCost
 
 log = logging.getLogger("mlxd.worker")
 
 _POLL_MS: Final = 250
-# Of a reservation, the part by which MLX's memory may exceed it: what passes in a step.
+# Of the memory that a rank is bound to, the part by which MLX's may exceed it: what passes in a step.
 _SPILL_PART: Final = 8
+# The rank of an earlier start may take so long to end, and to give its memory back.
+_ROOM_S: Final = 10.0
 _NO_COST: Final = "the group was asked for its memory before a row had run"
 
 
@@ -111,7 +115,7 @@ class Follower:
         self._sockets = RankSockets(rank)
         self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
         self._socket = self._sockets.connect(rank.plan)
-        self._reserved = spec.memory_bytes if rank.is_reserved else 0
+        self._bound = spec.memory_bytes // rank.beside if rank.is_remote else 0
         self.crc = 0
         self._is_leaving = False
         self._rows: dict[int, Row] = {}
@@ -145,6 +149,8 @@ class Follower:
         spec, rank = self._spec, self._rank
         memory.prepare_load()
         identity = self.identity()
+        if rank.is_remote:
+            self._check_room()
         join = JoinGroup(
             spec.epoch,
             rank.rank,
@@ -169,7 +175,7 @@ class Follower:
         started = time.monotonic()
         loaded = self._load_part(spec, division)
         memory.give_back()
-        if self._reserved and loaded.weights_bytes > self._reserved:
+        if self._bound and loaded.weights_bytes > self._bound:
             raise LoadFailed(Code.OUT_OF_MEMORY, self._exceeds("the weights of its part take", loaded.weights_bytes))
         self._model, self._eos_ids = loaded.model, loaded.eos_ids
         self._layout = KvLayout.of(lambda: make_caches(self._model))
@@ -178,6 +184,19 @@ class Follower:
         seconds = time.monotonic() - started
         answer = RankLoaded(rank.rank, loaded.weights_bytes, seconds, self._layout.needs_checkpoints)
         self._socket.send(group.encode(answer))
+
+    def _check_room(self) -> None:
+        """Refuse a part whose weights this machine has no memory for: no gateway has asked it. Raises `LoadFailed`."""
+        rank, group = self._rank.rank, self._spec.group
+        assert group is not None
+        files = resolve(self._spec.path).glob("model*.safetensors")
+        need = int(sum(file.stat().st_size for file in files) * parts_of(group.size, group.split)[rank])
+        end = time.monotonic() + _ROOM_S
+        while (free := psutil.virtual_memory().available) < need:
+            if time.monotonic() > end:
+                why = f"the weights of its part take {need >> 20} MiB, and {free >> 20} MiB are free on this machine"
+                raise LoadFailed(Code.OUT_OF_MEMORY, why)
+            time.sleep(_POLL_MS / 1e3)
 
     def identity(self) -> Identity:
         """Raises `LoadFailed`."""
@@ -204,16 +223,15 @@ class Follower:
         self._progress.end()
         step_us = int((time.perf_counter() - began) * 1e6)
         active = mx.get_active_memory()
-        if self._reserved and active > self._reserved + self._reserved // _SPILL_PART:
+        if self._bound and active > self._bound + self._bound // _SPILL_PART:
             raise PartnerLost(self._exceeds("it takes", active))
         done = PlanDone(self._rank.rank, plan.seq, self.crc, step_us, active)
         self._socket.send(group.encode(done))
 
     def _exceeds(self, action: str, size_bytes: int) -> str:
         name, rank = self._spec.name, self._rank.rank
-        return (
-            f"rank {rank} of {name}: {action} {size_bytes >> 20} MiB, and its host has reserved {self._reserved >> 20}"
-        )
+        given = f"the model's memory gives it {self._bound >> 20}"
+        return f"rank {rank} of {name}: {action} {size_bytes >> 20} MiB, and {given}"
 
     def _tick(self, plan: TickPlan) -> None:
         tick = self._batch.tick(plan.chunk, rides=plan.rides)

@@ -7,7 +7,6 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from protocol import group, sockets
-from protocol.codec import MAX_FRAME_BYTES
 from protocol.curve import KeyPair
 from protocol.key_guard import AllowedKeys
 from protocol.spec import RankSpec
@@ -37,16 +36,14 @@ class RankSockets:
     def bind(self, address: str) -> Socket:
         """Rank 0's end. Raises `PartnerLost` where the port is taken: the next start has another one."""
         try:
-            return sockets.bind_secure_router(self._context, address, self._keys, MAX_FRAME_BYTES)
+            return sockets.bind_secure_router(self._context, address, self._keys)
         except zmq.ZMQError as error:
             raise PartnerLost(f"rank 0 cannot listen on {address}: {error}") from error
 
     def connect(self, address: str) -> Socket:
         """A follower's end."""
         identity = group.identity(self._rank.rank)
-        return sockets.connect_secure_dealer(
-            self._context, address, identity, self._rank.server, self._keys, MAX_FRAME_BYTES
-        )
+        return sockets.connect_secure_dealer(self._context, address, identity, self._rank.server, self._keys)
 
     def close(self) -> None:
         """After all sockets were closed."""

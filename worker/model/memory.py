@@ -84,7 +84,7 @@ def divide(
     is_bounded: bool = False,
 ) -> ShareLimits:
     """A share among its uses. `kv` and `prefixes` are the operator's word where they are not negative; where the share
-    `is_bounded`, another machine's operator's, and no more than what is left of it.
+    `is_bounded`, as that of a rank on another machine, no more than what is left of it.
 
     `most_buffers` is the limit of free buffers; 0 is the usual one.
     """
@@ -165,7 +165,7 @@ class MemoryShare:
         self._most_buffers = most_buffers
         self._weights = weights
         self._device = device or MlxDevice()
-        self._is_reserved = spec.rank is not None and spec.rank.is_reserved
+        self._is_remote = spec.rank is not None and spec.rank.is_remote
         self.order = SetMemory(spec.memory_bytes)
         # What may be wired, and what Metal was told of it; 0 leaves it to MLX.
         self._wanted = 0
@@ -185,7 +185,7 @@ class MemoryShare:
 
     def change(self, order: SetMemory) -> ShareLimits:
         """Another share, or another part of it: the limits to keep before `enforce`."""
-        if self._is_reserved:
+        if self._is_remote:
             # The order of another machine, whose share is none of ours.
             parts = (min(1.0, max(0.0, part)) for part in (order.kv_part, order.cache_part))
             order = SetMemory(self._spec.memory_bytes, *parts)
@@ -231,7 +231,7 @@ class MemoryShare:
                 kv=own_kv,
                 prefixes=own_prefixes,
                 most_buffers=most,
-                is_bounded=self._is_reserved,
+                is_bounded=self._is_remote,
             )
         machine = psutil.virtual_memory()
         # Half of what is free now, with the weights loaded, and an eighth of all there is.

@@ -15,13 +15,12 @@ from gateway.link.link import WorkerLink
 from gateway.link.transport import WorkerGone
 from gateway.model_files.known_times import KnownTimes
 from gateway.workers.memory import policy
-from gateway.workers.memory.estimate import Need, estimate, parts_of, portion
+from gateway.workers.memory.estimate import Need, estimate, portion
 from gateway.workers.memory.grants import Allocation, MemoryReturn, PendingGrant
 from gateway.workers.memory.host import HostMemory
 from gateway.workers.memory.policy import EvictionTerms, Infeasible, MemoryPlan, ModelSnapshot
 from gateway.workers.memory.pressure import Pressure
 from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.ranks import LOCAL
 from gateway.workers.supervisor.state import (
     MemoryEvents,
     MemoryView,
@@ -32,6 +31,8 @@ from gateway.workers.supervisor.state import (
 )
 from protocol.failures import Code, Failure
 from protocol.messages import SetMemory
+from protocol.sharding import parts_of
+from protocol.spec import LOCAL
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,6 @@ class Broker:
         self._leases: dict[str, int] = {}
         self._asking: dict[str, PendingGrant] = {}
         self._returns: list[MemoryReturn] = []
-        # Bytes by name of what is no worker of this gateway: neither lent to nor evicted, until it gives them back.
-        self._guests: dict[str, int] = {}
         self._numbers = itertools.count()
         self._poke = asyncio.Event()
         self._pins: dict[str, bool] = {}
@@ -104,44 +103,14 @@ class Broker:
         if model is None:  # removed, and on its way out
             return 0
         need = await asyncio.to_thread(self._need_here, model)
-        return await self._wait_for(PendingGrant(name, number, since, need, asyncio.get_running_loop().create_future()))
-
-    async def admit_guest(self, name: str, size_bytes: int) -> None:
-        """Wait for room for a process that is no worker of this gateway. No model has such a name.
-
-        It has the memory until `end_guest`. Raises `ModelUnavailable` when there can never be that much.
-        """
-        need = Need(size_bytes, size_bytes, size_bytes, size_bytes)
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        asking = PendingGrant(name, next(self._numbers), self._clock(), need, answer, is_guest=True)
-        try:
-            await self._wait_for(asking)
-        except asyncio.CancelledError:
-            self.end_guest(name, 0)
-            raise
-
-    def end_guest(self, name: str, pid: int) -> None:
-        """Take the memory of a guest back; of one with a process once it was measured to be back."""
-        share = self._guests.pop(name, 0)
-        if share and pid:
-            footprint, free = self.machine.footprint(pid), self.machine.available()
-            self._returns.append(MemoryReturn(name, pid, share, footprint, free, self._clock()))
-        self._poke.set()
-
-    def withdraw(self, name: str) -> None:
-        """Take back the grant of a model whose process was not started."""
-        if (tenancy := self.tenancies.get(name)) is not None and not tenancy.pid:
-            del self.tenancies[name]
-        self._poke.set()
-
-    async def _wait_for(self, asking: PendingGrant) -> int:
-        self._asking[asking.name] = asking
+        asking = PendingGrant(name, number, since, need, asyncio.get_running_loop().create_future())
+        self._asking[name] = asking
         self._poke.set()
         try:
             return await asking.answer
         finally:
-            if self._asking.get(asking.name) is asking:
-                del self._asking[asking.name]
+            if self._asking.get(name) is asking:
+                del self._asking[name]
             self._poke.set()
 
     def entered(self, name: str, state: State) -> None:
@@ -168,9 +137,9 @@ class Broker:
     def _need_here(self, model: ModelConfig) -> Need:
         """Of the ranks of a group those on this machine: its grant is for all of them."""
         need, group = self.need_of(model), model.group
-        if not group.nodes:
+        if not group.ranks:
             return need
-        parts = zip(group.nodes, parts_of(len(group.nodes), group.split), strict=True)
+        parts = zip(group.ranks, parts_of(len(group.ranks), group.split), strict=True)
         here = [part for node, part in parts if node == LOCAL]
         return portion(need, sum(here), len(here))
 
@@ -240,7 +209,7 @@ class Broker:
     def granted(self) -> int:
         """Bytes that are spoken for: by workers, and by what processes that have ended still hold."""
         workers = sum(tenancy.held for tenancy in self.tenancies.values())
-        return workers + sum(self._guests.values()) + sum(each.share for each in self._returns)
+        return workers + sum(each.share for each in self._returns)
 
     @property
     def has_waiters(self) -> bool:
@@ -305,8 +274,7 @@ class Broker:
         )
 
     def picture(self) -> list[ModelSnapshot]:
-        workers = [self._tenant(tenancy) for tenancy in self.tenancies.values() if not self._is_leaving(tenancy)]
-        return workers + [_guest(name, share) for name, share in self._guests.items()]
+        return [self._tenant(tenancy) for tenancy in self.tenancies.values() if not self._is_leaving(tenancy)]
 
     def _is_leaving(self, tenancy: Allocation) -> bool:
         state = self._workers[tenancy.name].state
@@ -366,10 +334,6 @@ class Broker:
         return True
 
     def _grant(self, asking: PendingGrant, share: int, now: float) -> None:
-        if asking.is_guest:
-            self._guests[asking.name] = share
-            asking.answer.set_result(share)
-            return
         tenancy = self._tenancy(asking.name, share, asking.need)
         tenancy.asked_at, tenancy.is_swap = asking.since, asking.is_swap
         self.tenancies[asking.name] = tenancy
@@ -384,8 +348,8 @@ class Broker:
     def _refuse(self, never: Infeasible) -> None:
         asking = self._asking[never.name]
         why = _why(never, self.budget, self._memory.max_loaded)
-        log.error("%s cannot be loaded: %s", asking.title, why)
-        message = f"{asking.title} {why}"
+        log.error("model '%s' cannot be loaded: %s", never.name, why)
+        message = f"model '{never.name}' {why}"
         asking.answer.set_exception(ModelUnavailable(Failure(Code.DOES_NOT_FIT, message)))
 
     # -- shares that change ------------------------------------------------------------------------------------------
@@ -436,13 +400,6 @@ class Broker:
             self._events.memory_returned(each.name, max(0.0, part), now - each.since)
             if part < RETURNED_PART:
                 log.error("model %s: %.0f %% of its memory came back", each.name, 100 * part)
-
-
-def _guest(name: str, share: int) -> ModelSnapshot:
-    """It is never ready to leave for another model."""
-    return ModelSnapshot(
-        name, share, share, False, True, False, gated_at=None, shrinking_to=None, ready_at=0.0, used_at=0.0
-    )
 
 
 def _why(never: Infeasible, budget: int, max_loaded: int) -> str:

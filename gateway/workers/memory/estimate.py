@@ -1,6 +1,5 @@
 """Memory that a model needs, before it is loaded: from its files' headers and its settings."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,11 +49,6 @@ def portion(need: Need, part: float, processes: int) -> Need:
         return int(max(0, count - process) * part) + processes * process
 
     return Need(int(need.weights * part), own(need.least), own(need.floor), own(need.most))
-
-
-def parts_of(ranks: int, split: Sequence[int]) -> list[float]:
-    """The part of a model that each rank of a group has; `split` are layers by rank, or empty."""
-    return [layers / sum(split) for layers in split] if split else [1 / max(1, ranks)] * ranks
 
 
 def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -> Need:

@@ -21,12 +21,6 @@ class PendingGrant:
     answer: asyncio.Future[int]
     # Others have to leave for it.
     is_swap: bool = False
-    # It is no worker of this gateway; its name says so.
-    is_guest: bool = False
-
-    @property
-    def title(self) -> str:
-        return self.name if self.is_guest else f"model '{self.name}'"
 
     @property
     def claim(self) -> LoadClaim:

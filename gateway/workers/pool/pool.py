@@ -13,10 +13,9 @@ from gateway.config.worker_spec import loads_alike, worker_spec
 from gateway.link.link import WorkerLink
 from gateway.model_files.known_times import KnownTimes
 from gateway.workers.memory.broker import Broker
-from gateway.workers.memory.estimate import Need
 from gateway.workers.memory.host import HostMemory, ThisMachine
 from gateway.workers.memory.ttl_and_pressure import MemoryWatch
-from gateway.workers.pool.effects import RealEffects, RemoteHosts
+from gateway.workers.pool.effects import RealEffects
 from gateway.workers.pool.orphans import objection, stop_leftovers
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.ports import Effects, WorkerPort
@@ -68,8 +67,6 @@ class Pool:
         self._broker = Broker(
             config, self._workers, link, events, machine or ThisMachine(), self._limits, time.monotonic, self.times
         )
-        # Of groups with ranks on other machines; None where there can be none.
-        self.elsewhere: RemoteHosts | None = None
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._is_cleared = asyncio.Event()
@@ -82,9 +79,8 @@ class Pool:
         The run directory's lock must be held. Loads wait until unwanted leftovers are gone; adoption does not.
         """
         registry = Registry(self._config.run_dir)
-        starters = self.elsewhere.starters if self.elsewhere is not None else None
-        spawner = Spawner(self._config.home, registry, self._command, starters)
-        self._effects = RealEffects(registry, spawner, self._is_cleared, self._broker, self.elsewhere)
+        spawner = Spawner(self._config.home, registry, self._command)
+        self._effects = RealEffects(registry, spawner, self._is_cleared, self._broker)
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
         unwanted = [survivor for survivor in registry.survivors() if not self._adopt(survivor, spawner)]
@@ -168,8 +164,6 @@ class Pool:
         """
         old, self._config = self._config, config
         self._broker.configure(config)
-        if self.elsewhere is not None:
-            self.elsewhere.apply(config)
         removed = [name for name in old.models if name not in config.models]
         added = [model for name, model in config.models.items() if name not in old.models]
         kept = [(old.models[name], model) for name, model in config.models.items() if name in old.models]
@@ -209,20 +203,6 @@ class Pool:
 
     def is_pinned(self, model: str) -> bool:
         return self._broker.is_pinned(model)
-
-    @property
-    def broker(self) -> Broker:
-        """Memory of this machine, for what is no model of this gateway."""
-        return self._broker
-
-    def need_of(self, model: str) -> Need:
-        """Memory that a configured model needs in one process. Reads files."""
-        return self._broker.need_of(self._config.models[model])
-
-    def start_rank(self, spec: WorkerSpec) -> WorkerPort:
-        """Start a rank of another gateway's group, whose memory was granted already. Raises `OSError`."""
-        assert self._effects is not None, "start() comes first"
-        return self._effects.spawn(spec)
 
     def memory(self) -> MemoryView:
         return self._broker.view()

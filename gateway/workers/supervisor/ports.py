@@ -29,6 +29,10 @@ class WorkerPort(Protocol):
         """The end of its output."""
         ...
 
+    def failure(self) -> Failure | None:
+        """The reason why it has exited, where its exit status and last message do not tell all of it."""
+        ...
+
     def close(self) -> None:
         """Release what it holds here, and its state file. It has exited."""
         ...

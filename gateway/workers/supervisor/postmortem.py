@@ -13,7 +13,7 @@ from protocol.messages import Goodbye
 _FINAL_CODES: Final = frozenset(
     {Code.BAD_CONFIG, Code.MODEL_MISSING, Code.MODEL_CORRUPT, Code.MODEL_UNSUPPORTED, Code.INCOMPATIBLE}
 )
-_CODES: Final[dict[int | None, Code]] = {
+CODES: Final[dict[int | None, Code]] = {
     ExitStatus.BAD_CONFIG: Code.BAD_CONFIG,
     ExitStatus.MODEL_UNUSABLE: Code.MODEL_CORRUPT,
     ExitStatus.INCOMPATIBLE: Code.INCOMPATIBLE,
@@ -43,17 +43,24 @@ class Postmortem:
     stream_failure: Failure
 
 
-def examine(name: str, status: int | None, goodbye: Goodbye | None, lines: list[str]) -> Postmortem:
-    """Classify an exit by its status (None: unknown), the worker's last message and the end of its output."""
+def examine(
+    name: str, status: int | None, goodbye: Goodbye | None, lines: list[str], known: Failure | None = None
+) -> Postmortem:
+    """Classify an exit by its status (None: unknown), the worker's last message and the end of its output.
+
+    `known` is the reason that its process gives, which the worker itself does not know.
+    """
     meaning = "its exit status is not known" if status is None else EXIT_MEANING.get(status, f"exit status {status}")
     detail = "\n".join(lines)
     reported = goodbye.failure if goodbye is not None else None
     died = Failure(Code.WORKER_DIED, f"the worker of model '{name}' died ({meaning})", detail)
     failure = died
-    if reported is not None:
+    if known is not None:
+        failure = known
+    elif reported is not None:
         failure = reported
-    elif status in _CODES:
-        failure = Failure(_CODES[status], f"model '{name}' cannot be loaded: {meaning}", detail)
+    elif status in CODES:
+        failure = Failure(CODES[status], f"model '{name}' cannot be loaded: {meaning}", detail)
     return Postmortem(_kind(status, goodbye), failure, died)
 
 

@@ -4,19 +4,19 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
 from gateway.workers.supervisor.ports import WorkerPort
 from protocol.curve import make_pair
-from protocol.failures import FINAL_EXITS, ExitStatus
-from protocol.spec import GroupSpec, RankSpec, WorkerSpec
+from protocol.failures import FINAL_EXITS, ExitStatus, Failure
+from protocol.sharding import parts_of
+from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
 
-# Name of this machine among a group's nodes.
-LOCAL: Final = "local"
+# Ranks of one machine are heard on it alone.
+_THIS_HOST: Final = HostSpec("", ("127.0.0.1",))
 # From the end of rank 0 to SIGTERM and to SIGKILL: ranks that see its end leave by themselves.
 LEAVE_S: Final = 0.5
 TERM_S: Final = 1.0
@@ -25,48 +25,23 @@ NOTICE_S: Final = 2.0
 _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE})
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """A node as a group uses it. `host` is the address of this machine that the node reaches; `ip` is where a rank
-    listens there, `devices` are its RDMA devices by rank."""
-
-    host: str = "127.0.0.1"
-    ip: str = "127.0.0.1"
-    devices: tuple[str, ...] = ()
-
-
-class RankStarter(Protocol):
-    """Start of ranks on one node: here, or by the agent of another machine."""
-
-    def place(self, nodes: Sequence[str]) -> RankPlace:
-        """The place of this node in a group over `nodes`, by rank."""
-        ...
-
-    def start(self, spec: WorkerSpec) -> WorkerPort:
-        """Start a rank. Returns at once: where it cannot be started, that is how the process ends. Raises `OSError`."""
-        ...
-
-
 def is_local(group: GroupSpec) -> bool:
     """Whether all ranks are of this machine."""
     return all(node == LOCAL for node in group.nodes)
 
 
-def ranks_of(spec: WorkerSpec, places: Mapping[str, RankPlace] | None = None) -> list[WorkerSpec]:
+def ranks_of(spec: WorkerSpec) -> list[WorkerSpec]:
     """The specifications of all ranks of one start: with new keys, and ports that were free a moment ago.
 
     Raises `OSError`.
     """
     assert spec.group is not None
-    nodes, places = spec.group.nodes, {LOCAL: RankPlace(), **(places or {})}
-    if is_local(spec.group):
-        places[LOCAL] = RankPlace()
+    group, nodes = spec.group, spec.group.nodes
+    hosts = group.hosts or (_THIS_HOST,) * group.size
     keys = [make_pair() for _ in nodes]
-    # Ranks on other machines come by the address that they know this one by.
-    host = next((places[node].host for node in nodes if node != LOCAL), places[LOCAL].host)
-    plan, watch = _free_addresses(host)
+    plan, watch = _free_addresses(hosts[0].ips[0])
     specs: list[WorkerSpec] = []
-    for rank, (node, pair) in enumerate(zip(nodes, keys, strict=True)):
+    for rank, (host, pair) in enumerate(zip(hosts, keys, strict=True)):
         own = RankSpec(
             rank=rank,
             plan=plan,
@@ -75,20 +50,36 @@ def ranks_of(spec: WorkerSpec, places: Mapping[str, RankPlace] | None = None) ->
             public=pair.public,
             secret=pair.secret,
             members=tuple(each.public for each in keys[1:]) if rank == 0 else (),
-            ip=places[node].ip,
-            devices=places[node].devices,
-            beside=nodes.count(node),
+            ips=host.ips,
+            devices=host.devices,
+            beside=nodes.count(nodes[rank]),
+            is_remote=nodes[rank] != LOCAL,
         )
-        specs.append(replace(spec, rank=own))
+        specs.append(_elsewhere(spec, group, own) if own.is_remote else replace(spec, rank=own))
     return specs
 
 
-def _free_addresses(host: str) -> tuple[str, str]:
-    """Two addresses on one host; both ports are held until both are known."""
+def _elsewhere(spec: WorkerSpec, group: GroupSpec, rank: RankSpec) -> WorkerSpec:
+    """The specification of a rank on another machine: sockets and the template of this one are nothing to it.
+
+    Of the memory that the operator gives the group its host has the part of all ranks there.
+    """
+    parts = parts_of(group.size, group.split)
+    there = sum(part for node, part in zip(group.nodes, parts, strict=True) if node == group.nodes[rank.rank])
+    memory_bytes = int(group.memory_bytes * there)
+    return replace(spec, rank=rank, down="", up="", chat_template="", memory_bytes=memory_bytes)
+
+
+def _free_addresses(ip: str) -> tuple[str, str]:
+    """Two addresses of this machine; both ports are held until both are known. Raises `OSError`."""
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
-            each.bind((host, 0))
-        plan, watch = (f"tcp://{host}:{each.getsockname()[1]}" for each in (one, other))
+            try:
+                each.bind((ip, 0))
+            except OSError as error:
+                why = f"{ip}, of the first host in its host file, is no address of this machine, which runs rank 0"
+                raise OSError(error.errno, f"{why} ({error.strerror})") from error
+        plan, watch = (f"tcp://{ip}:{each.getsockname()[1]}" for each in (one, other))
         return plan, watch
 
 
@@ -103,6 +94,8 @@ class RankGroup:
         self.pids = (lead.pid, *here)
         self._lead = lead
         self._followers = list(followers)
+        # Followers that ended before rank 0 did.
+        self._lost: list[WorkerPort] = []
         self._is_killed = False
 
     @property
@@ -118,8 +111,9 @@ class RankGroup:
             lead = tasks.create_task(self._lead.wait())
             followers = [tasks.create_task(follower.wait()) for follower in self._followers]
             await asyncio.wait([lead, *followers], return_when=asyncio.FIRST_COMPLETED)
-            is_first = not lead.done() and not self._is_killed
-            lost = [task.result() for task in followers if task.done()] if is_first else []
+            if not lead.done() and not self._is_killed:
+                self._lost = [each for each, task in zip(self._followers, followers, strict=True) if task.done()]
+            lost = [task.result() for task in followers if task.done()] if self._lost else []
             if lost and await self._end([self._lead], [lead], (NOTICE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL)):
                 # A clean stop is one in whatever order the ranks end.
                 lost = [] if lead.result() == ExitStatus.OK else lost
@@ -151,6 +145,9 @@ class RankGroup:
             self._is_killed = True
             for follower in self._followers:
                 follower.signal(signum)
+
+    def failure(self) -> Failure | None:
+        return next((failure for each in self._lost if (failure := each.failure()) is not None), None)
 
     def last_lines(self) -> list[str]:
         others = [

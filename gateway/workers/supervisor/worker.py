@@ -504,7 +504,7 @@ class Worker:
         """Do what `EXITS` says of this exit."""
         incarnation = self.incarnation
         lines = incarnation.close(process)
-        report = postmortem.examine(self.name, status, incarnation.goodbye, lines)
+        report = postmortem.examine(self.name, status, incarnation.goodbye, lines, process.failure())
         fault, was_ready = incarnation.fault, incarnation.ready is not None
         is_asked = self.state in (State.DRAINING, State.STOPPING) and (fault is None or self._stoppers.has_any())
         is_replaced = incarnation.has_successor or incarnation.is_evicted

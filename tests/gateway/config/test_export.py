@@ -10,11 +10,12 @@ from msgspec import Struct
 from gateway.access.key_file import has_keys
 from gateway.config.export import keys_of, schema, to_json, to_toml
 from gateway.config.load import load_config
-from gateway.config.remote_settings import FabricConfig, NodeConfig, PeerConfig, RemoteNodeConfig, UpstreamConfig
+from gateway.config.remote_settings import PeerConfig, UpstreamConfig
 from gateway.config.settings import (
     AudioConfig,
     CacheConfig,
     FallbackConfig,
+    GroupConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
@@ -72,20 +73,17 @@ def test_what_show_prints_reads_back_as_the_same_configuration(tmp_path: Path) -
 
 
 def test_tables_of_other_machines_read_back_as_well(tmp_path: Path) -> None:
-    (tmp_path / "studio2.public").write_text("ab" * 32)
+    hosts = [{"ssh": "studio1", "ips": ["192.168.0.1"]}, {"ssh": "me@studio2", "ips": ["192.168.0.2"]}]
+    (tmp_path / "hosts.json").write_text(json.dumps({"backend": "ring", "envs": ["A=b"], "hosts": hosts}))
     path = tmp_path / "mlxd.toml"
     path.write_text(
         """
 [upstreams.or]
 url = "https://a.example/v1"
 models = { big = "z-ai/glm", "x.y" = "z" }
-[node]
-listen = "10.0.0.1:8486"
-fabric = { ips = ["192.168.0.1"], rdma = { studio2 = ["rdma_en5", "rdma_en6"] } }
-[nodes.studio2]
-address = "10.0.0.2:8486"
-key = "studio2.public"
-fabric = { ips = ["192.168.0.2"], rdma = { local = "rdma_en5" } }
+[models.big]
+path = "absent/model"
+group = { hosts = "hosts.json", python = "/opt/mlxd/bin/python" }
 """
     )
     config = load_config(tmp_path, path, has_keys=has_keys)
@@ -93,6 +91,8 @@ fabric = { ips = ["192.168.0.2"], rdma = { local = "rdma_en5" } }
     path.write_text(to_toml(config))
 
     assert load_config(tmp_path, path, has_keys=has_keys) == config
+    assert config.models["big"].group.ranks == ("local", "me@studio2")
+    assert config.models["big"].group.backend == "ring"
 
 
 def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
@@ -112,9 +112,7 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
         ("## `[ui]`", UiConfig),
         ("## `[peers.NAME]`", PeerConfig),
         ("## `[upstreams.NAME]`", UpstreamConfig),
-        ("## `[node]`", NodeConfig),
-        ("## `[nodes.NAME]`", RemoteNodeConfig),
-        ("### `fabric`", FabricConfig),
+        ("### `group`", GroupConfig),
         ("### `fallback`", FallbackConfig),
         ("## `[models.NAME]`", ModelConfig),
         ("### `sampling`", SamplingDefaults),
@@ -150,8 +148,6 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         "models",
         "peers",
         "upstreams",
-        "node",
-        "nodes",
     }
     for table in (
         ServerConfig,

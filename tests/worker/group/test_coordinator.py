@@ -6,18 +6,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from protocol import group, sockets
-from protocol.codec import MAX_FRAME_BYTES
 from protocol.curve import KeyPair
 from protocol.failures import Failure
 from protocol.group import JoinGroup, RankHeartbeat, Versions
 from protocol.spec import RankSpec
 from tests.support.ranks import group_spec, ranks_with
 from tests.support.scale import patient
-from worker.errors import PartnerLost
+from worker.errors import LoadFailed, PartnerLost
 from worker.group.coordinator import Coordinator
 from worker.group.rank_identity import Identity
 
@@ -41,7 +42,7 @@ class Ranks:
         address = own.watch if watch else own.plan
         identity = group.identity(rank if name is None else name)
         keys = KeyPair(own.public, own.secret)
-        socket = sockets.connect_secure_dealer(self._context, address, identity, own.server, keys, MAX_FRAME_BYTES)
+        socket = sockets.connect_secure_dealer(self._context, address, identity, own.server, keys)
         self._open.append(socket)
         assert socket.poll(patient(20) * 1000, zmq.POLLOUT), "it is admitted by its key"
         for message in messages:
@@ -68,9 +69,9 @@ def join(rank: int) -> JoinGroup:
 def start(tmp_path: Any) -> Iterator[Callable[..., Ranks]]:
     with ExitStack() as stack:
 
-        def ranks(join_s: float, leave_s: float = 1.0) -> Ranks:
-            deadlines = {"join_s": join_s, "beat_s": patient(60), "leave_s": leave_s}
-            first, *others = ranks_with(group_spec(tmp_path, "tensor", 3), **deadlines)
+        def ranks(join_s: float, leave_s: float = 1.0, devices: tuple[str, ...] = ()) -> Ranks:
+            changes = {"join_s": join_s, "beat_s": patient(60), "leave_s": leave_s, "devices": devices}
+            first, *others = ranks_with(group_spec(tmp_path, "tensor", 3), **changes)
             assert first.rank is not None
             lost: list[Failure] = []
             lead = Coordinator(first, lambda failure, _status: lost.append(failure))
@@ -146,3 +147,19 @@ def test_a_stop_waits_for_those_who_are_there_although_another_has_gone(start: C
     leaving.join(patient(20))
     assert not leaving.is_alive()
     assert ranks.lost == []
+
+
+@pytest.mark.skipif(mx.distributed.is_available("jaccl"), reason="it would connect")
+def test_rdma_is_begun_with_the_devices_of_all_ranks_and_a_coordinator(start: Callable[..., Ranks]) -> None:
+    matrix = (("", "rdma_en2", "rdma_en3"), ("rdma_en2", "", "rdma_en3"), ("rdma_en2", "rdma_en3", ""))
+    ranks = start(patient(20), devices=matrix[0])
+    followers = [ranks.say(rank, replace(join(rank), devices=matrix[rank])) for rank in (1, 2)]
+    for rank in (1, 2):
+        ranks.say(rank, RankHeartbeat(rank), watch=True)
+    with pytest.raises(LoadFailed, match="built without the backend 'jaccl'"):
+        ranks.lead.gather(Identity(VERSIONS, "form"), "tensor", "jaccl")
+    for follower in followers:
+        go = group.decode_down(follower.recv())
+        assert isinstance(go, group.StartLoading)
+        assert go.devices == matrix
+        assert go.coordinator.startswith("127.0.0.1:")

@@ -1,7 +1,10 @@
 """Ranks that are gone, stopped, late, of another version or out of step: noticed, named, and before a wrong token."""
 
+import json
+import shutil
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,29 +178,44 @@ def test_a_follower_with_other_files_is_refused_by_name(run_dir: Path, folder: P
         assert group.process.wait(patient(60)) == ExitStatus.MODEL_UNUSABLE
 
 
-def with_reservation(group: RunningGroup, size_bytes: int) -> RunningGroup:
-    """The group, whose rank 1 has so many bytes reserved on its host."""
+def with_memory(group: RunningGroup, size_bytes: int) -> RunningGroup:
+    """The group, whose rank 1 is on another machine and has so many bytes there; 0 is what is free."""
     spec = group.specs[1]
     assert spec.rank is not None
-    group.specs[1] = replace(spec, memory_bytes=size_bytes, rank=replace(spec.rank, is_reserved=True))
+    group.specs[1] = replace(spec, memory_bytes=size_bytes, rank=replace(spec.rank, is_remote=True))
     return group
 
 
 @pytest.mark.soak
-def test_a_rank_whose_weights_are_more_than_was_reserved_for_it_is_refused(run_dir: Path, folder: Path) -> None:
-    with with_reservation(group_of(run_dir, folder), 1 << 10) as group:
+def test_a_rank_whose_weights_are_more_than_it_is_given_is_refused(run_dir: Path, folder: Path) -> None:
+    with with_memory(group_of(run_dir, folder), 1 << 10) as group:
         assert "the weights of its part take" in farewell(group)
         assert group.process.wait(patient(60)) == ExitStatus.OUT_OF_MEMORY
 
 
 @pytest.mark.soak
-def test_a_rank_that_is_made_to_take_more_than_was_reserved_for_it_ends_the_group(run_dir: Path, folder: Path) -> None:
-    with with_reservation(group_of(run_dir, folder, "greedy"), 256 << 20) as group:
+def test_a_rank_that_is_made_to_take_more_than_it_is_given_ends_the_group(run_dir: Path, folder: Path) -> None:
+    with with_memory(group_of(run_dir, folder, "greedy"), 256 << 20) as group:
         group.ready()
         assert group.run([request(1)])[0].terminals, "within it"
         group.submit(request(2000))
         assert "rank 1 of test: it takes" in farewell(group)
         assert group.process.wait(patient(60)) == ExitStatus.PARTNER_LOST
+
+
+@pytest.mark.soak
+def test_a_rank_on_another_machine_refuses_weights_that_its_machine_has_no_memory_for(
+    run_dir: Path, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "large")
+    size = 1 << 40
+    header = json.dumps({"more": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "large" / "model-more.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)
+    with with_memory(group_of(run_dir, tmp_path / "large"), 0) as group:
+        assert "the weights of its part take 5242" in farewell(group)
+        assert group.process.wait(patient(60)) == ExitStatus.OUT_OF_MEMORY
 
 
 def test_a_port_that_is_taken_is_told_and_worth_another_start(run_dir: Path, folder: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import zmq
 
 from protocol import group, sockets
-from protocol.codec import MAX_FRAME_BYTES
 from protocol.curve import KeyPair
 from protocol.group import RankHeartbeat
 from protocol.spec import RankSpec
@@ -39,7 +38,6 @@ class Watched:
             group.identity(1),
             first.server,
             KeyPair(other.public, other.secret),
-            MAX_FRAME_BYTES,
         )
         self.watch.begin(1)
         # Its own part is done: it waits for its follower.

@@ -75,16 +75,16 @@ def test_without_a_share_the_machine_is_the_limit() -> None:
     assert (limits.kv, limits.prefixes, limits.total) == (7, 8, 0)
 
 
-def reserved(size_bytes: int, **settings: int) -> MemoryShare:
-    """The share of a rank with a reservation on its host, and 2 GiB of weights."""
-    rank = RankSpec(1, "plan", "watch", "server", "public", "secret", is_reserved=True)
+def elsewhere(size_bytes: int, **settings: int) -> MemoryShare:
+    """The share of a rank on another machine, with so many bytes there, and 2 GiB of weights."""
+    rank = RankSpec(1, "plan", "watch", "server", "public", "secret", is_remote=True)
     group = GroupSpec(("local", "studio2"), "pipeline", "ring")
     spec = WorkerSpec("m", "p", 1, "d", "u", memory_bytes=size_bytes, group=group, rank=rank)
     return MemoryShare(structs.replace(spec, **settings), 2 * GIB)
 
 
-def test_a_reservation_is_the_most_whatever_share_rank_0_has() -> None:
-    share = reserved(8 * GIB)
+def test_the_memory_of_a_rank_on_another_machine_is_its_own_whatever_share_rank_0_has() -> None:
+    share = elsewhere(8 * GIB)
     own = share.limits()
     for order in (SetMemory(0), SetMemory(1 << 50), SetMemory(GIB), SetMemory(8 * GIB, 7.0, math.nan)):
         changed = share.change(order)
@@ -96,8 +96,8 @@ def test_a_reservation_is_the_most_whatever_share_rank_0_has() -> None:
 
 
 @pytest.mark.parametrize(("kv", "prefixes"), [(1 << 50, -1), (-1, 1 << 50), (1 << 50, 1 << 50), (2 * GIB, 1 << 50)])
-def test_what_a_gateway_configures_takes_no_more_than_the_reservation_on_another_host(kv: int, prefixes: int) -> None:
-    limits = reserved(8 * GIB, kv_bytes=kv, cache_bytes=prefixes).limits()
+def test_kv_and_prefixes_take_no_more_than_what_is_given_on_another_machine(kv: int, prefixes: int) -> None:
+    limits = elsewhere(8 * GIB, kv_bytes=kv, cache_bytes=prefixes).limits()
     assert limits.total <= 8 * GIB
     assert 2 * GIB + limits.kv + limits.prefixes + limits.buffers <= 8 * GIB
 

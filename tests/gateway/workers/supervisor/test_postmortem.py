@@ -7,8 +7,8 @@ import pytest
 
 from gateway.config.settings import ModelConfig
 from gateway.telemetry.logs import LogSinks
+from gateway.workers.supervisor.child import Output
 from gateway.workers.supervisor.postmortem import crash_report
-from gateway.workers.supervisor.spawn import WorkerOutput
 from tests.gateway.harness import chat, running, until
 
 
@@ -17,7 +17,7 @@ async def lines_of(level: str, data: bytes, count: int) -> list[tuple[str, str]]
     stream = io.StringIO()
     with LogSinks(level, json=True, stream=stream):
         read_end, write_end = os.pipe()
-        output = WorkerOutput(read_end, "m#1")
+        output = Output(read_end, "m#1")
         os.write(write_end, data)
         os.close(write_end)
         await until(lambda: len(output.lines) == count)

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import zmq
 
 from gateway.workers.supervisor.exits import EXITS, Cause, SequenceAction, cause_of
 from gateway.workers.supervisor.postmortem import ExitKind, examine
-from gateway.workers.supervisor.ranks import LOCAL, RankGroup, RankPlace, ranks_of
+from gateway.workers.supervisor.ranks import RankGroup, ranks_of
 from gateway.workers.supervisor.state import State
-from protocol.curve import pair_of
-from protocol.failures import ExitStatus
-from protocol.spec import GroupSpec, WorkerSpec
+from protocol.curve import encoded
+from protocol.failures import ExitStatus, Failure
+from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
@@ -52,6 +53,9 @@ class Rank:
 
     def last_lines(self) -> list[str]:
         return ["its last line"]
+
+    def failure(self) -> Failure | None:
+        return None
 
     def close(self) -> None:
         self.is_closed = True
@@ -121,5 +125,27 @@ def test_each_start_has_keys_and_ports_of_its_own_and_no_follower_the_secret_of_
     lead, *others = places[:3]
     assert lead.members == tuple(rank.public for rank in others)
     assert all(rank.server == lead.public and rank.members == () and rank.beside == 3 for rank in others)
-    assert all(pair_of(rank.secret).public == rank.public for rank in places)
-    assert RankPlace().ip == "127.0.0.1", "a ring of one machine is not heard beyond it"
+    assert all(zmq.curve_public(encoded(rank.secret)) == encoded(rank.public) for rank in places)
+    assert all(rank.ips == ("127.0.0.1",) for rank in places), "a ring of one machine is not heard beyond it"
+
+
+def test_a_rank_elsewhere_gets_its_host_s_part_of_the_memory_and_no_socket_or_template_of_this_machine() -> None:
+    hosts = tuple(HostSpec(f"studio{rank}", (f"127.0.0.{rank}",), ("rdma",) * 4) for rank in (1, 2, 2, 3))
+    group = GroupSpec((LOCAL, "studio2", "studio2", "studio3"), "pipeline", "ring", (4, 2, 1, 1), hosts, "", (), 800)
+    spec = WorkerSpec("m", "demo", 1, "ipc://d", "ipc://u", chat_template="{{ 1 }}", memory_bytes=77, group=group)
+    lead, *others = ranks_of(spec)
+    assert (lead.memory_bytes, lead.down, lead.chat_template) == (77, "ipc://d", "{{ 1 }}")
+    assert [each.memory_bytes for each in others] == [300, 300, 100]
+    assert {(each.down, each.up, each.chat_template) for each in others} == {("", "", "")}
+    ranks = [each.rank for each in (lead, *others) if each.rank is not None]
+    assert [rank.is_remote for rank in ranks] == [False, True, True, True]
+    assert [rank.beside for rank in ranks] == [1, 2, 2, 1]
+    assert ranks[3].ips == ("127.0.0.3",)
+    assert ranks[1].plan.startswith("tcp://127.0.0.1:"), "where rank 0 is reached"
+
+
+def test_a_host_file_whose_first_host_is_another_machine_is_told() -> None:
+    hosts = (HostSpec("studio2", ("192.0.2.7",)), HostSpec("studio1", ("127.0.0.1",)))
+    group = GroupSpec((LOCAL, "studio1"), "pipeline", "ring", (), hosts)
+    with pytest.raises(OSError, match=r"192\.0\.2\.7, of the first host in its host file, is no address of this"):
+        ranks_of(WorkerSpec("m", "demo", 1, "", "", group=group))

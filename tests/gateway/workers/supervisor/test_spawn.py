@@ -1,17 +1,14 @@
 import os
 import sys
-from collections.abc import Sequence
 
 import msgspec
 import psutil
 import pytest
 
-from gateway.workers.supervisor.ports import WorkerPort
-from gateway.workers.supervisor.ranks import RankPlace
 from gateway.workers.supervisor.registry import Registry, WorkerRecord
 from gateway.workers.supervisor.spawn import Spawner, default_command
 from protocol.failures import ExitStatus
-from protocol.spec import GroupSpec, WorkerSpec
+from protocol.spec import GroupSpec, HostSpec, WorkerSpec
 from tests.gateway.harness import until
 from tests.support.pool import short_home
 
@@ -39,27 +36,22 @@ async def test_a_worker_is_told_its_specification_where_no_list_of_processes_sho
         assert {path.name for path in run_dir.iterdir()} <= {"d.sock", "epoch", "workers"}
 
 
-class Refusing:
-    """A node that cannot start a rank."""
-
-    def place(self, nodes: Sequence[str]) -> RankPlace:
-        return RankPlace()
-
-    def start(self, spec: WorkerSpec) -> WorkerPort:
-        raise FileNotFoundError("there is no memory at that node")
-
-
 @pytest.mark.anyio
-async def test_a_group_whose_last_rank_cannot_be_started_leaves_no_process_pipe_or_record() -> None:
+async def test_a_group_whose_last_rank_cannot_be_started_leaves_no_process_pipe_or_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with short_home() as home:
         run_dir = home / "run"
         (run_dir / "d.sock").touch()
         spec = WorkerSpec("m", "demo", 7, f"ipc://{run_dir}/d.sock", "ipc://u")
-        spec = msgspec.structs.replace(spec, group=GroupSpec(("local", "local", "far"), "pipeline", "ring"))
+        hosts = tuple(HostSpec("far", ("127.0.0.1",)) for _ in range(3))
+        group = GroupSpec(("local", "local", "far"), "pipeline", "ring", hosts=hosts)
+        spec = msgspec.structs.replace(spec, group=group)
+        monkeypatch.setenv("PATH", str(home))
         command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
-        spawner = Spawner(home, Registry(run_dir), lambda _: command, {"far": Refusing()})
+        spawner = Spawner(home, Registry(run_dir), lambda _: command)
         children, before = psutil.Process().children(), len(os.listdir("/dev/fd"))
-        with pytest.raises(FileNotFoundError, match="no memory"):
+        with pytest.raises(FileNotFoundError, match="ssh"):
             spawner.spawn(spec)
 
         assert len(os.listdir("/dev/fd")) == before

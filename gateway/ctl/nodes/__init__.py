@@ -1,1 +1,0 @@
-"""`mlxctl node`: other machines whose mlxd may run ranks of this one's groups."""
