@@ -160,9 +160,7 @@ class Daemon:
 
     def _desktop(self) -> DesktopWatch:
         services = self._app.services
-        watch = DesktopWatch(
-            lambda: services.config.server.desktop, self._pool.handles, services.link, senses=make_senses()
-        )
+        watch = DesktopWatch(lambda: services.config.server.desktop, self._pool.handles, senses=make_senses())
         services.metrics.pace_duty = lambda: watch.duty
         return watch
 

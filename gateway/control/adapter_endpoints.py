@@ -18,7 +18,7 @@ from gateway.errors import ApiError, BadRequest, Unavailable, from_failure
 from gateway.http.exchange import send_body
 from gateway.reload import Reloader
 from gateway.services import Services
-from gateway.workers.supervisor.state import ModelUnavailable
+from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.model_info import AdapterInfo
 
 # Of a worker that reads the files and puts the adapter into force, or lets go of one.
@@ -161,7 +161,7 @@ def _path_of(config: Config, model: str, name: str) -> str | None:
 def status_of(services: Services, model: str, name: str, *, is_configured: bool) -> AdapterStatus:
     """An adapter as the worker of its model has it."""
     worker = services.pool.find(model)
-    ready = worker.ready if worker is not None and worker.is_serving else None
+    ready = worker.ready if worker is not None and worker.state is State.READY else None
     info = next((each for each in ready.adapters if each.name == name), None) if ready is not None else None
     served = services.metrics.model(model).adapters[name]
     path = services.config.models[model].adapters[name]

@@ -1,1 +1,1 @@
-"""Link to the workers: sockets, sequences in flight and pending calls."""
+"""Link to the workers: sockets, sequences in flight or parked, and pending calls."""

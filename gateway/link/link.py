@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +15,10 @@ from gateway.link.aborts import Aborts
 from gateway.link.calls import PendingCalls
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
-from gateway.link.sequence import PARKED, Runner, Sequence, WorkerConnection
-from gateway.link.transport import FrameSender, Transport, WorkerGone
-from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, MalformedFrame, Unsendable, decode_up, encode
+from gateway.link.sequence import PARKED, Sequence
+from gateway.link.transport import Transport, WorkerGone, frames_of
+from gateway.link.worker_connection import Carrier, Connection, Progressed, Report, Runner, SendFailed
+from protocol.codec import MalformedFrame, Unsendable, decode_up
 from protocol.failures import Code, Failure
 from protocol.messages import (
     Abort,
@@ -25,6 +27,7 @@ from protocol.messages import (
     Delta,
     Detokenize,
     Down,
+    Drain,
     Drained,
     Finish,
     Generate,
@@ -36,6 +39,7 @@ from protocol.messages import (
     Progress,
     Ready,
     Rejected,
+    Shutdown,
     Step,
     Tokenize,
     Tokenized,
@@ -60,16 +64,17 @@ class WorkerLink:
     """Sends to workers, and tells each collector what was said about its sequences.
 
     The transport owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
-    home, forever: messages of an epoch that is not attached are dropped and counted.
+    home, forever: messages of an epoch that is not attached are dropped and counted. Every sequence belongs to an
+    attached epoch, or is parked: `_park` is the only way there, `resume` and the sequence's end the only ways back.
     """
 
     def __init__(self, run_dir: Path, events: LinkEvents, *, boot: int | None = None) -> None:
         self.boot = secrets.randbits(31) | 1 if boot is None else boot
         self.aborts = Aborts()
-        self._transport = Transport(run_dir, self._handle, self._deliver)
+        self._transport = Transport(run_dir, self._handle, self.deliver)
         self.down, self.up = self._transport.down, self._transport.up
         self._events = events
-        self._connections: dict[int, WorkerConnection] = {}
+        self._connections: dict[int, Connection] = {}
         self._sequences: dict[int, Sequence] = {}
         self._questions = PendingCalls()
         # Also for threads that lower requests: the next of a count is one step of the interpreter.
@@ -112,24 +117,25 @@ class WorkerLink:
 
         Raises `WorkerGone` or `Unsendable`, and then none of them has started.
         """
-        if not worker.is_ready:
+        connection = self._connections.get(worker.epoch)
+        if not worker.is_ready or connection is None:
             raise WorkerGone(f"{worker.name} is not ready")
         loop = asyncio.get_running_loop()
         now = loop.time()
         collector = Collector([request.rid for request in requests])
-        frames = _frames([worker.addressed(request) for request in requests])
+        frames = frames_of([connection.addressed(request) for request in requests])
         try:
             for request, frame in zip(requests, frames, strict=True):
                 if (refusal := worker.refusal(request)) is not None:
                     collector.put(Delta(request.rid, finish=Finish.ERROR, failure=refusal))
                     continue
                 deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
-                self._sequences[request.rid] = Sequence.begin(request, worker, collector, deadline)
-                self._transport.send_frame(worker, frame)
+                self._sequences[request.rid] = Sequence.begin(request, worker.epoch, collector, deadline)
+                self._transport.send_frame(connection, frame)
         except WorkerGone:
             for request in requests:
                 self._sequences.pop(request.rid, None)
-            worker.suspect()
+            self._note_unreachable(connection)
             raise
         for request in requests:
             sequence = self._sequences.get(request.rid)
@@ -139,8 +145,8 @@ class WorkerLink:
                 )
         return collector
 
-    def resume(self, worker: Runner, sequence: Sequence) -> None:
-        """Let a parked sequence go on at `worker`, which becomes its runner. Raises `WorkerGone`; then it stays parked.
+    def resume(self, epoch: int, sequence: Sequence) -> None:
+        """Let a parked sequence go on at the worker of `epoch`. Raises `WorkerGone`; then it stays parked.
 
         One that is too large to be sent with what its client has ends.
         """
@@ -148,41 +154,45 @@ class WorkerLink:
         if sequence.deadline is not None and now >= sequence.deadline:
             self.fail([sequence], LATE)
             return
+        connection = self._attached(epoch)
         try:
-            self.send(worker, worker.addressed(sequence.continuation(now)))
+            self._transport.send(connection, connection.addressed(sequence.continuation(now)))
+        except WorkerGone:
+            self._note_unreachable(connection)
+            raise
         except Unsendable as error:
-            log.error("worker %s: sequence %d cannot be resumed: %s", worker.name, sequence.rid, error)
+            log.error("worker %s: sequence %d cannot be resumed: %s", connection.name, sequence.rid, error)
             self.fail([sequence], UNSENDABLE)
             return
-        sequence.runner = worker
-        sequence.epoch = worker.epoch
+        sequence.epoch = epoch
         sequence.given = len(sequence.token_ids)
         sequence.resumes += 1
 
-    async def ask(self, worker: Runner, question: Tokenize | Detokenize) -> Tokenized:
+    async def ask(self, epoch: int, question: Tokenize | Detokenize) -> Tokenized:
         """A worker's answer. Raises `Refused`, also when the worker dies over it, `WorkerGone` and `Unsendable`."""
-        with self._questions.asking(worker.epoch, question.rid) as answer:
-            self.send(worker, question)
+        connection = self._attached(epoch)
+        with self._questions.asking(epoch, question.rid) as answer:
+            self.send(connection, question)
             try:
                 return await answer
             except asyncio.CancelledError:  # its client has left, or will not wait any longer
-                self._transport.try_send(worker, Abort((question.rid,)))
+                self._transport.try_send(connection, Abort((question.rid,)))
                 raise
 
     def abort(self, rids: Iterable[int], reason: str) -> None:
         """Stop sequences and forget them. Unknown and finished rids are ignored."""
-        by_worker: dict[int, tuple[Runner, list[int]]] = {}
+        by_epoch: defaultdict[int, list[int]] = defaultdict(list)
         for rid in rids:
             sequence = self._sequences.get(rid)
             if sequence is None:
                 continue
             self._end(sequence)
             sequence.collector.close()
-            by_worker.setdefault(sequence.epoch, (sequence.runner, []))[1].append(rid)
-        for epoch, (runner, own) in by_worker.items():
-            if runner.epoch == epoch:
+            by_epoch[sequence.epoch].append(rid)
+        for epoch, own in by_epoch.items():
+            if (connection := self._connections.get(epoch)) is not None:
                 self.aborts.sent(epoch, own)
-                self._transport.try_send(runner, Abort(tuple(own), reason))
+                self._transport.try_send(connection, Abort(tuple(own), reason))
 
     def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
         """Abort sequences whose reader goes on reading: it is told that they ended, and of a failure if it was one."""
@@ -194,26 +204,35 @@ class WorkerLink:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def attach(self, runner: Runner, carrier: FrameSender | None = None) -> WorkerConnection:
-        """Let the messages of `runner.epoch` in. What is sent to it goes by `carrier`, if it has one."""
-        connection = self._connections[runner.epoch] = WorkerConnection(runner)
-        if carrier is not None:
-            self._transport.carriers[runner.epoch] = carrier
+    def attach(
+        self,
+        name: str,
+        epoch: int,
+        post: Callable[[Report], None],
+        park: Callable[[Sequence], None],
+        carrier: Carrier | None = None,
+    ) -> Connection:
+        """Let the messages of an epoch in. What is sent to it goes by `carrier`, if it has one."""
+        connection = self._connections[epoch] = Connection(name, epoch, post, park, carrier)
         return connection
 
-    def detach(self, epoch: int) -> list[Sequence]:
-        """Fence an epoch off. Returns its unfinished sequences, parked: the caller resumes or fails each."""
-        self._connections.pop(epoch, None)
-        self._transport.carriers.pop(epoch, None)
+    def detach(self, epoch: int) -> None:
+        """Fence an epoch off, and park its unfinished sequences."""
+        connection = self._connections.pop(epoch, None)
+        if connection is None:
+            return
         self.aborts.forget(epoch)
         self._questions.lost(epoch, _LOST)
-        lost = [sequence for sequence in self._sequences.values() if sequence.epoch == epoch]
-        for sequence in lost:
-            sequence.epoch = PARKED
-        return lost
+        for sequence in [sequence for sequence in self._sequences.values() if sequence.epoch == epoch]:
+            self._park(connection, sequence)
+
+    def _park(self, connection: Connection, sequence: Sequence) -> None:
+        """Park a sequence that its worker has lost: nothing that is said about it counts until it is resumed."""
+        sequence.epoch = PARKED
+        connection.park(sequence)
 
     def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None:
-        """End parked sequences."""
+        """End sequences with a failure, those of them that have not ended."""
         for sequence in sequences:
             if not sequence.is_over:
                 self._end(sequence)
@@ -222,12 +241,9 @@ class WorkerLink:
     def abandon(self, failure: Failure) -> None:
         """End everything: at the workers, which go on without us, and for the clients."""
         sequences = list(self._sequences.values())
-        by_worker: dict[int, tuple[Runner, list[int]]] = {}
-        for sequence in sequences:
-            by_worker.setdefault(sequence.epoch, (sequence.runner, []))[1].append(sequence.rid)
-        for epoch, (runner, rids) in by_worker.items():
-            if runner.epoch == epoch:
-                self._transport.try_send(runner, Abort(tuple(rids), "gateway restarts"))
+        for epoch, connection in self._connections.items():
+            if rids := tuple(sequence.rid for sequence in sequences if sequence.epoch == epoch):
+                self._transport.try_send(connection, Abort(rids, "gateway restarts"))
         self.fail(sequences, failure)
 
     def expire(self, sequences: Iterable[Sequence]) -> None:
@@ -237,14 +253,27 @@ class WorkerLink:
             [sequence for sequence in sequences if sequence.deadline is not None and now >= sequence.deadline], LATE
         )
 
-    def send(self, runner: Runner, message: Down) -> None:
-        """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
-        self._transport.send(runner, message)
+    def send(self, connection: Connection, message: Down) -> None:
+        """Send at once, also to an epoch that was detached. Raises `WorkerGone` when the worker is not connected, and
+        `Unsendable`."""
+        if isinstance(message, Shutdown) or (isinstance(message, Drain) and message.deadline_s > 0):
+            connection.is_ending = True
+        self._transport.send(connection, message)
 
-    def ping(self, runner: Runner, t_ns: int) -> None:
+    def ping(self, connection: Connection, t_ns: int) -> None:
         """Send a heartbeat. A worker that is gone is noticed elsewhere."""
         self._seq = (self._seq + 1) & ((1 << SEQ_BITS) - 1)
-        self._transport.try_send(runner, Ping(runner.epoch << SEQ_BITS | self._seq, t_ns))
+        self._transport.try_send(connection, Ping(connection.epoch << SEQ_BITS | self._seq, t_ns))
+
+    def _attached(self, epoch: int) -> Connection:
+        """Raises `WorkerGone`."""
+        if (connection := self._connections.get(epoch)) is None:
+            raise WorkerGone(f"no worker has epoch {epoch}")
+        return connection
+
+    def _note_unreachable(self, connection: Connection) -> None:
+        connection.is_unreachable = True
+        connection.post(SendFailed(connection.epoch))
 
     # -- what is said by carriers --------------------------------------------------------------------------------------
 
@@ -257,17 +286,13 @@ class WorkerLink:
         else:
             self._events.stale_message()
 
-    def deliver(self) -> None:
-        """Hand on what was received, so that several deltas for one reader are one."""
-        self._deliver()
-
     def _is_of(self, epoch: int, rid: int) -> bool:
         sequence = self._sequences.get(rid)
         return self._questions.is_asked(epoch, rid) if sequence is None else sequence.epoch == epoch
 
     # -- what workers say --------------------------------------------------------------------------------------------
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         """Hand on what has come, after all that is there, so that several deltas for one reader are one."""
         due, self._due = self._due, {}
         for collector in due:
@@ -306,7 +331,8 @@ class WorkerLink:
                     strangers = [*(strangers or ()), rid]
                 continue
             if delta.finish is not None:
-                if self._is_parked(sequence, delta.failure):
+                if _is_given_up(connection, delta.failure):
+                    self._park(connection, sequence)
                     continue
                 self._end(sequence)
             sequence.token_ids.extend(delta.token_ids)
@@ -323,10 +349,10 @@ class WorkerLink:
             collector.add(delta, now)
             due[collector] = None
         if strangers:
-            self._transport.try_send(connection.runner, Abort(tuple(strangers), "gateway restarted"))
+            self._transport.try_send(connection, Abort(tuple(strangers), "gateway restarted"))
         if step.stats is not None:
             connection.stats = step.stats
-        self._events.step(connection.runner.name, step)
+        self._events.step(connection.name, step)
 
     def _on_other(self, message: Up) -> None:
         match message:
@@ -342,16 +368,19 @@ class WorkerLink:
             case Rejected(rid, failure) if rid in self._questions:
                 self._questions.refused(rid, failure)
             case Rejected(rid, failure):
-                if (sequence := self._running(rid)) and not self._is_parked(sequence, failure):
-                    self._end(sequence)
-                    sequence.collector.put(Delta(rid, finish=Finish.ERROR, failure=failure))
+                if sequence := self._running(rid):
+                    connection = self._connections[sequence.epoch]
+                    if _is_given_up(connection, failure):
+                        self._park(connection, sequence)
+                    else:
+                        self.fail([sequence], failure)
             case Pong():
                 self._on_pong(message)
             case Hello():
                 self._on_hello(message)
             case Loading() | Ready() | Drained() | Goodbye() | AdaptersSet():
                 if connection := self._connections.get(message.epoch):
-                    connection.runner.post(message)
+                    connection.post(message)
                 else:
                     self._events.stale_message()
             case Step():
@@ -360,18 +389,6 @@ class WorkerLink:
     def _running(self, rid: int) -> Sequence | None:
         sequence = self._sequences.get(rid)
         return sequence if sequence is not None and sequence.epoch != PARKED else None
-
-    def _is_parked(self, sequence: Sequence, failure: Failure | None) -> bool:
-        """Whether this end is not the sequence's but its worker's: then it goes on at the next one."""
-        if failure is None:
-            return False
-        # A worker that drains without our command got a signal from outside, or lost its connection to us.
-        is_unasked = failure.code is Code.DRAINING and sequence.runner.is_serving
-        if failure.code is not Code.WORKER_DIED and not is_unasked:
-            return False
-        sequence.epoch = PARKED
-        sequence.runner.park(sequence)
-        return True
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.rid]
@@ -383,7 +400,8 @@ class WorkerLink:
 
     def _note_progress(self, sequence: Sequence) -> None:
         sequence.is_watched = False
-        sequence.runner.note_progress()
+        if (connection := self._connections.get(sequence.epoch)) is not None:
+            connection.post(Progressed(connection.epoch))
 
     def _on_pong(self, pong: Pong) -> None:
         connection = self._connections.get(pong.seq >> SEQ_BITS)
@@ -391,20 +409,20 @@ class WorkerLink:
             self._events.stale_message()
             return
         connection.stats = pong.stats
-        connection.runner.post(pong)
-        self._events.pong(connection.runner.name, pong)
+        connection.post(pong)
+        self._events.pong(connection.name, pong)
 
     def _on_hello(self, hello: Hello) -> None:
         self._transport.drop_greetings()
         if self._is_attached(hello):
-            self._connections[hello.epoch].runner.post(hello)
+            self._connections[hello.epoch].post(hello)
             return
         self._events.stale_message()
         self._transport.dismiss(hello, self._is_attached)
 
     def _is_attached(self, hello: Hello) -> bool:
         connection = self._connections.get(hello.epoch)
-        return connection is not None and connection.runner.name == hello.worker
+        return connection is not None and connection.name == hello.worker
 
     def _note_malformed(self, frame: bytes, error: MalformedFrame) -> None:
         self._events.malformed_frame()
@@ -414,16 +432,10 @@ class WorkerLink:
             log.warning("dropped a malformed frame of %d bytes: %s", len(frame), error)
 
 
-def _frames(requests: list[Generate]) -> list[bytes]:
-    """The frames of one request's sequences. Together they are no larger than one may be: libzmq queues all of them.
-
-    Raises `Unsendable`.
-    """
-    frames: list[bytes] = []
-    size = 0
-    for request in requests:
-        frames.append(encode(request))
-        size += len(frames[-1])
-        if size > MAX_FRAME_BYTES:
-            raise FrameTooLarge(size)
-    return frames
+def _is_given_up(connection: Connection, failure: Failure | None) -> bool:
+    """Whether this end is not the sequence's but its worker's: then it goes on at the next one."""
+    if failure is None:
+        return False
+    # A worker that drains without our command got a signal from outside, or lost its connection to us.
+    is_unasked = failure.code is Code.DRAINING and not connection.is_ending
+    return failure.code is Code.WORKER_DIED or is_unasked

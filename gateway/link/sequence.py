@@ -2,14 +2,12 @@
 
 from asyncio import TimerHandle
 from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from msgspec.structs import replace
 
 from gateway.link.collector import Collector
-from protocol.failures import Failure
-from protocol.messages import AdaptersSet, Drained, Generate, Goodbye, Hello, Loading, Pong, PromptPart, Ready
-from protocol.stats import Stats
+from protocol.messages import Generate, PromptPart
 
 # The epoch of a sequence that no worker has: real ones begin at 1.
 PARKED: Final = 0
@@ -24,7 +22,6 @@ class Sequence:
     """
 
     generate: Generate
-    runner: "Runner"
     epoch: int
     collector: Collector
     # Of the loop's clock; None without a deadline.
@@ -41,7 +38,7 @@ class Sequence:
     echo_scored: int = 0
     # It has ended or was aborted.
     is_over: bool = False
-    # Its worker is told of its first token, or its end.
+    # Its first token, or its end, is reported: others wait for it.
     is_watched: bool = False
     # Ids that its newest worker was given, how often it was given to another worker, and how often in a row without
     # a single token from that one.
@@ -54,13 +51,12 @@ class Sequence:
     is_suspicious: bool = False
 
     @classmethod
-    def begin(cls, generate: Generate, runner: "Runner", collector: Collector, deadline: float | None) -> Self:
-        """One that this worker is sent now. It may go on from what an earlier gateway's client has."""
+    def begin(cls, generate: Generate, epoch: int, collector: Collector, deadline: float | None) -> Self:
+        """One that the worker of this epoch is sent now. It may go on from what an earlier gateway's client has."""
         had = list(generate.resume)
         return cls(
             generate,
-            runner,
-            runner.epoch,
+            epoch,
             collector,
             deadline,
             token_ids=had,
@@ -97,51 +93,3 @@ class Sequence:
             echo_scored=self.echo_scored,
             deadline_ms=0 if self.deadline is None else max(1, int((self.deadline - now) * 1000)),
         )
-
-
-@dataclass(slots=True)
-class WorkerConnection:
-    """One attached worker incarnation. Written by the link; it stays readable after the epoch is detached."""
-
-    runner: "Runner"
-    # The newest numbers that the worker has sent.
-    stats: Stats | None = None
-
-
-class Runner(Protocol):
-    """A worker, as the link sees it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def is_ready(self) -> bool:
-        """It takes new requests."""
-        ...
-
-    @property
-    def is_serving(self) -> bool:
-        """It is loaded and was not told to end."""
-        ...
-
-    def post(self, message: Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet) -> None: ...
-    def suspect(self) -> None:
-        """It could not be reached."""
-        ...
-
-    def addressed(self, request: Generate) -> Generate:
-        """A request as this runner is sent it."""
-        ...
-
-    def refusal(self, request: Generate) -> Failure | None:
-        """Reason why the worker must not get this request, if any."""
-        ...
-
-    def park(self, sequence: Sequence) -> None:
-        """Keep a sequence that the worker has given up, for the next one."""
-        ...
-
-    def note_progress(self) -> None:
-        """A watched sequence has its first token, or has ended."""
-        ...

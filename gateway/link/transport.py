@@ -5,14 +5,14 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 
-from gateway.link.sequence import Runner
+from gateway.link.worker_connection import Connection
 from protocol import sockets
-from protocol.codec import encode
-from protocol.messages import Down, Hello, Shutdown
+from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, encode
+from protocol.messages import Down, Generate, Hello, Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -29,19 +29,11 @@ class WorkerGone(Exception):
     """The worker could not be reached. Nothing was sent: another attempt is safe."""
 
 
-class FrameSender(Protocol):
-    """A way to a runner that is no worker of this gateway."""
-
-    def carry(self, frame: bytes) -> None:
-        """Send a frame, as it is made for a worker. Raises `WorkerGone`."""
-        ...
-
-
 class Transport:
     """Owns a ROUTER to the workers and a PULL from them; everything here runs on one loop.
 
     `handle` takes a frame and returns how much work it was, in deltas; `settle` follows all frames that were there.
-    Frames for an epoch that has a carrier go by that, and not by the ROUTER.
+    Frames for a connection that has a carrier go by that, and not by the ROUTER.
     """
 
     def __init__(self, run_dir: Path, handle: Callable[[bytes], int], settle: Callable[[], None]) -> None:
@@ -49,7 +41,6 @@ class Transport:
         self.down, self.up = sockets.addresses(run_dir)
         self._handle = handle
         self._settle = settle
-        self.carriers: dict[int, FrameSender] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._pull: zmq.Socket[bytes] | None = None
@@ -114,18 +105,21 @@ class Transport:
 
     # -- to workers --------------------------------------------------------------------------------------------------
 
-    def send(self, runner: Runner, message: Down) -> None:
+    def send(self, connection: Connection, message: Down) -> None:
         """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
-        self.send_frame(runner, encode(message))
+        self.send_frame(connection, encode(message))
 
-    def try_send(self, runner: Runner, message: Down) -> None:
+    def try_send(self, connection: Connection, message: Down) -> None:
         """Send where the worker is connected: one that is gone is noticed elsewhere."""
         with contextlib.suppress(WorkerGone):
-            self.send(runner, message)
+            self.send(connection, message)
 
-    def send_frame(self, runner: Runner, frame: bytes) -> None:
+    def send_frame(self, connection: Connection, frame: bytes) -> None:
         """Send a message that is encoded already. Raises `WorkerGone`."""
-        self._post(runner.name, runner.epoch, frame)
+        if connection.carrier is not None:
+            connection.carrier.carry(frame)
+        else:
+            self._post(connection.name, connection.epoch, frame)
 
     def dismiss(self, hello: Hello, is_wanted: Callable[[Hello], bool]) -> None:
         """End a worker that was not started here: it holds memory that is not counted."""
@@ -143,9 +137,6 @@ class Transport:
                 asyncio.get_running_loop().call_later(DISMISS_RETRY_S, self._dismiss, hello, is_wanted, tries - 1)
 
     def _post(self, name: str, epoch: int, frame: bytes) -> None:
-        if (carrier := self.carriers.get(epoch)) is not None:
-            carrier.carry(frame)
-            return
         if self._router is None:
             raise WorkerGone("the link is closed")
         try:
@@ -153,3 +144,18 @@ class Transport:
             self._router.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < LARGE_BYTES)
         except zmq.ZMQError as error:
             raise WorkerGone(f"{name}#{epoch}: {error}") from error
+
+
+def frames_of(requests: list[Generate]) -> list[bytes]:
+    """The frames of one request's sequences. Together they are no larger than one may be: libzmq queues all of them.
+
+    Raises `Unsendable`.
+    """
+    frames: list[bytes] = []
+    size = 0
+    for request in requests:
+        frames.append(encode(request))
+        size += len(frames[-1])
+        if size > MAX_FRAME_BYTES:
+            raise FrameTooLarge(size)
+    return frames

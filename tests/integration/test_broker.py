@@ -69,7 +69,7 @@ def resident(pool: Running) -> set[str]:
 
 
 async def had_its_turn(r: Running, name: str) -> None:
-    ready_at = r.pool.worker(name).ready_at
+    ready_at = r.pool.worker(name).incarnation.ready_at
     await until(lambda: time.monotonic() - ready_at > TURN_S)
 
 
@@ -193,7 +193,7 @@ async def test_a_worker_that_grows_is_asked_for_less_and_at_last_started_anew_wi
         assert finish_of(deltas) is Finish.LENGTH
         assert r.events.trims[0] == "a"
         assert r.events.recycles == ["a"]
-        assert (worker.epoch, worker.restarts) == (2, 0)
+        assert (worker.epoch, worker.restart_policy.restarts) == (2, 0)
 
 
 async def test_a_short_machine_refuses_new_requests_at_last_and_takes_them_again(home: Path) -> None:
@@ -202,7 +202,7 @@ async def test_a_short_machine_refuses_new_requests_at_last_and_takes_them_again
         worker = await r.ready("a")
         stream = r.generate(worker, max_tokens=250)
         machine.left = 0
-        await until(lambda: worker.overload is not None, 30)
+        await until(lambda: worker.incarnation.overload is not None, 30)
         (refused,) = await read_all(r.generate(worker))
         assert refused.failure is not None
         assert refused.failure.code is Code.OUT_OF_MEMORY
@@ -211,7 +211,7 @@ async def test_a_short_machine_refuses_new_requests_at_last_and_takes_them_again
         machine.left = 1 << 40
         assert finish_of(await read_all(stream)) is Finish.LENGTH
         await r.pool.restart("a")
-        assert worker.overload is None, "another process, another memory"
+        assert worker.incarnation.overload is None, "another process, another memory"
 
 
 async def test_continuous_traffic_on_two_models_does_not_starve_a_third(home: Path) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from gateway.link.collector import Collector
+from gateway.link.failover import ResumeLimits
+from gateway.link.quarantine import REFUSED
 from gateway.link.transport import WorkerGone
 from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.quarantine import REFUSED
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.messages import Delta, Finish, Usage
@@ -64,7 +65,7 @@ async def test_streams_of_a_killed_worker_go_on_at_its_successor_and_others_do_n
             assert deltas[-1].usage == Usage(3, 0, 400)
         assert text_of(await read_all(neighbour)) == tokens(60)
         assert running.events.exits == [-9]
-        assert (doomed.restarts, running.events.resumes) == (1, 3)
+        assert (doomed.restart_policy.restarts, running.events.resumes) == (1, 3)
         assert running.link.in_flight == 0
 
 
@@ -98,7 +99,7 @@ async def test_a_restart_on_request_loses_no_stream(home: Path) -> None:
         await running.pool.restart("m")
         for start, stream in zip(begun, streams, strict=True):
             assert text_of(start + await read_all(stream)) == tokens(100)
-        assert (worker.epoch, worker.restarts, running.events.exits) == (2, 0, [0])
+        assert (worker.epoch, worker.restart_policy.restarts, running.events.exits) == (2, 0, [0])
 
 
 async def test_a_fault_in_the_loop_fails_nobody(home: Path) -> None:
@@ -222,7 +223,7 @@ async def test_a_request_sent_as_the_worker_dies_is_refused_unsent_and_a_retry_i
 
 
 async def test_a_request_that_can_be_given_to_no_other_worker_ends_with_its_own(home: Path) -> None:
-    async with Running(config(home), limits=WorkerLimits(fruitless_resumes=0)) as running:
+    async with Running(config(home), limits=WorkerLimits(resume=ResumeLimits(fruitless=0))) as running:
         worker = await running.ready()
         stream = running.generate(worker, text="ignored")
         assert await stream.next(0.05) == []

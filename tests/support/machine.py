@@ -1,17 +1,37 @@
-"""A worker's state machine without processes: time, chance, spawning and the wire are ours."""
+"""A worker's state machine on the real link, without processes and sockets: time, chance and spawning are ours."""
 
 import asyncio
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from gateway.link.collector import Collector
-from gateway.link.sequence import PARKED, Runner, Sequence, WorkerConnection
+import pytest
+
+from gateway.link.link import WorkerLink
+from gateway.link.sequence import Sequence
 from gateway.link.transport import WorkerGone
-from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.link.worker_connection import Carrier, Connection, Report
+from gateway.workers.supervisor.ports import Effects
 from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State, WorkerLimits
+from gateway.workers.supervisor.worker import Worker
+from protocol.codec import decode_down
 from protocol.failures import Code, Failure
-from protocol.messages import MAJOR, MINOR, Down, Generate, Hello, Pong, Ready, Sampling, Step, TextPrompt
+from protocol.messages import (
+    MAJOR,
+    MINOR,
+    Delta,
+    Down,
+    Finish,
+    Generate,
+    Hello,
+    Ping,
+    Pong,
+    Ready,
+    Sampling,
+    Step,
+    TextPrompt,
+)
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 from tests.support.scale import patient
@@ -48,12 +68,89 @@ class FakeProcess:
         self._status.set_result(status)
 
 
+class FakeLink(WorkerLink):
+    """The real link. Frames to workers go to lists of the world instead of sockets."""
+
+    def __init__(self, world: "FakeWorld", events: "Recorder") -> None:
+        super().__init__(Path("/nowhere"), events, boot=77)
+        self._world = world
+
+    def attach(
+        self,
+        name: str,
+        epoch: int,
+        post: Callable[[Report], None],
+        park: Callable[[Sequence], None],
+        carrier: Carrier | None = None,
+    ) -> Connection:
+        self._world.attached.append(epoch)
+        self._world.post = post
+        return super().attach(name, epoch, post, park, _Line(self._world, epoch))
+
+    def detach(self, epoch: int) -> None:
+        self._world.detached.append(epoch)
+        super().detach(epoch)
+
+    def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None:
+        for sequence in sequences:
+            if not sequence.is_over:
+                self._world.failed.append(failure)
+                self._world.failures[sequence.rid] = failure
+                super().fail([sequence], failure)
+
+    def expire(self, sequences: Iterable[Sequence]) -> None:
+        self._world.parked = list(sequences)
+        super().expire(self._world.parked)
+
+    def sequence(self, rid: int) -> Sequence:
+        return self._sequences[rid]
+
+
+class _Line:
+    """The way to one epoch."""
+
+    def __init__(self, world: "FakeWorld", epoch: int) -> None:
+        self._world = world
+        self._epoch = epoch
+
+    def addressed(self, request: Generate) -> Generate:
+        return request
+
+    def carry(self, frame: bytes) -> None:
+        world = self._world
+        if world.is_unreachable:
+            raise WorkerGone(f"#{self._epoch}")
+        match message := decode_down(frame):
+            case Ping():
+                world.pings += 1
+            case Generate(rid):
+                if rid in world.begun:
+                    world.resumed.append((self._epoch, rid))
+                world.begun.add(rid)
+            case _:
+                world.sent.append(message)
+
+
+class _Submitted:
+    """A worker that a request was on its way to before its gate was closed."""
+
+    is_ready = True
+
+    def __init__(self, name: str, epoch: int) -> None:
+        self.name = name
+        self.epoch = epoch
+
+    def refusal(self, request: Generate) -> Failure | None:
+        return None
+
+
 class FakeWorld:
-    """Effects and wire in one: a clock that only `pass_time` moves, and lists of what was done."""
+    """Effects: a clock that only `pass_time` moves, and lists of what was done."""
 
-    boot = 77
-
-    def __init__(self) -> None:
+    def __init__(self, events: "Recorder") -> None:
+        self.link = FakeLink(self, events)
+        # Where reports of the newest attached worker go.
+        self.post: Callable[[Report], None] | None = None
         self.time = 1000.0
         self.jitter = 0.5
         self.epoch = 0
@@ -65,12 +162,14 @@ class FakeWorld:
         self.attached: list[int] = []
         self.detached: list[int] = []
         self.sequences: list[Sequence] = []
-        # The rids given to each epoch, in order.
+        # Parked ones at the newest heartbeat that had any.
+        self.parked: list[Sequence] = []
+        # The rids that were sent before, and those that were sent to a second epoch, in order.
+        self.begun: set[int] = set()
         self.resumed: list[tuple[int, int]] = []
         self.is_unreachable = False
         self.spawn_error: OSError | None = None
         self.share_bytes = 0
-        self.lack_of_memory: Failure | None = None
         self.denial: Failure | None = None
         self.admission_error: Exception | None = None
         self.entries: list[State] = []
@@ -105,9 +204,6 @@ class FakeWorld:
             raise ModelUnavailable(self.denial)
         return self.share_bytes
 
-    def overload(self, model: str) -> Failure | None:
-        return self.lack_of_memory
-
     def entered(self, model: str, state: State) -> None:
         self.entries.append(state)
 
@@ -118,45 +214,6 @@ class FakeWorld:
         process = FakeProcess(pid=100 + spec.epoch)
         self.processes.append(process)
         return process
-
-    # Wire
-
-    def attach(self, runner: Runner) -> WorkerConnection:
-        self.attached.append(runner.epoch)
-        return WorkerConnection(runner)
-
-    def detach(self, epoch: int) -> list[Sequence]:
-        self.detached.append(epoch)
-        lost = [sequence for sequence in self.sequences if sequence.epoch == epoch and not sequence.is_over]
-        for sequence in lost:
-            sequence.epoch = PARKED
-        return lost
-
-    def resume(self, worker: Runner, sequence: Sequence) -> None:
-        if self.is_unreachable:
-            raise WorkerGone(worker.name)
-        sequence.epoch, sequence.given = worker.epoch, len(sequence.token_ids)
-        sequence.resumes += 1
-        self.resumed.append((worker.epoch, sequence.rid))
-
-    def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None:
-        for sequence in sequences:
-            if not sequence.is_over:
-                sequence.is_over = True
-                self.failed.append(failure)
-                self.failures[sequence.rid] = failure
-
-    def expire(self, sequences: Iterable[Sequence]) -> None:
-        late = [sequence for sequence in sequences if sequence.deadline is not None and self.time >= sequence.deadline]
-        self.fail(late, Failure(Code.DEADLINE_EXCEEDED, "late"))
-
-    def send(self, runner: Runner, message: Down) -> None:
-        if self.is_unreachable:
-            raise WorkerGone(runner.name)
-        self.sent.append(message)
-
-    def ping(self, runner: Runner, t_ns: int) -> None:
-        self.pings += 1
 
     # Tests
 
@@ -264,13 +321,16 @@ class Machine:
     """A worker, its world, and what it reported."""
 
     def __init__(self, *, is_preload: bool = False, limits: WorkerLimits | None = None) -> None:
-        self.world = FakeWorld()
         self.events = Recorder()
+        self.world = FakeWorld(self.events)
         spec = WorkerSpec(name="m", path="p", epoch=0, down="ipc://d", up="ipc://u")
-        self.worker = WorkerHandle(
+        world = self.world
+        self.worker = Worker(
             spec,
-            effects=self.world,
-            wire=self.world,
+            effects=Effects(
+                world.admit, world.entered, world.spawn, world.next_epoch, world.now, world.sleep, world.random
+            ),
+            link=self.world.link,
             events=self.events,
             limits=limits or WorkerLimits(),
             load_timeout_s=600.0,
@@ -295,30 +355,55 @@ class Machine:
         worker = self.worker
         own_pid = worker.pid if pid is None else pid
         own_epoch = worker.epoch if epoch is None else epoch
-        worker.post(Hello(worker.name, own_epoch, own_pid, major, minor, "", "", "loading"))
+        self.post(Hello(worker.name, own_epoch, own_pid, major, minor, "", "", "loading"))
 
     def ready(self, *, epoch: int | None = None, weights_bytes: int = 0) -> None:
         own_epoch = self.worker.epoch if epoch is None else epoch
-        self.worker.post(Ready(own_epoch, "p", 1024, 16, 100, weights_bytes, 1.5))
+        self.post(Ready(own_epoch, "p", 1024, 16, 100, weights_bytes, 1.5))
 
     def pong(self, *, running: int = 0, step_age_ms: int = 0) -> None:
-        self.worker.post(Pong(0, 0, Stats(running, 0, 0, step_age_ms, 0, 0, 0, 0)))
+        self.post(Pong(0, 0, Stats(running, 0, 0, step_age_ms, 0, 0, 0, 0)))
 
-    def run(self, text: str = "hi", tokens: int = 0, deadline: float | None = None) -> Sequence:
-        """A sequence that the ready worker has, and has sent `tokens` of."""
+    def post(self, report: Report) -> None:
+        """What the link hands on of a worker that has been attached."""
+        if self.world.post is not None:
+            self.world.post(report)
+
+    def run(self, text: str = "hi", tokens: int = 0) -> Sequence:
+        """A sequence that the worker has, and has sent `tokens` of."""
+        link, epoch = self.world.link, self.worker.epoch
         request = Generate(len(self.world.sequences) + 1, TextPrompt(text), Sampling())
-        sequence = Sequence(request, self.worker, self.worker.epoch, Collector([request.rid]), deadline)
-        sequence.token_ids.extend(range(tokens))
+        link.submit(_Submitted(self.worker.name, epoch), [request])
+        sequence = link.sequence(request.rid)
         self.world.sequences.append(sequence)
+        if tokens:
+            self.say(epoch, Delta(request.rid, token_ids=tuple(range(tokens))))
         return sequence
+
+    def say(self, epoch: int, *deltas: Delta) -> None:
+        """A step of the worker."""
+        self.world.link.receive(epoch, Step(epoch, 1, list(deltas)))
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Its worker ends it, and not for any fault of its own."""
+        lost = Failure(Code.WORKER_DIED, "lost its gateway")
+        self.say(sequence.epoch, Delta(sequence.rid, finish=Finish.ERROR, failure=lost))
+
+    def leave(self, sequence: Sequence) -> None:
+        """Its client leaves."""
+        self.world.link.abort([sequence.rid], "client")
 
     async def speak(self, sequence: Sequence) -> None:
         """Its worker sends a token of it."""
-        sequence.token_ids.append(0)
-        if sequence.is_watched:
-            sequence.is_watched = False
-            self.worker.note_progress()
+        self.say(sequence.epoch, Delta(sequence.rid, token_ids=(0,)))
         await settle()
+
+    def lose_touch(self) -> None:
+        """A request cannot be sent to the worker, for a moment."""
+        was_unreachable, self.world.is_unreachable = self.world.is_unreachable, True
+        with pytest.raises(WorkerGone):
+            self.run()
+        self.world.is_unreachable = was_unreachable
 
     async def succeed(self) -> None:
         """The successor, which is on its way already, becomes ready."""

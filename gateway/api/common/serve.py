@@ -216,9 +216,9 @@ async def _answer(
             worker = await services.pool.ensure_ready(model.name)
             check(model.name, model.path, worker.ready, record.media)
             asked = question(services.link.next_rid())
-            if (refusal := worker.question_refusal(asked)) is not None:
+            if (refusal := worker.incarnation.question_refusal(asked)) is not None:
                 raise from_failure(refusal)
-            return await services.link.ask(worker, asked)
+            return await services.link.ask(worker.epoch, asked)
     except (ModelUnavailable, CallRefused) as error:
         wait_s = getattr(error, "retry_after_s", 0.0)
         raise from_failure(error.failure, wait_s, is_operator=record.caller.is_admin) from None

@@ -91,8 +91,6 @@ class PeerStream:
     `name` is the model's here, by which it is counted; `there` is its name at the peer.
     """
 
-    is_serving = True
-
     def __init__(
         self,
         node: PeerNode,
@@ -126,7 +124,7 @@ class PeerStream:
         self._task: asyncio.Task[None] | None = None
         # Told when it has ended, whatever of it was lost.
         self.on_end: Callable[[], None] = _nothing
-        link.attach(self, self)
+        link.attach(name, epoch, self._post, self._parked.append, self)
 
     # -- a runner ----------------------------------------------------------------------------------------------------
 
@@ -134,21 +132,15 @@ class PeerStream:
     def is_ready(self) -> bool:
         return self._task is None
 
-    def post(self, message: object) -> None:
-        raise AssertionError(f"a peer sends no {type(message).__name__}")
-
-    def suspect(self) -> None:
-        """A send never fails here: what is wrong with the connection is found in its task."""
-
     def refusal(self, request: Generate) -> Failure | None:
         return None
 
-    def park(self, sequence: Sequence) -> None:
-        self._open.discard(sequence.rid)
-        self._parked.append(sequence)
+    def discard(self) -> None:
+        """Forget it: nothing was sent by it, and nothing will be."""
+        self._link.detach(self.epoch)
+        self.on_end()
 
-    def note_progress(self) -> None:
-        """Nothing waits for its first token."""
+    # -- a carrier ---------------------------------------------------------------------------------------------------
 
     def addressed(self, request: Generate) -> Generate:
         """As the peer gets it: without our tenants, and with a salt from which ours cannot be told.
@@ -161,13 +153,6 @@ class PeerStream:
             salt = hmac.digest(self._secret, salt.encode(), "blake2b")[:16].hex()
         return replace(request, cache_salt=salt, tenant="", want_progress=True)
 
-    def discard(self) -> None:
-        """Forget it: nothing was sent by it, and nothing will be."""
-        self._link.detach(self.epoch)
-        self.on_end()
-
-    # -- a carrier ---------------------------------------------------------------------------------------------------
-
     def carry(self, frame: bytes) -> None:
         match _heads.decode(frame):
             case _AbortHead(rids):
@@ -178,6 +163,9 @@ class PeerStream:
             case _TokenizeHead(rid) | _DetokenizeHead(rid):
                 self._begin(rid)
                 self._question = frame
+
+    def _post(self, report: object) -> None:
+        raise AssertionError(f"a peer sends no {type(report).__name__}")
 
     def _begin(self, rid: int) -> None:
         assert self._task is None, "a stream at a peer takes no more requests"
@@ -286,7 +274,8 @@ class PeerStream:
     def _finish(self) -> None:
         self._link.deliver()
         self.on_end()
-        lost = [sequence for sequence in (*self._parked, *self._link.detach(self.epoch)) if not sequence.is_over]
+        self._link.detach(self.epoch)
+        lost = [sequence for sequence in self._parked if not sequence.is_over]
         if lost:
             failure = self._failure or Failure(Code.WORKER_DIED, LOST)
             self._on_loss(PeerLost(self, lost, failure))

@@ -119,7 +119,7 @@ class RequestRoute:
         link = self.fleet.link
         if stream is not None:
             for sequence in left:
-                link.resume(stream, sequence)
+                link.resume(stream.epoch, sequence)
             if not any(sequence.epoch == stream.epoch for sequence in left):
                 # Their deadline has passed, or they are too large.
                 stream.discard()
@@ -131,7 +131,7 @@ class RequestRoute:
                 worker = await self.fleet.ensure_here(self.model.name)
             for sequence in left:
                 if not sequence.is_over:
-                    link.resume(worker, sequence)
+                    link.resume(worker.epoch, sequence)
         except (ModelUnavailable, TimeoutError) as error:
             log.warning("model %s cannot take over from a peer: %s", self.model.name, error or "not loaded in time")
             self.is_refused_here = True

@@ -12,7 +12,6 @@ from typing import Final
 
 from gateway.config.settings import Config, ModelConfig
 from gateway.link.link import WorkerLink
-from gateway.link.transport import WorkerGone
 from gateway.model_files.known_times import KnownTimes
 from gateway.workers.memory import policy
 from gateway.workers.memory.estimate import Need, estimate, portion
@@ -32,7 +31,7 @@ from gateway.workers.supervisor.state import (
 from protocol.failures import Code, Failure
 from protocol.messages import SetMemory
 from protocol.sharding import parts_of
-from protocol.spec import LOCAL
+from protocol.spec import LOCAL, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +70,7 @@ class Broker:
         self._clock = clock
         # What loads before have shown; None knows nothing.
         self._times = times
+        # Of groups with ranks on other machines; None where there can be none.
         self.tenancies: dict[str, Allocation] = {}
         self._leases: dict[str, int] = {}
         self._asking: dict[str, PendingGrant] = {}
@@ -96,8 +96,9 @@ class Broker:
 
     # -- the workers' side -------------------------------------------------------------------------------------------
 
-    async def admit(self, name: str) -> int:
+    async def admit(self, spec: WorkerSpec) -> int:
         """Wait for room; returns the share in bytes. Raises `ModelUnavailable` when there can never be any."""
+        name = spec.name
         number, since = next(self._numbers), self._clock()
         model = self._models.get(name)
         if model is None:  # removed, and on its way out
@@ -147,11 +148,6 @@ class Broker:
         """Memory of a model in one process. Reads files."""
         wisdom = self._times.of(model.name, model.path) if self._times is not None else None
         return estimate(model, self.budget, wisdom.load if wisdom is not None else None)
-
-    def overload(self, name: str) -> Failure | None:
-        """The reason to refuse new requests of a loaded model, if its memory has grown too far."""
-        tenancy = self.tenancies.get(name)
-        return tenancy.overload if tenancy is not None else None
 
     def hold(self, name: str) -> None:
         """Count a request that holds a model: it is busy until `release`."""
@@ -203,7 +199,8 @@ class Broker:
             for name, tenancy in self.tenancies.items()
         }
         waiting = tuple(asking.name for asking in self._queue())
-        return MemoryView(self.budget, self.granted, self._footprint, waiting, models)
+        footprint = sum(tenancy.footprint for tenancy in self.tenancies.values())
+        return MemoryView(self.budget, self.granted, footprint, waiting, models)
 
     @property
     def granted(self) -> int:
@@ -214,10 +211,6 @@ class Broker:
     @property
     def has_waiters(self) -> bool:
         return bool(self._asking) or bool(self._returns)
-
-    @property
-    def _footprint(self) -> int:
-        return sum(tenancy.footprint for tenancy in self.tenancies.values())
 
     # -- carrying out ------------------------------------------------------------------------------------------------
 
@@ -264,14 +257,9 @@ class Broker:
         leaving = [tenancy for tenancy in self.tenancies.values() if self._is_leaving(tenancy)]
         returning = sum(t.held for t in leaving) + sum(each.share for each in self._returns)
         memory = self._memory
-        return EvictionTerms(
-            self.budget,
-            memory.max_loaded,
-            max(memory.min_residency_s, TURN_S),
-            returning,
-            len(leaving),
-            self.machine.available(),
-        )
+        residency_s = max(memory.min_residency_s, TURN_S)
+        available = self.machine.available()
+        return EvictionTerms(self.budget, memory.max_loaded, residency_s, returning, len(leaving), available)
 
     def picture(self) -> list[ModelSnapshot]:
         return [self._tenant(tenancy) for tenancy in self.tenancies.values() if not self._is_leaving(tenancy)]
@@ -291,7 +279,7 @@ class Broker:
             is_pinned=self.is_pinned(tenancy.name),
             gated_at=tenancy.gated_at,
             shrinking_to=tenancy.shrinking_to,
-            ready_at=worker.ready_at,
+            ready_at=worker.incarnation.ready_at,
             used_at=tenancy.used_at,
         )
 
@@ -329,7 +317,7 @@ class Broker:
         tenancy.leaving = reason
         tenancy.pid, tenancy.available = worker.pid, self.machine.available()
         # What must come back is what it has now.
-        tenancy.footprint = sum(map(self.machine.footprint, worker.pids)) or tenancy.footprint
+        tenancy.footprint = sum(map(self.machine.footprint, worker.incarnation.pids)) or tenancy.footprint
         self._events.evicted(name, reason)
         return True
 
@@ -357,11 +345,7 @@ class Broker:
     def order(self, tenancy: Allocation, share: int) -> bool:
         """Tell a worker its share, under the measures that are in force. False when it cannot be told."""
         worker, measure = self._workers[tenancy.name], tenancy.pressure.measure
-        try:
-            self._link.send(worker, SetMemory(share, measure.kv_part, measure.cache_part))
-        except WorkerGone:
-            return False
-        return True
+        return worker.incarnation.send(SetMemory(share, measure.kv_part, measure.cache_part))
 
     def _shrink(self, tenancy: Allocation, share: int, now: float) -> None:
         if self.order(tenancy, share):
@@ -374,10 +358,10 @@ class Broker:
         if target is None:
             return
         worker = self._workers[tenancy.name]
-        self._link.ping(worker, 0)
+        worker.incarnation.ping()
         stats = worker.stats
         if stats is not None and stats.share_bytes == target:
-            tenancy.footprint = sum(map(self.machine.footprint, worker.pids))
+            tenancy.footprint = sum(map(self.machine.footprint, worker.incarnation.pids))
             if tenancy.footprint <= target:
                 tenancy.share, tenancy.shrinking_to = target, None
                 return

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from gateway.workers.memory.estimate import Need
 from gateway.workers.memory.policy import LoadClaim
 from gateway.workers.memory.pressure import Pressure
-from protocol.failures import Failure
 
 
 @dataclass(slots=True)
@@ -44,8 +43,6 @@ class Allocation:
     # What its worker was told to shrink to, and until when that may take.
     shrinking_to: int | None = None
     shrink_ends: float = 0.0
-    # The reason for which new requests are refused.
-    overload: Failure | None = None
     # Why it was told to go.
     leaving: str = ""
     pid: int = 0

@@ -71,7 +71,9 @@ class MemoryWatch:
     async def _measure(self) -> None:
         """In a thread: a large process has many pages to count."""
         machine = self._broker.machine
-        pids = {tenancy.name: self._worker_of(tenancy.name).pids for tenancy in self._broker.tenancies.values()}
+        pids = {
+            tenancy.name: self._worker_of(tenancy.name).incarnation.pids for tenancy in self._broker.tenancies.values()
+        }
 
         def footprints() -> dict[str, int]:
             return {name: sum(map(machine.footprint, own)) for name, own in pids.items() if own}
@@ -79,7 +81,7 @@ class MemoryWatch:
         for name, footprint in (await asyncio.to_thread(footprints)).items():
             tenancy = self._broker.tenancies.get(name)
             # Another incarnation may have taken its place meanwhile.
-            if tenancy is not None and self._worker_of(name).pids == pids[name] and not tenancy.leaving:
+            if tenancy is not None and self._worker_of(name).incarnation.pids == pids[name] and not tenancy.leaving:
                 tenancy.pid, tenancy.footprint = pids[name][0], footprint
 
     def _is_short(self) -> bool:
@@ -102,7 +104,7 @@ class MemoryWatch:
             self._broker.order(tenancy, tenancy.shrinking_to or tenancy.share)
             if pressure.level:
                 self._events.trimmed(tenancy.name)
-        tenancy.overload = _OVERLOAD if pressure.measure.is_refusing else None
+        worker.incarnation.overload = _OVERLOAD if pressure.measure.is_refusing else None
         if pressure.is_hopeless(now) and self._may_recycle(tenancy.name, now):
             self._recycled[tenancy.name] = now
             log.warning("model %s is restarted: its memory has grown past its share", tenancy.name)

@@ -15,7 +15,6 @@ from gateway.model_files.known_times import KnownTimes
 from gateway.workers.memory.broker import Broker
 from gateway.workers.memory.host import HostMemory, ThisMachine
 from gateway.workers.memory.ttl_and_pressure import MemoryWatch
-from gateway.workers.pool.effects import RealEffects
 from gateway.workers.pool.orphans import objection, stop_leftovers
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.ports import Effects, WorkerPort
@@ -29,6 +28,7 @@ from gateway.workers.supervisor.state import (
     WorkerLimits,
     WorkerView,
 )
+from gateway.workers.supervisor.worker import Worker
 from protocol.failures import Code, Failure
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import wisdom_dir
@@ -58,7 +58,7 @@ class Pool:
         self._limits = limits or WorkerLimits()
         self._command = command
         # All that there are; those of models that were removed stay until they have stopped.
-        self._workers: dict[str, WorkerHandle] = {}
+        self._workers: dict[str, Worker] = {}
         self._removed: set[str] = set()
         # Those of another version's workers, which are stopped at the start.
         self._reloaded: set[str] = set()
@@ -69,7 +69,6 @@ class Pool:
         )
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._is_cleared = asyncio.Event()
         self._is_started = asyncio.Event()
         self._root: asyncio.Task[None] | None = None
 
@@ -80,7 +79,7 @@ class Pool:
         """
         registry = Registry(self._config.run_dir)
         spawner = Spawner(self._config.home, registry, self._command)
-        self._effects = RealEffects(registry, spawner, self._is_cleared, self._broker)
+        self._effects = Effects(self._broker.admit, self._broker.entered, spawner.spawn, registry.next_epoch)
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
         unwanted = [survivor for survivor in registry.survivors() if not self._adopt(survivor, spawner)]
@@ -222,7 +221,7 @@ class Pool:
     def load_left_s(self, model: str) -> float:
         """About how long a model that is not ready takes until it is, by its newest loads; 0 where that is unknown."""
         worker = self._workers.get(model)
-        if worker is None or worker.is_serving:
+        if worker is None or worker.state is State.READY:
             return 0.0
         view = worker.view()
         load_s = self.times.load_s(model, view.path)
@@ -239,8 +238,7 @@ class Pool:
                 self._runs[worker.name] = tasks.create_task(worker.run())
             # After them: the link ends workers that it does not know, and by then the adopted ones are attached.
             tasks.create_task(self._link.run())
-            tasks.create_task(self._clear(unwanted))
-            tasks.create_task(self._broker.run())
+            tasks.create_task(self._grant_memory(unwanted))
             watch = MemoryWatch(self._broker, self.worker, self._events, self._limits, time.monotonic, asyncio.sleep)
             tasks.create_task(watch.run())
             # In the order of the file, those that nothing displaces first.
@@ -283,7 +281,7 @@ class Pool:
         """Whether a worker of the model has to be another one under `config`."""
         return before.cache != model.cache or not loads_alike(self._spec(before, old), self._spec(model, config))
 
-    async def _retire(self, worker: WorkerHandle) -> None:
+    async def _retire(self, worker: Worker) -> None:
         name = worker.name
         if name not in self._removed:
             return
@@ -299,20 +297,21 @@ class Pool:
         assert self._tasks is not None, "start() comes first"
         return self._tasks.create_task(work)
 
-    def _make(self, model: ModelConfig, effects: Effects) -> WorkerHandle:
-        return WorkerHandle(
+    def _make(self, model: ModelConfig, effects: Effects) -> Worker:
+        return Worker(
             self._spec(model),
             effects=effects,
-            wire=self._link,
+            link=self._link,
             events=self._events,
             limits=self._limits,
             load_timeout_s=model.load_timeout_s,
             is_preload=model.preload,
         )
 
-    async def _clear(self, unwanted: Sequence[WorkerPort]) -> None:
+    async def _grant_memory(self, unwanted: Sequence[WorkerPort]) -> None:
+        """Nothing is granted while leftovers may still hold the memory that it needs."""
         await stop_leftovers(unwanted)
-        self._is_cleared.set()
+        await self._broker.run()
 
     def _kill(self) -> None:
         for worker in self._workers.values():

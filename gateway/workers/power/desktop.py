@@ -10,12 +10,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from gateway.config.settings import CAN_SEE_DESKTOP, Desktop
-from gateway.link.transport import WorkerGone
 from gateway.workers.supervisor.handle import WorkerHandle
-from protocol.messages import Down, SetPace
+from gateway.workers.supervisor.state import State
+from protocol.messages import SetPace
+from protocol.minors import PACE as PACE_MINOR
 
 log = logging.getLogger(__name__)
 
@@ -119,12 +120,6 @@ def thermal_of(printed: str) -> Thermal:
     return "nominal" if percent >= 100 else "serious" if percent >= 70 else "critical"
 
 
-class PaceWire(Protocol):
-    """The part of the link that is used here."""
-
-    def send(self, runner: WorkerHandle, message: Down) -> None: ...
-
-
 class DesktopWatch:
     """Tells workers their pace whenever it is another, and new workers once they are ready. One task runs it."""
 
@@ -132,7 +127,6 @@ class DesktopWatch:
         self,
         mode: Callable[[], Desktop],
         workers: Callable[[], Iterable[WorkerHandle]],
-        wire: PaceWire,
         *,
         senses: DesktopProbe | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -140,7 +134,6 @@ class DesktopWatch:
     ) -> None:
         self._mode = mode
         self._workers = workers
-        self._wire = wire
         self._senses = senses
         self._clock = clock
         self._poll_s = poll_s
@@ -162,7 +155,7 @@ class DesktopWatch:
     async def look(self) -> None:
         """One round."""
         mode, now = self._mode(), self._clock()
-        workers = [worker for worker in self._workers() if worker.is_serving]
+        workers = [worker for worker in self._workers() if worker.state is State.READY]
         if self._senses is not None and mode is not False and workers and now - self._seen_at >= INPUT_EVERY_S:
             self._seen_at = now
             self._scene = await asyncio.to_thread(self._senses.scene)
@@ -172,14 +165,10 @@ class DesktopWatch:
         self.duty = order.duty
         for worker in workers:
             told = self._told.get(worker.name)
-            before = None if worker.is_adopted else FULL  # it may go by what an earlier gateway has said
+            before = None if worker.incarnation.is_adopted else FULL  # it may go by what an earlier gateway has said
             if told is not None and told[0] == worker.epoch:
                 before = told[1]
-            if before != order and worker.takes_pace:
-                try:
-                    self._wire.send(worker, order)
-                except WorkerGone:
-                    continue
+            if before != order and worker.incarnation.minor >= PACE_MINOR and worker.incarnation.send(order):
                 self._told[worker.name] = worker.epoch, order
 
 

@@ -1,1 +1,1 @@
-"""Supervision of worker processes: start, heartbeat, restart policy and failover."""
+"""Supervision of worker processes: start, heartbeat, restart policy and exits."""

@@ -1,14 +1,18 @@
 """Inbox messages of a worker's state machine: commands of callers, and events of its own timers and watchers."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from gateway.link.worker_connection import Progressed, Report, SendFailed
 from gateway.workers.supervisor.ports import WorkerPort
-from gateway.workers.supervisor.waiters import Waiter
+from gateway.workers.supervisor.state import SHUTTING_DOWN, ModelUnavailable
 from protocol.failures import Failure
-from protocol.messages import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
+from protocol.messages import AdaptersSet, Drained, Goodbye, Hello, Loading, Ready
 from protocol.spec import WorkerSpec
+
+Waiter = asyncio.Future[None]
 
 
 class CommandKind(Enum):
@@ -60,9 +64,6 @@ class EventKind(Enum):
     EVICT = auto()
     RECYCLE = auto()
     REOPEN = auto()
-    # The link failed to send, or a watched sequence has its first token or has ended.
-    SUSPECT = auto()
-    PROGRESS = auto()
     # The Welcome was sent: requests will reach the worker from now on.
     GREETED = auto()
 
@@ -103,7 +104,6 @@ class HeartbeatDue:
     pass
 
 
-Message = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet
 InboxMessage = (
     WorkerCommand
     | StopWorker
@@ -115,7 +115,22 @@ InboxMessage = (
     | ProcessExited
     | AlarmDue
     | HeartbeatDue
-    | Message
+    | Report
+)
+# Reports of one incarnation, which count until another has taken its place. (A Pong is fenced by the link.)
+OfEpoch = (
+    WorkerEvent
+    | MemoryGranted
+    | MemoryDenied
+    | ProcessExited
+    | SendFailed
+    | Progressed
+    | Hello
+    | Loading
+    | Ready
+    | Drained
+    | Goodbye
+    | AdaptersSet
 )
 
 
@@ -132,7 +147,41 @@ class WorkerInbox:
     async def get(self) -> InboxMessage:
         return await self._queue.get()
 
-    def close(self) -> list[InboxMessage]:
-        """Returns what was not handled."""
+    def close(self) -> None:
+        """Answer the callers whose commands were not handled; later ones are refused."""
         self.is_closed = True
-        return [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        for _ in range(self._queue.qsize()):
+            match self._queue.get_nowait():
+                case WorkerCommand(_, waiter) if not waiter.done():
+                    waiter.set_exception(ModelUnavailable(SHUTTING_DOWN))
+                case StopWorker(waiter) if not waiter.done():
+                    waiter.set_result(None)
+                case _:
+                    pass
+
+
+class Waiters:
+    """Futures of callers that wait for the same; each is answered once. Those whose caller has left are ignored."""
+
+    def __init__(self) -> None:
+        self._futures: list[Waiter] = []
+
+    def add(self, waiter: Waiter) -> None:
+        self._futures.append(waiter)
+
+    def has_any(self) -> bool:
+        return any(not future.done() for future in self._futures)
+
+    def wake(self) -> None:
+        """Give each its result."""
+        for future in self._take():
+            future.set_result(None)
+
+    def refuse(self, reason: Callable[[], Exception]) -> None:
+        """Give each an exception of its own: one raised in several tasks gathers their frames."""
+        for future in self._take():
+            future.set_exception(reason())
+
+    def _take(self) -> list[Waiter]:
+        futures, self._futures = self._futures, []
+        return [future for future in futures if not future.done()]

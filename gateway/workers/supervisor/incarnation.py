@@ -9,24 +9,31 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from gateway.link.sequence import Runner, Sequence, WorkerConnection
+from gateway.link.link import WorkerLink
+from gateway.link.sequence import Sequence
 from gateway.link.transport import WorkerGone
+from gateway.link.worker_connection import Connection
 from gateway.workers.supervisor import inbox
-from gateway.workers.supervisor.ports import Effects, WorkerPort, WorkerWire
+from gateway.workers.supervisor.exits import LastFacts, Verdict, judge
+from gateway.workers.supervisor.ports import Effects, WorkerPort
 from gateway.workers.supervisor.ranks import RankGroup
-from gateway.workers.supervisor.state import ModelUnavailable, WorkerLimits
+from gateway.workers.supervisor.state import Events, ModelUnavailable, WorkerLimits
 from protocol.failures import Code, Failure
 from protocol.messages import (
+    MAJOR,
     MINOR,
     AdaptersSet,
     Detokenize,
     Down,
+    Drain,
     Dump,
     Generate,
     Goodbye,
+    Hello,
     Loading,
     Ready,
     SetAdapters,
+    SetLogLevel,
     Shutdown,
     Tokenize,
     Welcome,
@@ -43,28 +50,31 @@ GREET_RETRY_S: Final = 0.05
 class Incarnation:
     """One process of a worker, known by its epoch. Owned by the worker's state machine, which alone decides.
 
-    Two facts are set by others and take effect at once, because the next request must see them: that a send failed
-    (`is_suspect`, the link) and that new requests wait (`is_gated`, the memory broker).
+    What others set takes effect at once, because the next request must see it: that a send failed (`is_unreachable`,
+    the link), that new requests wait (`is_gated`) or are refused (`overload`, both the memory broker).
     """
 
     def __init__(
         self,
-        epoch: int,
-        runner: Runner,
-        wire: WorkerWire,
+        name: str,
+        link: WorkerLink,
+        park: Callable[[Sequence], None],
         effects: Effects,
+        events: Events,
         limits: WorkerLimits,
         post: Callable[[inbox.InboxMessage], None],
         start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        epoch: int,
     ) -> None:
+        self.name = name
         self.epoch = epoch
         self.process: WorkerPort | None = None
         self.loading: Loading | None = None
         self.ready: Ready | None = None
         self.ready_at = 0.0
         self.goodbye: Goodbye | None = None
-        # The minor version of the protocol that it speaks; and a request was refused for a field that came later.
-        self.minor = MINOR
+        self.hello: Hello | None = None
+        # A request was refused for a field that came after its minor version of the protocol.
         self.is_outgrown = False
         # The fault for which the gateway ends it; None while it runs, and when it was asked to end.
         self.fault: Failure | None = None
@@ -72,23 +82,27 @@ class Incarnation:
         self.has_successor = False
         # Ended to make room: its sequences go on when there is room again.
         self.is_evicted = False
-        self.is_suspect = False
         self.is_gated = False
-        # The worker is routable: the Welcome was sent to it.
+        # The reason to refuse new requests although it is ready: there is no memory for more.
+        self.overload: Failure | None = None
+        # The worker is routable: the Welcome was sent to it. An adopted one has ended what it did for others.
         self.is_greeted = False
-        self._runner = runner
-        self._wire = wire
+        self.has_drained = False
+        # The wait for memory.
+        self.admission: asyncio.Task[None] | None = None
+        self._link = link
+        self._park = park
         self._effects = effects
+        self._events = events
         self._limits = limits
         self._post = post
         self._start_task = start_task
-        self._connection: WorkerConnection | None = None
-        self._admission: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
         self._greeting: asyncio.Task[None] | None = None
         self._escalation: asyncio.Task[None] | None = None
 
     def __str__(self) -> str:
-        return f"{self._runner.name}#{self.epoch}"
+        return f"{self.name}#{self.epoch}"
 
     @property
     def pid(self) -> int:
@@ -106,9 +120,30 @@ class Incarnation:
         return self.process is not None and self.process.is_adopted
 
     @property
+    def minor(self) -> int:
+        """The minor version of the protocol that it speaks."""
+        return MINOR if self.hello is None else self.hello.proto_minor
+
+    @property
+    def is_unreachable(self) -> bool:
+        """A request could not be sent to it."""
+        return self._connection is not None and self._connection.is_unreachable
+
+    @property
     def stats(self) -> Stats | None:
         """The newest numbers that it has sent, also after its end."""
         return self._connection.stats if self._connection is not None else None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it can serve: its model is loaded and requests can be sent. A Ready may overtake the connection for
+        them; an adopted worker ends first what it did for its earlier gateway's clients."""
+        return self.ready is not None and (self.has_drained if self.is_adopted else self.is_greeted)
+
+    @property
+    def healthy_s(self) -> float | None:
+        """How long it has been ready; None if it never was."""
+        return None if self.ready is None else self._effects.now() - self.ready_at
 
     @property
     def is_useful(self) -> bool:
@@ -117,16 +152,25 @@ class Incarnation:
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
-    def request_memory(self, spec: WorkerSpec) -> None:
+    async def wait_for_memory(self, spec: WorkerSpec) -> None:
         """Report `Admitted` to the inbox when there is room, or `Denied`."""
-        self._admission = self._start_task(self._admit(spec))
+        try:
+            share_bytes = await self._effects.admit(spec)
+        except ModelUnavailable as error:
+            self._post(inbox.MemoryDenied(spec.epoch, error.failure))
+        except Exception:  # The root of a task, in a group with all that the daemon does.
+            log.exception("worker %s: internal error in its wait for memory", spec.name)
+            why = f"model '{spec.name}' is not available: internal error"
+            self._post(inbox.MemoryDenied(spec.epoch, Failure(Code.INTERNAL, why)))
+        else:
+            self._post(inbox.MemoryGranted(spec.epoch, share_bytes))
 
     def cancel_memory(self) -> None:
-        _cancel(self._admission)
+        _cancel(self.admission)
 
     def spawn(self, spec: WorkerSpec) -> None:
         """Start the process. Raises `OSError`."""
-        self._connection = self._wire.attach(self._runner)
+        self._connection = self._link.attach(self.name, self.epoch, self._post, self._park)
         try:
             process = self._effects.spawn(spec)
         except OSError:
@@ -136,7 +180,7 @@ class Incarnation:
 
     def adopt(self, process: WorkerPort) -> None:
         """Take over a process that an earlier gateway started."""
-        self._connection = self._wire.attach(self._runner)
+        self._connection = self._link.attach(self.name, self.epoch, self._post, self._park)
         self._watch(process)
 
     def greet(self) -> None:
@@ -152,27 +196,94 @@ class Incarnation:
 
     def send(self, message: Down) -> bool:
         """Whether the worker could be reached."""
+        if self._connection is None:
+            return False
         try:
-            self._wire.send(self._runner, message)
+            self._link.send(self._connection, message)
         except WorkerGone:
             return False
         return True
 
     def ping(self) -> None:
-        self._wire.ping(self._runner, time.monotonic_ns())
+        if self._connection is not None:
+            self._link.ping(self._connection, time.monotonic_ns())
+
+    def is_sender_of(self, hello: Hello) -> bool:
+        """Whether the process that was started here introduces itself, and no second one of its name."""
+        if hello.pid == self.pid:
+            return True
+        self._events.stale_message()
+        log.warning("refused a second worker %s: pid %d, not %d", self, hello.pid, self.pid)
+        return False
+
+    def foreign(self, hello: Hello) -> Failure | None:
+        """The fault of a worker of another protocol. An adopted one has none: it is of the version before an upgrade,
+        and its model is loaded by one of ours."""
+        theirs, ours = f"{hello.proto_major}.{hello.proto_minor}", f"{MAJOR}.{MINOR}"
+        if self.is_adopted:
+            log.info("replacing worker %s: it speaks protocol %s, not %s", self, theirs, ours)
+            self.has_successor = True
+            return None
+        why = f"the worker of '{self.name}' speaks protocol {theirs} and the gateway {ours}; reinstall mlxd"
+        return Failure(Code.INCOMPATIBLE, why)
+
+    def overdue(self, load_timeout_s: float) -> Failure | None:
+        """The fault of a worker that was not loaded in time. An adopted one that does not answer has none."""
+        if self.is_adopted and (self.hello is None or self.ready is not None):
+            log.warning("worker %s does not answer its new gateway and is replaced", self)
+            return None
+        self.send(Dump(0))
+        return Failure(Code.LOAD_TIMEOUT, f"model '{self.name}' was not loaded within {load_timeout_s:.0f} s")
+
+    def note_ready(self, ready: Ready, adapters: tuple[tuple[str, str], ...]) -> None:
+        """Keep what was loaded. `adapters` are those that it is to have."""
+        if self.ready is None and self.is_adopted:
+            # What it still does is for clients that left with their gateway.
+            self.send(Drain(0.0))
+        elif self.ready is None:
+            self._events.load_seconds(self.name, ready.load_s)
+        self.ready = ready
+        if {(info.name, info.path) for info in ready.adapters} != set(adapters):
+            # They have changed while it loaded, or before this gateway was started.
+            self.set_adapters(adapters)
+        self._events.lane(self.name, ready.lane)
+        if ready.lane_reason:
+            log.warning("%s: %s", self.name, ready.lane_reason)
+
+    def begin_serving(self, log_level: str) -> None:
+        self.loading = None
+        self.ready_at = self._effects.now()
+        if self.is_adopted:
+            # It was started under another configuration.
+            self.send(SetLogLevel(log_level))
+
+    def note(self, message: Loading | AdaptersSet | Goodbye) -> None:
+        match message:
+            case Loading():
+                self.loading = message
+            case Goodbye():
+                self.goodbye = message
+            case AdaptersSet() if self.ready is not None:
+                self.ready = replace(self.ready, adapters=message.adapters, weights_bytes=message.weights_bytes)
+            case AdaptersSet():
+                pass
+
+    def change(self, before: WorkerSpec, spec: WorkerSpec) -> None:
+        """Let a running worker have what can be changed in it; one that is too old for adapters is replaced once a
+        request names one."""
+        if spec.log_level != before.log_level:
+            self.send(SetLogLevel(spec.log_level))
+        if spec.adapters != before.adapters:
+            self.set_adapters(spec.adapters)
 
     def set_adapters(self, adapters: tuple[tuple[str, str], ...]) -> None:
-        """Let a worker have these and no others; one that is too old is replaced once a request names one."""
+        """Let a worker have these and no others."""
         if self.ready is not None and self.minor >= ADAPTERS:
             self.send(SetAdapters(0, adapters))
 
-    def note_adapters(self, change: AdaptersSet) -> None:
-        if self.ready is not None:
-            self.ready = replace(self.ready, adapters=change.adapters, weights_bytes=change.weights_bytes)
-
-    def detach(self) -> list[Sequence]:
-        """Drop what it says from now on. Returns its unfinished sequences."""
-        return self._wire.detach(self.epoch)
+    def detach(self) -> None:
+        """Drop what it says from now on, and park its unfinished sequences."""
+        self._link.detach(self.epoch)
 
     def refusal(self, request: Generate) -> Failure | None:
         """Reason why a worker of an earlier version must not get this request: it would ignore a part of it."""
@@ -189,7 +300,7 @@ class Incarnation:
             return None
         self.is_outgrown = True
         message = (
-            f"the worker of model '{self._runner.name}' was started by an earlier version of mlxd, which does not know "
+            f"the worker of model '{self.name}' was started by an earlier version of mlxd, which does not know "
             f"{field}; it is replaced once it is idle: try again later, or restart the model"
         )
         return Failure(Code.INCOMPATIBLE, message)
@@ -210,28 +321,21 @@ class Incarnation:
         limits = self._limits
         self._escalate(self.process, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
 
-    def close(self, process: WorkerPort) -> list[str]:
-        """Release the process, which has exited. Returns the end of its output."""
-        lines = process.last_lines()
-        process.close()
+    def close(self, status: int | None, *, is_asked: bool) -> Verdict:
+        """Release the process, which has exited. Its unfinished sequences are parked."""
+        assert self.process is not None
+        lines, known = self.process.last_lines(), self.process.failure()
+        self.process.close()
         self.process = None
         _cancel(self._escalation)
         _cancel(self._greeting)
-        return lines
+        self.detach()
+        is_replaced = self.has_successor or self.is_evicted
+        was_ready = self.ready is not None
+        facts = LastFacts(str(self), self.name, self.goodbye, self.fault, known, is_asked, is_replaced, was_ready)
+        return judge(status, lines, facts)
 
     # -- tasks that wait, so that the state machine never has to -------------------------------------------------------
-
-    async def _admit(self, spec: WorkerSpec) -> None:
-        try:
-            share_bytes = await self._effects.admit(spec)
-        except ModelUnavailable as error:
-            self._post(inbox.MemoryDenied(spec.epoch, error.failure))
-        except Exception:  # The root of a task, in a group with all that the daemon does.
-            log.exception("worker %s: internal error in its wait for memory", spec.name)
-            why = f"model '{spec.name}' is not available: internal error"
-            self._post(inbox.MemoryDenied(spec.epoch, Failure(Code.INTERNAL, why)))
-        else:
-            self._post(inbox.MemoryGranted(spec.epoch, share_bytes))
 
     async def _report_exit(self, process: WorkerPort) -> None:
         status = await process.wait()
@@ -241,7 +345,7 @@ class Incarnation:
         self._post(inbox.ProcessExited(self.epoch, status))
 
     async def _greet(self) -> None:
-        welcome = Welcome(MINOR, self._wire.boot, self._limits.heartbeat_s)
+        welcome = Welcome(MINOR, self._link.boot, self._limits.heartbeat_s)
         give_up_at = self._effects.now() + self._limits.greet_s
         while not (is_sent := self.send(welcome)) and self._effects.now() < give_up_at:
             await self._effects.sleep(GREET_RETRY_S)

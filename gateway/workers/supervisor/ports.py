@@ -1,12 +1,14 @@
-"""Ports of a worker's state machine: the real ones are in spawn.py, link.py and effects.py of the pool."""
+"""Ports of a worker's state machine: its effects on the machine, and a process."""
 
-from collections.abc import Iterable
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.link.sequence import Runner, Sequence, WorkerConnection
 from gateway.workers.supervisor.state import State
 from protocol.failures import Failure
-from protocol.messages import Down
 from protocol.spec import WorkerSpec
 
 
@@ -38,42 +40,18 @@ class WorkerPort(Protocol):
         ...
 
 
-class Effects(Protocol):
-    """Clock, chance and processes."""
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """Effects of a state machine, as functions of those whose they are; clock and chance are injected by tests."""
 
-    def now(self) -> float: ...
-    async def sleep(self, s: float) -> None: ...
-    def random(self) -> float: ...
-    def next_epoch(self) -> int: ...
-    async def admit(self, spec: WorkerSpec) -> int:
-        """Return when the machine has room for this worker: its share in bytes, 0 for no limit. May be cancelled.
-
-        Raises `ModelUnavailable` when there will never be room.
-        """
-        ...
-
-    def overload(self, model: str) -> Failure | None:
-        """The reason to refuse new requests of a ready model: there is no memory for more."""
-        ...
-
-    def entered(self, model: str, state: State) -> None:
-        """A worker is in another state. In a settled one but `ready` it has no process."""
-        ...
-
-    def spawn(self, spec: WorkerSpec) -> WorkerPort:
-        """Start the process. Raises `OSError`."""
-        ...
-
-
-class WorkerWire(Protocol):
-    """The part of the link that a state machine uses."""
-
-    boot: int
-
-    def attach(self, runner: Runner) -> WorkerConnection: ...
-    def detach(self, epoch: int) -> list[Sequence]: ...
-    def resume(self, worker: Runner, sequence: Sequence) -> None: ...
-    def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None: ...
-    def expire(self, sequences: Iterable[Sequence]) -> None: ...
-    def send(self, runner: Runner, message: Down) -> None: ...
-    def ping(self, runner: Runner, t_ns: int) -> None: ...
+    # Returns when the machine has room for this worker: its share in bytes, 0 for no limit. May be cancelled. Raises
+    # `ModelUnavailable` when there will never be room.
+    admit: Callable[[WorkerSpec], Awaitable[int]]
+    # A worker is in another state. In a settled one but `ready` it has no process.
+    entered: Callable[[str, State], None]
+    # Starts the process. Raises `OSError`.
+    spawn: Callable[[WorkerSpec], WorkerPort]
+    next_epoch: Callable[[], int]
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    random: Callable[[], float] = random.random

@@ -1,12 +1,13 @@
 """States, snapshots, limits and events of workers, shared by the supervisor, the pool and their readers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Protocol
 
 import msgspec
 
 from gateway.link.events import LinkEvents
+from gateway.link.failover import ResumeLimits
 from protocol.failures import Code, Failure
 from protocol.messages import Ready
 from protocol.stats import Stats
@@ -101,8 +102,6 @@ class Events(LinkEvents, MemoryEvents, Protocol):
     def load_seconds(self, model: str, s: float) -> None: ...
     def lane(self, model: str, lane: str) -> None: ...
     def stuck(self, model: str) -> None: ...
-    def resumed(self, model: str, sequences: int) -> None: ...
-    def quarantined(self, model: str) -> None: ...
     def removed(self, model: str) -> None: ...
 
 
@@ -130,11 +129,7 @@ class WorkerLimits:
     greet_s: float = 5.0
     adopt_s: float = 10.0
     drain_s: float = 30.0
-    # How often a sequence may be given to another worker: in a row without a new token, and at all.
-    fruitless_resumes: int = 8
-    resumes: int = 20
-    # How long the others wait for the first token of one that is suspected of killing workers.
-    trial_s: float = 30.0
+    resume: ResumeLimits = field(default_factory=ResumeLimits)
     # How often memory is looked at; how long one measure gets before the next, and how long all must be well before
     # one is taken back.
     look_s: float = 1.0

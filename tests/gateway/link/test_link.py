@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from gateway.link.collector import Collector
 from gateway.link.link import RID_BITS, SEQ_BITS, WorkerLink
-from gateway.link.sequence import Sequence
+from gateway.link.sequence import PARKED, Sequence
 from gateway.link.transport import WorkerGone
+from gateway.link.worker_connection import Connection, Progressed, SendFailed
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, decode_down, encode
 from protocol.failures import Code, Failure
@@ -19,6 +20,7 @@ from protocol.messages import (
     Accepted,
     Delta,
     Down,
+    Drain,
     Finish,
     Generate,
     Hello,
@@ -54,29 +56,14 @@ class Runner:
         self.epoch = epoch
         self.is_ready = True
         self.posted: list[object] = []
-        self.suspected = 0
-        self.is_serving = True
         self.parked: list[Sequence] = []
-        self.progress_notes = 0
         self.refused: Failure | None = None
-
-    def post(self, message: object) -> None:
-        self.posted.append(message)
-
-    def suspect(self) -> None:
-        self.suspected += 1
-
-    def addressed(self, request: Generate) -> Generate:
-        return request
 
     def refusal(self, request: Generate) -> Failure | None:
         return self.refused
 
-    def park(self, sequence: Sequence) -> None:
-        self.parked.append(sequence)
-
-    def note_progress(self) -> None:
-        self.progress_notes += 1
+    def attach(self, link: WorkerLink) -> Connection:
+        return link.attach(self.name, self.epoch, self.posted.append, self.parked.append)
 
 
 class Wire:
@@ -90,7 +77,7 @@ class Wire:
 
     async def __aenter__(self) -> "Wire":
         self.link.open()
-        self.connection = self.link.attach(self.runner)
+        self.connection = self.runner.attach(self.link)
         self.down: Any = sockets.connect_dealer(self.context, self.link.down, b"m#3")
         self.up: Any = sockets.connect_push(self.context, self.link.up)
         self.down.send(b"")
@@ -109,7 +96,7 @@ class Wire:
 
     def is_connected(self) -> bool:
         try:
-            self.link.send(self.runner, Abort(()))
+            self.link.send(self.connection, Abort(()))
         except WorkerGone:
             return False
         return True
@@ -121,6 +108,13 @@ class Wire:
     def hear(self) -> Down:
         assert self.down.poll(5000)
         return decode_down(self.down.recv())
+
+    def detached(self) -> Sequence:
+        """The only sequence of the worker, which is gone."""
+        self.link.detach(self.runner.epoch)
+        sequence = self.runner.parked.pop()
+        assert (self.runner.parked, sequence.epoch) == ([], PARKED)
+        return sequence
 
     def request(self) -> Generate:
         return Generate(self.link.next_rid(), TextPrompt("x"), Sampling())
@@ -166,7 +160,7 @@ async def test_the_table_keeps_the_request_and_every_token_that_came(home: Path)
         got = 0
         while got < 3:
             got += sum(len(d.token_ids) for d in await collector.next(5.0))
-        (sequence,) = wire.link.detach(3)
+        sequence = wire.detached()
         assert (sequence.generate, sequence.token_ids) == (request, [1, 2, 3])
         wire.link.fail([sequence, sequence], DIED)
         assert (await collector.next(5.0))[-1].failure == DIED
@@ -180,7 +174,7 @@ async def detached(wire: Wire, request: Generate, *deltas: Delta) -> tuple[Seque
     for delta in deltas:
         wire.say(Step(3, 1, [delta]))
         await collector.next(5.0)
-    (sequence,) = wire.link.detach(3)
+    sequence = wire.detached()
     return sequence, collector
 
 
@@ -191,8 +185,8 @@ async def test_a_parked_sequence_goes_on_with_the_ids_its_client_has_and_the_sam
         sequence, collector = await detached(
             wire, request, Delta(rid, text="x"), Delta(rid, text="a", token_ids=(5, 6))
         )
-        wire.link.attach(wire.runner)
-        wire.link.resume(wire.runner, sequence)
+        wire.runner.attach(wire.link)
+        wire.link.resume(3, sequence)
         again = wire.hear()
         assert isinstance(again, Generate)
         assert 50_000 < again.deadline_ms <= 60_000
@@ -216,19 +210,20 @@ async def test_what_was_left_out_of_a_prompt_is_left_out_by_the_next_worker(
         wire.say(Accepted(request.rid, 9, left_out=told), Step(3, 1, [Delta(request.rid, token_ids=(5,))]))
         await collector.next(5.0)
         assert collector.left_out == told
-        (sequence,) = wire.link.detach(3)
+        sequence = wire.detached()
         for _ in range(2):  # the second one may be lost before it has said anything
-            wire.link.attach(wire.runner)
-            wire.link.resume(wire.runner, sequence)
+            wire.runner.attach(wire.link)
+            wire.link.resume(3, sequence)
             assert wire.hear() == replace(request, resume=(5,), left_out=again)
-            (sequence,) = wire.link.detach(3)
+            sequence = wire.detached()
 
 
 async def test_an_echo_that_never_came_is_asked_for_again(home: Path) -> None:
     async with Wire(home) as wire:
         request = replace(wire.request(), echo=True)
         sequence, _ = await detached(wire, request)
-        wire.link.resume(wire.runner, sequence)
+        wire.runner.attach(wire.link)
+        wire.link.resume(3, sequence)
         assert wire.hear() == request
 
 
@@ -240,11 +235,11 @@ async def test_what_the_client_has_had_of_its_prompt_is_not_asked_for_again(home
         scores = Delta(request.rid, prompt=PromptPart(logprobs=entries))
         sequence, _ = await detached(wire, request, ids, scores)
         for _ in range(2):
-            wire.link.attach(wire.runner)
-            wire.link.resume(wire.runner, sequence)
+            wire.runner.attach(wire.link)
+            wire.link.resume(3, sequence)
             # Neither the echo nor a token has come.
             assert wire.hear() == replace(request, prompt_ids=False, prompt_scored=2)
-            (sequence,) = wire.link.detach(3)
+            sequence = wire.detached()
 
 
 async def test_the_entries_of_an_echo_that_the_client_has_had_are_not_asked_for_again(home: Path) -> None:
@@ -253,8 +248,8 @@ async def test_the_entries_of_an_echo_that_the_client_has_had_are_not_asked_for_
         entries = (TokenLogprob(b"x", -1.0), TokenLogprob(b"y", -2.0))
         parts = [Delta(request.rid, text="xy", logprobs=entries[:1]), Delta(request.rid, logprobs=entries[1:])]
         sequence, _ = await detached(wire, request, *parts)
-        wire.link.attach(wire.runner)
-        wire.link.resume(wire.runner, sequence)
+        wire.runner.attach(wire.link)
+        wire.link.resume(3, sequence)
         assert wire.hear() == replace(request, echo_scored=2)
 
 
@@ -262,7 +257,7 @@ async def test_nothing_that_is_said_of_a_parked_sequence_counts(home: Path) -> N
     async with Wire(home) as wire:
         request = wire.request()
         sequence, collector = await detached(wire, request)
-        wire.link.attach(wire.runner)
+        wire.runner.attach(wire.link)
         wire.say(
             Accepted(request.rid, 9),
             Rejected(request.rid, DIED),
@@ -277,11 +272,12 @@ async def test_a_parked_sequence_past_its_deadline_is_not_sent_and_ends(home: Pa
     async with Wire(home) as wire:
         sequence, collector = await detached(wire, replace(wire.request(), deadline_ms=1))
         await until(lambda: asyncio.get_running_loop().time() > (sequence.deadline or 0))
-        wire.link.resume(wire.runner, sequence)
+        wire.runner.attach(wire.link)
+        wire.link.resume(3, sequence)
         assert (await collector.next(5.0))[0].failure == Failure(
             Code.DEADLINE_EXCEEDED, "the request's deadline has passed"
         )
-        wire.link.ping(wire.runner, 1)
+        wire.link.ping(wire.connection, 1)
         assert isinstance(wire.hear(), Ping)
 
 
@@ -292,7 +288,7 @@ async def test_an_abort_of_a_parked_sequence_sends_nothing(home: Path) -> None:
         wire.link.abort([request.rid], "client")
         assert sequence.is_over
         assert wire.link.in_flight == 0
-        wire.link.ping(wire.runner, 1)
+        wire.link.ping(wire.connection, 1)
         assert isinstance(wire.hear(), Ping)
 
 
@@ -313,7 +309,7 @@ async def test_a_worker_that_was_told_to_drain_ends_its_sequences(home: Path) ->
     async with Wire(home) as wire:
         request = wire.request()
         collector = wire.link.submit(wire.runner, [request])
-        wire.runner.is_serving = False
+        wire.link.send(wire.connection, Drain(5.0))
         failure = Failure(Code.DRAINING, "stopping")
         wire.say(Step(3, 1, [Delta(request.rid, finish=Finish.ERROR, failure=failure)]))
         assert (await collector.next(5.0))[0].failure == failure
@@ -325,12 +321,12 @@ async def test_a_trial_ends_with_a_token_or_an_end(home: Path, end: str) -> None
     async with Wire(home) as wire:
         request = wire.request()
         sequence, _ = await detached(wire, request)
-        wire.link.attach(wire.runner)
-        wire.link.resume(wire.runner, sequence)
+        wire.runner.attach(wire.link)
+        wire.link.resume(3, sequence)
         sequence.is_watched = True
         wire.say(Step(3, 1, [Delta(request.rid, text="no token")]))
         await until(lambda: wire.events.steps == 1)
-        assert wire.runner.progress_notes == 0
+        assert wire.runner.posted == []
         match end:
             case "token":
                 wire.say(
@@ -342,7 +338,7 @@ async def test_a_trial_ends_with_a_token_or_an_end(home: Path, end: str) -> None
                 wire.say(Rejected(request.rid, Failure(Code.INTERNAL, "no")))
             case _:
                 wire.link.abort([request.rid], "client")
-        await until(lambda: wire.runner.progress_notes == 1)
+        await until(lambda: wire.runner.posted == [Progressed(3)])
 
 
 async def test_a_refused_request_is_never_sent(home: Path) -> None:
@@ -352,7 +348,7 @@ async def test_a_refused_request_is_never_sent(home: Path) -> None:
         assert [d.failure for d in await collector.next(5.0)] == [wire.runner.refused] * 2
         assert collector.is_done
         assert wire.link.in_flight == 0
-        wire.link.ping(wire.runner, 1)
+        wire.link.ping(wire.connection, 1)
         assert isinstance(wire.hear(), Ping)
 
 
@@ -384,14 +380,14 @@ async def test_a_worker_that_nobody_here_has_started_is_told_to_end_once_it_can_
             await until(lambda: other.poll(0) != 0)
             assert isinstance(decode_down(other.recv()), Shutdown)
         # One that is wanted hears nothing of the kind.
-        wire.link.ping(wire.runner, 1)
+        wire.link.ping(wire.connection, 1)
         assert isinstance(wire.hear(), Ping)
 
 
 async def test_a_step_of_one_worker_cannot_touch_the_request_of_another(home: Path) -> None:
     async with Wire(home) as wire:
         other = Runner(epoch=4)
-        wire.link.attach(other)
+        other.attach(wire.link)
         request = wire.request()
         collector = wire.link.submit(wire.runner, [request])
         wire.say(Step(4, 1, [Delta(request.rid, text="ghost")]), Step(3, 1, [Delta(request.rid, text="real")]))
@@ -422,7 +418,7 @@ async def test_abort_goes_down_once_and_what_follows_is_ignored(home: Path) -> N
         collector = wire.link.submit(wire.runner, [request])
         wire.link.abort([request.rid, 999], "client")
         wire.link.abort([request.rid], "client")
-        wire.link.ping(wire.runner, 1)
+        wire.link.ping(wire.connection, 1)
         assert wire.link.aborts.count == 1
         wire.say(Step(3, 1, [Delta(request.rid, finish=Finish.ABORT)]))
         await until(lambda: wire.events.steps == 1)
@@ -445,9 +441,10 @@ async def test_aborts_of_a_worker_that_is_gone_are_not_waited_for(home: Path) ->
 async def test_submit_to_a_worker_that_is_gone_registers_nothing(home: Path) -> None:
     async with Wire(home) as wire:
         absent = Runner(epoch=44)
+        connection = absent.attach(wire.link)
         with pytest.raises(WorkerGone):
             wire.link.submit(absent, [wire.request()])
-        assert absent.suspected == 1
+        assert (connection.is_unreachable, absent.posted) == (True, [SendFailed(44)])
         absent.is_ready = False
         with pytest.raises(WorkerGone):
             wire.link.submit(absent, [wire.request()])
@@ -456,7 +453,7 @@ async def test_submit_to_a_worker_that_is_gone_registers_nothing(home: Path) -> 
 
 async def test_a_pong_finds_its_worker_by_the_epoch_in_its_number(home: Path) -> None:
     async with Wire(home) as wire:
-        wire.link.ping(wire.runner, 123)
+        wire.link.ping(wire.connection, 123)
         ping = wire.hear()
         assert isinstance(ping, Ping)
         wire.say(Pong(ping.seq, ping.t_ns, STATS))
@@ -489,7 +486,7 @@ async def test_a_request_larger_than_a_frame_is_refused_and_the_worker_stays_con
         with pytest.raises(FrameTooLarge):
             wire.link.submit(wire.runner, [wire.request(), large])
         assert wire.link.in_flight == 0
-        assert wire.runner.suspected == 0
+        assert not wire.connection.is_unreachable
         request = wire.request()
         wire.link.submit(wire.runner, [request])
         assert wire.hear() == request
@@ -501,14 +498,14 @@ async def test_choices_that_together_exceed_a_frame_are_refused_before_one_is_se
         choices = [Generate(wire.link.next_rid(), TextPrompt(text), Sampling()) for _ in range(16)]
         with pytest.raises(FrameTooLarge):
             wire.link.submit(wire.runner, choices)
-        wire.link.ping(wire.runner, 1)
+        wire.link.ping(wire.connection, 1)
         assert isinstance(wire.hear(), Ping)
 
 
 async def test_a_worker_is_told_that_nobody_waits_for_an_answer_any_more(home: Path) -> None:
     async with Wire(home) as wire:
         rid = wire.link.next_rid()
-        asking = asyncio.create_task(wire.link.ask(wire.runner, Tokenize(rid, TextPrompt("x"))))
+        asking = asyncio.create_task(wire.link.ask(3, Tokenize(rid, TextPrompt("x"))))
         await asyncio.sleep(0)
         assert isinstance(wire.hear(), Tokenize)
         asking.cancel()
@@ -521,9 +518,9 @@ async def test_a_worker_is_told_that_nobody_waits_for_an_answer_any_more(home: P
 async def test_a_question_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
     async with Wire(home) as wire:
         with pytest.raises(FrameTooLarge):
-            await wire.link.ask(wire.runner, Tokenize(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES)))
+            await wire.link.ask(3, Tokenize(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES)))
         assert not wire.link.is_busy(wire.runner.epoch)
-        wire.link.ping(wire.runner, 1)
+        wire.link.ping(wire.connection, 1)
         assert isinstance(wire.hear(), Ping)
 
 
@@ -534,9 +531,9 @@ async def test_a_sequence_that_has_outgrown_a_frame_ends_when_its_worker_does(ho
         wire.hear()
         wire.say(Step(3, 1, [Delta(request.rid, text="y", token_ids=tuple(range(1000)))]))
         await collector.next(5.0)
-        (sequence,) = wire.link.detach(wire.runner.epoch)
-        wire.link.attach(wire.runner)
-        wire.link.resume(wire.runner, sequence)
+        sequence = wire.detached()
+        wire.runner.attach(wire.link)
+        wire.link.resume(3, sequence)
         (end,) = await collector.next(5.0)
         assert end.failure is not None
         assert end.failure.code is Code.INVALID_REQUEST

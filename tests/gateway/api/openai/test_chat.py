@@ -11,6 +11,7 @@ import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.http.listen import raise_file_limit
+from gateway.link.failover import ResumeLimits
 from gateway.request.headers import ignored_header
 from gateway.telemetry.prometheus import Exposition
 from gateway.workers.supervisor.state import State, WorkerLimits
@@ -305,7 +306,7 @@ async def test_a_worker_killed_amid_a_stream_is_a_pause(tmp_path: Path) -> None:
 
 
 async def test_a_stream_that_may_not_be_resumed_ends_with_an_error_event_and_no_end_mark(tmp_path: Path) -> None:
-    async with running(tmp_path, ["--step-ms", "1"], limits=WorkerLimits(resumes=0)) as gateway:
+    async with running(tmp_path, ["--step-ms", "1"], limits=WorkerLimits(resume=ResumeLimits(total=0))) as gateway:
         lines = await kill_amid(gateway, max_tokens=1_000_000)
 
         assert json.loads(lines[-1][6:])["error"]["code"] == "worker_died"
@@ -325,7 +326,7 @@ async def test_a_request_that_its_worker_never_accepted_is_sent_again(tmp_path: 
 
 
 async def test_a_request_that_nobody_could_serve_is_a_503_that_says_when_to_come_again(tmp_path: Path) -> None:
-    async with running(tmp_path, limits=WorkerLimits(fruitless_resumes=0)) as gateway:
+    async with running(tmp_path, limits=WorkerLimits(resume=ResumeLimits(fruitless=0))) as gateway:
         request = gateway.client.post("/v1/completions", json={"model": "m", "prompt": "kill"})
         answer = await request
 

@@ -365,7 +365,7 @@ async def test_numbers_of_a_peers_worker_are_not_taken_for_those_of_ours() -> No
         model = fleet.find("m")
         assert model is not None
         stream = fleet.open(fleet.candidates(model, [], None)[0], "m", lambda _: None, "")
-        connection = link.attach(stream, stream)
+        connection = link.attach(stream.name, stream.epoch, lambda _: None, lambda _: None, stream)
         link.receive(stream.epoch, Step(stream.epoch, 1, [], Stats(1, 1, 1, 1, 1, 1, 1, 1)))
         assert connection.stats is None
         stream.discard()

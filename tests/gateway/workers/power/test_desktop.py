@@ -1,11 +1,11 @@
 """The pace beside a person: by what the machine says, told to each worker once, and never to one that is too old."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from gateway.link.transport import WorkerGone
 from gateway.workers.power.desktop import (
     AWAY_S,
     BATTERY_DUTY,
@@ -24,7 +24,9 @@ from gateway.workers.power.desktop import (
     thermal_of,
     wanted,
 )
-from protocol.messages import SetPace
+from gateway.workers.supervisor.state import State
+from protocol.messages import MINOR, SetPace
+from protocol.minors import PACE
 
 pytestmark = pytest.mark.anyio
 
@@ -110,36 +112,51 @@ def test_battery_and_heat_are_looked_at_more_rarely_than_input() -> None:
     assert mac.runs.count("IOHIDSystem") == 3
 
 
-@dataclass
-class Model:
-    """A worker, as far as it is told a pace."""
-
-    name: str
-    epoch: int = 1
-    is_serving: bool = True
-    is_adopted: bool = False
-    takes_pace: bool = True
-
-
 class Wire:
-    """A link that keeps what was sent; names in `gone` cannot be reached."""
+    """Keeps what was sent; names in `gone` cannot be reached."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, int, SetPace]] = []
         self.gone: set[str] = set()
 
-    def send(self, runner: Model, message: SetPace) -> None:
-        if runner.name in self.gone:
-            raise WorkerGone(runner.name)
-        self.sent.append((runner.name, runner.epoch, message))
+
+@dataclass
+class Process:
+    """The incarnation of a worker, as far as it is told a pace."""
+
+    name: str
+    is_adopted: bool = False
+    minor: int = MINOR
+    epoch: int = 1
+    wire: Wire = field(default_factory=Wire)
+
+    def send(self, message: SetPace) -> bool:
+        if self.name in self.wire.gone:
+            return False
+        self.wire.sent.append((self.name, self.epoch, message))
+        return True
+
+
+class Model:
+    """A worker, as far as it is told a pace."""
+
+    def __init__(self, name: str, state: State = State.READY, **facts: Any) -> None:
+        self.name = name
+        self.state = state
+        self.incarnation = Process(name, **facts)
+
+    @property
+    def epoch(self) -> int:
+        return self.incarnation.epoch
 
 
 def watched(mac: Mac, models: list[Model], mode: list[object]) -> tuple[DesktopWatch, Wire]:
     wire = Wire()
+    for model in models:
+        model.incarnation.wire = wire
     watch = DesktopWatch(
         lambda: mode[0],  # type: ignore[arg-type,return-value]
         lambda: models,  # type: ignore[arg-type,return-value]
-        wire,  # type: ignore[arg-type]
         senses=DesktopProbe(mac.run, mac.clock),
         clock=mac.clock,
     )
@@ -147,15 +164,15 @@ def watched(mac: Mac, models: list[Model], mode: list[object]) -> tuple[DesktopW
 
 
 async def test_workers_are_told_once_and_again_when_it_changes_and_new_ones_when_they_are_ready() -> None:
-    mac, models = Mac(), [Model("a"), Model("b", is_serving=False)]
+    mac, models = Mac(), [Model("a"), Model("b", State.LOADING)]
     watch, wire = watched(mac, models, ["auto"])
     slow = wanted("auto", DesktopState())
     for _ in range(3):
         await watch.look()
     assert wire.sent == [("a", 1, slow)]
     assert watch.duty == slow.duty
-    models[1].is_serving = True
-    models[0].epoch = 2
+    models[1].state = State.READY
+    models[0].incarnation.epoch = 2
     await watch.look()
     assert sorted(wire.sent[1:], key=str) == [("a", 2, slow), ("b", 1, slow)]
     mac.idle_s, mac.now = AWAY_S, INPUT_EVERY_S
@@ -165,7 +182,7 @@ async def test_workers_are_told_once_and_again_when_it_changes_and_new_ones_when
 
 
 async def test_a_worker_that_could_not_be_reached_is_told_later_and_an_old_one_never() -> None:
-    mac, models = Mac(), [Model("a"), Model("old", takes_pace=False)]
+    mac, models = Mac(), [Model("a"), Model("old", minor=PACE - 1)]
     watch, wire = watched(mac, models, [True])
     wire.gone = {"a"}
     await watch.look()

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from gateway.workers.supervisor.quarantine import EXPIRY_S, SIZE_MAX, Quarantine, fingerprint
+from gateway.link.failover import ResumeLimits
+from gateway.link.quarantine import EXPIRY_S, SIZE_MAX, Quarantine, fingerprint
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.messages import Drained, Generate, Sampling, Shutdown, TextPrompt
@@ -44,7 +45,7 @@ async def test_what_a_dead_worker_leaves_starts_its_successor_and_goes_on_there(
 async def test_nobody_left_means_no_successor() -> None:
     async with Machine() as m:
         await m.bring_up()
-        m.run().is_over = True
+        m.leave(m.run())
         await m.crash(-9)
         assert m.worker.state is State.STOPPED
 
@@ -80,8 +81,7 @@ async def test_a_worker_that_somebody_else_ends_politely_is_replaced_too() -> No
     async with Machine() as m:
         await m.bring_up()
         sequence = m.run(tokens=1)
-        m.worker.park(sequence)
-        sequence.epoch = 0
+        m.give_up(sequence)
         await m.crash(0)
         await m.succeed()
         assert m.world.resumed == [(2, sequence.rid)]
@@ -91,8 +91,7 @@ async def test_a_worker_that_lost_touch_with_us_gets_its_sequences_back() -> Non
     async with Machine() as m:
         await m.bring_up()
         sequence = m.run(tokens=1)
-        sequence.epoch = 0
-        m.worker.park(sequence)
+        m.give_up(sequence)
         await m.world.pass_time(2.5)
         assert m.world.resumed == [(1, sequence.rid)]
 
@@ -125,7 +124,8 @@ async def test_a_successor_that_cannot_be_reached_keeps_nothing() -> None:
 async def test_waiting_for_a_successor_is_a_sign_of_life_and_deadlines_hold() -> None:
     async with Machine() as m:
         await m.bring_up()
-        patient, late = m.run(), m.run(deadline=m.world.time + 3.0)
+        patient, late = m.run(), m.run()
+        late.deadline = asyncio.get_running_loop().time()
         await m.crash(-9)
         patient.collector.last_activity = 0.0
         await m.world.pass_time(4.0)
@@ -139,7 +139,7 @@ async def test_waiting_for_a_successor_is_a_sign_of_life_and_deadlines_hold() ->
 
 
 async def test_a_sequence_is_not_resumed_without_end() -> None:
-    async with Machine(limits=WorkerLimits(fruitless_resumes=1)) as m:
+    async with Machine(limits=WorkerLimits(resume=ResumeLimits(fruitless=1))) as m:
         await m.bring_up()
         one, two, lucky = m.run("a"), m.run("b"), m.run("c")
         await die_and_succeed(m)
@@ -151,7 +151,7 @@ async def test_a_sequence_is_not_resumed_without_end() -> None:
 
 
 async def test_progress_starts_the_count_anew_up_to_a_limit() -> None:
-    async with Machine(limits=WorkerLimits(fruitless_resumes=1, resumes=6)) as m:
+    async with Machine(limits=WorkerLimits(resume=ResumeLimits(fruitless=1, total=6))) as m:
         m.world.jitter = 0.0
         await m.bring_up()
         sequence = m.run()
@@ -166,7 +166,7 @@ async def test_progress_starts_the_count_anew_up_to_a_limit() -> None:
 
 
 async def test_an_open_breaker_ends_them_with_the_reason() -> None:
-    async with Machine(limits=WorkerLimits(fruitless_resumes=100)) as m:
+    async with Machine(limits=WorkerLimits(resume=ResumeLimits(fruitless=100))) as m:
         await m.bring_up()
         sequences = [m.run("a", tokens=1), m.run("b", tokens=1)]
         await m.crash(-9)
@@ -228,7 +228,7 @@ async def test_what_has_ended_holds_up_nobody() -> None:
         await m.bring_up()
         sequence = m.run(tokens=1)
         await m.crash(-9)
-        sequence.is_over = True
+        m.leave(sequence)
         newcomer = await m.ask()
         await m.succeed()
         await newcomer
@@ -239,7 +239,7 @@ async def test_one_that_leaves_while_it_waits_for_its_turn_holds_up_nobody() -> 
     async with Machine() as m:
         await careful(m)
         one, two = m.world.sequences
-        two.is_over = True
+        m.leave(two)
         await m.speak(one)
         assert m.worker.is_ready
 
@@ -261,7 +261,7 @@ async def test_a_restart_takes_everything_to_the_next_worker() -> None:
         await restarting
         assert m.world.resumed == [(2, sequence.rid) for sequence in sequences]
         assert m.world.failed == []
-        assert (m.worker.restarts, [f.fruitless for f in sequences]) == (0, [0, 0, 0])
+        assert (m.worker.restart_policy.restarts, [f.fruitless for f in sequences]) == (0, [0, 0, 0])
 
 
 async def test_restarts_are_nobodys_fault() -> None:
@@ -286,7 +286,7 @@ async def test_a_restart_during_an_unload_goes_on_with_what_the_drain_left() -> 
         await settle()
         restarting = asyncio.create_task(m.worker.restart())
         await settle()
-        m.worker.post(Drained(1, 0))
+        m.post(Drained(1, 0))
         await settle()
         await m.crash(0)
         await m.succeed()
@@ -418,13 +418,13 @@ async def test_an_only_suspect_waits_until_the_others_have_a_token() -> None:
         assert [rid for _, rid in m.world.resumed] == [other.rid for other in others]
         await m.speak(others[0])
         assert len(m.world.resumed) == 2
-        others[1].is_over = True
-        await m.speak(others[1])
+        m.leave(others[1])
+        await settle()
         assert m.world.resumed[-1] == (2, suspect.rid)
 
 
 async def test_a_trial_does_not_hold_up_the_others_for_ever() -> None:
-    async with Machine(limits=WorkerLimits(trial_s=5.0, pong_s=1000.0)) as m:
+    async with Machine(limits=WorkerLimits(resume=ResumeLimits(trial_s=5.0), pong_s=1000.0)) as m:
         await careful(m)
         await m.world.pass_time(15.0)
         assert [rid for epoch, rid in m.world.resumed if epoch == 3] == [1, 2]

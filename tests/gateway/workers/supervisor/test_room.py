@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from gateway.link.sequence import PARKED
 from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.messages import Shutdown
@@ -54,7 +53,7 @@ async def test_behind_a_closed_gate_what_runs_goes_on_and_what_comes_waits() -> 
         m.worker.close_gate()
         late = await m.ask()
         await m.speak(sequence)
-        assert (m.worker.is_ready, m.worker.is_serving, late.done()) == (False, True, False)
+        assert (m.worker.is_ready, m.worker.state, late.done()) == (False, State.READY, False)
         m.worker.open_gate()
         await late
         assert len(m.world.processes) == 1
@@ -71,7 +70,7 @@ async def test_an_evicted_worker_ends_gently_and_whoever_waits_is_served_by_the_
         await m.crash(0)
         await m.succeed()
         await late
-        assert (m.worker.epoch, m.worker.restarts, m.worker.is_ready) == (2, 0, True)
+        assert (m.worker.epoch, m.worker.restart_policy.restarts, m.worker.is_ready) == (2, 0, True)
 
 
 async def test_an_evicted_worker_that_nobody_wants_stays_away() -> None:
@@ -90,8 +89,7 @@ async def test_only_a_ready_worker_without_parked_sequences_is_evicted() -> None
         assert not m.worker.evict()
         await m.bring_up()
         sequence = m.run()
-        sequence.epoch = PARKED
-        m.worker.park(sequence)
+        m.give_up(sequence)
         assert not m.worker.evict()
 
 
@@ -116,14 +114,14 @@ async def test_a_recycled_worker_loses_no_sequence() -> None:
         await m.crash(0)
         await m.succeed()
         assert m.world.resumed == [(2, sequence.rid)]
-        assert (m.worker.restarts, m.world.failed) == (0, [])
+        assert (m.worker.restart_policy.restarts, m.world.failed) == (0, [])
 
 
 async def test_an_overload_refuses_new_requests_but_no_resumed_ones() -> None:
     async with Machine() as m:
         await m.bring_up()
         sequence = m.run(tokens=3)
-        m.world.lack_of_memory = NO_MEMORY
+        m.worker.incarnation.overload = NO_MEMORY
         assert m.worker.refusal(sequence.generate) == NO_MEMORY
         assert m.events.refusals == ["m"]
         await m.crash(-9)

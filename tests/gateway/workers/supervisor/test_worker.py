@@ -4,6 +4,7 @@ import signal
 import pytest
 from msgspec.structs import replace
 
+from gateway.link.failover import ResumeLimits
 from gateway.link.sequence import PARKED
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code, Failure
@@ -131,8 +132,8 @@ async def test_a_load_past_its_deadline_wakes_its_waiters_and_ends_the_process()
         await m.world.pass_time(20.0)
         assert m.world.process.signals == [signal.SIGTERM, signal.SIGKILL]
         await m.crash(-9)
-        assert m.worker.last_failure is not None
-        assert m.worker.last_failure.code is Code.LOAD_TIMEOUT
+        assert m.worker.restart_policy.last_failure is not None
+        assert m.worker.restart_policy.last_failure.code is Code.LOAD_TIMEOUT
 
 
 async def test_a_process_that_cannot_be_spawned_is_a_crash_with_its_reason() -> None:
@@ -148,7 +149,7 @@ async def test_a_final_exit_is_not_retried_until_somebody_asks_explicitly(status
     async with Machine(is_preload=True) as m:
         waiting = await m.ask()
         m.hello()
-        m.worker.post(Goodbye(m.worker.epoch, "load", Failure(Code.MODEL_MISSING, "no such folder")))
+        m.post(Goodbye(m.worker.epoch, "load", Failure(Code.MODEL_MISSING, "no such folder")))
         await m.crash(status)
         reason = await unavailable(waiting)
         assert (reason.failure.message, reason.retry_after_s) == ("no such folder", 0.0)
@@ -211,7 +212,7 @@ async def test_stop_while_loading_wakes_waiters_and_a_late_ready_is_ignored() ->
         m.ready(epoch=1)
         await settle()
         assert m.worker.state is State.STOPPED
-        assert m.worker.last_failure is None
+        assert m.worker.restart_policy.last_failure is None
 
 
 async def test_stop_drains_then_shuts_down_then_escalates() -> None:
@@ -221,7 +222,7 @@ async def test_stop_drains_then_shuts_down_then_escalates() -> None:
         stopping = asyncio.create_task(m.worker.stop(30.0))
         await settle()
         assert m.world.sent == [Drain(30.0)]
-        m.worker.post(Drained(1, 0))
+        m.post(Drained(1, 0))
         await settle()
         assert m.world.sent == [Drain(30.0), Shutdown()]
         await m.world.pass_time(2.0)
@@ -280,7 +281,7 @@ async def test_a_request_during_an_unload_is_served_by_the_next_worker() -> None
         stopping = asyncio.create_task(m.worker.stop(30.0))
         await settle()
         waiting = await m.ask()
-        m.worker.post(Drained(1, 0))
+        m.post(Drained(1, 0))
         await settle()
         await m.crash(0)
         await stopping
@@ -288,7 +289,7 @@ async def test_a_request_during_an_unload_is_served_by_the_next_worker() -> None
         m.ready()
         await waiting
         assert m.worker.epoch == 2
-        assert m.worker.restarts == 0
+        assert m.worker.restart_policy.restarts == 0
 
 
 async def test_closing_refuses_everything_and_never_starts_again() -> None:
@@ -333,7 +334,7 @@ async def test_a_ready_worker_is_replaced_by_one_of_the_new_specification_and_it
         await m.succeed()
         assert (m.worker.state, sequence.epoch, sequence.is_over) == (State.READY, 2, False)
         assert [spec.context for spec in m.world.specs] == [0, 99]
-        assert m.worker.restarts == 0
+        assert m.worker.restart_policy.restarts == 0
 
 
 def adapt(m: Machine, *adapters: tuple[str, str]) -> None:
@@ -352,7 +353,7 @@ async def test_a_worker_is_told_of_other_adapters_and_what_it_has_is_known_from_
         await m.bring_up()
         # It was started with others than it is to have now.
         assert orders(m) == [SetAdapters(0, (sql,))]
-        m.worker.post(AdaptersSet(1, 0, (AdapterInfo(*sql, rank=4),), 2000))
+        m.post(AdaptersSet(1, 0, (AdapterInfo(*sql, rank=4),), 2000))
         await settle()
         assert m.worker.ready is not None
         assert ([info.name for info in m.worker.ready.adapters], m.worker.ready.weights_bytes) == (["sql"], 2000)
@@ -372,7 +373,7 @@ async def test_a_worker_of_a_version_without_adapters_is_not_told_of_them_and_re
         await settle()
         m.hello(minor=0)
         m.ready()
-        m.worker.post(Drained(17, 0))
+        m.post(Drained(17, 0))
         await settle()
         assert orders(m) == []
         refused = m.worker.refusal(Generate(1, TextPrompt("hi"), Sampling(), adapter="sql"))
@@ -432,7 +433,7 @@ async def test_a_model_that_could_not_be_loaded_may_be_tried_again_after_a_chang
         waiting = await m.ask()
         m.hello()
         await settle()
-        m.worker.post(Goodbye(1, "load failed", Failure(Code.BAD_CONFIG, "a bad template")))
+        m.post(Goodbye(1, "load failed", Failure(Code.BAD_CONFIG, "a bad template")))
         await m.crash(64)
         assert (await unavailable(waiting)).failure.code is Code.BAD_CONFIG
         assert m.worker.state is State.FAILED
@@ -447,7 +448,7 @@ async def test_a_model_that_could_not_be_loaded_may_be_tried_again_after_a_chang
 
 
 async def test_streams_that_can_go_nowhere_end_with_a_reason_fit_for_clients() -> None:
-    async with Machine(limits=WorkerLimits(fruitless_resumes=0)) as m:
+    async with Machine(limits=WorkerLimits(resume=ResumeLimits(fruitless=0))) as m:
         await m.bring_up()
         m.run()
         m.world.process.exit(-9)
@@ -465,7 +466,7 @@ async def test_after_the_first_crash_the_next_request_starts_a_new_worker_at_onc
         await m.crash()
         assert m.worker.state is State.STOPPED
         await m.ask()
-        assert (m.worker.state, m.worker.epoch, m.worker.restarts) == (State.STARTING, 2, 1)
+        assert (m.worker.state, m.worker.epoch, m.worker.restart_policy.restarts) == (State.STARTING, 2, 1)
 
 
 async def test_a_preloaded_model_is_started_again_without_a_request() -> None:
@@ -572,7 +573,7 @@ async def test_a_clean_exit_that_nobody_asked_for_is_not_a_crash() -> None:
 async def test_a_worker_that_was_found_unreachable_is_not_handed_out_again() -> None:
     async with Machine() as m:
         await m.bring_up()
-        m.worker.suspect()
+        m.lose_touch()
         waiting = await m.ask()
         assert not waiting.done()
         await m.crash()
@@ -585,7 +586,7 @@ async def test_a_worker_that_was_found_unreachable_is_not_handed_out_again() -> 
 async def test_an_unreachable_worker_that_does_not_die_is_ended() -> None:
     async with Machine() as m:
         await m.bring_up()
-        m.worker.suspect()
+        m.lose_touch()
         await m.world.pass_time(2.6)
         assert m.world.process.signals == [signal.SIGABRT]
 
@@ -685,7 +686,7 @@ async def test_an_adopted_worker_is_ready_once_it_has_said_so() -> None:
         # What it still does for clients of the earlier gateway ends first.
         assert m.world.sent[1:] == [Drain(0.0)]
         assert not waiting.done()
-        m.worker.post(Drained(17, 3))
+        m.post(Drained(17, 3))
         await waiting
         assert (m.worker.epoch, m.worker.pid) == (17, 4242)
         assert m.world.processes == []
@@ -740,13 +741,13 @@ async def test_the_death_of_an_adopted_worker_is_a_crash() -> None:
         await settle()
         m.hello()
         m.ready()
-        m.worker.post(Drained(17, 0))
+        m.post(Drained(17, 0))
         await settle()
         process.exit(None)
         await m.world.pass_time(0.1)
         assert m.events.exits == [255]
-        assert m.worker.last_failure is not None
-        assert m.worker.last_failure.code is Code.WORKER_DIED
+        assert m.worker.restart_policy.last_failure is not None
+        assert m.worker.restart_policy.last_failure.code is Code.WORKER_DIED
 
 
 async def test_an_adopted_worker_is_given_no_request_of_which_it_would_ignore_a_part() -> None:
@@ -756,7 +757,7 @@ async def test_an_adopted_worker_is_given_no_request_of_which_it_would_ignore_a_
         await settle()
         m.hello(minor=0)
         m.ready()
-        m.worker.post(Drained(17, 0))
+        m.post(Drained(17, 0))
         await settle()
         plain = Generate(1, TextPrompt("hi"), Sampling(min_p=0.1), stop=("x",), tenant="t")
         assert m.worker.refusal(plain) is None
@@ -779,7 +780,7 @@ async def test_an_adopted_worker_is_given_no_request_of_which_it_would_ignore_a_
         await m.succeed()
         assert (m.worker.state, len(m.world.processes)) == (State.READY, 1)
         assert m.worker.refusal(newer) is None
-        assert m.worker.question_refusal(Tokenize(2, EmbedPrompt(("hi",)))) is None
+        assert m.worker.incarnation.question_refusal(Tokenize(2, EmbedPrompt(("hi",)))) is None
 
 
 async def test_an_adopted_worker_of_an_earlier_minor_stays_while_requests_ask_for_nothing_newer() -> None:
@@ -788,11 +789,11 @@ async def test_an_adopted_worker_of_an_earlier_minor_stays_while_requests_ask_fo
         await settle()
         m.hello(minor=0)
         m.ready()
-        m.worker.post(Drained(17, 0))
+        m.post(Drained(17, 0))
         await settle()
         assert m.worker.refusal(Generate(1, TextPrompt("hi"), Sampling())) is None
-        assert m.worker.question_refusal(Tokenize(2, TextPrompt("hi"))) is None
-        assert m.worker.question_refusal(Detokenize(3, (1,))) is None
+        assert m.worker.incarnation.question_refusal(Tokenize(2, TextPrompt("hi"))) is None
+        assert m.worker.incarnation.question_refusal(Detokenize(3, (1,))) is None
         m.pong()
         await settle()
         assert m.worker.state is State.READY
@@ -804,9 +805,9 @@ async def test_a_worker_of_an_earlier_minor_is_asked_no_question_that_it_would_n
         await settle()
         m.hello(minor=0)
         m.ready()
-        m.worker.post(Drained(17, 0))
+        m.post(Drained(17, 0))
         await settle()
-        refusal = m.worker.question_refusal(Tokenize(2, EmbedPrompt(("hi",))))
+        refusal = m.worker.incarnation.question_refusal(Tokenize(2, EmbedPrompt(("hi",))))
         assert refusal is not None
         assert refusal.code is Code.INCOMPATIBLE
         assert "prompts of models that read" in refusal.message

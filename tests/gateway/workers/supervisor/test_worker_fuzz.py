@@ -15,10 +15,10 @@ from tests.support.machine import Machine, settle
 from tests.support.scale import patient
 
 # Weighted towards what moves the machine on: a story of refusals tells little.
-ORDERS = ("up", "up", "ask", "ask", "run", "run", "speak", "stop", "stop", "drain", "load", "restart")
+ORDERS = ("up", "up", "ask", "ask", "run", "run", "speak", "leave", "stop", "stop", "drain", "load", "restart")
 CHANGES = ("respec", "rename")
 MEMORY = ("evict", "evict", "close gate", "open gate", "recycle", "deny")
-WORDS = ("hello", "ready", "drained", "stuck", "alien", "old")
+WORDS = ("hello", "ready", "drained", "stuck", "alien", "old", "give up", "give up")
 WORLD = ("toggle room", "toggle room", "toggle reach", "toggle spawn", "suspect")
 EXITS = (-9, -9, -6, 0, 1, 64, 69, 70)
 WAITS = (0.1, 1.0, 2.5, 16.0, 301.0, 700.0)
@@ -88,14 +88,20 @@ class Story:
             case "run":
                 if worker.is_ready:
                     m.run(f"prompt {len(m.world.sequences) % 3}")
+            case "leave":
+                for sequence in [f for f in m.world.sequences if not f.is_over][:1]:
+                    m.leave(sequence)
+            case "give up":
+                for sequence in [f for f in m.world.sequences if f.epoch == worker.epoch and not f.is_over][:1]:
+                    m.give_up(sequence)
             case "old":
                 m.ready(epoch=worker.epoch - 1)
             case "drained":
-                worker.post(Drained(worker.epoch, 0))
+                m.post(Drained(worker.epoch, 0))
             case "stuck":
                 m.pong(running=1, step_age_ms=10**9)
             case "suspect":
-                worker.suspect()
+                m.lose_touch()
             case "toggle room":
                 (m.world.room.clear if m.world.room.is_set() else m.world.room.set)()
             case "toggle spawn":
@@ -107,7 +113,7 @@ class Story:
         alive = [process for process in self.m.world.processes if not process.has_exited]
         if alive:
             if status == 64:
-                self.m.worker.post(Goodbye(self.m.worker.epoch, "load", Failure(Code.BAD_CONFIG, "bad")))
+                self.m.post(Goodbye(self.m.worker.epoch, "load", Failure(Code.BAD_CONFIG, "bad")))
             alive[-1].exit(status)
 
     def wait(self, call: Coroutine[None, None, None]) -> None:
@@ -121,6 +127,11 @@ class Story:
             assert not alive, f"a process in state {worker.state}"
         for sequence in world.sequences:
             assert sequence.is_over or sequence.epoch in (PARKED, worker.epoch), "a sequence of a worker that is gone"
+        world.parked = []
+        worker.parked.expire()
+        parked = sorted(sequence.rid for sequence in world.parked if not sequence.is_over)
+        homeless = sorted(f.rid for f in world.sequences if f.epoch == PARKED and not f.is_over)
+        assert parked == homeless, "a sequence without a worker is parked, once, and no other is"
         if worker.state is State.STOPPED:
             assert all(sequence.is_over for sequence in world.sequences), "nobody will go on with it"
         if worker.state in (State.READY, State.DRAINING, State.STOPPING):
