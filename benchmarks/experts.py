@@ -58,16 +58,16 @@ def _compare(source: Path, target: Path, args: argparse.Namespace) -> None:
     tokens: dict[str, list[int]] = {}
     for turn in range(args.turns + 1):
         for name, (model, counts) in models.items():
-            before = (counts.misses, counts.read_bytes) if counts is not None else (0, 0)
+            before = (counts.expert_misses, counts.expert_read_bytes) if counts is not None else (0, 0)
             times, ids = _run(model, args.tokens, turn)
-            after = (counts.misses, counts.read_bytes) if counts is not None else (0, 0)
+            after = (counts.expert_misses, counts.expert_read_bytes) if counts is not None else (0, 0)
             assert tokens.setdefault(str(turn), ids) == ids, "the tokens of all are equal"
             if turn:  # the first fills the caches
                 taken[name].append((*times, *(late - soon for late, soon in zip(after, before, strict=True))))
     lines: list[tuple[str, ...]] = []
     for name, (_, counts) in models.items():
         prompt, step, cpu, misses, read = (statistics.median(each[at] for each in taken[name]) for at in range(5))
-        held = "" if counts is None else f"{counts.cache_bytes / 1e6:.0f}"
+        held = "" if counts is None else f"{counts.expert_cache_bytes / 1e6:.0f}"
         figures = (f"{1e3 * prompt:.0f}", f"{1e3 * step:.1f}", f"{1e3 * cpu:.1f}", f"{misses:.0f}", f"{read / 1e6:.0f}")
         lines.append((name, held, *figures))
     header = ("experts", "MB held", f"prompt of {PROMPT}, ms", "ms a token", "CPU ms a token", "misses", "MB read")

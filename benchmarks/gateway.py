@@ -21,9 +21,9 @@ import psutil
 
 from benchmarks.compare import machine
 from benchmarks.engines import Server, Unavailable
-from benchmarks.measure import cpu_s
+from benchmarks.measure import cpu_s, until
 from benchmarks.serve import numbers
-from gateway.ctl.bench.client import BenchConnection, run, until
+from gateway.ctl.bench.client import BenchConnection, run
 from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, BenchLoad, BenchRequest
 from gateway.ctl.bench.measure import Summary, summarize_ms, table
 

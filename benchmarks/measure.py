@@ -1,7 +1,8 @@
-"""Variation between rounds, and CPU time of process trees. Percentiles are in `gateway.ctl.bench.measure`."""
+"""Variation between rounds, CPU time of process trees, and waits. Percentiles are in `gateway.ctl.bench.measure`."""
 
+import asyncio
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import psutil
 
@@ -10,6 +11,12 @@ def spread(values: Sequence[float]) -> float:
     """(max - min) / median: how much a measurement moved between rounds."""
     middle = statistics.median(values)
     return (max(values) - min(values)) / middle if middle else 0.0
+
+
+async def until(condition: Callable[[], bool], poll_s: float = 0.005) -> None:
+    """Wait for what arrives in callbacks."""
+    while not condition():  # noqa: ASYNC110 (an event would wake a task for each token)
+        await asyncio.sleep(poll_s)
 
 
 def tree(pid: int) -> list[psutil.Process]:

@@ -23,8 +23,9 @@ from benchmarks import blas, models
 from benchmarks.bare import Order
 from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Bare, Mlxd, MlxLmServer, Server, Unavailable
+from benchmarks.measure import until
 from benchmarks.words import load_tokenizer
-from gateway.ctl.bench.client import BenchConnection, run, until
+from gateway.ctl.bench.client import BenchConnection, run
 from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
 from gateway.ctl.bench.measure import Summary, percentile, summarize_ms, table
 from gateway.ctl.bench.words import Prompts

@@ -20,8 +20,8 @@ import psutil
 
 from benchmarks.compare import machine
 from benchmarks.gateway import PACE_MS, SETTLE_S, PacedGateway
-from benchmarks.measure import cpu_s
-from gateway.ctl.bench.client import BenchConnection, until
+from benchmarks.measure import cpu_s, until
+from gateway.ctl.bench.client import BenchConnection
 from gateway.ctl.bench.closed_loop import CHAT, BenchLoad, BenchRequest
 
 

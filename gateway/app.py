@@ -5,27 +5,12 @@ from collections.abc import Awaitable, Callable
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.api.anthropic.endpoints import CountTokens, MessagesEndpoint
 from gateway.api.common.catalog import Catalog
-from gateway.api.compat.infill import FillMiddle
-from gateway.api.compat.lm_studio import ListV0, ListV1
-from gateway.api.compat.ollama_models import ListRunning, ListTags, OllamaVersion, ShowModel
-from gateway.api.compat.props import ModelProps
-from gateway.api.compat.scores import Rerank, ScorePairs
-from gateway.api.compat.tokenize import DetokenizeIds, TokenizeText
-from gateway.api.ollama import endpoints as ollama
-from gateway.api.ollama.embed import Embed
-from gateway.api.ollama.pull_stream import PullEndpoint
-from gateway.api.ollama.refusals import REFUSED, Refusal
 from gateway.api.openai.chat import ChatCompletions
-from gateway.api.openai.completions import Completions
 from gateway.api.openai.embeddings import Embeddings
-from gateway.api.openai.speech import SpeechEndpoint
-from gateway.api.openai.transcriptions import Transcriptions
+from gateway.api.parts import Parts
 from gateway.api.responses.endpoints import Responses
-from gateway.api.system import health
-from gateway.api.system.models import Models, OneModel
-from gateway.api.system.operations import OpenApiDocument
+from gateway.api.system import health, operations
 from gateway.config.origins import is_loopback
 from gateway.config.settings import Config, url_of
 from gateway.control import adapter_endpoints, requests
@@ -37,7 +22,6 @@ from gateway.middleware.cors import Cors
 from gateway.middleware.entry import EntryMiddleware
 from gateway.reload import Reloader
 from gateway.remote.peer_api import peer_requests
-from gateway.remote.upstreams.upstream import UpstreamFallback
 from gateway.services import Services, SpanTracer
 from gateway.telemetry.metrics import Metrics
 from gateway.web import entrance
@@ -141,71 +125,10 @@ def create_app(config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -
     """The public app."""
     services = _services(config, pool, link, metrics)
     responses = Responses(services, config)
-    catalog = Catalog(services)
-    models = Models(catalog)
     backend = Backend(services)
-    healthy = health.HealthResponse(services)
-
-    def leaving(endpoint: ASGIApp, dialect: str) -> ASGIApp:
-        return UpstreamFallback(endpoint, services, dialect)
-
-    return App(
-        services,
-        [
-            Route("/v1/chat/completions", leaving(ChatCompletions(services), "openai"), methods=["POST"]),
-            Route("/v1/completions", leaving(Completions(services), "openai"), methods=["POST"]),
-            Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
-            *_audio_routes(services),
-            *(Route(path, Rerank(services), methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
-            *(Route(path, ScorePairs(services), methods=["POST"]) for path in ("/v1/score", "/score")),
-            Route("/v1/messages", leaving(MessagesEndpoint(services), "anthropic"), methods=["POST"]),
-            Route("/v1/messages/count_tokens", CountTokens(services), methods=["POST"]),
-            *responses.routes(),
-            Route("/tokenize", TokenizeText(services), methods=["POST"]),
-            Route("/detokenize", DetokenizeIds(services), methods=["POST"]),
-            Route("/infill", FillMiddle(services), methods=["POST"]),
-            Route("/v1/models", models, methods=["GET"]),
-            Route("/v1/models/{id:path}", OneModel(catalog, models), methods=["GET"]),
-            Route("/models", models, methods=["GET"]),
-            Route("/props", ModelProps(services, catalog), methods=["GET"]),
-            Route("/api/v0/models", ListV0(catalog), methods=["GET"]),
-            Route("/api/v1/models", ListV1(catalog), methods=["GET"]),
-            *_ollama_routes(services, catalog, backend),
-            *peer_requests.routes(services),
-            Route("/livez", health.LiveEndpoint(), methods=["GET"]),
-            Route("/readyz", health.Readiness(services), methods=["GET"]),
-            Route("/health", healthy, methods=["GET"]),
-            Route("/healthz", healthy, methods=["GET"]),
-            Route("/metrics", health.Scrape(services), methods=["GET"]),
-            Route("/openapi.json", OpenApiDocument(), methods=["GET"]),
-            Route("/", health.Root(services), methods=["GET"]),
-        ],
-        backend=backend,
-        responses=responses,
-    )
-
-
-def _audio_routes(services: Services) -> list[Route]:
-    return [
-        Route("/v1/audio/transcriptions", Transcriptions(services, is_translated=False), methods=["POST"]),
-        Route("/v1/audio/translations", Transcriptions(services, is_translated=True), methods=["POST"]),
-        Route("/v1/audio/speech", SpeechEndpoint(services), methods=["POST"]),
-    ]
-
-
-def _ollama_routes(services: Services, catalog: Catalog, backend: Backend) -> list[Route]:
-    return [
-        Route("/api/chat", ollama.Chat(services), methods=["POST"]),
-        Route("/api/generate", ollama.Complete(services), methods=["POST"]),
-        Route("/api/embed", Embed(services, is_old=False), methods=["POST"]),
-        Route("/api/embeddings", Embed(services, is_old=True), methods=["POST"]),
-        Route("/api/tags", ListTags(catalog), methods=["GET"]),
-        Route("/api/ps", ListRunning(services, catalog), methods=["GET"]),
-        Route("/api/show", ShowModel(services, catalog), methods=["POST"]),
-        Route("/api/version", OllamaVersion(), methods=["GET"]),
-        Route("/api/pull", PullEndpoint(services, backend.downloads), methods=["POST"]),
-        *(Route(path, Refusal(advice), methods=[method]) for method, path, advice in REFUSED),
-    ]
+    parts = Parts(services, Catalog(services), responses, backend.downloads)
+    routes = [*operations.routes(parts), *peer_requests.routes(services)]
+    return App(services, routes, backend=backend, responses=responses)
 
 
 def create_admin_app(

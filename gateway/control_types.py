@@ -4,6 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from protocol.stats import StatusStats
+
 
 class Speeds(Struct, frozen=True):
     """Speeds of a model on this machine: tokens a second of rows that generate, by how many there are, and of a prompt.
@@ -39,8 +41,8 @@ class GroupStatus(Struct, frozen=True):
     ranks: tuple[RankStatus, ...]
 
 
-class ModelStatus(Struct, frozen=True):
-    """One model; numbers are 0 and texts empty while its worker does not run."""
+class ModelStatus(StatusStats, frozen=True):
+    """One model, with the statistics of its worker; numbers are 0 and texts empty while its worker does not run."""
 
     name: str
     path: str
@@ -49,19 +51,11 @@ class ModelStatus(Struct, frozen=True):
     pid: int
     epoch: int
     since_s: float
-    running: int
-    waiting: int
     inside: int
     slots: int
     queue_bound: int
     context: int
     weights_bytes: int
-    memory_bytes: int
-    active_bytes: int
-    peak_bytes: int
-    cache_bytes: int
-    kv_bytes: int
-    step_age_ms: int
     restarts: int
     stage: str
     loaded_bytes: int
@@ -88,15 +82,8 @@ class ModelStatus(Struct, frozen=True):
     modalities: tuple[str, ...] = ()
     tower_bytes: int = 0
     media_reason: str = ""
-    # `auto` or `off` with the reason, tokens of drafts, and tokens a second of steps with drafts ÷ of steps without.
+    # `auto`, or `off` with the reason.
     speculation: str = ""
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    draft_gain: float = 0.0
-    # Prompts of sparse prefills, their tokens and the kept ones.
-    sparse_prompts: int = 0
-    sparse_prompt_tokens: int = 0
-    sparse_kept_tokens: int = 0
     # Of one that is loaded: `text`, `embed`, `rerank` or `audio`; and the length of embeddings.
     kind: str = ""
     dimensions: int = 0

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 # A larger frame ends its connection for good: libzmq takes it for a fault of the protocol. No side may send one.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+# For estimates of a prompt's tokens by its size: about what English and code have.
+BYTES_PER_TOKEN: Final = 4
 
 # Errors of msgspec for bytes that are no message: not its form, not UTF-8, or too deep.
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -11,7 +11,6 @@ TEXT: Final = "text"
 EMBED: Final = "embed"
 RERANK: Final = "rerank"
 AUDIO: Final = "audio"
-KINDS: Final = (TEXT, EMBED, RERANK, AUDIO)
 # By sentence-transformers: the steps from hidden states to a vector.
 MODULES: Final = "modules.json"
 # Architectures that see all of their input at once, and so generate nothing.

@@ -42,22 +42,6 @@ SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
         1,
     ),
 }
-# Fields that a worker may ignore: order and speed alone depend on them, or they do nothing without one of the above.
-IGNORABLE: Final = frozenset(
-    {
-        "tenant",
-        "left_out",
-        "prompt_scored",
-        "echo_scored",
-        "most_drafted",
-        "prediction",
-        "xtc_threshold",
-        "dry_base",
-        "dry_allowed_length",
-        "dry_window",
-        "dry_breakers",
-    }
-)
 # Of the message `SetPace`.
 PACE: Final = 1
 # Of `echo` together with `top_logprobs`, both of which are older.

@@ -12,7 +12,6 @@ AUTO: Final = "auto"
 RING: Final = "ring"
 NCCL: Final = "nccl"
 JACCL: Final = "jaccl"
-BACKENDS: Final = (RING, NCCL, JACCL)
 
 # By `model_type`, as mlx-lm's classes have a `shard` or a pipeline; a test compares both with the library.
 TENSOR_TYPES: Final = frozenset(

@@ -1,11 +1,56 @@
-"""Statistics that a worker sends of itself several times a second."""
+"""Statistics that a worker sends of itself several times a second: the one declaration of each.
 
-from typing import Final
+A statistic's series of Prometheus, or why it has none, stands in its annotation; the admin API shows those of
+`StatusStats`. A new one is appended to `Stats` and counted where it is measured: all else follows from here.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Final, Literal, get_type_hints
 
 import msgspec
 
 # Tokens of a block, in numbers for routers and in events of the prefix cache.
 BLOCK: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The series `mlxd_NAME` of a statistic and its help; a series that several share tells them apart by `kind`."""
+
+    type: Literal["counter", "gauge"]
+    name: str
+    help: str
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Internal:
+    """A statistic without a series, and why."""
+
+    reason: str
+
+
+_counter: Final = partial(Exported, "counter")
+_gauge: Final = partial(Exported, "gauge")
+_memory: Final = partial(Exported, "gauge", "worker_memory_bytes", "A worker's memory.")
+
+
+def marks(struct: type[msgspec.Struct]) -> dict[str, Exported | Internal]:
+    """The fields of a struct of statistics with what their declarations say of their series."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {
+        name: hints[name].__metadata__[0] for name in struct.__struct_fields__ if hasattr(hints[name], "__metadata__")
+    }
+
+
+def series(struct: type[msgspec.Struct]) -> list[list[tuple[str, Exported]]]:
+    """The series of a struct of statistics, each as the fields that are its samples."""
+    families: dict[str, list[tuple[str, Exported]]] = {}
+    for name, mark in marks(struct).items():
+        if isinstance(mark, Exported):
+            families.setdefault(mark.name, []).append((name, mark))
+    return list(families.values())
 
 
 class DraftStats(msgspec.Struct, frozen=True, array_like=True):
@@ -15,9 +60,9 @@ class DraftStats(msgspec.Struct, frozen=True, array_like=True):
     """
 
     source: str
-    drafts: int
-    tokens: int
-    accepted: int
+    drafts: Annotated[int, _counter("spec_decode_num_drafts", "Drafts of next tokens that were verified.")]
+    tokens: Annotated[int, _counter("spec_decode_num_draft_tokens", "Tokens of drafts that were verified.")]
+    accepted: Annotated[int, _counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.")]
     by_position: tuple[int, ...] = ()
 
 
@@ -28,82 +73,167 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     step_us: int = 0
 
 
-class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """The worker's gauges; byte counts are MLX's own, `footprint` is what the system charges the process with."""
+class Stats(msgspec.Struct, array_like=True):
+    """A worker's statistics; byte counts are MLX's own, `memory_bytes` is what the system charges the process with.
 
-    running: int
-    waiting: int
-    step_seq: int
-    step_age_ms: int
-    mem_active: int
-    mem_peak: int
-    mem_cache: int
-    footprint: int
-    kv_bytes: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    cache_bytes: int = 0
-    cache_nodes: int = 0
-    cache_queries: int = 0
-    cache_hits: int = 0
-    cache_query_tokens: int = 0
-    cache_hit_tokens: int = 0
-    cache_evictions: int = 0
-    kv_limit: int = 0
-    preemptions: int = 0
-    malformed_tool_calls: int = 0
-    disk_bytes: int = 0
-    disk_files: int = 0
-    disk_hits: int = 0
-    disk_restored_tokens: int = 0
-    disk_writes: int = 0
-    disk_dropped: int = 0
-    disk_quarantined: int = 0
-    # The share of memory that it knows of, and how much of it Metal may wire; 0 where nothing is wired.
-    share_bytes: int = 0
-    wired_limit: int = 0
-    # Messages that could not be sent as they were: not Unicode, or too large.
-    repaired_messages: int = 0
-    # Requests to count or decode tokens that found too many of them waiting.
-    refused_questions: int = 0
+    Not frozen: the parts of a worker count in one of their own, and the sum of them is sent. Numbers since the
+    worker's start are counters. The order is the wire's: a new field goes to the end, with a default.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    step_seq: Annotated[int, Internal("the proof that the loop lives")] = 0
+    step_age_ms: int = 0
+    active_bytes: Annotated[int, _memory("active")] = 0
+    peak_bytes: Annotated[int, _memory("peak")] = 0
+    cache_bytes: Annotated[int, _memory("cache")] = 0
+    memory_bytes: Annotated[int, _memory("phys_footprint")] = 0
+    kv_bytes: Annotated[int, _memory("kv")] = 0
+    prompt_tokens: Annotated[int, Internal("the gateway counts them over restarts")] = 0
+    generation_tokens: Annotated[int, Internal("the gateway counts them over restarts")] = 0
+    prefix_bytes: Annotated[int, _memory("prefix_cache")] = 0
+    prefix_nodes: Annotated[int, Internal("the size of the tree says nothing to an operator")] = 0
+    prefix_queries: Annotated[int, Internal("counted in tokens, as vLLM does")] = 0
+    prefix_hits: Annotated[int, Internal("counted in tokens, as vLLM does")] = 0
+    prefix_query_tokens: Annotated[
+        int, _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+    ] = 0
+    prefix_hit_tokens: Annotated[int, _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")] = 0
+    prefix_evictions: Annotated[int, _counter("prefix_cache_evictions", "Entries evicted from the prefix cache.")] = 0
+    kv_limit: Annotated[int, Internal("a part of kv_cache_usage_perc")] = 0
+    preemptions: Annotated[int, _counter("num_preemptions", "Running sequences preempted for KV memory.")] = 0
+    malformed_tool_calls: Annotated[
+        int,
+        _counter("malformed_tool_calls", "Malformed tool calls: turned into text, closed, or finished as `length`."),
+    ] = 0
+    disk_bytes: Annotated[
+        int, _gauge("prefix_cache_disk_bytes", "Size of the prefix cache on disk, as this worker sees it.")
+    ] = 0
+    disk_files: Annotated[int, Internal("mlxctl cache stats counts those of all models")] = 0
+    disk_hits: Annotated[int, _counter("prefix_cache_disk_hits", "Prefixes restored from the disk cache.")] = 0
+    # More than memory alone would have given.
+    disk_restored_tokens: Annotated[
+        int, _counter("prefix_cache_disk_restored", "Prompt tokens restored from the disk cache.")
+    ] = 0
+    disk_writes: Annotated[int, _counter("prefix_cache_disk_writes", "Files written to the disk cache.")] = 0
+    disk_dropped: Annotated[
+        int,
+        _counter(
+            "prefix_cache_disk_dropped", "Writes to the disk cache dropped because the disk was too slow or full."
+        ),
+    ] = 0
+    disk_quarantined: Annotated[
+        int,
+        _counter(
+            "prefix_cache_disk_quarantined", "Files of the disk cache set aside: corrupt, truncated, foreign or stale."
+        ),
+    ] = 0
+    share_bytes: Annotated[int, Internal("the worker's answer to its gateway's newest grant of memory")] = 0
+    # How much of its share Metal may wire; 0 where nothing is wired.
+    wired_limit: Annotated[int, _memory("wired_limit")] = 0
+    repaired_messages: Annotated[
+        int,
+        _counter(
+            "worker_repaired_messages", "Messages that a worker repaired before sending: not Unicode, or too large."
+        ),
+    ] = 0
+    refused_questions: Annotated[
+        int,
+        _counter(
+            "worker_refused_questions",
+            "Requests to count or decode tokens refused because too many were waiting.",
+        ),
+    ] = 0
     # What MLX may have allocated before it runs one operation at a time; 0 is its own limit, the machine's.
-    mem_limit: int = 0
-    # Steps that found no memory, after each of which KV got half.
-    allocation_failures: int = 0
-    drafted: tuple[DraftStats, ...] = ()
-    # Tokens of a row in the newest step, and tokens a second of steps with drafts ÷ of steps without.
-    draft_width: int = 0
+    mem_limit: Annotated[int, _memory("limit")] = 0
+    allocation_failures: Annotated[
+        int,
+        _counter(
+            "worker_allocation_failures",
+            "Steps whose memory allocation failed; each halves the KV budget of running requests for a while.",
+        ),
+    ] = 0
+    drafted: Annotated[tuple[DraftStats, ...], Internal("its parts have series")] = ()
+    draft_width: Annotated[
+        int, _gauge("spec_width", "Tokens of a sequence in the newest step; 1 is a step without drafts.")
+    ] = 0
+    draft_gain: Annotated[
+        float, _gauge("spec_gain_ratio", "Tokens a second of steps with drafts, divided by steps without.")
+    ] = 0.0
+    feature_bytes: Annotated[int, _memory("media_cache")] = 0
+    feature_hits: Annotated[
+        int, _counter("media_cache_hits", "Media whose features were found in the feature cache.")
+    ] = 0
+    feature_misses: Annotated[int, _counter("media_cache_misses", "Media whose features had to be made.")] = 0
+    feature_evictions: Annotated[int, _counter("media_cache_evictions", "Media evicted from the feature cache.")] = 0
+    media_decoded: Annotated[int, _counter("media_decoded", "Media decoded and resized.")] = 0
+    media_encoded: Annotated[int, _counter("media_encoded", "Media encoded by a tower.")] = 0
+    media_failed: Annotated[int, _counter("media_failed", "Media that could not be decoded or encoded.")] = 0
+    encode_s: Annotated[
+        float, _counter("media_encode_seconds", "Time in towers, which running sequences wait for.")
+    ] = 0.0
+    ranks: Annotated[tuple[RankStats, ...], Internal("the status of a model's group shows them")] = ()
+    kv_bits: Annotated[
+        int, _gauge("kv_cache_quantization", "Bits of a number of the KV; 0 is as the model computes it.")
+    ] = 0
+    sparse_prompts: Annotated[
+        int, _counter("sparse_prefill_prompts", "Prompts of which a sparse prefill ran a part.")
+    ] = 0
+    sparse_prompt_tokens: Annotated[int, _counter("sparse_prefill_prompt_tokens", "Tokens of these prompts.")] = 0
+    sparse_kept_tokens: Annotated[
+        int, _counter("sparse_prefill_kept_tokens", "Tokens of these prompts that were kept.")
+    ] = 0
+    sparse_read_s: Annotated[
+        float, _counter("sparse_prefill_read_seconds", "Seconds in which draft models read these prompts.")
+    ] = 0.0
+    heard_s: Annotated[
+        float, _counter("audio_heard_seconds", "Seconds of clips that were transcribed or translated.")
+    ] = 0.0
+    spoken_s: Annotated[float, _counter("audio_spoken_seconds", "Seconds of speech that were made.")] = 0.0
+    audio_s: Annotated[float, _counter("audio_compute_seconds", "Time in which a model of audio heard or spoke.")] = 0.0
+    expert_cache_bytes: Annotated[
+        int, _gauge("expert_cache_bytes", "Experts in memory, of a model whose experts are on disk.")
+    ] = 0
+    expert_hits: Annotated[int, _counter("expert_hits", "Experts that a step needed and found in memory.")] = 0
+    expert_misses: Annotated[int, _counter("expert_misses", "Experts that a step needed and read from disk.")] = 0
+    expert_evictions: Annotated[int, _counter("expert_evictions", "Experts dropped from memory for others.")] = 0
+    expert_read_bytes: Annotated[int, _counter("expert_read_bytes", "Bytes of experts read from disk.")] = 0
+    # Of `BLOCK` tokens, for running rows and cached prefixes, as one long sequence; 0 for a model whose KV does not
+    # grow with the text.
+    kv_blocks: Annotated[int, Internal("a label of vllm:cache_config_info")] = 0
+    prefix_failures: Annotated[
+        int,
+        _counter(
+            "prefix_cache_failures",
+            "Failures to cache a sequence's KV, which clear the prefix cache, or to release a sequence that has ended.",
+        ),
+    ] = 0
+
+    @property
+    def drafted_tokens(self) -> int:
+        return sum(each.tokens for each in self.drafted)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(each.accepted for each in self.drafted)
+
+
+class StatusStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics in a model's status, by their names in `Stats`; 0 while its worker does not run."""
+
+    running: int = 0
+    waiting: int = 0
+    step_age_ms: int = 0
+    memory_bytes: int = 0
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    cache_bytes: int = 0
+    kv_bytes: int = 0
+    # Tokens of drafts, and tokens a second of steps with drafts ÷ of steps without.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     draft_gain: float = 0.0
-    # Features of media: bytes kept, media that rows needed them of and found or did not find, and seconds of encoding.
-    feature_bytes: int = 0
-    feature_hits: int = 0
-    feature_misses: int = 0
-    feature_evictions: int = 0
-    media_decoded: int = 0
-    media_encoded: int = 0
-    media_failed: int = 0
-    encode_s: float = 0.0
-    # Of a group, by rank.
-    ranks: tuple[RankStats, ...] = ()
-    # Bits of a number of the KV; 0 is as the model computes it.
-    kv_bits: int = 0
-    # Sparse prefills: prompts, their tokens and the kept ones, and seconds in which the draft model read prompts.
+    # Prompts of sparse prefills, their tokens and the kept ones.
     sparse_prompts: int = 0
     sparse_prompt_tokens: int = 0
     sparse_kept_tokens: int = 0
-    sparse_read_s: float = 0.0
-    # Seconds of audio that were heard and spoken, and seconds of computing that took.
-    heard_s: float = 0.0
-    spoken_s: float = 0.0
-    audio_s: float = 0.0
-    # Experts on disk: bytes kept, experts that steps needed and found or did not find, and bytes that were read.
-    expert_cache_bytes: int = 0
-    expert_hits: int = 0
-    expert_misses: int = 0
-    expert_evictions: int = 0
-    expert_read_bytes: int = 0
-    # Blocks of `BLOCK` tokens that running rows and cached prefixes have room for, as one long sequence; 0 for a model
-    # whose KV does not grow with the text.
-    kv_blocks: int = 0
-    # Failures to keep the KV of a row, or to take out a row that had ended.
-    cache_failures: int = 0

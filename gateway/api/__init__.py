@@ -1,1 +1,1 @@
-"""Dialects of the HTTP API, and the endpoints beside them."""
+"""API that clients use: routes beside the dialects, and the table of all operations."""

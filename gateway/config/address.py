@@ -4,7 +4,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ipaddress import IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv6Address, IPv6Network
 from typing import Final
 
 from starlette.types import Scope
@@ -17,8 +17,6 @@ _CUSTOMER_BITS: Final = 64
 _WITH_PORT: Final = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}")
 # It has a path where a proxy serves it below one, and nothing that means something else in a client's file.
 _DAEMON_URL: Final = re.compile(r"https?://[A-Za-z0-9._~\[\]:-]{1,255}(?:/[A-Za-z0-9._~/-]{0,200})?")
-
-Network = IPv4Network | IPv6Network
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from typing import Final
 import msgspec
 
 from gateway.config.remote_settings import HostConfig, HostFile
-from protocol.collectives import SEPARATOR, VARIABLES
-from protocol.sharding import BACKENDS
+from protocol.collectives import BACKENDS, SEPARATOR, VARIABLES
 from protocol.spec import LOCAL
 
 FILE_BYTES_MAX: Final = 1 << 20

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import date, timedelta
+from typing import Any
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -14,7 +15,7 @@ import protocol
 from gateway.access.audit_log import Action
 from gateway.access.caller import OWNER
 from gateway.access.ledger import DIMENSIONS, LedgerLine
-from gateway.config.settings import ConfigError, url_of
+from gateway.config.settings import ConfigError, ModelConfig, url_of
 from gateway.control.command_body import read_order
 from gateway.control.commands import Command, note
 from gateway.control_types import (
@@ -38,9 +39,10 @@ from gateway.model_files.known_times import speeds
 from gateway.reload import Reloader, facts_of
 from gateway.remote.peers.explanation import explain
 from gateway.services import Services
-from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, WorkerView
+from gateway.workers.supervisor.state import MemoryView, ModelMemory, ModelUnavailable, WorkerView
 from protocol.kinds import TEXT
-from protocol.stats import RankStats
+from protocol.messages import Ready
+from protocol.stats import RankStats, StatusStats
 
 PAUSE_POLL_S = 0.05
 USAGE_DAYS = 30
@@ -80,9 +82,7 @@ class StatusEndpoint:
     def _model(self, view: WorkerView, memory: MemoryView) -> ModelStatus:
         services = self._services
         model = services.config.models[view.name]
-        stats, ready = view.stats, view.ready
         numbers = services.metrics.model(view.name)
-        own = memory.models.get(view.name)
         return ModelStatus(
             name=view.name,
             path=view.path,
@@ -91,19 +91,8 @@ class StatusEndpoint:
             pid=view.pid,
             epoch=view.epoch,
             since_s=round(view.since_s, 1),
-            running=stats.running if stats else 0,
-            waiting=stats.waiting if stats else 0,
             inside=services.admission.inside(view.name),
-            slots=ready.max_running if ready else model.slots,
             queue_bound=model.slots + model.max_waiting,
-            context=ready.max_context if ready else model.context,
-            weights_bytes=ready.weights_bytes if ready else 0,
-            memory_bytes=stats.footprint if stats else 0,
-            active_bytes=stats.mem_active if stats else 0,
-            peak_bytes=stats.mem_peak if stats else 0,
-            cache_bytes=stats.mem_cache if stats else 0,
-            kv_bytes=stats.kv_bytes if stats else 0,
-            step_age_ms=stats.step_age_ms if stats else 0,
             restarts=view.restarts,
             stage=view.stage,
             loaded_bytes=view.loaded_bytes,
@@ -113,30 +102,39 @@ class StatusEndpoint:
             prompt_tokens_cached=numbers.prompt_tokens_cached,
             last_failure=view.last_failure.message if view.last_failure else "",
             retry_after_s=round(view.retry_after_s, 1),
-            share_bytes=own.share_bytes if own else 0,
-            floor_bytes=own.floor_bytes if own else 0,
-            footprint_bytes=own.footprint_bytes if own else 0,
             is_pinned=services.pool.is_pinned(view.name),
-            idle_s=round(own.idle_s, 1) if own else None,
-            is_gated=own is not None and own.is_gated,
             is_waiting=view.name in memory.waiting,
-            lane=ready.lane if ready else "",
-            lane_reason=ready.lane_reason if ready else "",
-            modalities=ready.modalities if ready else (),
-            tower_bytes=ready.media.tower_bytes if ready and ready.media else 0,
-            media_reason=ready.media.reason if ready and ready.media else "",
-            speculation=ready.speculation if ready else "",
-            drafted_tokens=sum(each.tokens for each in stats.drafted) if stats else 0,
-            accepted_tokens=sum(each.accepted for each in stats.drafted) if stats else 0,
-            draft_gain=stats.draft_gain if stats else 0.0,
-            sparse_prompts=stats.sparse_prompts if stats else 0,
-            sparse_prompt_tokens=stats.sparse_prompt_tokens if stats else 0,
-            sparse_kept_tokens=stats.sparse_kept_tokens if stats else 0,
-            kind=(ready.kind or TEXT) if ready else "",
-            dimensions=ready.embedding.dimensions if ready and ready.embedding else 0,
             measured=speeds(services.pool.times.of(view.name, view.path)),
             group=_group(view),
+            **_of_memory(memory.models.get(view.name)),
+            **_of_ready(view.ready, model),
+            **_carried(view.stats, StatusStats.__struct_fields__),
         )
+
+
+def _carried(source: object | None, names: Iterable[str]) -> dict[str, Any]:
+    """Fields of these names as they are; nothing of what is not there, so that the defaults hold."""
+    return {} if source is None else {name: getattr(source, name) for name in names}
+
+
+def _of_memory(own: ModelMemory | None) -> dict[str, Any]:
+    idle = {} if own is None else {"idle_s": round(own.idle_s, 1)}
+    return _carried(own, ("share_bytes", "floor_bytes", "footprint_bytes", "is_gated")) | idle
+
+
+def _of_ready(ready: Ready | None, model: ModelConfig) -> dict[str, Any]:
+    """What a loaded model says of itself, or its configuration."""
+    if ready is None:
+        return {"slots": model.slots, "context": model.context, "weights_bytes": 0}
+    media, embedding = ready.media, ready.embedding
+    return {
+        "slots": ready.max_running,
+        "context": ready.max_context,
+        "kind": ready.kind or TEXT,
+        "tower_bytes": media.tower_bytes if media else 0,
+        "media_reason": media.reason if media else "",
+        "dimensions": embedding.dimensions if embedding else 0,
+    } | _carried(ready, ("weights_bytes", "lane", "lane_reason", "modalities", "speculation"))
 
 
 def _group(view: WorkerView) -> GroupStatus | None:

@@ -4,6 +4,7 @@ Only what must be caught is on stdout, so `KEY=$(mlxctl keys create NAME)` holds
 """
 
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,75 +87,73 @@ MayLeave = Annotated[
 ]
 
 
-@app.command()
-def create(
-    name: Name,
-    more: More = None,
-    models: Models = None,
-    rpm: Rpm = None,
-    tpm: Tpm = None,
-    concurrency: Concurrency = None,
-    max_sequences: MaxSequences = None,
-    max_tokens: MaxTokens = None,
-    requests_per_day: DayRequests = None,
-    tokens_per_day: DayTokens = None,
-    requests_per_month: MonthRequests = None,
-    tokens_per_month: MonthTokens = None,
-    alert_at: AlertAt = None,
-    queue_share: QueueShare = None,
-    expires: Expires = None,
-    role: RoleOption = None,
-    admin: Admin = False,
-    priority: Priority = None,
-    share_cache: ShareCache = None,
-    may_leave: MayLeave = None,
-    json: Json = False,
-) -> None:
+class KeyOptions(msgspec.Struct, frozen=True):
+    """Options of a verb for the key `name`: fields of `Key`, and whether it shares the prefix cache."""
+
+    name: str
+    fields: dict[str, Any]
+    share_cache: bool | None
+    json: bool
+
+
+def _with_options(name: str) -> Callable[[Callable[[KeyOptions], None]], Callable[[KeyOptions], None]]:
+    """Make a function a verb with the options of a key."""
+
+    def command_of(function: Callable[[KeyOptions], None]) -> Callable[[KeyOptions], None]:
+        def command(
+            name: Name,
+            more: More = None,
+            models: Models = None,
+            rpm: Rpm = None,
+            tpm: Tpm = None,
+            concurrency: Concurrency = None,
+            max_sequences: MaxSequences = None,
+            max_tokens: MaxTokens = None,
+            requests_per_day: DayRequests = None,
+            tokens_per_day: DayTokens = None,
+            requests_per_month: MonthRequests = None,
+            tokens_per_month: MonthTokens = None,
+            alert_at: AlertAt = None,
+            queue_share: QueueShare = None,
+            expires: Expires = None,
+            role: RoleOption = None,
+            admin: Admin = False,
+            priority: Priority = None,
+            share_cache: ShareCache = None,
+            may_leave: MayLeave = None,
+            json: Json = False,
+        ) -> None:
+            function(KeyOptions(name, _asked(locals()), share_cache, json))
+
+        app.command(name, help=function.__doc__)(command)
+        return function
+
+    return command_of
+
+
+@_with_options("create")
+def create(change: KeyOptions) -> None:
     """Create a key and print its secret, which is shown once.
 
     Example: mlxctl keys create alice --models 'qwen*' --rpm 60 --expires 30d
     """
     from gateway.access.key import Key
 
-    fields = _asked(locals())
-    made, secret = _file().create(
-        Key(name=name, prefix="", salt="", hash="", **fields), shares_cache=share_cache is True
-    )
-    _show_secret(made, secret, json)
+    key = Key(name=change.name, prefix="", salt="", hash="", **change.fields)
+    made, secret = _file().create(key, shares_cache=change.share_cache is True)
+    _show_secret(made, secret, change.json)
 
 
-@app.command("set")
-def set_key(
-    name: Name,
-    more: More = None,
-    models: Models = None,
-    rpm: Rpm = None,
-    tpm: Tpm = None,
-    concurrency: Concurrency = None,
-    max_sequences: MaxSequences = None,
-    max_tokens: MaxTokens = None,
-    requests_per_day: DayRequests = None,
-    tokens_per_day: DayTokens = None,
-    requests_per_month: MonthRequests = None,
-    tokens_per_month: MonthTokens = None,
-    alert_at: AlertAt = None,
-    queue_share: QueueShare = None,
-    expires: Expires = None,
-    role: RoleOption = None,
-    admin: Admin = False,
-    priority: Priority = None,
-    share_cache: ShareCache = None,
-    may_leave: MayLeave = None,
-    json: Json = False,
-) -> None:
+@_with_options("set")
+def set_key(change: KeyOptions) -> None:
     """Change a key in place: only the given options change; the secret stays.
 
     Example: mlxctl keys set alice --rpm 120 --tokens-per-day 2000000
     """
-    file, asked = _file(), _asked(locals())
-    if not asked and share_cache is None:
+    if not change.fields and change.share_cache is None:
         raise typer.BadParameter("name what to change, such as --rpm 60")
-    _show_changed(file.change(name, shares_cache=share_cache, **asked), f"{name} is changed", json)
+    key = _file().change(change.name, shares_cache=change.share_cache, **change.fields)
+    _show_changed(key, f"{change.name} is changed", change.json)
 
 
 @app.command()

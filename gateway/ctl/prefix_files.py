@@ -17,7 +17,6 @@ from msgspec import Struct
 SUFFIX: Final = ".safetensors"
 LABEL: Final = ".model"
 LEDGER: Final = ".total"
-QUARANTINE: Final = "quarantine"
 
 
 class PrefixFolder(Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -13,7 +13,10 @@ SPAN_S: Final = 0.5
 
 
 class ModelSample(Struct, frozen=True):
-    """One model with a process. The hit rate is of prompt tokens since the daemon started, and None without any."""
+    """One model with a process, in the names of `ModelStatus`.
+
+    The hit rate is of prompt tokens since the daemon started, and None without any.
+    """
 
     name: str
     state: str
@@ -98,32 +101,17 @@ def waiting(model: ModelStatus) -> int:
 def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> ModelSample:
     # The counter is the gateway's, and goes on over a worker's restart.
     tokens = max(0, after.generation_tokens - (before or after).generation_tokens)
-    return ModelSample(
-        name=after.name,
-        state=after.state,
-        pid=after.pid,
-        uptime_s=_uptime_s(after.pid),
-        running=after.running,
-        waiting=waiting(after),
-        slots=after.slots,
+    own: dict[str, Any] = {
+        "uptime_s": _uptime_s(after.pid),
+        "waiting": waiting(after),
         # As it is measured from outside, where that was possible.
-        memory_bytes=after.footprint_bytes or after.memory_bytes,
-        share_bytes=after.share_bytes,
-        weights_bytes=after.weights_bytes,
-        kv_bytes=after.kv_bytes,
-        tokens_per_s=round(tokens / span_s, 1) if span_s else 0.0,
-        cache_hit_rate=round(after.prompt_tokens_cached / after.prompt_tokens, 4) if after.prompt_tokens else None,
-        loaded=after.loaded_bytes / after.total_bytes if after.total_bytes else 0.0,
-        lane_reason=after.lane_reason,
-        speculation=after.speculation,
-        drafted_tokens=after.drafted_tokens,
-        accepted_tokens=after.accepted_tokens,
-        draft_gain=after.draft_gain,
-        sparse_prompts=after.sparse_prompts,
-        sparse_prompt_tokens=after.sparse_prompt_tokens,
-        sparse_kept_tokens=after.sparse_kept_tokens,
-        measured=after.measured,
-    )
+        "memory_bytes": after.footprint_bytes or after.memory_bytes,
+        "tokens_per_s": round(tokens / span_s, 1) if span_s else 0.0,
+        "cache_hit_rate": round(after.prompt_tokens_cached / after.prompt_tokens, 4) if after.prompt_tokens else None,
+        "loaded": after.loaded_bytes / after.total_bytes if after.total_bytes else 0.0,
+    }
+    same = {name: getattr(after, name) for name in ModelSample.__struct_fields__ if name not in own}
+    return ModelSample(**own, **same)
 
 
 def _uptime_s(pid: int) -> float:

@@ -175,8 +175,8 @@ class _Stream:
         """Pass on what is new, until it is anything but more text: the loop that every token goes through."""
         generation, encode, watch = self._generation, self._encoder.encode, self._watch
         while True:
-            relay = self._relay if self._is_started and self._writer is not None else None
-            deltas = await generation.next(self._patience_s(), relay)
+            on_unread = self._write_unread if self._is_started and self._writer is not None else None
+            deltas = await generation.read(self._patience_s(), on_unread)
             data = encode(deltas)
             if not (data and self._is_started and generation.is_running):
                 break
@@ -186,12 +186,12 @@ class _Stream:
             watch.sent += 1
         await self._turn(data, is_silent=not deltas)
 
-    def _relay(self) -> bool:
+    def _write_unread(self) -> bool:
         """The same for a client that reads, while this task waits."""
         writer = self._writer
         if writer is None or not writer.is_open:
             return False
-        data = self._encoder.encode(self._generation.take())
+        data = self._encoder.encode(self._generation.read_now())
         if data:
             writer.write(data)
         return True
@@ -274,14 +274,14 @@ async def respond_whole(
 async def folded(generation: Generation, fold: Fold) -> bytes:
     """The answer that `fold` makes of all events of `generation`. Raises `ApiError`."""
 
-    def collect() -> bool:
-        fold.add(generation.take())
+    def fold_unread() -> bool:
+        fold.add(generation.read_now())
         return True
 
     while not generation.is_done:
         if not generation.is_open and not generation.open_now():
             await generation.open()
-        fold.add(await generation.next(relay=collect))
+        fold.add(await generation.read(on_unread=fold_unread))
         if generation.failure is not None:
             raise generation.failure
     return fold.result()

@@ -1,9 +1,10 @@
 """Prometheus exposition of `Metrics`: names, help and labels. vLLM's suffixes and units under `mlxd_`."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -14,7 +15,7 @@ from gateway.telemetry.logs import dropped_records
 from gateway.telemetry.metrics import KeyMetrics, Metrics, ModelMetrics
 from gateway.telemetry.vllm_names import cache_config, lora_requests, with_vllm_names
 from gateway.workers.supervisor.state import MemoryView
-from protocol.stats import DraftStats, Stats
+from protocol.stats import DraftStats, Exported, Stats, series
 
 # The values of a family's labels, and the number.
 Samples = Iterable[tuple[list[str], float]]
@@ -64,70 +65,9 @@ _COUNTERS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], int]"], ...]] =
     ("worker_trims", "Commands to a worker to use less memory.", lambda m: m.trims),
     ("worker_recycles", "Workers restarted because their memory had grown.", lambda m: m.recycles),
 )
-# Counted by the worker since it started.
-_WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.cache_query_tokens),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.cache_hit_tokens),
-    ("prefix_cache_evictions", "Entries evicted from the prefix cache.", lambda s: s.cache_evictions),
-    ("prefix_cache_disk_hits", "Prefixes restored from the disk cache.", lambda s: s.disk_hits),
-    ("prefix_cache_disk_restored", "Prompt tokens restored from the disk cache.", lambda s: s.disk_restored_tokens),
-    ("prefix_cache_disk_writes", "Files written to the disk cache.", lambda s: s.disk_writes),
-    (
-        "prefix_cache_disk_dropped",
-        "Writes to the disk cache dropped because the disk was too slow or full.",
-        lambda s: s.disk_dropped,
-    ),
-    (
-        "prefix_cache_disk_quarantined",
-        "Files of the disk cache set aside: corrupt, truncated, foreign or stale.",
-        lambda s: s.disk_quarantined,
-    ),
-    (
-        "prefix_cache_failures",
-        "Failures to cache a sequence's KV, which clear the prefix cache, or to release a sequence that has ended.",
-        lambda s: s.cache_failures,
-    ),
-    ("media_cache_hits", "Media whose features were found in the feature cache.", lambda s: s.feature_hits),
-    ("media_cache_misses", "Media whose features had to be made.", lambda s: s.feature_misses),
-    ("media_cache_evictions", "Media evicted from the feature cache.", lambda s: s.feature_evictions),
-    ("media_decoded", "Media decoded and resized.", lambda s: s.media_decoded),
-    ("media_encoded", "Media encoded by a tower.", lambda s: s.media_encoded),
-    ("media_failed", "Media that could not be decoded or encoded.", lambda s: s.media_failed),
-    ("media_encode_seconds", "Time in towers, which running sequences wait for.", lambda s: s.encode_s),
-    ("audio_heard_seconds", "Seconds of clips that were transcribed or translated.", lambda s: s.heard_s),
-    ("audio_spoken_seconds", "Seconds of speech that were made.", lambda s: s.spoken_s),
-    ("audio_compute_seconds", "Time in which a model of audio heard or spoke.", lambda s: s.audio_s),
-    ("expert_hits", "Experts that a step needed and found in memory.", lambda s: s.expert_hits),
-    ("expert_misses", "Experts that a step needed and read from disk.", lambda s: s.expert_misses),
-    ("expert_evictions", "Experts dropped from memory for others.", lambda s: s.expert_evictions),
-    ("expert_read_bytes", "Bytes of experts read from disk.", lambda s: s.expert_read_bytes),
-    ("num_preemptions", "Running sequences preempted for KV memory.", lambda s: s.preemptions),
-    (
-        "malformed_tool_calls",
-        "Malformed tool calls: turned into text, closed, or finished as `length`.",
-        lambda s: s.malformed_tool_calls,
-    ),
-    (
-        "worker_repaired_messages",
-        "Messages that a worker repaired before sending: not Unicode, or too large.",
-        lambda s: s.repaired_messages,
-    ),
-    (
-        "worker_refused_questions",
-        "Requests to count or decode tokens refused because too many were waiting.",
-        lambda s: s.refused_questions,
-    ),
-    (
-        "worker_allocation_failures",
-        "Steps whose memory allocation failed; each halves the KV budget of running requests for a while.",
-        lambda s: s.allocation_failures,
-    ),
-)
-_DRAFTS: Final[tuple[tuple[str, str, Callable[[DraftStats], int]], ...]] = (
-    ("spec_decode_num_drafts", "Drafts of next tokens that were verified.", lambda d: d.drafts),
-    ("spec_decode_num_draft_tokens", "Tokens of drafts that were verified.", lambda d: d.tokens),
-    ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", lambda d: d.accepted),
-)
+# Counters begin with the worker.
+_OF_WORKERS: Final = series(Stats)
+_OF_DRAFTS: Final = series(DraftStats)
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Finished sequences by finish reason.", "finished_reason", lambda m: m.finished),
     ("adapter_requests", "Sequences that name an adapter, by adapter.", "adapter", lambda m: m.adapters),
@@ -158,31 +98,6 @@ _GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] =
         "Age of the running step; 0 when idle.",
         lambda m: m.stats.step_age_ms / 1000 if m.stats else 0,
     ),
-)
-_SPARSE: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
-    ("sparse_prefill_prompts", "Prompts of which a sparse prefill ran a part.", lambda s: s.sparse_prompts),
-    ("sparse_prefill_prompt_tokens", "Tokens of these prompts.", lambda s: s.sparse_prompt_tokens),
-    ("sparse_prefill_kept_tokens", "Tokens of these prompts that were kept.", lambda s: s.sparse_kept_tokens),
-    ("sparse_prefill_read_seconds", "Seconds in which draft models read these prompts.", lambda s: s.sparse_read_s),
-)
-_WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
-    ("kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", lambda s: s.kv_bytes / max(s.kv_limit, 1)),
-    ("kv_cache_quantization", "Bits of a number of the KV; 0 is as the model computes it.", lambda s: s.kv_bits),
-    ("spec_width", "Tokens of a sequence in the newest step; 1 is a step without drafts.", lambda s: s.draft_width),
-    ("spec_gain_ratio", "Tokens a second of steps with drafts, divided by steps without.", lambda s: s.draft_gain),
-    ("expert_cache_bytes", "Experts in memory, of a model whose experts are on disk.", lambda s: s.expert_cache_bytes),
-    ("prefix_cache_disk_bytes", "Size of the prefix cache on disk, as this worker sees it.", lambda s: s.disk_bytes),
-)
-_WORKER_MEMORY: Final[tuple[tuple[str, Callable[[Stats], int]], ...]] = (
-    ("active", lambda s: s.mem_active),
-    ("peak", lambda s: s.mem_peak),
-    ("cache", lambda s: s.mem_cache),
-    ("phys_footprint", lambda s: s.footprint),
-    ("kv", lambda s: s.kv_bytes),
-    ("prefix_cache", lambda s: s.cache_bytes),
-    ("media_cache", lambda s: s.feature_bytes),
-    ("limit", lambda s: s.mem_limit),
-    ("wired_limit", lambda s: s.wired_limit),
 )
 
 
@@ -394,26 +309,31 @@ def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
 
 
 def _of_workers(workers: Mapping[str, Stats]) -> Iterator[Metric]:
-    for name, text, read in (*_WORKER_COUNTERS, *_SPARSE):
-        yield _counter(name, text, ["model"], [([model], read(stats)) for model, stats in workers.items()])
-    for name, text, read_gauge in _WORKER_GAUGES:
-        yield _gauge(name, text, ["model"], [([model], read_gauge(stats)) for model, stats in workers.items()])
-    yield from _of_drafts(workers)
-    memory = [([model, kind], read(stats)) for model, stats in workers.items() for kind, read in _WORKER_MEMORY]
-    yield _gauge("worker_memory_bytes", "A worker's memory.", ["model", "kind"], memory)
-
-
-def _of_drafts(workers: Mapping[str, Stats]) -> Iterator[Metric]:
-    drafted = [(model, each) for model, stats in workers.items() for each in stats.drafted]
-    for name, text, read in _DRAFTS:
-        counts = [([model, each.source], read(each)) for model, each in drafted]
-        yield _counter(name, text, ["model", "source"], counts)
-    places = [
-        ([model, each.source, str(at)], count) for model, each in drafted for at, count in enumerate(each.by_position)
-    ]
+    """The series that the declarations of statistics name, and those made of several statistics."""
+    yield from _declared(_OF_WORKERS, ["model"], [([model], stats) for model, stats in workers.items()])
+    used = [([model], stats.kv_bytes / max(stats.kv_limit, 1)) for model, stats in workers.items()]
+    yield _gauge("kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", ["model"], used)
+    drafted = [([model, each.source], each) for model, stats in workers.items() for each in stats.drafted]
+    yield from _declared(_OF_DRAFTS, ["model", "source"], drafted)
+    places = [([*labels, str(at)], count) for labels, each in drafted for at, count in enumerate(each.by_position)]
     text = "Drafted tokens accepted, by their place in the draft."
-    labels = ["model", "source", "position"]
-    yield _counter("spec_decode_num_accepted_tokens_per_pos", text, labels, places)
+    yield _counter("spec_decode_num_accepted_tokens_per_pos", text, ["model", "source", "position"], places)
+
+
+def _declared(
+    families: Iterable[list[tuple[str, Exported]]], labels: list[str], structs: Sequence[tuple[list[str], Struct]]
+) -> Iterator[Metric]:
+    """A family for each series of the declaration, with a sample of each struct, whose labels stand before it."""
+    for fields in families:
+        declared = fields[0][1]
+        kinds = ["kind"] if declared.kind else []
+        samples = [
+            ([*values, *([mark.kind] if mark.kind else [])], getattr(struct, name))
+            for values, struct in structs
+            for name, mark in fields
+        ]
+        make = _counter if declared.type == "counter" else _gauge
+        yield make(declared.name, declared.help, [*labels, *kinds], samples)
 
 
 def _of_memory(view: MemoryView) -> Iterator[Metric]:

@@ -18,9 +18,25 @@ from protocol.messages import (
     TextPrompt,
     TokensPrompt,
 )
-from protocol.minors import IGNORABLE, SINCE, unknown_field, unknown_part
+from protocol.minors import SINCE, unknown_field, unknown_part
 from tests.protocol import golden_frames
 
+# Fields that a worker may ignore: order and speed alone depend on them, or they do nothing without one of `SINCE`.
+IGNORABLE = frozenset(
+    {
+        "tenant",
+        "left_out",
+        "prompt_scored",
+        "echo_scored",
+        "most_drafted",
+        "prediction",
+        "xtc_threshold",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_window",
+        "dry_breakers",
+    }
+)
 OLD: dict[str, Any] = {"max_tokens": 5, "stop": ("x",), "tenant": "t", "prediction": "p", "most_drafted": 0}
 
 

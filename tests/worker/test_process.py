@@ -253,8 +253,8 @@ def test_an_idle_worker_has_no_step_age_and_tells_its_memory(gateway: Gateway) -
         pass
     stats = gateway.pong(41).stats
     assert (stats.step_age_ms, stats.running, stats.waiting, stats.kv_bytes) == (0, 0, 0, 0)
-    assert stats.mem_active > 0
-    assert stats.footprint > 0
+    assert stats.active_bytes > 0
+    assert stats.memory_bytes > 0
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x00", b"\xc1", b"\x91" * 5000, b"\x93\x06\x01\xa1x", encode(Accepted(1, 2))])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,16 +18,6 @@ from worker.errors import LoadFailed
 
 _GEMMA: Final = "gemma3_text"
 _WEIGHTS: Final = "model*.safetensors"
-
-
-class Backbone(Protocol):
-    """Token ids to hidden states. `module` has the parameters; rows are padded on the right."""
-
-    module: Any
-    # 0 where only config.json tells.
-    max_tokens: int
-
-    def hidden(self, ids: mx.array, lengths: Sequence[int], types: mx.array | None) -> mx.array: ...
 
 
 class EncoderBackbone:

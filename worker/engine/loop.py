@@ -481,7 +481,7 @@ class Engine:
         if self._partners is not None or (is_gpu_fault(error) and not is_allocation_failure(error)):
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
         log.error("row %d has ended and could not be released; rebuilding the batch", row.rid, exc_info=error)
-        self.cache.counts.failures += 1
+        self.cache.counts.prefix_failures += 1
         self._batch.abandon()
         self._must_rebuild = True
 

@@ -2,8 +2,9 @@
 
 from mlx_lm.generate import generation_stream
 
+from protocol.stats import Stats
 from worker.engine.row import Row
-from worker.sparse.chooser import Chooser, SparseCounts
+from worker.sparse.chooser import Chooser
 from worker.sparse.importance import ImportanceReader
 
 
@@ -14,7 +15,7 @@ class SparseRows:
         self._chooser = Chooser(reader, generation_stream) if reader is not None else None
 
     @property
-    def counts(self) -> SparseCounts | None:
+    def counts(self) -> Stats | None:
         return self._chooser.counts if self._chooser is not None else None
 
     @property

@@ -1,6 +1,5 @@
 """Fabric of a group: MLX's communication between its ranks."""
 
-import logging
 import os
 import signal
 import socket
@@ -17,8 +16,6 @@ from protocol.failures import Code
 from protocol.group import StartLoading
 from protocol.spec import RankSpec
 from worker.errors import LoadFailed, PartnerLost
-
-log = logging.getLogger("mlxd.worker")
 
 # A rank that waits for the others of a ring does so in native code, and rank 0 forever.
 CONNECT_S: Final = 60

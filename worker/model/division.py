@@ -1,6 +1,5 @@
 """Division of a model that was loaded lazily: what another rank of its group has is never read."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,6 @@ from protocol.failures import Code
 from protocol.sharding import PIPELINE, refusal
 from worker.errors import LoadFailed, foreign_code
 from worker.model.agreement import Agreement
-
-log = logging.getLogger("mlxd.worker")
 
 
 class Division:

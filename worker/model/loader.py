@@ -24,12 +24,12 @@ from protocol.context import CONTEXT_KEYS, context_of
 from protocol.experts import has_index, read_index
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
+from protocol.stats import Stats
 from protocol.towers import has_media
 from worker.errors import LoadFailed, foreign_code, is_allocation_failure
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.division import Division
-from worker.model.experts.expert_cache import ExpertCounts
 from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.linears import Linears
 from worker.speculation.drafter import Proposer
@@ -81,10 +81,10 @@ class LoadedModel:
     relaxed: tuple[str, ...] = ()
     # The model that drafts for it, where it is a language model too.
     draft: "LoadedModel | None" = None
-    # Where its experts are on disk.
-    experts: ExpertCounts | None = None
     # Rows of its table of embeddings, which may be padded beyond the vocabulary: the model can sample ids of these.
     table_rows: int = 0
+    # Statistics of experts that are read from disk.
+    experts: Stats | None = None
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> LoadedModel:
@@ -140,7 +140,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
     )
 
 
-def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], ExpertCounts | None]:
+def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats | None]:
     """A text model with its configuration: that of a checkpoint with towers has its own ways to be named."""
     if spec.experts == "disk":
         return _load_without_experts(path, spec)
@@ -151,7 +151,7 @@ def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[An
     return *load_text_model(path, config, fold(config), spec.trust_remote_code), None
 
 
-def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, Any], ExpertCounts]:
+def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:
     """A repacked model, whose experts are read when they are chosen."""
     if not has_index(path):
         raise LoadFailed(

@@ -1,1 +1,1 @@
-"""Prefix cache: radix tree in memory, files on disk, and events of both."""
+"""Cache of prefixes: KV in memory, as a radix tree, and on disk."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
+from protocol.stats import Stats
 from worker.kv.kv import Span, arrays_of
-from worker.prefix_cache.counts import DiskCounts
 from worker.prefix_cache.disk_folder import FolderOwner, ModelFolder
 from worker.prefix_cache.file_format import (
     FORMAT,
@@ -47,7 +47,6 @@ class DiskEntry:
     salt: str
     begin: int
     tokens: Tokens
-    has_kv: bool
     has_state: bool
     status: FileStatus = FileStatus.PENDING
     nbytes: int = 0
@@ -104,7 +103,7 @@ class CacheDisk:
         self._is_failing = False
         self._is_reading = True
         self.lost = 0
-        self.counts = DiskCounts()
+        self.counts = Stats()
         self._threads = [
             threading.Thread(target=self._write_all, name="cache-writer", daemon=True),
             threading.Thread(target=self._read_all, name="cache-reader", daemon=True),
@@ -135,7 +134,7 @@ class CacheDisk:
     ) -> DiskEntry:
         """A new entry for an edge that begins where `parent`'s tokens include the one before."""
         key = file_key(parent.key if parent else "", salt, begin, tokens, has_kv)
-        return DiskEntry(key, parent, salt, begin, tokens, has_kv, has_state)
+        return DiskEntry(key, parent, salt, begin, tokens, has_state)
 
     def write(self, entry: DiskEntry, span: Span, state: list[Any] | None) -> None:
         """Queue a file. All arrays must be evaluated. When too much waits already, the entry is lost."""
@@ -199,9 +198,7 @@ class CacheDisk:
         return linked
 
     def _adopt(self, parent: DiskEntry | None, record: FileHeader, tokens: Tokens, size: int) -> DiskEntry:
-        entry = DiskEntry(
-            record.key, parent, record.salt, record.begin, tokens, record.layers > 0, record.state is not None
-        )
+        entry = DiskEntry(record.key, parent, record.salt, record.begin, tokens, record.state is not None)
         self._settle(entry, size)
         return entry
 
@@ -227,7 +224,7 @@ class CacheDisk:
         """Set aside stale files, which this model left in another form and no worker can use."""
         for stale in self._folder.retire():
             with self._mutex:
-                self.counts.quarantined += stale.files
+                self.counts.disk_quarantined += stale.files
             log.warning(
                 "disk cache: %d stale file(s) of %s (%d bytes, %.12s) are not used and set aside: other %s than now",
                 stale.files, stale.model, stale.nbytes, stale.key, stale.differences,
@@ -255,7 +252,7 @@ class CacheDisk:
             self._forget()
         self._folder.publish(room.temp, encoded, entry.key)
         self._settle(entry, encoded.size)
-        self.counts.writes += 1
+        self.counts.disk_writes += 1
         self._is_failing = False
         self._touch(entry)
 
@@ -317,16 +314,16 @@ class CacheDisk:
         with self._mutex:
             known = self._entries.get(entry.key)
             self._entries[entry.key] = entry
-            self.counts.files += known is None
-            self.counts.bytes += size - (known.nbytes if known else 0)
+            self.counts.disk_files += known is None
+            self.counts.disk_bytes += size - (known.nbytes if known else 0)
             entry.nbytes, entry.status = size, FileStatus.WRITTEN
 
     def _lose(self, entry: DiskEntry) -> None:
         with self._mutex:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
-                self.counts.files -= 1
-                self.counts.bytes -= entry.nbytes
+                self.counts.disk_files -= 1
+                self.counts.disk_bytes -= entry.nbytes
             self.lost += entry.status is not FileStatus.LOST
             entry.status = FileStatus.LOST
 
@@ -334,12 +331,12 @@ class CacheDisk:
         """Give up an entry that is not written yet."""
         self._lose(entry)
         with self._mutex:
-            self.counts.dropped += 1
+            self.counts.disk_dropped += 1
 
     def _quarantine(self, path: Path, error: Exception) -> None:
         if not os.path.lexists(path):  # deleted while it was being read; never raises, as `Path.exists` may
             return
         with self._mutex:
-            self.counts.quarantined += 1
+            self.counts.disk_quarantined += 1
         log.warning("disk cache: %s is set aside: %s", path.name, error)
         self._folder.set_aside(path)

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from protocol.stats import Stats
 from worker.kv.kv import KvLayout, Span, arrays_of, assemble, part_span, slice_span, view_span
 from worker.prefix_cache.block_events import BlockEventLog
 from worker.prefix_cache.branch import PrefixCursor
-from worker.prefix_cache.counts import CacheCounts
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, DiskRead
 from worker.prefix_cache.radix_tree import EMPTY, Extent, Path, RadixNode, TokenCost, Tokens, Tree, new_state
 from worker.prefix_cache.salts import salt_key
@@ -70,7 +70,7 @@ class PrefixCache:
         self._chosen: list[_Write] = []
         self._due: list[_Write] = []
         self._lost = 0
-        self.counts = CacheCounts()
+        self.counts = Stats()
         # The newest failure to keep a row's KV.
         self.failure: Exception | None = None
         if disk is not None:
@@ -138,14 +138,14 @@ class PrefixCache:
         if ticket is not None:
             self._attach(path, ticket)
         reusable, node = self._cut(*self._usable(path), whole)
-        self.counts.queries += 1
-        self.counts.query_tokens += len(tokens)
+        self.counts.prefix_queries += 1
+        self.counts.prefix_query_tokens += len(tokens)
         if node is None:
             self._evict()
             return 0, []
         self._tree.touch(node)
-        self.counts.hits += 1
-        self.counts.hit_tokens += reusable
+        self.counts.prefix_hits += 1
+        self.counts.prefix_hit_tokens += reusable
         self.counts.disk_hits += reusable > in_memory
         self.counts.disk_restored_tokens += reusable - in_memory
         spans: list[Span] = []
@@ -189,7 +189,7 @@ class PrefixCache:
         """Count a failure to keep a row's KV, of which a part may be held, and let go of all memory."""
         # A traceback would hold the KV that is in its frames.
         self.failure = error.with_traceback(None)
-        self.counts.failures += 1
+        self.counts.prefix_failures += 1
         self.clear()
 
     def check(self) -> None:
@@ -370,7 +370,7 @@ class PrefixCache:
     def _evict(self) -> None:
         while self.nbytes > self._budget or self.arrays > self._max_arrays:
             self._tree.release(self._tree.oldest)
-            self.counts.evictions += 1
+            self.counts.prefix_evictions += 1
 
 
 def _part(ticket: Ticket, node: RadixNode) -> Span | None:

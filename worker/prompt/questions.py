@@ -1,6 +1,5 @@
 """Questions about tokens, answered on a thread of their own: no request for generation waits for one."""
 
-import logging
 import os
 import sys
 import threading
@@ -13,8 +12,6 @@ from protocol.failures import Code, Failure
 from protocol.messages import Detokenize, Rejected, Tokenize, Tokenized, Up
 from worker.engine.gauges import Gauges
 from worker.model import memory
-
-log = logging.getLogger("mlxd.worker")
 
 Question = Tokenize | Detokenize
 

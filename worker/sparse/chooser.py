@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from protocol.stats import Stats
 from worker.sparse.importance import ImportanceReader, PromptReading
 from worker.sparse.selected_tokens import SelectedTokens, choose
 
@@ -18,16 +19,6 @@ from worker.sparse.selected_tokens import SelectedTokens, choose
 _MOST_KNOWN: Final = 64
 
 _Key = tuple[bytes, float, str]
-
-
-@dataclass(slots=True)
-class SparseCounts:
-    """Counts since the start: prompts that were chosen from, their tokens and the kept ones, and seconds of reading."""
-
-    prompts: int = 0
-    tokens: int = 0
-    kept: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -49,7 +40,7 @@ class Chooser:
         self._clock = clock
         self._current: _Current | None = None
         self._known: OrderedDict[_Key, SelectedTokens] = OrderedDict()
-        self.counts = SparseCounts()
+        self.counts = Stats()
 
     @property
     def is_busy(self) -> bool:
@@ -97,7 +88,7 @@ class Chooser:
                 before, now = now, self._clock()
                 if 2 * now - before - began > limit_s:  # one more would take as long
                     break
-        self.counts.seconds += now - began
+        self.counts.sparse_read_s += now - began
 
     def forget(self, rid: int) -> None:
         """A request is not waiting any more."""
@@ -115,6 +106,6 @@ class Chooser:
             self._known.popitem(last=False)
 
     def _count(self, tokens: int, kept: SelectedTokens) -> None:
-        self.counts.prompts += 1
-        self.counts.tokens += tokens
-        self.counts.kept += kept.count
+        self.counts.sparse_prompts += 1
+        self.counts.sparse_prompt_tokens += tokens
+        self.counts.sparse_kept_tokens += kept.count

@@ -38,7 +38,7 @@ def start_audio(
     loop.warm_up()
     gauges.measure_memory()
     now = time.monotonic()
-    facts = LoadFacts(now - started, now - warmed, model.weights_bytes, gauges.footprint)
+    facts = LoadFacts(now - started, now - warmed, model.weights_bytes, gauges.memory_bytes)
     keep_load(spec, model.path, facts, ("mlx-audio",))
     clips = ClipQueue(spec, inbox, room, link.send, gauges, refusing)
     clips.start()

@@ -39,7 +39,7 @@ def start_reader(
     loop.warm_up()
     gauges.measure_memory()
     now = time.monotonic()
-    keep_load(spec, reader.path, LoadFacts(now - started, now - warmed, reader.weights_bytes, gauges.footprint))
+    keep_load(spec, reader.path, LoadFacts(now - started, now - warmed, reader.weights_bytes, gauges.memory_bytes))
     take_requests(spec.epoch, reader.weights_bytes, Preparer(reader), inbox, link, gauges, refusing)
     return loop, _ready(spec, reader, time.monotonic() - started)
 

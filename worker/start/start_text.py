@@ -130,5 +130,5 @@ def _keep_load(engine: Engine, loaded: LoadedModel, gauges: Gauges, seconds: flo
     """Keep what the load has shown, for estimates of the next one."""
     if engine.kept is not None:
         cost = engine.kv_cost
-        memory_facts = loaded.weights_bytes, gauges.footprint, cost.token_bytes, cost.bytes(1, 0)
+        memory_facts = loaded.weights_bytes, gauges.memory_bytes, cost.token_bytes, cost.bytes(1, 0)
         engine.kept.loaded(LoadFacts(seconds, warm_up_s, *memory_facts))

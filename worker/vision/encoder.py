@@ -1,6 +1,5 @@
 """Encoder of media: decodes what rows need in a pool, and gives the tower one medium at a time."""
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +13,6 @@ from worker.vision.features import FeatureCache
 from worker.vision.media import Medium
 from worker.vision.multimodal_merge import MediaFeatures
 from worker.vision.tower import Tower
-
-log = logging.getLogger("mlxd.worker")
 
 # Decoding releases the lock of Python for the most part; more threads would take cores from the step loop.
 DECODERS: Final = 2
@@ -115,8 +112,8 @@ class MediaEncoder:
         key, size = medium.key, self.features.size(medium.key)
         if key not in asked:
             asked[key] = medium
-            self.features.counts.hits += size is not None
-            self.features.counts.misses += size is None
+            self.features.counts.feature_hits += size is not None
+            self.features.counts.feature_misses += size is None
         if size is not None and (self.features.is_held(key) or self.features.fits(size)):
             self.features.hold(rid, key)
             return True
@@ -164,7 +161,7 @@ class MediaEncoder:
                     del self._begun[key]
                     job.pixels = None
                 raise
-            self.features.counts.failed += 1
+            self.features.counts.media_failed += 1
             self._end(key)
             return [(rid, error) for rid in job.media]
         self._token_bytes = features.nbytes // job.medium.tokens
@@ -180,7 +177,7 @@ class MediaEncoder:
 
     def _refuse(self, key: bytes, error: RequestInvalid) -> tuple[int, Exception]:
         """End the row whose medium was decoded; the others are told by their own."""
-        self.features.counts.failed += 1
+        self.features.counts.media_failed += 1
         job = self._end(key)
         rid, *others = job.media
         if others:
@@ -283,7 +280,7 @@ class MediaEncoder:
             self._begun[key] = job
             job.pixels = self._pool.submit(job.medium.load)
             job.pixels.add_done_callback(self._wake_up)
-            self.features.counts.decoded += 1
+            self.features.counts.media_decoded += 1
 
     def _wake_up(self, _pixels: "Future[Pixels]") -> None:
         self._wake()
@@ -291,6 +288,6 @@ class MediaEncoder:
     def _encode(self, medium: Medium, pixels: Pixels) -> MediaFeatures:
         begun = time.perf_counter()
         features = self._tower.encode(medium.kind, medium.tokens, pixels)
-        self.features.counts.encoded += 1
-        self.features.counts.seconds += time.perf_counter() - begun
+        self.features.counts.media_encoded += 1
+        self.features.counts.encode_s += time.perf_counter() - begun
         return features

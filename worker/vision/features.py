@@ -4,7 +4,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, KeysView
 from typing import Final
 
-from worker.vision.encoded import FeatureCounts
+from protocol.stats import Stats
 from worker.vision.multimodal_merge import MediaFeatures
 
 # What rows may hold until a further one has to wait, however small the budget.
@@ -21,7 +21,7 @@ class FeatureCache:
         self._holders: defaultdict[bytes, set[int]] = defaultdict(set)
         self.nbytes = 0
         self.held_bytes = 0
-        self.counts = FeatureCounts()
+        self.counts = Stats()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -117,4 +117,4 @@ class FeatureCache:
             if self.nbytes <= self._budget:
                 return
             self.nbytes -= self._entries.pop(key).nbytes
-            self.counts.evicted += 1
+            self.counts.feature_evictions += 1

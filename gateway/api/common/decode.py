@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from gateway.api.common.refused_fields import FieldTable, refuse
-from gateway.api.common.structure import check_structure
+from gateway.api.common.structure import check_json
 from gateway.errors import BadRequest
 
 T = TypeVar("T", bound=Struct)
@@ -98,7 +98,7 @@ class Schema(Generic[T]):
         return [key for key in unknown if key not in self._refused]
 
     def _in_pieces(self, body: bytes) -> tuple[T, list[str]]:
-        check_structure(body)
+        check_json(body)
         _check_depth(body)
         fields = _fields(self._parts, body, "The body")
         if len(fields.get(_BIAS, b"")) > BIAS_BYTES_MAX:

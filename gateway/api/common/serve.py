@@ -22,12 +22,12 @@ from gateway.media.modalities import check, likely_tokens
 from gateway.media.reference import Reference
 from gateway.media.resolve import MediaReader, Stored, is_inline, resolve
 from gateway.request.bodies import LARGE_BYTES
-from gateway.request.generation import BYTES_PER_TOKEN, Generation
+from gateway.request.generation import Generation
 from gateway.request.headers import ignored_header
 from gateway.request.record import RequestRecord
 from gateway.services import Services
 from gateway.workers.supervisor.state import ModelUnavailable
-from protocol.codec import Unsendable, pack
+from protocol.codec import BYTES_PER_TOKEN, Unsendable, pack
 from protocol.kinds import TEXT
 from protocol.messages import ChatPrompt, Detokenize, Generate, Media, Prompt, Tokenize, Tokenized
 

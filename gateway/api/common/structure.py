@@ -1,30 +1,51 @@
-"""The structure of a JSON body, counted before anything is made of it: how many values and containers it holds."""
+"""The structure of a body, counted before anything is made of it: how many containers, values and keys it holds."""
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from gateway.errors import BadRequest
 
-# A container takes hundreds of bytes and the garbage collector's time, a plain value tens of bytes.
-CONTAINERS_MAX: Final = 50_000
-VALUES_MAX: Final = 1 << 20
-# Of objects: each is compared with those that are known.
-KEYS_MAX: Final = 250_000
+
+class Structure(NamedTuple):
+    """Objects and lists of a body, its values, and the keys of its objects, or bounds of them."""
+
+    containers: int
+    values: int
+    keys: int = 0
+
+
+# A container takes hundreds of bytes and the garbage collector's time, a plain value tens of bytes; each key of an
+# object is compared with those that are known.
+JSON_MAX: Final = Structure(50_000, 1 << 20, 250_000)
+# Of a peer's request, where each sequence has its own copy of the conversation; keys are values.
+MSGPACK_MAX: Final = Structure(250_000, 1 << 22)
 # What is looked at in one go.
 WINDOW_BYTES: Final = 256 * 1024
+# Of lengths and numbers behind the first byte of a msgpack value.
+_CONTAINERS: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+_TEXTS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_NUMBERS: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 
 
-def check_structure(body: bytes) -> None:
-    """Raises `BadRequest` for a body of more containers or values than any conversation has."""
-    containers, values, keys = count_structure(body)
-    if containers > CONTAINERS_MAX:
-        raise BadRequest(f"The body holds more than {CONTAINERS_MAX} objects and lists.", code="body_too_complex")
-    if values > VALUES_MAX:
-        raise BadRequest(f"The body holds more than {VALUES_MAX} values.", code="body_too_complex")
-    if keys > KEYS_MAX:
-        raise BadRequest(f"The objects of the body hold more than {KEYS_MAX} keys.", code="body_too_complex")
+def check_json(body: bytes) -> None:
+    """Raises `BadRequest` for a body of more containers, values or keys than any conversation has."""
+    _check(count_json(body), JSON_MAX)
 
 
-def count_structure(body: bytes, window_bytes: int = WINDOW_BYTES) -> tuple[int, int, int]:
+def check_msgpack(body: bytes) -> None:
+    """Raises `BadRequest` for a body of more containers or values than any request of a peer has."""
+    _check(count_msgpack(body), MSGPACK_MAX)
+
+
+def _check(counted: Structure, most: Structure) -> None:
+    if counted.containers > most.containers:
+        raise BadRequest(f"The body holds more than {most.containers} objects and lists.", code="body_too_complex")
+    if counted.values > most.values:
+        raise BadRequest(f"The body holds more than {most.values} values.", code="body_too_complex")
+    if counted.keys > most.keys:
+        raise BadRequest(f"The objects of the body hold more than {most.keys} keys.", code="body_too_complex")
+
+
+def count_json(body: bytes, window_bytes: int = WINDOW_BYTES) -> Structure:
     """The objects and lists of a body, the commas between values, and the keys.
 
     Exact for what is JSON, up to the first byte that is not: nothing beyond that is decoded either.
@@ -42,4 +63,37 @@ def count_structure(body: bytes, window_bytes: int = WINDOW_BYTES) -> tuple[int,
         containers += outside.count(b"{") + outside.count(b"[")
         values += outside.count(b",")
         keys += outside.count(b":")
-    return containers, values, keys
+    return Structure(containers, values, keys)
+
+
+def count_msgpack(body: bytes) -> Structure:
+    """The containers and all values of a body, up to the first beyond the bounds.
+
+    Exact for what is msgpack; no message has an extension, and what follows one counts as it may.
+    """
+    containers = values = at = 0
+    size, heads = len(body), _HEADS
+    containers_max, values_max, _ = MSGPACK_MAX
+    while at < size and containers <= containers_max and values <= values_max:
+        step, width, is_container = heads[body[at]]
+        at += step
+        values += 1
+        if is_container:
+            containers += 1
+        elif width:
+            at += int.from_bytes(body[at - width : at], "big")
+    return Structure(containers, values)
+
+
+def _head(head: int) -> tuple[int, int, bool]:
+    """Of a first byte: bytes to the next value, those of a text's length among them, and whether it is a container."""
+    if head in _CONTAINERS:
+        return 1 + _CONTAINERS[head], 0, True
+    if head in _TEXTS:
+        return 1 + _TEXTS[head], _TEXTS[head], False
+    if 0xA0 <= head < 0xC0:
+        return 1 + head - 0xA0, 0, False
+    return 1 + _NUMBERS.get(head, 0), 0, 0x80 <= head < 0xA0
+
+
+_HEADS: Final = [_head(head) for head in range(256)]

@@ -152,7 +152,7 @@ def _running(entry: CatalogEntry, idle_s: dict[str, float]) -> Running | None:
     ready, stats = entry.view.ready, entry.view.stats
     if ready is None or not entry.is_loaded:
         return None
-    size = stats.footprint if stats is not None and stats.footprint else ready.weights_bytes
+    size = stats.memory_bytes if stats is not None and stats.memory_bytes else ready.weights_bytes
     ttl_s = entry.found.model.ttl_s
     expires = NEVER
     if ttl_s:

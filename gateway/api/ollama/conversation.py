@@ -6,7 +6,7 @@ come back to any worker, with or without its cache, and the turns go through the
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
@@ -65,13 +65,6 @@ def read_context(numbers: Sequence[int]) -> list[ConversationTurn]:
         return _turns.decode(bytes(data))
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise _foreign() from None
-
-
-def text_of(content: Any) -> str:
-    """The text of a turn's content."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
 
 
 def _foreign() -> BadRequest:

@@ -1,7 +1,6 @@
 """`POST /api/chat` and `POST /api/generate`: answers, and with nothing to answer the load or unload of a model."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -17,8 +16,6 @@ from gateway.http.sse import JSON_LINES
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.messages import Generate
-
-T = TypeVar("T", bound=GenerationFields)
 
 
 class Chat:

@@ -14,7 +14,7 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import ModelNotFound, Unavailable, from_failure
 from gateway.http.exchange import JSON, send_body
 from gateway.http.sse import JSON_LINES, cut_off
-from gateway.request.generation import retry_after_s
+from gateway.request.opener import retry_after_s
 from gateway.request.record import ClientLeft, RequestRecord
 from gateway.services import Services
 from gateway.workers.supervisor.state import ModelUnavailable

@@ -165,14 +165,14 @@ class Background:
         interval_s = CHECKPOINT_S * (1 + generation.record.body_bytes // CHECKPOINT_BYTES)
         due = loop.time() + interval_s
 
-        def relay() -> bool:
+        def write_unread() -> bool:
             if loop.time() >= due:
                 return False
-            self._take(generation, generation.take())
+            self._write(generation, generation.read_now())
             return True
 
         while not generation.is_done:
-            self._take(generation, await generation.next(CHECKPOINT_S, relay))
+            self._write(generation, await generation.read(CHECKPOINT_S, write_unread))
             if generation.failure is not None:
                 raise generation.failure
             if loop.time() >= due and not generation.is_done:
@@ -180,7 +180,7 @@ class Background:
                 due = loop.time() + interval_s
         await self._complete()
 
-    def _take(self, generation: Generation, deltas: list[Delta]) -> None:
+    def _write(self, generation: Generation, deltas: list[Delta]) -> None:
         if deltas:
             if generation.form != self.form:
                 self.form = generation.form

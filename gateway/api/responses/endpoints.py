@@ -8,7 +8,6 @@ from typing import Final, NoReturn
 
 import msgspec
 from starlette.datastructures import QueryParams
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
@@ -68,22 +67,14 @@ class Responses:
             self._store, lambda: services.config.server.max_body_bytes, self._backgrounds.is_running
         )
         self._retrieval = Retrieval(services, self._history)
+        running: Running = {}
+        self.create = Create(services, self._history, running, self._backgrounds, self._retrieval)
+        self.compact = Compact(services, self._history)
+        self.count = CountInputTokens(services, self._history)
+        self.one = One(self._history, running, self._backgrounds, self._retrieval)
+        self.items = InputItems(self._retrieval)
         # One that is there is checked now, not when the first client comes back to it.
         self.apply(server)
-
-    def routes(self) -> list[Route]:
-        """Routes of the public app."""
-        services, history, backgrounds, retrieval = self._services, self._history, self._backgrounds, self._retrieval
-        running: Running = {}
-        one = One(history, running, backgrounds, retrieval)
-        return [
-            Route("/v1/responses", Create(services, history, running, backgrounds, retrieval), methods=["POST"]),
-            Route("/v1/responses/compact", Compact(services, history), methods=["POST"]),
-            Route("/v1/responses/input_tokens", CountInputTokens(services, history), methods=["POST"]),
-            Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
-            Route("/v1/responses/{id}/cancel", one, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", InputItems(retrieval), methods=["GET"]),
-        ]
 
     async def resume(self) -> None:
         """Go on with what an earlier daemon left. Before anything is served."""

@@ -209,6 +209,15 @@ class ItemList(Struct, frozen=True, tag_field="object", tag="list"):
 # -- stream events: each gets its `sequence_number` when it is written -------------------------------------------------
 
 
+class _InItem(Struct, frozen=True):
+    item_id: str
+    output_index: int
+
+
+class _InContent(_InItem, frozen=True):
+    content_index: int
+
+
 class ResponseCreated(Struct, frozen=True, tag="response.created"):
     response: Response
 
@@ -243,72 +252,46 @@ class ItemDone(Struct, frozen=True, tag="response.output_item.done"):
     item: Item
 
 
-class PartAdded(Struct, frozen=True, tag="response.content_part.added"):
-    item_id: str
-    output_index: int
-    content_index: int
+class PartAdded(_InContent, frozen=True, tag="response.content_part.added"):
     part: Part
 
 
-class PartDone(Struct, frozen=True, tag="response.content_part.done"):
-    item_id: str
-    output_index: int
-    content_index: int
+class PartDone(_InContent, frozen=True, tag="response.content_part.done"):
     part: Part
 
 
-class OutputTextDelta(Struct, frozen=True, tag="response.output_text.delta"):
-    item_id: str
-    output_index: int
-    content_index: int
+class OutputTextDelta(_InContent, frozen=True, tag="response.output_text.delta"):
     delta: str
     logprobs: Sequence[ContentLogprob] = ()
 
 
-class OutputTextDone(Struct, frozen=True, tag="response.output_text.done"):
-    item_id: str
-    output_index: int
-    content_index: int
+class OutputTextDone(_InContent, frozen=True, tag="response.output_text.done"):
     text: str
     logprobs: Sequence[ContentLogprob] = ()
 
 
-class ReasoningDelta(Struct, frozen=True, tag="response.reasoning_text.delta"):
-    item_id: str
-    output_index: int
-    content_index: int
+class ReasoningDelta(_InContent, frozen=True, tag="response.reasoning_text.delta"):
     delta: str
 
 
-class ReasoningDone(Struct, frozen=True, tag="response.reasoning_text.done"):
-    item_id: str
-    output_index: int
-    content_index: int
+class ReasoningDone(_InContent, frozen=True, tag="response.reasoning_text.done"):
     text: str
 
 
-class ArgumentsDelta(Struct, frozen=True, tag="response.function_call_arguments.delta"):
-    item_id: str
-    output_index: int
+class ArgumentsDelta(_InItem, frozen=True, tag="response.function_call_arguments.delta"):
     delta: str
 
 
-class ArgumentsDone(Struct, frozen=True, tag="response.function_call_arguments.done"):
-    item_id: str
-    output_index: int
+class ArgumentsDone(_InItem, frozen=True, tag="response.function_call_arguments.done"):
     name: str
     arguments: str
 
 
-class CustomInputDelta(Struct, frozen=True, tag="response.custom_tool_call_input.delta"):
-    item_id: str
-    output_index: int
+class CustomInputDelta(_InItem, frozen=True, tag="response.custom_tool_call_input.delta"):
     delta: str
 
 
-class InputDone(Struct, frozen=True, tag="response.custom_tool_call_input.done"):
-    item_id: str
-    output_index: int
+class InputDone(_InItem, frozen=True, tag="response.custom_tool_call_input.done"):
     input: str
 
 

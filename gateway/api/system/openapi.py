@@ -8,6 +8,8 @@ import msgspec
 from msgspec import Struct
 from msgspec import inspect as types
 
+from gateway.api.parts import Maker
+
 Schema = dict[str, Any]
 
 VERSION: Final = "3.1.1"
@@ -43,17 +45,20 @@ class Parameter:
     place: str
     schema: Mapping[str, Any]
     description: str
+    # Of a parameter in the path, which the router has to know.
+    has_slashes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One method of one path. `events` are what a stream is made of; `error` is the dialect's shape.
 
-    `extra` are fields that a body may also have, and that do nothing here.
+    `maker` makes the endpoint. `extra` are fields that a body may also have, and that do nothing here.
     """
 
     method: str
     path: str
+    maker: Maker
     summary: str
     answer: Any
     error: Any
@@ -77,6 +82,15 @@ class Operation:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
+    def routed_path(self) -> str:
+        """The path in the router's terms."""
+        path = self.path
+        for parameter in self.parameters:
+            if parameter.has_slashes:
+                path = path.replace(f"{{{parameter.name}}}", f"{{{parameter.name}:path}}")
+        return path
+
+    @property
     def id(self) -> str:
         """The operation's unique id, from its method and path."""
         words = [word.strip("{}") for word in self.path.replace("-", "_").split("/") if word]
@@ -88,6 +102,8 @@ def document(operations: Sequence[Operation], *, version: str, description: str)
     components, references = _components(operations)
     paths: dict[str, Schema] = {}
     for operation in operations:
+        if operation.method == "HEAD":  # GET without its body
+            continue
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, references)
     schemes = {
         "bearer": {"type": "http", "scheme": "bearer"},

@@ -10,7 +10,7 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
@@ -264,12 +264,6 @@ def _text_of(choice: _Choice) -> str:
     if choice.delta is None:
         return choice.text or ""
     return choice.delta.content or choice.delta.reasoning or choice.delta.reasoning_content or ""
-
-
-async def until(condition: Callable[[], bool], poll_s: float = 0.005) -> None:
-    """Wait for what arrives in callbacks."""
-    while not condition():  # noqa: ASYNC110 (an event would wake a task for each token)
-        await asyncio.sleep(poll_s)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

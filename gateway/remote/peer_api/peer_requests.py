@@ -15,16 +15,16 @@ from starlette.types import Receive, Scope, Send
 
 import protocol
 from gateway.api.common import serve
+from gateway.api.common.structure import check_msgpack
 from gateway.config.settings import ModelConfig
 from gateway.errors import TABLE, ApiError, BadRequest, Cancelled
 from gateway.http.exchange import read_body, send_body
 from gateway.http.sse import StreamTiming, cut_off, respond_stream
 from gateway.remote.peer_api.peer_problems import media_of, problems
-from gateway.remote.peer_api.peer_structure import check_peer_structure
-from gateway.request.generation import BYTES_PER_TOKEN, Generation
+from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
-from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, pack
+from protocol.codec import BYTES_PER_TOKEN, MAX_FRAME_BYTES, MalformedFrame, pack
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MAJOR,
@@ -233,7 +233,7 @@ def _failure(error: ApiError) -> Failure:
 
 
 def _decoded(body: bytes) -> PeerRequest:
-    check_peer_structure(body)
+    check_msgpack(body)
     return decode_request(body)
 
 

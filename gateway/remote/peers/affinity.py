@@ -13,10 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.codec import UNREADABLE
+from protocol.codec import BYTES_PER_TOKEN, UNREADABLE
 
-# About what English and code have.
-BYTES_PER_TOKEN: Final = 4
 KEYS_MAX: Final = 50_000
 # A prefix is forgotten after this long without a request: caches forget as well.
 KEPT_S: Final = 3600.0

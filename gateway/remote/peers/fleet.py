@@ -12,7 +12,7 @@ from gateway.config.settings import Config, ModelConfig, SamplingDefaults, Think
 from gateway.errors import Unavailable
 from gateway.link.calls import CallRefused
 from gateway.link.link import WorkerLink
-from gateway.remote.peers.affinity import BYTES_PER_TOKEN, Affinity, Prefix, prefixes_of
+from gateway.remote.peers.affinity import Affinity, Prefix, prefixes_of
 from gateway.remote.peers.peer import POLL_S, PeerNode
 from gateway.remote.peers.peer_models import Forms
 from gateway.remote.peers.peer_stream import PeerLost, PeerStream
@@ -23,7 +23,7 @@ from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import SHUTTING_DOWN, State, WorkerView
-from protocol.codec import Unsendable, prompt_bytes
+from protocol.codec import BYTES_PER_TOKEN, Unsendable, prompt_bytes
 from protocol.failures import Code
 from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized
 from protocol.peering import PeerModel

@@ -14,9 +14,8 @@ from starlette.types import Scope
 
 from gateway.config.peer_tables import read_secret
 from gateway.config.remote_settings import UpstreamConfig
-from gateway.remote.peers.affinity import BYTES_PER_TOKEN
 from gateway.remote.peers.http_client import make_client
-from protocol.codec import UNREADABLE
+from protocol.codec import BYTES_PER_TOKEN, UNREADABLE
 
 log = logging.getLogger(__name__)
 

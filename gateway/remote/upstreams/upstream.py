@@ -33,10 +33,10 @@ from gateway.http.exchange import read_body, send_body
 from gateway.http.sse import StreamWatch, note_cut
 from gateway.remote.peers.upstream_client import Unreachable, UpstreamResponse
 from gateway.remote.upstreams.upstream_body import LeavingBody, bounded_body, read_asked
-from gateway.request.generation import BYTES_PER_TOKEN
 from gateway.request.headers import served_by_header
 from gateway.request.record import Header, RequestRecord, record_of
 from gateway.services import Services
+from protocol.codec import BYTES_PER_TOKEN
 
 log = logging.getLogger(__name__)
 

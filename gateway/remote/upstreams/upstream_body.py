@@ -6,7 +6,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from gateway.api.common.structure import check_structure
+from gateway.api.common.structure import check_json
 from gateway.errors import BadRequest
 from protocol.codec import UNREADABLE
 
@@ -71,7 +71,7 @@ def read_asked(body: bytes) -> RoutedFields:
 
 def bounded_body(body: bytes, most_tokens: int) -> LeavingBody:
     """The body with its answers limited to `most_tokens`, which is 0 for no limit. Raises `BadRequest`."""
-    check_structure(body)
+    check_json(body)
     try:
         wanted, fields = _wanted.decode(body), _fields.decode(body)
     except UNREADABLE as error:

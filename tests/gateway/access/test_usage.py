@@ -97,7 +97,7 @@ async def test_a_write_that_is_under_way_at_the_end_never_lands_on_the_last_one(
         write_private(path, data)
 
     monkeypatch.setattr(gateway.access.usage, "PERIOD_S", 0)
-    monkeypatch.setattr(gateway.home.snapshot, "write_private", write)
+    monkeypatch.setattr(gateway.state_dir.snapshot, "write_private", write)
     usage = UsageFile(path, metrics)
     metrics.key("alice").prompt_tokens = 1
     task = asyncio.create_task(usage.run())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.api.common.decode import BIAS_BYTES_MAX, PIECE_BYTES, UNKNOWN_BYTES_MAX
-from gateway.api.common.structure import CONTAINERS_MAX, KEYS_MAX, VALUES_MAX, count_structure
+from gateway.api.common.structure import JSON_MAX, count_json
 from gateway.api.openai.request import ChatCompletionRequest, decode_chat, decode_completion
 from gateway.api.responses.request import decode_responses
 from gateway.config.settings import ServerConfig
@@ -58,16 +58,16 @@ def structure(value: Any) -> tuple[int, int, int]:
 @given(VALUE, st.integers(1, 40), st.booleans())
 def test_structure_is_counted_exactly_in_windows_of_any_size(value: Any, window: int, is_ascii: bool) -> None:
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
-    assert count_structure(body, window) == structure(value)
+    assert count_json(body, window) == structure(value)
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"messages":[' + b",".join([b"{}"] * (CONTAINERS_MAX + 1)) + b"]}",
-        b'{"chat_template_kwargs":{"a":[' + b",".join([b"[]"] * (CONTAINERS_MAX + 1)) + b"]}}",
-        b'{"prompt":[' + b",".join([b"1"] * (VALUES_MAX + 2)) + b"]}",
-        b"{" + b",".join(b'"%d":1' % number for number in range(KEYS_MAX + 1)) + b"}",
+        b'{"messages":[' + b",".join([b"{}"] * (JSON_MAX.containers + 1)) + b"]}",
+        b'{"chat_template_kwargs":{"a":[' + b",".join([b"[]"] * (JSON_MAX.containers + 1)) + b"]}}",
+        b'{"prompt":[' + b",".join([b"1"] * (JSON_MAX.values + 2)) + b"]}",
+        b"{" + b",".join(b'"%d":1' % number for number in range(JSON_MAX.keys + 1)) + b"}",
     ],
 )
 def test_a_body_of_more_values_than_a_conversation_has_is_refused(body: bytes) -> None:

@@ -56,7 +56,7 @@ def test_scores_of_one_token_alone_need_no_step_and_end_nobody_else(
             assert [(each.finish, len(each.logprobs)) for each in scored] == [(Finish.LENGTH, 1)] * 2
         engine.wait(lambda: running.terminals)
         assert running.ids == alone
-        assert engine.gauges.cache.failures == 0
+        assert engine.gauges.cache.prefix_failures == 0
 
 
 @pytest.mark.parametrize("architecture", KINDS)
@@ -84,7 +84,7 @@ def test_rows_can_be_aborted_in_every_phase(architecture: str, model_folder: Cal
         assert engine.run([stream(7, 3)])[0].finish is Finish.LENGTH
         engine.wait(lambda: running.terminals)
         assert running.ids == alone
-        assert engine.gauges.cache.failures == 0
+        assert engine.gauges.cache.prefix_failures == 0
         engine.engine.cache.check()
 
 
@@ -126,7 +126,7 @@ def test_a_release_that_fails_leaves_the_tokens_of_all_others_as_they_are(
             fails.is_on = False
         engine.wait(lambda: all(result.terminals for result in running))
         assert [result.ids for result in running] == alone
-        assert engine.engine.cache.counts.failures >= 3
+        assert engine.engine.cache.counts.prefix_failures >= 3
         engine.engine.cache.check()
 
 
@@ -144,4 +144,4 @@ def test_what_an_answer_cannot_leave_in_the_cache_is_no_failure_of_the_answer(
         fails.is_on = False
         assert [(result.ids, result.finish) for result in again] == [(each, Finish.LENGTH) for each in alone]
         assert engine.run([stream(1, 12)])[0].ids == alone[0]
-        assert engine.engine.cache.counts.failures >= 3
+        assert engine.engine.cache.counts.prefix_failures >= 3

@@ -80,7 +80,7 @@ def test_a_router_knows_of_each_prompt_the_blocks_that_the_cache_has(budget: int
         cache.tell()
         for each in prompts:
             assert router.known(each) == cache.longest(np.array(each, dtype=np.int32)) // BLOCK
-    assert (cache.counts.evictions > 0) == (budget < 1 << 30)
+    assert (cache.counts.prefix_evictions > 0) == (budget < 1 << 30)
     cache.clear()
     cache.tell()
     assert router.blocks == {}

@@ -120,7 +120,7 @@ def test_the_cap_is_kept_and_the_longest_unused_goes_first(tmp_path: Path) -> No
     assert used.is_readable
     assert not next_oldest.is_readable
     assert folder.size(tmp_path) <= 100_000
-    assert (disk.counts.files, disk.counts.bytes) == (len(folder.files(tmp_path)), folder.size(tmp_path))
+    assert (disk.counts.disk_files, disk.counts.disk_bytes) == (len(folder.files(tmp_path)), folder.size(tmp_path))
 
 
 def test_a_path_goes_from_its_end_so_that_no_file_is_left_without_its_parent(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_file_larger_than_the_cap_is_not_begun(tmp_path: Path) -> None:
     kept = write(disk, 1)
     assert write(disk, 2, kilobytes=200).status is FileStatus.LOST
     assert kept.is_readable
-    assert disk.counts.dropped == 1
+    assert disk.counts.disk_dropped == 1
 
 
 def test_several_workers_share_the_cap(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_several_workers_share_the_cap(tmp_path: Path) -> None:
     for disk in disks:
         folder.written(disk)
     assert 100_000 < folder.size(tmp_path) <= 200_000
-    assert sum(disk.counts.writes for disk in disks) == 60
+    assert sum(disk.counts.disk_writes for disk in disks) == 60
 
 
 def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
         FileStatus.LOST,
         FileStatus.LOST,
     ]
-    assert disk.counts.dropped == 2
+    assert disk.counts.disk_dropped == 2
 
 
 def test_a_folder_that_cannot_be_written_is_survived_and_said_once(
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_written_is_survived_and_said_once(
     with caplog.at_level(logging.WARNING, "mlxd.worker"):
         entries = [write(disk, number) for number in range(5)]
     assert all(entry.status is FileStatus.LOST for entry in entries)
-    assert disk.counts.dropped == 5
+    assert disk.counts.disk_dropped == 5
     assert len(caplog.records) == 1
     blocked.unlink()
     assert write(disk, 9).is_readable, "it goes on when the disk is well again"
@@ -199,7 +199,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 assert not write(disk, 2).is_live
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 assert write(disk, 3).is_readable
-assert (disk.counts.writes, disk.counts.dropped) == (2, 1)
+assert (disk.counts.disk_writes, disk.counts.disk_dropped) == (2, 1)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=patient(60))
     assert len(restarted(tmp_path)) == 2
@@ -213,9 +213,9 @@ def test_clearing_the_folder_under_a_running_worker_is_survived(tmp_path: Path) 
     shutil.rmtree(root)
     assert folder.read(disk, entry).span is None
     assert entry.status is FileStatus.LOST
-    assert disk.counts.quarantined == 0, "a file that is gone is not a bad one"
+    assert disk.counts.disk_quarantined == 0, "a file that is gone is not a bad one"
     assert write(disk, 2).is_readable
-    assert (disk.counts.files, disk.counts.bytes) == (1, folder.size(root))
+    assert (disk.counts.disk_files, disk.counts.disk_bytes) == (1, folder.size(root))
 
 
 def test_bad_files_are_set_aside_with_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,7 +231,7 @@ def test_bad_files_are_set_aside_with_a_line_in_the_log(tmp_path: Path, caplog: 
         after = CacheDisk(tmp_path, "model", PLENTY)
         found = after.start()
     assert [int(entry.tokens[0]) for entry in found] == [2]
-    assert [disk.counts.quarantined, after.counts.quarantined] == [1, 1]
+    assert [disk.counts.disk_quarantined, after.counts.disk_quarantined] == [1, 1]
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["disk cache"] * 2
     assert {path.name for path in (tmp_path / "quarantine").iterdir()} == {f"model.{path.name}" for path in paths[:2]}
 
@@ -285,7 +285,7 @@ for number in range(100_000):
         disk = CacheDisk(tmp_path, "model", 3_000_000)
         entries = disk.start()
         assert entries
-        assert disk.counts.quarantined == 0
+        assert disk.counts.disk_quarantined == 0
         assert all(folder.read(disk, entry).span is not None for entry in entries)
         disk.close()
         shutil.rmtree(tmp_path / "model")

@@ -52,7 +52,7 @@ def test_tokens_are_the_same_from_disk_after_a_restart(
     assert [cached(result) for result in restored] == [size - 1 for size in sizes]
     assert counts.disk_hits >= 1
     assert counts.disk_restored_tokens >= sizes[0] - 1
-    assert files.quarantined == files.dropped == 0
+    assert files.disk_quarantined == files.disk_dropped == 0
 
 
 def test_kv_of_another_form_on_disk_is_of_no_use(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_conversation_is_on_disk_soon_after_its_answer_without_a_shutdown(
     model, batch = model_folder("qwen3_5"), family(1, own=70)
     with EngineHarness(disk_spec(model, tmp_path)) as first:
         answer = said(run_all(first, batch))
-        until(lambda: first.gauges.disk.writes >= 2)
+        until(lambda: first.gauges.disk.disk_writes >= 2)
         # The first worker is still there, as it would be when it is killed: nothing was flushed at an end.
         with EngineHarness(disk_spec(model, tmp_path)) as successor:
             again = run_all(successor, batch)
@@ -130,7 +130,7 @@ def test_short_prefixes_stay_in_memory(model_folder: Callable[[str], Path], tmp_
         short, long = family(1, shared=20, own=70), family(1, shared=20, own=300)
         run_all(engine, short)
         run_all(engine, short)
-        assert engine.gauges.cache.hits == 1
+        assert engine.gauges.cache.prefix_hits == 1
     assert not list(tmp_path.glob("*/*.safetensors"))
     with EngineHarness(disk_spec(model_folder("qwen3"), tmp_path, **settings)) as engine:
         run_all(engine, long)
@@ -141,7 +141,7 @@ def test_long_prompts_are_on_disk_before_their_answer_ends(model_folder: Callabl
     request = Generate(1, TokensPrompt(words("long", 1100)), Sampling(ignore_eos=True, seed=1), max_tokens=2000)
     with EngineHarness(disk_spec(model_folder("qwen3"), tmp_path)) as engine:
         result = engine.submit(request)
-        until(lambda: engine.gauges.disk.writes)
+        until(lambda: engine.gauges.disk.disk_writes)
         assert not result.terminals
         engine.command(Abort((1,)))
         engine.wait(lambda: result.terminals)
@@ -182,7 +182,7 @@ def test_damaged_files_are_set_aside_and_the_answer_is_right(
         path.write_bytes(changed)
     with EngineHarness(disk_spec(model, tmp_path)) as engine:
         assert said(run_all(engine, batch)) == expected
-        assert engine.gauges.disk.quarantined >= 1
+        assert engine.gauges.disk.disk_quarantined >= 1
     with EngineHarness(disk_spec(model, tmp_path)) as engine:
         again = run_all(engine, batch)
     assert said(again) == expected
@@ -248,7 +248,7 @@ def test_stale_files_are_set_aside_counted_and_never_used(
     beside = msgspec.structs.replace(disk_spec(model, cache, dtype="float16"), name="beside")
     with EngineHarness(beside) as live:
         answers = said(run_all(live, batch))
-        until(lambda: live.gauges.disk.files >= 2)
+        until(lambda: live.gauges.disk.disk_files >= 2)
         others = set(disk.files(cache)) - set(stale)
         settings = change(model, what, monkeypatch)
         expected = cold_answers(model, batch, **settings)
@@ -256,7 +256,7 @@ def test_stale_files_are_set_aside_counted_and_never_used(
             results = run_all(engine, batch)
             until(lambda: engine.gauges.snapshot().disk_quarantined == len(stale) > 0)
         assert said(run_all(live, batch)) == answers
-        assert live.gauges.disk.quarantined == 0
+        assert live.gauges.disk.disk_quarantined == 0
     assert said(results) == expected
     assert cached(results[0]) == 0
     named = {f"{path.parent.name}.{path.name}" for path in stale}
@@ -283,7 +283,7 @@ def test_a_chat_template_in_a_file_of_its_own_makes_nothing_stale(
         counts = engine.gauges.disk
     assert said(again) == expected
     assert cached(again[0]) > 0
-    assert counts.quarantined == 0
+    assert counts.disk_quarantined == 0
 
 
 def test_salts_stay_apart_on_disk(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -332,8 +332,8 @@ def test_the_folder_can_be_cleared_while_the_worker_runs(model_folder: Callable[
     with EngineHarness(disk_spec(model, cache)) as engine:
         shutil.rmtree(cache)
         assert said(run_all(engine, batch)) == expected
-        until(lambda: engine.gauges.disk.files)
-        assert engine.gauges.disk.quarantined == 0
+        until(lambda: engine.gauges.disk.disk_files)
+        assert engine.gauges.disk.disk_quarantined == 0
     with EngineHarness(disk_spec(model, cache)) as engine:
         again = run_all(engine, batch)
     assert said(again) == expected
@@ -374,7 +374,7 @@ def test_hundreds_of_requests_under_small_budgets(
                     if rng.random() < 0.2:
                         engine.command(Abort((rng.randrange(rid - 3, rid + 1),)))
                 engine.wait(lambda wave=wave: all(result.terminals == 1 for _, result in wave), "the wave")
-                assert engine.gauges.cache_bytes <= ram
+                assert engine.gauges.prefix_bytes <= ram
                 assert disk.size(tmp_path) <= cap
                 for kind, result in wave:
                     ids, text = expected[kind]
@@ -386,8 +386,8 @@ def test_hundreds_of_requests_under_small_budgets(
         cache.check()
         hits += cache.counts.disk_hits
         counts = engine.gauges.disk
-        assert counts.quarantined == 0
-        assert (counts.files, counts.bytes) == (
+        assert counts.disk_quarantined == 0
+        assert (counts.disk_files, counts.disk_bytes) == (
             len(disk.files(tmp_path)),
             sum(p.stat().st_size for p in disk.files(tmp_path)),
         )

@@ -61,7 +61,7 @@ def after(root: Path, form: CacheFormat, name: str = "coder", home: Path | None 
     """Number of files that a worker started in this form sets aside."""
     disk = started(root, form, name, home=home)
     ended(disk)
-    return disk.counts.quarantined
+    return disk.counts.disk_quarantined
 
 
 def set_aside(root: Path) -> set[str]:
@@ -83,7 +83,7 @@ def test_stale_files_are_set_aside_and_counted_with_a_line_for_each_folder(
         assert disk.start() == []
         ended(disk)
 
-    assert disk.counts.quarantined == len(first) + len(second) == 5
+    assert disk.counts.disk_quarantined == len(first) + len(second) == 5
     assert sorted(record.getMessage() for record in caplog.records) == sorted(
         f"disk cache: {count} stale file(s) of coder ({count * sizes[key]} bytes, {key[:12]}) "
         f"are not used and set aside: other {why} than now"
@@ -221,7 +221,7 @@ def test_files_that_vanish_while_they_are_set_aside_are_no_error(
             ended(disk)
         has_ended.set()
         clearing.join()
-        found += disk.counts.quarantined
+        found += disk.counts.disk_quarantined
         assert not list((tmp_path / OLD.key).glob("*.safetensors"))
     assert cleared
     told = [re.fullmatch(r"disk cache: (\d+) stale file\(s\) .*", record.getMessage()) for record in caplog.records]
@@ -238,7 +238,7 @@ def test_the_cap_holds_with_what_is_set_aside_and_that_goes_first(tmp_path: Path
         write(disk, number)
         assert folder.size(tmp_path) <= cap
         sizes.append(len(set_aside(tmp_path)))
-    assert disk.counts.quarantined == 5
+    assert disk.counts.disk_quarantined == 5
     assert sizes[0] == 5
     assert sizes[-1] < 5
     assert all(path.exists() for path in others), "older than what was set aside, but of use"

@@ -116,7 +116,7 @@ def test_a_hit_keeps_an_entry_that_would_have_been_the_oldest() -> None:
     assert fetch(cache, "plain", [1] * 10) == 10
     store(cache, "plain", [4] * 10)
     assert [fetch(cache, "plain", [token] * 10) for token in (1, 2, 3, 4)] == [10, 0, 10, 10]
-    assert cache.counts.evictions == 1
+    assert cache.counts.prefix_evictions == 1
 
 
 def test_a_long_conversation_loses_its_newest_part_before_its_beginning() -> None:
@@ -194,7 +194,8 @@ def test_counts_say_what_happened() -> None:
     fetch(cache, "plain", [*range(6), 50])
     fetch(cache, "plain", [60])
     counts = cache.counts
-    assert (counts.queries, counts.hits, counts.query_tokens, counts.hit_tokens) == (2, 1, 8, 6)
+    assert (counts.prefix_queries, counts.prefix_hits) == (2, 1)
+    assert (counts.prefix_query_tokens, counts.prefix_hit_tokens) == (8, 6)
 
 
 def test_a_look_up_is_linear_in_the_prompt() -> None:

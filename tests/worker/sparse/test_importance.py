@@ -75,7 +75,7 @@ def test_a_choice_is_the_same_whatever_the_time_and_is_remembered_for_the_same_s
     assert patient is not None
     assert hurried.runs == patient.runs
     chooser = choices[0]
-    assert (chooser.counts.prompts, chooser.counts.tokens, chooser.nbytes) == (1, len(prompt), 0)
+    assert (chooser.counts.sparse_prompts, chooser.counts.sparse_prompt_tokens, chooser.nbytes) == (1, len(prompt), 0)
     assert chooser.kept(2, prompt, 0.8, "b") is None, "another salt"
     chooser.forget(3)
     assert chooser.is_busy

@@ -79,11 +79,11 @@ def test_a_clip_and_its_reverse_move_in_opposite_ways(engine: EngineHarness) -> 
 def test_that_a_picture_was_seen_is_not_to_be_told_by_the_time_under_another_salt(engine: EngineHarness) -> None:
     """Neither decoded nor encoded media, nor those that are on their way, are shared: a hit would be quicker."""
     shown = media("image", encoded(shape("triangle", BLUE, side=32)))
-    counts = [engine.gauges.features.encoded]
+    counts = [engine.gauges.features.media_encoded]
     for rid, salts in ((31, ("ours", "theirs")), (33, ("ours",))):
         asked = structs.replace(question(rid, f"What is in picture {rid}?", shown), max_tokens=1)
         engine.run([structs.replace(asked, rid=rid + at, cache_salt=salt) for at, salt in enumerate(salts)])
-        counts.append(engine.gauges.features.encoded)
+        counts.append(engine.gauges.features.media_encoded)
     assert [after - before for before, after in pairwise(counts)] == [2, 0]
 
 

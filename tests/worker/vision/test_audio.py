@@ -130,7 +130,7 @@ class Listener:
     def encoded(self) -> int:
         counts = self._engine.gauges.features
         assert counts is not None
-        return counts.encoded
+        return counts.media_encoded
 
 
 @pytest.fixture(scope="module", params=scaled(hearing.FAMILIES, ("gemma4",)))

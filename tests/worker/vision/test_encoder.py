@@ -191,7 +191,7 @@ def test_an_encode_that_finds_no_memory_is_tried_once_more_and_then_fails_its_ro
         attempt()
     assert attempt() == []
     assert encoder.is_ready(2, [second])
-    assert (encoder.features.counts.failed, encoder.features.counts.decoded) == (1, 2)
+    assert (encoder.features.counts.media_failed, encoder.features.counts.media_decoded) == (1, 2)
     encoder.close()
 
 

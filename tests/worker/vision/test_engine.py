@@ -124,7 +124,7 @@ def test_a_tower_that_raises_ends_its_row_alone(engine: EngineHarness, rng: np.r
     assert results[0].failure.code is Code.ROW_FAILED
     assert results[0].failure.message == "the request failed while its media were encoded"
     assert results[1].ids == alone.ids
-    assert features(engine).counts.failed == 1
+    assert features(engine).counts.media_failed == 1
     assert features(engine).held_bytes == 0
 
 
@@ -290,14 +290,14 @@ def test_turns_of_a_chat_with_ten_screenshots_decode_and_encode_only_what_is_new
         asked = prompt(FAMILY, 5, parts)
         result = ask(engine, turn + 1, asked, tokens=2)
         finish(engine, result)
-        assert features(engine).counts.encoded == features(engine).counts.decoded == turn + 1
+        assert features(engine).counts.media_encoded == features(engine).counts.media_decoded == turn + 1
     assert asked is not None
     again = ask(engine, 20, prompt(FAMILY, 5, [*parts, 30]))
     finish(engine, again)
     assert again.usage is not None
     assert again.usage.cached >= len(asked.ids) - 1
-    assert features(engine).counts.encoded == features(engine).counts.decoded == 10
-    assert features(engine).counts.hits == 0, "what the prefix cache holds needs no features"
+    assert features(engine).counts.media_encoded == features(engine).counts.media_decoded == 10
+    assert features(engine).counts.feature_hits == 0, "what the prefix cache holds needs no features"
 
 
 def test_the_same_image_under_another_text_is_a_hit(engine: EngineHarness, rng: np.random.Generator) -> None:
@@ -305,7 +305,7 @@ def test_the_same_image_under_another_text_is_a_hit(engine: EngineHarness, rng: 
     for rid, seed in enumerate((1, 2, 3), start=1):
         finish(engine, ask(engine, rid, prompt(FAMILY, seed, [9, picture, 7])))
     counts = features(engine).counts
-    assert (counts.encoded, counts.decoded, counts.misses, counts.hits) == (1, 1, 1, 2)
+    assert (counts.media_encoded, counts.media_decoded, counts.feature_misses, counts.feature_hits) == (1, 1, 1, 2)
     assert engine.gauges.snapshot().media_encoded == 1
 
 
@@ -315,7 +315,7 @@ def test_two_rows_that_come_together_encode_their_image_once(engine: EngineHarne
     assert gate.has_begun.wait(patient(30))
     gate.may_end.set()
     finish(engine, *results)
-    assert features(engine).counts.encoded == features(engine).counts.decoded == 1
+    assert features(engine).counts.media_encoded == features(engine).counts.media_decoded == 1
 
 
 def test_no_part_of_an_image_is_reused_when_a_cached_prefix_ends_inside(folder: Path, rng: np.random.Generator) -> None:

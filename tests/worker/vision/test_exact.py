@@ -85,7 +85,7 @@ def test_rows_in_one_batch_and_in_small_chunks_are_as_alone(model: Model) -> Non
     outputs, session = run(model.loaded, SPEC, [model.requests])
     model.check(outputs)
     distinct = {span.medium.key for each in model.requests for span in each.prompt.media}
-    assert session.features.counts.encoded == len(distinct)
+    assert session.features.counts.media_encoded == len(distinct)
     model.check(run(model.loaded, replace(SPEC, prefill_chunk=8), [model.requests])[0])
 
 
@@ -93,8 +93,8 @@ def test_a_second_wave_from_memory_encodes_nothing(model: Model) -> None:
     _, first = run(model.loaded, CACHED, [model.requests])
     outputs, session = run(model.loaded, CACHED, [model.requests, model.requests])
     model.check(outputs)
-    assert session.features.counts.encoded == first.features.counts.encoded
-    assert session.features.counts.decoded == first.features.counts.decoded
+    assert session.features.counts.media_encoded == first.features.counts.media_encoded
+    assert session.features.counts.media_decoded == first.features.counts.media_decoded
     assert all(output.cached for output in outputs)
 
 
@@ -104,7 +104,7 @@ def test_rows_from_disk_are_as_alone(model: Model, tmp_path: Path) -> None:
     outputs, session = run(model.loaded, spec, [model.requests])
     model.check(outputs)
     assert outputs[0].cached > SHARED
-    assert session.features.counts.encoded < cold.features.counts.encoded
+    assert session.features.counts.media_encoded < cold.features.counts.media_encoded
 
 
 def test_rows_with_drafts_are_as_alone(model: Model) -> None:

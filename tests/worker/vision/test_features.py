@@ -26,7 +26,7 @@ def test_the_oldest_features_give_way_and_a_use_makes_them_new() -> None:
     cache.release(7, key(0))
     cache.put(key(3), features(1), set())
     assert [key(number) in cache for number in range(4)] == [True, False, True, True]
-    assert cache.counts.evicted == 1
+    assert cache.counts.feature_evictions == 1
 
 
 def test_what_a_row_holds_stays_beyond_the_budget_until_it_lets_go() -> None:

@@ -7,7 +7,6 @@ and the router's choice is told to them as slots. So the arithmetic of a token i
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from numpy.typing import NDArray
 
 from protocol.experts import FOLDER, ExpertIndex, ExpertLayer
+from protocol.stats import Stats
 from worker.model.experts.records import READERS, Records
 
 # Layers of mlx-lm that hold experts: called with tokens `[…, dim]` and experts `[…, chosen]`.
@@ -25,21 +25,10 @@ SWITCHES: Final = (SwitchGLU, SwitchMLP)
 PROJECTIONS: Final = (SwitchLinear, QuantizedSwitchLinear)
 
 
-@dataclass(slots=True)
-class ExpertCounts:
-    """Experts that were used: found in memory, read, and dropped for others. Written by the engine thread alone."""
-
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    read_bytes: int = 0
-    cache_bytes: int = 0
-
-
 class DiskExperts(nn.Module):
-    """A layer's experts, of which those in memory have slots."""
+    """A layer's experts, of which those in memory have slots. The engine thread alone counts in `counts`."""
 
-    def __init__(self, switch: Any, layer: ExpertLayer, slots: int, records: Records, counts: ExpertCounts) -> None:
+    def __init__(self, switch: Any, layer: ExpertLayer, slots: int, records: Records, counts: Stats) -> None:
         super().__init__()
         self.switch = switch
         self._layer = layer
@@ -84,11 +73,11 @@ class DiskExperts(nn.Module):
         for expert in needed:
             if expert in self._used:
                 self._used.move_to_end(expert)
-        self._counts.hits += len(needed) - len(missing)
+        self._counts.expert_hits += len(needed) - len(missing)
         if not missing:
             return
-        self._counts.misses += len(missing)
-        self._counts.read_bytes += len(missing) * self._layer.record_bytes
+        self._counts.expert_misses += len(missing)
+        self._counts.expert_read_bytes += len(missing) * self._layer.record_bytes
         held = [getattr(self.switch, tensor.projection) for tensor in self._layer.tensors]
         for expert, arrays in zip(missing, self._records.read(missing), strict=True):
             slot = self._slot(expert)
@@ -104,20 +93,20 @@ class DiskExperts(nn.Module):
         else:
             dropped, slot = self._used.popitem(last=False)
             self._slot_of[dropped] = -1
-            self._counts.evictions += 1
+            self._counts.expert_evictions += 1
         self._used[expert], self._slot_of[expert] = slot, slot
         return slot
 
 
-def attach(model: Any, folder: Path, index: ExpertIndex, cache_bytes: int) -> ExpertCounts:
+def attach(model: Any, folder: Path, index: ExpertIndex, cache_bytes: int) -> Stats:
     """Give a model whose experts were not loaded those of a repacked folder. Raises `ValueError` and `OSError`."""
     switches = dict(switches_of(model))
     if switches.keys() != {layer.path for layer in index.layers}:
         raise ValueError(f"the experts of {folder} are not those of its config.json")
-    counts, readers = ExpertCounts(), ThreadPoolExecutor(READERS, "experts")
+    counts, readers = Stats(), ThreadPoolExecutor(READERS, "experts")
     for layer in index.layers:
         slots = index.slots(layer, cache_bytes)
-        counts.cache_bytes += slots * layer.record_bytes
+        counts.expert_cache_bytes += slots * layer.record_bytes
         switch = switches[layer.path]
         _check(folder, switch, layer)
         _give_slots(switch, layer, slots)

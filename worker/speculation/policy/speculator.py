@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from protocol.stats import DraftStats, Stats
 from worker.errors import is_allocation_failure, is_gpu_fault
 from worker.speculation.drafter import Drafting, Draw, Proposer, Rows, TextContinuation, Tokens
 from worker.speculation.policy.draft_width import WIDTHS, StepCosts
@@ -94,6 +95,13 @@ class Speculator:
         # Of the newest block.
         self._guesses: list[LookupGuess | None] = []
         self._tokens = 0
+
+    def stats(self) -> Stats:
+        drafted = tuple(
+            DraftStats(source, counts.drafts, counts.tokens, counts.accepted, tuple(counts.by_position))
+            for source, counts in self.counts.items()
+        )
+        return Stats(drafted=drafted, draft_width=self.width, draft_gain=self.gain)
 
     @property
     def nbytes(self) -> int:

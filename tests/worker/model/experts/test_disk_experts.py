@@ -17,11 +17,11 @@ from mlx_lm.utils import load_model, save_config, save_model
 from protocol.experts import FOLDER, INDEX, read_index
 from protocol.failures import Code
 from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.stats import Stats
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
 from tests.support.scale import patient, scaled
 from worker.errors import LoadFailed
-from worker.model.experts.expert_cache import ExpertCounts
 from worker.start.checked_model import load_checked
 from worker.tools.repack import repack
 
@@ -59,7 +59,7 @@ def _quantize(path: Path) -> None:
 
 def answers(
     path: Path, prompts: Sequence[Sequence[int]], at_once: bool, **settings: object
-) -> tuple[list[Result], ExpertCounts | None]:
+) -> tuple[list[Result], Stats | None]:
     requests = [
         Generate(rid, TokensPrompt(tuple(prompt)), Sampling(temperature=0.8, seed=rid, ignore_eos=True), 12)
         for rid, prompt in enumerate(prompts, 1)
@@ -82,19 +82,19 @@ def test_tokens_are_those_of_the_whole_model_for_any_size_of_the_cache(folder: P
         assert [result.ids for result in results] == [result.ids for result in whole]
         assert counts is not None
         index = read_index(disk_of(path))
-        assert counts.cache_bytes == index.cache_bytes(wanted)
-        assert counts.misses > 0
-        assert counts.hits > 0
-        assert counts.read_bytes == counts.misses * index.layers[0].record_bytes
-        assert bool(counts.evictions) == (wanted < 1 << 30)
+        assert counts.expert_cache_bytes == index.cache_bytes(wanted)
+        assert counts.expert_misses > 0
+        assert counts.expert_hits > 0
+        assert counts.expert_read_bytes == counts.expert_misses * index.layers[0].record_bytes
+        assert bool(counts.expert_evictions) == (wanted < 1 << 30)
 
 
 def test_a_cache_that_holds_all_experts_reads_each_once(folder: Path) -> None:
     path = disk_of(model_of(folder, "qwen3_moe"))
     _, counts = answers(path, PROMPTS, True, experts="disk", expert_cache_bytes=1 << 30)
     assert counts is not None
-    assert counts.misses <= sum(layer.experts for layer in read_index(path).layers)
-    assert counts.cache_bytes == read_index(path).total_bytes
+    assert counts.expert_misses <= sum(layer.experts for layer in read_index(path).layers)
+    assert counts.expert_cache_bytes == read_index(path).total_bytes
 
 
 def test_weights_count_what_is_in_memory(folder: Path) -> None:

@@ -5,13 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.api.common.structure import MSGPACK_MAX, check_msgpack, count_msgpack
 from gateway.errors import BadRequest
-from gateway.remote.peer_api.peer_structure import (
-    CONTAINERS_MAX,
-    VALUES_MAX,
-    check_peer_structure,
-    count_heads,
-)
 
 PLAIN: list[Any] = [
     0,
@@ -58,20 +53,20 @@ def counted(value: Any) -> tuple[int, int]:
     ],
 )
 def test_every_container_and_value_is_counted(value: Any) -> None:
-    assert count_heads(msgspec.msgpack.encode(value)) == counted(value)
+    assert count_msgpack(msgspec.msgpack.encode(value))[:2] == counted(value)
 
 
 @pytest.mark.parametrize("inner", [b"\x80", b"\x90", b"\xdc\x00\x00"])
 def test_a_body_of_more_containers_than_a_request_has_is_refused(inner: bytes) -> None:
     with pytest.raises(BadRequest):
-        check_peer_structure(b"\xdd\x00\x10\x00\x00" + inner * (CONTAINERS_MAX + 1))
+        check_msgpack(b"\xdd\x00\x10\x00\x00" + inner * (MSGPACK_MAX.containers + 1))
 
 
 def test_a_body_of_more_values_than_a_request_has_is_refused() -> None:
     with pytest.raises(BadRequest):
-        check_peer_structure(b"\xdd\x7f\x00\x00\x00" + bytes(VALUES_MAX + 1))
+        check_msgpack(b"\xdd\x7f\x00\x00\x00" + bytes(MSGPACK_MAX.values + 1))
 
 
 @pytest.mark.parametrize("body", [b"", b"\xd9", b"\xdd\xff\xff\xff\xff", b"\xc1", b"\xdb\xff\xff\xff\xff"])
 def test_what_is_no_msgpack_is_left_to_the_decoder(body: bytes) -> None:
-    check_peer_structure(body)
+    check_msgpack(body)

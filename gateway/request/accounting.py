@@ -1,0 +1,153 @@
+"""Account of a request's tokens, times and ends: in its record, its model's metrics, the ledger and its key's bill."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from gateway.access.rate_limit import UsageCharge
+from gateway.config.settings import ModelConfig
+from gateway.errors import ApiError, from_failure
+from gateway.link.collector import Collector
+from gateway.request.opener import LOST
+from gateway.request.record import RequestRecord
+from gateway.request.runtime import Runtime
+from protocol.failures import Code, Failure
+from protocol.messages import Delta, Finish, Generate
+
+_STOPPED: Final = Failure(Code.ABORTED, "The server stopped this generation.")
+_FINISHES: Final = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.TOOL_CALLS: "tool_calls",
+    Finish.ABORT: "abort",
+    Finish.ERROR: "error",
+}
+
+
+class TokenAccounting:
+    """Books what the sequences of one request bring. Owned by its generation, which passes every delta through it."""
+
+    def __init__(
+        self, runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], record: RequestRecord
+    ) -> None:
+        self._record = record
+        self._ledger = runtime.ledger
+        self._model = model
+        self._sequences = len(generates)
+        self._numbers = runtime.metrics.model(model.name)
+        if model.adapter:
+            self._numbers.adapters[model.adapter] += len(generates)
+        self._observe_gap = self._numbers.itl.observe
+        # Tokens of an earlier daemon, which it has charged nobody for.
+        self._had = sum(len(generate.resume) for generate in generates)
+        self._newest_token: dict[int, float] = {}
+        # Sequences of which the worker has told what they cost.
+        self._told = 0
+        self.tokens = 0
+        self.ended: set[int] = set()
+        # That of an operator, or of scores without room, in place of the failure with which the worker ends it.
+        self.cancelled: ApiError | None = None
+        # Why it cannot go on: set after everything before it was handed out.
+        self.failure: ApiError | None = None
+
+    def book(self, deltas: list[Delta]) -> list[Delta]:
+        """Count new deltas, and return those for the client: ERROR and ABORT end up in `failure`."""
+        now = time.perf_counter()
+        newest = self._newest_token
+        for delta in deltas:
+            rid = delta.rid
+            if count := len(delta.token_ids):
+                self.tokens += count
+                if rid in newest:
+                    self._observe_gap((now - newest[rid]) / count, count)
+                else:
+                    self._on_first_token(now)
+                newest[rid] = now
+            if delta.finish is not None:
+                return self._book_ends(deltas)
+        return deltas
+
+    def close(self, collector: Collector, unfinished: Sequence[int]) -> None:
+        """Book what was seen of sequences whose usage the worker did not tell; those `unfinished` were aborted."""
+        record = self._record
+        for _ in unfinished:
+            self._numbers.sequence_ended("abort", None)
+            record.finishes.append("abort")
+        if self._told < self._sequences:
+            prompt, cached, completion = self._known(collector)
+            record.prompt_tokens, record.cached_tokens, record.completion_tokens = prompt, cached, completion
+            self._cut_phases(collector)
+
+    def charge(self, collector: Collector, bill: UsageCharge | None) -> None:
+        """Usage comes with the end; of what did not end, what is known counts."""
+        record = self._record
+        prompt, cached, completion = self._known(collector)
+        self._ledger.book(record.caller.key or "", self._model.name, self._sequences, prompt, cached, completion)
+        record.is_booked = True
+        if bill is not None:
+            bill.prompt, bill.completion = prompt, completion
+
+    def leave(self) -> None:
+        """The request is over."""
+        self._numbers.e2e.observe(time.perf_counter() - self._record.started)
+
+    def _known(self, collector: Collector) -> tuple[int, int, int]:
+        """Tokens of prompts, cached ones and completions, as the worker told at the end or as was seen until now."""
+        record = self._record
+        return (
+            max(record.prompt_tokens, sum(collector.accepted.values())),
+            max(record.cached_tokens, sum(collector.cached.values())),
+            max(record.completion_tokens, self._had + self.tokens),
+        )
+
+    def _on_first_token(self, now: float) -> None:
+        if self._record.first_token_s is None:
+            self._record.first_token_s = now - self._record.started
+            self._numbers.ttft.observe(self._record.first_token_s)
+
+    def _book_ends(self, deltas: list[Delta]) -> list[Delta]:
+        """Book the terminal deltas among these, and keep failures apart."""
+        good: list[Delta] = []
+        for delta in deltas:
+            if delta.finish is None:
+                good.append(delta)
+                continue
+            if delta.finish is Finish.ERROR or delta.finish is Finish.ABORT:
+                self._note_failure(delta.failure or (_STOPPED if delta.finish is Finish.ABORT else LOST))
+                if delta.text:
+                    good.append(msgspec.structs.replace(delta, finish=None, usage=None, failure=None))
+            else:
+                good.append(delta)
+            self._book_end(delta, _FINISHES[delta.finish])
+        return good
+
+    def _note_failure(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = self.cancelled or from_failure(failure, is_operator=self._record.caller.is_admin)
+            self._record.detail = failure.detail
+
+    def _book_end(self, delta: Delta, finish: str) -> None:
+        self.ended.add(delta.rid)
+        self._numbers.sequence_ended(finish, delta.usage)
+        record = self._record
+        record.finishes.append(finish)
+        if delta.usage is not None:
+            if not record.served_by:
+                self._numbers.note_prefill(delta.usage)
+            self._told += 1
+            record.prompt_tokens += delta.usage.prompt
+            record.cached_tokens += delta.usage.cached
+            record.completion_tokens += delta.usage.completion
+            record.phases.add(delta.usage)
+
+    def _cut_phases(self, collector: Collector) -> None:
+        """It ends before its worker could say where its time went: what was seen from here."""
+        record = self._record
+        began = collector.began
+        # The collector's clock is the loop's.
+        ago = 0.0 if began is None else asyncio.get_running_loop().time() - began
+        now = time.perf_counter() - record.started
+        record.phases.cut(now, None if began is None else now - ago, record.first_token_s)

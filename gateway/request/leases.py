@@ -1,0 +1,53 @@
+"""Leases that a request holds while it is served: admission, its key's rate limit, its model, its place in lists."""
+
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from gateway.access.rate_limit import Meter, UsageCharge
+from gateway.config.settings import ModelConfig
+from gateway.media.modalities import likely_tokens
+from gateway.request.in_flight import InFlightRequest
+from gateway.request.record import RequestRecord
+from gateway.request.runtime import Runtime
+from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
+from protocol.messages import Generate
+
+
+@contextmanager
+def leases(
+    runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: InFlightRequest
+) -> Generator[UsageCharge | None, None, None]:
+    """Hold them all; the bill is what the caller's key is charged in the end.
+
+    Raises `Overloaded`, `RateLimited` or `Unavailable`, and holds nothing then.
+    """
+    record, count = served.record, len(generates)
+    caller = record.caller
+    with ExitStack() as held:
+        share = caller.queue_share or runtime.config.server.queue_share
+        held.enter_context(runtime.admission.lease(model, count, caller.key, share))
+        bill = None
+        if caller.meter is not None:
+            bill = held.enter_context(caller.meter.hold(_estimate(caller.meter, generates, record), count))
+        # A model that only peers have is not in the pool.
+        if runtime.pool.find(model.name) is not None:
+            held.enter_context(runtime.pool.busy(model.name))
+        held.enter_context(runtime.requests.hold(served))
+        if model.adapter:
+            running = runtime.metrics.model(model.name).adapters_running
+            running[model.adapter] += count
+            held.callback(running.subtract, {model.adapter: count})
+        yield bill
+
+
+def _estimate(meter: Meter, generates: Sequence[Generate], record: RequestRecord) -> float:
+    """Tokens that this will probably be charged: the prompts' by their size, for they are not tokenized here."""
+    if not meter.is_limited:
+        return 0.0
+    # Each sequence is charged for its prompt, and for the conversation that it continues, sent again or not. Media
+    # have far more bytes than tokens.
+    media_tokens = likely_tokens(record.media)
+    return sum(
+        (prompt_bytes(each) - record.media_bytes) / BYTES_PER_TOKEN + media_tokens + meter.expected(each.max_tokens)
+        for each in generates
+    )

@@ -1,0 +1,200 @@
+"""Start of a request's sequences: on a worker that is ready, at a peer, or once the model is loaded."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from gateway.config.settings import ModelConfig
+from gateway.errors import BadRequest, Cancelled, Unavailable, from_failure, from_unsendable
+from gateway.link.collector import Collector
+from gateway.link.link import LATE
+from gateway.link.transport import WorkerGone
+from gateway.media.modalities import check
+from gateway.remote.peers.peer_stream import PeerStream
+from gateway.request.model_kind import check_kind
+from gateway.request.record import RequestRecord
+from gateway.request.runtime import Runtime
+from gateway.workers.pool.pool import Pool
+from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.workers.supervisor.state import ModelUnavailable, State
+from protocol.codec import Unsendable
+from protocol.failures import Code, Failure
+from protocol.kinds import TEXT
+from protocol.messages import Generate
+
+QUEUE_RETRY_AFTER_S: Final = 5.0
+QUEUE_RETRY_AFTER_MAX_S: Final = 300.0
+LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.")
+
+
+def retry_after_s(pool: Pool, model: ModelConfig) -> float:
+    """About when a model that was not ready in time will be: by what its loads took, within bounds."""
+    return min(QUEUE_RETRY_AFTER_MAX_S, max(QUEUE_RETRY_AFTER_S, pool.load_left_s(model.name)))
+
+
+class Opener:
+    """Gives the sequences of one request to a worker or a peer. Owned by its generation."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: ModelConfig,
+        generates: list[Generate],
+        record: RequestRecord,
+        bind: Callable[[Sequence[int]], None],
+        *,
+        kind: str,
+        stays_here: bool,
+        form: str,
+    ) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._generates = generates
+        self._record = record
+        self._bind = bind
+        self._numbers = runtime.metrics.model(model.name)
+        self._kind = kind
+        # Kept, because a reload may take the model out of the pool. None of a model that only peers have.
+        self._worker = runtime.pool.find(model.name)
+        self._journey = (
+            None
+            if stays_here or kind != TEXT or model.adapter
+            else runtime.fleet.journey(model, generates, record.id, self._note_place, form)
+        )
+        # All sequences share it. It counts from the request's arrival, and holds while the model loads too.
+        limit_ms = generates[0].deadline_ms
+        self._deadline = record.started + limit_ms / 1000 if limit_ms else math.inf
+        self._timeout: asyncio.Timeout | None = None
+        self._interruption: Cancelled | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `open` waits for the model."""
+        return self._timeout is not None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model's worker is being started."""
+        return self._worker is not None and self._worker.state in (State.STARTING, State.LOADING)
+
+    @property
+    def form(self) -> str:
+        """The form of the model that generates it, where peers have a part in it; empty if it is not known."""
+        return "" if self._journey is None else self._journey.form
+
+    def interrupt(self, reason: Cancelled | None) -> bool:
+        """End the wait of `open`, which raises the reason if there is one. False when it does not wait."""
+        self._interruption = self._interruption or reason
+        if self._timeout is None:
+            return False
+        self._timeout.reschedule(0.0)
+        return True
+
+    def open_now(self) -> Collector | None:
+        """Start on a worker that is ready, or at a peer. None when neither is: then `open` waits for a worker.
+
+        Raises `ApiError`.
+        """
+        stream = None if self._journey is None else self._journey.begin()
+        if stream is not None:
+            return self._submit(stream)
+        return self._submit(self._worker) if self._worker is not None and self._worker.is_ready else None
+
+    async def open(self) -> Collector:
+        """Wait until the model is ready, and start. Raises `ApiError`."""
+        self._check_before_load()
+        phases, numbers = self._record.phases, self._numbers
+        phases.loading_from = self._elapsed()
+        numbers.opening += len(self._generates)
+        try:
+            return await self._wait_and_submit()
+        finally:
+            numbers.opening -= len(self._generates)
+            phases.load = (phases.sent_at or self._elapsed()) - phases.loading_from
+
+    def _check_before_load(self) -> None:
+        """Refuse what the model is not for, before it is loaded in vain."""
+        if self._worker is None and self._kind != TEXT:
+            message = f"The model '{self._model.name}' is a peer's: peers are asked for text alone."
+            raise BadRequest(message, "model", "unsupported_model_kind")
+        if self._worker is not None and self._worker.ready is None:
+            check_kind(self._model, None, self._kind)
+
+    async def _wait_and_submit(self) -> Collector:
+        queue_s = self._runtime.config.server.queue_timeout_s
+        limit_s = min(queue_s or math.inf, self._deadline - time.perf_counter())
+        try:
+            async with asyncio.timeout(limit_s if limit_s < math.inf else None) as self._timeout:
+                losses = 0
+                while losses < 2:
+                    worker = await self._runtime.pool.ensure_ready(self._model.name)
+                    # Since then another model may have been given its memory: that is no loss, but a longer wait.
+                    losses += worker.is_ready
+                    if (collector := self._submit(worker)) is not None:
+                        return collector
+            raise from_failure(LOST)
+        except ModelUnavailable as error:
+            stream = None if self._journey is None else self._journey.begin_elsewhere()
+            if stream is not None and (collector := self._submit(stream)) is not None:
+                return collector
+            is_operator = self._record.caller.is_admin
+            raise from_failure(error.failure, error.retry_after_s, is_operator=is_operator) from None
+        except TimeoutError:
+            if self._interruption is not None:
+                raise self._interruption from None
+            if time.perf_counter() >= self._deadline:
+                raise from_failure(LATE) from None
+            message = f"The model was not ready within {queue_s:g} seconds."
+            raise Unavailable(message, retry_after_s(self._runtime.pool, self._model), "queue_timeout") from None
+        finally:
+            self._timeout = None
+
+    def _submit(self, worker: WorkerHandle | PeerStream) -> Collector | None:
+        """None when the worker is gone. A peer's stream that nothing was sent by is given up."""
+        collector: Collector | None = None
+        try:
+            collector = self._send(worker)
+        finally:
+            if collector is None and isinstance(worker, PeerStream):
+                worker.discard()
+        if collector is not None:
+            self._record.rids = collector.rids
+            self._record.phases.sent_at = self._elapsed()
+            self._bind(collector.rids)
+        return collector
+
+    def _send(self, worker: WorkerHandle | PeerStream) -> Collector | None:
+        self._check(worker)
+        try:
+            return self._runtime.link.submit(worker, self._timed())
+        except WorkerGone:
+            return None
+        except Unsendable as error:
+            self._runtime.metrics.rejected(self._model.name, "unsendable")
+            raise from_unsendable(error) from None
+
+    def _check(self, worker: WorkerHandle | PeerStream) -> None:
+        """Raise `BadRequest` when the model that is loaded there is not for this request."""
+        if isinstance(worker, PeerStream):
+            check_kind(self._model, self._runtime.view(self._model).ready, self._kind)
+        elif worker.is_ready:
+            check_kind(self._model, worker.ready, self._kind)
+        if self._record.media and worker.is_ready:
+            check(self._model.name, self._model.path, self._runtime.view(self._model).ready, self._record.media)
+
+    def _timed(self) -> list[Generate]:
+        """The sequences with what is left until their deadline."""
+        if self._deadline == math.inf:
+            return self._generates
+        left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))
+        return [msgspec.structs.replace(generate, deadline_ms=left_ms) for generate in self._generates]
+
+    def _note_place(self, place: str) -> None:
+        self._record.served_by = place
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._record.started
