@@ -123,7 +123,7 @@ class Bench:
 
     def _tick(self, batch: "Batch") -> list[int]:
         """The rids that got a token, which is what a row's output grows by."""
-        tokens = batch.tick(512).tokens
+        tokens = batch.step(512).tokens
         for token in tokens:
             token.row.output.append(token.id)
         return [token.row.rid for token in tokens]

@@ -49,8 +49,14 @@ def _measured(proposer: Any, size: int, dtype: Any, rows: int, turns: int) -> li
     import mlx.core as mx
     import numpy as np
 
-    proposer.begin(lambda _uids, logits, _ahead: mx.argmax(logits, axis=-1), lambda: ([], []))
-    uids, length = list(range(rows)), CONTEXT
+    from worker.speculation.draft_state import DraftState
+
+    class Drafted:
+        def __init__(self) -> None:
+            self.draft = DraftState()
+
+    proposer.begin(lambda _rows, logits, _ahead: mx.argmax(logits, axis=-1), lambda: ([], []))
+    drafted, length = [Drafted() for _ in range(rows)], CONTEXT
     text = np.arange(CONTEXT + (turns + 3) * len(DRAFTS) * NEW + NEW, dtype=np.int32) % 1000
     seconds: list[float | None] = []
 
@@ -59,13 +65,15 @@ def _measured(proposer: Any, size: int, dtype: Any, rows: int, turns: int) -> li
         if size:
             states = mx.random.normal((rows, count, size)).astype(dtype)
             mx.eval(states)
-            proposer.taps.keep((states,), uids, [length - count] * rows, [count] * rows, [0] * rows)
+            proposer.taps.keep(
+                (states,), [row.draft for row in drafted], [length - count] * rows, [count] * rows, [0] * rows
+            )
 
     fed(CONTEXT)
-    proposer.propose(uids, [text[:length]] * rows, [5] * rows, 1)
+    proposer.propose(drafted, [text[:length]] * rows, [5] * rows, 1)
     while proposer.unread:
         proposer.read(512)
-    proposer.propose(uids, [text[:length]] * rows, [5] * rows, 1)
+    proposer.propose(drafted, [text[:length]] * rows, [5] * rows, 1)
     for count in DRAFTS:
         if count > proposer.longest:
             seconds.append(None)
@@ -75,7 +83,7 @@ def _measured(proposer: Any, size: int, dtype: Any, rows: int, turns: int) -> li
             length += NEW
             fed(NEW)
             began = time.perf_counter()
-            drafts = proposer.propose(uids, [text[:length]] * rows, [5] * rows, count)
+            drafts = proposer.propose(drafted, [text[:length]] * rows, [5] * rows, count)
             taken.append(time.perf_counter() - began)
             assert all(len(draft) == count for draft in drafts)
         seconds.append(statistics.median(taken[2:]))

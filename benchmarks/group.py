@@ -193,7 +193,7 @@ def one(batch: Any, ranks: int, rows: int, context: int, steps: int, vocab: int)
         prompt = [(row * 7919 + at * 31) % vocab for at in range(context)]
         batch.insert(silent_row(row + 1, prompt, steps + WARM + 2))
     while batch.prefilling:
-        batch.tick(CHUNK)
+        batch.step(CHUNK)
     prefill_s = time.perf_counter() - began
     seconds: list[float] = []
     for step in range(steps + WARM):
@@ -202,7 +202,7 @@ def one(batch: Any, ranks: int, rows: int, context: int, steps: int, vocab: int)
         if ready is not None and step == WARM:
             Path(ready).touch()
         began = time.perf_counter()
-        batch.tick(CHUNK)
+        batch.step(CHUNK)
         seconds.append(time.perf_counter() - began)
     timed = sorted(seconds[WARM:])
     p50, p90 = statistics.median(timed) * 1e3, timed[int(0.9 * (len(timed) - 1))] * 1e3

@@ -204,7 +204,7 @@ def _answers(samples: "Sequence[Sample]", bits: int) -> tuple[list[list[int]], i
 def _generate(loaded: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
     from protocol.messages import Sampling
     from worker.engine.batch import Batch
-    from worker.engine.row import Row
+    from worker.engine.row import Row, RowStats, RowText
     from worker.kv.kv import KvLayout
     from worker.kv.quantized import make_caches
     from worker.output.stops import StopScanner
@@ -224,10 +224,9 @@ def _generate(loaded: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
     while waiting or len(batch):
         while waiting and len(batch) < ROWS_AT_ONCE:
             rid = waiting.pop(0)
-            batch.insert(
-                Row(rid, prompts[rid], Sampling(temperature=0.0), ANSWER_TOKENS, NoText(), StopScanner(()), arrived=0.0)
-            )
-        for token in batch.tick(CHUNK).tokens:
+            text = RowText(NoText(), StopScanner(()))
+            batch.insert(Row(rid, prompts[rid], Sampling(temperature=0.0), ANSWER_TOKENS, text, RowStats(0.0)))
+        for token in batch.step(CHUNK).tokens:
             said[token.row.rid].ids.append(token.id)
     batch.close()
     return [each.ids for each in said]

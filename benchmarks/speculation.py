@@ -156,24 +156,27 @@ class _Oracle:
             widest = length + 1
 
             def __init__(self) -> None:
-                self._said: dict[int, int] = {}
+                # Of each row, in the order in which they came, the tokens that it has generated.
+                self._rows: list[Any] = []
+                self._generated: list[int] = []
                 self._rng = random.Random(0)
 
-            def add(self, uid: int, *_: object) -> None:
-                self._said[uid] = 0
+            def add(self, row: Any, *_: object) -> None:
+                self._rows.append(row)
+                self._generated.append(0)
 
-            def note(self, uid: int, tokens: Sequence[int]) -> None:
-                self._said[uid] += len(tokens)
+            def note(self, row: Any, tokens: Sequence[int]) -> None:
+                self._generated[self._rows.index(row)] += len(tokens)
 
             def is_ready(self, *_: object) -> bool:
                 return True
 
-            def drafts(self, uids: Sequence[int], _newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
-                return [self._draft(uid, limit) for uid, limit in zip(uids, most, strict=True)]
+            def drafts(self, rows: Sequence[Any], _newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+                return [self._draft(self._rows.index(row), limit) for row, limit in zip(rows, most, strict=True)]
 
-            def _draft(self, uid: int, limit: int) -> list[int]:
-                begin = self._said[uid] + 1
-                right = expected[uid % len(expected)][begin : begin + min(limit, length)]
+            def _draft(self, at: int, limit: int) -> list[int]:
+                begin = self._generated[at] + 1
+                right = expected[at % len(expected)][begin : begin + min(limit, length)]
                 return [token if self._rng.random() < odds else token + 1 for token in right]
 
         return Oracle()
@@ -203,10 +206,10 @@ def _generated(
         made.append(intake.row(Generate(rid, prompt, greedy, max_tokens=tokens), 0.0))
         batch.insert(made[-1])
     while batch.prefilling:
-        batch.tick(512)
+        batch.step(512)
     began = time.perf_counter(), time.process_time()
     while batch:
-        for token in batch.tick(512).tokens:
+        for token in batch.step(512).tokens:
             token.row.output.append(token.id)
     seconds = time.perf_counter() - began[0], time.process_time() - began[1]
     batch.close()

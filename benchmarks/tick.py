@@ -22,8 +22,7 @@ from benchmarks.serve import numbers
 from gateway.ctl.bench.measure import percentile, table
 
 if TYPE_CHECKING:
-    from worker.engine.batch import Token
-    from worker.engine.row import Row
+    from worker.engine.row import Row, Token
 
 BEFORE: Final = "before"
 AFTER: Final = "after"
@@ -64,7 +63,7 @@ def steps(model: Any, vocab: int, args: argparse.Namespace) -> None:
                     continue
                 with _seeing(sees_room):
                     batch = _decoding(model, vocab, rows, context, is_pair, name == "equal")
-                    taken[name] = _step_times(batch.next, args.steps)
+                    taken[name] = _step_times(batch.decode, args.steps)
             medians = [f"{1e3 * statistics.median(taken[name]):.2f}" if name in taken else "" for name in WAYS]
             lines.append((str(rows), str(context), *medians))
     print(table(("rows", "context", *WAYS), lines))
@@ -142,7 +141,7 @@ class Loop:
     def tick(self) -> "list[Token]":
         batch = self.batch
         chunk = self._policy.chunk(batch.prefilling, batch.decoding, batch.longest_prefill)
-        tick = batch.tick(chunk.tokens, rides=chunk.rides)
+        tick = batch.step(chunk.tokens, rides=chunk.rides)
         for timed in tick.timed:
             self._policy.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode)
         return tick.tokens
@@ -157,7 +156,7 @@ class Loop:
                 self.tick()
             row = row_of(STREAMS, length, 2, vocab)
             self.batch.insert(row)
-            while row.uid is not None:
+            while row.member is not None:
                 self.tick()
         for row in rows:
             self.batch.remove(row)
@@ -205,7 +204,7 @@ def _closed_loop(model: Any, vocab: int, clients: int, requests: int, way: str) 
 
 def row_of(rid: int, prompt: int, output: int, vocab: int) -> "Row":
     from protocol.messages import Sampling
-    from worker.engine.row import Row
+    from worker.engine.row import Row, RowStats, RowText
     from worker.output.stops import StopScanner
 
     class NoText:
@@ -221,9 +220,8 @@ def row_of(rid: int, prompt: int, output: int, vocab: int) -> "Row":
         prompt=[rng.randrange(vocab) for _ in range(prompt)],
         sampling=Sampling(temperature=0.0, ignore_eos=True),
         max_tokens=output,
-        detokenizer=NoText(),
-        stops=StopScanner(()),
-        arrived=0.0,
+        text=RowText(NoText(), StopScanner(())),
+        stats=RowStats(0.0),
     )
 
 
@@ -238,18 +236,20 @@ def _step_times(step: Callable[[], object], count: int) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def _members(model: Any, vocab: int, rows: int, context: int, is_equal: bool) -> Any:
+def _members(model: Any, vocab: int, count: int, context: int, is_equal: bool) -> Any:
     """Rows with random KV."""
     import mlx.core as mx
     from mlx_lm.generate import StopSequences
     from mlx_lm.models.cache import KVCache
 
-    from worker.engine.batch_sequence import BatchSequence, BatchSequences
+    from worker.engine.batch_sequence import BatchSequences
+    from worker.engine.row import Member
     from worker.kv import batched
+    from worker.sampling.sampler import Draws
 
     heads, dim = model.args.num_key_value_heads, model.args.head_dim
     dtype = model.layers[0].self_attn.k_proj.weight.dtype
-    lengths = [context if is_equal else context - at * (context // 2) // rows for at in range(rows)]
+    lengths = [context if is_equal else context - at * (context // 2) // count for at in range(count)]
     layers: list[Any] = []
     for _ in model.layers:
         column: list[Any] = []
@@ -263,15 +263,15 @@ def _members(model: Any, vocab: int, rows: int, context: int, is_equal: bool) ->
     first = layers[0].lengths
     for layer in layers:
         layer.lengths = first
+    rows = [row_of(at, 0, 1 << 20, vocab) for at in range(len(lengths))]
     members = [
-        BatchSequence(at, [[at % vocab]], 1 << 20, [], [0] * length, (), StopSequences().matcher())
-        for at, length in enumerate(lengths)
+        Member(row, [[row.rid % vocab]], [], [0] * length, Draws(row.sampling), (), StopSequences().matcher())
+        for row, length in zip(rows, lengths, strict=True)
     ]
     return BatchSequences(members, layers)
 
 
 def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is_equal: bool) -> Any:
-    from protocol.messages import Sampling
     from worker.engine.decode_batch import DecodeBatch
     from worker.sampling.sampler import RowSampler
     from worker.speculation.drafter import NoDrafts
@@ -280,10 +280,7 @@ def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is
         def _choose_pair(self) -> bool | None:
             return is_pair
 
-    sampler = RowSampler()
-    for uid in range(rows):
-        sampler.add(uid, Sampling(temperature=0.0), 0)
-    batch = Forced(model, sampler, NoDrafts())
+    batch = Forced(model, RowSampler(), NoDrafts())
     batch.join(_members(model, vocab, rows, context, is_equal))
     return batch
 

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from protocol.messages import Sampling
-from worker.engine.row import Row
+from worker.engine.row import Row, RowStats, RowText
 from worker.output.stops import StopScanner
 
 
@@ -18,13 +18,12 @@ class Silent:
         return ""
 
 
-def row(rid: int, **settings: Any) -> Row:
+def row(rid: int, *, detokenizer: Any = None, stops: StopScanner | None = None, **settings: Any) -> Row:
     defaults: dict[str, Any] = {
         "prompt": [1, 2, 3],
         "sampling": Sampling(),
         "max_tokens": 4,
-        "detokenizer": Silent(),
-        "stops": StopScanner(()),
-        "arrived": time.monotonic(),
+        "text": RowText(detokenizer or Silent(), stops or StopScanner(())),
+        "stats": RowStats(time.monotonic()),
     }
     return Row(rid, **{**defaults, **settings})

@@ -1,6 +1,7 @@
 """The rows on the device, from their insertion to what they leave in the prefix cache."""
 
 import logging
+import time
 from collections import abc
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from mlx_lm.generate import StopSequences
 
 from worker.engine.decode_batch import PAIR, REFEED, TimedStep
 from worker.engine.generator import Generator
-from worker.engine.row import Row
+from worker.engine.row import Member, Row, Token
 from worker.engine.row_media import RowMedia
 from worker.engine.row_prefixes import RowPrefixes
 from worker.engine.scheduling.kv_budget import KvCost
@@ -26,9 +27,9 @@ from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import common_prefix
 from worker.sampling.penalties import processors
 from worker.sampling.prompt_scores import Scores
-from worker.sampling.sampler import Guard, RowSampler
+from worker.sampling.sampler import Draws, Guard, RowSampler
 from worker.speculation.drafter import Drafter, NoDrafts
-from worker.structured.masks import Masks
+from worker.structured.masks import Masks, MaskWork, wait_for_one
 from worker.vision.attach import Vision
 from worker.vision.encoder import MediaEncoder
 
@@ -38,23 +39,13 @@ log = logging.getLogger("mlxd.worker")
 EARLY_TOKENS: Final = 1024
 # Waiting for another row's prefill pays from about here.
 MIN_SHARED_TOKENS: Final = 64
-# How long a tick waits for a mask when no row can go on without one.
+# How long a step waits for a mask when no row can go on without one.
 PARKED_WAIT_S: Final = 0.05
 
 
 @dataclass(slots=True, frozen=True)
-class Token:
-    """One sampled token of one row; `ended` is the reason for which it is the last, `stop` or `length`."""
-
-    row: Row
-    id: int
-    logprobs: mx.array
-    ended: str | None
-
-
-@dataclass(slots=True, frozen=True)
-class TickResult:
-    """Results of one tick; `timed` are the forward passes whose time is known by now.
+class StepOutput:
+    """Results of one step; `timed` are the forward passes whose time is known by now.
 
     `returned` are rows that are not in the batch any more: they wait for their media as those in the queue do. `scored`
     are rows whose prompts have their log-probabilities now; none of them has a token yet.
@@ -74,8 +65,8 @@ class TickResult:
 class Batch:
     """The rows on the device. One thread owns it and everything MLX.
 
-    `insert` takes a row at any time, `remove` takes it out in any phase, `tick` does one decode step for the decoding
-    rows and then one chunk for the prefilling ones. `settle` stores what the rows that ended have computed.
+    `insert` takes a row at any time, `remove` takes it out in any phase, `step` gives the decoding rows their
+    next tokens and runs one chunk for the prefilling ones. `settle` stores what the rows that ended have computed.
     """
 
     def __init__(
@@ -96,13 +87,11 @@ class Batch:
         suppressed = vision.needs.suppressed if vision is not None else ()
         self._sampler = RowSampler(self._masks, suppressed, agreement_of(model), table_rows)
         self._media = RowMedia(vision, encoder)
-        # Rows taken out while their grammar works, by the uid that they had.
-        self._parked: dict[int, Row] = {}
-        self._rows: dict[int, Row] = {}
-        self._guards: dict[int, list[Guard]] = {}
-        self._prefilling: set[int] = set()
-        # Rows past their prompt whose KV is nowhere but in the batch: it is stored when they end, or are asked for it.
-        self._unstored: set[int] = set()
+        # All that are in, in the order of their insertion; of these, those in prefill, and those that are out of the
+        # generator while their grammar works.
+        self._members: list[Member] = []
+        self._prefilling: list[Member] = []
+        self._parked: list[Member] = []
         # Rows that have ended, with all tokens and their KV, until `settle`.
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
         # The cache has failed since the last `settle`, where ranks of a group clear theirs at the same place of a plan.
@@ -115,11 +104,11 @@ class Batch:
         self._prefixes = RowPrefixes(cache, self._generator.stream)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._members)
 
     @property
     def rows(self) -> list[Row]:
-        return list(self._rows.values())
+        return [member.row for member in self._members]
 
     @property
     def prefilling(self) -> int:
@@ -128,19 +117,18 @@ class Batch:
     @property
     def longest_prefill(self) -> int:
         """Tokens that the longest prefill takes from its beginning to its end."""
-        rows = (self._rows[uid] for uid in self._prefilling)
-        return max((row.slots - row.reused for row in rows), default=0)
+        return max((member.row.slots - member.reused for member in self._prefilling), default=0)
 
     @property
     def context(self) -> int:
         """The most tokens that a row in prefill has computed; of rows that generate, where none is in prefill."""
         if self._prefilling:
-            return max(self._rows[uid].prefilled for uid in self._prefilling)
-        return max((row.slots for row in self._rows.values()), default=0)
+            return max(member.prefilled for member in self._prefilling)
+        return max((member.row.slots for member in self._members), default=0)
 
     @property
     def decoding(self) -> int:
-        return len(self._rows) - len(self._prefilling)
+        return len(self._members) - len(self._prefilling)
 
     @property
     def unread(self) -> int:
@@ -161,7 +149,7 @@ class Batch:
 
         `is_first`: no row that waits comes before it.
         """
-        if row.scored_top is not None:
+        if row.report.scored_top is not None:
             return False  # it computes all of its prompt
         if self.is_prefilling_prefix_of(row):
             return True
@@ -181,8 +169,8 @@ class Batch:
             return False
         tokens = row.reusable
         cached: int | None = None
-        for uid in self._prefilling:
-            other = self._rows[uid]
+        for member in self._prefilling:
+            other = member.row
             if other.cache_salt != row.cache_salt:
                 continue
             gain = self._prefixes.shareable(other, row.whole(common_prefix(other.keys(), tokens)), self.kv_cost)
@@ -193,16 +181,17 @@ class Batch:
                 return True
         return False
 
-    def insert(self, row: Row, parked: int | None = None) -> bool:
+    def insert(self, row: Row, mask: MaskWork | None = None) -> bool:
         """Queue prompt and output so far, less what the prefix cache holds; sampling goes on at position len(output).
 
         The last token always runs: its logits are what the first sample needs. False, and the row is not in, where
-        features of its media are missing, which are made from now on.
+        features of its media are missing, which are made from now on. `mask` is the work of its grammar, if that is at
+        work already.
         """
         self.settle()
         tokens, keys = row.tokens(), row.keys()
         ticket, row.ticket = row.ticket, None
-        scores = None if row.scored_top is None else Scores(row.prompt, row.scored_top)
+        scores = None if row.report.scored_top is None else Scores(row.prompt, row.report.scored_top)
         reused, caches = 0, []
         if scores is None:
             self._store_running(keys, row.cache_salt)
@@ -212,40 +201,31 @@ class Batch:
                 )
         if not self._media.is_ready(row, reused):
             return False
-        placement = self._media.placement(row, reused)
-        if row.cached is None:
-            row.cached = 0 if row.output else reused
-        row.prefilled = row.reused = reused
-        row.scores = scores
+        if row.stats.cached is None:
+            row.stats.cached = 0 if row.output else reused
         own = processors(row.sampling, len(row.prompt), row.words, self._eos_ids)
         guards = [Guard(processor) for processor in (*row.processors, *own)]
-        uid = self._generator.insert(
-            self._prefixes.segments(row, tokens, reused),
-            row.max_tokens - len(row.output),
-            caches,
-            tokens[:reused].tolist(),
-            guards,
-            self._stops(row),
-            scores,
-            row.adapter_slot,
-            row.kept,
-            tokens[:-1].tolist() if row.kept is not None and guards else (),
-            longest_whole=self._media.longest_whole(row),
-        )
-        row.uid = uid
-        self._media.place(uid, placement)
-        self._rows[uid] = row
-        self._guards[uid] = guards
-        self._prefilling.add(uid)
-        self._sampler.add(uid, row.sampling, len(row.output))
-        self._drafter.add(uid, tokens, row.drafting)
+        segments, marks = self._prefixes.segments(row, tokens, reused)
+        draws, stops = Draws(row.sampling, len(row.output)), self._stops(row).matcher()
+        member = Member(row, segments, caches, tokens[:reused].tolist(), draws, guards, stops)
+        member.marks, member.scores = marks, scores
+        member.placement, member.longest_whole = self._media.placement(row, reused), self._media.longest_whole(row)
+        if row.kept is not None and guards:
+            member.text = tokens[:-1].tolist()
+        self._enter(member)
+        self._drafter.add(member, tokens, row.drafting)
         if (branch := self._cache.branch(keys, row.cache_salt)) is not None:
-            self._drafter.follow(uid, branch)
-        if parked is not None:
-            self._masks.move(parked, uid)
-        elif row.rule is not None:
-            self._masks.add(uid, row.rule, row.output)
+            self._drafter.follow(member, branch)
+        if row.rule is not None:
+            member.mask = mask or self._masks.follow(row.rule, row.output)
         return True
+
+    def _enter(self, member: Member) -> None:
+        """A sequence is in the batch from now on."""
+        self._generator.insert(member)
+        self._members.append(member)
+        self._prefilling.append(member)
+        member.row.member = member
 
     def _stops(self, row: Row) -> StopSequences:
         """Tokens that end a row."""
@@ -254,13 +234,13 @@ class Batch:
 
     def remove(self, row: Row) -> None:
         """Take a row out if it is in; what it has computed so far goes to the prefix cache."""
-        if row.uid is None:
+        if (member := row.member) is None:
             return
-        if row.uid not in self._parked:
-            tokens = self._take_out(row)
+        if member not in self._parked:
+            tokens = self._take_out(member)
             with self._keeping(row):
                 self._prefixes.persist(row, tokens)
-        self._forget(row)
+        self._forget(member)
 
     @contextmanager
     def _keeping(self, row: Row) -> abc.Generator[None]:
@@ -282,36 +262,37 @@ class Batch:
 
     def _store_running(self, tokens: Any, salt: str) -> None:
         """Store what running rows have in common with these tokens. Few are ever asked for it, and it costs a copy."""
-        if not self._unstored or not self._cache.is_on:
+        unstored = [member for member in self._members if member.is_unstored]
+        if not unstored or not self._cache.is_on:
             return
         tokens = tokens[:-1]
         head = tokens[:MIN_SHARED_TOKENS]
-        for uid in sorted(self._unstored):
-            other = self._rows[uid]
+        for member in unstored:
+            other = member.row
             if other.cache_salt != salt or not np.array_equal(other.keys()[:MIN_SHARED_TOKENS], head):
                 continue
             if common_prefix(other.keys(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
-                self._unstored.discard(uid)
+                member.is_unstored = False
                 with self._keeping(other):
-                    caches, done = self._generator.extract(uid)
+                    caches, done = self._generator.extract(member)
                     self._prefixes.keep(other, done, caches)
 
-    def _take_out(self, row: Row) -> list[int]:
-        assert row.uid is not None
-        self._unstored.discard(row.uid)
+    def _take_out(self, member: Member) -> list[int]:
+        """Take a sequence out of the generator; the tokens whose KV it leaves in the prefix cache."""
+        row, member.is_unstored = member.row, False
         tokens: list[int] = []
         with mx.stream(self._generator.stream):
             with self._keeping(row):
-                caches, tokens = self._generator.extract(row.uid)
+                caches, tokens = self._generator.extract(member)
                 # Inside of a medium a checkpoint serves nobody, and would hide those before it.
                 is_usable = not self._cache.needs_checkpoints or row.whole(len(tokens)) == len(tokens)
                 # A row that never ran holds what it was given.
-                if len(tokens) > row.reused and is_usable:
+                if len(tokens) > member.reused and is_usable:
                     self._prefixes.keep(row, tokens, caches)
-            self._generator.discard([row.uid])
+            self._generator.discard([member])
         return tokens
 
-    def tick(self, chunk: int, *, rides: bool = True, reads: int = 0) -> TickResult:
+    def step(self, chunk: int, *, rides: bool = True, reads: int = 0) -> StepOutput:
         """One decode step, and at most `chunk` prompt tokens of each prefilling row, which may ride on it.
 
         Then a model that drafts reads at most `reads` tokens.
@@ -319,66 +300,63 @@ class Batch:
         self.settle()
         self._drafter.tend()
         returned = self._unpark()
-        most = self._media.widened(chunk, (self._rows[uid] for uid in self._prefilling))
+        most = self._media.widened(chunk, (member.row for member in self._prefilling))
         self._begin(most, rides=rides)
-        prompted, generated = self._generator.next(most, rides=rides, reads=reads)
+        prompted, tokens = self._generator.run_passes(most, rides=rides, reads=reads)
         progress: list[tuple[Row, int, int]] = []
         scored: list[tuple[Row, Scores]] = []
         scoring: list[tuple[Row, Scores]] = []
         prefilled = 0
-        for step in prompted:
-            row = self._rows[step.uid]
-            if step.scores is not None:
-                scored.append((row, step.scores))
-                row.scores = None
+        for part in prompted:
+            member = part.member
+            if part.scores is not None:
+                scored.append((member.row, part.scores))
                 continue
-            done, total = row.reused + step.done, row.reused + step.total
-            prefilled += done - row.prefilled
-            row.prefilled = done
-            if step.is_prompt_end:
-                self._prefilling.discard(step.uid)
-            self._media.release(row)
-            if step.is_segment_end and (row.marks is None or done in row.marks):
-                self._checkpoint(row, is_prompt_end=step.is_prompt_end)
-            progress.append((row, done, total))
-            if row.scores is not None:
-                scoring.append((row, row.scores))
-        errors = [(uid, guard.error) for uid, guards in self._guards.items() for guard in guards]
-        broken = [(self._rows[uid], error) for uid, error in (*errors, *self._masks.errors()) if error is not None]
-        tokens = [Token(self._rows[each.uid], each.token, each.logprobs, each.ended) for each in generated]
+            prefilled += part.count
+            if part.is_prompt_end:
+                self._prefilling.remove(member)
+            self._media.release(member)
+            done = member.prefilled
+            if part.is_segment_end and (member.marks is None or done in member.marks):
+                self._checkpoint(member, is_prompt_end=part.is_prompt_end)
+            progress.append((member.row, done, member.reused + member.total))
+            if member.scores is not None:
+                scoring.append((member.row, member.scores))
+        watched = (member for member in self._members if member.processors or member.mask is not None)
+        broken = [(member.row, error) for member in watched if (error := _error(member)) is not None]
         self._end([token.row for token in tokens if token.ended is not None])
         self._park()
-        return TickResult(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
+        return StepOutput(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
 
     def _end(self, rows: Sequence[Row]) -> None:
         """Take out the rows that ended; what they leave is stored by `settle`."""
-        uids = [row.uid for row in rows if row.uid is not None]
+        members = [row.member for row in rows if row.member is not None]
         with mx.stream(self._generator.stream):
-            for row, uid in zip(rows, uids, strict=True):
-                with self._keeping(row):
-                    caches, tokens = self._generator.extract(uid)
+            for member in members:
+                with self._keeping(member.row):
+                    caches, tokens = self._generator.extract(member)
                     self.kv_cost = self.kv_cost or KvCost.of(caches, len(tokens), self._drafter.token_bytes)
-                    self._ended.append((row, tokens, caches))
-            self._generator.discard(uids)
-        for row in rows:
-            self._forget(row)
+                    self._ended.append((member.row, tokens, caches))
+            self._generator.discard(members)
+        for member in members:
+            self._forget(member)
 
     def wait(self) -> None:
         """Return when nothing of what was launched is running any more."""
         self._generator.wait()
 
     def _begin(self, chunk: int, *, rides: bool) -> None:
-        """The forward passes of a tick follow."""
+        """The forward passes of a step follow."""
 
     def account(self, row: Row) -> None:
         """Bring the row's counts up to date."""
-        if row.uid is not None:
-            predicted, accepted = self._drafter.spent(row.uid)
-            row.predicted += predicted
-            row.accepted += accepted
+        if row.member is not None:
+            predicted, accepted = row.member.draft.take_spent()
+            row.stats.predicted += predicted
+            row.stats.accepted += accepted
 
     def settle(self) -> None:
-        """Store the rows that ended. Not in `tick`: it takes a while, in which their clients can have their answers."""
+        """Store the rows that ended. Not in `step`: it takes a while, in which their clients can have their answers."""
         ended, self._ended = self._ended, []
         for row, tokens, caches in ended:
             with self._keeping(row):
@@ -390,10 +368,11 @@ class Batch:
 
     def _park(self) -> None:
         """Take out the rows that the step did not wait for: what was sampled for them is dropped, their KV is kept."""
-        for uid in self._masks.late():
-            if (row := self._rows.get(uid)) is not None:
-                self._take_out(row)
-                self._parked[uid] = row
+        for work in self._masks.late():
+            member = next((member for member in self._members if member.mask is work), None)
+            if member is not None:
+                self._take_out(member)
+                self._parked.append(member)
 
     def _unpark(self) -> list[Row]:
         """Put back the rows whose masks are there. When nothing else is to be done, wait for one a moment.
@@ -402,73 +381,63 @@ class Batch:
         follow them again when they are back.
         """
         returned: list[Row] = []
-        if self._parked and len(self._parked) == len(self._rows):
-            self._masks.wait(list(self._parked), PARKED_WAIT_S)
-        for uid in [uid for uid in self._parked if self._masks.is_done(uid)]:
-            row = self._parked.pop(uid)
-            del self._rows[uid]
-            self._guards.pop(uid)
-            self._prefilling.discard(uid)
-            self._sampler.discard(uid)
-            self.account(row)
-            self._drafter.discard(uid)
-            self._media.displace(uid)
-            row.uid = None
-            is_in = False
-            try:
-                is_in = self.insert(row, parked=uid)
-            finally:
-                if not is_in:
-                    self._masks.discard(uid)
-            if not is_in:
-                row.prefilled = row.reused = 0
-                returned.append(row)
+        if self._parked and len(self._parked) == len(self._members):
+            wait_for_one(self._parked, PARKED_WAIT_S)
+        for member in [member for member in self._parked if member.mask is not None and member.mask.is_done]:
+            self._end_stay(member)
+            if not self.insert(member.row, member.mask):
+                returned.append(member.row)
         return returned
 
     def abandon(self) -> None:
         """Let go of every row after a failed step, when nothing in the generator can be trusted or even asked."""
         self._ended.clear()
-        for row in self.rows:
-            self._forget(row)
-        self._media.clear()
+        for member in list(self._members):
+            self._forget(member)
 
     def close(self) -> None:
         self._masks.close()
 
-    def _checkpoint(self, row: Row, is_prompt_end: bool) -> None:
+    def _checkpoint(self, member: Member, is_prompt_end: bool) -> None:
         """Share a prompt with the requests that follow while this one still runs.
 
         The checkpoint before the last token serves: a cached prompt must leave one to run, and the row is not among the
         decoding ones yet. A copy of its KV out of theirs would keep all of theirs twice until it is made. Where caches
         can be cut, a short prompt is stored when a request needs it.
         """
-        assert row.uid is not None
+        row = member.row
         if row.kept is not None:
             return
         is_lazy = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_TOKENS
         if is_prompt_end:
-            if is_lazy:
-                self._unstored.add(row.uid)
+            member.is_unstored = is_lazy
             return
         if is_lazy:
             return
         with self._keeping(row):
-            caches, tokens = self._generator.extract(row.uid)
+            caches, tokens = self._generator.extract(member)
             self._prefixes.keep(row, tokens, caches)
             if len(tokens) >= max(EARLY_TOKENS, len(row.prompt) - 1):
                 self._prefixes.persist(row, tokens)
 
-    def _forget(self, row: Row) -> None:
-        assert row.uid is not None
-        self.account(row)
-        self._rows.pop(row.uid, None)
-        self._parked.pop(row.uid, None)
-        self._masks.discard(row.uid)
-        self._guards.pop(row.uid, None)
-        self._prefilling.discard(row.uid)
-        self._unstored.discard(row.uid)
-        self._sampler.discard(row.uid)
-        self._drafter.discard(row.uid)
-        self._media.forget(row)
-        row.uid = None
-        row.prefilled = row.reused = 0
+    def _forget(self, member: Member) -> None:
+        """The row is not in the batch any more, and holds no features."""
+        self._end_stay(member)
+        self._media.forget(member.row)
+
+    def _end_stay(self, member: Member) -> None:
+        """Let go of all that the batch has of a sequence."""
+        self.account(member.row)
+        for members in (self._members, self._prefilling, self._parked):
+            if member in members:
+                members.remove(member)
+        self._drafter.discard(member)
+        member.row.member = None
+
+
+def _error(member: Member) -> Exception | None:
+    """The error of what chooses a sequence's tokens: of its processors, or of its grammar."""
+    for guard in member.processors:
+        if guard.error is not None:
+            return guard.error
+    return member.mask.error(time.monotonic()) if member.mask is not None else None

@@ -15,28 +15,20 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.engine.batch_sequence import BatchSequence, BatchSequences, PenaltyContext
+from worker.engine.batch_sequence import BatchSequences
 from worker.engine.forward import ForwardPart, forward
+from worker.engine.row import Context, Member, Token
 from worker.kv import batched, ragged
 from worker.model.agreement import agreement_of
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
 from worker.speculation.policy.draft_width import FasterOfTwo
+from worker.structured.masks import constrains
 
 # Tokens that a block of a row with recurrent layers may have: what is not kept is run again.
 REFEED: Final = 16
 # CUDA's attention of one token under a mask is slow. A second one, which is given back, may be quicker.
 PAIR: Final = 2
-
-
-@dataclass(slots=True)
-class SampledToken:
-    """One token of one sequence; with its last one the reason."""
-
-    uid: int
-    token: int
-    logprobs: mx.array
-    ended: str | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,7 +71,7 @@ class _Block:
     accepted: list[int] = field(default_factory=list[int])
 
     @classmethod
-    def of(cls, members: Sequence[BatchSequence], ids: Sequence[int], drafts: list[list[int]]) -> "_Block":
+    def of(cls, members: Sequence[Member], ids: Sequence[int], drafts: list[list[int]]) -> "_Block":
         rows = [[*member.owed, token, *draft] for member, token, draft in zip(members, ids, drafts, strict=True)]
         lengths = [len(row) for row in rows]
         width = ragged.wide(max(lengths))
@@ -138,8 +130,8 @@ class DecodeBatch(BatchSequences):
         last = mx.array([member.segments[0][0] for member in rows.members], dtype=mx.uint32)
         for member in rows.members:
             member.segments = []
-            known = member.tokens if member.kept is None else list(member.text)
-            member.context = PenaltyContext(known) if member.processors else None
+            known = member.tokens if member.row.kept is None else list(member.text)
+            member.context = Context(known) if member.processors else None
         self.extend(rows)
         self._is_recurrent = batched.is_recurrent(self.caches)
         self._is_plain = batched.is_plain(self.caches)
@@ -169,7 +161,7 @@ class DecodeBatch(BatchSequences):
             self._flight.ended = time.perf_counter()
         self._block_rows = 0
 
-    def next(self, rider: ForwardPart | None = None) -> list[SampledToken]:
+    def decode(self, rider: ForwardPart | None = None) -> list[Token]:
         """One step, with a chunk of prompts that rides on it."""
         self.timed = None
         if self._inputs is None:
@@ -211,7 +203,7 @@ class DecodeBatch(BatchSequences):
             if before.is_pair is not None:
                 self._pairs.observe(before.rows, before.is_pair, seconds)
 
-    def _plain(self, inputs: mx.array, rider: ForwardPart | None) -> list[SampledToken]:
+    def _plain(self, inputs: mx.array, rider: ForwardPart | None) -> list[Token]:
         """Launch what follows the inputs, then read them."""
         is_pair = self._choose_pair()
         tokens, flight = inputs[:, None], _PendingStep(len(self), sum(rider.lengths) if rider else 0, 0.0, is_pair)
@@ -227,12 +219,12 @@ class DecodeBatch(BatchSequences):
         mx.eval(given)
         ids = self._read(inputs)
         self._time_plain(flight)
-        sampled: list[SampledToken] = []
+        sampled: list[Token] = []
         for member, token, logprob in zip(self.members, ids, given, strict=True):
             member.tokens.append(token)
             if member.has_begun:
-                self._drafter.note(member.uid, (token,))
-                sampled.append(SampledToken(member.uid, token, logprob, member.ends(token)))
+                self._drafter.note(member, (token,))
+                sampled.append(Token(member.row, token, logprob, member.ends(token)))
             member.has_begun = True
         return sampled
 
@@ -247,53 +239,52 @@ class DecodeBatch(BatchSequences):
         """The next block; None where no row has a draft, or owes tokens."""
         if self._drafter.widest == 1:
             return None
-        uids, most = [member.uid for member in self.members], [self._most(member) for member in self.members]
+        most = [self._most(member) for member in self.members]
         owes = any(member.owed for member in self.members)
-        masks = self._sampler.masks
-        for uid in uids if masks.constrains(uids) else ():
-            self._drafter.expect(uid, masks.forced(uid))
-        if not owes and not self._drafter.is_ready(uids, most):
+        for member in self.members:
+            if member.mask is not None:
+                self._drafter.expect(member, member.mask.forced)
+        if not owes and not self._drafter.is_ready(self.members, most):
             return None
         ids = self._read(inputs)
-        drafts = self._drafter.drafts(uids, ids, most)
+        drafts = self._drafter.drafts(self.members, ids, most)
         return _Block.of(self.members, ids, drafts) if owes or any(drafts) else None
 
-    def _most(self, member: BatchSequence) -> int:
+    def _most(self, member: Member) -> int:
         """Tokens of a draft that a row can take."""
         if not member.has_begun:
             return 0
         left = max(0, member.max_tokens - member.generated - 1)
-        most = self._sampler.masks.most_drafted(member.uid)
-        left = left if most is None else min(left, most)
+        if member.mask is not None:
+            left = min(left, self._sampler.masks.most_drafted(member.mask))
         return min(left, max(0, REFEED - 1 - len(member.owed))) if self._is_recurrent else left
 
-    def _verify(self, block: "_Block", inputs: mx.array, rider: ForwardPart | None) -> list[SampledToken]:
+    def _verify(self, block: "_Block", inputs: mx.array, rider: ForwardPart | None) -> list[Token]:
         """Run a block and keep of each row what it would have generated without."""
         before = batched.states(self.caches)
         part = ForwardPart(self.members, mx.array(block.rows), self.caches, block.lengths)
         logprobs, targets, contexts = self._targets(block, inputs, forward(self._model, part, rider))
         mx.eval(targets, self._logprobs)
         chosen: Any = targets.tolist()
-        masks = self._sampler.masks
-        sampled: list[SampledToken] = []
+        sampled: list[Token] = []
         for at, member in enumerate(self.members):
-            block.accepted.append(masks.accept(member.uid, _agreed(block.drafts[at], chosen[at])))
+            agreed = _agreed(block.drafts[at], chosen[at])
+            block.accepted.append(agreed if member.mask is None else self._sampler.masks.accept(member.mask, agreed))
             own = [self._logprobs[at], *(logprobs[at, step] for step in range(block.accepted[at]))]
             for count, (token, each) in enumerate(zip(block.said(at), own, strict=True) if member.has_begun else (), 1):
                 ended = member.ends(token)
-                sampled.append(SampledToken(member.uid, token, each, ended))
+                sampled.append(Token(member.row, token, each, ended))
                 if ended is not None:
                     block.accepted[at] = count - 1
                     break
             if member.has_begun:
-                self._drafter.note(member.uid, block.said(at))
+                self._drafter.note(member, block.said(at))
             if member.context is not None:
                 member.context.shorten(block.drafted(at) - block.accepted[at])
             member.has_begun = True
         self._settle(block, before)
-        with self._sampler.rows([member.uid for member in self.members]):
-            self._sampler.advance([count + 1 for count in block.accepted])
-        self._drafter.verified([member.uid for member in self.members], block.drafts, block.accepted)
+        self._sampler.advance(self.members, [count + 1 for count in block.accepted])
+        self._drafter.verified(self.members, block.drafts, block.accepted)
         self._inputs = mx.array(
             [row[count] for row, count in zip(chosen, block.accepted, strict=True)], dtype=mx.uint32
         )
@@ -323,28 +314,26 @@ class DecodeBatch(BatchSequences):
         """Log-probabilities `[rows, steps, vocab]` and ids `[rows, steps]` of what follows each row's newest token, and
         the contexts of processors. Rows with a grammar need the inputs before: see `worker.structured.masks`.
         """
-        masks, uids = self._sampler.masks, [member.uid for member in self.members]
         steps = block.steps if block is not None else 1
         if block is not None and any(block.begins):
             at = mx.minimum(mx.array(block.begins)[:, None] + mx.arange(steps), logits.shape[1] - 1)
             logits = mx.take_along_axis(logits, at[..., None], axis=1)
         logits, contexts = self._process(block, inputs, logits[:, :steps])
-        if masks.constrains(uids):
+        if constrains(self.members):
             mx.async_eval(logits, contexts)
-            self._take_masks(uids, self._read(inputs), block.drafts if block is not None else ())
-            logits = masks.apply(uids, logits)
+            self._take_masks(self._read(inputs), block.drafts if block is not None else ())
+            logits = self._sampler.masks.apply(self.members, logits)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        with self._sampler.rows(uids):
-            targets = self._sampler.block(logprobs)
-            if block is None:
-                self._sampler.advance([1] * len(uids))
+        targets = self._sampler.sample(self.members, logprobs)
+        if block is None:
+            self._sampler.advance(self.members, [1] * len(self))
         return logprobs, targets, contexts
 
-    def _take_masks(self, uids: Sequence[int], ids: Sequence[int], drafts: Sequence[Sequence[int]] = ()) -> None:
+    def _take_masks(self, ids: Sequence[int], drafts: Sequence[Sequence[int]] = ()) -> None:
         """Tell grammars of the tokens that the running forward pass is for; the last of a prompt is not theirs."""
         begun = [at for at, member in enumerate(self.members) if member.has_begun]
         own = [drafts[at] for at in begun] if drafts else None
-        self._sampler.masks.take([uids[at] for at in begun], [ids[at] for at in begun], own)
+        self._sampler.masks.take([self.members[at] for at in begun], [ids[at] for at in begun], own)
 
     def _read(self, inputs: mx.array) -> list[int]:
         ids: Any = inputs.tolist()

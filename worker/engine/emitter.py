@@ -1,4 +1,4 @@
-"""Emitter: what a tick has computed becomes output of its rows, and messages to their clients."""
+"""Emitter: what a step has computed becomes output of its rows, and messages to their clients."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -6,10 +6,10 @@ from typing import Protocol
 
 from protocol.failures import Code, Failure
 from protocol.messages import Finish, Progress, TokenLogprob
-from worker.engine.batch import TickResult, Token
+from worker.engine.batch import StepOutput
 from worker.engine.outbox import Outbox
 from worker.engine.output import OutputWriter, TokenOutput
-from worker.engine.row import Row
+from worker.engine.row import Row, Token
 from worker.output.encodable import encodable
 from worker.sampling.logprobs import LogprobReader
 from worker.sampling.prompt_scores import Scores
@@ -34,31 +34,31 @@ class Emitter:
         self._finish = finish
         self._logprobs = LogprobReader(writer.token_bytes)
 
-    def emit(self, tick: TickResult, now: float, close_reasoning: Callable[[Row], None]) -> None:
-        """Send what a tick has added; `close_reasoning` takes a row that has thought enough."""
-        for row, done, total in tick.progress:
+    def emit(self, output: StepOutput, now: float, close_reasoning: Callable[[Row], None]) -> None:
+        """Send what a step has added; `close_reasoning` takes a row that has thought enough."""
+        for row, done, total in output.progress:
             if row.want_progress:
-                self._outbox.send(Progress(row.rid, done, total, row.cached or 0))
-        for row, scores in tick.scoring:
+                self._outbox.send(Progress(row.rid, done, total, row.stats.cached or 0))
+        for row, scores in output.scoring:
             self._tell_scores(row, scores)
-        for row, scores in tick.scored:
+        for row, scores in output.scored:
             self._tell_scores(row, scores)
             if row.is_finished:
                 continue
-            row.scored_top = None  # only now: a row that comes back from a failed tick is scored again
+            row.report.scored_top = None  # only now: a row that comes back from a failed step is scored again
             if row.max_tokens <= len(row.output):
                 self._finish(row, Finish.LENGTH)
         closed: set[Row] = set()
-        for token, logprob in zip(tick.tokens, self._read_logprobs(tick.tokens), strict=True):
+        for token, logprob in zip(output.tokens, self._read_logprobs(output.tokens), strict=True):
             if token.row.is_finished or token.row in closed:
                 continue  # of a block, what comes after the row's end
-            if not token.row.first_token:
-                token.row.first_token = now
+            if not token.row.stats.first_token:
+                token.row.stats.first_token = now
             self.advance(token.row, token.id, token.ended, logprob)
-            if token.row.has_thought_enough and not token.row.is_finished:
+            if token.row.thinking.is_enough and not token.row.is_finished:
                 closed.add(token.row)
                 close_reasoning(token.row)
-        for row, error in tick.broken:
+        for row, error in output.broken:
             if not row.is_finished:
                 self.fail(row, "tokens were chosen", error)
 
@@ -93,14 +93,15 @@ class Emitter:
     def _make_entries(self, row: Row, scores: Scores) -> None:
         at, fresh = scores.take()
         ids = row.prompt[at : at + len(fresh)]
-        begin = max(0, row.echo_told - at)
-        if row.echo and row.top_logprobs is not None and fresh[begin:]:
+        report = row.report
+        begin = max(0, report.echo_sent - at)
+        if report.echo and row.top_logprobs is not None and fresh[begin:]:
             self._outbox.echo(row, tuple(self._logprobs.echo(ids[begin:], fresh[begin:], row.top_logprobs)))
-            row.echo_told = at + len(fresh)
-        begin = max(0, row.scores_told - at)
-        if row.prompt_logprobs is not None and fresh[begin:]:
-            self._outbox.tell_prompt(row, self._logprobs.prompt(ids[begin:], fresh[begin:], row.prompt_logprobs))
-            row.scores_told = at + len(fresh)
+            report.echo_sent = at + len(fresh)
+        begin = max(0, report.scores_sent - at)
+        if report.logprobs is not None and fresh[begin:]:
+            self._outbox.tell_prompt(row, self._logprobs.prompt(ids[begin:], fresh[begin:], report.logprobs))
+            report.scores_sent = at + len(fresh)
 
     def _read_logprobs(self, tokens: Sequence[Token]) -> list[TokenLogprob | None]:
         wanted = [token for token in tokens if token.row.top_logprobs is not None]

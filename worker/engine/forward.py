@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.batch_sequence import BatchSequence
+from worker.engine.row import Member
 from worker.kv.batched import begin_block, end_block, place
 from worker.model.lora.adapters import adapted
 from worker.model.packing import PackedRows, Shape, packing_of, split
@@ -23,7 +23,7 @@ class ForwardPart:
     `lengths[i]` tokens; what follows is padding, which caches that keep tokens one by one hold until they are rewound.
     """
 
-    members: Sequence[BatchSequence]
+    members: Sequence[Member]
     inputs: mx.array
     caches: list[Any]
     lengths: Sequence[int]
@@ -39,8 +39,13 @@ class ForwardPart:
 
 
 def can_pack(model: Any) -> bool:
-    """Whether two parts can be one pass now: rows with media run in passes of their own."""
-    return packing_of(model) is not None and graft_of(model) is None
+    """Whether two parts can be one pass, where neither has rows with media."""
+    return packing_of(model) is not None
+
+
+def has_media(members: Sequence[Member]) -> bool:
+    """Whether a pass of these needs the graft."""
+    return any(member.placement is not None for member in members)
 
 
 def forward(model: Any, part: ForwardPart, rider: ForwardPart | None = None) -> mx.array:
@@ -50,7 +55,7 @@ def forward(model: Any, part: ForwardPart, rider: ForwardPart | None = None) -> 
     """
     parts = [part] if rider is None else [part, rider]
     for each in parts:
-        if any(member.kept is not None for member in each.members):
+        if any(member.row.kept is not None for member in each.members):
             place(each.caches, [member.ahead for member in each.members])
         begin_block(each.caches, each.lengths, each.width)
     tokens, caches = (part.inputs, part.caches) if rider is None else _packed(parts)
@@ -59,7 +64,7 @@ def forward(model: Any, part: ForwardPart, rider: ForwardPart | None = None) -> 
     with (
         _placed(model, part),
         packing.first(shapes, wanted) if packing is not None else nullcontext(),
-        adapted(model, lambda: [[member.adapter for member in each.members] for each in parts], shapes),
+        adapted(model, lambda: [[member.row.adapter_slot for member in each.members] for each in parts], shapes),
     ):
         logits: mx.array = model(tokens, cache=caches)
     _tap(model, parts, shapes)
@@ -77,8 +82,8 @@ def _tap(model: Any, parts: Sequence[ForwardPart], shapes: Sequence[Shape]) -> N
         pairs = zip(part.members, part.lengths, strict=True)
         left = [max(0, sum(map(len, row.segments)) - length) for row, length in pairs]
         starts = [len(member.tokens) for member in part.members]
-        uids = [member.uid for member in part.members]
-        taps.keep(states, uids, starts, part.lengths, left, is_packed=len(parts) > 1)
+        rows = [member.draft for member in part.members]
+        taps.keep(states, rows, starts, part.lengths, left, is_packed=len(parts) > 1)
 
 
 def _packed(parts: Sequence[ForwardPart]) -> tuple[mx.array, list[Any]]:
@@ -89,7 +94,7 @@ def _packed(parts: Sequence[ForwardPart]) -> tuple[mx.array, list[Any]]:
 
 def _placed(model: Any, part: ForwardPart) -> AbstractContextManager[None]:
     graft = graft_of(model)
-    if graft is None:
+    if graft is None or not has_media(part.members):
         return nullcontext()
     starts = [len(member.tokens) for member in part.members]
-    return graft.rows([member.uid for member in part.members], starts, part.lengths, part.width)
+    return graft.rows([member.placement for member in part.members], starts, part.lengths, part.width)

@@ -5,23 +5,23 @@ The models and the caches of one sequence are mlx-lm's; the batch and its caches
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx_lm.generate import StopSequences, generation_stream
+from mlx_lm.generate import generation_stream
 
-from worker.engine.batch_sequence import BatchSequence, BatchSequences
-from worker.engine.decode_batch import DecodeBatch, SampledToken, TimedStep
-from worker.engine.forward import ForwardPart, can_pack, forward
+from worker.engine.batch_sequence import BatchSequences
+from worker.engine.decode_batch import DecodeBatch, TimedStep
+from worker.engine.forward import ForwardPart, can_pack, forward, has_media
+from worker.engine.row import Member, Token
 from worker.engine.scoring import ScoredRows
 from worker.kv import batched, ragged
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
 from worker.sampling.prompt_scores import Scores
-from worker.sampling.sampler import Guard, RowSampler
-from worker.sparse.selected_tokens import SelectedTokens
+from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
 
 # Free buffers go back to the system after this many tokens of prefill, or this many steps, as with mlx-lm's.
@@ -31,11 +31,10 @@ CLEAR_STEPS: Final = 512
 
 @dataclass(slots=True)
 class Prompted:
-    """Progress of a prompt; at its end it has its last token left, which runs with the rows that generate."""
+    """Progress of a prompt by `count` tokens; at its end it has one left, which runs with the rows that generate."""
 
-    uid: int
-    done: int
-    total: int
+    member: Member
+    count: int
     is_segment_end: bool
     is_prompt_end: bool
     # Complete, of a prompt that is scored.
@@ -45,7 +44,7 @@ class Prompted:
 class Generator:
     """Runs sequences as their lane asks for. One thread owns it.
 
-    A tick is one decode step for all rows past their prompt, and one chunk for each of the others: in one forward pass
+    A step gives all rows past their prompt a token, and runs one chunk of each of the others: in one forward pass
     where the chunks ride on the step, else in two.
     """
 
@@ -53,15 +52,15 @@ class Generator:
         self._model = model
         self._lane = lane
         self._stream = generation_stream
-        self._count = 0
-        self._waiting: deque[BatchSequence] = deque()
+        # Members in the phases that they pass: inserted; in prefill, or scored one by one; past their prompt.
+        self._waiting: deque[Member] = deque()
         self._prefill = BatchSequences()
         self._scored = ScoredRows(model)
         self._drafter = drafter
         self._decode = DecodeBatch(model, sampler, drafter)
         self._uncleared_tokens = 0
         self._uncleared_steps = 0
-        # Forward passes whose time is known since the newest tick.
+        # Forward passes whose time is known since the newest step.
         self.timed: list[TimedStep] = []
 
     @property
@@ -79,62 +78,33 @@ class Generator:
         """Rows that are not waiting, by the caches that they share."""
         return [self._prefill, self._decode, *self._scored.rows]
 
-    def generating(self) -> tuple[list[int], list[Any]]:
-        """The numbers of the sequences past their prompt, in the order of the rows of their caches, and the caches."""
-        return [member.uid for member in self._decode.members], self._decode.caches
+    def generating(self) -> tuple[list[Member], list[Any]]:
+        """The sequences past their prompt, in the order of the rows of their caches, and the caches."""
+        return self._decode.members, self._decode.caches
 
-    def insert(
-        self,
-        segments: list[list[int]],
-        max_tokens: int,
-        caches: list[Any],
-        tokens: list[int],
-        processors: Sequence[Guard],
-        stops: StopSequences,
-        scores: Scores | None = None,
-        adapter: int = 0,
-        kept: SelectedTokens | None = None,
-        text: Sequence[int] = (),
-        *,
-        longest_whole: int = 0,
-    ) -> int:
-        """Queue a sequence whose `caches` hold `tokens`; returns its number here. Its segments are not empty.
-
-        One with `scores` holds nothing yet: they become those of its whole prompt. One with `kept` has each run of
-        these in a segment of its own; `text` is all that comes before the last of its tokens. `longest_whole` is
-        the length of its longest segment that no slice may cut.
-        """
-        uid, self._count = self._count, self._count + 1
-        caches = caches or make_caches(self._model)
-        match = stops.matcher()
-        member = BatchSequence(
-            uid, segments, max_tokens, caches, tokens, processors, match, scores=scores, adapter=adapter
-        )
-        member.kept, member.text, member.longest_whole = kept, text, longest_whole
+    def insert(self, member: Member) -> None:
+        """Queue a sequence, whose segments are not empty. One with scores holds no tokens yet."""
+        member.caches = member.caches or make_caches(self._model)
         self._waiting.append(member)
-        return uid
 
-    def extract(self, uid: int) -> tuple[list[Any], list[int]]:
+    def extract(self, member: Member) -> tuple[list[Any], list[int]]:
         """The caches of one sequence, views while it is in a batch, and the tokens that they hold, if any."""
-        for member in self._waiting:
-            if member.uid == uid:
-                return (member.caches, member.tokens) if member.tokens else ([], [])
-        for rows in self._groups:
-            if (at := rows.index(uid)) is not None:
-                return rows.extract(at)
-        raise KeyError(uid)
+        if member in self._waiting:
+            return (member.caches, member.tokens) if member.tokens else ([], [])
+        rows = next(rows for rows in self._groups if member in rows.members)
+        return rows.extract(rows.members.index(member))
 
-    def discard(self, uids: Collection[int]) -> None:
+    def discard(self, members: Collection[Member]) -> None:
         """Take sequences out, in any phase."""
-        if not uids:
+        if not members:
             return
-        self._waiting = deque(member for member in self._waiting if member.uid not in uids)
+        self._waiting = deque(member for member in self._waiting if member not in members)
         for rows in (self._prefill, self._decode):
-            rows.keep([at for at, member in enumerate(rows.members) if member.uid not in uids])
-        self._scored.discard(uids)
+            rows.keep([at for at, member in enumerate(rows.members) if member not in members])
+        self._scored.discard(members)
 
-    def next(self, chunk: int, *, rides: bool = True, reads: int = 0) -> tuple[list[Prompted], list[SampledToken]]:
-        """One tick, with at most `chunk` tokens of each prompt; these ride on the step if they may and can.
+    def run_passes(self, chunk: int, *, rides: bool = True, reads: int = 0) -> tuple[list[Prompted], list[Token]]:
+        """Passes of one step, with at most `chunk` tokens of each prompt; these ride on the step if they may and can.
 
         A model that drafts then reads at most `reads` tokens. The caller discards the sequences that ended before the
         next tick.
@@ -144,8 +114,8 @@ class Generator:
             prompted = self._join()
             began = time.perf_counter()
             prompts = self._chunk(chunk)
-            rider = prompts if rides and len(self._decode) and can_pack(self._model) else None
-            sampled = self._decode.next(rider)
+            rider = prompts if rides and self._can_ride() else None
+            sampled = self._decode.decode(rider)
             self.timed = [self._decode.timed] if self._decode.timed is not None else []
             if prompts is not None:
                 self._run_prompts(prompts, rider is not None, began)
@@ -186,11 +156,14 @@ class Generator:
         """Rows that have only the last token of their prompt left go on with the decode rows."""
         ready = [at for at, member in enumerate(self._prefill.members) if member.is_prefilled]
         groups = [self._prefill.split(ready)] if ready else []
-        groups += self._scored.take_told()
+        groups += self._scored.take_complete()
         for rows in groups:
             self._decode.join(rows)
         joined = [member for rows in groups for member in rows.members]
-        return [Prompted(member.uid, member.total, member.total, True, True) for member in joined]
+        prompted = [Prompted(member, member.total - member.done, True, True) for member in joined]
+        for member in joined:
+            member.done = member.total
+        return prompted
 
     def _run_scored(self, chunk: int) -> list[Prompted]:
         """A slice of each prompt that is scored, or of one beside rows that generate; once it has only its last token
@@ -202,8 +175,8 @@ class Generator:
                 prompted.append(self._advance(member, self._scored.run(rows, chunk)))
                 self._decode.waited()
             if member.is_prefilled:
-                member.is_told = True
-                prompted.append(Prompted(member.uid, member.done, member.total, False, False, member.scores))
+                scores, member.scores = member.scores, None
+                prompted.append(Prompted(member, 0, False, False, scores))
         return prompted
 
     def _chunk(self, most: int) -> ForwardPart | None:
@@ -218,6 +191,11 @@ class Generator:
         width = ragged.wide(max(lengths)) if self._lane is BatchMode.TOGETHER else max(lengths)
         inputs = mx.array([[*part, *[0] * (width - len(part))] for part in parts])
         return ForwardPart(members, inputs, self._prefill.caches, lengths)
+
+    def _can_ride(self) -> bool:
+        """Whether chunks of prompts can be in one pass with the decode step."""
+        decode, prefill = self._decode.members, self._prefill.members
+        return bool(decode) and can_pack(self._model) and not has_media(decode) and not has_media(prefill)
 
     def _run_prompts(self, prompts: ForwardPart, has_ridden: bool, began: float) -> None:
         """Run what has not ridden on the step, and take the padding back."""
@@ -239,12 +217,12 @@ class Generator:
             self._uncleared_tokens += read
             self.timed.append(TimedStep(self._decode.waited(), rows, read, False, is_reading=True))
 
-    def _advance(self, member: BatchSequence, count: int) -> Prompted:
+    def _advance(self, member: Member, count: int) -> Prompted:
         segment = member.segments[0]
         member.tokens.extend(segment[:count])
         member.done += count
         member.segments[:1] = [segment[count:]] if segment[count:] else []
-        return Prompted(member.uid, member.done, member.total, not segment[count:], False)
+        return Prompted(member, count, not segment[count:], False)
 
     def _clear(self) -> None:
         """Give free buffers back now and then: beside running rows chunks are small, and the next step would ask for

@@ -1,6 +1,13 @@
-"""The step loop: the one thread that touches MLX.
+"""The step loop: the one thread that touches MLX. Every row that enters leaves through `_finish`, exactly once.
 
-Every row that enters leaves through `_finish`, exactly once.
+Who owns what, from the loop to the model:
+- `Engine.run` takes commands, admits, preempts, recovers and ends rows. It has all rows, and the queue.
+- `Engine._run_step` has the pacer choose a chunk, the batch run a step, and the emitter send what came of it.
+- `Batch.step` is a step as the rows see it. It has the rows on the device, with their media, grammars and draws, and
+  moves KV between them and the prefix cache.
+- `Generator.run_passes` makes the forward passes of a step. It has the sequences by phase, and the caches of prompts.
+- `DecodeBatch.decode` gives each row past its prompt its next tokens. It has their caches, and the pass in flight.
+What they keep of one sequence is on its `Row`, and on `Row.member` while it is in the batch (row.py).
 """
 
 import logging
@@ -30,6 +37,7 @@ from worker.engine.forward import can_pack
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import AdapterOrder, Command, EarlyAborts, EngineDrain, EngineInbox, WakeUp
 from worker.engine.load_checks.self_check import refusal
+from worker.engine.load_checks.silent_row import silent_row
 from worker.engine.outbox import Outbox
 from worker.engine.output import OutputWriter, TokenOutput
 from worker.engine.rank_peers import RankPeers
@@ -55,7 +63,7 @@ log = logging.getLogger("mlxd.worker")
 _RECOVERY_S: Final = 60.0
 # Rows that may wait, at a time, for another row to prefill what they share.
 _MAX_HELD: Final = 64
-# How often the longest row is looked for, in ticks.
+# How often the longest row is looked for, in steps.
 _CONTEXT_EVERY: Final = 32
 
 
@@ -87,7 +95,6 @@ class Engine:
         self._inbox = inbox
         self._outbox = Outbox(spec.epoch, gauges, send)
         self._gauges = gauges
-        self._writer = writer
         self._plan = loaded.plan
         self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(WakeUp.UP), keeps, partners, journal)
         self.kept = kept = self._memory.kept
@@ -146,7 +153,7 @@ class Engine:
             if not self.pacer.left_s():
                 self._recovering(self._choose)
                 if self._batch:
-                    self._recovering(self._tick)
+                    self._recovering(self._run_step)
             self._flush()
             self._recovering(self._batch.settle)
             self._recovering(self._memory.cache.hand_over)
@@ -168,11 +175,11 @@ class Engine:
 
         Returns the longest sequence that memory has room for, in tokens. Raises `LoadFailed`.
         """
-        row = self._writer.silent_row(prompt)
+        row = silent_row(0, prompt, 2)
         with foreign_code(refusal):
             self._batch.insert(row)
             while self._batch:
-                self._batch.tick(self._spec.prefill_chunk)
+                self._batch.step(self._spec.prefill_chunk)
             self._batch.settle()
             if self.cache.failure is not None:
                 raise self.cache.failure
@@ -263,7 +270,7 @@ class Engine:
         if row.rid in self._rows:  # its one terminal event belongs to the row that is already here
             log.error("request %d arrived twice; the second was dropped", row.rid)
             return
-        if self._drain.refuses(row.arrived):
+        if self._drain.refuses(row.stats.arrived):
             self._outbox.send(Rejected(row.rid, Failure(Code.DRAINING, "the model is being stopped; try again")))
             return
         if len(self._queue) >= self._spec.max_waiting:
@@ -275,11 +282,12 @@ class Engine:
         if self._early_aborts.take(row.rid):
             self._finish(row, Finish.ABORT)
             return
-        if row.tells_prompt:
+        if row.report.sends_ids:
             self._outbox.tell_prompt(row)
-        if row.echo and not row.echo_told and (row.scored_top is None or row.top_logprobs is None):
+        report = row.report
+        if report.echo and not report.echo_sent and (report.scored_top is None or row.top_logprobs is None):
             self._outbox.echo(row)
-        if row.max_tokens <= len(row.output) and row.scored_top is None:
+        if row.max_tokens <= len(row.output) and row.report.scored_top is None:
             self._finish(row, Finish.LENGTH)
             return
         self._queue.push(row)
@@ -295,7 +303,7 @@ class Engine:
             self._flush()
             self._outbox.send(self._drain.end(self._spec.epoch))
 
-    # -- one tick ----------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         held: list[Row] = []
@@ -307,8 +315,8 @@ class Engine:
             if self._sparse.must_wait(row) or self._batch.must_wait(row, is_first=not held):
                 held.append(row)
                 continue
-            row.admitted = row.admitted or time.monotonic()
-            if row.has_thought_enough:  # resumed just there
+            row.stats.admitted = row.stats.admitted or time.monotonic()
+            if row.thinking.is_enough:  # resumed just there
                 self._close_reasoning(row)
             elif not self._batch.insert(row):
                 held.append(row)
@@ -370,7 +378,7 @@ class Engine:
             self._queue.push(row)
             self._gauges.preemptions += 1
 
-    def _tick(self) -> None:
+    def _run_step(self) -> None:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding
         if prefilling or self._gauges.step_seq % _CONTEXT_EVERY == 0:
             self._context = self._batch.context
@@ -378,16 +386,16 @@ class Engine:
         # Prompts come first: a tick has a chunk of them, or a slice of what a model that drafts has to read.
         unread = 0 if prefilling or self._sparse.is_busy else self._batch.unread
         reads = self.pacer.reads(decoding, unread, self._context) if unread else 0
-        tick = self._batch.tick(chunk.tokens, rides=chunk.rides, reads=reads)
+        output = self._batch.step(chunk.tokens, rides=chunk.rides, reads=reads)
         now = time.monotonic()
-        for timed in tick.timed:
+        for timed in output.timed:
             self.pacer.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode, is_reading=timed.is_reading)
         self._gauges.step_seq += 1
-        self._gauges.prompt_tokens += tick.prefilled
-        self._gauges.generation_tokens += len(tick.tokens)
-        for row in tick.returned:
+        self._gauges.prompt_tokens += output.prefilled
+        self._gauges.generation_tokens += len(output.tokens)
+        for row in output.returned:
             self._queue.push(row)
-        self._emitter.emit(tick, now, self._close_reasoning)
+        self._emitter.emit(output, now, self._close_reasoning)
 
     def _recovering(self, act: Callable[[], None]) -> None:
         """Act, and begin again with all rows if that raises: whatever touches a row's KV may find no memory."""
@@ -403,8 +411,8 @@ class Engine:
     def _close_reasoning(self, row: Row) -> None:
         """Write the end of the reasoning block for the model and go on from there."""
         self._batch.remove(row)
-        row.thinking_budget = None
-        for token in row.closing_ids:
+        row.thinking.budget = None
+        for token in row.thinking.closing_ids:
             ended = "length" if len(row.output) + 1 >= row.max_tokens else None
             self._emitter.advance(row, token, ended)
             if row.is_finished:
@@ -454,8 +462,8 @@ class Engine:
         if finish in (Finish.STOP, Finish.LENGTH):
             self._inbox.answered(time.monotonic())
         self._queue.remove(row)
-        if row.parser is not None:
-            self._gauges.malformed_tool_calls += row.parser.malformed
+        if row.text.parser is not None:
+            self._gauges.malformed_tool_calls += row.text.parser.malformed
         piece = piece or TokenOutput([], None, finish)
         self._batch.account(row)
         self._outbox.say(row, piece, row.usage(time.monotonic()), failure)

@@ -1,4 +1,4 @@
-"""Outbox of the engine: deltas of one tick, sent as one message, with statistics now and then."""
+"""Outbox of the engine: deltas of one step, sent as one message, with statistics now and then."""
 
 import time
 from collections.abc import Callable
@@ -28,8 +28,11 @@ class Outbox:
         self._memory_due = 0.0
 
     def echo(self, row: Row, logprobs: tuple[TokenLogprob, ...] | None = None) -> None:
-        """The text of a prompt, before its answer; with log-probabilities of its first tokens, or those of the next."""
-        self._deltas.append(Delta(row.rid, text="" if row.echo_told else row.echo, logprobs=logprobs))
+        """Send the text of a prompt before its answer, with log-probabilities of its first tokens, or of the next
+        ones.
+        """
+        text = "" if row.report.echo_sent else row.report.echo
+        self._deltas.append(Delta(row.rid, text=text, logprobs=logprobs))
 
     def tell_prompt(self, row: Row, logprobs: tuple[PromptLogprob, ...] = ()) -> None:
         """Log-probabilities of the next tokens of a prompt; without them, all of its ids."""
@@ -37,10 +40,10 @@ class Outbox:
 
     def say(self, row: Row, piece: TokenOutput, usage: Usage | None = None, failure: Failure | None = None) -> None:
         """One delta for each event; ids and logprobs ride on the first, the end on the last."""
-        ids: tuple[int, ...] = tuple(row.unsent)
+        ids: tuple[int, ...] = tuple(row.text.unsent)
         logprobs, rest = piece.logprobs, len(piece.events) or 1
-        row.unsent.clear()
-        ending = () if piece.finish is None else tuple(held.id for held in row.held if not held.is_sent)
+        row.text.unsent.clear()
+        ending = () if piece.finish is None else tuple(held.id for held in row.text.held if not held.is_sent)
         for event in piece.events or _NOTHING:
             rest -= 1
             is_last = rest == 0
@@ -55,14 +58,14 @@ class Outbox:
                     piece.finish if is_last else None,
                     usage if is_last else None,
                     failure if is_last else None,
-                    row.stops.hit if is_last else "",
+                    row.text.stops.hit if is_last else "",
                     ending_ids=ending if is_last else (),
                 )
             )
             ids, logprobs = (), None
 
     def flush(self, measure: Callable[[], None]) -> None:
-        """One message for everything that this tick produced; `measure` brings the gauges of memory up to date."""
+        """One message for everything that this step produced; `measure` brings the gauges of memory up to date."""
         now = time.monotonic()
         is_due = now >= self._stats_due
         if not self._deltas and not is_due:

@@ -1,11 +1,19 @@
-"""One sequence on its way through the worker."""
+"""One sequence on its way through the worker, from the intake to its end.
+
+A `Row` is all of it. While it is in the batch it has a `Member`: what any part of the batch keeps of a sequence is on
+its member, and is gone with it.
+"""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx_lm.generate import StopSequences
+from mlx_lm.models.cache import TokenBuffer
 
 from protocol.messages import Sampling, TokenLogprob, Usage
 from worker.model.lora.adapters import Adapter
@@ -15,10 +23,13 @@ from worker.output.stops import StopScanner
 from worker.prefix_cache.prefix import Ticket
 from worker.sampling.penalties import NO_WORDS, BadWords
 from worker.sampling.prompt_scores import Scores
+from worker.sampling.sampler import Draws, Guard
 from worker.sparse.selected_tokens import SelectedTokens, count_kept
-from worker.speculation.drafter import Drafting
+from worker.speculation.draft_state import Drafting, DraftState
 from worker.structured.guides import Rule
+from worker.structured.masks import MaskWork
 from worker.vision.media import Span, before_media, media_keys
+from worker.vision.multimodal_merge import MediaPlacement
 
 
 @dataclass(slots=True)
@@ -37,36 +48,89 @@ class HeldToken:
 
 
 @dataclass(slots=True, eq=False)
+class RowText:
+    """Owned by the writer. A token is `held` while none of its text may leave, and `unsent` until a delta has carried
+    its id.
+
+    `seen` characters were generated, `safe` of them are part of no stop string, `ready` may leave with the tokens that
+    are out, and `sent` have left. `pending` is safe text that has not left. The client of a resumed row has `resumed`.
+    """
+
+    detokenizer: Detokenizer
+    stops: StopScanner
+    # Whether the text that ends the output is part of it.
+    includes_stop: bool = False
+    parser: Parser | None = None
+    # Ends with its first tool call.
+    is_one_call: bool = False
+    held: deque[HeldToken] = field(default_factory=deque[HeldToken])
+    unsent: list[int] = field(default_factory=list[int])
+    seen: int = 0
+    safe: int = 0
+    ready: int = 0
+    sent: int = 0
+    pending: str = ""
+    resumed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Thinking:
+    """Reasoning in the output: whether it goes on, and its tokens. `closing_ids` end it once `budget` is used up."""
+
+    is_open: bool = False
+    tokens: int = 0
+    budget: int | None = None
+    closing_ids: tuple[int, ...] = ()
+
+    @property
+    def is_enough(self) -> bool:
+        return self.budget is not None and self.is_open and self.tokens >= self.budget
+
+
+@dataclass(slots=True, eq=False)
+class PromptReport:
+    """What is sent of the prompt before the answer: its text, its ids, and log-probabilities of its tokens."""
+
+    echo: str = ""
+    sends_ids: bool = False
+    # The tokens of the prompt get log-probabilities, with so many of the likeliest; None once they have.
+    scored_top: int | None = None
+    # Likeliest tokens in entries beside the echo's, None where there are no such entries; and how many were sent.
+    logprobs: int | None = None
+    scores_sent: int = 0
+    # Entries of its echo that were sent, with the first of them the text.
+    echo_sent: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RowStats:
+    """Times, of the monotonic clock, and counts."""
+
+    arrived: float
+    admitted: float = 0.0
+    first_token: float = 0.0
+    # Prompt tokens that the prefix cache gave when the row was first inserted; later ones may be the row's own.
+    cached: int | None = None
+    completion: int = 0
+    # Tokens of the client's prediction that were drafted, and of these the right ones.
+    predicted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Row:
-    """Owned by the engine thread from the moment it leaves the intake. Times are of the monotonic clock.
+    """Owned by the engine thread from the moment it leaves the intake.
 
-    `output` holds every sampled token but the end-of-sequence one. A token is `held` while none of its text may leave,
-    and `unsent` until a delta has carried its id.
-
-    Of its text, `text_seen` characters were generated, `text_safe` of them are part of no stop string, `text_ready` may
-    leave with the tokens that are out, and `text_sent` have left. `pending` is safe text that has not left.
+    `output` holds every sampled token but the end-of-sequence one.
     """
 
     rid: int
     prompt: list[int]
     sampling: Sampling
     max_tokens: int
-    detokenizer: Detokenizer
-    stops: StopScanner
-    arrived: float
+    text: RowText
+    stats: RowStats
     top_logprobs: int | None = None
-    echo: str = ""
-    # The ids of the prompt are sent before its answer.
-    tells_prompt: bool = False
-    # The tokens of the prompt get log-probabilities, with so many of the likeliest; None once they have.
-    scored_top: int | None = None
-    # Likeliest tokens in entries beside the echo's, None where there are no such entries; and how many were sent.
-    prompt_logprobs: int | None = None
-    scores_told: int = 0
-    # Entries of its echo that were sent, with the first of them the text.
-    echo_told: int = 0
-    # Those that are known, while there are more to come.
-    scores: Scores | None = None
     priority: int = 0
     deadline: float | None = None
     want_progress: bool = False
@@ -79,8 +143,6 @@ class Row:
     processors: list[Any] = field(default_factory=list)
     # Token ids of texts that the sampling parameters name.
     words: BadWords = NO_WORDS
-    # Whether the text that ends the output is part of it.
-    includes_stop: bool = False
     # What the output must match.
     rule: Rule | None = None
     drafting: Drafting = field(default_factory=Drafting)
@@ -96,42 +158,17 @@ class Row:
     relaxed: tuple[str, ...] = ()
     # Turns and tokens that were left out of the prompt.
     left_out: tuple[int, int] = (0, 0)
+    report: PromptReport = field(default_factory=PromptReport)
+    thinking: Thinking = field(default_factory=Thinking)
 
-    arrival: int = 0
-    uid: int | None = None
-    prefilled: int = 0
-    reused: int = 0
     output: list[int] = field(default_factory=list)
-    held: deque[HeldToken] = field(default_factory=deque[HeldToken])
-    unsent: list[int] = field(default_factory=list)
-    text_seen: int = 0
-    text_safe: int = 0
-    text_ready: int = 0
-    text_sent: int = 0
-    pending: str = ""
-    # Text that the client of a resumed row has.
-    text_resumed: int = 0
-    parser: Parser | None = None
-    # Ends with its first tool call.
-    is_one_call: bool = False
-    is_reasoning: bool = False
-    thinking_budget: int | None = None
-    # What is written for the model once the budget is used up.
-    closing_ids: tuple[int, ...] = ()
-    reasoning: int = 0
-    # Prompt tokens that the prefix cache gave when the row was first inserted; later ones may be the row's own.
-    cached: int | None = None
-    completion: int = 0
-    # Tokens of the client's prediction that were drafted, and of these the right ones.
-    predicted: int = 0
-    accepted: int = 0
-    admitted: float = 0.0
-    first_token: float = 0.0
+    # Its place among all rows of the queue.
+    arrival: int = 0
     is_finished: bool = False
-    # Ends of segments that are worth a checkpoint; None is each of them.
-    marks: frozenset[int] | None = None
     # Reads from disk that this row waits for, or that wait for it.
     ticket: Ticket | None = None
+    # Its stay in the batch, while it is in.
+    member: "Member | None" = None
     _tokens: npt.NDArray[np.int32] | None = None
     _keys: npt.NDArray[np.int32] | None = None
 
@@ -175,28 +212,122 @@ class Row:
         """Slot of its adapter; 0 is the base model."""
         return self.adapter.slot if self.adapter is not None else 0
 
-    @property
-    def has_thought_enough(self) -> bool:
-        return self.thinking_budget is not None and self.is_reasoning and self.reasoning >= self.thinking_budget
-
     def usage(self, now: float) -> Usage:
-        admitted = self.admitted or now
-        first = self.first_token or now
+        stats = self.stats
+        admitted = stats.admitted or now
+        first = stats.first_token or now
         return Usage(
             prompt=len(self.prompt),
-            cached=self.cached or 0,
-            completion=self.completion,
-            reasoning=self.reasoning,
-            queue_ms=(admitted - self.arrived) * 1e3,
+            cached=stats.cached or 0,
+            completion=stats.completion,
+            reasoning=self.thinking.tokens,
+            queue_ms=(admitted - stats.arrived) * 1e3,
             prefill_ms=(first - admitted) * 1e3,
             decode_ms=(now - first) * 1e3,
             image_tokens=self._media_tokens("image"),
             video_tokens=self._media_tokens("video"),
             audio_tokens=self._media_tokens("audio"),
-            predicted=self.predicted,
-            accepted=self.accepted,
+            predicted=stats.predicted,
+            accepted=stats.accepted,
             kept=self.prompt_slots if self.keep else 0,
         )
 
     def _media_tokens(self, kind: str) -> int:
         return sum(span.end - span.begin for span in self.media if span.medium.kind == kind)
+
+
+class Context(TokenBuffer):
+    """Tokens of a row that its processors are given, those of a draft among them until it is verified."""
+
+    def shorten(self, count: int) -> None:
+        """Take the newest tokens back."""
+        self._size -= count
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One stay of a row in the batch, from its insertion until it ends, is preempted or waits for its grammar.
+
+    `tokens` are those that its caches hold, `reused` of them from the prefix cache. `segments` are the tokens of prompt
+    and earlier output that have not run, cut where a checkpoint may be taken and where a sparse prefill has gaps; the
+    last of them is one token, whose logits the first sample needs. `caches` are its own until they are merged with
+    others.
+    """
+
+    row: Row
+    segments: list[list[int]]
+    caches: list[Any]
+    tokens: list[int]
+    draws: Draws
+    processors: Sequence[Guard]
+    stops: StopSequences.Matcher
+    # Its media, with the features that its prefill still needs.
+    placement: MediaPlacement | None = None
+    # Work of its grammar.
+    mask: MaskWork | None = None
+    draft: DraftState = field(default_factory=DraftState)
+    # Ends of segments that are worth a checkpoint; None is each of them.
+    marks: frozenset[int] | None = None
+    reused: int = 0
+    # Of its segments: all tokens, and those that have run.
+    total: int = 0
+    done: int = 0
+    # Tokens that it may generate during this stay.
+    max_tokens: int = 0
+    # Tokens sampled and given out.
+    generated: int = 0
+    # Its newest input was a token that was sampled, not the last of the prompt.
+    has_begun: bool = False
+    # Generated, but not in its caches: recurrent layers went back to before a block that was rejected in part.
+    owed: list[int] = field(default_factory=list[int])
+    context: Context | None = None
+    # Log-probabilities of its prompt, where they are wanted, until they are complete and given out.
+    scores: Scores | None = None
+    # Prompt and earlier output but for the last token, where processors have to know what a sparse prefill leaves out.
+    text: Sequence[int] = ()
+    # Tokens of its longest medium whose tokens see each other: a slice has room for it. 0 without one.
+    longest_whole: int = 0
+    # Its KV is past the prompt and nowhere but in the batch: it is stored when it ends, or is asked for it.
+    is_unstored: bool = False
+
+    def __post_init__(self) -> None:
+        self.reused = len(self.tokens)
+        self.max_tokens = self.row.max_tokens - len(self.row.output)
+        last = self.segments[-1]
+        if len(last) > 1:
+            self.segments[-1:] = [last[:-1], last[-1:]]
+        self.total = sum(len(segment) for segment in self.segments)
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of prompt and earlier output that have been computed or reused."""
+        return self.reused + self.done
+
+    @property
+    def ahead(self) -> int:
+        """Positions by which its next token is ahead of its slot."""
+        kept = self.row.kept
+        return kept.ahead(len(self.tokens)) if kept is not None else 0
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether only the last token of its prompt is left to run."""
+        return len(self.segments) == 1
+
+    def ends(self, token: int) -> str | None:
+        """Count a sampled token; the reason for which it is the last, `stop` or `length`."""
+        self.generated += 1
+        is_stop = self.stops.advance(token)
+        if is_stop:
+            return "stop"
+        return "length" if self.generated >= self.max_tokens else None
+
+
+@dataclass(slots=True)
+class Token:
+    """One sampled token of one row; `ended` is the reason for which it is the last, `stop` or `length`."""
+
+    row: Row
+    id: int
+    logprobs: mx.array
+    ended: str | None = None

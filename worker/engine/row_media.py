@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from worker.engine.row import Row
+from worker.engine.row import Member, Row
 from worker.vision.attach import Vision
 from worker.vision.encoder import MediaEncoder
 from worker.vision.multimodal_merge import MediaPlacement
@@ -12,7 +12,6 @@ class RowMedia:
     """Owned by the batch; of a model of text only, it has nothing to do."""
 
     def __init__(self, vision: Vision | None, encoder: MediaEncoder | None) -> None:
-        self._graft = vision.graft if vision is not None else None
         self._encoder = encoder
         # Tokens of a medium see each other in both directions: no chunk may cut it.
         self._keeps_whole = vision is not None and bool(vision.needs.block)
@@ -37,41 +36,22 @@ class RowMedia:
         self._encoder.keep(row.rid, placement.features)
         return placement
 
-    def place(self, uid: int, placement: MediaPlacement | None) -> None:
-        if placement is not None:
-            assert self._graft is not None
-            self._graft.placements[uid] = placement
-
-    def release(self, row: Row) -> None:
+    def release(self, member: Member) -> None:
         """Let go of the features that the prefill of a row needs no more."""
-        if not row.media:
-            return
-        assert self._graft is not None
-        assert self._encoder is not None
-        assert row.uid is not None
-        placement = self._graft.placements[row.uid]
-        if placement.features:
-            needed = {span.medium.key for span in row.media if span.end > row.prefilled}
+        row, placement = member.row, member.placement
+        if placement is not None and placement.features:
+            assert self._encoder is not None
+            needed = {span.medium.key for span in row.media if span.end > member.prefilled}
             passed = placement.features.keys() - needed
             for key in passed:
                 del placement.features[key]
             self._encoder.release(row.rid, passed)
 
-    def displace(self, uid: int) -> None:
-        """The row is not in the batch any more, and keeps its features."""
-        if self._graft is not None:
-            self._graft.placements.pop(uid, None)
-
     def forget(self, row: Row) -> None:
+        """Let go of the features that a row holds."""
         if row.media:
             assert self._encoder is not None
-            assert row.uid is not None
-            self.displace(row.uid)
             self._encoder.forget(row.rid)
-
-    def clear(self) -> None:
-        if self._graft is not None:
-            self._graft.placements.clear()
 
     def longest_whole(self, row: Row) -> int:
         """Tokens of the longest medium of a row that no chunk may cut; 0 without one."""

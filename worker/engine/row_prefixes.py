@@ -24,26 +24,27 @@ class RowPrefixes:
         self._cache = cache
         self._stream = stream
 
-    def segments(self, row: Row, tokens: Any, reused: int) -> list[list[int]]:
+    def segments(self, row: Row, tokens: Any, reused: int) -> tuple[list[list[int]], frozenset[int] | None]:
         """The tokens to run, cut where a checkpoint is worth having, and at the edges of media: whatever the size of a
-        chunk, it holds tokens of one kind, whose numbers come from the same kernel."""
+        chunk, it holds tokens of one kind, whose numbers come from the same kernel. Then the ends of segments that are
+        worth a checkpoint, if not all are."""
         last = len(tokens) - 1
         cuts: set[int] = set()
         if self._cache.needs_checkpoints:
             messages = [at for at in row.boundaries if reused < at < last]
             chunks = (row.whole(at) for at in range(reused + CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS))
             cuts = {*messages[:1], *messages[-NEWEST_BOUNDARIES:], *chunks} - {reused}
-        row.marks = None
         if row.kept is not None:
-            return row.kept.segments(tokens, reused)
+            return row.kept.segments(tokens, reused), None
+        marks: frozenset[int] | None = None
         if row.media:
             edges = {at for span in row.media for at in (span.begin, span.end) if reused < at < last}
             # Of many media, only behind the newest: the edges before it are of use to nobody.
-            row.marks = frozenset(
+            marks = frozenset(
                 {*cuts, *([max(edges)] if edges and self._cache.needs_checkpoints else ()), last, last + 1}
             )
             cuts |= edges
-        return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in sorted(cuts)])]
+        return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in sorted(cuts)])], marks
 
     def shareable(self, other: Row, common: int, cost: KvCost | None) -> int:
         """Number of `common` leading tokens that `other` will leave in the cache: all, or up to its last checkpoint, as

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.engine.batch_sequence import BatchSequence, BatchSequences
+from worker.engine.batch_sequence import BatchSequences
 from worker.engine.forward import ForwardPart, forward
+from worker.engine.row import Member
 from worker.kv import batched
 
 # Positions whose logits are looked at together.
@@ -21,7 +22,7 @@ class ScoredRows:
         self._model = model
         self.rows: list[BatchSequences] = []
 
-    def add(self, member: BatchSequence, *, is_single: bool) -> None:
+    def add(self, member: Member, *, is_single: bool) -> None:
         """A row; one of a lane of one keeps its caches, which may have no batch form."""
         caches = member.caches if is_single else batched.merge([member.caches])
         member.caches = []
@@ -34,11 +35,11 @@ class ScoredRows:
         self.rows = [*self.rows[1:], self.rows[0]]
         return self.rows[-1:]
 
-    def take_told(self) -> list[BatchSequences]:
+    def take_complete(self) -> list[BatchSequences]:
         """Take out those whose scores were given out."""
-        told = [rows for rows in self.rows if rows.members[0].is_told]
-        self.rows = [rows for rows in self.rows if not rows.members[0].is_told]
-        return told
+        complete = [rows for rows in self.rows if rows.members[0].scores is None]
+        self.rows = [rows for rows in self.rows if rows.members[0].scores is not None]
+        return complete
 
     def run(self, rows: BatchSequences, most: int) -> int:
         """Run the next slice of one of them; its tokens."""
@@ -51,5 +52,5 @@ class ScoredRows:
         rows.evaluate()
         return len(part)
 
-    def discard(self, uids: Collection[int]) -> None:
-        self.rows = [rows for rows in self.rows if rows.members[0].uid not in uids]
+    def discard(self, members: Collection[Member]) -> None:
+        self.rows = [rows for rows in self.rows if rows.members[0] not in members]

@@ -31,7 +31,8 @@ from protocol.sharding import RING, refusal
 from protocol.sharding import resolve as divided
 from protocol.spec import WorkerSpec
 from protocol.stats import RankStats
-from worker.engine.batch import Batch, Token
+from worker.engine.batch import Batch
+from worker.engine.row import Token
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost
 from worker.group import fabric

@@ -219,7 +219,7 @@ class Follower:
         for op in plan.ops:
             self._act(op)
         if plan.chunk:
-            self._tick(plan)
+            self._step(plan)
         self._progress.end()
         step_us = int((time.perf_counter() - began) * 1e6)
         active = mx.get_active_memory()
@@ -233,12 +233,12 @@ class Follower:
         given = f"the model's memory gives it {self._bound >> 20}"
         return f"rank {rank} of {name}: {action} {size_bytes >> 20} MiB, and {given}"
 
-    def _tick(self, plan: TickPlan) -> None:
-        tick = self._batch.tick(plan.chunk, rides=plan.rides)
-        self.crc = tally(self.crc, tick.tokens)
-        for _, scores in tick.scoring:
+    def _step(self, plan: TickPlan) -> None:
+        output = self._batch.step(plan.chunk, rides=plan.rides)
+        self.crc = tally(self.crc, output.tokens)
+        for _, scores in (*output.scoring, *output.scored):
             scores.take()  # rank 0 has them
-        for token in tick.tokens:
+        for token in output.tokens:
             if token.ended is not None:
                 del self._rows[token.row.rid]
             if token.ended != "stop":
@@ -273,10 +273,11 @@ class Follower:
     def _insert(self, op: InsertRow) -> None:
         row = silent_row(op.rid, op.prompt, op.max_tokens, ignore_eos=op.ignore_eos, stop_ids=op.stop_ids)
         row.output, row.boundaries, row.cache_salt = op.output, op.boundaries, op.salt
-        row.scored_top = op.top
+        row.report.scored_top = op.top
         self._batch.insert(row)
-        if row.reused != op.reused:
-            raise PartnerLost(f"{row.reused} tokens of a prompt are cached here, and {op.reused} on rank 0")
+        reused = row.member.reused if row.member is not None else 0
+        if reused != op.reused:
+            raise PartnerLost(f"{reused} tokens of a prompt are cached here, and {op.reused} on rank 0")
         self._rows[op.rid] = row
 
     def _measure(self, order: GroupShare) -> None:

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 from protocol.failures import Code
 from protocol.group import BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory
-from worker.engine.batch import Batch, TickResult, Token
-from worker.engine.row import Row
+from worker.engine.batch import Batch, StepOutput
+from worker.engine.row import Member, Row, Token
 from worker.errors import PartnerLost, StepFailed, is_fabric_fault
 from worker.kv.kv import KvLayout
 from worker.model.batch_mode import BatchMode
@@ -62,15 +62,13 @@ class PlannedBatch(Batch):
         self._planner = planner
         super().__init__(model, eos_ids, cache, lane)
 
-    def insert(self, row: Row, parked: int | None = None) -> bool:
-        is_in = super().insert(row, parked)
-        if is_in:
-            self._planner.note(_insert(row))
-        return is_in
+    def _enter(self, member: Member) -> None:
+        self._planner.note(_insert(member.row, member.reused))
+        super()._enter(member)
 
-    def _take_out(self, row: Row) -> list[int]:
-        self._planner.note(RemoveRow(row.rid))
-        return super()._take_out(row)
+    def _take_out(self, member: Member) -> list[int]:
+        self._planner.note(RemoveRow(member.row.rid))
+        return super()._take_out(member)
 
     def settle(self) -> None:
         if self._ended:
@@ -80,30 +78,30 @@ class PlannedBatch(Batch):
     def _begin(self, chunk: int, *, rides: bool) -> None:
         self._planner.begin(chunk, rides=rides)
 
-    def tick(self, chunk: int, *, rides: bool = True, reads: int = 0) -> TickResult:
+    def step(self, chunk: int, *, rides: bool = True, reads: int = 0) -> StepOutput:
         """As for a batch alone. No token leaves before all ranks have generated it."""
         try:
-            tick = super().tick(chunk, rides=rides, reads=reads)
+            output = super().step(chunk, rides=rides, reads=reads)
         except StepFailed:
             raise
         except Exception as error:  # the boundary to MLX; whatever it is, the ranks are not in step any more
             if is_fabric_fault(error):
                 raise PartnerLost("the connection between the ranks of the group was lost", repr(error)) from error
             raise StepFailed(Code.WORKER_DIED, "the group's step failed", detail=repr(error)) from error
-        self._planner.confirm(tick.tokens)
-        return tick
+        self._planner.confirm(output.tokens)
+        return output
 
 
-def _insert(row: Row) -> InsertRow:
+def _insert(row: Row, reused: int) -> InsertRow:
     return InsertRow(
         row.rid,
         row.prompt,
         row.output,
         row.max_tokens,
-        row.reused,
+        reused,
         row.sampling.ignore_eos and row.rule is None,
         row.sampling.stop_ids,
         row.boundaries,
         row.cache_salt,
-        row.scored_top,
+        row.report.scored_top,
     )

@@ -4,7 +4,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-from worker.engine.batch import Token
+from worker.engine.row import Token
 
 
 def tally(crc: int, tokens: Sequence[Token]) -> int:

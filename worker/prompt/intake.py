@@ -30,7 +30,7 @@ from protocol.messages import (
     TranscribePrompt,
 )
 from worker.engine.output import OutputWriter
-from worker.engine.row import Row
+from worker.engine.row import PromptReport, Row, RowStats, RowText
 from worker.errors import RequestInvalid
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import Adapter, adapters_of
@@ -46,7 +46,7 @@ from worker.prompt.token_limits import check_limits
 from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
 from worker.prompt.word_ids import WordIds
 from worker.sampling.prompt_scores import scored_top
-from worker.speculation.drafter import ALL, Drafting
+from worker.speculation.draft_state import ALL, Drafting
 from worker.speculation.text_sources.indexed_text import BREAK
 from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_ROOM, ToolRules
@@ -141,18 +141,22 @@ class Intake:
             prompt=ids,
             sampling=self._sampling(request),
             max_tokens=self._room(len(ids), request),
-            detokenizer=self._vocabulary_of(request, is_chat=is_chat).detokenizer(ids),
-            stops=StopScanner(request.stop, is_inclusive=request.includes_stop),
-            includes_stop=request.includes_stop,
+            text=RowText(
+                self._vocabulary_of(request, is_chat=is_chat).detokenizer(ids),
+                StopScanner(request.stop, is_inclusive=request.includes_stop),
+                includes_stop=request.includes_stop,
+            ),
+            stats=RowStats(arrived),
+            report=PromptReport(
+                echo=(text if text is not None else self.vocabulary.decode(ids)) if request.echo else "",
+                sends_ids=request.prompt_ids,
+                scored_top=scored_top(request, len(ids)),
+                logprobs=request.prompt_logprobs,
+                scores_sent=request.prompt_scored,
+                echo_sent=request.echo_scored,
+            ),
             words=self._words.of(request.sampling),
-            arrived=arrived,
             top_logprobs=request.top_logprobs,
-            echo=(text if text is not None else self.vocabulary.decode(ids)) if request.echo else "",
-            tells_prompt=request.prompt_ids,
-            scored_top=scored_top(request, len(ids)),
-            prompt_logprobs=request.prompt_logprobs,
-            scores_told=request.prompt_scored,
-            echo_told=request.echo_scored,
             priority=request.priority,
             deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
             want_progress=request.want_progress,
@@ -169,15 +173,15 @@ class Intake:
         )
         check_limits(row.sampling, row.words, self._eos_ids, self._suppressed, self._vocab_size)
         if isinstance(request.prompt, ChatPrompt):
-            row.parser, row.is_reasoning = self._dialect.parser(
+            row.text.parser, row.thinking.is_open = self._dialect.parser(
                 request.prompt,
                 text or "",
                 self.is_restricted(request),
                 id_seed=f"{request.rid}:{request.sampling.seed}",
             )
-            row.thinking_budget = self._dialect.thinking_budget(request.prompt, request.thinking_budget)
-            row.closing_ids = self._dialect.closing_ids
-            row.is_one_call = request.prompt.one_call
+            row.thinking.budget = self._dialect.thinking_budget(request.prompt, request.thinking_budget)
+            row.thinking.closing_ids = self._dialect.closing_ids
+            row.text.is_one_call = request.prompt.one_call
         self.writer.replay(row, request.resume)
         return row
 
@@ -263,9 +267,9 @@ class Intake:
         row.rule = self._tool_rules.make(chat, self.vocabulary.decode(row.prompt[-_PROMPT_END:]), room)
         if chat.must_call and row.rule is not None:
             # Reasoning may take half of the tokens, but none of those that the call needs.
-            row.closing_ids = self._dialect.calling_ids
-            most = max(0, min(room // 2, room - row.rule.reserve - len(row.closing_ids)))
-            row.thinking_budget = most if row.thinking_budget is None else min(row.thinking_budget, most)
+            row.thinking.closing_ids = self._dialect.calling_ids
+            most = max(0, min(room // 2, room - row.rule.reserve - len(row.thinking.closing_ids)))
+            row.thinking.budget = most if row.thinking.budget is None else min(row.thinking.budget, most)
 
     def constrain(self, row: Row, constraint: Constraint, chat: ChatPrompt | None = None) -> None:
         """Give a row the rule for its output, or for calls if `chat` has tools. For any thread that can wait, up to

@@ -6,10 +6,9 @@ its companions in the batch, chunking, preemption and restarts cannot change it.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol
 
 import mlx.core as mx
 
@@ -26,10 +25,27 @@ _RANKED_MAX = 1024
 _GOLDEN = 0x9E3779B97F4A7C15
 # Makes other keys of a seed.
 _COIN = 0x58544358544358
+# Compositions of rows whose parameters are kept as columns: those of the steps, and of the drafts between them.
+_MAX_PLANS: Final = 8
+
+
+@dataclass(slots=True, eq=False)
+class Draws:
+    """The draws of one sequence: its parameters, and the output position of its next token."""
+
+    params: Sampling
+    position: int = 0
+
+
+class SampledRow(Protocol):
+    """A sequence, which has its draws on it."""
+
+    @property
+    def draws(self) -> Draws: ...
 
 
 class RowSampler:
-    """Samples for all rows at once; told by `rows` which requests the next call is for."""
+    """Samples for all rows of a call at once. What it knows of a row is in the row's `draws`."""
 
     def __init__(
         self,
@@ -40,79 +56,55 @@ class RowSampler:
     ) -> None:
         """`agree` makes sampled ids those of all ranks of a group. Logits may be wider than the table of embeddings,
         in which MLX checks no bounds: ids from `table_rows` on are never drawn; 0 is no limit."""
-        # What grammars forbid: it goes onto the logits before they become the log-probabilities given to `__call__`.
+        # What grammars forbid: it goes onto the logits before they become log-probabilities.
         self.masks = masks or Masks()
-        self._params: dict[int, Sampling] = {}
-        self._position: dict[int, int] = {}
-        self._uids: tuple[int, ...] = ()
-        # By the requests, and how many positions of each.
-        self._plans: dict[tuple[tuple[int, ...], int], _Plan] = {}
+        # Of the newest calls: parameters of the rows, positions of each, and their plan.
+        self._plans: list[tuple[list[Sampling], int, _Plan]] = []
         # Ids that are never drawn, and by what their log-probabilities are changed.
         self._suppressed = tuple(suppressed)
         self._penalty: mx.array | None = None
         self._agree = agree
         self._table_rows = table_rows
 
-    def add(self, uid: int, params: Sampling, position: int) -> None:
-        """Start sampling for `uid` at output position `position`."""
-        self._params[uid] = params
-        self._position[uid] = position
-
-    def discard(self, uid: int) -> None:
-        self._params.pop(uid, None)
-        self._position.pop(uid, None)
-        self._plans.clear()
-
-    @contextmanager
-    def rows(self, uids: Sequence[int]) -> Generator[None]:
-        """Set the requests, in order, that the calls inside are for."""
-        before, self._uids = self._uids, tuple(uids)
-        try:
-            yield
-        finally:
-            self._uids = before
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        """Log-probabilities `[rows, vocab]` to token ids `[rows]`, one for each; the next are of the next position."""
-        ids = self.block(logprobs[:, None])[:, 0]
-        self.advance([1] * len(self._uids))
-        return ids
-
-    def block(self, logprobs: mx.array) -> mx.array:
+    def sample(self, rows: Sequence[SampledRow], logprobs: mx.array) -> mx.array:
         """Log-probabilities `[rows, positions, vocab]` to the ids that each row samples at its next positions."""
-        return self._sample(logprobs, 0)
+        return self._sample(rows, logprobs, 0)
 
-    def guess(self, uids: Sequence[int], logits: Any, ahead: int) -> mx.array:
-        """Ids `[rows]` that these requests would sample of logits `[rows, vocab]` so many positions ahead of their
-        next: with the noise that they will have there, so that two models that nearly agree draw the same."""
-        with self.rows(uids):
-            return self._sample(logits[:, None], ahead)[:, 0]
+    def guess(self, rows: Sequence[SampledRow], logits: Any, ahead: int) -> mx.array:
+        """Ids `[rows]` that these would sample of logits `[rows, vocab]` so many positions ahead of their next: with
+        the noise that they will have there, so that two models that nearly agree draw the same."""
+        return self._sample(rows, logits[:, None], ahead)[:, 0]
 
-    def _sample(self, logprobs: mx.array, ahead: int) -> mx.array:
-        rows, steps, vocab = logprobs.shape
-        plan = self._plans.get((self._uids, steps))
-        if plan is None:
-            params = [self._params[uid] for uid in self._uids for _ in range(steps)]
-            plan = self._plans[self._uids, steps] = _Plan.of(params)
+    def _sample(self, rows: Sequence[SampledRow], logprobs: mx.array, ahead: int) -> mx.array:
+        count, steps, vocab = logprobs.shape
+        plan = self._plan([row.draws.params for row in rows], steps)
         keys: list[list[int]] = []
         coins: list[bool] = []
         if plan.is_random:
             places = range(ahead, ahead + steps)
-            draws = [(self._params[uid], self._position[uid] + step) for uid in self._uids for step in places]
+            draws = [(row.draws.params, row.draws.position + step) for row in rows for step in places]
             keys = [_key(params.seed, position) for params, position in draws]
             coins = [_excludes(params, position) for params, position in draws] if plan.has_xtc else []
         logprobs = self._suppress(logprobs) if self._suppressed else logprobs
         if 0 < self._table_rows < vocab:
             logprobs = mx.where(mx.arange(vocab) < self._table_rows, logprobs, -math.inf)
-        ids = plan.sample(logprobs.reshape(rows * steps, vocab), keys, coins)
+        ids = plan.sample(logprobs.reshape(count * steps, vocab), keys, coins)
         if self._agree is not None:
             ids = self._agree(ids)
-        return ids.reshape(rows, steps)
+        return ids.reshape(count, steps)
 
-    def advance(self, counts: Sequence[int]) -> None:
+    def advance(self, rows: Sequence[SampledRow], counts: Sequence[int]) -> None:
         """Go on by so many positions."""
-        for uid, count in zip(self._uids, counts, strict=True):
-            self._position[uid] += count
+        for row, count in zip(rows, counts, strict=True):
+            row.draws.position += count
+
+    def _plan(self, params: list[Sampling], steps: int) -> "_Plan":
+        for known_params, known_steps, plan in self._plans:
+            if known_steps == steps and known_params == params:
+                return plan
+        plan = _Plan.of([each for each in params for _ in range(steps)])
+        self._plans = [(params, steps, plan), *self._plans[: _MAX_PLANS - 1]]
+        return plan
 
     def _suppress(self, logprobs: mx.array) -> mx.array:
         if self._penalty is None or self._penalty.dtype != logprobs.dtype:

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts from text and from models, and when they pay."""
+"""Speculation: drafts of a row's next tokens, and whether it pays to verify them."""

@@ -5,46 +5,19 @@ keeps the tokens of a draft for as long as they are the ones sampled.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
+from worker.speculation.draft_state import Branch, DraftedRow, Drafting
+from worker.speculation.text_sources.indexed_text import Tokens
 
-Tokens = npt.NDArray[np.int32]
-Draw = Callable[[Sequence[int], Any, int], Any]
-"""(uids, logits `[rows, vocab]`, positions ahead) -> ids `[rows]`, drawn of them as the rows would draw there."""
-Rows = Callable[[], tuple[list[int], list[Any]]]
-"""() -> uids of the rows that generate, in the order of the rows of their caches, and these caches."""
-# No limit for the tokens of a draft.
-ALL: Final = 1 << 30
-
-
-@dataclass(slots=True, frozen=True)
-class Drafting:
-    """A request's part: the most tokens of a draft, the output that its client predicts, whose text it may see, and
-    whether a draft model may read its text."""
-
-    most: int = ALL
-    prediction: tuple[int, ...] = ()
-    salt: str = ""
-    by_model: bool = True
-
-
-class TextContinuation(Protocol):
-    """Tokens that followed a row's text before, for as long as the row goes the same way."""
-
-    def advance(self, tokens: Sequence[int]) -> bool:
-        """Go on by these tokens; False where the row leaves it."""
-        ...
-
-    def ahead(self, most: int) -> list[int]:
-        """At most so many tokens that came next."""
-        ...
+Draw = Callable[[Sequence[Any], Any, int], Any]
+"""(rows, logits `[rows, vocab]`, positions ahead) -> ids `[rows]`, drawn of them as these rows would draw there."""
+Rows = Callable[[], tuple[Sequence[DraftedRow], list[Any]]]
+"""() -> rows that generate, in the order of the rows of their caches, and these caches."""
 
 
 class Drafter(Protocol):
-    """Drafts for the rows of one batch, by their uids. Owned by the engine thread.
+    """Drafts for the rows of one batch, whose `draft` it owns. Owned by the engine thread.
 
     `widest` are the most tokens that a row has in one forward pass, its newest and the draft.
     """
@@ -69,7 +42,7 @@ class Drafter(Protocol):
         """A batch begins, without rows."""
         ...
 
-    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+    def add(self, row: DraftedRow, tokens: Tokens, drafting: Drafting) -> None:
         """Follow a row, whose prompt and output so far are `tokens`."""
         ...
 
@@ -77,34 +50,30 @@ class Drafter(Protocol):
         """A tick begins: there is time for a small piece of what is not urgent."""
         ...
 
-    def follow(self, uid: int, branch: TextContinuation) -> None:
+    def follow(self, row: DraftedRow, branch: Branch) -> None:
         """A row that was added goes a way that is known; `branch` stands behind its last token."""
         ...
 
-    def discard(self, uid: int) -> None: ...
+    def discard(self, row: DraftedRow) -> None: ...
 
-    def note(self, uid: int, tokens: Sequence[int]) -> None:
+    def note(self, row: DraftedRow, tokens: Sequence[int]) -> None:
         """The row has generated these."""
         ...
 
-    def expect(self, uid: int, tokens: Sequence[int]) -> None:
+    def expect(self, row: DraftedRow, tokens: Sequence[int]) -> None:
         """The grammar of a row has these next, the newest token first, which it has not been told of by `note`."""
         ...
 
-    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
         """Whether `drafts` will probably have some for the next step; having to read its inputs delays its launch."""
         ...
 
-    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
         """Guesses at what follows each row's newest token, which it has not been told of by `note`."""
         ...
 
-    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+    def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         """So many tokens of each draft were the ones sampled."""
-        ...
-
-    def spent(self, uid: int) -> tuple[int, int]:
-        """Predicted tokens that were drafted for a row since this was asked last, and how many were right."""
         ...
 
     def timed(self, rows: int, width: int, seconds: float) -> None:
@@ -113,7 +82,7 @@ class Drafter(Protocol):
 
 
 class Proposer(Protocol):
-    """Drafts of a model, for the rows of one batch, by their uids. Owned by the engine thread.
+    """Drafts of a model, for the rows of one batch. Owned by the engine thread.
 
     It learns of a row from the first draft on. `longest` are the most tokens of a draft that it is asked for.
     """
@@ -130,7 +99,7 @@ class Proposer(Protocol):
         """Tokens of texts that have to be read, slice by slice, before the rows that were asked for have drafts."""
         ...
 
-    def is_reading(self, uid: int) -> bool:
+    def is_reading(self, row: DraftedRow) -> bool:
         """Whether this row is one of them: asking for it is of no use yet."""
         ...
 
@@ -146,10 +115,10 @@ class Proposer(Protocol):
         """Let go of all rows: nothing is asked any more."""
         ...
 
-    def discard(self, uid: int) -> None: ...
+    def discard(self, row: DraftedRow) -> None: ...
 
     def propose(
-        self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
+        self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
         """So many tokens that may follow each row's newest, which its text lacks; none where it cannot say.
 
@@ -172,35 +141,32 @@ class NoDrafts:
     def begin(self, draw: Draw, rows: Rows) -> None:
         pass
 
-    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+    def add(self, row: DraftedRow, tokens: Tokens, drafting: Drafting) -> None:
         pass
 
     def tend(self) -> None:
         pass
 
-    def follow(self, uid: int, branch: TextContinuation) -> None:
+    def follow(self, row: DraftedRow, branch: Branch) -> None:
         pass
 
-    def discard(self, uid: int) -> None:
+    def discard(self, row: DraftedRow) -> None:
         pass
 
-    def note(self, uid: int, tokens: Sequence[int]) -> None:
+    def note(self, row: DraftedRow, tokens: Sequence[int]) -> None:
         pass
 
-    def expect(self, uid: int, tokens: Sequence[int]) -> None:
+    def expect(self, row: DraftedRow, tokens: Sequence[int]) -> None:
         pass
 
-    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
         return False
 
-    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
-        return [[] for _ in uids]
+    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        return [[] for _ in rows]
 
-    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+    def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         pass
 
     def timed(self, rows: int, width: int, seconds: float) -> None:
         pass
-
-    def spent(self, uid: int) -> tuple[int, int]:
-        return 0, 0

@@ -1,4 +1,4 @@
-"""Requests on their way from the link to the loop of a model that generates no text."""
+"""Requests on their way from the link to a model's loop: an intake thread prepares them, one after the other."""
 
 import threading
 import time
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any, Protocol
+
+from msgspec import structs
 
 from protocol.failures import Code, Failure
 from protocol.messages import Abort, AdaptersSet, Generate, SetAdapters
@@ -34,23 +36,27 @@ class JobPreparation(CallAnswerer, Protocol):
 
 
 def take_requests(
-    epoch: int,
-    weights_bytes: int,
-    preparer: JobPreparation,
+    answerer: CallAnswerer,
+    prepare: Callable[[Generate, float], None],
+    set_adapters: Callable[[SetAdapters], None],
     inbox: JobInbox,
     link: GatewayLink,
     gauges: Gauges,
     refusing: Refusing,
 ) -> None:
-    """From here on, what the link receives goes to the thread that it is for."""
-    requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
-    questions = TokenizeCalls(preparer, link.send, refusing, gauges)
+    """From here on, what the link receives goes to the thread that it is for.
 
-    def prepare() -> None:
+    `prepare` runs on the intake's thread, with a request and its arrival, and puts what it makes into the inbox; it may
+    raise `RequestInvalid`. `set_adapters` runs on the link's thread and never waits.
+    """
+    requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
+    questions = TokenizeCalls(answerer, link.send, refusing, gauges)
+
+    def prepare_all() -> None:
         while True:
             request, arrived = requests.get()
             with refusing(request.rid):
-                inbox.put(preparer.job(request, arrived))
+                prepare(request, arrived)
 
     def take(request: Question) -> None:
         if isinstance(request, Generate):
@@ -60,15 +66,37 @@ def take_requests(
 
     def control(command: Control) -> None:
         if isinstance(command, SetAdapters):
-            refused = refused_adapters(command.adapters)
-            link.announce_adapters(AdaptersSet(epoch, command.call_id, refused, weights_bytes))
+            set_adapters(command)
             return
-        inbox.put(Abort(tuple(questions.abort(command.rids))) if isinstance(command, Abort) else command)
+        if isinstance(command, Abort):
+            command = structs.replace(command, rids=tuple(questions.abort(command.rids)))
+        inbox.put(command)
 
     questions.start()
-    threading.Thread(target=prepare, name="intake", daemon=True).start()
+    threading.Thread(target=prepare_all, name="intake", daemon=True).start()
     link.on_control = control
     link.on_question = take
+
+
+def take_jobs(
+    epoch: int,
+    weights_bytes: int,
+    preparer: JobPreparation,
+    inbox: JobInbox,
+    link: GatewayLink,
+    gauges: Gauges,
+    refusing: Refusing,
+) -> None:
+    """`take_requests` for a model that generates no text, and so has no adapters."""
+
+    def prepare(request: Generate, arrived: float) -> None:
+        inbox.put(preparer.job(request, arrived))
+
+    def refuse_adapters(command: SetAdapters) -> None:
+        refused = refused_adapters(command.adapters)
+        link.announce_adapters(AdaptersSet(epoch, command.call_id, refused, weights_bytes))
+
+    take_requests(preparer, prepare, refuse_adapters, inbox, link, gauges, refusing)
 
 
 def refused_adapters(adapters: tuple[tuple[str, str], ...]) -> tuple[AdapterInfo, ...]:

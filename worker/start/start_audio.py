@@ -17,7 +17,7 @@ from worker.engine.gauges import Gauges
 from worker.engine.scheduling.kept_load import keep_load
 from worker.link import GatewayLink
 from worker.model import memory
-from worker.start.job_intake import Refusing, refused_adapters, take_requests
+from worker.start.job_intake import Refusing, refused_adapters, take_jobs
 
 
 def start_audio(
@@ -42,7 +42,7 @@ def start_audio(
     keep_load(spec, model.path, facts, ("mlx-audio",))
     clips = ClipQueue(spec, inbox, room, link.send, gauges, refusing)
     clips.start()
-    take_requests(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips, link, gauges, refusing)
+    take_jobs(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips, link, gauges, refusing)
     return loop, Ready(
         epoch=spec.epoch,
         model_path=str(model.path),

@@ -14,7 +14,7 @@ from worker.engine.gauges import Gauges
 from worker.engine.scheduling.kept_load import keep_load
 from worker.link import GatewayLink
 from worker.model import memory
-from worker.start.job_intake import Refusing, refused_adapters, take_requests
+from worker.start.job_intake import Refusing, refused_adapters, take_jobs
 
 
 def start_reader(
@@ -40,7 +40,7 @@ def start_reader(
     gauges.measure_memory()
     now = time.monotonic()
     keep_load(spec, reader.path, LoadFacts(now - started, now - warmed, reader.weights_bytes, gauges.memory_bytes))
-    take_requests(spec.epoch, reader.weights_bytes, Preparer(reader), inbox, link, gauges, refusing)
+    take_jobs(spec.epoch, reader.weights_bytes, Preparer(reader), inbox, link, gauges, refusing)
     return loop, _ready(spec, reader, time.monotonic() - started)
 
 

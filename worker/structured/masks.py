@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -34,50 +34,39 @@ _LEAST_MASK_S: Final = 1e-5
 _SMOOTHING: Final = 0.2
 
 
+class MaskedRow(Protocol):
+    """A sequence, which has the work on its masks on it; None where no grammar holds."""
+
+    @property
+    def mask(self) -> "MaskWork | None": ...
+
+
 class Masks:
-    """The guides of one batch and the threads that they work on. Owned by the engine thread."""
+    """The threads that the guides of one batch work on. Owned by the engine thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mask")
-        self._work: dict[int, _Work] = {}
-        self._late: list[int] = []
+        self._late: list[MaskWork] = []
         self._step_s = 0.0
         self._stepped = 0.0
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def add(self, uid: int, rule: Rule, output: Sequence[int]) -> None:
-        """Follow `uid`, which has said `output` so far."""
+    def follow(self, rule: Rule, output: Sequence[int]) -> "MaskWork":
+        """Follow a row that has generated `output` so far."""
         tokens = tuple(output)
-        self._work[uid] = _Work(self._threads.submit(lambda: _follow(Guide(rule), tokens)), time.monotonic())
+        return MaskWork(self._threads.submit(lambda: _follow(Guide(rule), tokens)), time.monotonic())
 
-    def move(self, old: int, new: int) -> None:
-        """The row has come back under another uid."""
-        self._work[new] = self._work.pop(old)
-
-    def discard(self, uid: int) -> None:
-        self._work.pop(uid, None)
-
-    def constrains(self, uids: Sequence[int]) -> bool:
-        """Whether a step of these rows needs masks."""
-        return bool(self._work) and any(uid in self._work for uid in uids)
-
-    def forced(self, uid: int) -> Sequence[int]:
-        """Tokens that a row will probably have next, the one that was sampled and not read yet first."""
-        work = self._work.get(uid)
-        return work.state.forced if work is not None and work.is_ready else ()
-
-    def most_drafted(self, uid: int) -> int | None:
-        """The longest draft whose masks will probably be there in time; None for a row without a grammar."""
-        work = self._work.get(uid)
-        if work is None:
-            return None
+    def most_drafted(self, work: "MaskWork") -> int:
+        """The longest draft whose masks will probably be there in time."""
         if not work.is_ready:
             return 0
         return max(0, int(_DRAFT_PART * self._patience / max(work.mask_s, _LEAST_MASK_S)) - 1)
 
-    def take(self, uids: Sequence[int], tokens: Sequence[int], drafts: Sequence[Sequence[int]] | None = None) -> None:
+    def take(
+        self, rows: Sequence[MaskedRow], tokens: Sequence[int], drafts: Sequence[Sequence[int]] | None = None
+    ) -> None:
         """The tokens that the running forward pass is for: start on the masks of what it will give, also behind each
         token of a draft."""
         now = time.monotonic()
@@ -85,34 +74,31 @@ class Masks:
         self._stepped = now
         if elapsed < MAX_PATIENCE_S:
             self._step_s += _SMOOTHING * (elapsed - self._step_s)
-        for uid, token, draft in zip(uids, tokens, drafts or [()] * len(uids), strict=True):
-            work = self._work.get(uid)
+        for row, token, draft in zip(rows, tokens, drafts or [()] * len(rows), strict=True):
+            work = row.mask
             if work is not None and work.is_ready:
                 guide = work.state.guide
                 work.future, work.since = self._threads.submit(_follow, guide, (token,), draft), now
                 work.accepted = 0
 
-    def accept(self, uid: int, agreed: int) -> int:
+    def accept(self, work: "MaskWork", agreed: int) -> int:
         """Go on behind so many tokens of the draft of a row, or fewer: as many as there are masks for."""
-        work = self._work.get(uid)
-        if work is None:
-            return agreed
         # What a row without a mask was given means nothing.
-        work.accepted = min(agreed, len(work.states) - 1) if uid not in self._late and work.is_ready else 0
+        work.accepted = min(agreed, len(work.states) - 1) if work not in self._late and work.is_ready else 0
         return work.accepted
 
-    def apply(self, uids: Sequence[int], logits: mx.array) -> mx.array:
+    def apply(self, rows: Sequence[MaskedRow], logits: mx.array) -> mx.array:
         """Logits `[rows, vocab]`, or `[rows, steps, vocab]` for drafts, with what grammars forbid at -inf.
 
         Rows that are late or broken are left alone.
         """
         steps = logits.shape[1] if logits.ndim == 3 else 1
-        ours = {at: self._work[uid] for at, uid in enumerate(uids) if uid in self._work}
-        wait([work.future for work in ours.values()], timeout=self._patience)
+        ours = [(at, row.mask) for at, row in enumerate(rows) if row.mask is not None]
+        wait([work.future for _, work in ours], timeout=self._patience)
         masks: dict[int, Allowed] = {}
-        for at, work in ours.items():
+        for at, work in ours:
             if not work.future.done():
-                self._late.append(uids[at])
+                self._late.append(work)
             elif work.is_ready:
                 for step, state in enumerate(work.states[:steps]):
                     if state.allowed is not None:
@@ -123,23 +109,20 @@ class Masks:
     def _patience(self) -> float:
         return min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, self._step_s))
 
-    def late(self) -> list[int]:
-        """The rows that the last steps went on without; what was sampled for them means nothing."""
+    def late(self) -> "list[MaskWork]":
+        """Masks that the last steps went on without; what was sampled for their rows means nothing."""
         late, self._late = self._late, []
         return late
 
-    def is_done(self, uid: int) -> bool:
-        """Whether the row's mask is there, or never will be."""
-        return self._work[uid].future.done()
 
-    def wait(self, uids: Sequence[int], timeout_s: float) -> None:
-        """Until one of these rows has its mask."""
-        wait([self._work[uid].future for uid in uids], timeout=timeout_s, return_when="FIRST_COMPLETED")
+def constrains(rows: Sequence[MaskedRow]) -> bool:
+    """Whether a step of these rows needs masks."""
+    return any(row.mask is not None for row in rows)
 
-    def errors(self) -> list[tuple[int, Exception]]:
-        """The rows whose grammar failed, and why."""
-        now = time.monotonic()
-        return [(uid, error) for uid, work in self._work.items() if (error := work.error(now)) is not None]
+
+def wait_for_one(rows: Sequence[MaskedRow], timeout_s: float) -> None:
+    """Wait until one of these rows has its mask."""
+    wait([row.mask.future for row in rows if row.mask is not None], timeout=timeout_s, return_when="FIRST_COMPLETED")
 
 
 @dataclass(slots=True, frozen=True)
@@ -159,8 +142,8 @@ class _Followed:
     seconds: float
 
 
-@dataclass(slots=True)
-class _Work:
+@dataclass(slots=True, eq=False)
+class MaskWork:
     """The newest masks of one row, done or not: behind its newest token, and behind each token of its draft."""
 
     future: "Future[_Followed]"
@@ -182,10 +165,21 @@ class _Work:
         return self.future.result().seconds
 
     @property
+    def forced(self) -> Sequence[int]:
+        """Tokens that the row will probably have next, the one that was sampled and not read yet first."""
+        return self.state.forced if self.is_ready else ()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the masks are there, or never will be."""
+        return self.future.done()
+
+    @property
     def is_ready(self) -> bool:
         return self.future.done() and self.future.exception() is None
 
     def error(self, now: float) -> Exception | None:
+        """The reason for which there will be none."""
         if not self.future.done():
             return GrammarFailed("its mask takes too long") if now - self.since > MAX_MASK_S else None
         error = self.future.exception()

@@ -23,14 +23,14 @@ from protocol.timing_profile import FOLDER_ENV, Calibration, CalibrationResult, 
 from worker.embedding.load_model import kind_of_spec
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EngineInbox
+from worker.engine.load_checks.silent_row import silent_row
 from worker.engine.loop import Engine
-from worker.engine.output import OutputWriter
-from worker.engine.row import Row
 from worker.errors import LoadFailed
 from worker.model import memory
 from worker.model.batch_mode import BatchMode
 from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
+from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafter import NoDrafts
 from worker.speculation.policy.draft_width import WIDTHS, StepCosts
 from worker.start.checked_model import load_checked
@@ -68,10 +68,10 @@ class _Blocks(NoDrafts):
         self._vocab_size = vocab_size
         self._random = random.Random(0)
 
-    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
         return self.width > 1
 
-    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
         return [[self._random.randrange(self._vocab_size) for _ in range(min(self.width - 1, each))] for each in most]
 
     def timed(self, rows: int, width: int, seconds: float) -> None:
@@ -83,18 +83,9 @@ class Bench:
     """Measurements of one loaded model, on the calling thread. The engine is warm, does nothing else, and keeps what is
     learned; its batches draft by `blocks`."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        spec: WorkerSpec,
-        engine: Engine,
-        writer: OutputWriter,
-        gauges: Gauges,
-        blocks: _Blocks,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, spec: WorkerSpec, engine: Engine, gauges: Gauges, blocks: _Blocks) -> None:
         self._loaded = loaded
         self._engine = engine
-        self._writer = writer
         self._kv_limit = gauges.kv_limit
         self._random = random.Random(0)
         self._blocks = blocks
@@ -198,16 +189,14 @@ class Bench:
     def _tick(self, chunk: int, context: int, *, rides: bool = True) -> int:
         """One tick, from which the times are learned; prompt tokens that it has processed."""
         self._engine.pacer.chunk(self._batch.prefilling, self._batch.decoding, chunk, context)
-        tick = self._batch.tick(chunk, rides=rides)
+        tick = self._batch.step(chunk, rides=rides)
         for timed in tick.timed:
             self._engine.pacer.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode)
         return tick.prefilled
 
     def _insert(self, tokens: int) -> None:
         prompt = [self._random.randrange(self._loaded.vocab_size) for _ in range(tokens)]
-        row: Row = self._writer.silent_row(prompt)
-        row.max_tokens = min(OUTPUT, self._loaded.max_context - tokens)
-        self._batch.insert(row)
+        self._batch.insert(silent_row(0, prompt, min(OUTPUT, self._loaded.max_context - tokens)))
 
     def _clear(self) -> None:
         self._batch.abandon()
@@ -224,7 +213,7 @@ def calibrate(spec: WorkerSpec, seconds: float, folder: str, tell: Callable[[Cal
     engine.warm_up([1] * min(PROMPT, loaded.max_context - 4))
     assert engine.kept is not None
     blocks.costs = engine.kept.costs
-    bench = Bench(loaded, spec, engine, writer, gauges, blocks)
+    bench = Bench(loaded, spec, engine, gauges, blocks)
     decode, prefill = list[MeasuredSpeed](), list[MeasuredSpeed]()
     for speed in bench.decode(DECODE_PART * seconds):
         decode.append(speed)

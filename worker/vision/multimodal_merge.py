@@ -62,7 +62,6 @@ class MultimodalMerge:
     """State that the grafted modules share; owned by the engine thread."""
 
     def __init__(self, model: Any, needs: Needs) -> None:
-        self.placements: dict[int, MediaPlacement] = {}
         # Of the forward pass that is being built; None for most.
         self.delta: mx.array | None = None
         self.chunk: MediaChunk | None = None
@@ -84,9 +83,10 @@ class MultimodalMerge:
                     inner.layers[at] = _Block(inner.layers[at], self, window)
 
     @contextmanager
-    def rows(self, uids: Sequence[int], starts: Sequence[int], lengths: Sequence[int], width: int) -> Generator[None]:
+    def rows(
+        self, placed: Sequence[MediaPlacement | None], starts: Sequence[int], lengths: Sequence[int], width: int
+    ) -> Generator[None]:
         """Set up the forward pass that is built inside: row i runs `lengths[i]` tokens from `starts[i]` on."""
-        placed = [self.placements.get(uid) for uid in uids]
         deltas = [0 if row is None else row.delta(start) for row, start in zip(placed, starts, strict=True)]
         self.delta = mx.array(deltas, dtype=mx.int32) if any(deltas) else None
         self.chunk = _chunk(placed, starts, lengths, width)
@@ -151,9 +151,9 @@ def _chunk(
 
 
 def graft_of(model: Any) -> MultimodalMerge | None:
-    """The graft of a model while rows with media are in its batch."""
+    """The graft of a model that takes media."""
     graft: MultimodalMerge | None = getattr(model, "graft", None)
-    return graft if graft is not None and graft.placements else None
+    return graft
 
 
 def text_core(model: Any) -> Any:

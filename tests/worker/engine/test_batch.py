@@ -1,5 +1,6 @@
 """The batch's own statistics."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import spec
 from tests.support.models import build
 from worker.engine.batch import Batch
-from worker.engine.row import Row
+from worker.engine.row import Member, Row
 from worker.kv.kv import KvLayout
 from worker.model.loader import LoadedModel, load
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prompt.intake import Intake
+from worker.speculation.policy.speculator import Speculator
 
 MIB = 1 << 20
 
@@ -37,7 +39,7 @@ def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str],
     seen: list[int] = []
     while batch.prefilling:
         seen.append(batch.longest_prefill)
-        batch.tick(64)
+        batch.step(64)
     assert len(seen) > 4
     assert set(seen) == {300}
 
@@ -55,13 +57,31 @@ def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder:
         other.max_tokens = 50
         batch.insert(other)
         while batch.prefilling:
-            batch.tick(512)
+            batch.step(512)
     assert len(cache) == 0, "nobody has asked"
     batch.insert(relative)
-    assert relative.cached is not None
-    assert relative.cached >= 200
-    assert stranger.cached == 0
+    assert relative.stats.cached is not None
+    assert relative.stats.cached >= 200
+    assert stranger.stats.cached == 0
     cache.check()
+    batch.close()
+
+
+def test_a_row_that_leaves_takes_all_that_was_kept_of_it_along(model_folder: Callable[[str], Path]) -> None:
+    loaded = load(spec(model_folder("qwen3")), nothing)
+    cache = PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
+    batch = Batch(loaded.model, (), cache, drafter=Speculator())
+    rows = [row(loaded, rid, 40, output) for rid, output in ((1, 4), (2, 50), (3, 50))]
+    for each in rows:
+        batch.insert(each)
+    while rows[0].member is not None:
+        batch.step(16)
+    batch.remove(rows[1])
+    batch.abandon()
+    gc.collect()
+    assert not [member for member in gc.get_objects() if isinstance(member, Member) and member.row in rows[:2]]
+    assert [each.member for each in rows] == [None] * 3
+    assert (len(batch), batch.prefilling, batch.decoding) == (0, 0, 0)
     batch.close()
 
 
@@ -76,7 +96,7 @@ def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
     batch = Batch(loaded.model, loaded.eos_ids, cache)
     batch.insert(row(loaded, 1, 20, output=1))
     while batch:
-        batch.tick(64)
+        batch.step(64)
     batch.settle()
     assert batch.kv_cost is not None
     weights = mx.get_active_memory() - cache.nbytes
@@ -84,9 +104,9 @@ def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
         batch.insert(row(loaded, 50 * rid, 240, output=14))
         while batch.prefilling:
             mx.reset_peak_memory()
-            batch.tick(32)
+            batch.step(32)
         for _ in range(3):
-            batch.tick(32)
+            batch.step(32)
     mx.synchronize()
     assert cache.nbytes > batch.kv_cost.token_bytes * 2 * 200
     counted = weights + cache.nbytes + batch.kv_cost.bytes(2, 256) + batch.kv_cost.transient(2, 256)
@@ -99,12 +119,12 @@ def test_prompts_of_unequal_progress_take_no_more_room_than_is_counted(model_fol
     batch = Batch(loaded.model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 0))
     batch.insert(row(loaded, 1, 20, output=1))
     while batch:
-        batch.tick(64)
+        batch.step(64)
     assert batch.kv_cost is not None
     # The second one's chunk is much longer than what the first one has left.
     for rid in (2, 3):
         batch.insert(row(loaded, 50 * rid, 200))
-        batch.tick(150)
+        batch.step(150)
     assert batch.kv_bytes <= batch.kv_cost.bytes(2, 200 + batch.widest_step)
     batch.close()
 
@@ -116,12 +136,17 @@ def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
     batch = Batch(loaded.model, loaded.eos_ids, PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 0))
     cleared: list[int] = []
     monkeypatch.setattr("worker.engine.generator.CLEAR_TOKENS", 256)
-    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(longest.prefilled + 16))
+
+    def note() -> None:
+        assert longest.member is not None
+        cleared.append(longest.member.prefilled)
+
+    monkeypatch.setattr(mx, "clear_cache", note)
     longest, shorter = row(loaded, 1, 600), row(loaded, 100, 90)
     for each in (longest, shorter):
         batch.insert(each)
     while batch.prefilling:
-        batch.tick(16)
+        batch.step(16)
     assert cleared == [256, 512]
     batch.close()
 
@@ -138,7 +163,7 @@ def test_a_message_of_one_token_beside_another_prompt_changes_no_token_of_a_slid
             batch.insert(each)
         ids: list[int] = []
         while batch:
-            ids += [token.id for token in batch.tick(chunk).tokens if token.row is rows[0]]
+            ids += [token.id for token in batch.step(chunk).tokens if token.row is rows[0]]
         batch.close()
         return ids
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import StopSequences
 
-from protocol.messages import Sampling
 from tests.support.engine import spec
+from tests.support.members import member_of
 from worker.engine.generator import Generator
+from worker.engine.row import Member
 from worker.model.batch_mode import BatchMode
 from worker.model.loader import load
 from worker.sampling.sampler import RowSampler
@@ -31,15 +31,14 @@ class Watched:
         return self._model(inputs, cache=cache)
 
 
-def generator_of(folder: Path) -> tuple[Generator, Watched, Callable[[list[int]], int]]:
+def generator_of(folder: Path) -> tuple[Generator, Watched, Callable[[list[int]], Member]]:
     model = Watched(load(spec(folder), lambda *_: None).model)
-    sampler = RowSampler()
-    generator = Generator(model, sampler, BatchMode.TOGETHER, NoDrafts())
+    generator = Generator(model, RowSampler(), BatchMode.TOGETHER, NoDrafts())
 
-    def insert(prompt: list[int]) -> int:
-        uid = generator.insert([prompt], 8, [], [], (), StopSequences())
-        sampler.add(uid, Sampling(temperature=0.0), 0)
-        return uid
+    def insert(prompt: list[int]) -> Member:
+        member = member_of(prompt)
+        generator.insert(member)
+        return member
 
     return generator, model, insert
 
@@ -48,15 +47,15 @@ def test_a_prompts_last_token_runs_in_the_step_of_the_rows_that_generate(model_f
     generator, model, insert = generator_of(model_folder("qwen3"))
     first = insert([5, 6, 7, 8])
     for _ in range(3):
-        generator.next(64)
+        generator.run_passes(64)
     model.shapes.clear()
     second = insert([9, 10, 11])
-    generator.next(64)
+    generator.run_passes(64)
     assert model.shapes == [(1, 1), (1, 2)], "a step, and the second prompt but for its last token"
-    generator.next(64)
-    _, sampled = generator.next(64)
+    generator.run_passes(64)
+    _, sampled = generator.run_passes(64)
     assert model.shapes[2:] == [(2, 1), (2, 1)]
-    assert {each.uid for each in sampled} == {first, second}
+    assert {each.row for each in sampled} == {first.row, second.row}
 
 
 def test_rows_of_equal_length_are_computed_without_a_mask(model_folder: Callable[[str], Path]) -> None:
@@ -64,9 +63,9 @@ def test_rows_of_equal_length_are_computed_without_a_mask(model_folder: Callable
     insert([5, 6, 7, 8])
     insert([9, 10, 11, 12])
     for _ in range(3):
-        generator.next(64)
+        generator.run_passes(64)
     assert model.masks == ["causal", None, None]
     insert([13, 14])
     for _ in range(3):
-        generator.next(64)
+        generator.run_passes(64)
     assert isinstance(model.masks[-1], mx.array), "a shorter row needs one"

@@ -426,7 +426,7 @@ def test_a_row_whose_text_cannot_be_decoded_fails_alone(engine: EngineHarness, e
     request = endless()
     bad = engine.results[request.rid] = Result()
     row = engine.intake.row(request, time.monotonic())
-    row.detokenizer = Torn()
+    row.text.detokenizer = Torn()
     engine.command(row)
     ended(engine, bad)
     assert bad.failure is not None

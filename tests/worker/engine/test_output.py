@@ -40,7 +40,7 @@ def encoded(text: str) -> list[int]:
 def written(case: Case, text: str, ended: str, stop: tuple[str, ...] = ()) -> list[TokenOutput]:
     """The pieces of an output that ends with an end-of-sequence token, or because it may not be longer."""
     of = row(1, detokenizer=VOCABULARY.detokenizer(), stops=StopScanner(stop))
-    of.parser = make_parser(case.family, tools=case.tools, start_in_reasoning=case.start_in_reasoning)
+    of.text.parser = make_parser(case.family, tools=case.tools, start_in_reasoning=case.start_in_reasoning)
     return advanced(OutputWriter(VOCABULARY), of, encoded(text), ended)
 
 
@@ -128,7 +128,7 @@ def test_where_a_tokens_text_comes_late_the_text_alone_counts() -> None:
 
     controls = {encoded(marker)[0]: marker for marker in SPECIALS}
     of = row(1, detokenizer=Late())
-    of.parser = make_parser("hermes", controls=Controls(dict.fromkeys(SPECIALS, True)))
+    of.text.parser = make_parser("hermes", controls=Controls(dict.fromkeys(SPECIALS, True)))
     pieces = advanced(OutputWriter(VOCABULARY, controls), of, encoded(CALL), "stop")
 
     assert [json.loads(found) for found in arguments(pieces)] == [{"zone": "UTC"}]
@@ -168,7 +168,7 @@ def test_reasoning_ends_with_its_token_and_not_with_its_characters(engine: Engin
 
     thought = "".join(event.text for piece in pieces for event in piece.events if event.kind is DeltaKind.REASONING)
     assert (thought, text_of(pieces)) == ("the tag </think> ends it", "Yes.")
-    assert of.reasoning == len(ids) - len(encoded("Yes."))
+    assert of.thinking.tokens == len(ids) - len(encoded("Yes."))
 
 
 def test_what_a_grammar_makes_is_markup_whatever_tokens_it_takes(engine: EngineHarness) -> None:
@@ -206,7 +206,7 @@ class Sender:
 
     def __init__(self, stop: tuple[str, ...], family: str, resume: Sequence[int] = ()) -> None:
         self.row = row(1, detokenizer=VOCABULARY.detokenizer(), stops=StopScanner(stop), max_tokens=1 << 20)
-        self.row.parser = make_parser(family) if family else None
+        self.row.text.parser = make_parser(family) if family else None
         self.writer = OutputWriter(VOCABULARY)
         self.writer.replay(self.row, resume)
         self.sent: list[tuple[list[int], TokenOutput]] = []
@@ -216,9 +216,9 @@ class Sender:
         """Take a token; whether it was the last."""
         piece = self.writer.advance(self.row, token, ended, TokenLogprob(b"", -float(at)))
         if not piece.is_empty:
-            self.sent.append((list(self.row.unsent), piece))
-            self.row.unsent.clear()
-        self.ending = [held.id for held in self.row.held if not held.is_sent]
+            self.sent.append((list(self.row.text.unsent), piece))
+            self.row.text.unsent.clear()
+        self.ending = [held.id for held in self.row.text.held if not held.is_sent]
         return piece.finish is not None
 
 
@@ -244,7 +244,7 @@ def test_a_successor_goes_on_with_the_next_character_wherever_a_stream_was_cut(
         if whole.add(at, token, ended if at == len(ids) - 1 else None):
             break
     told = client_of(whole.sent)
-    assert len(told[0]) + len(whole.ending) == whole.row.completion
+    assert len(told[0]) + len(whole.ending) == whole.row.stats.completion
     for cut in sorted(set(cuts)):
         had = whole.sent[:cut]
         known = client_of(had)[0]
@@ -253,8 +253,8 @@ def test_a_successor_goes_on_with_the_next_character_wherever_a_stream_was_cut(
             if successor.add(at, ids[at], ended if at == len(ids) - 1 else None):
                 break
         assert client_of([*had, *successor.sent]) == told
-        assert (successor.ending, successor.row.completion) == (whole.ending, whole.row.completion)
-        assert successor.row.reasoning == whole.row.reasoning
+        assert (successor.ending, successor.row.stats.completion) == (whole.ending, whole.row.stats.completion)
+        assert successor.row.thinking.tokens == whole.row.thinking.tokens
 
 
 def test_held_text_leaves_with_the_token_that_is_safe_and_no_later_than_the_next() -> None:

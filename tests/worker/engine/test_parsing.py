@@ -52,7 +52,7 @@ def test_a_used_up_thinking_budget_closes_the_block_and_an_answer_follows(thinki
 def test_a_row_whose_block_cannot_be_closed_fails_alone(thinking_model: Path) -> None:
     with EngineHarness(spec(thinking_model)) as engine:
         row = engine.intake.row(chat(1, thinking_budget=4), 0.0)
-        add, closing = row.detokenizer.add, set(row.closing_ids)
+        add, closing = row.text.detokenizer.add, set(row.thinking.closing_ids)
 
         class Torn:
             def add(self, token: int) -> str:
@@ -63,7 +63,7 @@ def test_a_row_whose_block_cannot_be_closed_fails_alone(thinking_model: Path) ->
             def finish(self) -> str:
                 return ""
 
-        row.detokenizer = Torn()
+        row.text.detokenizer = Torn()
         bad, healthy = engine.submit_row(row), engine.submit(chat(2))
         engine.wait(lambda: bad.terminals and healthy.terminals)
         assert engine.error is None
@@ -134,7 +134,7 @@ def test_a_model_of_channels_that_is_not_to_think_thinks_least_and_goes_on_to_it
                 engine.intake.writer.advance(row, token, None, None)
     assert ["Reasoning: low" in prompt for prompt in prompts] == [False, True, True]
     # Beside tools the next message may be a call as well as an answer.
-    assert [row.has_thought_enough for row in rows] == [False, True, False]
+    assert [row.thinking.is_enough for row in rows] == [False, True, False]
 
 
 def test_a_completion_has_no_parser(model_folder: Callable[[str], Path]) -> None:

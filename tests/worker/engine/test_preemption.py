@@ -60,7 +60,7 @@ def test_rows_that_do_not_fit_together_wait_for_each_other(model_folder: Callabl
         assert engine.gauges.preemptions == 0
         assert engine.ended == [each.rid for each in rows], "in order of arrival"
     assert [result.ids for result in results] == alone
-    assert all(each.first_token < then.admitted for each, then in pairwise(rows)), "one after the other"
+    assert all(each.stats.first_token < then.stats.admitted for each, then in pairwise(rows)), "one after the other"
 
 
 def test_a_row_that_made_room_waits_until_another_has_ended(model_folder: Callable[[str], Path]) -> None:

@@ -70,7 +70,7 @@ def generated(
         if waiting and ticks % 3 == 0:
             rows.insert(waiting.pop(0))
         ticks += 1
-        for token in rows.tick(chunk, rides=rides).tokens:
+        for token in rows.step(chunk, rides=rides).tokens:
             said[token.row.rid].append(token.id)
     rows.close()
     return said, len(watched.packed)
@@ -124,9 +124,9 @@ def test_a_tick_with_a_prompt_is_one_pass_of_its_tokens_and_one_of_each_row(
     for row in rows[:2]:
         batch.insert(row)
     for _ in range(3):
-        batch.tick(512)
+        batch.step(512)
     batch.insert(rows[3])
-    ticks = [batch.tick(64) for _ in range(3)]
+    ticks = [batch.step(64) for _ in range(3)]
     assert watched.packed == [(1, 2 + 64), (1, 2 + 35)]
     assert [tick.prefilled for tick in ticks] == [64, 35, 1]
     # What a step took is known once the next one has read its tokens.

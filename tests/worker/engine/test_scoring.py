@@ -111,7 +111,7 @@ def test_a_tick_that_fails_behind_the_scores_of_a_row_loses_none_of_them(
 
     def fail_once(batch: Batch) -> None:
         is_first = not told
-        told.extend(rows for rows in batch._generator._scored.rows if rows.members[0].is_told)  # pyright: ignore[reportPrivateUsage]
+        told.extend(rows for rows in batch._generator._scored.rows if rows.members[0].scores is None)  # pyright: ignore[reportPrivateUsage]
         if is_first and told:
             raise RuntimeError("[metal::malloc] Unable to allocate 5 bytes.")
         park(batch)
@@ -129,7 +129,7 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
 ) -> None:
     slices: list[int] = []
     beside: list[int] = []
-    run, step = ScoredRows.run, Generator.next
+    run, step = ScoredRows.run, Generator.run_passes
 
     def counted_run(self: ScoredRows, rows: BatchSequences, most: int) -> int:
         slices[-1] += 1
@@ -142,7 +142,7 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
         return stepped
 
     monkeypatch.setattr(ScoredRows, "run", counted_run)
-    monkeypatch.setattr(Generator, "next", counted_step)
+    monkeypatch.setattr(Generator, "run_passes", counted_step)
     rng = random.Random(2)
     longs = [tuple(rng.randrange(10, VOCAB) for _ in range(5 * SLICE)) for _ in range(4)]
     with EngineHarness(spec(model_folder("qwen3"), speculate="off")) as engine:

@@ -14,6 +14,7 @@ from tests.support.models import ARCHITECTURES, LANES, VOCAB
 from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.engine.decode_batch import DecodeBatch
+from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafter import NoDrafts
 from worker.speculation.policy.noisy import NoisyDrafts
 
@@ -196,10 +197,10 @@ class Guessing(NoDrafts):
 
     widest = 2
 
-    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
         return any(most)
 
-    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
         return [[20][:limit] for limit in most]
 
 

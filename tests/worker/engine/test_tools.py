@@ -99,7 +99,7 @@ def test_the_answer_ends_after_its_first_call_where_only_one_is_wanted(folder: P
                 if pieces[-1].finish is not None:
                     break
             seen.append([event.kind for piece in pieces for event in piece.events])
-            assert pieces[-1].finish is (Finish.TOOL_CALLS if row.is_one_call else None)
+            assert pieces[-1].finish is (Finish.TOOL_CALLS if row.text.is_one_call else None)
     assert [kinds.count(DeltaKind.TOOL_BEGIN) for kinds in seen] == [2, 1]
 
 

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.support.engine import spec
 from tests.support.models import KINDS
-from worker.engine.batch_sequence import BatchSequence
 from worker.engine.forward import ForwardPart, forward
+from worker.engine.row import Member
 from worker.kv import batched
 from worker.model import packing
 from worker.model.loader import load
@@ -24,7 +24,7 @@ def part(model: Any, rows: list[list[int]]) -> ForwardPart:
     width = max(len(row) for row in rows)
     caches = batched.merge([make_prompt_cache(model) for _ in rows])
     inputs = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
-    members = [BatchSequence(at, [row], 1, [], [], (), StopSequences().matcher()) for at, row in enumerate(rows)]
+    members = [Member(at, [row], 1, [], [], (), StopSequences().matcher()) for at, row in enumerate(rows)]
     return ForwardPart(members, inputs, caches, [len(row) for row in rows])
 
 

@@ -149,7 +149,7 @@ def test_equal_prompts_that_the_cache_has_no_room_for_are_prefilled_together(
         results = [engine.submit_row(row) for row in rows]
         engine.wait(lambda: all(result.terminals for result in results), "all ends")
     assert [cached(result) for result in results] == [0, 0, 0]
-    assert max(row.admitted for row in rows) < min(row.first_token for row in rows)
+    assert max(row.stats.admitted for row in rows) < min(row.stats.first_token for row in rows)
 
 
 def test_different_ends_of_a_shared_prompt_wait_for_it_and_run_it_once(model_folder: Callable[[str], Path]) -> None:

@@ -175,12 +175,12 @@ def test_special_tokens_around_a_text_are_left_out_where_that_is_asked_for(tmp_p
 
 def test_chats_are_rendered_by_the_template(intake: Intake) -> None:
     made = row(intake, chat(USER), echo=True)
-    assert made.echo == "<|im_start|>user\nkato mira<|im_end|>\n<|im_start|>assistant\n"
+    assert made.report.echo == "<|im_start|>user\nkato mira<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_last_message_can_be_continued(intake: Intake) -> None:
     open_ended = chat(USER, {"role": "assistant", "content": "sen"}, continue_final=True)
-    assert row(intake, open_ended, echo=True).echo.endswith("assistant\nsen")
+    assert row(intake, open_ended, echo=True).report.echo.endswith("assistant\nsen")
 
 
 def test_what_the_template_refuses_is_refused_in_its_words(intake: Intake) -> None:
@@ -330,9 +330,9 @@ def test_a_successor_gives_calls_the_same_ids_and_another_answer_gives_others(
 
     def ids(rid: int) -> list[str]:
         made = intake.row(Generate(rid, chat(USER, tools=[tool]), Sampling(seed=5)), time.monotonic())
-        assert made.parser is not None
-        made.parser.ignore_controls()
-        return [event.tool.call_id for event in made.parser.feed(raw) if event.tool and event.tool.name]
+        assert made.text.parser is not None
+        made.text.parser.ignore_controls()
+        return [event.tool.call_id for event in made.text.parser.feed(raw) if event.tool and event.tool.name]
 
     assert ids(1) == ids(1)
     assert len({*ids(1), *ids(2)}) == 4
@@ -353,6 +353,6 @@ def test_a_bias_of_a_text_is_one_of_each_of_its_tokens_beside_those_of_ids(intak
 def test_special_tokens_have_text_for_requests_that_want_it_and_for_no_others(intake: Intake) -> None:
     (special,) = intake.vocabulary.hidden & {row(intake, chat(USER)).prompt[0]}
     for shows, prompt in itertools.product((True, False), (TokensPrompt((1,)), chat(USER))):
-        detokenizer = row(intake, prompt, shows_special=shows).detokenizer
+        detokenizer = row(intake, prompt, shows_special=shows).text.detokenizer
         text = "".join(detokenizer.add(token) for token in (special, 20)) + detokenizer.finish()
         assert (intake.vocabulary.decode([special]) in text) is shows

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, Sampling
 from worker.sampling.penalties import processors
-from worker.sampling.sampler import Guard, RowSampler
+from worker.sampling.sampler import Draws, Guard, RowSampler
 
 Floats = npt.NDArray[np.float64]
 VOCAB = 24
@@ -25,14 +26,28 @@ def some_logprobs(seed: int, rows: int = 1, vocab: int = VOCAB) -> Floats:
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
+@dataclass
+class Sampled:
+    """A sequence as the sampler sees it."""
+
+    draws: Draws
+
+
+def sampled(params: Sampling, position: int = 0) -> Sampled:
+    return Sampled(Draws(params, position))
+
+
+def step(sampler: RowSampler, rows: Sequence[Sampled], logprobs: mx.array) -> list[int]:
+    """The next token of each row."""
+    ids: Any = sampler.sample(rows, logprobs[:, None])[:, 0].tolist()
+    sampler.advance(rows, [1] * len(rows))
+    return ids
+
+
 def draw(logprobs: Floats, params: Sequence[Sampling], positions: Sequence[int] | None = None) -> list[int]:
     """One call for rows that differ."""
-    sampler = RowSampler()
-    for uid, each in enumerate(params):
-        sampler.add(uid, each, positions[uid] if positions else 0)
-    with sampler.rows(range(len(params))):
-        sampled: Any = sampler(mx.array(logprobs.astype(np.float32))).tolist()
-    return sampled
+    rows = [sampled(each, position) for each, position in zip(params, positions or [0] * len(params), strict=True)]
+    return step(RowSampler(), rows, mx.array(logprobs.astype(np.float32)))
 
 
 def draws(logprobs: Floats, params: Sampling, count: int) -> list[int]:
@@ -124,12 +139,9 @@ def test_a_token_that_is_filtered_out_is_never_sampled(
 @pytest.mark.parametrize(("suppressed", "best"), [((3, VOCAB), 2), ((VOCAB,), 3), ((-1,), 3)])
 def test_suppressed_tokens_outside_of_the_vocabulary_change_nothing(suppressed: tuple[int, ...], best: int) -> None:
     sampler = RowSampler(suppressed=suppressed)
-    sampler.add(0, Sampling(temperature=0.0), 0)
     logprobs = np.full((1, VOCAB), -9.0, dtype=np.float32)
     logprobs[0, 2:4] = -2.0, -1.0
-    with sampler.rows([0]):
-        sampled: Any = sampler(mx.array(logprobs)).tolist()
-    assert sampled == [best]
+    assert step(sampler, [sampled(Sampling(temperature=0.0))], mx.array(logprobs)) == [best]
 
 
 def test_top_p_is_of_what_min_p_has_left() -> None:
@@ -205,10 +217,8 @@ def test_rows_with_different_parameters_get_what_each_gets_alone() -> None:
 def test_positions_advance_by_one_for_each_call_and_can_start_anywhere() -> None:
     logprobs = some_logprobs(4)
     params = Sampling(1.5, seed=99)
-    sampler = RowSampler()
-    sampler.add(7, params, 0)
-    with sampler.rows([7]):
-        walked: list[Any] = [sampler(mx.array(logprobs)).tolist() for _ in range(40)]
+    sampler, row = RowSampler(), sampled(params)
+    walked = [step(sampler, [row], mx.array(logprobs)) for _ in range(40)]
     assert [[token] for token in (draw(logprobs, [params], [at])[0] for at in range(40))] == walked
     assert len({token for (token,) in walked}) > 3
 
@@ -216,16 +226,11 @@ def test_positions_advance_by_one_for_each_call_and_can_start_anywhere() -> None
 def test_a_row_keeps_its_draws_when_companions_come_and_go() -> None:
     logprobs = mx.array(some_logprobs(4))
     sampler = RowSampler()
-    sampler.add(1, Sampling(1.5, seed=5), 0)
-    seen: list[Any] = []
-    for step in range(12):
-        if step == 3:
-            sampler.add(2, Sampling(0.7, top_k=3, seed=6), 0)
-        if step == 8:
-            sampler.discard(2)
-        uids = [2, 1] if 3 <= step < 8 else [1]
-        with sampler.rows(uids):
-            seen.append(sampler(mx.repeat(logprobs, len(uids), axis=0)).tolist()[-1])  # type: ignore[index]
+    row, companion = sampled(Sampling(1.5, seed=5)), sampled(Sampling(0.7, top_k=3, seed=6))
+    seen: list[int] = []
+    for at in range(12):
+        rows = [companion, row] if 3 <= at < 8 else [row]
+        seen.append(step(sampler, rows, mx.repeat(logprobs, len(rows), axis=0))[-1])
     assert seen == [draw(some_logprobs(4), [Sampling(1.5, seed=5)], [at])[0] for at in range(12)]
 
 
@@ -256,10 +261,8 @@ def test_seeds_beyond_64_bits_are_taken_modulo() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_every_float_type_can_be_sampled_from(dtype: mx.Dtype) -> None:
-    sampler = RowSampler()
-    sampler.add(0, Sampling(0.8, top_p=0.9, seed=1), 0)
-    with sampler.rows([0]):
-        token: Any = sampler(mx.array(some_logprobs(1)).astype(dtype)).item()
+    rows = [sampled(Sampling(0.8, top_p=0.9, seed=1))]
+    (token,) = step(RowSampler(), rows, mx.array(some_logprobs(1)).astype(dtype))
     assert 0 <= token < VOCAB
 
 

@@ -23,6 +23,7 @@ from protocol.messages import (
     TokensPrompt,
 )
 from tests.support.engine import EngineHarness, Result, spec
+from tests.support.members import member_of
 from tests.support.models import ARCHITECTURES, TEMPLATE, Breakable, build
 from tests.support.scale import scaled
 from worker.engine import batch
@@ -386,18 +387,16 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(
 
 
 def test_a_mask_that_takes_too_long_ends_its_row() -> None:
-    masks = constrain.Masks()
-    work = constrain._Work(Future(), since=100.0)
-    masks._work[7] = work
+    work = constrain.MaskWork(Future(), since=100.0)
     assert work.error(101.0) is None
     assert work.error(100.0 + constrain.MAX_MASK_S + 1) is not None
-    masks.close()
 
 
 def test_rows_without_a_rule_are_not_stepped_in_two_parts() -> None:
-    masks = constrain.Masks()
-    assert not masks.constrains([1, 2, 3])
-    masks.close()
+    rows = [member_of([5, 6]), member_of([7])]
+    assert not constrain.constrains(rows)
+    rows[1].mask = constrain.MaskWork(Future(), since=0.0)
+    assert constrain.constrains(rows)
 
 
 def test_a_schema_that_need_not_be_strict_becomes_any_object_where_it_cannot_be_enforced(

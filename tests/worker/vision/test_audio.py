@@ -74,14 +74,12 @@ def logprobs(loaded: LoadedModel) -> np.ndarray:
     first, second = clips(loaded.model_type)
     asked = prompt(loaded.model_type, 1, [9, first, 7, second, 12])
     graft, length = loaded.vision.graft, len(asked.ids)
-    placement = graft.placements[1] = MediaPlacement(asked.media, None, length)
+    placement = MediaPlacement(asked.media, None, length)
     for medium in (first, second):
         placement.features[medium.key] = loaded.vision.tower.encode("audio", medium.tokens, medium.load())
-    with graft.rows([1], [0], [length], length):
+    with graft.rows([placement], [0], [length], length):
         logits: Any = loaded.model(mx.array([asked.ids]), cache=make_prompt_cache(loaded.model))[0, -1]
-        computed = np.array(logits - mx.logsumexp(logits))
-    del graft.placements[1]
-    return computed
+        return np.array(logits - mx.logsumexp(logits))
 
 
 def test_sound_is_attended_in_one_direction_as_in_transformers(loaded: LoadedModel) -> None:

@@ -44,14 +44,12 @@ def logprobs(loaded: LoadedModel, *, is_block: bool = True) -> list[np.ndarray]:
             encoded = loaded.vision.tower.encode(medium.kind, medium.tokens, medium.load())
             placement.features[medium.key] = encoded
         graft: MultimodalMerge = loaded.vision.graft
-        graft.placements[1] = placement
         length = len(asked.ids)
-        with graft.rows([1], [0], [length], length):
+        with graft.rows([placement], [0], [length], length):
             if not is_block and graft.chunk is not None:
                 graft.chunk = replace(graft.chunk, block=np.zeros_like(graft.chunk.block))
             logits: Any = loaded.model(mx.array([asked.ids]), cache=make_prompt_cache(loaded.model))[0, -1]
             computed.append(np.array(logits - mx.logsumexp(logits)))
-        del graft.placements[1]
     return computed
 
 

@@ -172,8 +172,6 @@ def test_an_abort_while_decoding_and_one_while_prefilling_leave_nothing(folder: 
         later = ask(engine, 3, prompt(FAMILY, 3, [20]))
         finish(engine, later)
         assert features(engine).held_bytes == 0
-        assert engine.loaded.vision is not None
-        assert not engine.loaded.vision.graft.placements
 
 
 def test_rows_whose_masks_are_late_leave_no_placement_behind(
@@ -193,8 +191,7 @@ def test_rows_whose_masks_are_late_leave_no_placement_behind(
     finish(engine, engine.submit_row(made))
     assert any(parked)
     assert features(engine).held_bytes == 0
-    assert engine.loaded.vision is not None
-    assert not engine.loaded.vision.graft.placements
+    assert made.member is None
 
 
 def witnessed(medium: Medium, threads: list[str]) -> Medium:
@@ -220,10 +217,10 @@ def test_a_row_that_comes_back_without_kv_and_features_waits_for_its_media_as_an
         finish(engine, engine.submit_row(masked))
         assert len(threads) > 1
         decoded = len(threads)
-        thinking = row(engine, 2, asked)
-        thinking.parser, thinking.is_reasoning = make_parser("qwen3", start_in_reasoning=True), True
-        thinking.thinking_budget, thinking.closing_ids = 3, (40, 41)
-        result = engine.submit_row(thinking)
+        thinker = row(engine, 2, asked)
+        thinker.text.parser, thinker.thinking.is_open = make_parser("qwen3", start_in_reasoning=True), True
+        thinker.thinking.budget, thinker.thinking.closing_ids = 3, (40, 41)
+        result = engine.submit_row(thinker)
         finish(engine, result)
         assert result.finish is Finish.LENGTH
         assert result.ids[3:5] == [40, 41]
@@ -376,10 +373,12 @@ def test_an_abort_inside_an_image_leaves_the_checkpoints_before_it(tmp_path: Pat
         return made
 
     first = insert(1)
-    while first.prefilled <= 96:
-        batch.tick(24)
-    assert 80 < first.prefilled < 144
+    member = first.member
+    assert member is not None
+    while member.prefilled <= 96:
+        batch.step(24)
+    assert 80 < member.prefilled < 144
     batch.remove(first)
-    assert insert(2).cached == 40
+    assert insert(2).stats.cached == 40
     batch.close()
     encoder.close()

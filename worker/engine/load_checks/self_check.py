@@ -229,7 +229,7 @@ def _listen(batch: Batch, prompts: Sequence[list[int]], chunk: int, begun: int =
             for row in rows[begun:]:
                 batch.insert(row)
             begun = len(rows)
-        for token in batch.tick(chunk).tokens:
+        for token in batch.step(chunk).tokens:
             said[token.row.rid].ids.append(token.id)
             said[token.row.rid].logprobs.append(token.logprobs)
     return said

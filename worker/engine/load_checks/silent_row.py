@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from protocol.messages import Sampling
-from worker.engine.row import Row
+from worker.engine.row import Row, RowStats, RowText
 from worker.output.stops import StopScanner
 
 
@@ -27,7 +27,6 @@ def silent_row(
         prompt=prompt,
         sampling=Sampling(temperature=0.0, ignore_eos=ignore_eos, stop_ids=tuple(stop_ids)),
         max_tokens=max_tokens,
-        detokenizer=_NoText(),
-        stops=StopScanner(()),
-        arrived=time.monotonic(),
+        text=RowText(_NoText(), StopScanner(())),
+        stats=RowStats(time.monotonic()),
     )

@@ -113,7 +113,7 @@ class KvBudget:
             return None
         if self._fits(len(running), max(row.slots for row in running) + self.step, beside):
             return None
-        return max(running, key=lambda row: (row.priority, row.admitted, row.arrival))
+        return max(running, key=lambda row: (row.priority, row.stats.admitted, row.arrival))
 
     def _fits(self, rows: int, tokens: int, beside: int) -> bool:
         passing = max(0, self.cost.transient(rows, tokens) - self.spare)

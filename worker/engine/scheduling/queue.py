@@ -82,9 +82,9 @@ class Queue:
         self._waiting.add(row)
         self._entries += 1
         lane = self._lanes.setdefault(row.priority, _PriorityLevel())
-        if row.admitted or row.output:
+        if row.stats.admitted or row.output:
             # One that another worker began has not been admitted here: after those that have.
-            heapq.heappush(lane.begun, (row.admitted or math.inf, row.arrival, row))
+            heapq.heappush(lane.begun, (row.stats.admitted or math.inf, row.arrival, row))
             return
         rows = lane.turns.setdefault(row.tenant, deque())
         if is_next:

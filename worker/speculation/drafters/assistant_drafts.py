@@ -12,11 +12,13 @@ import mlx.core as mx
 from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.gemma4_assistant import Gemma4AssistantDraftModel
 
-from worker.speculation.drafter import Draw, Rows, Tokens
+from worker.speculation.draft_state import DraftedRow
+from worker.speculation.drafter import Draw, Rows
 from worker.speculation.drafters.hidden_states import HiddenStateCapture
 from worker.speculation.drafters.logits import as_wide
 from worker.speculation.drafters.stored_head import tables
 from worker.speculation.drafters.weights import settle
+from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 from worker.vision.multimodal_merge import text_core
 
@@ -128,29 +130,29 @@ class AssistantDrafts:
     def nbytes(self) -> int:
         return self.taps.nbytes
 
-    def is_reading(self, uid: int) -> bool:
+    def is_reading(self, row: DraftedRow) -> bool:
         return False
 
     def read(self, count: int) -> int:
         return 0
 
-    def discard(self, uid: int) -> None:
+    def discard(self, row: DraftedRow) -> None:
         pass
 
     def propose(
-        self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
+        self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
         assert self._draw is not None
-        found = {uid: self._state(uid, len(text) - 1) for uid, text in zip(uids, texts, strict=True)}
-        states = {uid: state for uid, state in found.items() if state is not None}
+        found = {row: self._state(row, len(text) - 1) for row, text in zip(rows, texts, strict=True)}
+        states = {row: state for row, state in found.items() if state is not None}
         if not states:
-            return [[] for _ in uids]
+            return [[] for _ in rows]
         # All rows of the batch, so that none of their KV is copied.
         order, caches = self._rows()
-        some, following = next(iter(states.values())), dict(zip(uids, newest, strict=True))
+        some, following = next(iter(states.values())), dict(zip(rows, newest, strict=True))
         blank = mx.zeros_like(some)
-        hidden = self._assistant.hidden(mx.stack([states.get(uid, blank) for uid in order])[:, None])
-        tokens = mx.array([[following.get(uid, 0)] for uid in order], dtype=mx.uint32)
+        hidden = self._assistant.hidden(mx.stack([states.get(row, blank) for row in order])[:, None])
+        tokens = mx.array([[following.get(row, 0)] for row in order], dtype=mx.uint32)
         seen, offset = self._assistant.seen(caches), caches[self._assistant.layers["full_attention"]].offset - 1
         drafted: list[mx.array] = []
         for ahead in range(count):
@@ -158,16 +160,16 @@ class AssistantDrafts:
             logits, hidden = self._assistant(known, hidden, seen, offset)
             drafted.append(self._draw(order, logits, ahead))
             tokens = drafted[-1][:, None]
-        rows: Any = mx.stack(drafted, axis=1).tolist()
-        drafts = dict(zip(order, rows, strict=True))
-        return [drafts[uid] if uid in states else [] for uid in uids]
+        columns: Any = mx.stack(drafted, axis=1).tolist()
+        drafts = dict(zip(order, columns, strict=True))
+        return [drafts[row] if row in states else [] for row in rows]
 
-    def _state(self, uid: int, at: int) -> mx.array | None:
+    def _state(self, row: DraftedRow, at: int) -> mx.array | None:
         """The target's state of the last known token of a row."""
         for record in reversed(self.taps.records):
-            if uid in record.uids:
-                row = record.uids.index(uid)
-                place = at - record.starts[row]
-                if 0 <= place < record.lengths[row]:
-                    return record.states[row, record.begins[row] + place]
+            if row.draft in record.rows:
+                index = record.rows.index(row.draft)
+                place = at - record.starts[index]
+                if 0 <= place < record.lengths[index]:
+                    return record.states[index, record.begins[index] + place]
         return None

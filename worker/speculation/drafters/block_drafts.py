@@ -4,10 +4,11 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.speculation.drafter import Tokens
+from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafters.block_head import BlockHead
 from worker.speculation.drafters.hidden_states import HiddenStateCapture
 from worker.speculation.drafters.state_drafts import StateDrafts, States
+from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 
 # Of a prompt, a block sees the last tokens that were computed.
@@ -34,11 +35,15 @@ class BlockDrafts(StateDrafts):
         self._head.keep(states.joined()[None, :-1], caches)
 
     def _draft(
-        self, states: dict[int, States], tokens: dict[int, tuple[Tokens, int]], lengths: list[int], count: int
+        self,
+        states: dict[DraftedRow, States],
+        tokens: dict[DraftedRow, tuple[Tokens, int]],
+        lengths: list[int],
+        count: int,
     ) -> list[list[int]]:
         rows, width = self._rows, max(lengths)
         anchors = self._known(
-            [[tokens[uid][1] if length else 0] for uid, length in zip(rows.uids, lengths, strict=True)]
+            [[tokens[row][1] if length else 0] for row, length in zip(rows.rows, lengths, strict=True)]
         )
         hidden = self._head(anchors, self._batched(states, lengths, width), lengths, rows.caches, count)
         rows.ran(lengths, width)
@@ -47,4 +52,4 @@ class BlockDrafts(StateDrafts):
 
     def _choose(self, logits: mx.array, ahead: int) -> mx.array:
         assert self._draw is not None
-        return self._draw(self._rows.uids, logits, ahead)
+        return self._draw(self._rows.rows, logits, ahead)

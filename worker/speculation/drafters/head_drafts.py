@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from worker.kv.kv import leaves
-from worker.speculation.drafter import Tokens
+from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafters.hidden_states import HiddenStateCapture
 from worker.speculation.drafters.state_drafts import StateDrafts, States
+from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 
 
@@ -56,12 +57,16 @@ class HeadDrafts(StateDrafts):
         self._head(ids, self._head.hidden(states.joined()[None, :-1]), caches)
 
     def _draft(
-        self, states: dict[int, States], tokens: dict[int, tuple[Tokens, int]], lengths: list[int], count: int
+        self,
+        states: dict[DraftedRow, States],
+        tokens: dict[DraftedRow, tuple[Tokens, int]],
+        lengths: list[int],
+        count: int,
     ) -> list[list[int]]:
         """Run each row's pairs, and then the head's own, one after the other."""
         rows, width = self._rows, max(lengths)
         ids = [
-            _ids(states[uid], *tokens[uid]) if length else [] for uid, length in zip(rows.uids, lengths, strict=True)
+            _ids(states[row], *tokens[row]) if length else [] for row, length in zip(rows.rows, lengths, strict=True)
         ]
         padded = self._known([[*row, *[0] * (width - len(row))] for row in ids])
         hidden = self._head.hidden(self._batched(states, lengths, width))
@@ -79,7 +84,7 @@ class HeadDrafts(StateDrafts):
 
     def _next(self, state: mx.array, ahead: int) -> mx.array:
         assert self._draw is not None
-        return self._draw(self._rows.uids, self._head.logits(state)[:, 0], ahead)
+        return self._draw(self._rows.rows, self._head.logits(state)[:, 0], ahead)
 
     def _probe(self, dtype: mx.Dtype) -> int:
         """Bytes of KV that a token of a row takes."""

@@ -12,6 +12,8 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.speculation.draft_state import DraftState
+
 # Of a prompt, states of its last tokens are kept: so many for a drafter that looks at what is near.
 TAIL: Final = 256
 # Records are forgotten, oldest first, read or not.
@@ -24,7 +26,7 @@ class CapturedStates:
     """Inputs of the tapped modules in one forward pass, side by side, `[rows, width, size]`: of row i the tokens of its
     text from `starts[i]` on, `lengths[i]` of them from column `begins[i]`."""
 
-    uids: Sequence[int]
+    rows: Sequence[DraftState]
     starts: Sequence[int]
     begins: Sequence[int]
     lengths: Sequence[int]
@@ -58,7 +60,7 @@ class HiddenStateCapture:
     def keep(
         self,
         states: tuple[mx.array, ...],
-        uids: Sequence[int],
+        rows: Sequence[DraftState],
         starts: Sequence[int],
         lengths: Sequence[int],
         left: Sequence[int],
@@ -78,7 +80,7 @@ class HiddenStateCapture:
         if is_view:
             mx.async_eval(side_by_side)
         begins = [max(0, length - max(count, 0) - begin) for length, count in zip(lengths, near, strict=True)]
-        self._add(CapturedStates(uids, [start + begin + at for start, at in zip(starts, begins, strict=True)], begins,
+        self._add(CapturedStates(rows, [start + begin + at for start, at in zip(starts, begins, strict=True)], begins,
                          [max(count, 0) for count in near], side_by_side))  # fmt: skip
 
     def clear(self) -> None:

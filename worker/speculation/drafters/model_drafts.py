@@ -5,34 +5,22 @@ row after the other, and from then on what was accepted since. A row has drafts 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from worker.speculation.drafter import Draw, Rows, Tokens
+from worker.speculation.draft_state import DraftedRow, Reading
+from worker.speculation.drafter import Draw, Rows
 from worker.speculation.drafters.logits import as_wide
 from worker.speculation.drafters.row_caches import RowCaches
+from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 
 # Unread tokens of a text that are read together with the newest tokens of the other rows: so many, or as many as make
 # up this number of tokens of all rows.
 TOGETHER: Final = 16
 PADDED: Final = 64
-
-
-@dataclass(slots=True)
-class _Reading:
-    """A row that is read alone: its caches, and its text as it was when it was asked for."""
-
-    text: Tokens
-    caches: list[Any]
-    done: int = 0
-
-    @property
-    def left(self) -> int:
-        return len(self.text) - self.done
 
 
 class ModelDrafts:
@@ -49,7 +37,7 @@ class ModelDrafts:
         self._draw: Draw | None = None
         self._rows = RowCaches()
         # Rows whose texts are being read, in the order in which they were asked for.
-        self._reading: dict[int, _Reading] = {}
+        self._reading: list[DraftedRow] = []
         self.token_bytes = self._probe()
 
     def begin(self, draw: Draw, rows: Rows) -> None:
@@ -57,48 +45,50 @@ class ModelDrafts:
         self.end()
 
     def end(self) -> None:
-        self._rows, self._reading = RowCaches(), {}
+        self._rows, self._reading = RowCaches(), []
 
     @property
     def nbytes(self) -> int:
-        reading = sum(cache.nbytes for row in self._reading.values() for cache in row.caches)
-        return self._rows.nbytes + reading
+        return self._rows.nbytes + sum(cache.nbytes for text in self._texts for cache in text.caches)
 
     @property
     def unread(self) -> int:
-        return sum(row.left for row in self._reading.values())
+        return sum(text.left for text in self._texts)
 
-    def is_reading(self, uid: int) -> bool:
-        row = self._reading.get(uid)
-        return row is not None and row.left > 0
+    @property
+    def _texts(self) -> list[Reading]:
+        """Texts that are being read, in the order in which they were asked for."""
+        return [row.draft.reading for row in self._reading if row.draft.reading is not None]
+
+    def is_reading(self, row: DraftedRow) -> bool:
+        return row.draft.reading is not None and row.draft.reading.left > 0
 
     def read(self, count: int) -> int:
-        row = next((row for row in self._reading.values() if row.left), None)
-        if row is None:
+        text = next((text for text in self._texts if text.left), None)
+        if text is None:
             return 0
-        ids = row.text[row.done : row.done + count].tolist()
-        self._model(self._known([ids]), cache=row.caches)
-        mx.eval([cache.state for cache in row.caches])
-        row.done += len(ids)
+        ids = text.text[text.done : text.done + count].tolist()
+        self._model(self._known([ids]), cache=text.caches)
+        mx.eval([cache.state for cache in text.caches])
+        text.done += len(ids)
         return len(ids)
 
-    def discard(self, uid: int) -> None:
-        self._reading.pop(uid, None)
-        self._rows.discard(uid)
+    def discard(self, row: DraftedRow) -> None:
+        self._stop_reading(row)
+        self._rows.discard(row)
 
     def propose(
-        self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
+        self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
         assert self._draw is not None
-        known = {uid: (text, token) for uid, text, token in zip(uids, texts, newest, strict=True)}
-        for uid, text in zip(uids, texts, strict=True):
-            self._place(uid, text)
-        ready = [uid for uid in self._rows.uids if uid in known]
-        if not ready:
-            return [[] for _ in uids]
-        ids = [self._unread(uid, *known[uid]) if uid in known else [] for uid in self._rows.uids]
-        drafted = dict(zip(self._rows.uids, self._draft(ids, count), strict=True))
-        return [drafted.get(uid, []) for uid in uids]
+        known = {row: (text, token) for row, text, token in zip(rows, texts, newest, strict=True)}
+        for row, text in zip(rows, texts, strict=True):
+            self._place(row, text)
+        if not any(row in known for row in self._rows.rows):
+            return [[] for _ in rows]
+        ids = [_unread(row, *known[row]) if row in known else [] for row in self._rows.rows]
+        drafted = dict(zip(self._rows.rows, self._draft(ids, count), strict=True))
+        return [drafted.get(row, []) for row in rows]
 
     def _draft(self, ids: Sequence[list[int]], count: int) -> list[list[int]]:
         """Read the rest of each text and the newest token, then what the model says itself, one after the other."""
@@ -119,25 +109,32 @@ class ModelDrafts:
 
     def _next(self, logits: mx.array, ahead: int) -> mx.array:
         assert self._draw is not None
-        return self._draw(self._rows.uids, as_wide(logits[:, 0], self._vocab), ahead)
+        return self._draw(self._rows.rows, as_wide(logits[:, 0], self._vocab), ahead)
 
-    def _unread(self, uid: int, text: Tokens, newest: int) -> list[int]:
-        return [*text[self._rows.done[uid] :].tolist(), newest]
-
-    def _place(self, uid: int, text: Tokens) -> None:
+    def _place(self, row: DraftedRow, text: Tokens) -> None:
         """A row with little to read goes to the others; one with much is read alone first."""
-        together = max(TOGETHER, PADDED // max(1, len(self._rows.uids)))
-        if uid in self._rows.done:
-            if len(text) - self._rows.done[uid] > together:
-                self._reading[uid] = _Reading(text, *self._rows.take(uid))
+        together = max(TOGETHER, PADDED // max(1, len(self._rows.rows)))
+        if row in self._rows.rows:
+            if len(text) - row.draft.done > together:
+                self._start_reading(row, Reading(text, *self._rows.take(row)))
             return
-        row = self._reading.get(uid) or _Reading(text, make_prompt_cache(self._model))
-        row.text = text
-        if row.left > together:
-            self._reading[uid] = row
+        reading = row.draft.reading or Reading(text, make_prompt_cache(self._model))
+        reading.text = text
+        if reading.left > together:
+            self._start_reading(row, reading)
         else:
-            self._reading.pop(uid, None)
-            self._rows.join(uid, row.caches, row.done)
+            self._stop_reading(row)
+            self._rows.join(row, reading.caches, reading.done)
+
+    def _start_reading(self, row: DraftedRow, reading: Reading) -> None:
+        if row not in self._reading:
+            self._reading.append(row)
+        row.draft.reading = reading
+
+    def _stop_reading(self, row: DraftedRow) -> None:
+        if row in self._reading:
+            self._reading.remove(row)
+        row.draft.reading = None
 
     def _known(self, ids: list[list[int]]) -> mx.array:
         """Ids that there are embeddings of: the target may have more, and the placeholder of a medium lie beyond."""
@@ -149,3 +146,7 @@ class ModelDrafts:
         self._model(mx.array([[0]]), cache=caches)
         arrays: list[Any] = [array for cache in caches for array in cache.state[:2]]
         return sum(array[..., :1, :].nbytes for array in arrays)
+
+
+def _unread(row: DraftedRow, text: Tokens, newest: int) -> list[int]:
+    return [*text[row.draft.done :].tolist(), newest]

@@ -12,9 +12,11 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.speculation.drafter import Draw, Rows, Tokens
+from worker.speculation.draft_state import DraftedRow
+from worker.speculation.drafter import Draw, Rows
 from worker.speculation.drafters.hidden_states import CapturedStates, HiddenStateCapture
 from worker.speculation.drafters.row_caches import RowCaches
+from worker.speculation.text_sources.indexed_text import Tokens
 
 # A row with more states that have not run gets a pass of its own for them.
 _ALONE: Final = 32
@@ -66,29 +68,29 @@ class StateDrafts(ABC):
     def nbytes(self) -> int:
         return self.taps.nbytes + self._rows.nbytes
 
-    def is_reading(self, uid: int) -> bool:
+    def is_reading(self, row: DraftedRow) -> bool:
         return False
 
     def read(self, count: int) -> int:
         return 0
 
-    def discard(self, uid: int) -> None:
-        self._rows.discard(uid)
+    def discard(self, row: DraftedRow) -> None:
+        self._rows.discard(row)
 
     def propose(
-        self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
+        self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
-        states = {uid: self._pending(uid, len(text)) for uid, text in zip(uids, texts, strict=True)}
-        tokens = {uid: (text, token) for uid, text, token in zip(uids, texts, newest, strict=True)}
-        for uid in uids:
-            self._place(uid, states[uid], *tokens[uid])
-        rows = [uid for uid in self._rows.uids if uid in states and states[uid].parts]
-        if not rows:
-            return [[] for _ in uids]
-        lengths = [states[uid].count if uid in rows else 0 for uid in self._rows.uids]
+        states = {row: self._pending(row, len(text)) for row, text in zip(rows, texts, strict=True)}
+        tokens = {row: (text, token) for row, text, token in zip(rows, texts, newest, strict=True)}
+        for row in rows:
+            self._place(row, states[row], *tokens[row])
+        ready = [row for row in self._rows.rows if row in states and states[row].parts]
+        if not ready:
+            return [[] for _ in rows]
+        lengths = [states[row].count if row in ready else 0 for row in self._rows.rows]
         drafts = self._draft(states, tokens, lengths, count)
-        drafted = dict(zip(self._rows.uids, drafts, strict=True))
-        return [drafted[uid] if uid in rows else [] for uid in uids]
+        drafted = dict(zip(self._rows.rows, drafts, strict=True))
+        return [drafted[row] if row in ready else [] for row in rows]
 
     @abstractmethod
     def _make_caches(self) -> list[Any]:
@@ -100,13 +102,17 @@ class StateDrafts(ABC):
 
     @abstractmethod
     def _draft(
-        self, states: dict[int, States], tokens: dict[int, tuple[Tokens, int]], lengths: list[int], count: int
+        self,
+        states: dict[DraftedRow, States],
+        tokens: dict[DraftedRow, tuple[Tokens, int]],
+        lengths: list[int],
+        count: int,
     ) -> list[list[int]]:
         """Run each row's states, of which it has `lengths`, and draft so many tokens of each."""
 
-    def _batched(self, states: dict[int, States], lengths: Sequence[int], width: int) -> mx.array:
+    def _batched(self, states: dict[DraftedRow, States], lengths: Sequence[int], width: int) -> mx.array:
         """The target's states of all rows, `[rows, width, size]`."""
-        rows = [states[uid] if length else None for uid, length in zip(self._rows.uids, lengths, strict=True)]
+        rows = [states[row] if length else None for row, length in zip(self._rows.rows, lengths, strict=True)]
         whole = _whole(rows)
         if whole is not None:
             record, begins = whole
@@ -116,37 +122,37 @@ class StateDrafts(ABC):
         filled = [mx.zeros((0, some.shape[-1]), some.dtype) if row is None else row.joined() for row in rows]
         return mx.stack([mx.pad(row, [(0, width - row.shape[0]), (0, 0)]) for row in filled])
 
-    def _pending(self, uid: int, end: int) -> States:
+    def _pending(self, row: DraftedRow, end: int) -> States:
         """States of a row up to the last known token, as far back as there are any, or as they have not run."""
-        done, need, parts = self._rows.done.get(uid, 0), end, list[tuple[CapturedStates, int, int, int]]()
+        done, need, parts = row.draft.done, end, list[tuple[CapturedStates, int, int, int]]()
         for record in reversed(self.taps.records):
             if need <= done:
                 break
-            if uid not in record.uids:
+            if row.draft not in record.rows:
                 continue
-            row = record.uids.index(uid)
-            start, length = record.starts[row], record.lengths[row]
+            at = record.rows.index(row.draft)
+            start, length = record.starts[at], record.lengths[at]
             if start < need <= start + length:
                 low = max(start, done)
-                begin = record.begins[row] - start
-                parts.append((record, row, begin + low, begin + need))
+                begin = record.begins[at] - start
+                parts.append((record, at, begin + low, begin + need))
                 need = low
         return States(need, parts[::-1])
 
-    def _place(self, uid: int, states: States, text: Tokens, newest: int) -> None:
+    def _place(self, row: DraftedRow, states: States, text: Tokens, newest: int) -> None:
         """A row in the batch of the drafter whose next state is the first of these."""
-        if states.parts and self._rows.done.get(uid) == states.begin:
+        if states.parts and row in self._rows.rows and row.draft.done == states.begin:
             return
-        self.discard(uid)  # there is a gap: what has run is not what comes before
+        self.discard(row)  # there is a gap: what has run is not what comes before
         if not states.parts:
             return
         caches, count = self._make_caches(), states.count
         if count > _ALONE:
             self._run(states, text, newest, caches)
             mx.eval([cache.state for cache in caches])
-            record, row, _, high = states.parts[-1]
-            states.parts, states.begin = [(record, row, high - 1, high)], states.begin + count - 1
-        self._rows.join(uid, caches, states.begin)
+            record, at, _, high = states.parts[-1]
+            states.parts, states.begin = [(record, at, high - 1, high)], states.begin + count - 1
+        self._rows.join(row, caches, states.begin)
 
     def _known(self, ids: list[list[int]]) -> mx.array:
         """Ids that there are embeddings of: the placeholder of a medium may lie beyond the table."""
@@ -161,4 +167,4 @@ def _whole(rows: Sequence[States | None]) -> tuple[CapturedStates, list[int]] | 
         if row is None or len(row.parts) != 1 or row.parts[0][0] is not first or row.parts[0][1] != at:
             return None
         begins.append(row.parts[0][2])
-    return (first, begins) if len(rows) == len(first.uids) else None
+    return (first, begins) if len(rows) == len(first.rows) else None

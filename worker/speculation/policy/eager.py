@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from worker.speculation.drafter import Drafting, Draw, NoDrafts, Proposer, Rows, Tokens
+from worker.speculation.draft_state import DraftedRow, Drafting, Followed
+from worker.speculation.drafter import Draw, NoDrafts, Proposer, Rows
+from worker.speculation.text_sources.indexed_text import Tokens
 
 
 class EagerDrafts(NoDrafts):
@@ -14,7 +14,6 @@ class EagerDrafts(NoDrafts):
         self._proposer = proposer
         self._count = count
         self.widest = count + 1
-        self._texts: dict[int, list[int]] = {}
         self.drafted = 0
         self.accepted = 0
 
@@ -28,27 +27,27 @@ class EagerDrafts(NoDrafts):
     def begin(self, draw: Draw, rows: Rows) -> None:
         self._proposer.begin(draw, rows)
 
-    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
-        self._texts[uid] = tokens.tolist()
+    def add(self, row: DraftedRow, tokens: Tokens, drafting: Drafting) -> None:
+        row.draft.followed = Followed.of(tokens, drafting)
 
-    def discard(self, uid: int) -> None:
-        if self._texts.pop(uid, None) is not None:
-            self._proposer.discard(uid)
+    def discard(self, row: DraftedRow) -> None:
+        row.draft.followed = None
+        self._proposer.discard(row)
 
-    def note(self, uid: int, tokens: Sequence[int]) -> None:
-        if uid in self._texts:
-            self._texts[uid].extend(tokens)
+    def note(self, row: DraftedRow, tokens: Sequence[int]) -> None:
+        if row.draft.followed is not None:
+            row.draft.followed.lookup.extend(tokens)
 
-    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
         return True
 
-    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
         asked = [at for at, limit in enumerate(most) if limit > 0]
-        texts = [np.array(self._texts[uids[at]], dtype=np.int32) for at in asked]
-        drafts = self._proposer.propose([uids[at] for at in asked], texts, [newest[at] for at in asked], self._count)
+        texts = [row.draft.followed.lookup.text for row in (rows[at] for at in asked) if row.draft.followed is not None]
+        drafts = self._proposer.propose([rows[at] for at in asked], texts, [newest[at] for at in asked], self._count)
         drafted = dict(zip(asked, drafts, strict=True))
         return [drafted.get(at, [])[:limit] for at, limit in enumerate(most)]
 
-    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+    def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         self.drafted += sum(map(len, drafts))
         self.accepted += sum(accepted)

@@ -3,7 +3,9 @@
 import random
 from collections.abc import Sequence
 
-from worker.speculation.drafter import Drafting, NoDrafts, Tokens
+from worker.speculation.draft_state import DraftedRow, Drafting, Followed
+from worker.speculation.drafter import NoDrafts
+from worker.speculation.text_sources.indexed_text import Tokens
 
 # Of drafted tokens, as many are what the text has there.
 _RIGHT = 0.8
@@ -18,7 +20,6 @@ class NoisyDrafts(NoDrafts):
         self._longest = longest
         self.widest = longest + 1
         self._rng = random.Random(seed)
-        self._rows: dict[int, list[int]] = {}
         # Tokens drafted and accepted: a check that had none has shown nothing.
         self.drafted = 0
         self.accepted = 0
@@ -27,25 +28,24 @@ class NoisyDrafts(NoDrafts):
         """A whole sequence, prompt and output."""
         self._texts.append(list(text))
 
-    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
-        self._rows[uid] = tokens.tolist()
+    def add(self, row: DraftedRow, tokens: Tokens, drafting: Drafting) -> None:
+        row.draft.followed = Followed.of(tokens, drafting)
 
-    def discard(self, uid: int) -> None:
-        self._rows.pop(uid, None)
+    def discard(self, row: DraftedRow) -> None:
+        row.draft.followed = None
 
-    def note(self, uid: int, tokens: Sequence[int]) -> None:
-        if uid in self._rows:
-            self._rows[uid].extend(tokens)
+    def note(self, row: DraftedRow, tokens: Sequence[int]) -> None:
+        if row.draft.followed is not None:
+            row.draft.followed.lookup.extend(tokens)
 
-    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
         return bool(self._texts) and self._rng.random() < _RIGHT
 
-    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
-        return [
-            self._draft([*self._rows[uid], token], limit) for uid, token, limit in zip(uids, newest, most, strict=True)
-        ]
+    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        texts = [row.draft.followed.lookup.text.tolist() for row in rows if row.draft.followed is not None]
+        return [self._draft([*text, token], limit) for text, token, limit in zip(texts, newest, most, strict=True)]
 
-    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+    def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         self.drafted += sum(len(draft) for draft in drafts)
         self.accepted += sum(accepted)
 

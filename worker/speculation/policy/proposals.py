@@ -4,8 +4,10 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from worker.speculation.drafter import Proposer, Tokens
+from worker.speculation.draft_state import DraftedRow
+from worker.speculation.drafter import Proposer
 from worker.speculation.policy.draft_width import WIDTHS, StepCosts
+from worker.speculation.text_sources.indexed_text import Tokens
 
 # Chance that a token of a draft is right where those before it are, before anything was seen …
 PRIOR: Final = 0.75
@@ -43,16 +45,16 @@ class Proposals:
         return (min(width, self._widest) - 1) * (min(each)[1] if each else _HOPE * plain)
 
     def propose(
-        self, rows: int, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], width: int
+        self, count: int, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], width: int
     ) -> list[list[int]]:
-        """Drafts of some of so many rows, for a step of this width or as long as they can be."""
+        """Drafts of some of `count` rows, for a step of this width or as long as they can be."""
         width = min(width, self._widest)
         began = time.perf_counter()
-        drafts = self.proposer.propose(uids, texts, newest, width - 1)
+        drafts = self.proposer.propose(rows, texts, newest, width - 1)
         self.spent_s = time.perf_counter() - began
         # One that has a prompt to read first takes longer this once.
         if all(drafts):
-            self._costs.observe(rows, width, self.spent_s)
+            self._costs.observe(count, width, self.spent_s)
         return drafts
 
     def learn(self, drafted: int, right: int) -> None:

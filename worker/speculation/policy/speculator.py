@@ -7,11 +7,12 @@ from typing import Final
 
 from protocol.stats import DraftStats, Stats
 from worker.errors import is_allocation_failure, is_gpu_fault
-from worker.speculation.drafter import Drafting, Draw, Proposer, Rows, TextContinuation, Tokens
+from worker.speculation.draft_state import Branch, DraftedRow, Drafting, Followed
+from worker.speculation.drafter import Draw, Proposer, Rows
 from worker.speculation.policy.draft_width import WIDTHS, StepCosts
 from worker.speculation.policy.proposals import PRIOR, Proposals
-from worker.speculation.text_sources.indexed_text import LEAST, REACH
-from worker.speculation.text_sources.lookup import DraftSource, Lookup, LookupGuess, OutputHistory
+from worker.speculation.text_sources.indexed_text import LEAST, REACH, Tokens
+from worker.speculation.text_sources.lookup import DraftSource, LookupGuess, OutputHistory
 
 log = logging.getLogger("mlxd.worker")
 
@@ -47,32 +48,6 @@ class DraftCounts:
     by_position: list[int] = field(default_factory=lambda: [0] * (WIDTHS[-1] - 1))
 
 
-@dataclass(slots=True)
-class _Followed:
-    """A row, with the share of its drafted tokens that were right; `drafted` and `accepted` are of its prediction."""
-
-    lookup: Lookup
-    drafting: Drafting
-    begin: int
-    rate: float = _PRIOR
-    # Of the model's drafts.
-    model_rate: float = PRIOR
-    drafted: int = 0
-    accepted: int = 0
-    # What its grammar has next.
-    expected: Sequence[int] = ()
-    # What followed its text before, and tokens for which it has gone the same way.
-    branch: TextContinuation | None = None
-    followed: int = 0
-    # Steps to rest, and how often it has had to.
-    rest: int = 0
-    rests: int = 0
-
-    def back_off(self, most: int) -> None:
-        self.rests = min(self.rests + 1, most)
-        self.rest = (1 << self.rests) - 1
-
-
 class Speculator:
     """Drafter of a model: all batches of an engine, one after the other, learn from each other's steps."""
 
@@ -88,9 +63,8 @@ class Speculator:
         self.width = 1
         self.gain = 0.0
         self._history = OutputHistory()
-        self._rows: dict[int, _Followed] = {}
         # Rows whose text is not known in all of its places yet, the oldest first.
-        self._unindexed: dict[int, None] = {}
+        self._unindexed: list[Followed] = []
         self._rates: dict[tuple[DraftSource, int], float] = {}
         # Of the newest block.
         self._guesses: list[LookupGuess | None] = []
@@ -124,53 +98,51 @@ class Speculator:
         if self._proposals is not None:
             self._proposals.proposer.begin(draw, rows)
 
-    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+    def add(self, row: DraftedRow, tokens: Tokens, drafting: Drafting) -> None:
         if drafting.most > 0:
-            self._rows[uid] = _Followed(Lookup(tokens, drafting.prediction), drafting, len(tokens))
-            self._unindexed[uid] = None
+            followed = row.draft.followed = Followed.of(tokens, drafting)
+            followed.rate, followed.model_rate = _PRIOR, PRIOR
+            self._unindexed.append(followed)
 
     def tend(self) -> None:
-        for uid in self._unindexed:
-            if self._rows[uid].lookup.index(_INDEXED):
-                del self._unindexed[uid]
-            return
+        if self._unindexed and self._unindexed[0].lookup.index(_INDEXED):
+            del self._unindexed[0]
 
-    def discard(self, uid: int) -> None:
-        row = self._rows.pop(uid, None)
-        # One that ends before its turn: `tend` takes one a tick, and more may come and go in that time.
-        self._unindexed.pop(uid, None)
-        if row is not None:
-            text = row.lookup.text
-            self._history.add(row.drafting.salt, text, len(text) - row.begin)
+    def discard(self, row: DraftedRow) -> None:
+        followed, row.draft.followed = row.draft.followed, None
+        if followed is not None:
+            # One that ends before its turn: `tend` takes one a tick, and more may come and go in that time.
+            if followed in self._unindexed:
+                self._unindexed.remove(followed)
+            text = followed.lookup.text
+            self._history.add(followed.drafting.salt, text, len(text) - followed.begin)
             if self._proposals is not None:
-                self._proposals.proposer.discard(uid)
+                self._proposals.proposer.discard(row)
 
-    def note(self, uid: int, tokens: Sequence[int]) -> None:
-        row = self._rows.get(uid)
-        if row is not None:
-            row.lookup.extend(tokens)
-            if row.branch is not None:
-                row.followed += len(tokens)
-                row.branch = row.branch if row.branch.advance(tokens) else None
+    def note(self, row: DraftedRow, tokens: Sequence[int]) -> None:
+        followed = row.draft.followed
+        if followed is not None:
+            followed.lookup.extend(tokens)
+            if followed.branch is not None:
+                followed.followed += len(tokens)
+                followed.branch = followed.branch if followed.branch.advance(tokens) else None
 
-    def follow(self, uid: int, branch: TextContinuation) -> None:
-        row = self._rows.get(uid)
-        if row is not None:
-            row.branch, row.followed = branch, 0
+    def follow(self, row: DraftedRow, branch: Branch) -> None:
+        if row.draft.followed is not None:
+            row.draft.followed.branch, row.draft.followed.followed = branch, 0
 
-    def expect(self, uid: int, tokens: Sequence[int]) -> None:
-        row = self._rows.get(uid)
-        if row is not None:
-            row.expected = tokens
+    def expect(self, row: DraftedRow, tokens: Sequence[int]) -> None:
+        if row.draft.followed is not None:
+            row.draft.followed.expected = tokens
 
-    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
-        if not self._rows or not self.costs.may_pay(len(uids)):
+    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
+        if not self.costs.may_pay(len(rows)):
             return False
         odds: list[list[float]] = []
-        asking: list[_Followed] = []
+        asking: list[Followed] = []
         models: list[list[float]] = []
-        for uid, limit in zip(uids, most, strict=True):
-            row = self._rows.get(uid) if limit > 0 else None
+        for each, limit in zip(rows, most, strict=True):
+            row = each.draft.followed if limit > 0 else None
             if row is None:
                 continue
             guess, own = None, list[float]()
@@ -189,17 +161,17 @@ class Speculator:
             odds.append(own)
             if self._proposals is not None:
                 row.model_rate += _FORGIVE_MODEL * (PRIOR - row.model_rate)
-                models.append(max(self._model_odds(uid, row, limit), own, key=sum))
-        if any(odds) and self.costs.width(len(uids), odds) > 1:
+                models.append(max(self._model_odds(each, row, limit), own, key=sum))
+        if any(odds) and self.costs.width(len(rows), odds) > 1:
             return True
         for row in asking:
             row.back_off(_UNPAID_RESTS)
-        return bool(models) and self._best_with_model(len(uids), models)[0] > 1
+        return bool(models) and self._best_with_model(len(rows), models)[0] > 1
 
-    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
         self._guesses, odds = [], list[list[float]]()
-        for uid, token, limit in zip(uids, newest, most, strict=True):
-            row, guess = self._rows.get(uid), None
+        for each, token, limit in zip(rows, newest, most, strict=True):
+            row, guess = each.draft.followed, None
             if row is not None and limit > 0:
                 longest = min(limit, row.drafting.most, self.widest - 1)
                 if len(row.expected) > 1 and row.expected[0] == token:
@@ -208,14 +180,14 @@ class Speculator:
                     guess = self._branch(row, longest, token) or self._guess_behind(row, longest, token)
             odds.append(self._odds(row, guess) if row is not None and guess is not None else [])
             self._guesses.append(guess)
-        width, rate = self.costs.best(len(uids), odds) if any(odds) else (1, 0.0)
+        width, rate = self.costs.best(len(rows), odds) if any(odds) else (1, 0.0)
         if self._proposals is not None:
-            width = self._ask_model(uids, newest, most, odds, width, rate)
+            width = self._ask_model(rows, newest, most, odds, width, rate)
         return [guess.tokens[: width - 1] if guess is not None else [] for guess in self._guesses]
 
     def _ask_model(
         self,
-        uids: Sequence[int],
+        rows: Sequence[DraftedRow],
         newest: Sequence[int],
         most: Sequence[int],
         odds: Sequence[list[float]],
@@ -224,33 +196,29 @@ class Speculator:
     ) -> int:
         """Put the model's drafts in place of guesses where they promise more, if that pays; returns the width."""
         assert self._proposals is not None
-        rows = [self._rows.get(uid) for uid in uids]
         models = [
-            self._model_odds(uid, row, limit) if row is not None else []
-            for uid, row, limit in zip(uids, rows, most, strict=True)
+            self._model_odds(row, row.draft.followed, limit) if row.draft.followed is not None else []
+            for row, limit in zip(rows, most, strict=True)
         ]
         mixed = [max(model, own, key=sum) for model, own in zip(models, odds, strict=True)]
-        asked, asked_rate = self._best_with_model(len(uids), mixed)
+        asked, asked_rate = self._best_with_model(len(rows), mixed)
         if asked <= 1 or asked_rate <= rate:
             return width
         followed = [
-            (uid, row.lookup.text, token)
-            for uid, row, token, model, own in zip(uids, rows, newest, models, odds, strict=True)
-            if row is not None and sum(model[: asked - 1]) > sum(own[: asked - 1])
+            (at, row.draft.followed.lookup.text)
+            for at, (row, model, own) in enumerate(zip(rows, models, odds, strict=True))
+            if row.draft.followed is not None and sum(model[: asked - 1]) > sum(own[: asked - 1])
         ]
         if not followed:
             return width
-        known = [uid for uid, _, _ in followed]
+        known, texts = [rows[at] for at, _ in followed], [text for _, text in followed]
         try:
-            drafts = self._proposals.propose(
-                len(uids), known, [text for _, text, _ in followed], [token for _, _, token in followed], asked
-            )
+            drafts = self._proposals.propose(len(rows), known, texts, [newest[at] for at, _ in followed], asked)
         except Exception as error:  # the boundary to the model that drafts: without it the rows have all that they need
             self._give_up(self._proposals, error)
             return width
-        drafted = dict(zip(known, drafts, strict=True))
-        for at, (uid, model) in enumerate(zip(uids, models, strict=True)):
-            if draft := drafted.get(uid, [])[: len(model)]:
+        for (at, _), drafted in zip(followed, drafts, strict=True):
+            if draft := drafted[: len(models[at])]:
                 self._guesses[at] = LookupGuess(draft, DraftSource(self._proposals.proposer.source), 0)
         return asked
 
@@ -259,11 +227,11 @@ class Speculator:
         assert proposals is not None
         return self.costs.best(rows, odds, lambda width, plain: proposals.seconds(rows, width, plain))
 
-    def _model_odds(self, uid: int, row: _Followed, limit: int) -> list[float]:
+    def _model_odds(self, row: DraftedRow, followed: Followed, limit: int) -> list[float]:
         assert self._proposals is not None
-        if limit <= 0 or not row.drafting.by_model or self._proposals.proposer.is_reading(uid):
+        if limit <= 0 or not followed.drafting.by_model or self._proposals.proposer.is_reading(row):
             return []
-        return self._proposals.odds(row.model_rate, min(limit, row.drafting.most))
+        return self._proposals.odds(followed.model_rate, min(limit, followed.drafting.most))
 
     def _give_up(self, proposals: Proposals, error: Exception) -> None:
         """Go on without the model that drafts. Raises an error of the device, which is not of the drafts."""
@@ -273,10 +241,10 @@ class Speculator:
         self._proposals = None
         proposals.proposer.end()
 
-    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        self._tokens = len(uids) + sum(accepted)
-        for uid, guess, draft, right in zip(uids, self._guesses, drafts, accepted, strict=True):
-            row = self._rows.get(uid)
+    def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        self._tokens = len(rows) + sum(accepted)
+        for each, guess, draft, right in zip(rows, self._guesses, drafts, accepted, strict=True):
+            row = each.draft.followed
             if row is None or guess is None or not draft:
                 continue
             counts = self.counts[guess.source]
@@ -291,7 +259,7 @@ class Speculator:
             if guess.source is not DraftSource.GRAMMAR:  # which says nothing of text that is found
                 self._learn(row, guess, len(draft), right)
 
-    def _learn(self, row: _Followed, guess: LookupGuess, drafted: int, right: int) -> None:
+    def _learn(self, row: Followed, guess: LookupGuess, drafted: int, right: int) -> None:
         seen = [1.0] * right + [0.0] * (right < drafted)
         if self._proposals is not None and guess.source in _MODELS:
             self._proposals.learn(drafted, right)
@@ -320,23 +288,16 @@ class Speculator:
             gain = plain * self._tokens / rows / seconds
             self.gain = gain if self.gain == 0 else self.gain + _SMOOTHING * (gain - self.gain)
 
-    def spent(self, uid: int) -> tuple[int, int]:
-        row = self._rows.get(uid)
-        if row is None:
-            return 0, 0
-        spent, row.drafted, row.accepted = (row.drafted, row.accepted), 0, 0
-        return spent
-
-    def _guess(self, row: _Followed, most: int) -> LookupGuess | None:
+    def _guess(self, row: Followed, most: int) -> LookupGuess | None:
         return row.lookup.guess(most, self._history.of(row.drafting.salt))
 
-    def _guess_behind(self, row: _Followed, most: int, newest: int) -> LookupGuess | None:
+    def _guess_behind(self, row: Followed, most: int, newest: int) -> LookupGuess | None:
         row.lookup.extend((newest,))
         guess = self._guess(row, most)
         row.lookup.shorten()
         return guess
 
-    def _branch(self, row: _Followed, most: int, newest: int | None = None) -> LookupGuess | None:
+    def _branch(self, row: Followed, most: int, newest: int | None = None) -> LookupGuess | None:
         """At most so many tokens of the branch of a row, behind the newest token where it is known."""
         if row.branch is None:
             return None
@@ -346,7 +307,7 @@ class Speculator:
             tokens = tokens[1:] if tokens[:1] == [newest] else []
         return LookupGuess(tokens, DraftSource.TREE, match) if tokens else None
 
-    def _odds(self, row: _Followed, guess: LookupGuess) -> list[float]:
+    def _odds(self, row: Followed, guess: LookupGuess) -> list[float]:
         """The chance of each token of a draft, all before it included, by its kind and by the row's own luck."""
         if guess.source is DraftSource.GRAMMAR:
             return [1.0] * len(guess.tokens)

@@ -5,7 +5,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from worker.speculation.drafter import Tokens
+Tokens = npt.NDArray[np.int32]
 
 # Shorter matches say too little.
 LEAST: Final = 3

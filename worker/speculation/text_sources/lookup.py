@@ -12,8 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from worker.speculation.drafter import Tokens
-from worker.speculation.text_sources.indexed_text import BREAK, LEAST, REACH, IndexedTokens
+from worker.speculation.text_sources.indexed_text import BREAK, LEAST, REACH, IndexedTokens, Tokens
 
 # Of outputs before, tokens that are kept for each salt, and salts: with its index, one takes half a megabyte, and any
 # client may name salts.

@@ -151,7 +151,7 @@ def test_rows_that_have_run_come_before_all_that_have_not() -> None:
     queue = Queue()
     named(queue, "aab")
     early, late = row(11, tenant="b"), row(12, tenant="a")
-    early.admitted, late.admitted = 1.0, 2.0
+    early.stats.admitted, late.stats.admitted = 1.0, 2.0
     from_another_worker = row(13, tenant="b", output=[1])
     for each in (from_another_worker, late, early):
         queue.push(each)

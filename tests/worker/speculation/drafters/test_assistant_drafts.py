@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from tests.support.drafted import Drafted
 from tests.support.drafters import SIZE, assistant_config, copying_assistant, drafter, gemma4, store
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB, build
@@ -70,8 +71,10 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(
 
     states = {uid: run(alone[uid], [ids]) for uid, ids in rows.items()}
     caches = batched.merge([alone[uid] for uid in rows])
-    proposer.begin(best, lambda: (list(rows), caches))
-    proposer.taps.keep((mx.stack([state[0, -1:] for state in states.values()]),), list(rows),
+    drafted = [Drafted() for _ in rows]
+    drafts = [row.draft for row in drafted]
+    proposer.begin(best, lambda: (drafted, caches))
+    proposer.taps.keep((mx.stack([state[0, -1:] for state in states.values()]),), drafts,
                        [len(ids) - 1 for ids in rows.values()], [1, 1, 1], [0, 0, 0])  # fmt: skip
 
     def theirs(uid: int) -> list[int]:
@@ -94,13 +97,13 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(
 
     def ours() -> list[list[int]]:
         texts = [np.array(ids, dtype=np.int32) for ids in rows.values()]
-        return proposer.propose(list(rows), texts, [100 + uid for uid in rows], COUNT)
+        return proposer.propose(drafted, texts, [100 + uid for uid in rows], COUNT)
 
     assert ours() == [theirs(uid) for uid in rows]
     for step in range(3):
         ids = {uid: [30 + 7 * uid + step] for uid in rows}
         together = run(caches, [[*each] for each in ids.values()])
-        proposer.taps.keep((together,), list(rows), [len(each) for each in rows.values()], [1, 1, 1], [0, 0, 0])
+        proposer.taps.keep((together,), drafts, [len(each) for each in rows.values()], [1, 1, 1], [0, 0, 0])
         for uid in rows:
             states[uid] = run(alone[uid], [ids[uid]])
             rows[uid] += ids[uid]

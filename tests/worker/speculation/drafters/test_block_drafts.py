@@ -1,5 +1,6 @@
 """DFlash, DFlash 2 and DSpark: blocks of tokens, for the rows of a batch, as mlx-vlm drafts them for one."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from mlx_lm.utils import load_model
 from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel
 
 from protocol.messages import Generate, Sampling, TokensPrompt
+from tests.support.drafted import Drafted
 from tests.support.drafters import FORMS, LAYERS, SIZE, copying_block, damped, drafter, store
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
@@ -31,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return damped(tmp_path_factory.mktemp("target") / "model")
 
 
-def best(_uids: Sequence[int], logits: mx.array, _ahead: int) -> mx.array:
+def best(_rows: Sequence[Any], logits: mx.array, _ahead: int) -> mx.array:
     return mx.argmax(logits, axis=-1)
 
 
@@ -45,6 +47,7 @@ class Target:
     def __init__(self, proposer: BlockDrafts) -> None:
         self.proposer = proposer
         self.states: dict[int, mx.array] = {}
+        self.rows: defaultdict[int, Drafted] = defaultdict(Drafted)
 
     def run(self, added: dict[int, int], left: Sequence[int] = ()) -> None:
         """One pass, in which each row has so many tokens more; short rows are padded."""
@@ -58,11 +61,13 @@ class Target:
             rows.append(new)
             self.states[uid] = mx.concatenate([before, new[:count]])
         parts = tuple(mx.split(mx.stack(rows), 3, axis=-1))
-        self.proposer.taps.keep(parts, uids, starts, list(added.values()), left or [0] * len(uids))
+        self.proposer.taps.keep(
+            parts, [self.rows[uid].draft for uid in uids], starts, list(added.values()), left or [0] * len(uids)
+        )
 
     def drafts(self, uids: Sequence[int]) -> list[list[int]]:
         texts = [np.array(text(uid, len(self.states[uid])), dtype=np.int32) for uid in uids]
-        return self.proposer.propose(uids, texts, [100 + uid for uid in uids], COUNT)
+        return self.proposer.propose([self.rows[uid] for uid in uids], texts, [100 + uid for uid in uids], COUNT)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -4,9 +4,8 @@ import gc
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import StopSequences
 
-from worker.engine.batch_sequence import BatchSequence
+from tests.support.members import member_of
 from worker.engine.forward import ForwardPart, forward
 from worker.speculation.drafters.hidden_states import HiddenStateCapture
 
@@ -26,9 +25,8 @@ class Tapped:
         return states
 
 
-def part(uid: int, tokens: int, left: int) -> ForwardPart:
-    segments = [[5] * tokens, [5] * left, [5]]
-    member = BatchSequence(uid, segments, 9, [], [], [], StopSequences([]).matcher())
+def part(tokens: int, left: int) -> ForwardPart:
+    member = member_of([5], segments=[[5] * tokens, [5] * left, [5]])
     return ForwardPart([member], mx.zeros((1, tokens), dtype=mx.uint32), [], [tokens])
 
 
@@ -37,7 +35,7 @@ def test_states_of_a_step_that_a_chunk_rode_on_do_not_hold_those_of_the_chunk() 
     gc.collect()
     before = mx.get_active_memory()
     for _ in range(PASSES):
-        mx.eval(forward(model, part(1, 1, 0), part(2, CHUNK, CHUNK)))
+        mx.eval(forward(model, part(1, 0), part(CHUNK, CHUNK)))
     gc.collect()
     held = mx.get_active_memory() - before
     assert len(model.taps.records) >= PASSES

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.utils import load_model, save_model
 
 from protocol.messages import Abort, Generate, Sampling, TokensPrompt
+from tests.support.drafted import Drafted
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import damp
 from tests.support.models import VOCAB, build
@@ -89,7 +90,7 @@ class Counting:
 
 def proposer_of(model: Counting) -> ModelDrafts:
     proposer = ModelDrafts(model, VOCAB, VOCAB)
-    proposer.begin(lambda uids, *_: mx.zeros((len(uids),), dtype=mx.uint32), lambda: ([], []))
+    proposer.begin(lambda rows, *_: mx.zeros((len(rows),), dtype=mx.uint32), lambda: ([], []))
     model.fed = 0
     return proposer
 
@@ -129,27 +130,27 @@ def test_a_long_prompt_takes_no_more_of_a_tick_than_a_slice(pair: tuple[Path, Pa
 
 def test_rows_are_read_one_after_the_other_and_draft_once_they_have_been(pair: tuple[Path, Path]) -> None:
     model = Counting(pair[1])
-    proposer = proposer_of(model)
-    assert proposer.propose([1, 2], [text(600), text(300)], [5, 5], 2) == [[], []]
+    proposer, first, second = proposer_of(model), Drafted(), Drafted()
+    assert proposer.propose([first, second], [text(600), text(300)], [5, 5], 2) == [[], []]
     assert (model.fed, proposer.unread) == (0, 900)
-    assert proposer.is_reading(1)
+    assert proposer.is_reading(first)
     assert proposer.read(64) == 64
     assert (model.fed, proposer.unread) == (64, 836)
-    proposer.discard(1)
+    proposer.discard(first)
     assert proposer.unread == 300
-    while proposer.is_reading(2):
+    while proposer.is_reading(second):
         proposer.read(128)
     assert model.fed == 364
     # Meanwhile it has said more than the others would wait for.
-    assert proposer.propose([2], [text(400)], [5], 2) == [[]]
+    assert proposer.propose([second], [text(400)], [5], 2) == [[]]
     assert proposer.read(512) == 100
-    assert [len(draft) for draft in proposer.propose([2], [text(402)], [5], 2)] == [2]
+    assert [len(draft) for draft in proposer.propose([second], [text(402)], [5], 2)] == [2]
     assert proposer.read(512) == 0
 
 
 def test_a_model_that_is_asked_no_more_holds_nothing(pair: tuple[Path, Path]) -> None:
     proposer = proposer_of(Counting(pair[1]))
-    proposer.propose([1, 2], [text(8), text(600)], [5, 5], 2)
+    proposer.propose([Drafted(), Drafted()], [text(8), text(600)], [5, 5], 2)
     proposer.read(64)
     assert proposer.nbytes > 0
     proposer.end()

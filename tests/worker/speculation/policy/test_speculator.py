@@ -6,49 +6,59 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from worker.speculation.drafter import Drafting, Draw, Rows, Tokens
+from tests.support.drafted import Drafted
+from worker.speculation.draft_state import DraftedRow, Drafting
+from worker.speculation.drafter import Draw, Rows
 from worker.speculation.policy.speculator import Speculator
+from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 
 TEXT = list(range(20, 60))
 
 
-def followed(prompt: Sequence[int], drafting: Drafting | None = None, seconds: float = 0.01) -> Speculator:
-    """One row, and a device whose plain step takes so long."""
+@pytest.fixture
+def row() -> Drafted:
+    return Drafted()
+
+
+def followed(
+    row: Drafted, prompt: Sequence[int], drafting: Drafting | None = None, seconds: float = 0.01
+) -> Speculator:
+    """A device whose plain step takes so long, and one row on it."""
     speculator = Speculator()
-    speculator.add(1, np.array(prompt, dtype=np.int32), drafting or Drafting())
+    speculator.add(row, np.array(prompt, dtype=np.int32), drafting or Drafting())
     speculator.timed(1, 1, seconds)
     return speculator
 
 
-def generate(speculator: Speculator, text: Sequence[int], cost: float = 0.01) -> int:
+def generate(speculator: Speculator, row: Drafted, text: Sequence[int], cost: float = 0.01) -> int:
     """Let the row generate `text`; returns the steps that it took, each of `cost` seconds times its width."""
     steps, at = 0, 0
     while at < len(text):
         steps += 1
         draft: list[int] = []
-        if speculator.is_ready([1], [len(text) - at - 1]):
-            draft = speculator.drafts([1], [text[at]], [len(text) - at - 1])[0]
+        if speculator.is_ready([row], [len(text) - at - 1]):
+            draft = speculator.drafts([row], [text[at]], [len(text) - at - 1])[0]
         right = next((n for n, token in enumerate(draft) if token != text[at + 1 + n]), len(draft))
         if draft:
-            speculator.verified([1], [draft], [right])
-        speculator.note(1, text[at : at + 1 + right])
+            speculator.verified([row], [draft], [right])
+        speculator.note(row, text[at : at + 1 + right])
         speculator.timed(1, 1 + len(draft), 0.01 + cost * len(draft))
         at += 1 + right
     return steps
 
 
-def test_a_copy_takes_a_few_steps_where_width_is_free() -> None:
-    assert generate(followed(TEXT), TEXT, cost=0.0) < len(TEXT) / 3
+def test_a_copy_takes_a_few_steps_where_width_is_free(row: Drafted) -> None:
+    assert generate(followed(row, TEXT), row, TEXT, cost=0.0) < len(TEXT) / 3
 
 
-def test_a_copy_takes_almost_a_step_a_token_where_width_costs_as_much() -> None:
-    assert generate(followed(TEXT * 4), TEXT * 4, cost=0.01) > len(TEXT) * 3
+def test_a_copy_takes_almost_a_step_a_token_where_width_costs_as_much(row: Drafted) -> None:
+    assert generate(followed(row, TEXT * 4), row, TEXT * 4, cost=0.01) > len(TEXT) * 3
 
 
-def test_the_tokens_that_were_right_are_counted_by_source_and_place() -> None:
-    speculator = followed(TEXT)
-    generate(speculator, TEXT, cost=0.0)
+def test_the_tokens_that_were_right_are_counted_by_source_and_place(row: Drafted) -> None:
+    speculator = followed(row, TEXT)
+    generate(speculator, row, TEXT, cost=0.0)
     counts = speculator.counts[DraftSource.LOOKUP]
     assert counts.accepted == counts.tokens > len(TEXT) / 2
     assert counts.by_position[0] == counts.drafts
@@ -56,63 +66,65 @@ def test_the_tokens_that_were_right_are_counted_by_source_and_place() -> None:
     assert speculator.gain > 1
 
 
-def test_a_prediction_is_told_apart() -> None:
-    speculator = followed([1, 2, 3], Drafting(prediction=tuple(TEXT)))
-    generate(speculator, [*TEXT[:30], 7], cost=0.0)
-    drafted, accepted = speculator.spent(1)
+def test_a_prediction_is_told_apart(row: Drafted) -> None:
+    speculator = followed(row, [1, 2, 3], Drafting(prediction=tuple(TEXT)))
+    generate(speculator, row, [*TEXT[:30], 7], cost=0.0)
+    drafted, accepted = row.draft.take_spent()
     assert 15 < accepted <= drafted
-    assert speculator.spent(1) == (0, 0), "since it was asked last"
+    assert row.draft.take_spent() == (0, 0), "since it was asked last"
 
 
 @pytest.mark.parametrize(("most", "longest"), [(0, 0), (2, 2)])
-def test_a_request_bounds_its_drafts(most: int, longest: int) -> None:
-    speculator = followed(TEXT, Drafting(most=most))
-    generate(speculator, TEXT, cost=0.0)
+def test_a_request_bounds_its_drafts(most: int, longest: int, row: Drafted) -> None:
+    speculator = followed(row, TEXT, Drafting(most=most))
+    generate(speculator, row, TEXT, cost=0.0)
     assert [bool(count) for count in speculator.counts[DraftSource.LOOKUP].by_position[:4]] == [
         at < longest for at in range(4)
     ]
 
 
-def test_an_answer_is_a_draft_for_the_next_one_of_its_salt() -> None:
-    speculator = followed([1, 2, 3, 4, 5], Drafting(salt="ours"))
-    generate(speculator, TEXT, cost=0.0)
+def test_an_answer_is_a_draft_for_the_next_one_of_its_salt(row: Drafted) -> None:
+    speculator = followed(row, [1, 2, 3, 4, 5], Drafting(salt="ours"))
+    generate(speculator, row, TEXT, cost=0.0)
     assert not speculator.counts[DraftSource.HISTORY].tokens
-    speculator.discard(1)
+    speculator.discard(row)
     for salt, is_found in (("theirs", False), ("ours", True)):
-        speculator.add(1, np.array([9, 9, 3, 4, 5], dtype=np.int32), Drafting(salt=salt))
+        speculator.add(row, np.array([9, 9, 3, 4, 5], dtype=np.int32), Drafting(salt=salt))
         before = speculator.counts[DraftSource.HISTORY].accepted
-        generate(speculator, TEXT, cost=0.0)
+        generate(speculator, row, TEXT, cost=0.0)
         assert (speculator.counts[DraftSource.HISTORY].accepted > before) is is_found
-        speculator._rows.clear()  # pyright: ignore[reportPrivateUsage]
+        row.draft.followed = None
 
 
-def test_drafts_that_are_wrong_become_few() -> None:
-    speculator = followed(TEXT)
+def test_drafts_that_are_wrong_become_few(row: Drafted) -> None:
+    speculator = followed(row, TEXT)
     wrong = [token for at in range(60) for token in (*TEXT[3:9], 100 + at)]
-    first = generate(speculator, wrong[:70], cost=0.004)
+    first = generate(speculator, row, wrong[:70], cost=0.004)
     assert first <= 70
     drafted = speculator.counts[DraftSource.LOOKUP].tokens
-    generate(speculator, [token for at in range(60) for token in (TEXT[3 + at % 5], TEXT[9], 200 + at)], cost=0.004)
+    generate(
+        speculator, row, [token for at in range(60) for token in (TEXT[3 + at % 5], TEXT[9], 200 + at)], cost=0.004
+    )
     assert speculator.counts[DraftSource.LOOKUP].tokens - drafted < 60
 
 
-def test_a_row_whose_drafts_are_wrong_is_looked_at_ever_more_rarely_until_one_is_right() -> None:
-    speculator = followed([1, 2, 3, 4, 5, 6, 1, 2, 3])
+def test_a_row_whose_drafts_are_wrong_is_looked_at_ever_more_rarely_until_one_is_right(row: Drafted) -> None:
+    speculator = followed(row, [1, 2, 3, 4, 5, 6, 1, 2, 3])
     looks: list[bool] = []
     for _ in range(40):
-        looks.append(speculator.is_ready([1], [8]))
+        looks.append(speculator.is_ready([row], [8]))
         if looks[-1]:
-            drafts = speculator.drafts([1], [4], [8])
-            speculator.verified([1], drafts, [0])
+            drafts = speculator.drafts([row], [4], [8])
+            speculator.verified([row], drafts, [0])
             speculator.timed(1, 4, 0.0105)
     between = [later - at for at, later in pairwise(at for at, look in enumerate(looks) if look)]
     assert between[:3] == [2, 4, 8]
     assert max(between) == 16
 
-    speculator.verified([1], speculator.drafts([1], [4], [8]), [1])
-    assert any(speculator.is_ready([1], [8]) for _ in range(16))
-    speculator.verified([1], speculator.drafts([1], [4], [8]), [1])
-    assert speculator.is_ready([1], [8])
+    speculator.verified([row], speculator.drafts([row], [4], [8]), [1])
+    assert any(speculator.is_ready([row], [8]) for _ in range(16))
+    speculator.verified([row], speculator.drafts([row], [4], [8]), [1])
+    assert speculator.is_ready([row], [8])
 
 
 class Failing:
@@ -129,14 +141,14 @@ class Failing:
         self.error = error
         self.asked = 0
         # The rows that it was asked for, and the tokens of each draft.
-        self.uids: list[int] = []
+        self.rows: list[DraftedRow] = []
         self.count = 0
         self.has_ended = False
         # Those whose texts it has not read.
-        self.reading: set[int] = set()
+        self.reading: set[DraftedRow] = set()
 
-    def is_reading(self, uid: int) -> bool:
-        return uid in self.reading
+    def is_reading(self, row: DraftedRow) -> bool:
+        return row in self.reading
 
     def read(self, count: int) -> int:
         if self.fails:
@@ -150,26 +162,26 @@ class Failing:
     def end(self) -> None:
         self.has_ended = True
 
-    def discard(self, uid: int) -> None:
+    def discard(self, row: DraftedRow) -> None:
         pass
 
     def propose(
-        self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
+        self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
         self.asked += 1
-        self.uids, self.count = list(uids), count
+        self.rows, self.count = list(rows), count
         if self.fails:
             raise RuntimeError(self.error)
         return [[token + 1 + at for at in range(count)] for token in newest]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_model_drafts_where_no_text_does_and_is_given_up_when_it_fails(fails: bool) -> None:
+def test_a_model_drafts_where_no_text_does_and_is_given_up_when_it_fails(fails: bool, row: Drafted) -> None:
     proposer = Failing(fails=fails)
     speculator = Speculator(proposer)
-    speculator.add(1, np.array([1, 2, 3], dtype=np.int32), Drafting())
+    speculator.add(row, np.array([1, 2, 3], dtype=np.int32), Drafting())
     speculator.timed(1, 1, 0.01)
-    steps = generate(speculator, TEXT, cost=0.0)
+    steps = generate(speculator, row, TEXT, cost=0.0)
     assert (steps < len(TEXT) / 2) is not fails
     assert (proposer.asked == 1) is fails
     assert proposer.has_ended is fails
@@ -177,28 +189,28 @@ def test_a_model_drafts_where_no_text_does_and_is_given_up_when_it_fails(fails: 
 
 
 @pytest.mark.parametrize("error", ["[metal::malloc] Unable to allocate 5 bytes.", "CUDA error: an illegal access"])
-def test_a_failure_of_the_device_while_a_model_drafts_is_the_step_s_own(error: str) -> None:
+def test_a_failure_of_the_device_while_a_model_drafts_is_the_step_s_own(error: str, row: Drafted) -> None:
     proposer = Failing(fails=True, error=error)
     speculator = Speculator(proposer)
-    speculator.add(1, np.array([1, 2, 3], dtype=np.int32), Drafting())
+    speculator.add(row, np.array([1, 2, 3], dtype=np.int32), Drafting())
     speculator.timed(1, 1, 0.01)
     for _ in range(2):  # nor is the model given up for it
         with pytest.raises(RuntimeError, match=r"bytes|CUDA"):
-            speculator.drafts([1], [20], [8])
+            speculator.drafts([row], [20], [8])
     assert not proposer.has_ended
 
 
-def test_a_model_is_not_asked_for_a_row_that_it_reads_and_is_given_up_when_reading_fails() -> None:
+def test_a_model_is_not_asked_for_a_row_that_it_reads_and_is_given_up_when_reading_fails(row: Drafted) -> None:
     proposer = Failing(fails=False)
     speculator = Speculator(proposer)
-    speculator.add(1, np.array([1, 2, 3], dtype=np.int32), Drafting())
+    speculator.add(row, np.array([1, 2, 3], dtype=np.int32), Drafting())
     speculator.timed(1, 1, 0.01)
-    proposer.reading.add(1)
-    assert not speculator.is_ready([1], [8])
-    assert speculator.drafts([1], [20], [8]) == [[]]
+    proposer.reading.add(row)
+    assert not speculator.is_ready([row], [8])
+    assert speculator.drafts([row], [20], [8]) == [[]]
     assert (proposer.asked, speculator.read(5)) == (0, 5)
-    assert speculator.is_ready([1], [8])
-    assert speculator.drafts([1], [20], [8])[0][:1] == [21]
+    assert speculator.is_ready([row], [8])
+    assert speculator.drafts([row], [20], [8])[0][:1] == [21]
     proposer.fails = True
     assert speculator.read(5) == 0
     assert proposer.has_ended
@@ -208,24 +220,26 @@ def test_a_model_is_not_asked_for_a_row_that_it_reads_and_is_given_up_when_readi
 def test_a_model_is_asked_for_the_rows_that_have_no_better_draft_and_for_no_more_than_it_can() -> None:
     proposer = Failing(fails=False)
     speculator = Speculator(proposer)
-    for uid, text in ((1, TEXT * 3), (2, [5, 6, 7]), (3, [7, 6, 5])):
-        speculator.add(uid, np.array(text, dtype=np.int32), Drafting())
+    copying, second, third = Drafted(), Drafted(), Drafted()
+    for row, text in ((copying, TEXT * 3), (second, [5, 6, 7]), (third, [7, 6, 5])):
+        speculator.add(row, np.array(text, dtype=np.int32), Drafting())
     for at, width in enumerate((1, 2, 4, 8, 16)):
         for _ in range(3):
             speculator.timed(2, width, 10 + at / 10)
-    speculator.drafts([2, 3], [9, 9], [100, 100])
-    assert proposer.uids == [2, 3], "which shows what its drafts cost"
-    drafts = speculator.drafts([1, 2], [TEXT[0], 9], [100, 100])
-    assert (proposer.uids, proposer.count) == ([2], proposer.longest)
+    speculator.drafts([second, third], [9, 9], [100, 100])
+    assert proposer.rows == [second, third], "which shows what its drafts cost"
+    drafts = speculator.drafts([copying, second], [TEXT[0], 9], [100, 100])
+    assert (proposer.rows, proposer.count) == ([second], proposer.longest)
     assert drafts[0][:10] == TEXT[1:11]
     assert drafts[1] == list(range(10, 10 + proposer.longest))
 
 
 def test_rows_that_end_before_their_text_is_indexed_hold_no_other_up() -> None:
     speculator = Speculator()
-    for uid in range(100):
-        speculator.add(uid, np.array(TEXT, dtype=np.int32), Drafting())
-        speculator.discard(uid)
-    speculator.add(100, np.array(TEXT * 3, dtype=np.int32), Drafting())
+    for _ in range(100):
+        row = Drafted()
+        speculator.add(row, np.array(TEXT, dtype=np.int32), Drafting())
+        speculator.discard(row)
+    speculator.add(Drafted(), np.array(TEXT * 3, dtype=np.int32), Drafting())
     speculator.tend()
     assert not speculator._unindexed
