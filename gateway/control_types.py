@@ -84,6 +84,8 @@ class ModelStatus(StatusStats, frozen=True):
     media_reason: str = ""
     # `auto`, or `off` with the reason.
     speculation: str = ""
+    # Attention of few tokens a row: `kernel`, or `mlx` with the reason.
+    attention: str = ""
     # Of one that is loaded: `text`, `embed`, `rerank` or `audio`; and the length of embeddings.
     kind: str = ""
     dimensions: int = 0

@@ -478,6 +478,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     kv_bits: int = 0
     # Of a model of audio.
     audio: AudioInfo | None = None
+    # `kernel`, or `mlx` with the reason; empty from a worker that does not say.
+    attention: str = ""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):

@@ -208,6 +208,7 @@ class Stats(msgspec.Struct, array_like=True):
             "Failures to cache a sequence's KV, which clear the prefix cache, or to release a sequence that has ended.",
         ),
     ] = 0
+    attention_kernel: Annotated[int, _gauge("attention_kernel", "1 where mlxd's own kernel computes attention.")] = 0
 
     @property
     def drafted_tokens(self) -> int:

@@ -46,6 +46,8 @@ class ModelSample(Struct, frozen=True):
     sparse_kept_tokens: int
     # Speeds that its workers have measured on this machine.
     measured: Speeds | None = None
+    # `kernel`, or `mlx` with the reason.
+    attention: str = ""
 
 
 class RateSample(Struct, frozen=True):

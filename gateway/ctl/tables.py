@@ -78,6 +78,8 @@ def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None
             console.print(f"{model.name}: {model.lane_reason}", style="yellow", highlight=False, markup=False)
         if model.speculation.startswith(("off, ", "auto, ")):
             console.print(f"{model.name}: speculation is {model.speculation}", highlight=False, markup=False)
+        if model.attention.startswith("mlx, "):
+            console.print(f"{model.name}: attention by {model.attention}", highlight=False, markup=False)
         if model.measured is not None and (model.measured.decode or model.measured.prefill):
             console.print(measured(model.name, model.measured), highlight=False, markup=False)
         if model.drafted_tokens:

@@ -96,6 +96,10 @@ def checked_once(
     return plan
 
 
+def _no_progress(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
+    pass
+
+
 class EngineHarness:
     """`with EngineHarness(spec) as engine: engine.run([Generate(…)])`."""
 
@@ -105,8 +109,10 @@ class EngineHarness:
         wrap: Callable[[Any], Any] = lambda model: model,
         drafter: Drafter | Callable[[LoadedModel], Drafter] | None = None,
         keeps: str = "",
+        check: Callable[[Any, Sequence[int], str, RankPeers | None], BatchModePlan] | None = None,
     ) -> None:
         self.spec = spec
+        self._check = check or partial(checked_once, spec)
         self._keeps = keeps
         self._wrap = wrap
         self._drafter = drafter
@@ -135,7 +141,7 @@ class EngineHarness:
 
     def _main(self) -> None:
         try:
-            loaded = load_checked(self.spec, lambda *_: None, check=partial(checked_once, self.spec))
+            loaded = load_checked(self.spec, _no_progress, check=self._check)
             self.loaded = replace(loaded, model=self._wrap(loaded.model))
             self.adapters = adapters_of(loaded.model)
             limits = SparseLimits(self.spec.sparse_keep, self.spec.sparse_from)

@@ -5,6 +5,7 @@ tokens would have to be rolled, and attention needs a mask even where no row is 
 giving back is a subtraction, and rows of equal length need no mask.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import add
 from typing import Any, Final, Self, cast
@@ -32,7 +33,7 @@ class Lengths:
     next token of row i is at position `of[i] + ahead[i]`; `ahead` is empty where all tokens of all rows are held.
     """
 
-    __slots__ = ("_begins", "_end", "_mask", "_next", "_offset", "_slots", "ahead", "is_level", "longest", "of")
+    __slots__ = ("_begins", "_end", "_masks", "_next", "_offset", "_slots", "ahead", "is_level", "longest", "of")
 
     def __init__(self, lengths: Sequence[int], ahead: Sequence[int] = ()) -> None:
         self.of = tuple(lengths)
@@ -44,7 +45,8 @@ class Lengths:
         # Of the next forward pass, if its padding does not all have slots of its own.
         self._end: tuple[int, int] | None = None
         self._slots: tuple[int, mx.array] | None = None
-        self._mask: tuple[tuple[int, int | None], mx.array] | None = None
+        # By the number of next tokens and the window.
+        self._masks: dict[tuple[int, int | None], mx.array] = {}
         # The change that was asked for last, and what it led to.
         self._next: tuple[object, Lengths] | None = None
 
@@ -71,7 +73,7 @@ class Lengths:
             return
         end = count, min(self.longest + count, 1 + max(map(add, self.of, lengths)))
         if self._end != end:
-            self._end, self._slots, self._mask = end, None, None
+            self._end, self._slots, self._masks = end, None, {}
 
     def end(self, count: int) -> int:
         """Slots that are taken once each row has `count` more tokens."""
@@ -96,11 +98,19 @@ class Lengths:
 
     def mask(self, count: int, window: int | None) -> mx.array:
         """`[rows, 1, count, slots]`: the slots that each of the next tokens sees, itself among them."""
-        if self._mask is None or self._mask[0] != (count, window):
+        if (count, window) not in self._masks:
             own, slots = self.slots(count), mx.arange(self.seen(count), dtype=mx.int32)
             mask = slots <= own
-            self._mask = (count, window), mask & (slots > own - window) if window else mask
-        return self._mask[1]
+            self._masks[count, window] = mask & (slots > own - window) if window else mask
+        return self._masks[count, window]
+
+    def window_of(self, mask: mx.array | str | None, count: int) -> int | None:
+        """The window, or 0 for none, of a mask that `make_mask` gave for the next tokens; None of any other mask."""
+        if mask is None or isinstance(mask, str):
+            is_ours = self.is_level and (mask == "causal" or (mask is None and count == 1))
+            return 0 if is_ours else None
+        ours = (window or 0 for (width, window), made in self._masks.items() if made is mask and width == count)
+        return next(ours, None)
 
     def placed(self, ahead: tuple[int, ...]) -> "Lengths":
         """The same slots, with next tokens at other positions."""
@@ -146,8 +156,10 @@ class RaggedKVCache:
     def __init__(self, lengths: Lengths) -> None:
         self.arrays: tuple[mx.array, ...] = ()
         self.lengths = lengths
-        # Slots that the newest pass has seen.
+        # Slots that the newest pass has seen, the lengths before it, and the keys that it was given.
         self._seen = 0
+        self._before = lengths
+        self._given: Callable[[], mx.array | None] = lambda: None
 
     @classmethod
     def merge(cls, caches: Sequence[Any], lengths: Lengths) -> Self:
@@ -190,8 +202,17 @@ class RaggedKVCache:
             slots = before.slots(count)
             arrays = tuple(_scatter(array, slots, new) for array, new in zip(arrays, entries, strict=True))
         self.arrays, self.lengths = arrays, before.grown(count)
-        self._seen = before.seen(count)
-        return self.keys_and_values()
+        self._seen, self._before = before.seen(count), before
+        keys, values = self.keys_and_values()
+        # Held itself, a view would keep the next pass from writing in place.
+        self._given = weakref.ref(keys[0] if isinstance(keys, tuple) else keys)
+        return keys, values
+
+    def before(self, keys: Any) -> Lengths | None:
+        """The lengths before the newest pass if these are the keys that it was given: a model may make others."""
+        given = self._given()
+        is_given = given is not None and given is (keys[0] if isinstance(keys, tuple) else keys)
+        return self._before if is_given else None
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Those that the newest pass has seen. Models whose layers share KV read it so."""

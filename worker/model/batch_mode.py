@@ -16,13 +16,21 @@ class BatchMode(StrEnum):
     SINGLE = "single"
 
 
+# Attention of few tokens a row by kernels of ours.
+KERNEL: Final = "kernel"
+
+
 @dataclass(frozen=True, slots=True)
 class BatchModePlan:
-    """The lane of a model, whether its prefixes can be reused, and why not the first lane or no reuse."""
+    """The lane of a model, whether its prefixes can be reused, and why not the first lane or no reuse.
+
+    `attention` is `kernel` where attention of few tokens a row goes by our kernels, else `mlx`, with the reason.
+    """
 
     lane: BatchMode = BatchMode.TOGETHER
     reuses_prefixes: bool = True
     reason: str = ""
+    attention: str = "mlx"
 
 
 # Whatever else runs and ran: other rows change the shape of a forward pass, and cached KV was computed in another one.

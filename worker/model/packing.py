@@ -7,7 +7,7 @@ are wrapped once, when the model is loaded, and are the modules that they wrap i
 """
 
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -80,18 +80,20 @@ class Mixing(_Wrapped):
     def __init__(self, module: Any, turn: PackingTurn) -> None:
         super().__init__(module)
         self._turn = turn
+        # Run for a part, on the module.
+        self.call: Callable[..., Any] = type(module).__call__
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.get("cache", args[-1] if args else None)
         if not isinstance(packed, PackedRows):
-            return self.module(x, *args, **kwargs)
+            return self.call(self.module, x, *args, **kwargs)
         mixed: list[mx.array] = []
         try:
             for at, (part, (rows, width)) in enumerate(zip(split(x, packed.shapes), packed.shapes, strict=True)):
                 self._turn.at = at
                 own = [_own(value, at) for value in args]
                 named = {name: _own(value, at) for name, value in kwargs.items()}
-                mixed.append(self.module(part, *own, **named).reshape(1, rows * width, -1))
+                mixed.append(self.call(self.module, part, *own, **named).reshape(1, rows * width, -1))
         finally:
             self._turn.at = None
         return mx.concatenate(mixed, axis=1)

@@ -20,6 +20,7 @@ from worker.group.coordinator import Coordinator, open_group
 from worker.kv_publisher import CannotPublish, KvPublisher
 from worker.link import GatewayLink
 from worker.model import memory
+from worker.model.batch_mode import KERNEL
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
 from worker.prefix_cache.block_events import BlockEventLog
@@ -67,6 +68,7 @@ def start_text(
     gauges.measure_memory()
     _keep_load(engine, loaded, gauges, time.monotonic() - started, time.monotonic() - warmed)
     gauges.kv_bits, gauges.experts = spec.kv_bits, loaded.experts
+    gauges.attention_kernel = int(loaded.plan.attention == KERNEL)
     take_prompts(loaded, intake, inbox, link, gauges, refusing, compilers)
     return engine, _ready(spec, engine, loaded, intake, lead, time.monotonic() - started), lead
 
@@ -104,6 +106,7 @@ def _ready(
         adapters=adapters.infos if adapters is not None else (),
         group=lead.info(loaded.weights_bytes) if lead is not None else None,
         kv_bits=spec.kv_bits,
+        attention=loaded.plan.attention,
     )
 
 

@@ -10,12 +10,16 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 import mlx.core as mx
 
 from protocol.failures import Code
+from worker.attention import kernel
+from worker.attention.kernel import Attend
+from worker.attention.seam import AttentionSwitch, join
+from worker.attention.trial import NotProved, prove
 from worker.engine.batch import Batch
 from worker.engine.load_checks.silent_row import silent_row
 from worker.engine.rank_peers import RankPeers
@@ -23,7 +27,7 @@ from worker.errors import LoadFailed, StepFailed, foreign_code, is_allocation_fa
 from worker.kv.kv import KvLayout
 from worker.kv.quantized import kv_form_of, make_caches
 from worker.model import memory
-from worker.model.batch_mode import BatchMode, BatchModePlan
+from worker.model.batch_mode import KERNEL, BatchMode, BatchModePlan
 from worker.model.packing import give_up, packing_of
 from worker.prefix_cache.prefix import PrefixCache
 
@@ -71,18 +75,26 @@ class CheckFailed(Exception):
     """A way of running rows that changes what they say; the message says which, and how."""
 
 
-def choose(model: Any, ids: Sequence[int], batching: str, partners: RankPeers | None = None) -> BatchModePlan:
+def choose(
+    model: Any, ids: Sequence[int], batching: str, partners: RankPeers | None = None, attend: Attend | None = None
+) -> BatchModePlan:
     """The first lane that is exact. `ids` are at least `SAMPLE` tokens of text. Raises `LoadFailed`.
 
-    `batching` is `auto`, or the lane that the operator wants: such a one is taken as it is, without packed passes.
+    `batching` is `auto`, or the lane that the operator wants: such a one is taken as it is, without packed passes and
+    kernels of ours. `attend` stands for the kernels, which need a GPU.
     """
     mergeable = all(hasattr(cache, "merge") for cache in make_caches(model))
+    attend = attend or (kernel.attend if memory.has_gpu() else None)
     if batching != "auto":
         give_up(model)
-        return _asked(BatchMode(batching), mergeable)
+        reason = f", because batching = '{batching}'" if attend is not None else ""
+        return replace(_asked(BatchMode(batching), mergeable), attention=f"mlx{reason}")
     started = time.monotonic()
-    plan = _Check(model, ids, partners).plan(mergeable)
-    log.info("self-check: lane %s, in %.0f ms", plan.lane, (time.monotonic() - started) * 1e3)
+    check = _Check(model, ids, partners)
+    plan = check.plan(mergeable)
+    plan = replace(plan, attention=check.attention(plan.lane, attend))
+    took_ms = (time.monotonic() - started) * 1e3
+    log.info("self-check: lane %s, attention by %s, in %.0f ms", plan.lane, plan.attention, took_ms)
     if plan.reason:
         log.warning("%s", plan.reason)
     return plan
@@ -172,6 +184,31 @@ class _Check:
             return [f"prompts run in forward passes of their own, because {reason_of(error)}"]
         return []
 
+    def attention(self, lane: BatchMode, attend: Attend | None) -> str:
+        """Let kernels answer where they are right on this machine and in this model; `kernel`, or `mlx` and why."""
+        if attend is None:
+            return "mlx"
+        switch = AttentionSwitch(attend)
+        if self._partners is not None:
+            return "mlx, because several processes run this model together"
+        if not join(self._model, switch):
+            return "mlx, because its attention has another form in mlx-lm"
+        try:
+            with switch.look() as met:
+                expected = self._run(lane, [self._prompts], _WHOLE)
+            if not met:
+                return "mlx, because there is no kernel for its heads or caches"
+            for form in met:
+                prove(form, switch.attend)
+            switch.proved = frozenset(met)
+            self._compare("by the kernel, beside a longer one", self._run(lane, [self._prompts], _WHOLE), expected)
+        except LoadFailed:
+            raise
+        except Exception as error:  # the boundary to compilers of each machine, and code of every architecture
+            switch.proved = frozenset()
+            return f"mlx, because {reason_of(error)}"
+        return KERNEL
+
     def _alone(self, prompt: list[int], chunk: int) -> _Said:
         return self._run(BatchMode.SINGLE, [[prompt]], chunk)[0]
 
@@ -242,6 +279,6 @@ def reason_of(error: Exception) -> str:
         raise LoadFailed(Code.OUT_OF_MEMORY, "not enough memory to run the model", detail=text) from error
     if is_gpu_fault(error) or isinstance(error, StepFailed):
         raise error
-    if isinstance(error, CheckFailed):
+    if isinstance(error, CheckFailed | NotProved):
         return text
     return f"{type(error).__name__}: {text.partition(chr(10))[0]}"

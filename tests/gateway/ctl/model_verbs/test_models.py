@@ -122,6 +122,14 @@ def test_sparse_prefills_stand_below_the_table() -> None:
     assert out.getvalue() == "a: 3 prompts prefilled sparsely, 25 % of 30000 tokens kept\n"
 
 
+def test_why_attention_is_not_by_the_kernel_stands_below_the_table() -> None:
+    out = StringIO()
+    for attention in ("kernel", "mlx", "mlx, because its kernel is off by 0.9 on this machine"):
+        said = status(attention=attention)
+        tables.lanes(compare(said, said, 0.0).models, Console(file=out, width=200))
+    assert out.getvalue().splitlines() == ["a: attention by mlx, because its kernel is off by 0.9 on this machine"]
+
+
 def test_what_drafts_win_stands_below_the_table() -> None:
     works = status(speculation="auto", drafted_tokens=200, accepted_tokens=161, draft_gain=2.314)
     began = status(drafted_tokens=1, accepted_tokens=1, draft_gain=0.66)

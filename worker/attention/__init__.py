@@ -1,0 +1,1 @@
+"""Attention by kernels of ours, which read the length of each row."""
