@@ -17,7 +17,7 @@ from string import Template
 from typing import Final
 
 # Slots of a split: a warp's work is a quarter of them, in tiles of 16.
-SPLIT: Final = 256
+SPLIT: Final = 512
 CHAINS: Final = 4
 TILE: Final = 16
 # Warps of the second pass, each of which adds every eighth split.
