@@ -106,7 +106,7 @@ def ours(folder: Path, texts: tuple[str, ...]) -> tuple[float, Any]:
     from protocol.messages import EmbedPrompt, Generate, Sampling
     from protocol.spec import WorkerSpec
     from worker.embedding.groups import take_group
-    from worker.embedding.job_loop import CPU_TOKENS
+    from worker.embedding.job_loop import CPU_PASS_TOKENS
     from worker.embedding.load_model import load_reader
     from worker.embedding.prepare import Preparer
 
@@ -117,7 +117,7 @@ def ours(folder: Path, texts: tuple[str, ...]) -> tuple[float, Any]:
     begin = time.process_time()
     job = preparer.job(Generate(2, EmbedPrompt(texts), Sampling()), 0.0)
     while job.left:
-        group = take_group([job], CPU_TOKENS)
+        group = take_group([job], CPU_PASS_TOKENS)
         for place, row in zip(group, reader.compute([place.item for place in group]), strict=True):
             job.store(place.at, row)
     data = job.data()

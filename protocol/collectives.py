@@ -1,7 +1,7 @@
 """Environments of MLX's distributed backends: the variables and files that each rank of a group needs before `init`.
 
-MLX has them from its own launcher, whose names these are. JACCL and NCCL were not run here but for their forms: the
-tests hold these against what mlx.launch sets.
+The names are those of MLX's own launcher. JACCL and NCCL were not run here; the tests compare their environments with
+those that mlx.launch sets.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-# All that the backends read. What a rank's process was started with must not decide: JACCL_* even wins over MLX_*.
+# All variables that the backends read. Inherited ones are cleared, because JACCL_* even overrides MLX_*.
 VARIABLES: Final = (
     "MLX_RANK",
     "MLX_HOSTFILE",
@@ -26,19 +26,22 @@ VARIABLES: Final = (
     "NCCL_PORT",
 )
 BACKENDS: Final = ("ring", "jaccl", "nccl")
-# Machines that are all cabled to each other, at most.
+# Maximum number of machines that are all cabled to each other.
 MESH_MAX: Final = 8
-# Between several devices of one link.
+# This character separates several devices of one link.
 SEPARATOR: Final = ","
 
 
 class CannotConnect(ValueError):
-    """The ranks cannot be connected as they are described; the reason, for an operator."""
+    """Raised with the operator's reason when the ranks cannot be connected as described."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """`files` are contents by the variable that has the path of the file. All other `VARIABLES` are to be unset."""
+    """Environment of one rank. `files` maps a variable to the content of the file whose path it holds.
+
+    All other `VARIABLES` must be unset.
+    """
 
     variables: dict[str, str]
     files: dict[str, str] = field(default_factory=dict[str, str])
@@ -54,10 +57,10 @@ def environment(
     coordinator: str = "",
     gpu: int | None = None,
 ) -> Environment:
-    """The environment of one rank. Raises `CannotConnect`.
+    """Return the environment of one rank. Raises `CannotConnect`.
 
-    `links` are addresses `ip:port` by rank, several of a rank for links in parallel; `devices` has for each rank its
-    RDMA device towards each, empty for none and for itself; `coordinator` is `ip:port` of rank 0.
+    `links` are addresses `ip:port` by rank, several per rank for parallel links; `devices` has for each rank its RDMA
+    device towards each rank, empty for none and for itself; `coordinator` is `ip:port` of rank 0.
     """
     if not 0 <= rank < size:
         raise CannotConnect(f"rank {rank} of {size}")
@@ -89,7 +92,7 @@ def has_mesh(devices: Sequence[Sequence[str]], size: int) -> bool:
 
 
 def ring_problem(devices: Sequence[Sequence[str]], size: int) -> str:
-    """The reason why JACCL cannot even make a ring of these; empty where it can."""
+    """Return the reason why JACCL cannot even form a ring of these devices; empty if it can."""
     if not _is_square(devices, size) or size < 2:
         return f"JACCL needs the devices of {size} ranks towards {size}"
     for rank in range(size):
@@ -100,7 +103,7 @@ def ring_problem(devices: Sequence[Sequence[str]], size: int) -> str:
 
 
 def _matrix(devices: Sequence[Sequence[str]]) -> list[list[str | list[str] | None]]:
-    """As MLX reads it: null where there is no device, a list where there are several."""
+    """Return MLX's form of the matrix: null for no device, a list for several."""
     return [[_device(name) if at != rank else None for at, name in enumerate(row)] for rank, row in enumerate(devices)]
 
 
@@ -124,7 +127,7 @@ def _check_links(links: Sequence[Sequence[str]], size: int) -> None:
 
 
 def _check_address(address: str, owner: str) -> tuple[str, int]:
-    """Its IP address and port. MLX's backends take no names and no IPv6. Raises `CannotConnect`."""
+    """Return the IP address and port. MLX's backends support neither names nor IPv6. Raises `CannotConnect`."""
     ip, _, port = address.rpartition(":")
     try:
         number = int(port) if port.isascii() and port.isdecimal() else 0

@@ -1,4 +1,4 @@
-"""A model's context window as its config.json gives it: the gateway reads it before a load, the worker at one."""
+"""Context window in a model's config.json, which the gateway reads before a load and the worker during one."""
 
 from typing import Any, Final
 
@@ -14,9 +14,9 @@ CONTEXT_KEYS: Final = (
 
 
 def context_of(config: dict[str, Any]) -> tuple[str, Any] | None:
-    """The first key that is set, in the configuration or in that of its text model, and its value as it stands there.
+    """Return the first key that is set, in the configuration or its text model's, with its raw value.
 
-    None where config.json is silent: what the model class and the tokenizer say is known at a load only.
+    None if config.json has no limit: those of the model class and the tokenizer are only known at load.
     """
     text = config.get("text_config")
     parts = [part for part in (config, text) if isinstance(part, dict)]

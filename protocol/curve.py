@@ -17,12 +17,12 @@ class KeyPair(msgspec.Struct, frozen=True):
     secret: str
 
     def __repr__(self) -> str:
-        # No log and no traceback may show the other half.
+        # The secret key must not appear in logs and tracebacks.
         return f"KeyPair(public={self.public!r})"
 
 
 def make_pair() -> KeyPair:
-    """A new pair, from the system's random numbers."""
+    """Return a new pair from the system's random numbers."""
     public, secret = zmq.curve_keypair()
     return KeyPair(z85.decode(public).hex(), z85.decode(secret).hex())
 

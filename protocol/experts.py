@@ -1,7 +1,8 @@
-"""Experts on disk: the index of a repacked folder, for the worker that reads them and for those that count its memory.
+"""Index of experts on disk in a repacked folder, for workers that read them and for memory estimates.
 
-A repacked folder is a model's folder whose `model*.safetensors` hold all but the experts. `experts/index.json` says
-where those are: a file for each layer, in which expert i is the `record_bytes` from `i * record_bytes` on.
+A repacked folder is a model's folder whose `model*.safetensors` hold everything except the experts.
+`experts/index.json` describes the experts' files: one per layer, with expert i in the `record_bytes` from `i *
+record_bytes` on.
 """
 
 import math
@@ -13,17 +14,17 @@ import msgspec
 FOLDER: Final = "experts"
 INDEX: Final = "index.json"
 VERSION: Final = 1
-# Sequences that may run at once: the rows of a larger batch together need most experts of each layer.
+# Maximum number of running sequences: a larger batch needs most experts of each layer in every step.
 RUNNING_MAX: Final = 2
-# Part of all experts that is kept in memory where the configuration does not say.
-USUAL_PART: Final = 4
-# Bytes of a number of each type.
+# The cache holds a quarter of all experts by default.
+USUAL_CACHE_DIVISOR: Final = 4
+# Bytes per number of each dtype.
 WIDTHS: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "uint8": 1}
 _INDEX_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 class ExpertTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of an expert: an array of its layer's projection, in MLX's names, and its place in the record."""
+    """Tensor of an expert: an array of its layer's projection, under MLX's name, and its place in the record."""
 
     projection: str
     name: str
@@ -34,19 +35,19 @@ class ExpertTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The experts of one layer. `path` is the module's; `chosen` are the experts of one token."""
+    """Experts of one layer. `path` is the module's."""
 
     path: str
     file: str
     experts: int
     record_bytes: int
     tensors: tuple[ExpertTensor, ...]
-    # By projection: group size and bits of quantized weights, and their mode.
+    # Group size, bits and mode of quantized weights, by projection.
     quantization: dict[str, tuple[int, int, str]] = {}
 
 
 class ExpertIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All experts of a model. `chosen` is how many of a layer a token uses."""
+    """Index of all experts of a model. `chosen` is the number of experts per layer that a token uses."""
 
     version: int
     chosen: int
@@ -57,13 +58,17 @@ class ExpertIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(layer.experts * layer.record_bytes for layer in self.layers)
 
     def slots(self, layer: ExpertLayer, wanted: int) -> int:
-        """Experts of a layer in a cache of so many bytes, below 0 the usual: each layer has the same part of them, and
-        at least those of one token."""
-        share = layer.experts // USUAL_PART if wanted < 0 else wanted * layer.experts // max(1, self.total_bytes)
+        """Return how many experts of a layer fit a cache of `wanted` bytes; negative means the default.
+
+        Each layer gets the same share of its experts, and at least those of one token.
+        """
+        share = (
+            layer.experts // USUAL_CACHE_DIVISOR if wanted < 0 else wanted * layer.experts // max(1, self.total_bytes)
+        )
         return min(layer.experts, max(self.chosen, share))
 
     def cache_bytes(self, wanted: int) -> int:
-        """Bytes of a cache that is to have so many."""
+        """Return the bytes of a cache for which `wanted` bytes were requested."""
         return sum(self.slots(layer, wanted) * layer.record_bytes for layer in self.layers)
 
 
@@ -73,7 +78,7 @@ def has_index(folder: Path) -> bool:
 
 
 def read_index(folder: Path) -> ExpertIndex:
-    """The index of a repacked folder, checked against the lengths of its files. Raises `ValueError`."""
+    """Read the index of a repacked folder, and check it against the lengths of its files. Raises `ValueError`."""
     file = folder / FOLDER / INDEX
     try:
         if file.stat().st_size > _INDEX_BYTES_MAX:

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Code(IntEnum):
-    """A failure code. Numbers are wire values: append only."""
+    """Failure code. Numbers are wire values: append only."""
 
     INTERNAL = 0
     INVALID_REQUEST = 1
@@ -37,18 +37,18 @@ class Code(IntEnum):
     DOES_NOT_FIT = 27
 
 
-# Another attempt, on this worker later or on its successor, may succeed without any change to the request.
+# Failures after which another attempt, later or on the worker's successor, may succeed with the same request.
 RETRYABLE = frozenset({Code.BUSY, Code.DRAINING, Code.WORKER_DIED, Code.LOAD_TIMEOUT, Code.OUT_OF_MEMORY})
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """One failure. `message` is safe for clients; `detail` is for logs only; `param` names the offending field."""
+    """Failure with a code. `message` is safe for clients, `detail` is for logs only, `param` names the field."""
 
     code: Code
     message: str
     detail: str = ""
     param: str | None = None
-    # What a dialect words in its own way: for CONTEXT_LENGTH_EXCEEDED the prompt's tokens and the context's.
+    # Numbers for messages of API dialects: for CONTEXT_LENGTH_EXCEEDED the tokens of the prompt and of the context.
     numbers: tuple[int, ...] = ()
 
     @property
@@ -57,7 +57,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExitStatus(IntEnum):
-    """Worker exit statuses (sysexits.h where one fits)."""
+    """Exit statuses of a worker (from sysexits.h where one fits)."""
 
     OK = 0
     BAD_CONFIG = 64
@@ -65,11 +65,11 @@ class ExitStatus(IntEnum):
     INCOMPATIBLE = 69
     INTERNAL = 70
     OUT_OF_MEMORY = 71
-    # Of a group: another rank ended, or fell silent or out of step. Starting again helps.
+    # Another rank of the group ended, timed out or was out of step. A restart helps.
     PARTNER_LOST = 72
 
 
-# Starting again cannot help until the configuration or the files change.
+# A restart cannot help until the configuration or the files change.
 FINAL_EXITS = frozenset(
     {ExitStatus.BAD_CONFIG, ExitStatus.MODEL_UNUSABLE, ExitStatus.INCOMPATIBLE, ExitStatus.OUT_OF_MEMORY}
 )

@@ -1,13 +1,14 @@
 """Messages between the ranks of a group: one model that several processes run together, each with a part of it.
 
-Rank 0 is an ordinary worker to its gateway. It decides all that hangs on a clock, a thread, bytes or a client, and
-says it in a `TickPlan` before each tick; the others, its followers, replay the plan on their parts. Two connections
-join a follower to rank 0, which binds both: the *plan*, between the two engine threads, and the *watch*, between
-threads that no engine can block. Both are CURVE over TCP, with keys that the gateway makes for each start. All ranks
-are of one version of mlxd, which `JoinGroup` says and rank 0 checks, so that fields may change between versions.
+Rank 0 is an ordinary worker to its gateway. It makes every decision that depends on a clock, a thread, memory or a
+client, and sends it in a `TickPlan` before each tick; the others, its followers, replay the plan on their parts. A
+follower has two connections to rank 0, which binds both: the *plan*, between the two engine threads, and the *watch*,
+between threads that no engine can block. Both are CURVE over TCP, with keys that the gateway makes for each start. All
+ranks run one version of mlxd, which is in `JoinGroup` and which rank 0 checks, so that fields may change between
+versions.
 
-Plan: `JoinGroup` up, `StartLoading` down, `RankLoaded` up, then `TickPlan` down and `PlanDone` up for each, with a
-`RankMemory` before it where there is a `GroupShare` in it. Watch: `RankHeartbeat` both ways, `GroupStopped` down and
+Plan: `JoinGroup` up, `StartLoading` down, `RankLoaded` up, then `TickPlan` down and `PlanDone` up for each tick, with a
+`RankMemory` before it if the plan contains a `GroupShare`. Watch: `RankHeartbeat` both ways, `GroupStopped` down and
 `RankFailed` up.
 """
 
@@ -18,12 +19,12 @@ import msgspec
 from protocol.codec import decode
 from protocol.failures import Failure
 
-# Routing id of a follower on both connections: its rank.
+# The routing id of a follower on both connections is its rank in this many bytes.
 RANK_BYTES: Final = 2
 
 
 class Versions(msgspec.Struct, frozen=True, array_like=True):
-    """Versions that must be the same on all ranks: numbers and the order of collectives follow from them."""
+    """Versions that must be equal on all ranks: results and the order of collectives depend on them."""
 
     mlxd: str
     mlx: str
@@ -31,9 +32,9 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A follower is there. `form` is a digest of its model's files and of what changes its numbers.
+    """Message of a started follower. `form` is a digest of its model's files and of settings that affect results.
 
-    `links` are the addresses `ip:port` at which it will listen for a ring, and `devices` its RDMA devices by rank.
+    `links` are the addresses `ip:port` where it will listen for a ring, and `devices` its RDMA devices by rank.
     """
 
     epoch: int
@@ -49,7 +50,7 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """All have joined: connect by `backend`, then load. `links` are those of all ranks; `split` are layers by rank."""
+    """Command to connect by `backend` and load, once all have joined. `links` and `split` (layers) are by rank."""
 
     backend: str
     parallel: str
@@ -60,7 +61,7 @@ class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A follower's part is in memory. `needs_checkpoints`: some of its layers go on at checkpoints only."""
+    """Message of a follower that has loaded its part. `needs_checkpoints`: some layers only resume at checkpoints."""
 
     rank: int
     shard_bytes: int
@@ -72,7 +73,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=16):
-    """A new batch without rows, on a new prefix cache of so many bytes."""
+    """Operation: start a new batch without rows, with a new prefix cache of `cache_bytes`."""
 
     lane: str
     cache_bytes: int
@@ -80,9 +81,9 @@ class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 
 class InsertRow(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """A row enters the batch. Rank 0 has found `reused` of its tokens in its prefix cache: a follower must as well.
+    """Operation: add a row. Rank 0 has `reused` of its tokens in its prefix cache, and so must a follower.
 
-    `top` is how many likeliest tokens of each position of its prompt are wanted; None where none is scored.
+    `top` is the number of top tokens per position of its prompt; None if the prompt is not scored.
     """
 
     rid: int
@@ -98,14 +99,14 @@ class InsertRow(msgspec.Struct, frozen=True, array_like=True, tag=17):
 
 
 class RemoveRow(msgspec.Struct, frozen=True, array_like=True, tag=18):
-    """A row leaves the batch before its end; what it has computed goes to the prefix cache."""
+    """Operation: remove a row before its end; its computed KV goes to the prefix cache."""
 
     rid: int
 
 
 class ResizeCache(msgspec.Struct, frozen=True, array_like=True, tag=19):
-    """Another budget of the prefix cache. Where `token_bytes` is not 0, cached prefixes count as so much a token and a
-    checkpoint, with so many arrays, whatever their part on a rank takes."""
+    """Operation: set the budget of the prefix cache. If `token_bytes` is not 0, all ranks count these bytes per token,
+    and `state_bytes` with `arrays` per checkpoint, regardless of the size of their parts."""
 
     cache_bytes: int
     token_bytes: int = 0
@@ -114,15 +115,15 @@ class ResizeCache(msgspec.Struct, frozen=True, array_like=True, tag=19):
 
 
 class ClearCache(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """Nothing that was computed before is reused."""
+    """Operation: clear the prefix cache."""
 
 
 class SettleMemory(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """Rows that have ended are stored."""
+    """Operation: store the rows that have ended."""
 
 
 class GroupShare(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """Another share of memory for the ranks of rank 0's host, as in `SetMemory`. Answered by `RankMemory`."""
+    """Operation: set the memory share of the ranks on rank 0's host, as in `SetMemory`. Answered by `RankMemory`."""
 
     share_bytes: int
     kv_part: float = 1.0
@@ -130,16 +131,16 @@ class GroupShare(msgspec.Struct, frozen=True, array_like=True, tag=22):
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag=24):
-    """The group ends. A follower answers with `PlanDone`, and exits."""
+    """Operation: end the group. A follower answers with `PlanDone`, and exits."""
 
 
 Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | SettleMemory | GroupShare | LeaveGroup
 
 
 class TickPlan(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Operations, then a tick with at most `chunk` tokens of each prompt; 0 is no tick.
+    """Plan of one tick: operations, then a tick with at most `chunk` tokens of each prompt; 0 means no tick.
 
-    `crc` is of all that was generated up to the plan before: a follower that has another one must not run this one.
+    `crc` covers all tokens generated up to the previous plan: a follower with another checksum must not run this plan.
     """
 
     seq: int
@@ -150,7 +151,7 @@ class TickPlan(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """A plan was done. `crc` is of all rids and ids that were generated up to now."""
+    """Answer to a plan. `crc` covers all rids and ids generated so far."""
 
     rank: int
     seq: int
@@ -160,10 +161,10 @@ class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Memory of a rank: KV bytes of one sequence by its length, and the room that it has for KV and for prefixes.
+    """Memory of a rank: KV bytes of a sequence by its length, and its limits for KV and for prefixes.
 
-    `windows` are bytes per token up to so many; `widest` is the layer with the most bytes per token; `arrays` are those
-    of a cached prefix with a checkpoint. `limit` is what MLX may allocate.
+    `windows` are (bytes per token, maximum tokens) of sliding windows; `widest` is the layer with the most bytes per
+    token; `arrays` is their number in a cached prefix with a checkpoint. `limit` is MLX's memory limit.
     """
 
     rank: int
@@ -178,9 +179,9 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class RankHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """A sign of life several times a second, with the newest plan that was begun and the newest that was done.
+    """Heartbeat, sent several times a second, with the newest plan begun and the newest one done.
 
-    `cpu_s` is the CPU time of the process since it began the plan that runs.
+    `cpu_s` is the CPU time of the process since it began the current plan.
     """
 
     rank: int
@@ -190,7 +191,7 @@ class RankHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The last message of a follower that cannot go on. `status` is what it exits with."""
+    """Last message of a follower that cannot continue. `status` is its exit status."""
 
     rank: int
     status: int
@@ -198,9 +199,8 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class GroupStopped(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Rank 0 has stopped the group: its end is no loss. Said in place of `RankHeartbeat`, until all have answered
-    `LeaveGroup`.
-    """
+    """Message of rank 0 that the group was stopped, so that its end is no failure. It replaces `RankHeartbeat` until
+    all have answered `LeaveGroup`."""
 
 
 Down = StartLoading | TickPlan
@@ -218,20 +218,20 @@ def encode(message: Down | Up | Watch) -> bytes:
 
 
 def decode_down(frame: bytes) -> Down:
-    """Raises `MalformedFrame`."""
+    """Decode a message of rank 0. Raises `MalformedFrame`."""
     return decode(_down, frame)
 
 
 def decode_up(frame: bytes) -> Up:
-    """Raises `MalformedFrame`."""
+    """Decode a follower's message. Raises `MalformedFrame`."""
     return decode(_up, frame)
 
 
 def decode_watch(frame: bytes) -> Watch:
-    """Raises `MalformedFrame`."""
+    """Decode a message of the watch. Raises `MalformedFrame`."""
     return decode(_watch, frame)
 
 
 def identity(rank: int) -> bytes:
-    """The routing id of a follower."""
+    """Return the routing id of a follower."""
     return rank.to_bytes(RANK_BYTES, "big")

@@ -1,6 +1,6 @@
-"""Kinds of models: text that is generated, embeddings, scores of pairs, audio. The files of a model tell its kind.
+"""Kinds of models: text generation, embeddings, scores of pairs, audio, determined from a model's files.
 
-The gateway asks before a load, the worker at one; `kind` of a model's settings stands above both.
+The gateway determines the kind before a load, the worker during one; a model's setting `kind` overrides both.
 """
 
 import re
@@ -13,23 +13,23 @@ RERANK: Final = "rerank"
 AUDIO: Final = "audio"
 # By sentence-transformers: the steps from hidden states to a vector.
 MODULES: Final = "modules.json"
-# Architectures that see all of their input at once, and so generate nothing.
+# Architectures without causal attention, which cannot generate text.
 ENCODERS: Final = ("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert")
-# Families that hear speech and write it down, and that speak, by their names in mlx-audio.
+# Speech-to-text families, and below text-to-speech families, under mlx-audio's names.
 HEARERS: Final = ("whisper", "moonshine", "parakeet", "qwen3_asr")
-# Of the configuration of parakeet, which has no model_type.
-_NEMO: Final = "nemo.collections.asr."
+# Parakeet has no model_type, but a target with this prefix.
+_PARAKEET_TARGET: Final = "nemo.collections.asr."
 SPEAKERS: Final = ("soprano", "qwen3_tts")
-# Its configuration is that of the decoder inside of it.
+# Soprano's configuration is that of its inner decoder, so its name decides.
 _SOPRANO: Final = re.compile(r"(^|[-_.])soprano([-_.]|$)", re.IGNORECASE)
 _CLASSIFIER: Final = "ForSequenceClassification"
-# Decoders that make embeddings or scores have the configuration of one that generates: their names tell.
+# Embedding and scoring decoders have the configuration of a generating model, so their names decide.
 _RERANKER: Final = re.compile(r"rerank", re.IGNORECASE)
 _EMBEDDER: Final = re.compile(r"(^|[-_.])embed(ding|der)?s?([-_.]|$)", re.IGNORECASE)
 
 
 def kind_of(config: Mapping[str, Any], files: Container[str], name: str) -> str:
-    """The kind of a model, by its config.json, the names of the files beside it and the name of its repository."""
+    """Return the kind of a model, from its config.json, the names of its files and the name of its repository."""
     architectures = config.get("architectures")
     listed = architectures if isinstance(architectures, list) else []
     if audio_family(config, name):
@@ -46,9 +46,9 @@ def kind_of(config: Mapping[str, Any], files: Container[str], name: str) -> str:
 
 
 def audio_family(config: Mapping[str, Any], name: str) -> str:
-    """The family of a model that hears or speaks; empty for any other."""
+    """Return the family of an audio model; empty for any other model."""
     model_type, target = config.get("model_type"), config.get("target")
-    if isinstance(target, str) and target.startswith(_NEMO):
+    if isinstance(target, str) and target.startswith(_PARAKEET_TARGET):
         return "parakeet"
     if model_type in (*HEARERS, *SPEAKERS):
         return str(model_type)

@@ -1,11 +1,11 @@
-"""Every message between the gateway and its workers; `model_info` has parts of them.
+"""All messages between the gateway and its workers; `model_info` has parts of them.
 
 A message is a msgpack array: an integer tag, then the fields in order. Fields are only ever appended, with a default;
 types never change and tags are never reused, so that each minor version reads every other of the same major.
 `tests/protocol/golden` holds the frames of every released minor.
 
-One generated sequence has one `rid`: a request with `n` choices or a list of prompts becomes several `Generate`s.
-Every `Generate` is answered by exactly one terminal event: a `Rejected`, or a `Delta` with `finish` set.
+One generated sequence has one `rid`: a request with `n` choices or a list of prompts becomes several `Generate`s. Every
+`Generate` is answered by exactly one terminal event: a `Rejected`, or a `Delta` with `finish` set.
 """
 
 from enum import IntEnum
@@ -19,7 +19,7 @@ from protocol.stats import Stats
 
 MAJOR = 1
 MINOR = 1
-# Range of `Sampling.repetition_penalty`: a logit divided by 1e-38 is infinite, and its log-probability no number.
+# Range of `Sampling.repetition_penalty`: a logit divided by 1e-38 is infinite, and its log-probability NaN.
 REPETITION_PENALTY_MIN: Final = 0.01
 REPETITION_PENALTY_MAX: Final = 1e6
 
@@ -28,11 +28,11 @@ REPETITION_PENALTY_MAX: Final = 1e6
 
 
 class Media(msgspec.Struct, frozen=True, array_like=True):
-    """An image, video or audio clip of a prompt, as the client's bytes: neither resized nor encoded again.
+    """Image, video or audio clip of a prompt, as the client's bytes: neither resized nor re-encoded.
 
-    `kind` is `image`, `video` or `audio`; `digest` is the BLAKE2b-256 of `data`, made by the gateway. `options` are
-    what the request sets of `min_pixels`, `max_pixels`, `fps` and `num_frames`. A `frames` of n tells that `data` is a
-    list of n JPEG files, each after its length in 4 bytes, big-endian. `param` is the part's path, for a refusal.
+    `kind` is `image`, `video` or `audio`; `digest` is the BLAKE2b-256 of `data`, computed by the gateway. `options` are
+    the request's `min_pixels`, `max_pixels`, `fps` and `num_frames`. If `frames` is n, `data` is a list of n JPEG
+    files, each after its length in 4 bytes, big-endian. `param` is the part's path, for error messages.
     """
 
     kind: str
@@ -43,12 +43,12 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Messages for the chat template, already in the shape templates expect (`role`, `content`, …).
+    """Messages for the chat template, already in the form that templates expect (`role`, `content`, …).
 
-    `content` is text, or, in a message with media, a list of `{"type": "text", "text": …}` and
-    `{"type": "image" | "video" | "audio", "media": i}` in the client's order, where `i` is an index of `media`.
-    `must_call` wants tool calls and nothing else after the reasoning, of `callable_tools` where these are named.
-    `strict_tools` names tools whose arguments must fit their schema also when nothing must be called.
+    `content` is text, or, in a message with media, a list of `{"type": "text", "text": …}` and `{"type": "image" |
+    "video" | "audio", "media": i}` in the client's order, where `i` is an index of `media`. `must_call` requires tool
+    calls and nothing else after the reasoning, of `callable_tools` if any are named. `strict_tools` names tools whose
+    arguments must always fit their schema, even if no call is required.
     """
 
     messages: list[dict[str, Any]]
@@ -56,19 +56,19 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     template_kwargs: dict[str, Any] = {}
     # Continue the last assistant message instead of opening a new one.
     continue_final: bool = False
-    # Whether to reason, None for as the template does by default; and how much (`low`, `medium`, `high`), where known.
+    # Whether to reason, None for the template's default; and the effort (`low`, `medium`, `high`), if known.
     thinking: bool | None = None
     effort: str = ""
     must_call: bool = False
     callable_tools: tuple[str, ...] = ()
-    # End the answer after its first call.
+    # The answer ends after its first call.
     one_call: bool = False
     strict_tools: tuple[str, ...] = ()
     media: tuple[Media, ...] = ()
 
 
 class Infill(msgspec.Struct, frozen=True, array_like=True):
-    """The text behind what is to be filled in, the beginning of that, and other files as (name, text)."""
+    """Fill-in-the-middle input: the text after the gap, the beginning of the gap's text, and files as (name, text)."""
 
     suffix: str = ""
     middle: str = ""
@@ -76,9 +76,9 @@ class Infill(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Plain text, encoded as the tokenizer does by default: with its BOS, if it adds one and `adds_special` is true.
+    """Plain text, encoded with the tokenizer's defaults: with its BOS, if it adds one and `adds_special` is true.
 
-    With `infill` it is the text before what is to be filled in, by the tokens that the model has for it.
+    With `infill`, it is the text before the gap, which the model fills in by its fill-in-the-middle tokens.
     """
 
     text: str
@@ -87,17 +87,17 @@ class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class TokensPrompt(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Token ids, checked against the vocabulary by the worker."""
+    """Token ids, which the worker checks against the vocabulary."""
 
     ids: tuple[int, ...]
 
 
 class EmbedPrompt(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Texts, or token ids as they are, to make an embedding of each.
+    """Texts, or token ids, each of which gets an embedding.
 
-    `prompt_name` is one of the model's prompts, put before each text; with `is_query` or `is_document` and no name it
-    is the model's prompt for these, where it has one. `dimensions` 0 is all. `truncate` is the most tokens of an input,
-    of which the rest is cut off: 0 is never, and then a longer one is refused; -1 is as many as the model takes.
+    `prompt_name` is one of the model's prompts, written before each text; with `is_query` or `is_document` and no name
+    it is the model's prompt for these, if there is one. `dimensions` 0 means all. `truncate` is the maximum number of
+    tokens of an input, the rest of which is cut off: 0 refuses longer inputs, -1 is the model's own limit.
     """
 
     inputs: tuple[str | tuple[int, ...], ...]
@@ -111,9 +111,9 @@ class EmbedPrompt(msgspec.Struct, frozen=True, array_like=True, tag=4):
 class ScorePrompt(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Pairs of a query and a document, to score how well the document answers the query.
 
-    One query is for all documents, else there are as many. `truncate` is as in `EmbedPrompt`, of a whole pair;
-    `truncate_document` of the document alone, where 0 is no limit. Both cut off documents only. `instruction` is for
-    models that take one. `params` are what the client calls queries and documents, for a refusal.
+    A single query applies to all documents, otherwise there are as many. `truncate` is as in `EmbedPrompt`, for a whole
+    pair; `truncate_document` is for the document alone, with 0 for no limit. Both cut off documents only. `instruction`
+    is for models that take one. `params` are the client's names of queries and documents, for error messages.
     """
 
     queries: tuple[str, ...]
@@ -125,10 +125,10 @@ class ScorePrompt(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class TranscribePrompt(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A clip to write down what is said in it, or with `is_translated` that in English.
+    """Clip to transcribe, or with `is_translated` to translate to English.
 
-    `data` is the client's file. `language` is an ISO 639-1 code, empty is as heard; `text` is what was said before, or
-    words that may come. `has_words` wants the times of words. A clip of more than `most_s` seconds is refused.
+    `data` is the client's file. `language` is an ISO 639-1 code, empty for detection; `text` is the preceding text, or
+    words that may occur. `has_words` requests the times of words. A clip of more than `most_s` seconds is refused.
     """
 
     data: bytes
@@ -140,9 +140,9 @@ class TranscribePrompt(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class SpeechPrompt(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """A text to speak, in one of the formats of files of `AudioInfo`.
+    """Text to speak, in one of the file formats of `AudioInfo`.
 
-    `voice` is one of the model's, empty is its own choice; `instructions` are for models that take some. Speech of more
+    `voice` is one of the model's, empty for its default; `instructions` are for models that take some. Speech of more
     than `most_s` seconds fails.
     """
 
@@ -160,11 +160,11 @@ Prompt = ChatPrompt | TextPrompt | TokensPrompt | EmbedPrompt | ScorePrompt | Tr
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """Sampling parameters. The gateway validates ranges; the worker validates ids against its vocabulary.
 
-    Order: bias, penalties and limits of ids on logits, then temperature, top_n_sigma, min_p, top_k, top_p over what
-    those left, as vLLM does, typical_p, and XTC. At temperature 0 the best token is taken, whatever the filters say.
-    `repetition_penalty` looks at prompt and output (CTRL, arXiv:1909.05858); `presence_penalty` and
-    `frequency_penalty` at the output only, as OpenAI defines them. `top_k` 0 and `top_p` 1 mean off.
-    The token at output position p is drawn with a key derived from (seed, p) and nothing else.
+    Order: bias, penalties and limits of ids on logits, then temperature, top_n_sigma, min_p, top_k, top_p over the
+    remaining tokens (as in vLLM), typical_p, and XTC. At temperature 0 the best token is taken, regardless of the
+    filters. `repetition_penalty` applies to prompt and output (CTRL, arXiv:1909.05858); `presence_penalty` and
+    `frequency_penalty` to the output only, as OpenAI defines them. `top_k` 0 and `top_p` 1 mean off. The token at
+    output position p is drawn with a key derived from (seed, p) and nothing else.
     """
 
     temperature: float = 1.0
@@ -177,29 +177,29 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0
     ignore_eos: bool = False
-    # Newest tokens that the three penalties look at; 0 is all.
+    # Number of newest tokens that the three penalties apply to; 0 means all.
     penalty_window: int = 0
     typical_p: float = 1.0
-    # Standard deviations below the best logit; 0 is off.
+    # Maximum standard deviations below the best logit; 0 means off.
     top_n_sigma: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    # DRY; a multiplier of 0 is off, a window of 0 all of the context.
+    # DRY penalty; a multiplier of 0 means off, a window of 0 the whole context.
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     dry_window: int = 0
-    # Texts; a token that holds one ends a repetition.
+    # Texts; a token that contains one ends a repetition.
     dry_breakers: tuple[str, ...] = ()
-    # Neither an end-of-sequence token, a stop id nor a stop string ends the output before.
+    # Tokens before which neither an end-of-sequence token, a stop id nor a stop string ends the output.
     min_tokens: int = 0
-    # Ids that end the output as its end-of-sequence tokens do.
+    # Ids that end the output like its end-of-sequence tokens.
     stop_ids: tuple[int, ...] = ()
-    # The only ids that may come; empty is all.
+    # The only allowed ids; empty means all.
     allowed_ids: tuple[int, ...] = ()
-    # Texts that may not come.
+    # Forbidden texts.
     bad_words: tuple[str, ...] = ()
-    # Texts, each of whose tokens gets a bias.
+    # Texts with a bias for each of their tokens.
     bias_texts: tuple[tuple[str, float], ...] = ()
 
 
@@ -209,17 +209,16 @@ class ConstraintKind(IntEnum):
     JSON_OBJECT = 0
     JSON_SCHEMA = 1
     REGEX = 2
-    # Lark as llguidance takes it, special tokens included, or GBNF.
+    # Lark in llguidance's dialect, special tokens included, or GBNF.
     GRAMMAR = 3
     # A JSON list of strings.
     CHOICE = 4
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """Constraint on the answer's text. `after_reasoning` leaves a reasoning block that comes before the answer free.
+    """Constraint on the answer's text. `after_reasoning` exempts a reasoning block before the answer.
 
-    `param` is what the client calls it, for the message of a refusal. A schema that is not `is_strict` is held as far
-    as it can be.
+    `param` is the client's name of it, for error messages. A schema without `is_strict` is enforced as far as possible.
     """
 
     kind: ConstraintKind
@@ -230,7 +229,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The gateway's answer to `Hello`. A new `boot` tells a surviving worker that the gateway was restarted."""
+    """Answer of the gateway to `Hello`. A new `boot` shows a surviving worker that the gateway was restarted."""
 
     proto_minor: int
     boot: int
@@ -238,13 +237,13 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Generate one sequence, compute the vectors of an `EmbedPrompt` or the scores of a `ScorePrompt`, hear or speak.
+    """Request to generate one sequence, to compute embeddings or scores, to transcribe or to speak.
 
-    `max_tokens` None means up to the end of the context; larger than what is left is clamped.
-    `top_logprobs` None means no logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first, and
-    with `top_logprobs` an entry for each of its tokens; that of the first is NaN.
-    `deadline_ms` is relative to receipt; 0 means none. Lower `priority` runs first; of equal ones one of each `tenant`
-    in turn, and a tenant's in order of arrival. `want_progress` asks for `Progress` while the prompt is processed.
+    `max_tokens` None means up to the end of the context; larger values are clamped to it. `top_logprobs` None means no
+    logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first, and with `top_logprobs` an entry
+    for each of its tokens; the first entry is NaN. `deadline_ms` is relative to receipt; 0 means none. Lower `priority`
+    runs first; at equal priority tenants take turns, and each tenant's requests run in order of arrival.
+    `want_progress` requests `Progress` while the prompt is processed.
     """
 
     rid: int
@@ -260,51 +259,51 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     trace: str = ""
     # Requests share cached prefixes only with others of the same salt.
     cache_salt: str = ""
-    # Ids that an earlier worker has sampled for this request and whose output the client has: go on after them.
+    # Ids that an earlier worker sampled for this request and whose output the client has: continue after them.
     resume: tuple[int, ...] = ()
-    # Reasoning tokens after which the block is closed in the model's own way; None means no limit.
+    # Number of reasoning tokens after which the block is closed with the model's own markup; None means no limit.
     thinking_budget: int | None = None
     constraint: Constraint | None = None
-    # Rows of equal priority run in turn by tenant: a digest of the key's name; empty without a key.
+    # Digest of the API key's name, empty without a key. Tenants take turns at equal priority.
     tenant: str = ""
-    # The most tokens of a draft; 0 is no drafts, None is as the model's settings say.
+    # Maximum tokens of a draft; 0 means no drafts, None the model's setting.
     most_drafted: int | None = None
-    # Text that the client expects much of the output to be.
+    # Text that the client expects in much of the output.
     prediction: str = ""
-    # Whether the stop string, or the text of the stop id, that ends the output is part of it.
+    # Whether the output includes the stop string, or the text of the stop id, that ends it.
     includes_stop: bool = False
-    # The name of the adapter that it is generated with; empty is the base model.
+    # Name of the adapter; empty means the base model.
     adapter: str = ""
-    # A sparse prefill: the part of the prompt's tokens to keep, 0 for the model's setting; None is to run them all.
+    # Sparse prefill: the share of the prompt's tokens to keep, 0 for the model's setting; None runs all tokens.
     sparse_keep: float | None = None
-    # Where the prompt does not fit: 0 refuses it, -1 leaves out the oldest turns of a chat or the first tokens of a
-    # text; more than 0 are the last tokens of a text that are kept, even if more would fit.
+    # Truncation of a prompt that does not fit: 0 refuses it, -1 drops the oldest turns of a chat or the first tokens of
+    # a text; a positive number keeps that many last tokens of a text, even if more would fit.
     truncate: int = 0
-    # Turns and tokens that an earlier worker has left out of it, which are to be left out again; None is not known.
+    # Turns and tokens that an earlier worker truncated, which must be truncated again; None if unknown.
     left_out: tuple[int, int] | None = None
-    # Special tokens of the output are part of its text.
+    # Whether special tokens are part of the output's text.
     shows_special: bool = False
-    # With `truncate`, of a chat too the first tokens are left out as of a text, and not its oldest turns.
+    # Whether `truncate` removes a chat's first tokens instead of its oldest turns.
     cuts_tokens: bool = False
-    # The ids of the prompt are sent before its answer.
+    # Whether the ids of the prompt are sent before its answer.
     prompt_ids: bool = False
-    # Of each token of the prompt its log-probability and rank, and so many of the likeliest tokens there, are sent
-    # before its answer; None is not wanted. The client has so many entries of an earlier worker: the others are sent.
+    # Number of top tokens per token of the prompt, sent before its answer with log-probability and rank; None means
+    # none. The client already has `prompt_scored` entries of an earlier worker; only the others are sent.
     prompt_logprobs: int | None = None
     prompt_scored: int = 0
-    # Of `echo` with `top_logprobs`: the client has the text and so many entries of an earlier worker.
+    # Number of `echo` entries with `top_logprobs` that the client has of an earlier worker, with the text.
     echo_scored: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Stop these sequences, each of which still gets its terminal event, and forget these questions. Idempotent."""
+    """Command to abort these sequences, each of which still gets its terminal event, and these calls. Idempotent."""
 
     rids: tuple[int, ...]
     reason: str = "client"
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Count the tokens of a prompt, and send them if `want_ids`. Answered by `Tokenized` or `Rejected`."""
+    """Call to count the tokens of a prompt, and to send them if `want_ids`. Answered by `Tokenized` or `Rejected`."""
 
     rid: int
     prompt: Prompt
@@ -312,42 +311,42 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """The text of ids. Answered by `Tokenized` or `Rejected`."""
+    """Call to decode ids to text. Answered by `Tokenized` or `Rejected`."""
 
     rid: int
     ids: tuple[int, ...]
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A heartbeat, answered by `Pong`."""
+    """Heartbeat of the gateway, answered by `Pong`."""
 
     seq: int
     t_ns: int
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Take no new work, finish what runs until the deadline, abort the rest, answer `Drained`."""
+    """Command to refuse new work, finish running work until the deadline, abort the rest, and answer `Drained`."""
 
     deadline_s: float
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Abort everything, free the model and exit 0."""
+    """Command to abort everything, free the model and exit 0."""
 
     reason: str = "asked"
 
 
 class Dump(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """Write the stacks of all threads to stderr."""
+    """Command to write the stacks of all threads to stderr."""
 
     call_id: int
 
 
 class SetMemory(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Stay within another share of memory from now on. What is too much is let go of at once: free buffers, then cached
-    prefixes, then running rows make room for each other; no row is lost.
+    """Command to use another share of memory from now on. Memory above it is freed at once: free buffers, then cached
+    prefixes, then running rows are preempted; no row is lost.
 
-    `kv_part` and `cache_part` (0 to 1) leave a part of what the share would allow them unused, under pressure.
+    `kv_part` and `cache_part` (0 to 1) leave a part of the share's limits unused, under memory pressure.
     """
 
     share_bytes: int
@@ -356,16 +355,16 @@ class SetMemory(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=16):
-    """Log from this level on: `debug`, `info`, `warning`, `error` or `critical`."""
+    """Command to log from this level on: `debug`, `info`, `warning`, `error` or `critical`."""
 
     level: str
 
 
 class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """Leave a display its part of the GPU from now on, for workers of minor 1 and up. No token depends on it.
+    """Command to leave a display its share of the GPU, for workers of minor 1 and up. It affects no token.
 
-    `duty` is the part of the time in which the model computes. A tick that prefills takes at most `tick_ms`, and
-    `chunk` prompt tokens of a row; 0 is as without.
+    `duty` is the fraction of time in which the model computes. A tick with prefill takes at most `tick_ms`, and `chunk`
+    prompt tokens of a row; 0 means no limit.
     """
 
     duty: float = 1.0
@@ -374,8 +373,10 @@ class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
 
 
 class SetAdapters(msgspec.Struct, frozen=True, array_like=True, tag=18):
-    """Have these adapters, by name and folder, and no others: new ones are loaded, and what runs with one that goes
-    finishes with it. Answered by `AdaptersSet` of the same `call_id`."""
+    """Command to serve exactly these adapters, by name and folder. Rows with a removed adapter still finish.
+
+    Answered by `AdaptersSet` with the same `call_id`.
+    """
 
     call_id: int
     adapters: tuple[tuple[str, str], ...] = ()
@@ -422,7 +423,7 @@ class Finish(IntEnum):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=32):
-    """The first message of a worker, and its answer to a new `Welcome.boot`. Frozen: fields are only appended."""
+    """First message of a worker, and its answer to a new `Welcome.boot`. Frozen: fields are only appended."""
 
     worker: str
     epoch: int
@@ -444,9 +445,10 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=33):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
-    """The model is loaded and warm. `modalities` are those of a prompt beside text: `image`, `video`, `audio`.
+    """Message that the model is loaded and warm. `modalities` are `image`, `video` and `audio` if prompts may have
+    them.
 
-    `kind` is one of `protocol.kinds`; empty from a worker that does not say, which generates text.
+    `kind` is one of `protocol.kinds`; empty from older workers, which generate text.
     """
 
     epoch: int
@@ -458,51 +460,54 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     load_s: float
     model_type: str = ""
     has_chat_template: bool = True
-    # How rows share a forward pass: `together`, `equal` or `single`; empty from a worker that does not say. The reason
-    # is empty where nothing had to be given up.
+    # Batch mode of rows: `together`, `equal` or `single`; empty from older workers. An empty reason means no
+    # limitation.
     lane: str = ""
     lane_reason: str = ""
     modalities: tuple[str, ...] = ()
-    # None of a model without towers, and from a worker that does not say.
+    # None for a model without towers, and from older workers.
     media: MediaInfo | None = None
-    # `auto`, or `off` and the reason; empty from a worker that does not say.
+    # `auto`, or `off` and the reason; empty from older workers.
     speculation: str = ""
     kind: str = ""
-    # Of a model of embeddings.
+    # Set for embedding models.
     embedding: EmbeddingInfo | None = None
-    # Those of its specification, be they served or not.
+    # Adapters of its specification, served or not.
     adapters: tuple[AdapterInfo, ...] = ()
-    # Of a model that several processes run together.
+    # Set for a model that several processes run together.
     group: GroupInfo | None = None
-    # Bits of a number of its KV; 0 is as the model computes it.
+    # Bits per number of its KV; 0 means the model's own precision.
     kv_bits: int = 0
-    # Of a model of audio.
+    # Set for audio models.
     audio: AudioInfo | None = None
     # `kernel`, or `mlx` with the reason; empty from a worker that does not say.
     attention: str = ""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
-    """The prompt was tokenized and queued. `relaxed` names what the grammar of its answer leaves out of a schema, what
-    is done in another way than the request says, and what the model does not compute exactly, such as `kv-bits-8`."""
+    """Message that the prompt was tokenized and queued.
+
+    `relaxed` names the parts of a schema that the grammar does not enforce, other deviations from the request, and
+    inexact computation, such as `kv-bits-8`.
+    """
 
     rid: int
     prompt_tokens: int
     relaxed: tuple[str, ...] = ()
-    # Turns and tokens of the prompt that `truncate` has left out.
+    # Numbers of turns and tokens of the prompt that `truncate` removed.
     left_out: tuple[int, int] = (0, 0)
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=36):
-    """Terminal: the sequence never started."""
+    """Terminal event of a sequence that never started."""
 
     rid: int
     failure: Failure
 
 
-# What is made for every token holds no cycles: the garbage collector need not look at it.
+# Structs made for every token hold no cycles, so the garbage collector need not track them.
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One sampled token: its bytes, its log-probability (natural), and the likeliest tokens, best first."""
+    """Sampled token: its bytes, its log-probability (natural), and the most likely tokens, best first."""
 
     token: bytes
     logprob: float
@@ -510,8 +515,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One token of a prompt: its id, bytes, log-probability (natural) and rank, which is 1 of the likeliest, and the
-    likeliest tokens there, best first. The first of a prompt has the rank 0, and no number as its log-probability."""
+    """Token of a prompt: its id, bytes, log-probability (natural), rank from 1, and the most likely tokens there.
+
+    Top tokens are sorted best first. A prompt's first token has rank 0, and NaN as its log-probability.
+    """
 
     id: int
     token: bytes
@@ -521,7 +528,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PromptPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A part of what a request wants to know of its prompt: all ids, or the next log-probabilities."""
+    """Requested data of a prompt: all ids, or the next log-probabilities."""
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[PromptLogprob, ...] = ()
@@ -530,7 +537,7 @@ class PromptPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Usage of one sequence. Times are milliseconds spent queued, prefilling and decoding.
 
-    `prompt` includes the tokens of media, which are also told by kind.
+    `prompt` includes the tokens of media, which are also reported by kind.
     """
 
     prompt: int
@@ -543,15 +550,15 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     image_tokens: int = 0
     video_tokens: int = 0
     audio_tokens: int = 0
-    # Tokens of the request's `prediction` that were tried, and of these the ones that were right.
+    # Number of tokens of the request's `prediction` that were drafted, and of those accepted.
     predicted: int = 0
     accepted: int = 0
-    # Tokens of the prompt that a sparse prefill kept; 0 is that there was none.
+    # Number of prompt tokens that a sparse prefill kept; 0 without one.
     kept: int = 0
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The tool call that a TOOL_* delta belongs to. `name` is set on TOOL_BEGIN only."""
+    """Tool call that a TOOL_* delta belongs to. `name` is set on TOOL_BEGIN only."""
 
     index: int
     call_id: str = ""
@@ -561,12 +568,12 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New output of one sequence in one step.
 
-    `token_ids` are the sampled ids that the text so far accounts for: a successor that is given their concatenation as
-    `Generate.resume` goes on with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`.
-    `data` is the whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends it: float32 numbers,
-    little-endian, the vectors one after the other, or one score a pair. For a `SpeechPrompt` it is the next part of a
-    file, for a `TranscribePrompt` a `transcript.Part`. Then `token_ids` are those of `text`, or zeros, `SPOKEN_RATE` a
-    second: a successor computes all again, and leaves out what `Generate.resume` has.
+    `token_ids` are the sampled ids of the text so far: a successor that gets their concatenation as `Generate.resume`
+    continues with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`. `data` is the
+    whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends it: float32 numbers, little-endian, one
+    vector after another, or one score per pair. For a `SpeechPrompt` it is the next part of a file, for a
+    `TranscribePrompt` a `TranscriptPart`. Then `token_ids` are those of `text`, or zeros, `SPOKEN_RATE` a second: a
+    successor computes everything again, and omits what `Generate.resume` has.
     """
 
     rid: int
@@ -578,18 +585,18 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: Finish | None = None
     usage: Usage | None = None
     failure: Failure | None = None
-    # The stop string that ended the sequence, if one did.
+    # The stop string that ended the sequence, if any.
     stop: str = ""
     data: bytes = b""
-    # Alone in its delta, and before all output but an echo.
+    # Data of the prompt, in a delta without anything else, before all output except an echo.
     prompt: PromptPart | None = None
-    # With `finish`, the sampled ids that no text accounts for: those of a stop string, and the end-of-sequence token.
-    # Behind all `token_ids` they make up `usage.completion`.
+    # Sampled ids without text, in the delta with `finish`: those of a stop string, and the end-of-sequence token.
+    # Together with all `token_ids` they make up `usage.completion`.
     ending_ids: tuple[int, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):
-    """All output of one engine step. `stats` comes along every 100 ms or so."""
+    """Output of one engine step. `stats` is added about every 100 ms."""
 
     epoch: int
     step_seq: int
@@ -598,7 +605,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=38):
-    """Prompt tokens processed so far, `cached` of them not computed; the proof of life behind a keep-alive."""
+    """Prompt tokens processed so far, of which `cached` were not computed; a keep-alive while a prompt is processed."""
 
     rid: int
     processed: int
@@ -607,7 +614,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=38):
 
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=44):
-    """The answer to `Tokenize` and `Detokenize`."""
+    """Answer to `Tokenize` and `Detokenize`."""
 
     rid: int
     count: int
@@ -616,7 +623,7 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=44):
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=40):
-    """The answer to `Ping`, from a thread that the engine cannot block. `step_age_ms` is 0 when idle."""
+    """Answer to `Ping`, from a thread that the engine cannot block. `step_age_ms` is 0 when idle."""
 
     seq: int
     t_ns: int
@@ -624,14 +631,14 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=40):
 
 
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag=41):
-    """The worker is empty; `aborted` sequences did not finish in time."""
+    """Message that the worker is empty; `aborted` sequences did not finish in time."""
 
     epoch: int
     aborted: int
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=42):
-    """The last message of a worker."""
+    """Last message of a worker."""
 
     epoch: int
     reason: str
@@ -639,7 +646,7 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=42):
 
 
 class AdaptersSet(msgspec.Struct, frozen=True, array_like=True, tag=45):
-    """The adapters from now on, in place of those of `Ready`, and the bytes of all weights with them."""
+    """Adapters from now on, which replace those of `Ready`, and the bytes of all weights including them."""
 
     epoch: int
     call_id: int

@@ -1,6 +1,6 @@
-"""The minor version with which each field of a request came, for workers that are older than their gateway.
+"""Minor versions in which the fields of a request were added, for workers that are older than their gateway.
 
-A worker of an earlier minor leaves out the fields that it does not know, without a word.
+A worker of an earlier minor silently ignores fields that it does not know.
 """
 
 from typing import Any, Final
@@ -9,7 +9,7 @@ import msgspec
 
 from protocol.messages import ChatPrompt, EmbedPrompt, Generate, Prompt, Sampling, ScorePrompt, TextPrompt
 
-# Of fields that change the output. Embeddings and scores are asked of workers only that say they are for these.
+# Fields that affect the output. Embeddings and scores are only requested from workers that report these kinds.
 SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
     Generate: dict.fromkeys(
         (
@@ -42,14 +42,14 @@ SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
         1,
     ),
 }
-# Of the message `SetPace`.
-PACE: Final = 1
-# Of `echo` together with `top_logprobs`, both of which are older.
-PROMPT_LOGPROBS: Final = 1
-# Of `EmbedPrompt` and `ScorePrompt`.
-READING: Final = 1
-# Of `SetAdapters`.
-ADAPTERS: Final = 1
+# Minor version that added the message `SetPace`.
+SET_PACE_MINOR: Final = 1
+# Minor version that supports `echo` together with `top_logprobs`, both of which are older.
+PROMPT_LOGPROBS_MINOR: Final = 1
+# Minor version that added `EmbedPrompt` and `ScorePrompt`.
+EMBEDDING_MINOR: Final = 1
+# Minor version that added `SetAdapters`.
+SET_ADAPTERS_MINOR: Final = 1
 
 _DEFAULTS: Final[dict[type[msgspec.Struct], dict[str, Any]]] = {
     struct: {field.name: field.default for field in msgspec.structs.fields(struct)} for struct in SINCE
@@ -57,21 +57,21 @@ _DEFAULTS: Final[dict[type[msgspec.Struct], dict[str, Any]]] = {
 
 
 def unknown_field(request: Generate, minor: int) -> str | None:
-    """A field that `request` sets and a worker of this minor does not know, if there is one."""
+    """Return a field that `request` sets and a worker of this minor does not know, if any."""
     for part in (request, request.prompt, request.sampling):
         if (name := _unknown(part, minor)) is not None:
             return name
-    if minor < PROMPT_LOGPROBS and request.echo and request.top_logprobs is not None:
+    if minor < PROMPT_LOGPROBS_MINOR and request.echo and request.top_logprobs is not None:
         return "logprobs of the prompt"
     return None
 
 
 def unknown_part(prompt: Prompt, minor: int) -> str | None:
-    """A part of the prompt of a question that a worker of this minor does not know, if there is one.
+    """Return a part of a call's prompt that a worker of this minor does not know, if any.
 
-    A message with a prompt of a kind that it does not know would be no message to it, and have no answer.
+    A message with an unknown kind of prompt would be malformed to the worker, and get no answer.
     """
-    if minor < READING and isinstance(prompt, EmbedPrompt | ScorePrompt):
+    if minor < EMBEDDING_MINOR and isinstance(prompt, EmbedPrompt | ScorePrompt):
         return "prompts of models that read"
     return _unknown(prompt, minor)
 

@@ -1,6 +1,6 @@
-"""Digests of a model's files by their content, equal on every host: of its weights without reading all of them.
+"""Digests of a model's files by content, equal on every host; that of the weights without reading all of them.
 
-Neither times nor paths count. Workers find cached prefixes by these digests, gateways models of each other.
+They depend on neither times nor paths. Workers find cached prefixes by them, gateways find each other's models.
 """
 
 import hashlib
@@ -14,30 +14,30 @@ from typing import Final
 import msgspec
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
-# What becomes of the pixels of media, beside the tower's weights.
+# Files that determine the preprocessing of media, in addition to the tower's weights.
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
-# A file in the Hugging Face cache is a link to a blob that is named by its SHA-256.
+# Files in the Hugging Face cache are links to blobs that are named by their SHA-256.
 _BLOB: Final = re.compile(r"[0-9a-f]{64}")
-# Of other files so much is read: blocks spread over each, and one in the middle of each tensor.
+# Other files are sampled: blocks spread over each file, and one in the middle of each tensor.
 _BLOCKS: Final = 64
 _BLOCK_BYTES: Final = 64 << 10
 _TENSOR_BYTES: Final = 4 << 10
 
 
 def digest(*parts: object) -> str:
-    """The digest of some values, by how they are written."""
+    """Return the digest of values, by their representation."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
 
 
 def files_digest(folder: Path, names: Iterable[str]) -> str:
-    """The digest of small files, read whole; one that is missing counts as such. Raises `OSError`."""
+    """Return the digest of small files, which are read completely; a missing one counts as None. Raises `OSError`."""
     files = [(name, folder / name) for name in names]
     return digest(*((name, digest(file.read_bytes()) if file.exists() else None) for name, file in files))
 
 
 def weights_digest(folder: Path) -> str:
-    """The digest of a model's weights. Raises `OSError`, and `ValueError` for files that are not safetensors."""
+    """Return the digest of a model's weights. Raises `OSError`, and `ValueError` for files that are not safetensors."""
     return digest(*((file.name, _content(file)) for file in sorted(folder.glob("model*.safetensors"))))
 
 
@@ -46,8 +46,10 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 
 def _content(file: Path) -> str:
-    """The SHA-256 of a blob, from its name; else a digest of size, header and samples. Two models of one architecture
-    have all but the samples in common, and what training changes of a tensor it changes everywhere in it."""
+    """Return a blob's SHA-256 from its name, or else a digest of size, header and samples.
+
+    Samples suffice to distinguish two models of one architecture: training changes a tensor everywhere.
+    """
     blob = file.resolve()
     if blob.parent.name == "blobs" and _BLOB.fullmatch(blob.name):
         return blob.name

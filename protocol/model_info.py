@@ -1,4 +1,4 @@
-"""Facts of a loaded model, as its worker tells them in `Ready`. Fields as in `messages`."""
+"""Facts of a loaded model, which its worker reports in `Ready`. Fields follow the rules of `messages`."""
 
 import msgspec
 
@@ -6,10 +6,10 @@ from protocol.failures import Failure
 
 
 class MediaInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Media as a loaded model takes them: memory of its towers, and of images the tokens and pixels.
+    """Media limits of a loaded model: memory of its towers, and tokens and pixels of images.
 
-    `image_tokens` is of a square image of 1,024 pixels a side, `max_pixels` the size that larger images are reduced to;
-    0 is unknown, or no limit. `reason` is why the model is served without media that it has towers for.
+    `image_tokens` is for an image of 1,024 × 1,024 pixels, `max_pixels` the size to which larger images are reduced; 0
+    means unknown, or no limit. `reason` explains why the model is served without the media of its towers.
     """
 
     tower_bytes: int = 0
@@ -19,7 +19,7 @@ class MediaInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EmbeddingInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Embeddings of a loaded model: length of its vectors, whether they may be cut, and names of its prompts."""
+    """Embeddings of a loaded model: length of its vectors, whether they may be truncated, and names of its prompts."""
 
     dimensions: int
     is_matryoshka: bool = False
@@ -27,9 +27,9 @@ class EmbeddingInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter of a loaded model: where it is, and what it takes, or why it cannot be served.
+    """Adapter of a loaded model: its folder, and its size, or why it cannot be served.
 
-    `base` is what its files say that it was trained on.
+    `base` is the model on which it was trained, according to its files.
     """
 
     name: str
@@ -43,7 +43,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One rank of a group, by the node that it runs on; of rank 0 the host and the process are the worker's own."""
+    """Rank of a group and its node; rank 0's host and process are the worker's own."""
 
     rank: int
     node: str
@@ -54,7 +54,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A model that several processes run together: how it is divided, by what they communicate, and its ranks."""
+    """Group of processes that run one model: how it is divided, the communication backend, and its ranks."""
 
     parallel: str
     backend: str
@@ -62,10 +62,10 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AudioInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A loaded model of audio: what it does, its voices and languages where it names some, and its samples a second.
+    """Audio model: its tasks, its voices and languages if it has a list of them, and its sample rate.
 
-    `formats` are those that speech can be sent in here, `missing` is why not in all. A voice that has to be described
-    `needs_instructions`.
+    `formats` are the available formats of speech, `missing` explains why some are not available. `needs_instructions`
+    is set if the voice must be described.
     """
 
     hears: bool = False

@@ -1,9 +1,9 @@
-"""Messages between mlxd daemons: what a gateway asks of a peer, and the frames of the stream that answers it.
+"""Messages between mlxd daemons: the requests of a gateway to a peer, and the frames of the answering stream.
 
 A request is one msgpack array, `PeerRequest`; its answer is a stream of frames, each a length of 4 bytes, big-endian,
-and a message: those that a worker sends, with the rids of the gateway that asks, and `PeerAlive`. Fields are only ever
-appended, with a default. A gateway asks only peers of its own major and of no older minor than its own: what it asks
-for is understood there.
+and a message: those of a worker, with the rids of the requesting gateway, and `PeerAlive`. Fields are only ever
+appended, with a default. A gateway only sends requests to peers of its own major and of no older minor than its own, so
+that they understand them.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ from protocol.messages import (
 
 GENERATE_PATH: Final = "/internal/generate"
 STATUS_PATH: Final = "/internal/status"
-# Ids of the daemons that a request has passed.
+# Header with the ids of the daemons that a request has passed.
 VIA_HEADER: Final = "x-mlxd-via"
 _LENGTH_BYTES: Final = 4
 
 
 class PeerRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Sequences to generate with `model`, or a question about tokens to it."""
+    """Sequences to generate with `model`, or a tokenize or detokenize call to it."""
 
     model: str
     generates: list[Generate] = []
@@ -40,17 +40,17 @@ class PeerRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerAlive(msgspec.Struct, frozen=True, array_like=True, tag=64):
-    """Nothing new: the daemon lives. It says this at least once a second where it has nothing else to say."""
+    """Keep-alive of the daemon, sent at least once a second if there is no other message."""
 
 
 PeerUp = Accepted | Rejected | Progress | Step | Tokenized | PeerAlive
 
 
 class PeerModel(msgspec.Struct, frozen=True):
-    """One model of a daemon. `form` is empty while it is not known; `ready` is None while it is not loaded.
+    """Model of a daemon. `form` is empty while unknown; `ready` is None while it is not loaded.
 
-    `wait_s` is about how long a new request waits before its prompt is processed, a load not included; `load_s` is
-    about how long a load takes. `prefill_rate` is in tokens a second, 0 while nothing was measured.
+    `wait_s` is the estimated time until the prompt of a new request is processed, without a load; `load_s` is the
+    estimated time of a load. `prefill_rate` is in tokens a second, 0 while nothing was measured.
     """
 
     name: str
@@ -66,13 +66,13 @@ class PeerModel(msgspec.Struct, frozen=True):
     load_s: float = 0.0
     prefill_rate: float = 0.0
     backlog_tokens: int = 0
-    # Of requests that do not say, as the daemon would fill them in.
+    # Defaults of this daemon for requests without these options.
     sampling: dict[str, Any] = {}
     thinking: dict[str, Any] = {}
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """A daemon as its peers see it; `boot` is of its gateway's start."""
+    """Status of a daemon for its peers; `boot` identifies its gateway's start."""
 
     node: str
     boot: int
@@ -94,36 +94,36 @@ def encode_status(status: PeerStatus) -> bytes:
 
 
 def decode_status(data: bytes) -> PeerStatus:
-    """Raises `MalformedFrame`."""
+    """Decode a status. Raises `MalformedFrame`."""
     return decode(_statuses, data)
 
 
 def encode_request(model: str, generates: list[bytes], question: bytes = b"") -> bytes:
-    """A request of messages that are encoded already."""
+    """Encode a request from encoded messages."""
     raw = [msgspec.Raw(frame) for frame in generates]
     return _encoder.encode((model, raw, msgspec.Raw(question) if question else None))
 
 
 def decode_request(data: bytes) -> PeerRequest:
-    """Raises `MalformedFrame`."""
+    """Decode a request. Raises `MalformedFrame`."""
     return decode(_requests, data)
 
 
 def frame(message: PeerUp) -> bytes:
-    """A message with its length before it."""
+    """Return a message with its length prefix."""
     body = _encoder.encode(message)
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
 class FrameReader:
-    """The frames of one stream, whatever pieces it comes in."""
+    """Reader of the frames of one stream, which arrive in arbitrary pieces."""
 
     def __init__(self, frame_bytes_max: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
         self._frame_bytes_max = frame_bytes_max
 
     def feed(self, data: bytes) -> Iterator[PeerUp]:
-        """The messages that are complete now. Raises `MalformedFrame`, after which nothing can be read any more."""
+        """Yield the messages that are complete. After `MalformedFrame` the stream cannot be read further."""
         buffer = self._buffer
         buffer += data
         at = 0

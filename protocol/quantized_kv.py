@@ -1,26 +1,26 @@
-"""Quantized KV of a model: reasons against it in the configuration, groups of its heads, and bits of a number."""
+"""Quantized KV of a model: support by its configuration, groups of its heads, and bits per number."""
 
 from collections.abc import Collection
 from typing import Any, Final
 
-# Numbers of a head that share a scale and a bias: the first of these that divides it.
+# Numbers of a head that share a scale and a bias: the first of these sizes that divides the head.
 GROUPS: Final = (64, 32)
-# Bits that may be asked for.
-FEW: Final = 4
+# Minimum of the configurable bits.
+MIN_BITS: Final = 4
 ALL_WHOLE: Final = "none of its layers keeps the KV of all tokens"
 _NO_GROUP: Final = "its heads have {width} numbers, which neither 64 nor 32 divides"
 _LATENT: Final = "its attention keeps a latent vector of each token (MLA), which is small already"
-# https://github.com/ggml-org/llama.cpp/issues/21385: biases of its keys are far beyond their numbers.
+# https://github.com/ggml-org/llama.cpp/issues/21385: the biases of Qwen2's keys are far larger than the keys.
 _BIASED: Final = "4 bits spoil the keys of Qwen2, whose biases are large; use kv_bits = 8"
 
 
 def group_of(width: int) -> int | None:
-    """Numbers of a group in heads of this width; None where none divides it."""
+    """Return the group size for heads of this width; None if no size divides it."""
     return next((group for group in GROUPS if width % group == 0), None)
 
 
 def group_of_all(widths: Collection[int]) -> int:
-    """The group of heads of all these widths. Raises ValueError with the reason where there is none."""
+    """Return the group size for heads of all these widths. Raises ValueError with the reason if there is none."""
     for width in widths:
         if group_of(width) is None:
             raise ValueError(_NO_GROUP.format(width=width))
@@ -28,12 +28,12 @@ def group_of_all(widths: Collection[int]) -> int:
 
 
 def number_bits(bits: int, group: int, number_bytes: int) -> float:
-    """Bits that a number takes, with its part of a scale and a bias in the model's own type."""
+    """Return the bits per number, including its share of a scale and a bias in the model's own dtype."""
     return bits + 2 * 8 * number_bytes / group
 
 
 def obstacle(config: dict[str, Any], bits: int) -> str:
-    """Reason, as a clause, for which a model of this configuration cannot have quantized KV; empty for none."""
+    """Return the reason, as a clause, why a model of this configuration cannot have quantized KV; empty if it can."""
     inner = config.get("text_config")
     text = config | inner if isinstance(inner, dict) else config
     if text.get("kv_lora_rank"):
@@ -44,6 +44,6 @@ def obstacle(config: dict[str, Any], bits: int) -> str:
     width = text.get("head_dim")
     if isinstance(width, int) and width > 0 and group_of(width) is None:
         return _NO_GROUP.format(width=width)
-    if bits == FEW and str(text.get("model_type", "")).startswith("qwen2"):
+    if bits == MIN_BITS and str(text.get("model_type", "")).startswith("qwen2"):
         return _BIASED
     return ""

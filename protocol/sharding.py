@@ -1,6 +1,6 @@
 """Division of a model among the ranks of a group: which architectures of mlx-lm can be divided, and into how many.
 
-The gateway refuses by it what cannot work before anything is loaded; the worker decides by it.
+The gateway refuses impossible divisions before anything is loaded; the worker chooses the division.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ RING: Final = "ring"
 NCCL: Final = "nccl"
 JACCL: Final = "jaccl"
 
-# By `model_type`, as mlx-lm's classes have a `shard` or a pipeline; a test compares both with the library.
+# Architectures, by `model_type`, whose mlx-lm class has a `shard` or a pipeline; a test compares both with the library.
 TENSOR_TYPES: Final = frozenset(
     {
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "deepseek_v41_text", "exaone_moe", "glm4_moe",
@@ -31,9 +31,9 @@ PIPELINE_TYPES: Final = frozenset(
         "qwen3_5_moe", "qwen3_moe", "qwen3_next", "solar_open",
     }
 )  # fmt: skip
-# With fewer heads of keys and values than ranks, these repeat them.
+# Architectures that repeat the heads of keys and values if there are fewer than ranks.
 _REPEATS: Final = frozenset({"qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35"})
-# Sizes that a rank has its part of, by the names that configurations have for them.
+# Configuration keys of sizes that are divided among the ranks.
 _HEADS: Final = (
     ("num_attention_heads",),
     ("linear_num_key_heads",),
@@ -47,8 +47,10 @@ _WIDTHS: Final = (
 
 
 def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda: bool) -> tuple[str, str]:
-    """Meaning of `auto`: NCCL where MLX computes on CUDA, else a ring; over a ring a pipeline where the
-    architecture has one, because each layer of a tensor-parallel model waits for the network twice."""
+    """Resolve `auto`: NCCL if MLX computes on CUDA, otherwise a ring, with a pipeline if the architecture has one.
+
+    Each layer of a tensor-parallel model waits for the network twice.
+    """
     backend = (NCCL if has_cuda else RING) if backend == AUTO else backend
     if parallel == AUTO:
         kind = config.get("model_type")
@@ -65,7 +67,7 @@ def parts_of(ranks: int, split: tuple[int, ...] | list[int]) -> list[float]:
 def refusal(
     config: Mapping[str, Any], parallel: str, ranks: int, split: tuple[int, ...] | list[int] = (), backend: str = ""
 ) -> str:
-    """The reason why a model cannot be divided so; empty where it can."""
+    """Return the reason why a model cannot be divided this way; empty if it can."""
     kind = config.get("model_type")
     if parallel == PIPELINE and backend == NCCL:
         return "NCCL in MLX cannot send from rank to rank: there is no pipeline over it; use parallel = 'tensor'"
@@ -103,7 +105,7 @@ def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
 
 
 def _groups_refusal(config: Mapping[str, Any], text: Mapping[str, Any], ranks: int) -> str:
-    """Quantized numbers come in groups that share a scale: none may be cut."""
+    """Refuse a division that would split a quantization group, whose numbers share a scale."""
     found = config.get("quantization") or config.get("quantization_config")
     size = found.get("group_size") if isinstance(found, dict) else None
     if not isinstance(size, int):
@@ -119,6 +121,6 @@ def _groups_refusal(config: Mapping[str, Any], text: Mapping[str, Any], ranks: i
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a configuration."""
+    """Return the language model's part of a configuration."""
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config

@@ -1,8 +1,8 @@
-"""The sockets, and the only place that sets a ZeroMQ option.
+"""ZeroMQ sockets, and the only place that sets their options.
 
 The gateway binds a ROUTER (down) and a PULL (up); each worker connects a DEALER and a PUSH. The DEALER sends one empty
-frame, which makes its identity routable; everything else a worker says goes over PUSH and is totally ordered.
-Flow control is by admission, so high-water marks are off. A socket belongs to the thread that made it.
+frame, which makes its identity routable; all other messages of a worker use PUSH and are totally ordered. Flow control
+is by admission, so high-water marks are off. A socket belongs to the thread that made it.
 
 Sockets between ranks of a group are TCP with CURVE, which both encrypts and tells the two ends by their keys. They have
 a high-water mark.
@@ -18,15 +18,15 @@ import zmq
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.curve import KeyPair, encoded
 
-# `sun_path` holds 108 bytes on Linux and 104 on macOS, each with its terminator.
+# `sun_path` holds 108 bytes on Linux and 104 on macOS, including the terminator.
 IPC_PATH_MAX: Final = 107 if sys.platform == "linux" else 103
-# Long enough for the last message of an exiting worker to leave.
+# The linger time suffices to send the last message of an exiting worker.
 GOODBYE_LINGER_MS: Final = 2000
-# A worker without a gateway looks up this often from a send that cannot proceed.
+# Interval after which a worker's blocked send returns to check for its gateway.
 SEND_TIMEOUT_MS: Final = 500
-# Of sockets to other machines: how long a handshake may take, how often libzmq asks whether the other end still is
-# there, for how long it waits, the pauses between attempts to connect, and the frames that may wait. The wait is longer
-# than any of ours for a silent partner: a busy machine must not look like a closed connection.
+# Options of sockets to other machines: handshake timeout, interval and timeout of libzmq's heartbeats, reconnect
+# back-off, and queued frames. The heartbeat timeout is longer than any of our own timeouts: a busy machine must not
+# look like a closed connection.
 HANDSHAKE_MS: Final = 5000
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 60_000
@@ -38,11 +38,11 @@ EVENT_FRAMES: Final = 10_000
 
 
 class PathTooLong(ValueError):
-    """The run directory makes a socket path that the system cannot bind."""
+    """Raised when the run directory makes a socket path that is too long for the system."""
 
 
 def addresses(run_dir: Path) -> tuple[str, str]:
-    """The (down, up) addresses below `run_dir`. Raises `PathTooLong`."""
+    """Return the (down, up) addresses below `run_dir`. Raises `PathTooLong`."""
     down, up = run_dir / "d.sock", run_dir / "u.sock"
     for path in (down, up):
         check_path(path)
@@ -50,14 +50,14 @@ def addresses(run_dir: Path) -> tuple[str, str]:
 
 
 def check_path(path: Path) -> None:
-    """Raises `PathTooLong`."""
+    """Check the length of a socket path. Raises `PathTooLong`."""
     if len(os.fsencode(path)) > IPC_PATH_MAX:
         raise PathTooLong(f"{path} is longer than {IPC_PATH_MAX} bytes; set MLXD_HOME to a shorter folder")
 
 
 def bind_router(context: zmq.Context[Any], address: str) -> Any:
     socket = _make(context, zmq.ROUTER)
-    # A send to a worker that is gone raises EHOSTUNREACH instead of vanishing.
+    # A send to a worker that is gone raises EHOSTUNREACH instead of being dropped silently.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.bind(address)
     return socket
@@ -70,12 +70,12 @@ def bind_pull(context: zmq.Context[Any], address: str) -> Any:
 
 
 def bind_events(context: zmq.Context[Any], address: str) -> Any:
-    """A PUB; what a slow subscriber has not taken is dropped. Raises `ZMQError`."""
+    """Bind a PUB socket; events beyond the queue of a slow subscriber are dropped. Raises `ZMQError`."""
     return _bind_bounded(context, zmq.PUB, address)
 
 
 def bind_replays(context: zmq.Context[Any], address: str) -> Any:
-    """A ROUTER that answers those who missed events. Raises `ZMQError`."""
+    """Bind a ROUTER socket that replays missed events. Raises `ZMQError`."""
     return _bind_bounded(context, zmq.ROUTER, address)
 
 
@@ -126,7 +126,7 @@ def connect_secure_dealer(
     """A DEALER to a ROUTER that must have the key `server_public`."""
     socket = _make_remote(context, zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, identity)
-    # What was meant for a connection that is gone is not sent to the next one.
+    # Messages queued for a closed connection must not be sent on the next one.
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.CURVE_SERVERKEY, encoded(server_public))
     socket.setsockopt(zmq.CURVE_PUBLICKEY, encoded(own.public))
@@ -136,7 +136,7 @@ def connect_secure_dealer(
 
 
 def receive_now(socket: "zmq.Socket[bytes]") -> bytes | None:
-    """A frame that is there already, or None."""
+    """Return a frame that has already arrived, or None."""
     try:
         return socket.recv(zmq.NOBLOCK)
     except zmq.Again:

@@ -1,13 +1,13 @@
-"""Spec that the gateway starts a worker with."""
+"""Specification with which the gateway starts a worker."""
 
 import sys
 from typing import Final
 
 import msgspec
 
-# In place of JSON in a worker's arguments: the specification is what its standard input holds.
+# This argument in place of JSON means that the specification is on standard input.
 STDIN: Final = "-"
-# Adapters of one model.
+# Maximum number of adapters of one model.
 ADAPTERS_MAX: Final = 64
 # Name of this machine among the nodes of a group.
 LOCAL: Final = "local"
@@ -25,10 +25,10 @@ class HostSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Group of a model that several processes run together, as it is configured: the node of each rank, this one first.
+    """Group of a model that several processes run together, as configured: the node of each rank, this one first.
 
     `parallel` is `tensor` (each rank has a part of every layer) or `pipeline` (each rank has some layers), `backend` is
-    `ring`, `nccl` or `jaccl`. `split` are layers by rank of a pipeline; empty is as even as can be.
+    `ring`, `nccl` or `jaccl`. `split` are layers by rank of a pipeline; empty means an even split.
     """
 
     nodes: tuple[str, ...]
@@ -54,9 +54,9 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One rank of a group at one start; see `protocol.group`. Rank 0 binds the addresses, the others connect.
+    """Rank of a group at one start; see `protocol.group`. Rank 0 binds the addresses, the others connect.
 
-    Keys are those of `protocol.curve`. `server` is the public one of rank 0, and `members` are all others.
+    Keys are those of `protocol.curve`. `server` is the public key of rank 0, and `members` are those of all others.
     """
 
     rank: int
@@ -69,34 +69,34 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     # As in `HostSpec`.
     ips: tuple[str, ...] = ("127.0.0.1",)
     devices: tuple[str, ...] = ()
-    # CUDA_VISIBLE_DEVICES; empty leaves it.
+    # Value of CUDA_VISIBLE_DEVICES; empty leaves it unchanged.
     gpu: str = ""
-    # Ranks of the group on this host, which share `memory_bytes`.
+    # Number of the group's ranks on this host, which share `memory_bytes`.
     beside: int = 1
-    # Deadlines: until all have joined; until all are loaded, from then on; silence of a partner; CPU time of a step and
-    # its age, at least: the age is below the gateway's limit, which would blame its requests; the end of the others.
+    # Timeouts: until all have joined; from then until all are loaded; without a heartbeat; minimum CPU time of a stuck
+    # step, and minimum age of a stuck step, which is below the gateway's limit so that no request is suspected; until
+    # the others have left.
     join_s: float = 60.0
     load_s: float = 600.0
     beat_s: float = 6.0
     step_s: float = 10.0
     stuck_s: float = 45.0
     leave_s: float = 1.0
-    # A step of one that has done none yet, for the limit of the first ones, which compile kernels.
+    # Assumed duration of the first steps, which compile kernels.
     first_s: float = 15.0
     # It runs on another machine than rank 0: `memory_bytes`, if not 0, is the operator's word for that machine.
     is_remote: bool = False
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Specification of a worker: JSON on its standard input. Arguments have too little room, and no secrecy.
+    """Specification of a worker: JSON on its standard input, because arguments are limited in size and not secret.
 
-    A field that has its default is not written: so the version before reads every specification that uses nothing new.
-    New fields come last, with a default that means what the version before did; a default is never changed.
-
-    `path` is a folder, a Hugging Face repository in the local cache, or `demo` for the embedded model.
-    `dtype` is `auto` (float32 on CPU, else as stored), `float32`, `float16` or `bfloat16`.
-    `context` caps the model's own window (0: the model's); `prefill_chunk` is the longest prompt chunk in tokens.
-    `max_running` 0 is as many as a calibration has found to be of use.
+    A field with its default value is omitted, so that the previous version reads every specification without new
+    features. New fields come last, with a default that means the previous version's behaviour; a default is never
+    changed. `path` is a folder, a Hugging Face repository in the local cache, or `demo` for the embedded model. `dtype`
+    is `auto` (float32 on CPU, otherwise as stored), `float32`, `float16` or `bfloat16`. `context` caps the model's own
+    window (0: the model's); `prefill_chunk` is the longest prompt chunk in tokens. `max_running` 0 means the result of
+    a calibration.
     """
 
     name: str
@@ -113,60 +113,60 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     orphan_grace_s: float = 30.0
     orphan_max_s: float = 300.0
     log_level: str = "info"
-    # Bytes of prefix cache in memory; -1 is a share of the machine's memory, 0 is off.
+    # Bytes of prefix cache in memory; -1 means a share of the machine's memory, 0 off.
     cache_bytes: int = -1
-    # Bytes of KV for running rows; -1 is half of the memory that is free once the weights are in.
+    # Bytes of KV for running rows; -1 means half of the memory that is free once the weights are loaded.
     kv_bytes: int = -1
-    # Which family's reasoning and tool-call markup the model writes; empty means by its template and vocabulary.
+    # Family of the model's reasoning and tool-call markup; empty means detection by template and vocabulary.
     parser: str = ""
-    # The folder that all workers keep their prefix caches in, and its size in bytes; empty is off.
+    # Folder of the disk caches of all workers, and its size in bytes; empty means off.
     disk_cache_dir: str = ""
     disk_cache_bytes: int = 0
     # Shorter prefixes than this stay in memory.
     disk_cache_tokens: int = 0
-    # All that this process may take, its weights among it; 0 is no limit but the machine's.
+    # Maximum memory of this process including its weights; 0 means the machine's.
     memory_bytes: int = 0
-    # Jinja in place of the model's own chat template; empty is its own.
+    # Jinja template that replaces the model's own chat template; empty means its own.
     chat_template: str = ""
-    # How rows share a forward pass: `auto` is as the self-check of the load finds them exact, else `together`, `equal`
-    # (prompts by chunks of equal length) or `single` (one request at a time), unchecked.
+    # Batch mode of rows: `auto` is the best one that the self-check at load finds exact; `together`, `equal` (prompts
+    # in chunks of equal length) and `single` (one request at a time) are not checked.
     batching: str = "auto"
-    # One request at a time, prompt chunks by position alone, no reuse of prefixes: the same shapes in every run.
+    # Same shapes in every run: one request at a time, prompt chunks by position only, no reuse of prefixes.
     deterministic: bool = False
-    # Bounds of a request's media: bytes of one, how many, and pixels of an image as its header says.
+    # Limits of a request's media: bytes of each, their number, and pixels of an image by its header.
     media_bytes: int = 32 * 1024 * 1024
     media_count: int = 64
     media_pixels: int = 64_000_000
-    # Drafts of next tokens: `auto` is where they are measured to pay, `off` is never.
+    # Drafts of next tokens: `auto` if measured to be faster, or `off`.
     speculate: str = "auto"
-    # A model that drafts beside it; empty is none.
+    # Draft model; empty means none.
     draft: str = ""
-    # One of `protocol.kinds`; empty is as the model's files say.
+    # One of `protocol.kinds`; empty means detection from the model's files.
     kind: str = ""
-    # Embeddings may be cut, also where the model's files do not declare it.
+    # Whether embeddings may be truncated even if the model's files do not declare it.
     matryoshka: bool = False
-    # Names and folders of adapters that rows may have.
+    # Names and folders of adapters that rows may use.
     adapters: tuple[tuple[str, str], ...] = ()
-    # A model that several processes run together, and which of them this one is.
+    # Group of a model that several processes run together, and this process's rank.
     group: GroupSpec | None = None
     rank: RankSpec | None = None
-    # Bits of a number of the KV of running rows and cached prefixes, 8 or 4; 0 is as the model computes it.
+    # Bits per number of the KV of running rows and cached prefixes, 8 or 4; 0 means the model's own precision.
     kv_bits: int = 0
-    # Of a sparse prefill, the part of a prompt that is kept where the request names none, 0 for no sparse prefill, and
-    # the tokens from which on a prompt has one.
+    # Default share of a prompt that a sparse prefill keeps, 0 for no sparse prefill, and the minimum length in tokens
+    # of a prompt that has one.
     sparse_keep: float = 0.0
     sparse_from: int = 0
-    # `disk`: a repacked model, whose experts are read when they are chosen; bytes of those in memory, -1 as usual.
+    # `disk`: a repacked model's experts are read when chosen; bytes of experts in memory, -1 for the default.
     experts: str = "memory"
     expert_cache_bytes: int = -1
 
-    # Where events of the prefix cache are published, and replayed to those who missed some; empty is nowhere.
+    # Addresses where events of the prefix cache are published, and replayed if missed; empty means neither.
     kv_events: str = ""
     kv_events_replay: str = ""
     kv_events_topic: str = ""
 
     def __post_init__(self) -> None:
-        # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.
+        # msgspec omits a default only if the value is the same object, which a computed number above 256 is not.
         for field in msgspec.structs.fields(self):
             if getattr(self, field.name) == field.default:
                 msgspec.structs.force_setattr(self, field.name, field.default)

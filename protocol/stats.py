@@ -54,9 +54,9 @@ def series(struct: type[msgspec.Struct]) -> list[list[tuple[str, Exported]]]:
 
 
 class DraftStats(msgspec.Struct, frozen=True, array_like=True):
-    """Drafts of one source since the worker's start: how many, their tokens, and of these the accepted ones.
+    """Drafts of one source since the worker's start: their number, their tokens, and the accepted tokens.
 
-    `by_position` counts drafts of which the token at that place was accepted.
+    `by_position` counts drafts whose token at that position was accepted.
     """
 
     source: str
@@ -67,7 +67,7 @@ class DraftStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankStats(msgspec.Struct, frozen=True, array_like=True):
-    """One rank of a group: what MLX has allocated there, and the time of its newest step."""
+    """Statistics of one rank of a group: memory that MLX has allocated, and the time of its newest step."""
 
     memory: int
     step_us: int = 0

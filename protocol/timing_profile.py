@@ -1,7 +1,7 @@
-"""Wisdom: times of a model that a worker has measured on this machine, kept for its next start.
+"""Timing profile: times of a model measured by a worker on this machine, stored for its next start.
 
-A file for each model, machine and form of its weights and KV. Workers write it, the gateway reads it. It decides sizes
-of chunks, widths of drafts, numbers of rows and estimates of loads, never a token.
+There is a file for each model, machine and form of its weights and KV. Workers write it, the gateway reads it. It
+affects chunk sizes, draft widths, numbers of rows and estimates of loads, never a token.
 """
 
 import os
@@ -16,15 +16,15 @@ from msgspec import Meta
 
 from protocol.codec import UNREADABLE
 
-# The environment of a worker names the folder in which such files are kept; without it nothing is kept.
+# Environment variable with the folder of the profiles; without it nothing is stored.
 FOLDER_ENV: Final = "MLXD_WISDOM"
 FORMAT: Final = 1
 FILE_BYTES_MAX: Final = 256 * 1024
-# Files of one model that are kept: those of earlier versions and forms go, the oldest first.
+# Maximum number of stored profiles of one model; the oldest are deleted.
 _FILES_MAX: Final = 4
 _KEY_CHARS: Final = 16
 _NAME_CHARS: Final = 160
-# Contexts of which times are kept apart: below each of these, and from the last one on.
+# Upper bounds of the context bands in which times are stored separately; the last band has none.
 CONTEXTS: Final = (4096, 16_384, 65_536)
 _BANDS: Final = len(CONTEXTS)
 
@@ -38,8 +38,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 
 
 class ChunkTime(msgspec.Struct, frozen=True):
-    """Seconds that so many prompt tokens add to a tick at a context of this band: on its step, or in a pass of their
-    own."""
+    """Seconds that `tokens` prompt tokens add to a tick at a context of this band, fused or in their own pass."""
 
     band: Band
     is_riding: bool
@@ -48,7 +47,7 @@ class ChunkTime(msgspec.Struct, frozen=True):
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step of so many rows and tokens a row at a context of this band."""
+    """Seconds of a step with these rows and tokens per row at a context of this band."""
 
     band: Band
     rows: Rows
@@ -57,9 +56,9 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class LoadFacts(msgspec.Struct, frozen=True):
-    """Time of the newest load, and memory after it: of a token of KV, of a row beside its tokens, of the process.
+    """Time of the newest load, and memory after it: per token of KV, per row in addition to its tokens, of the process.
 
-    A model that keeps no KV has 0 for the first two.
+    A model without KV has 0 for the first two.
     """
 
     seconds: Annotated[float, Meta(gt=0, le=86_400)]
@@ -71,17 +70,17 @@ class LoadFacts(msgspec.Struct, frozen=True):
 
 
 class MeasuredSpeed(msgspec.Struct, frozen=True):
-    """Tokens a second of so many rows that generate, or of a prompt of so many tokens."""
+    """Tokens a second of `size` decoding rows, or of a prompt of `size` tokens."""
 
     size: Tokens
     tokens_per_s: Rate
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """Speeds that were measured on purpose, and what follows from them.
+    """Results of a calibration, and the settings that follow from them.
 
-    `max_running` is the smallest number of rows from which twice as many gain less than a tenth. `buffer_bytes` is the
-    limit of MLX's free buffers that was the quickest.
+    `max_running` is the smallest number of rows at which doubling gains less than a tenth. `buffer_bytes` is the
+    fastest limit of MLX's free buffers.
     """
 
     at: float
@@ -94,8 +93,8 @@ class Calibration(msgspec.Struct, frozen=True):
 class CalibrationResult(msgspec.Struct, frozen=True):
     """Line that `python -m worker.tools.calibrate` prints.
 
-    `kind` is `decode` or `prefill`, with tokens a second of `size` rows or prompt tokens; `buffers`, of which `size`
-    bytes were the quickest; or `max_running`, the last one.
+    `kind` is `decode` or `prefill`, with tokens a second of `size` rows or prompt tokens; `buffers`, where a limit of
+    `size` bytes was the fastest; or `max_running`, the last one.
     """
 
     kind: str
@@ -104,7 +103,7 @@ class CalibrationResult(msgspec.Struct, frozen=True):
 
 
 class TimingProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a file. `doubts` are starts in a row after which the times were found to be others."""
+    """Content of a profile file. `doubts` counts consecutive starts whose times differed from the stored ones."""
 
     format: int
     key: Text
@@ -120,19 +119,19 @@ class TimingProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnusableProfile(Exception):
-    """A file of wisdom that cannot be used."""
+    """Raised when a timing profile cannot be used."""
 
 
 _decoder = msgspec.json.Decoder(TimingProfile)
 
 
 def wisdom_dir(home: Path) -> Path:
-    """The folder of the files of one home."""
+    """Return the folder of the profiles of one home."""
     return home / "state" / "wisdom"
 
 
 def band_of(context: int) -> int:
-    """The band of a context of so many tokens."""
+    """Return the band of a context of `context` tokens."""
     for band, end in enumerate(CONTEXTS):
         if context < end:
             return band
@@ -140,12 +139,12 @@ def band_of(context: int) -> int:
 
 
 def file_of(folder: Path, model: str, key: str) -> Path:
-    """The file of a model under this key."""
+    """Return the file of a model under this key."""
     return folder / f"{_stem(model)}-{key[:_KEY_CHARS]}.json"
 
 
 def read(file: Path) -> TimingProfile:
-    """Raises `UnusableProfile`, and `FileNotFoundError` or `NotADirectoryError` where there is none."""
+    """Read a profile. Raises `UnusableProfile`, and `FileNotFoundError` or `NotADirectoryError` if there is none."""
     try:
         with file.open("rb") as stream:
             text = stream.read(FILE_BYTES_MAX + 1)
@@ -162,14 +161,14 @@ def read(file: Path) -> TimingProfile:
 
 
 def newest(folder: Path, model: str, path: str) -> TimingProfile | None:
-    """Newest file of a model that is loaded from `path`, whatever its key. Raises `UnusableProfile`."""
+    """Return the newest profile of a model that is loaded from `path`, with any key. Raises `UnusableProfile`."""
     files = _files(folder, model)
     wisdom = read(files[0]) if files else None
     return wisdom if wisdom is not None and (wisdom.model, wisdom.path) == (model, path) else None
 
 
 def write(folder: Path, wisdom: TimingProfile) -> None:
-    """Put it in place of what was kept under its key; at no time is there half a file. Raises `OSError`."""
+    """Replace the profile under its key atomically. Raises `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = file_of(folder, wisdom.model, wisdom.key)
     descriptor, fresh = tempfile.mkstemp(prefix=f".{file.name}.", dir=folder)
@@ -187,7 +186,7 @@ def write(folder: Path, wisdom: TimingProfile) -> None:
 
 
 def _files(folder: Path, model: str) -> list[Path]:
-    """Of a model, the newest first."""
+    """Return the files of a model, newest first."""
     name = re.compile(re.escape(_stem(model)) + rf"-[0-9a-f]{{{_KEY_CHARS}}}\.json")
     times: dict[Path, int] = {}
     with suppress(OSError):

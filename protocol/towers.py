@@ -1,6 +1,6 @@
-"""Towers of a checkpoint, its encoders of media: by its config.json and the names of its weights.
+"""Towers of a checkpoint, its encoders of media, detected from its config.json and the names of its weights.
 
-The gateway tells by them what a model will need and take before a load, the worker what to load.
+The gateway derives from them a model's memory and modalities before a load, the worker what to load.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any, Final
 VISION_SECTIONS: Final = ("vision_config", "vit_config", "vision_tower_config")
 AUDIO_SECTIONS: Final = ("audio_config",)
 MEDIA_SECTIONS: Final = VISION_SECTIONS + AUDIO_SECTIONS
-# As checkpoints name towers and what stands between them and the text model.
+# Names in checkpoints of towers and of the projections between them and the text model.
 _TOWER: Final = re.compile(
     r"^(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_embedder|vision_projection|vision_projector"
     r"|vision_embed_tokens|multi_modal_projector|mm_projector|patch_merger|connector|audio_tower|audio_encoder"
@@ -19,7 +19,7 @@ _TOWER: Final = re.compile(
 
 
 def has_media(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration speaks of a tower, with or without its weights."""
+    """Whether a configuration describes a tower, with or without its weights."""
     return has_section(config, MEDIA_SECTIONS)
 
 
@@ -28,5 +28,5 @@ def has_section(config: Mapping[str, Any], sections: tuple[str, ...]) -> bool:
 
 
 def is_tower(name: str) -> bool:
-    """Whether a weight is of a tower, by its name in the checkpoint."""
+    """Whether a weight belongs to a tower, by its name in the checkpoint."""
     return _TOWER.match(name) is not None

@@ -1,19 +1,19 @@
-"""Parts of a transcript, as a worker sends them in the `data` of a `Delta`, and how audio is counted in tokens."""
+"""Parts of a transcript, which a worker sends in the `data` of a `Delta`, and how audio is counted in tokens."""
 
 from typing import Final
 
 import msgspec
 
-# Tokens a second of audio, as OpenAI bills them: of what is heard, and of what is spoken.
+# Tokens per second of audio, as OpenAI bills them: transcribed, and spoken.
 HEARD_RATE: Final = 10
 SPOKEN_RATE: Final = 20
-# Bytes of samples of all clips that a worker holds where its memory allows it, and always: an hour is 230 MB.
+# Maximum and minimum bytes of samples of all clips in a worker, depending on its memory: an hour is 230 MB.
 CLIP_BYTES: Final = 512 << 20
 CLIP_BYTES_LEAST: Final = 16 << 20
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
-    """A word and its times in seconds from the beginning of the clip."""
+    """Word and its times in seconds from the beginning of the clip."""
 
     word: str
     start: float
@@ -21,7 +21,7 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A stretch of speech with its times in seconds. The numbers behind `text` are Whisper's, 0 from other families."""
+    """Section of speech with its times in seconds. The numbers after `text` are Whisper's, 0 from other families."""
 
     start: float
     end: float
@@ -31,7 +31,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     avg_logprob: float = 0.0
     compression_ratio: float = 0.0
     no_speech_prob: float = 0.0
-    # The window that it was heard in, in hundredths of a second.
+    # Start of its window, in hundredths of a second.
     seek: int = 0
     words: tuple[Word, ...] = ()
 
@@ -49,10 +49,10 @@ _decoder: msgspec.msgpack.Decoder[TranscriptPart] = msgspec.msgpack.Decoder(Tran
 
 
 def encode(part: TranscriptPart) -> bytes:
-    """The `data` of a delta."""
+    """Encode a part to the `data` of a delta."""
     return _encoder.encode(part)
 
 
 def decode(data: bytes) -> TranscriptPart:
-    """The part in the `data` of a delta. Raises `msgspec.DecodeError`."""
+    """Decode the part in the `data` of a delta. Raises `msgspec.DecodeError`."""
     return _decoder.decode(data)

@@ -1,13 +1,13 @@
-"""Lines that `python -m worker.tools.verify` prints, one JSON object each, for `mlxctl verify` to show."""
+"""Output of `python -m worker.tools.verify`, one JSON object a line, for `mlxctl verify` to show."""
 
 import msgspec
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first position where an output is not what it was alone.
+    """First position where an output differs from the output of the request run alone.
 
-    `margin` is how much likelier the likeliest token was there than the next one, in nats: what floating point rounds
-    away on a GPU is a margin near 0.
+    `margin` is the log-probability of the best token there minus the second best's, in nats: rounding on a GPU only
+    explains a margin near 0.
     """
 
     request: int
@@ -16,17 +16,17 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class VerifyCheck(msgspec.Struct, frozen=True):
-    """One way of running the same requests. `note` says why it was left out, or proves nothing."""
+    """Result of one way of running the same requests. `note` explains why it was skipped, or proves nothing."""
 
     name: str
     requests: int = 0
     tokens: int = 0
-    # Prompt tokens that came from a cache.
+    # Number of prompt tokens that came from a cache.
     cached: int = 0
     differences: tuple[Difference, ...] = ()
     note: str = ""
     is_skipped: bool = False
-    # The largest difference of a token's log-probability where the tokens are equal, in nats.
+    # Largest difference of a token's log-probability between equal tokens, in nats.
     drift: float = 0.0
 
     @property

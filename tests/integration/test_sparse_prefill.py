@@ -8,7 +8,7 @@ import pytest
 
 from gateway.config.settings import ModelConfig, SparsePrefillConfig
 from tests.gateway.harness import serving
-from worker.sparse.selected_tokens import BLOCK, HEAD_BLOCKS, TAIL_BLOCKS
+from worker.sparse.selected_tokens import BLOCK_TOKENS, HEAD_BLOCKS, TAIL_BLOCKS
 
 TEXT = "The river was low that summer, and the people of the town walked across it. " * 20
 ASKED = [{"role": "user", "content": TEXT}]
@@ -33,7 +33,7 @@ async def test_every_dialect_names_what_was_kept_of_the_prompt(model_folder: Cal
             reply = await gateway.client.post(path, json=body | {"model": "m", "sparse_prefill": True})
             assert reply.status_code == 200, reply.text
             _, _, kept, _, total = reply.headers["x-mlxd-relaxed"].split("-")
-            assert (HEAD_BLOCKS + TAIL_BLOCKS - 1) * BLOCK < int(kept) < int(total) - BLOCK
+            assert (HEAD_BLOCKS + TAIL_BLOCKS - 1) * BLOCK_TOKENS < int(kept) < int(total) - BLOCK_TOKENS
             if places:
                 told = reply.json()["usage"]
                 for name in places:

@@ -14,7 +14,7 @@ from tests.support.fused import fused, random_adapter
 from tests.support.heads import build_with_head, save_head
 from tests.support.models import build
 from worker.model.loader import read_config
-from worker.sparse.selected_tokens import BLOCK
+from worker.sparse.selected_tokens import BLOCK_TOKENS
 from worker.tools.repack import repack
 from worker.vision.checkpoint import fold
 from worker.vision.text_model import load_text_model
@@ -123,7 +123,7 @@ def asked(features: frozenset[str]) -> list[Asked]:
     for rid, (name, length) in enumerate(zip(ROWS, LENGTHS, strict=True)):
         is_sparse = "sparse prefill" in features and rid == 1
         images = None
-        ids = rng.integers(20, 420, length + (8 * BLOCK if is_sparse else 0)).tolist()
+        ids = rng.integers(20, 420, length + (8 * BLOCK_TOKENS if is_sparse else 0)).tolist()
         if "images" in features and not is_sparse:
             family = FAMILIES[model_of(features)]
             images = vision_models.prompt(family, rid, [length, vision_models.image(family, rng, 4, 4), 12])
@@ -160,7 +160,7 @@ def settings(features: frozenset[str], models: Models, model: str) -> dict[str, 
     if "kv_bits" in features:
         own["kv_bits"] = 8
     if "sparse prefill" in features:
-        own |= {"sparse_keep": 0.8, "sparse_from": 2 * BLOCK, "draft": str(models.folder("draft"))}
+        own |= {"sparse_keep": 0.8, "sparse_from": 2 * BLOCK_TOKENS, "draft": str(models.folder("draft"))}
     for kind in features & DRAFTERS.keys():
         own |= {"draft": str(models.folder(DRAFTERS[kind]))} if DRAFTERS[kind] else {}
     if "experts on disk" in features:

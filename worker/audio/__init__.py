@@ -1,1 +1,1 @@
-"""Audio in and out: models that hear or speak, by mlx-audio, and their loop."""
+"""Speech to text and text to speech: models of mlx-audio, and their loop."""

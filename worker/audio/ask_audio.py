@@ -1,4 +1,4 @@
-"""From a `TranscribePrompt` or a `SpeechPrompt` to a job: validation and decoding. Runs off the loop's thread."""
+"""Intake of audio requests: validates and decodes a prompt to a job. Runs off the loop's thread."""
 
 import hashlib
 from collections.abc import Callable, Generator
@@ -21,24 +21,24 @@ from worker.audio.transcriber import Check, Samples, TranscribeOptions, Transcri
 from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve, is_wav, read_audio
 
-# Less is no word, and nothing that a window could be made of.
-_LEAST_S: Final = 0.1
+# A shorter clip holds no word, and is too short for a window.
+_MIN_CLIP_S: Final = 0.1
 _NOT_FINITE: Final = "the model gave no number for a part of the speech"
-# Bytes of text that are about a token, to count what is to be spoken.
+# Approximate characters of text per token, for the usage of speech.
 _CHARS_PER_TOKEN: Final = 4
-# A request without a deadline does not wait forever to be decoded.
-_WAIT_S: Final = 600.0
+# Maximum time until a clip is decoded, for a request without a deadline.
+_DECODE_WAIT_S: Final = 600.0
 
 
 class AudioIntake:
-    """Turns requests into jobs for one loaded model. `check` is the loop's."""
+    """Converter of requests to jobs, for one loaded model. `check` is the loop's."""
 
     def __init__(self, model: AudioModel, check: Check) -> None:
         self._model = model
         self._check = check
 
     def job(self, request: Generate, arrived: float) -> AudioJob | PendingClip:
-        """A job that is safe to run, or the clip that it is made of. Quick. Raises `RequestInvalid`."""
+        """Return a validated job, or the clip from which it will be made. Fast. Raises `RequestInvalid`."""
         match request.prompt, self._model.hearer, self._model.speaker:
             case TranscribePrompt() as prompt, hearer, _ if hearer is not None:
                 return self._hearing(request, arrived, prompt, hearer)
@@ -48,12 +48,12 @@ class AudioIntake:
                 raise self._wrong_kind()
 
     def job_now(self, request: Generate) -> AudioJob:
-        """A job, its clip decoded: for checks outside of a loop. Raises `RequestInvalid`."""
+        """Return a job with its clip decoded, for checks outside a loop. Raises `RequestInvalid`."""
         job = self.job(request, 0.0)
         return job.decode(lambda _size: None) if isinstance(job, PendingClip) else job
 
     def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
-        """A model of audio has no tokens for clients. Raises `RequestInvalid`."""
+        """Refuse the call: an audio model has no tokens for clients. Raises `RequestInvalid`."""
         raise self._wrong_kind()
 
     # -- hearing -----------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class AudioIntake:
         def decode(reserve: Reserve) -> AudioJob:
             return self._decoded(request, arrived, prompt, hearer, wish, reserve)
 
-        ends = arrived + (request.deadline_ms / 1e3 if request.deadline_ms else _WAIT_S)
+        ends = arrived + (request.deadline_ms / 1e3 if request.deadline_ms else _DECODE_WAIT_S)
         return PendingClip(request.rid, request.priority, request.tenant, ends, decode)
 
     def _decoded(
@@ -79,12 +79,12 @@ class AudioIntake:
         wish: TranscribeOptions,
         reserve: Reserve,
     ) -> AudioJob:
-        """Raises `RequestInvalid`, and what `reserve` raises."""
+        """Decode a clip to a job. Raises `RequestInvalid`, and what `reserve` raises."""
         media = Media("audio", hashlib.blake2b(prompt.data, digest_size=32).digest(), prompt.data, param="file")
         samples = read_audio(media, hearer.rate, prompt.most_s or float("inf"), reserve)
         seconds = len(samples) / hearer.rate
-        if seconds < _LEAST_S:
-            message = f"The audio clip lasts {seconds:.3f} seconds; {_LEAST_S:g} is the least that can be heard."
+        if seconds < _MIN_CLIP_S:
+            message = f"The audio clip lasts {seconds:.3f} seconds; {_MIN_CLIP_S:g} is the least that can be heard."
             raise RequestInvalid(Code.INVALID_AUDIO, message, param="file")
         return AudioJob(
             rid=request.rid,
@@ -121,7 +121,7 @@ class AudioIntake:
             raise RequestInvalid(Code.INVALID_REQUEST, message, param="voice")
         _check_text(speaker.marks, prompt.text, "input")
         _check_text(speaker.marks, prompt.instructions, "instructions")
-        # Clients have to name a voice, also to a model with one.
+        # Clients must name a voice, even for a model with only one.
         relaxed = ("voice",) if prompt.voice and not speaker.voices else ()
         voice = (prompt.voice or speaker.voices[0]) if speaker.voices else ""
         speech = SpeakOptions(prompt.text, voice, prompt.instructions, request.sampling.seed)
@@ -145,7 +145,7 @@ class AudioIntake:
 
 
 def _wish(request: Generate, prompt: TranscribePrompt, hearer: Transcriber) -> TranscribeOptions:
-    """The request as the model is asked. Raises `RequestInvalid` for what it cannot do."""
+    """Return the request's options for the model. Raises `RequestInvalid` for options that it does not support."""
     language = ""
     if prompt.language:
         try:
@@ -177,7 +177,7 @@ def _wish(request: Generate, prompt: TranscribePrompt, hearer: Transcriber) -> T
 
 
 def _check_text(marks: AddedTokens, text: str, param: str) -> None:
-    """Raises `RequestInvalid` for a text that is more than text to the model."""
+    """Raise `RequestInvalid` for a text that contains control tokens of the model."""
     if mark := marks.first(text):
         message = f"'{param}' holds {mark!r}, which is a control token of the model and no text."
         raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
@@ -186,16 +186,16 @@ def _check_text(marks: AddedTokens, text: str, param: str) -> None:
 def _transcript(
     hearer: Transcriber, samples: Samples, seconds: float, wish: TranscribeOptions, check: Check
 ) -> Generator[AudioPiece]:
-    """A piece for each window."""
+    """Yield a piece for each window."""
     for window in hearer.hear(samples, wish, check):
         part = TranscriptPart(window.segments, window.language, round(seconds, 3))
-        # What has text must count, or a successor would not know that it was sent.
+        # Text must count as a token, or a successor could not know that it was sent.
         tokens = tuple(window.tokens) or ((0,) if window.text else ())
         yield AudioPiece(window.text, tokens, transcript.encode(part))
 
 
 def _speech(speaker: Speaker, speech: SpeakOptions, prompt: SpeechPrompt, check: Check) -> Generator[AudioPiece]:
-    """A piece for each group of samples that makes some bytes, and the end of the file."""
+    """Yield a piece for each group of samples that produces bytes, and the end of the file."""
     writer = SoundWriter(prompt.format, speaker.rate, prompt.speed)
     told = 0
 

@@ -1,4 +1,4 @@
-"""One request to hear or to speak on its way through the worker."""
+"""Audio jobs: one request to transcribe or to speak on its way through the worker."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from worker.jobs.queued import QueuedJob
 
 @dataclass(frozen=True, slots=True)
 class AudioPiece:
-    """A part of an answer, as a `Delta` has it. With `ends_turn` another request may have its turn."""
+    """Part of an answer, with the fields of a `Delta`. After `ends_turn` another request may have its turn."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -19,17 +19,17 @@ class AudioPiece:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class AudioJob(QueuedJob):
-    """`work` computes the next piece when it is asked for. `heard_s` is the length of its clip."""
+    """Transcription or speech request. `work` computes the next piece on demand; `heard_s` is the clip's length."""
 
     work: Generator[AudioPiece]
     input_tokens: int
     heard_s: float = 0.0
     # Bytes of samples that it holds until it ends.
     sample_bytes: int = 0
-    # Tokens that its client has from an earlier worker: pieces of as many are computed, and not sent.
+    # Tokens that its client has from an earlier worker: as many are computed again, and not sent.
     left_out: int = 0
     output_tokens: int = 0
-    # Tokens of what was heard are told apart.
+    # Tokens of transcribed audio are reported separately.
     is_heard: bool = False
 
     @property
@@ -49,5 +49,5 @@ class AudioJob(QueuedJob):
 
     @property
     def audio_tokens(self) -> int:
-        """Tokens of audio in its input."""
+        """Number of audio tokens in its input."""
         return self.input_tokens if self.is_heard else 0

@@ -1,6 +1,6 @@
-"""The loop of a model of audio: each turn is a window that is heard, or some sentences that are spoken.
+"""Loop of an audio model: each turn transcribes a window or speaks a few sentences.
 
-One is computed at a time. Requests take turns, so that a long clip holds up another by a window.
+One request is computed at a time. Requests take turns, so a long clip delays another request by one window.
 """
 
 import logging
@@ -35,11 +35,11 @@ Command = AudioJob | Abort | Drain | Shutdown | SetMemory | SetPace
 
 
 class AudioCut(Exception):
-    """The request whose turn it is has ended meanwhile, or the loop is to end."""
+    """Raised when the request that is being computed has ended, or the loop must end."""
 
 
 class AudioLoop(TurnLoop[AudioJob]):
-    """A loop for one loaded model. What jobs hold of `room` is given back at their ends."""
+    """Loop of one loaded model. When a job ends, it releases its bytes of `room`."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class AudioLoop(TurnLoop[AudioJob]):
         super().__init__(spec, model.weights_bytes, inbox, send, gauges)
         self._model = model
         self._room = room
-        # Whose turn it is.
+        # The job that is being computed.
         self._job: AudioJob | None = None
 
     def warm_up(self) -> None:
-        """Compute once, and keep the memory limits. Raises `LoadFailed`."""
+        """Compute once, and apply the memory limits. Raises `LoadFailed`."""
         with foreign_code(cannot_run):
             self._model.compute_once()
         self._apply(self._share.limits())
 
     def _apply(self, limits: memory.ShareLimits) -> None:
-        """Keep the limits of the share, of which clips have a part: less of it where memory is short."""
+        """Apply the limits of the memory share. Clips get a part of it, which shrinks under memory pressure."""
         super()._apply(limits)
         order = self._share.order
         if not order.share_bytes:
@@ -74,7 +74,7 @@ class AudioLoop(TurnLoop[AudioJob]):
         self._room.resize(max(CLIP_BYTES_LEAST, int(most * order.kv_part)), alone)
 
     def check(self) -> None:
-        """Obey what has come while a turn is computed. Raises `AudioCut` where that has ended the request."""
+        """Handle commands that arrive during a turn. Raises `AudioCut` if they have ended the request."""
         self._obey_waiting()
         self._enforce_deadlines()
         self._gauges.busy_since = time.monotonic()
@@ -92,7 +92,7 @@ class AudioLoop(TurnLoop[AudioJob]):
             pass
         except RequestInvalid as error:
             self._fail(job, error.failure)
-        except Exception as error:  # the boundary to code of every architecture
+        except Exception as error:  # code of any architecture may raise any type
             self._recover(job, error)
         finally:
             self._job = None
@@ -100,7 +100,7 @@ class AudioLoop(TurnLoop[AudioJob]):
             self._gauges.step_seq += 1
 
     def _compute(self, job: AudioJob) -> None:
-        """All pieces of one turn."""
+        """Compute all pieces of one turn."""
         for piece in job.work:
             self._pass_on(job, piece)
             if piece.ends_turn:
@@ -145,7 +145,7 @@ class AudioLoop(TurnLoop[AudioJob]):
         return super()._ending(job, finish, failure)
 
     def _let_go(self, job: AudioJob) -> None:
-        """Free what it holds. The work that is being computed ends by `AudioCut`."""
+        """Free its resources. Work that is being computed ends through `AudioCut`."""
         self._room.give_back(job.tenant, job.sample_bytes)
         job.sample_bytes = 0
         if job is not self._job:

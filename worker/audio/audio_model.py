@@ -1,4 +1,4 @@
-"""Load of a model that hears or speaks, by mlx-audio."""
+"""Loading of speech-to-text and text-to-speech models with mlx-audio."""
 
 import sys
 from collections.abc import Callable
@@ -24,17 +24,22 @@ from worker.model.loader import cast, check_weights, nbytes, read_json, resolve
 from worker.model.memory import has_gpu
 
 MISSING: Final = "mlx-audio is not installed; install it with: mlxctl setup audio"
-# Files of transformers that may name code beside the weights, which mlx-audio would run without a question.
-_CODE: Final = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-# It has the model_type of one that writes down.
-_ALIGNER: Final = "qwen3_forced_aligner"
-# Whisper's decoding knows two.
+# Files of transformers that may name code in the checkpoint, which mlx-audio would run without asking.
+_FILES_NAMING_CODE: Final = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+# This aligner has the same model_type as a transcriber.
+_ALIGNER_TYPE: Final = "qwen3_forced_aligner"
+# Whisper's decoding supports only these types.
 _WHISPER_DTYPES: Final = {"float32": mx.float32, "float16": mx.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class AudioModel:
-    """A loaded model, which hears or speaks."""
+    """Loaded audio model, either a transcriber or a speaker."""
 
     path: Path
     family: str
@@ -66,7 +71,7 @@ class AudioModel:
         )
 
     def compute_once(self) -> None:
-        """Hear a second, or say a word: so that what cannot be run is found at the load."""
+        """Transcribe a second, or speak a word, so that a model that cannot run fails at load."""
         if self.hearer is not None:
             tone = np.sin(np.arange(self.hearer.rate) * (440 * 2 * np.pi / self.hearer.rate))
             next(self.hearer.hear((0.1 * tone).astype(np.float32), TranscribeOptions(temperature=1.0), _nothing))
@@ -75,7 +80,7 @@ class AudioModel:
 
 
 def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> AudioModel:
-    """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
+    """Load the model of `spec`. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
     path = resolve(spec.path)
     config = read_json(path / "config.json")
     family = _family(config, spec.path)
@@ -85,7 +90,7 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
     total = check_weights(path)
     progress("weights", 0, total)
     try:
-        # The library prints what it does, and a program of ours writes its results there.
+        # The library prints to standard output, where one of our programs writes its results.
         with redirect_stdout(sys.stderr):
             model = _whisper(path, config, spec) if family == "whisper" else _other(path, family, spec)
         weights_bytes = sum(nbytes(part) for part in _parts(model))
@@ -97,7 +102,7 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
     except ModuleNotFoundError as error:
         message = f"mlx-audio's {family} needs {error.name}, which is not installed: mlxctl setup audio"
         raise LoadFailed(Code.MODEL_UNSUPPORTED, message, detail=str(error)) from error
-    except Exception as error:  # the boundary to code of every architecture
+    except Exception as error:  # code of any architecture may raise any type
         reason = str(error).partition("\n")[0].strip(" :")
         message = f"{path} could not be loaded: {type(error).__name__}: {reason}"
         raise LoadFailed(Code.MODEL_CORRUPT, message, detail=str(error)) from error
@@ -113,36 +118,36 @@ def _family(config: dict[str, Any], name: str) -> str:
         message = f"the audio family {kind!r} is not served; these are: {served}"
         raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
     thinker = config.get("thinker_config")
-    if isinstance(thinker, dict) and thinker.get("model_type") == _ALIGNER:
+    if isinstance(thinker, dict) and thinker.get("model_type") == _ALIGNER_TYPE:
         raise LoadFailed(Code.MODEL_UNSUPPORTED, "a model that aligns a text with a clip is not served")
     return family
 
 
 def _check_code(path: Path, spec: WorkerSpec) -> None:
-    """Raises `LoadFailed` for a folder with code of its own that the operator has not allowed."""
+    """Raise `LoadFailed` for a checkpoint with code of its own that the operator has not allowed."""
     if spec.trust_remote_code:
         return
-    for name in _CODE:
+    for name in _FILES_NAMING_CODE:
         if (path / name).exists() and "auto_map" in read_json(path / name):
             message = f"{path} runs code of its own; allow it with trust_remote_code = true"
             raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
 
 
 def _hearer(family: str, model: Any) -> Transcriber | None:
-    # Imported here: these load mlx-audio, which may not be installed.
+    # The imports are local because they load mlx-audio, which may not be installed.
     if family == "whisper":
-        from worker.audio.whisper import WhisperHearer
+        from worker.audio.whisper import WhisperTranscriber
 
-        return WhisperHearer(model)
+        return WhisperTranscriber(model)
     if family in HEARERS:
-        from worker.audio.segmented_transcriber import PausedHearer
+        from worker.audio.segmented_transcriber import SegmentedTranscriber
 
-        return PausedHearer(family, model)
+        return SegmentedTranscriber(family, model)
     return None
 
 
 def _whisper(path: Path, config: dict[str, Any], spec: WorkerSpec) -> Any:
-    """Whisper in the format of its numbers that is wanted; mlx-audio's own loader has one alone."""
+    """Load Whisper with the configured dtype; mlx-audio's own loader supports only one."""
     from mlx_audio.stt.models.whisper import Model, ModelConfig
     from mlx_audio.utils import apply_quantization, load_weights
 
@@ -174,7 +179,7 @@ def _other(path: Path, family: str, spec: WorkerSpec) -> Any:
 
     load = stt.load if family in HEARERS else tts.load
     model: Any = load(path, lazy=True, strict=False, model_type=family)
-    # Qwen's talker alone: the decoder of its codes is a compiled function by now, of the numbers that are stored.
+    # The dtype changes only in Qwen's talker: its codec decoder is already a compiled function for the stored dtype.
     for part in _parts(model):
         cast(part, spec.dtype)
         mx.eval(part.parameters())
@@ -192,10 +197,10 @@ def _greeting(speaker: Speaker) -> SpeakOptions:
 
 
 def _parts(model: Any) -> list[Any]:
-    """Modules whose parameters can be listed: of Qwen's speech a part is a compiled function."""
+    """Return the modules whose parameters can be listed: a part of Qwen's speech model is a compiled function."""
     talker = getattr(model, "talker", None)
     return [model] if talker is None else [talker]
 
 
 def _nothing() -> None:
-    """A check outside of a loop."""
+    """Do nothing; the check used outside a loop."""

@@ -1,4 +1,4 @@
-"""Clips that wait to be decoded: in an order of their own, within the room for samples, and until their deadlines."""
+"""Queue of clips that wait to be decoded: by priority, within the memory for samples, and until their deadlines."""
 
 import threading
 import time
@@ -17,12 +17,12 @@ from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve
 
-# A long clip does not hold up a short one.
-_DECODERS: Final = 2
-# A clip that does not fit yet is passed by so many that do, and by none after them.
-_PASSED_MOST: Final = 32
-# Growth of a clip whose length is not known.
-_GROWTH: Final = 2
+# Two threads decode, so that a long clip does not delay a short one.
+_DECODER_THREADS: Final = 2
+# A clip that does not fit yet may be overtaken by this many clips that do fit.
+_MAX_TIMES_OVERTAKEN: Final = 32
+# Factor by which the reservation of a clip of unknown length grows.
+_RESERVATION_GROWTH: Final = 2
 _FULL: Final = Failure(Code.BUSY, "the clips of other requests fill the memory for clips; try again")
 _CROWDED: Final = Failure(Code.BUSY, "the model's queue is full; try again")
 _LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
@@ -30,18 +30,18 @@ _STOPPING: Final = Failure(Code.DRAINING, "the model is being stopped; try again
 
 
 class _NoRoom(Exception):
-    """The clip that is being decoded needs more room than there is now."""
+    """Raised when the clip that is being decoded needs more memory than is free."""
 
 
 class _Ended(Exception):
-    """The request of the clip that is being decoded has ended meanwhile."""
+    """Raised when the request of the clip that is being decoded has ended."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingClip:
-    """A request to hear whose clip is not decoded. Owned by the queue. `ends` is of the monotonic clock.
+    """Transcription request whose clip is not decoded yet. Owned by the queue; `ends` is of the monotonic clock.
 
-    `decode` makes the job of it, within the room that it reserves.
+    `decode` makes its job, within the memory that it reserves.
     """
 
     rid: int
@@ -49,7 +49,7 @@ class PendingClip:
     tenant: str
     ends: float
     decode: Callable[[Reserve], AudioJob]
-    # Bytes of its samples as far as they are known, and those that are taken for it.
+    # Known bytes of its samples, and the bytes reserved for it.
     needed: int = 0
     reserved: int = 0
     passed: int = 0
@@ -58,9 +58,9 @@ class PendingClip:
 
 
 class ClipQueue:
-    """The door to the inbox of a loop: clips wait in it until they are decoded, commands for them are obeyed here.
+    """Queue in front of a loop's inbox: clips wait here until they are decoded, and commands for them are handled here.
 
-    `put` never waits, and is for any thread. Every clip becomes a job in the inbox, or ends here, exactly once.
+    `put` never blocks, and is for any thread. Every clip becomes a job in the inbox, or ends here, exactly once.
     """
 
     def __init__(
@@ -72,24 +72,24 @@ class ClipQueue:
         gauges: Gauges,
         refusing: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        """`refusing` makes whatever goes wrong inside of it a `Rejected` of that rid."""
+        """`refusing` turns any error inside it into a `Rejected` of that rid."""
         self._spec = spec
         self._inbox = inbox
         self._room = room
         self._send = send
         self._gauges = gauges
         self._refusing = refusing
-        # What is here is guarded by the room's lock.
+        # The fields below are guarded by the room's lock.
         self._waiting: dict[int, PendingClip] = {}
         self._decoding: dict[int, PendingClip] = {}
         self._numbers = 0
 
     def start(self) -> None:
-        for number in range(_DECODERS):
+        for number in range(_DECODER_THREADS):
             threading.Thread(target=self._run, name=f"decoder-{number}", daemon=True).start()
 
     def put(self, command: Any) -> None:
-        """A clip waits here; what is not for clips goes on to the loop."""
+        """Queue a clip, or pass other commands on to the loop."""
         match command:
             case PendingClip():
                 self._take_in(command)
@@ -116,7 +116,7 @@ class ClipQueue:
             self._room.changed.notify_all()
 
     def _abort(self, rids: Iterable[int]) -> list[int]:
-        """End clips whose clients have left. Returns the rids that are not of clips."""
+        """End clips whose clients have disconnected. Returns the rids that are not of clips."""
         others: list[int] = []
         with self._room.changed:
             for rid in rids:
@@ -134,7 +134,7 @@ class ClipQueue:
                     self._end(clip, _STOPPING)
 
     def _expire(self) -> None:
-        """End what waits in vain, also because the room has become smaller, and what is decoded too late."""
+        """End clips that waited too long or no longer fit the memory, and those that are decoded too late."""
         now, most = time.monotonic(), self._room.alone_bytes
         for clip in [each for each in self._waiting.values() if now >= each.ends]:
             self._end(clip, _FULL)
@@ -145,7 +145,7 @@ class ClipQueue:
                 self._end(clip, _LATE)
 
     def _end(self, clip: PendingClip, failure: Failure | None) -> None:
-        """The terminal event of a clip that becomes no job: it was aborted, or else why."""
+        """Send the terminal event of a clip that becomes no job: an abort, or its failure."""
         clip.is_ended = True
         if self._waiting.pop(clip.rid, None) is not None:
             self._count()
@@ -165,10 +165,10 @@ class ClipQueue:
             clip = self._next()
             with self._refusing(clip.rid):
                 self._decode(clip)
-            del clip  # its file is large, and the next may be long in coming
+            del clip  # the clip's file is large, and the next clip may arrive much later
 
     def _next(self) -> PendingClip:
-        """The next clip for which there is room, which is taken."""
+        """Return the next clip that fits, after reserving its memory."""
         changed = self._room.changed
         with changed:
             while True:
@@ -185,7 +185,7 @@ class ClipQueue:
                 changed.wait(None if ends is None else max(0.0, ends - time.monotonic()))
 
     def _first_fitting(self) -> PendingClip | None:
-        """By priority, then of the tenant that holds the least, then as they came."""
+        """Return the first clip that fits: by priority, then by least memory held by its tenant, then by arrival."""
 
         def order(clip: PendingClip) -> tuple[int, int, int]:
             return clip.priority, self._room.held(clip.tenant), clip.number
@@ -196,7 +196,7 @@ class ClipQueue:
                 for each in before:
                     each.passed += 1
                 return clip
-            if clip.passed >= _PASSED_MOST:
+            if clip.passed >= _MAX_TIMES_OVERTAKEN:
                 return None
             before.append(clip)
         return None
@@ -210,14 +210,14 @@ class ClipQueue:
             is_short = True
         except _Ended:
             pass
-        except BaseException:  # Its request has ended, and nobody waits for what went wrong; else raised again.
+        except BaseException:  # the request has ended, so its error is of no interest
             if not clip.is_ended:
                 raise
         finally:
             self._leave(clip, job, is_short=is_short)
 
     def _leave(self, clip: PendingClip, job: AudioJob | None, *, is_short: bool) -> None:
-        """A clip that is not being decoded any more: its job goes to the loop, or it waits for room again."""
+        """Finish a decoding: the job goes to the loop, or the clip waits for memory again."""
         with self._room.changed:
             del self._decoding[clip.rid]
             reserved, clip.reserved = clip.reserved, 0
@@ -230,8 +230,10 @@ class ClipQueue:
             self._room.give_back(clip.tenant, reserved)
 
     def _reserve(self, clip: PendingClip, size_bytes: int) -> None:
-        """Raises `_Ended`, `RequestInvalid` for more than the model can hold, and `_NoRoom`: then it begins again when
-        there is as much as it probably needs."""
+        """Reserve memory for a clip's samples. Raises `_Ended`, and `RequestInvalid` for more than the model can hold.
+
+        Raises `_NoRoom` if other clips hold the memory: then decoding restarts when enough is free.
+        """
         with self._room.changed:
             self._expire()
             if clip.is_ended:
@@ -241,7 +243,7 @@ class ClipQueue:
             if size_bytes > self._room.alone_bytes:
                 raise _too_large(size_bytes, int(self._room.alone_bytes))
             if not self._room.fits(size_bytes, clip.reserved):
-                likely = max(size_bytes, _GROWTH * clip.reserved) if clip.reserved else size_bytes
+                likely = max(size_bytes, _RESERVATION_GROWTH * clip.reserved) if clip.reserved else size_bytes
                 clip.needed = int(min(likely, self._room.alone_bytes))
                 raise _NoRoom
             self._room.take(clip.tenant, size_bytes - clip.reserved)

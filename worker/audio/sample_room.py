@@ -1,4 +1,4 @@
-"""Room for the samples of clips: of those that are being decoded, and of jobs until they end."""
+"""Memory for the samples of clips: of those that are being decoded, and of jobs until they end."""
 
 import math
 import threading
@@ -7,38 +7,39 @@ from typing import Final
 
 from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST
 
-# What a pass computes, at least and as a part of the weights: see PASS_BYTES in gateway/workers/memory/estimate.py.
-_PASS_BYTES: Final = 64 << 20
-_PASS_PART: Final = 8
+# Memory of a forward pass, at least and as a fraction of the weights: see PASS_BYTES in
+# gateway/workers/memory/estimate.py.
+_MIN_PASS_BYTES: Final = 64 << 20
+_PASS_WEIGHTS_DIVISOR: Final = 8
 
 
 def bytes_for_clips(share: int, weights: int, host: int, buffers: int) -> int:
-    """Of a share of memory, what is left for samples; `host` is Python and libraries without samples."""
-    left = share - weights - host - buffers - max(_PASS_BYTES, weights // _PASS_PART)
+    """Return the bytes of a memory share that remain for samples; `host` is Python and libraries without samples."""
+    left = share - weights - host - buffers - max(_MIN_PASS_BYTES, weights // _PASS_WEIGHTS_DIVISOR)
     return max(CLIP_BYTES_LEAST, left)
 
 
 class SampleRoom:
-    """Bytes of samples by tenant. For all threads.
+    """Bytes of samples by tenant, for all threads.
 
-    All clips together have `most_bytes`; one that is larger gets in alone, up to `alone_bytes`.
+    All clips together have `most_bytes`; a larger one may be admitted alone, up to `alone_bytes`.
     """
 
     def __init__(self, most_bytes: int = CLIP_BYTES, alone_bytes: float = math.inf) -> None:
         self._most = most_bytes
         self.alone_bytes = alone_bytes
         self._held: Counter[str] = Counter()
-        # Also the lock of those who wait for room.
+        # The condition's lock guards the counts; threads that need memory wait on it.
         self.changed = threading.Condition()
 
     def resize(self, most_bytes: int, alone_bytes: float) -> None:
-        """From now on; what is held already may be more."""
+        """Change the limits; clips may already hold more."""
         with self.changed:
             self._most, self.alone_bytes = most_bytes, alone_bytes
             self.changed.notify_all()
 
     def fits(self, size_bytes: int, own_bytes: int = 0) -> bool:
-        """Whether there is room for so much, of which `own_bytes` are held already."""
+        """Whether `size_bytes` fit, of which `own_bytes` are already held."""
         with self.changed:
             others = self._held.total() - own_bytes
             return others + size_bytes <= self._most if others else size_bytes <= self.alone_bytes
@@ -55,11 +56,11 @@ class SampleRoom:
             self.changed.notify_all()
 
     def held(self, tenant: str) -> int:
-        """Bytes of one tenant."""
+        """Return the bytes that one tenant holds."""
         return self._held[tenant]
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
+        """Return the bytes that all tenants hold."""
         with self.changed:
             return self._held.total()

@@ -1,4 +1,4 @@
-"""Families of mlx-audio that hear one stretch at a time: their `generate`, called for windows that end at pauses."""
+"""Transcribers of mlx-audio that take one segment at a time: `generate` is called for windows that end at pauses."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from worker.audio.marks import AddedTokens
 from worker.audio.split_at_silence import windows
 from worker.audio.transcriber import AudioWindow, Check, Samples, TranscribeOptions
 
-# No longer stretch is heard at once: so long an abort waits at most for one.
+# Maximum length of a window, which is also how long an abort may wait.
 _WINDOW_S: Final = 30.0
-# Nobody speaks more tokens in a second; a model that does not end would write for minutes.
-_TOKENS_A_SECOND: Final = 16
-_TOKENS_LEAST: Final = 64
+# Maximum tokens per second of speech; a model that does not end would otherwise generate for minutes.
+_MAX_TOKENS_PER_SECOND: Final = 16
+_MIN_TOKENS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TranscriberFamily:
-    """Call of a family's `generate`, and what it can be told.
+    """Call of a family's `generate`, and the options that it supports.
 
-    `arguments` are those of a model's window: of so many tokens at most, as a request wants it. Languages by code and
-    name.
+    `arguments` takes the model, the maximum number of tokens of a window, and the request's options. `languages` maps
+    codes to the names of languages.
     """
 
     arguments: Callable[[Any, int, TranscribeOptions], dict[str, Any]]
@@ -47,12 +47,12 @@ def _qwen(_model: Any, tokens: int, wish: TranscribeOptions) -> dict[str, Any]:
 
 
 def _parakeet(model: Any, _tokens: int, _wish: TranscribeOptions) -> dict[str, Any]:
-    # It writes down at most some tokens a frame; samples are in the format of its weights.
+    # Parakeet itself bounds the tokens per frame; its samples must have the dtype of its weights.
     parameters: Any = tree_flatten(model.parameters())
     return {"dtype": next(array.dtype for _, array in parameters)}
 
 
-# As its model card lists them.
+# The model card lists these languages.
 _QWEN_LANGUAGES: Final = {
     "zh": "Chinese", "en": "English", "yue": "Cantonese", "ar": "Arabic", "de": "German", "fr": "French",
     "es": "Spanish", "pt": "Portuguese", "id": "Indonesian", "it": "Italian", "ko": "Korean", "ru": "Russian",
@@ -67,8 +67,8 @@ FAMILIES: Final[dict[str, TranscriberFamily]] = {
 }
 
 
-class PausedHearer:
-    """One loaded model of a family of the table."""
+class SegmentedTranscriber:
+    """Loaded model of a family of the table."""
 
     translates = False
 
@@ -92,7 +92,7 @@ class PausedHearer:
             check()
             mx.random.seed((wish.seed + start) % (1 << 64))
             seconds = (end - start) / self.rate
-            tokens = max(_TOKENS_LEAST, int(seconds * _TOKENS_A_SECOND))
+            tokens = max(_MIN_TOKENS, int(seconds * _MAX_TOKENS_PER_SECOND))
             result = self._model.generate(
                 mx.array(samples[start:end]), **self._family.arguments(self._model, tokens, wish)
             )
@@ -118,7 +118,7 @@ class PausedHearer:
 
 
 def _sentence(sentence: Any, offset: float) -> Segment:
-    """A sentence of parakeet, whose tokens have times."""
+    """Convert a sentence of parakeet, whose tokens have times."""
     words: list[Word] = []
     for token in sentence.tokens:
         start, end = round(offset + token.start, 3), round(offset + token.end, 3)

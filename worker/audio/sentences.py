@@ -1,18 +1,18 @@
-"""Sentences of a text, in groups that a model speaks in one go."""
+"""Sentences of a text, in groups that a model speaks in one call."""
 
 import re
 from typing import Final
 
-# Ends of sentences, with the quotation marks and brackets that close there; a line break ends one as well. What is
-# before it is looked at from the beginning of the white space, else much of it takes the square of its length.
-_END: Final = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|(?<=[。！？])|(?<![^\S\n])[^\S\n]*+\n\s*")
+# Matches ends of sentences, with closing quotation marks and brackets; a line break ends one as well. The lookbehind
+# anchors at the start of whitespace, as long whitespace would otherwise take quadratic time.
+_SENTENCE_END: Final = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|(?<=[。！？])|(?<![^\S\n])[^\S\n]*+\n\s*")
 _SPACE: Final = re.compile(r"\s+")
 
 
 def groups(text: str, least: int, most: int) -> list[str]:
-    """The text in parts of at least `least` characters, where it has as many, and at most `most`.
+    """Split the text into parts of at least `least` characters, if it has as many, and at most `most`.
 
-    A part ends where a sentence does, or between two words of a longer one.
+    A part ends at the end of a sentence, or between two words of a longer one.
     """
     parts: list[str] = []
     for sentence in _sentences(text):
@@ -28,7 +28,7 @@ def groups(text: str, least: int, most: int) -> list[str]:
 def _sentences(text: str) -> list[str]:
     sentences: list[str] = []
     start = 0
-    for end in _END.finditer(text):
+    for end in _SENTENCE_END.finditer(text):
         sentences.append(text[start : end.end()])
         start = end.end()
     sentences.append(text[start:])

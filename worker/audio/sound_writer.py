@@ -1,4 +1,4 @@
-"""Speech as the bytes of a file, piece by piece: WAV and PCM by ourselves, other formats and other speeds by PyAV."""
+"""Incremental encoding of speech to a file: WAV and PCM directly, other formats and speeds with PyAV."""
 
 import struct
 from importlib import import_module
@@ -12,20 +12,20 @@ from worker.audio.transcriber import Samples
 from worker.vision.sounds import resampled
 
 PLAIN: Final = ("wav", "pcm")
-# Container and codec of each, and the rates that its codec takes; none is any.
+# Container, codec and supported sample rates of each format; an empty tuple means any rate.
 _CODED: Final[dict[str, tuple[str, str, tuple[int, ...]]]] = {
     "mp3": ("mp3", "libmp3lame", (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)),
     "opus": ("ogg", "libopus", (8000, 12000, 16000, 24000, 48000)),
     "aac": ("adts", "aac", (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)),
     "flac": ("flac", "flac", ()),
 }
-# Samples a second of `pcm`, which names none: OpenAI's.
+# Sample rate of `pcm`, which has no header: the same as OpenAI's.
 PCM_RATE: Final = 24_000
 MISSING: Final = "PyAV is not installed; install it with: mlxctl setup audio"
-# Of a WAV file whose length is not known when it begins.
-_UNKNOWN: Final = 0xFFFFFFFF
-# What one filter of PyAV does at once.
-_TEMPO_LEAST: Final = 0.5
+# Length in a WAV header if it is not known at the beginning.
+_UNKNOWN_LENGTH: Final = 0xFFFFFFFF
+# Lowest speed of a single PyAV filter.
+_MIN_FILTER_TEMPO: Final = 0.5
 
 
 def has_pyav() -> bool:
@@ -33,14 +33,14 @@ def has_pyav() -> bool:
 
 
 def formats() -> tuple[str, ...]:
-    """Formats that can be written here."""
+    """Return the formats that are available here."""
     return (*PLAIN, *_CODED) if has_pyav() else PLAIN
 
 
 class SoundWriter:
-    """A file of mono samples at `rate`. `add` and `end` return what of it is new.
+    """Encoder of mono samples at `rate` to a file. `add` and `end` return its new bytes.
 
-    `speed` is how many times as fast it plays, at the same pitch.
+    `speed` is the playback speed, at the same pitch.
     """
 
     def __init__(self, format: str, rate: int, speed: float) -> None:
@@ -49,17 +49,17 @@ class SoundWriter:
         self._format = format
         self._tempo = _Tempo(rate, speed) if speed != 1.0 else None
         self._is_begun = False
-        # Of what was written, at the speed that it plays.
+        # Seconds written, at the playback speed.
         self.seconds = 0.0
 
     def add(self, samples: Samples) -> bytes:
-        """Take more samples, between -1 and 1."""
+        """Encode more samples, between -1 and 1."""
         if self._tempo is not None:
             samples = self._tempo.add(samples)
         return self._begin() + self._write(samples)
 
     def end(self) -> bytes:
-        """The rest of the file."""
+        """Return the rest of the file."""
         rest = b"" if self._tempo is None else self._write(self._tempo.end())
         return self._begin() + rest + (b"" if self._coder is None else self._coder.end())
 
@@ -68,7 +68,14 @@ class SoundWriter:
             return b""
         self._is_begun = True
         shape = struct.pack("<IHHIIHH", 16, 1, 1, self._rate, 2 * self._rate, 2, 16)
-        return b"RIFF" + struct.pack("<I", _UNKNOWN) + b"WAVEfmt " + shape + b"data" + struct.pack("<I", _UNKNOWN)
+        return (
+            b"RIFF"
+            + struct.pack("<I", _UNKNOWN_LENGTH)
+            + b"WAVEfmt "
+            + shape
+            + b"data"
+            + struct.pack("<I", _UNKNOWN_LENGTH)
+        )
 
     def _write(self, samples: Samples) -> bytes:
         self.seconds += len(samples) / self._rate
@@ -81,16 +88,16 @@ class SoundWriter:
 
 
 class _Coder:
-    """An encoder of PyAV that writes into memory."""
+    """PyAV encoder that writes into memory."""
 
     def __init__(self, container: str, codec: str, rates: tuple[int, ...], rate: int) -> None:
         self._av = import_module("av")
         self._out = BytesIO()
         self._rate = rate
-        # Without what differs from run to run: a successor of this worker goes on in the middle of the file.
+        # The output must not differ between runs: a successor of this worker continues in the middle of the file.
         options = {"fflags": "+bitexact"}
         if container == "mp3":
-            # Neither a length in front, which would have to be written at the end, nor a tag.
+            # An Xing header would have to be rewritten at the end, and an ID3 tag is not needed.
             options |= {"write_xing": "0", "id3v2_version": "0"}
         self._container = self._av.open(_Unseekable(self._out), "w", format=container, options=options)
         own = min((each for each in rates if each >= rate), default=rates[-1]) if rates else rate
@@ -115,7 +122,7 @@ class _Coder:
 
 
 class _Unseekable:
-    """A file that can be written alone: what has been sent cannot be changed."""
+    """Write-only file: bytes that were sent cannot be changed."""
 
     def __init__(self, out: BytesIO) -> None:
         self._out = out
@@ -125,16 +132,16 @@ class _Unseekable:
 
 
 class _Tempo:
-    """Another speed at the same pitch, by filters of PyAV."""
+    """Change of speed at the same pitch, with PyAV filters."""
 
     def __init__(self, rate: int, speed: float) -> None:
         self._av = import_module("av")
         self._rate = rate
         self._graph = self._av.filter.Graph()
         first = last = self._graph.add_abuffer(sample_rate=rate, format="flt", layout="mono", time_base=f"1/{rate}")
-        while speed < _TEMPO_LEAST:
-            last = self._linked(last, _TEMPO_LEAST)
-            speed /= _TEMPO_LEAST
+        while speed < _MIN_FILTER_TEMPO:
+            last = self._linked(last, _MIN_FILTER_TEMPO)
+            speed /= _MIN_FILTER_TEMPO
         last = self._linked(last, speed)
         last.link_to(self._graph.add("abuffersink"))
         self._graph.configure()

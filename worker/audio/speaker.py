@@ -1,4 +1,4 @@
-"""Models that speak: families of mlx-audio, whose `generate` is called for one group of sentences after the other."""
+"""Text-to-speech families of mlx-audio: `generate` is called for one group of sentences after another."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from worker.audio.transcriber import Check, Samples
 
 @dataclass(frozen=True, slots=True)
 class SpeakOptions:
-    """Speech as a request wants it. `voice` is one of the model's own; empty is its choice."""
+    """Speech options of a request. `voice` is one of the model's own; empty means the model's choice."""
 
     text: str
     voice: str = ""
@@ -24,7 +24,7 @@ class SpeakOptions:
 
 
 class Instructions(Enum):
-    """Whether a model can, or has to, be told how to speak."""
+    """Whether a model takes or needs instructions on how to speak."""
 
     NONE = 0
     TAKEN = 1
@@ -33,9 +33,9 @@ class Instructions(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SpeakerFamily:
-    """Call of a family's `generate` for a text, of so many characters in one go.
+    """Call of a family's `generate` for a text of `least_chars` to `most_chars` characters.
 
-    `voices` are those of a loaded model, `instructions` whether it takes some.
+    `voices` and `instructions` read a loaded model's voices and whether it takes instructions.
     """
 
     arguments: Callable[[str, SpeakOptions], dict[str, Any]]
@@ -43,26 +43,26 @@ class SpeakerFamily:
     most_chars: int
     voices: Callable[[Any], tuple[str, ...]] = lambda _model: ()
     instructions: Callable[[Any], Instructions] = lambda _model: Instructions.NONE
-    # The library encodes texts as they are. Otherwise it takes out the signs of which control tokens are made.
+    # Whether the library encodes control tokens in texts; otherwise it removes the characters that they consist of.
     shows_marks: bool = True
 
 
 def _soprano(text: str, _speech: SpeakOptions) -> dict[str, Any]:
-    # Its tokens last 64 ms. Nobody takes longer over text; a model that does not end would speak for minutes.
-    return {"text": text, "max_tokens": int((1.0 + len(text) * _CHAR_S) / 0.064)}
+    # Tokens last 64 ms. The limit is for a model that does not end, which would speak for minutes.
+    return {"text": text, "max_tokens": int((1.0 + len(text) * _MAX_SECONDS_PER_CHAR) / 0.064)}
 
 
-# The longest that a character is spoken, on average over a text.
-_CHAR_S: Final = 0.2
+# Maximum seconds of speech per character, averaged over a text.
+_MAX_SECONDS_PER_CHAR: Final = 0.2
 
 
 def _qwen(text: str, speech: SpeakOptions) -> dict[str, Any]:
-    # 12.5 tokens a second.
+    # Tokens last 80 ms.
     return {
         "text": text,
         "voice": speech.voice or None,
         "instruct": speech.instructions or None,
-        "max_tokens": int((1.0 + len(text) * _CHAR_S) * 12.5),
+        "max_tokens": int((1.0 + len(text) * _MAX_SECONDS_PER_CHAR) * 12.5),
     }
 
 
@@ -73,12 +73,12 @@ def _qwen_voices(model: Any) -> tuple[str, ...]:
 def _qwen_instructions(model: Any) -> Instructions:
     if model.config.tts_model_type == "voice_design":
         return Instructions.NEEDED
-    # The library leaves them out for the small one.
+    # The library ignores instructions for the small model.
     return Instructions.NONE if model.config.tts_model_size == "0b6" else Instructions.TAKEN
 
 
 FAMILIES: Final[dict[str, SpeakerFamily]] = {
-    # It joins what is shorter itself.
+    # The library itself joins shorter texts.
     "soprano": SpeakerFamily(_soprano, least_chars=30, most_chars=300, shows_marks=False),
     "qwen3_tts": SpeakerFamily(
         _qwen, least_chars=60, most_chars=300, voices=_qwen_voices, instructions=_qwen_instructions
@@ -87,7 +87,7 @@ FAMILIES: Final[dict[str, SpeakerFamily]] = {
 
 
 class Speaker:
-    """One loaded model of a family of the table."""
+    """Loaded model of a family of the table."""
 
     def __init__(self, family: str, model: Any) -> None:
         self._family = FAMILIES[family]
@@ -98,16 +98,16 @@ class Speaker:
         self.marks = AddedTokens(getattr(model, "tokenizer", None)) if self._family.shows_marks else AddedTokens(None)
 
     def speak(self, speech: SpeakOptions, check: Check) -> Iterator[tuple[Samples, bool]]:
-        """Samples at `rate`, and whether they are the last of a turn. Each is computed when it is asked for.
+        """Yield samples at `rate`, and whether they end a turn. Each piece is computed on demand.
 
-        Calls `check` between two.
+        Calls `check` between two pieces.
         """
         family = self._family
         for at, text in enumerate(groups(speech.text, family.least_chars, family.most_chars)):
             check()
             mx.random.seed((speech.seed + at) % (1 << 64))
             held: Samples | None = None
-            # What the library gives in one go is one turn: a model may keep state between two pieces of it.
+            # All results of one call are one turn: a model may keep state between them.
             for result in self._model.generate(**family.arguments(text, speech)):
                 check()
                 if held is not None:

@@ -1,4 +1,4 @@
-"""Port to a model that hears: samples in, one window of a transcript after the other out."""
+"""Port to a speech-to-text model: samples in, one window of the transcript after another out."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from protocol.transcript import Segment
 from worker.audio.marks import AddedTokens
 
 Samples = npt.NDArray[np.float32]
-# Raises when the request has ended meanwhile, or the loop is to end.
+# Callback that raises when the request has ended, or the loop must end.
 Check = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TranscribeOptions:
-    """A transcript as a request wants it. `language` is one of the model's own codes; empty is as heard."""
+    """Transcription options of a request. `language` is a code of the model; empty means detection."""
 
     language: str = ""
     text: str = ""
@@ -29,7 +29,7 @@ class TranscribeOptions:
 
 @dataclass(frozen=True, slots=True)
 class AudioWindow:
-    """Text of one window, which follows on that of the window before, with its own tokens."""
+    """Text of one window, which continues the previous window's, with its tokens."""
 
     text: str
     tokens: Sequence[int]
@@ -38,21 +38,21 @@ class AudioWindow:
 
 
 class Transcriber(Protocol):
-    """A loaded model that hears. Times are in seconds, `rate` in samples a second."""
+    """Port to a loaded speech-to-text model. Times are in seconds, `rate` in samples a second."""
 
     rate: int
     languages: tuple[str, ...]
     translates: bool
     has_words: bool
-    # The model takes text before what it hears.
+    # Whether the model takes a text prompt.
     has_text: bool
-    # What that text may not hold.
+    # Control tokens that this prompt must not contain.
     marks: AddedTokens
 
     def language(self, name: str) -> str:
-        """The model's code of a language, by its code or name. Raises `KeyError`."""
+        """Return the model's code of a language, from its code or name. Raises `KeyError`."""
         ...
 
     def hear(self, samples: Samples, wish: TranscribeOptions, check: Check) -> Iterator[AudioWindow]:
-        """All windows, each computed when it is asked for. Calls `check` at least once a window."""
+        """Yield all windows, each computed on demand. Calls `check` at least once a window."""
         ...

@@ -1,7 +1,7 @@
-"""Whisper, window by window: mlx-audio's model, features and decoding, in a loop that can be ended between two tokens.
+"""Whisper transcriber: mlx-audio's model, features and decoding, in a loop that can be aborted between two tokens.
 
-The rules by which windows move, and by which a window is decoded again, are those of OpenAI's `transcribe`
-(github.com/openai/whisper, MIT), on which mlx-audio's own `generate` rests; a test compares both.
+The rules for moving windows and for decoding a window again are those of OpenAI's `transcribe`
+(github.com/openai/whisper, MIT), on which mlx-audio's own `generate` is based; a test compares both.
 """
 
 import math
@@ -27,22 +27,22 @@ from protocol.transcript import Segment, Word
 from worker.audio.marks import AddedTokens
 from worker.audio.transcriber import AudioWindow, Check, Samples, TranscribeOptions
 
-# A window that fails is decoded again, at the next temperature.
+# A window whose decoding fails is decoded again at the next temperature.
 _TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-_COMPRESSION_MOST: Final = 2.4
-_LOGPROB_LEAST: Final = -1.0
-_NO_SPEECH_MOST: Final = 0.6
-# Text of a window that needed more is not shown to the next.
-_TRUSTED_TEMPERATURE: Final = 0.5
-_FRAMES_A_SECOND: Final = SAMPLE_RATE // HOP_LENGTH
-# Features are made of so much at once: those of an hour would take two gigabytes on the way. They overlap by what the
-# first window of the next piece needs, and by a second for the edges of the transform.
-_PIECE_FRAMES: Final = 600 * _FRAMES_A_SECOND
-_EDGE_FRAMES: Final = _FRAMES_A_SECOND
+_MAX_COMPRESSION_RATIO: Final = 2.4
+_MIN_AVG_LOGPROB: Final = -1.0
+_MAX_NO_SPEECH_PROB: Final = 0.6
+# The text of a window that needed a higher temperature is not part of the next window's prompt.
+_MAX_PROMPT_TEMPERATURE: Final = 0.5
+_FRAMES_PER_SECOND: Final = SAMPLE_RATE // HOP_LENGTH
+# Features are computed in pieces of 10 minutes, because those of an hour would take two gigabytes meanwhile. Pieces
+# overlap by the first window of the next piece, and by a second for the edges of the transform.
+_PIECE_FRAMES: Final = 600 * _FRAMES_PER_SECOND
+_EDGE_FRAMES: Final = _FRAMES_PER_SECOND
 
 
 class _CheckedInference(Inference):
-    """Inference that can be ended between two tokens."""
+    """Inference that can be aborted between two tokens."""
 
     def __init__(self, model: Any, check: Check) -> None:
         super().__init__(model)
@@ -54,7 +54,7 @@ class _CheckedInference(Inference):
 
 
 class _CheckedTask(DecodingTask):
-    """Decoding of one window that can be ended between two tokens."""
+    """Decoding of one window that can be aborted between two tokens."""
 
     def __init__(self, model: Any, options: DecodingOptions, check: Check) -> None:
         super().__init__(model, options)
@@ -62,14 +62,14 @@ class _CheckedTask(DecodingTask):
 
 
 class _Features:
-    """Log-mel features of a clip, made piece by piece."""
+    """Log-mel features of a clip, computed piece by piece."""
 
     def __init__(self, samples: Samples, mels: int) -> None:
         self._samples = samples
         self._mels = mels
         self.frames = len(samples) // HOP_LENGTH
         self._piece = -1
-        self._made: Any = None
+        self._piece_features: Any = None
 
     def window(self, start: int, frames: int) -> Any:
         piece = start // _PIECE_FRAMES
@@ -77,27 +77,27 @@ class _Features:
         if piece != self._piece:
             last = (piece + 1) * _PIECE_FRAMES + N_FRAMES + _EDGE_FRAMES
             part = self._samples[first * HOP_LENGTH : last * HOP_LENGTH]
-            # Silence behind the end, as Whisper was trained with.
+            # Whisper was trained with silence after the end.
             padding = N_SAMPLES if last >= self.frames else 0
-            self._made = log_mel_spectrogram(part, n_mels=self._mels, padding=padding)
-            mx.eval(self._made)
+            self._piece_features = log_mel_spectrogram(part, n_mels=self._mels, padding=padding)
+            mx.eval(self._piece_features)
             self._piece = piece
-        return self._made[start - first : start - first + frames]
+        return self._piece_features[start - first : start - first + frames]
 
 
 @dataclass(slots=True)
 class _State:
-    """State of a transcript. Owned by the call that makes it."""
+    """State of a transcript, owned by the call that generates it."""
 
     seek: int = 0
-    # All tokens so far, and from where on the next window is shown them.
+    # All tokens so far, and the index of the first one that the next window's prompt includes.
     tokens: list[int] = field(default_factory=list[int])
-    shown_from: int = 0
+    prompt_from: int = 0
     last_speech: float = 0.0
 
 
-class WhisperHearer:
-    """One loaded Whisper, of `mlx_audio.stt.models.whisper`."""
+class WhisperTranscriber:
+    """Loaded Whisper model of `mlx_audio.stt.models.whisper`."""
 
     rate: int = SAMPLE_RATE
     has_words = True
@@ -157,17 +157,17 @@ class WhisperHearer:
         task: str,
         check: Check,
     ) -> list[dict[str, Any]]:
-        """Segments of the window at `state.seek`, which moves on."""
+        """Return the segments of the window at `state.seek`, and advance it."""
         model, seek = self._model, state.seek
         frames = min(N_FRAMES, features.frames - seek)
         mel = pad_or_trim(features.window(seek, frames), N_FRAMES, axis=-2).astype(model.dtype)
         check()
         encoded = model.encoder(mel[None])
         options = DecodingOptions(
-            task=task, language=language, prompt=state.tokens[state.shown_from :], fp16=self._is_half
+            task=task, language=language, prompt=state.tokens[state.prompt_from :], fp16=self._is_half
         )
         result = self._decoded(encoded, options, wish.temperature, check)
-        if result.no_speech_prob > _NO_SPEECH_MOST and result.avg_logprob <= _LOGPROB_LEAST:
+        if result.no_speech_prob > _MAX_NO_SPEECH_PROB and result.avg_logprob <= _MIN_AVG_LOGPROB:
             state.seek += frames
             return []
         segments, is_closed = self._segments(result, tokenizer, state, frames)
@@ -176,33 +176,36 @@ class WhisperHearer:
         for segment in segments:
             if segment["start"] == segment["end"] or not segment["text"].strip():
                 segment |= {"text": "", "tokens": [], "words": []}
-        if result.temperature > _TRUSTED_TEMPERATURE:
-            state.shown_from = len(state.tokens) + sum(len(segment["tokens"]) for segment in segments)
-        # Each window moves on, whatever times the model has made up.
+        if result.temperature > _MAX_PROMPT_TEMPERATURE:
+            state.prompt_from = len(state.tokens) + sum(len(segment["tokens"]) for segment in segments)
+        # The position must advance, even if the model invents times.
         state.seek = max(state.seek, seek + 1)
         return segments
 
     def _decoded(self, encoded: Any, options: DecodingOptions, temperature: float, check: Check) -> Any:
-        """The decoding of a window, at the first temperature at which it does not fail."""
+        """Decode a window at the first temperature at which decoding does not fail."""
         result: Any = None
         for each in _TEMPERATURES if temperature == 0 else (temperature,):
             task = _CheckedTask(self._model, _at(options, each), check)
             result = task.run(encoded)[0]
-            is_silent = result.no_speech_prob > _NO_SPEECH_MOST
-            # Where its rules leave it no token, it has no number.
-            is_likely = result.avg_logprob >= _LOGPROB_LEAST
-            has_failed = result.compression_ratio > _COMPRESSION_MOST or not is_likely
+            is_silent = result.no_speech_prob > _MAX_NO_SPEECH_PROB
+            # The log-probability is NaN if the rules left no token.
+            is_likely = result.avg_logprob >= _MIN_AVG_LOGPROB
+            has_failed = result.compression_ratio > _MAX_COMPRESSION_RATIO or not is_likely
             if is_silent or not has_failed:
                 break
         return result
 
     def _segments(self, result: Any, tokenizer: Any, state: _State, frames: int) -> tuple[list[dict[str, Any]], bool]:
-        """Segments by the times among the tokens, and whether nothing is left of the window. Moves `state.seek`."""
+        """Split the tokens into segments by their timestamps, and advance `state.seek`.
+
+        Also returns whether the whole window was used.
+        """
         tokens = np.array(result.tokens, dtype=np.int64)
         begin = tokenizer.timestamp_begin
         stride = N_FRAMES // self._model.dims.n_audio_ctx
-        step_s = stride / _FRAMES_A_SECOND
-        offset = state.seek / _FRAMES_A_SECOND
+        step_s = stride / _FRAMES_PER_SECOND
+        offset = state.seek / _FRAMES_PER_SECOND
 
         def made(start: float, end: float, part: Sequence[int]) -> dict[str, Any]:
             return {
@@ -228,11 +231,11 @@ class WhisperHearer:
                 )
                 for start, end in zip([0, *ends], ends, strict=False)
             ]
-            # Of what was not closed the next window hears again.
+            # The next window transcribes the unclosed rest again.
             state.seek += frames if is_closed else (int(tokens[ends[-1] - 1]) - begin) * stride
             return segments, is_closed
         times = tokens[is_time]
-        duration = frames / _FRAMES_A_SECOND
+        duration = frames / _FRAMES_PER_SECOND
         if len(times) and int(times[-1]) != begin:
             duration = (int(times[-1]) - begin) * step_s
         segments = [made(offset, offset + duration, tokens.tolist())]
@@ -242,10 +245,10 @@ class WhisperHearer:
     def _time_words(
         self, segments: list[dict[str, Any]], tokenizer: Any, mel: Any, frames: int, state: _State, is_closed: bool
     ) -> None:
-        """Times of words, by which also segments and `state.seek` are set."""
+        """Add word timestamps, and adjust the segments and `state.seek` to them."""
         if not segments:
             return
-        offset = segments[0]["seek"] / _FRAMES_A_SECOND
+        offset = segments[0]["seek"] / _FRAMES_PER_SECOND
         add_word_timestamps(
             segments=segments,
             model=self._model,
@@ -257,7 +260,7 @@ class WhisperHearer:
         words = [word for segment in segments for word in segment["words"]]
         end = words[-1]["end"] if words else segments[-1]["end"]
         if not is_closed and end > offset:
-            state.seek = round(end * _FRAMES_A_SECOND)
+            state.seek = round(end * _FRAMES_PER_SECOND)
         state.last_speech = end
 
 

@@ -1,1 +1,1 @@
-"""Embeddings of texts and scores of pairs: models that read and generate nothing."""
+"""Embeddings of texts and scores of pairs: models that generate nothing."""

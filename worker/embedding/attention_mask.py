@@ -1,4 +1,4 @@
-"""Masks of encoders, for rows that are padded on the right and for layers with a window."""
+"""Attention masks of encoders, for rows padded on the right and for layers with a window."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ import mlx.core as mx
 
 
 def attention_mask(lengths: Sequence[int], window: int = 0) -> mx.array | None:
-    """True where a token sees another: in its row, and no further away than `window` (0 is any distance).
+    """Return True where a token attends to another: in its row, and within `window` (0 means any distance).
 
-    None where all see all. A token always sees itself: a row of the mask without any would make NaN, and padding that
-    is NaN would spoil the values that others read, weighted with 0.
+    None if every token attends to all. A token always attends to itself: an empty mask row would give NaN, and padding
+    with NaN would spoil the values of other tokens even at weight 0.
     """
     longest = max(lengths)
     is_padded = min(lengths) < longest

@@ -1,4 +1,4 @@
-"""Models that read: encoders of our own, decoders of mlx-lm, and mlx-lm's Gemma 3 where it sees all at once."""
+"""Transformers of embedding models: our encoders, decoders of mlx-lm, and mlx-lm's Gemma 3 without a causal mask."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,24 +21,24 @@ _WEIGHTS: Final = "model*.safetensors"
 
 
 class EncoderBackbone:
-    """An encoder of `encoder_models`, as a reranker with its classifier."""
+    """Encoder of `encoder_models`, with a classifier if it is a reranker."""
 
     def __init__(self, module: EncoderModel, shape: EncoderShape) -> None:
         self.module = module
         self.max_tokens = shape.max_tokens
-        # Whether it tells the two texts of a pair apart.
+        # Whether it distinguishes the two texts of a pair.
         self.has_segments = shape.types > 1
 
     def hidden(self, ids: mx.array, lengths: Sequence[int], types: mx.array | None) -> mx.array:
         return self.module(ids, lengths, types)
 
     def scores(self, ids: mx.array, lengths: Sequence[int], types: mx.array | None) -> mx.array:
-        """A score of each row, as its last layer gives it."""
+        """Return the score of each row from the classifier."""
         return self.module.classifier(self.hidden(ids, lengths, types), lengths)
 
 
 class DecoderBackbone:
-    """A causal model of mlx-lm: padding on the right is seen by no token that counts."""
+    """Causal model of mlx-lm: no token of a row attends to the padding on its right."""
 
     max_tokens = 0
 
@@ -49,14 +49,14 @@ class DecoderBackbone:
         return self.module.model(ids)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Logits of the next token, of hidden states of single positions."""
+        """Return the logits of the next token for hidden states of single positions."""
         if "lm_head" in self.module:
             return self.module.lm_head(hidden)
         return self.module.model.embed_tokens.as_linear(hidden)
 
 
 class BidirectionalGemma:
-    """Gemma 3 without its causal mask, as EmbeddingGemma has it; its windows reach half as far to both sides."""
+    """Gemma 3 without a causal mask, as in EmbeddingGemma; its windows extend half as far to both sides."""
 
     max_tokens = 0
 
@@ -76,7 +76,7 @@ class BidirectionalGemma:
 def load_backbone(
     path: Path, config: dict[str, Any], trust_code: bool, *, is_scoring: bool
 ) -> EncoderBackbone | DecoderBackbone | BidirectionalGemma:
-    """Load what reads, not computed. Raises `LoadFailed`, and whatever mlx-lm raises."""
+    """Load the transformer lazily. Raises `LoadFailed`, and mlx-lm's errors."""
     if config.get("model_type") in ENCODERS:
         return _load_encoder(path, config, is_scoring)
     is_bidirectional = config.get("use_bidirectional_attention") is True or config.get("is_causal") is False
@@ -122,7 +122,7 @@ def _load(file: Path) -> dict[str, mx.array]:
 
 
 def _decoder_classes(config: dict[str, Any]) -> tuple[type[Any], Any]:
-    """The class of mlx-lm for checkpoints that may hold no more than the transformer: neither prefix nor last layer."""
+    """Return mlx-lm's class for checkpoints that may hold the bare transformer, without prefix and last layer."""
     classes: tuple[Any, Any] = _get_classes(config)
     model, arguments = classes
 

@@ -1,4 +1,4 @@
-"""Checkpoints of encoders: their shape by config.json, and the names of their weights."""
+"""Checkpoints of encoders: their shape from config.json, and the names of their weights."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _ROBERTA: Final = ("roberta", "xlm-roberta", "camembert")
 _THETAS: Final = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
 _PREFIX: Final = re.compile(r"^(bert|roberta|nomic_bert|model)\.")
 _ENDS: Final = {".gamma": ".weight", ".beta": ".bias"}
-# Names that checkpoints of all families have for the parts of `EncoderModel`; no two of them clash.
+# Patterns of weight names in the checkpoints of all families, with the part of `EncoderModel`; no two overlap.
 _NAMES: Final = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -46,7 +46,7 @@ _FUSED: Final = ".mlp.Wi."
 
 
 def shape_of(config: Mapping[str, Any]) -> EncoderShape:
-    """Raises `LoadFailed` for what an encoder of the family may be and is not served."""
+    """Read the shape of an encoder. Raises `LoadFailed` for variants of the family that are not supported."""
     kind = config.get("model_type")
     try:
         shape = (
@@ -60,7 +60,7 @@ def shape_of(config: Mapping[str, Any]) -> EncoderShape:
 
 
 def classifier_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a reranker's last layers. Raises `LoadFailed` for a classifier of anything but one score."""
+    """Return the arguments of a reranker's last layers. Raises `LoadFailed` if the classifier has several scores."""
     labels = config.get("num_labels") or len(config.get("id2label") or {}) or 1
     if labels != 1:
         message = f"it tells {labels} classes apart; a reranker gives one score (num_labels 1)"
@@ -78,13 +78,13 @@ def classifier_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Weights by the names of `EncoderModel`, with fused and separate projections as it has them."""
+    """Return the weights under the names of `EncoderModel`, with projections fused and split as it has them."""
     named = {_name(name): array for name, array in weights.items()}
     for name in [name for name in named if ".attention.query." in name]:
         parts = [named.pop(name.replace(".query.", f".{part}.")) for part in _PARTS]
         named[name.replace(".query.", ".qkv.")] = mx.concatenate(parts)
     for name in [name for name in named if _FUSED in name]:
-        # The first half is the one that the activation is of.
+        # The activation applies to the first half.
         gate, up = mx.split(named.pop(name), 2)
         named[name.replace(_FUSED, ".inner.gate.")], named[name.replace(_FUSED, ".inner.up.")] = gate, up
     return named
@@ -110,7 +110,7 @@ def _bert(config: Mapping[str, Any]) -> EncoderShape:
         inner=int(config["intermediate_size"]),
         vocabulary=int(config["vocab_size"]),
         positions=int(config["max_position_embeddings"]),
-        # RoBERTa counts from behind the number of its padding.
+        # RoBERTa's positions begin after its padding id.
         first_position=int(config.get("pad_token_id", 1)) + 1 if is_roberta else 0,
         types=int(config.get("type_vocab_size", 0)),
         epsilon=float(config.get("layer_norm_eps", 1e-12)),
@@ -119,7 +119,7 @@ def _bert(config: Mapping[str, Any]) -> EncoderShape:
 
 
 def _nomic(config: Mapping[str, Any]) -> EncoderShape:
-    """Under the names of the first version, which are GPT-2's, or of transformers."""
+    """Read nomic-bert's shape, under the names of its first version, which are GPT-2's, or of transformers."""
     rope = config.get("rope_parameters") or {}
     if config.get("num_experts") or config.get("prenorm") or config.get("rotary_emb_interleaved"):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, "nomic-bert is served without experts, norms first or other rotations")
@@ -134,7 +134,7 @@ def _nomic(config: Mapping[str, Any]) -> EncoderShape:
         heads=int(_either(config, "num_attention_heads", "n_head")),
         inner=int(_either(config, "intermediate_size", "n_inner")),
         vocabulary=int(config["vocab_size"]),
-        # Beyond what it was trained on, its rotation would have to be stretched.
+        # Longer inputs than in training would need a scaled rotation.
         positions=min(positions, int(trained)) if trained else positions,
         types=int(config.get("type_vocab_size", 0)),
         epsilon=float(config.get("layer_norm_eps") or config.get("layer_norm_epsilon") or 1e-12),

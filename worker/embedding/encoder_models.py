@@ -1,7 +1,7 @@
 """Encoders: BERT, RoBERTa and XLM-R, ModernBERT and nomic-bert as one stack of layers in two orders.
 
-Written here because equal numbers need the exact activation and the masks of `attention_mask.py`: the encoders of
-mlx-vlm take the approximation of GELU for ModernBERT, and know no nomic-bert.
+They are written here because equal results need the exact activation and the masks of `attention_mask.py`: mlx-vlm's
+encoders approximate GELU for ModernBERT, and do not include nomic-bert.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array]]] = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderShape:
-    """Sizes and ways of an encoder. Position of the first token is `first_position`, where positions are learned.
+    """Sizes and variants of an encoder. The first token's learned position, if there is one, is `first_position`.
 
     `windows` and `thetas` have an entry for each layer; a window of 0 is full attention, a theta of 0 no rotation.
     """
@@ -41,7 +41,7 @@ class EncoderShape:
     types: int = 0
     epsilon: float = 1e-12
     activation: str = "gelu"
-    # The norm of a layer's input, not of its output, with one more at the end.
+    # Whether layers normalize their input instead of their output, with one more norm at the end.
     is_prenorm: bool = False
     is_gated: bool = False
     has_attention_bias: bool = True
@@ -121,7 +121,7 @@ class _Layer(nn.Module):
         self._is_prenorm = shape.is_prenorm
         self.attention = _Attention(shape, shape.thetas[at] if shape.thetas else 0.0)
         self.inner = _Inner(shape)
-        # ModernBERT's first layer follows the norm of the embeddings at once.
+        # ModernBERT's first layer directly follows the norm of the embeddings.
         if not (shape.is_prenorm and at == 0):
             self.attention_norm = nn.LayerNorm(shape.width, eps=shape.epsilon, bias=shape.has_norm_bias)
         self.inner_norm = nn.LayerNorm(shape.width, eps=shape.epsilon, bias=shape.has_norm_bias)
@@ -136,7 +136,7 @@ class _Layer(nn.Module):
 
 
 class _Classifier(nn.Module):
-    """A score from hidden states: the first token's, or the mean of all, through one layer and the last one."""
+    """Classifier that scores hidden states: the first token's, or the mean of all, through two layers."""
 
     def __init__(self, shape: EncoderShape, activation: str, norm_bias: bool | None, is_mean: bool, bias: bool) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def _mean(hidden: mx.array, lengths: Sequence[int]) -> mx.array:
 
 
 class EncoderModel(nn.Module):
-    """Token ids to hidden states. `classifier`, of a reranker, makes a score of them."""
+    """Encoder from token ids to hidden states. A reranker's `classifier` scores them."""
 
     def __init__(self, shape: EncoderShape, classifier: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class EncoderModel(nn.Module):
             self.classifier = _Classifier(shape, **classifier)
 
     def __call__(self, ids: mx.array, lengths: Sequence[int], types: mx.array | None = None) -> mx.array:
-        """Hidden states `[rows, longest, width]` of rows that are padded on the right."""
+        """Return the hidden states `[rows, longest, width]` of rows that are padded on the right."""
         masks = {window: attention_mask(lengths, window) for window in set(self._windows)}
         hidden = self.embeddings(ids, types)
         for layer, window in zip(self.layers, self._windows, strict=True):

@@ -1,4 +1,4 @@
-"""Groups of items for one forward pass: of nearly equal length, so that little of it is padding."""
+"""Groups of items for one forward pass, of nearly equal length so that there is little padding."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Final
 
 from worker.embedding.job import EmbeddingInput, EmbeddingJob
 
-# Of the longest row, how much of another may be padding.
-_PADDING: Final = 0.12
+# Maximum fraction of the longest row that may be padding in another.
+_MAX_PADDING_FRACTION: Final = 0.12
 
 
 @dataclass(frozen=True, slots=True)
 class ResultPlace:
-    """Place of a result: its job, and the item of it."""
+    """Place of a result: its job, and the index of its item."""
 
     job: EmbeddingJob
     at: int
@@ -24,8 +24,10 @@ class ResultPlace:
 
 
 def take_group(jobs: Sequence[EmbeddingJob], tokens: int) -> list[ResultPlace]:
-    """Take the longest item of the first job, and of all jobs in their order what is nearly as long, up to `tokens`
-    with the padding. A group has one item at least."""
+    """Take the longest item of the first job, and items of all jobs in order that are nearly as long.
+
+    A group has up to `tokens` tokens including padding, and at least one item.
+    """
     longest = len(jobs[0].items[jobs[0].left[0]].ids)
     room = max(1, tokens // longest)
     group: list[ResultPlace] = []
@@ -40,5 +42,5 @@ def take_group(jobs: Sequence[EmbeddingJob], tokens: int) -> list[ResultPlace]:
 
 
 def _fitting(job: EmbeddingJob, longest: int) -> Iterator[int]:
-    least = longest * (1 - _PADDING)
+    least = longest * (1 - _MAX_PADDING_FRACTION)
     return (at for at in job.left if least <= len(job.items[at].ids) <= longest)

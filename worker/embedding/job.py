@@ -1,4 +1,4 @@
-"""One request for vectors or scores on its way through the worker."""
+"""Embedding jobs: one request for vectors or scores on its way through the worker."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ Numbers = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInput:
-    """Token ids of an input, and for encoders of pairs which of the two each is of."""
+    """Token ids of an input, and for encoders of pairs the segment of each token."""
 
     ids: tuple[int, ...]
     types: tuple[int, ...] = ()
@@ -20,12 +20,14 @@ class EmbeddingInput:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EmbeddingJob(QueuedJob):
-    """One request: `results` has a row of numbers for each item that is computed. A vector is cut to `dimensions`; 0 is
-    not at all."""
+    """Embedding or scoring request: `results` has a row of numbers for each computed item.
+
+    Vectors are truncated to `dimensions`; 0 means not at all.
+    """
 
     items: list[EmbeddingInput]
     dimensions: int = 0
-    # Items that no pass has taken, the longest first.
+    # Items that are not in a pass yet, the longest first.
     left: list[int] = field(default_factory=list)
     results: list[Numbers | None] = field(default_factory=list[Numbers | None])
     computed: int = 0
@@ -40,7 +42,7 @@ class EmbeddingJob(QueuedJob):
         return self.computed == len(self.items)
 
     def store(self, at: int, row: Numbers) -> None:
-        """Take the result of an item."""
+        """Store the result of an item."""
         self.results[at] = row
         self.computed += 1
         self.computed_tokens += len(self.items[at].ids)
@@ -50,7 +52,7 @@ class EmbeddingJob(QueuedJob):
         return sum(len(item.ids) for item in self.items)
 
     def data(self) -> bytes:
-        """All results, as they are sent."""
+        """Return all results in the form in which they are sent."""
         rows = [row for row in self.results if row is not None]
         assert len(rows) == len(self.items)
         return np.stack([_cut(row, self.dimensions) for row in rows]).astype("<f4").tobytes()

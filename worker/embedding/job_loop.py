@@ -1,4 +1,4 @@
-"""The loop of a model that reads: jobs in, one forward pass after the other, one answer for each job."""
+"""Loop of an embedding model: jobs in, one forward pass after another, one answer for each job."""
 
 import logging
 import time
@@ -24,20 +24,20 @@ log = logging.getLogger("mlxd.worker")
 
 Command = EmbeddingJob | Abort | Drain | Shutdown | SetMemory | SetPace
 
-# Tokens of one forward pass with its padding. A CPU gains nothing by more, and an abort waits for the pass.
-_GPU_TOKENS: Final = 16_384
-CPU_TOKENS: Final = 2_048
-_LEAST_TOKENS: Final = 256
-# After an allocation that failed, passes have half the tokens, and twice as many again after so long.
-_RELAX_S: Final = 300.0
-_WARM_UP: Final = 16
+# Maximum tokens of one forward pass, with padding. More gain nothing on a CPU, and an abort waits for the pass.
+_GPU_PASS_TOKENS: Final = 16_384
+CPU_PASS_TOKENS: Final = 2_048
+_MIN_PASS_TOKENS: Final = 256
+# A failed allocation halves the tokens of a pass; they double again after each interval of this length.
+_REGROW_INTERVAL_S: Final = 300.0
+_WARM_UP_TOKENS: Final = 16
 _NOT_FINITE: Final = Failure(
     Code.ROW_FAILED, "the model gave no number for one of the inputs: its vector is not finite, or null"
 )
 
 
 class JobLoop(TurnLoop[EmbeddingJob]):
-    """A loop of jobs for one loaded model."""
+    """Loop of jobs for one loaded model."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class JobLoop(TurnLoop[EmbeddingJob]):
     ) -> None:
         super().__init__(spec, reader.weights_bytes, inbox, send, gauges)
         self._reader = reader
-        self._most_tokens = _GPU_TOKENS if memory.has_gpu() else CPU_TOKENS
+        self._most_tokens = _GPU_PASS_TOKENS if memory.has_gpu() else CPU_PASS_TOKENS
         self._tokens = self._most_tokens
         self._relaxes_at = 0.0
 
     def warm_up(self) -> None:
-        """Compute once, and keep the memory limits. Raises `LoadFailed`."""
+        """Compute once, and apply the memory limits. Raises `LoadFailed`."""
         item = EmbeddingInput(
-            tuple(at % self._reader.vocab_size for at in range(min(_WARM_UP, self._reader.max_context)))
+            tuple(at % self._reader.vocab_size for at in range(min(_WARM_UP_TOKENS, self._reader.max_context)))
         )
         with foreign_code(cannot_run):
             self._reader.compute([item])
@@ -65,10 +65,10 @@ class JobLoop(TurnLoop[EmbeddingJob]):
     # -- one pass ----------------------------------------------------------------------------------------------------
 
     def _take_turn(self) -> None:
-        """One forward pass for the job whose turn it is, and whatever of others is as long."""
+        """Run one forward pass for the job whose turn it is, with items of similar length from other jobs."""
         now = time.monotonic()
         if self._tokens < self._most_tokens and now >= self._relaxes_at:
-            self._tokens, self._relaxes_at = self._tokens * 2, now + _RELAX_S
+            self._tokens, self._relaxes_at = self._tokens * 2, now + _REGROW_INTERVAL_S
         group = take_group(self._in_turn(), self._tokens)
         for place in group:
             place.job.admitted = place.job.admitted or now
@@ -80,7 +80,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
     def _compute(self, group: Sequence[ResultPlace]) -> None:
         try:
             rows = self._reader.compute([place.item for place in group])
-        except Exception as error:  # the boundary to code of every architecture
+        except Exception as error:  # code of any architecture may raise any type
             self._recover(group, error)
         else:
             self._store(group, rows)
@@ -94,7 +94,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
             if place.job.rid not in self._jobs:
                 continue
             if not is_sound and len(group) > 1:
-                # What was beside it cannot be the reason, and is not to be it.
+                # The item is computed again alone, so that the other items cannot be the cause.
                 self._compute([place])
                 continue
             if not is_sound:
@@ -113,13 +113,13 @@ class JobLoop(TurnLoop[EmbeddingJob]):
                 self._finish(job, Finish.STOP)
 
     def _recover(self, group: Sequence[ResultPlace], error: Exception) -> None:
-        """Compute the group again in smaller parts; one item that fails alone is the end of its job."""
+        """Compute the group again in smaller parts; an item that fails alone ends its job."""
         if is_gpu_fault(error) and not is_allocation_failure(error):
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
         if is_allocation_failure(error):
             self._gauges.allocation_failures += 1
-            self._tokens = max(_LEAST_TOKENS, self._tokens // 2)
-            self._relaxes_at = time.monotonic() + _RELAX_S
+            self._tokens = max(_MIN_PASS_TOKENS, self._tokens // 2)
+            self._relaxes_at = time.monotonic() + _REGROW_INTERVAL_S
             mx.clear_cache()
         log.warning("a pass of %d inputs failed: %s", len(group), error)
         if len(group) > 1:

@@ -1,4 +1,4 @@
-"""Load of a model that reads: its transformer, the steps behind it, and the facts that requests are checked against."""
+"""Loading of an embedding model: its transformer, the steps after it, and the limits of requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,19 +25,19 @@ from worker.model.loader import cast, check_weights, explain, nbytes, read_confi
 from worker.model.memory import has_gpu
 from worker.vision.checkpoint import Contradiction, fold
 
-# An encoder of fewer bytes is computed in float32 on a GPU too: half of its numbers would be noise.
-_FLOAT32_BYTES: Final = 1 << 30
-# A tokenizer without a limit names a number such as 1e30.
-_NO_LIMIT: Final = 1_000_000_000
-# By which a tokenizer tells the two texts of a pair apart, where its model was trained with them.
+# A smaller encoder is computed in float32 on a GPU too, because float16 would halve its precision.
+_MAX_FLOAT32_BYTES: Final = 1 << 30
+# A tokenizer without a limit has a number such as 1e30.
+_UNLIMITED_TOKENS: Final = 1_000_000_000
+# Input of models that were trained to distinguish the two texts of a pair.
 _SEGMENTS: Final = "token_type_ids"
-# The words of which a decoder that judges pairs says one.
+# A decoder that scores pairs answers with one of these words.
 _YES, _NO = "yes", "no"
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModel:
-    """A loaded model of embeddings or scores. `compute` gives a row of numbers for each item."""
+    """Loaded embedding or scoring model. `compute` returns a row of numbers for each item."""
 
     kind: str
     tokenizer: Any
@@ -49,16 +49,16 @@ class EmbeddingModel:
     compute: Callable[[Sequence[EmbeddingInput]], Numbers]
     steps: Steps | None = None
     embedding: EmbeddingInfo | None = None
-    # Tells the two texts of a pair apart by more than what stands between them.
+    # Whether it distinguishes the texts of a pair by segments, not only by the separator.
     has_segments: bool = False
-    # Every parameter of it.
+    # Whether every parameter is float32.
     is_float32: bool = True
-    # Reads pairs as text of a template of its own, not by its tokenizer.
+    # Whether pairs are formatted with a prompt template instead of by the tokenizer.
     is_judge: bool = False
 
 
 def kind_of_spec(spec: WorkerSpec) -> str:
-    """The kind of the model that `spec` names. Raises `LoadFailed`."""
+    """Return the kind of the model of `spec`. Raises `LoadFailed`."""
     if spec.kind:
         return spec.kind
     path = resolve(spec.path)
@@ -67,7 +67,7 @@ def kind_of_spec(spec: WorkerSpec) -> str:
 
 
 def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int], None]) -> EmbeddingModel:
-    """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
+    """Load the model of `spec`. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
     assert kind != TEXT
     if spec.kv_bits:
         message = "kv_bits is for models that generate text: this one keeps no KV between its passes"
@@ -121,7 +121,7 @@ def _folded(folder: Path) -> dict[str, Any]:
 
 
 def _dtype(asked: str, is_encoder: bool, total: int) -> str:
-    return "float32" if asked == "auto" and is_encoder and has_gpu() and total < _FLOAT32_BYTES else asked
+    return "float32" if asked == "auto" and is_encoder and has_gpu() and total < _MAX_FLOAT32_BYTES else asked
 
 
 def _compute(
@@ -130,7 +130,7 @@ def _compute(
     config: Mapping[str, Any],
     tokenizer: Any,
 ) -> tuple[Callable[[Sequence[EmbeddingInput]], Numbers], int]:
-    """The function from items to rows of numbers, and how many numbers are in a row."""
+    """Return the function from items to rows of numbers, and the length of a row."""
     if steps is not None:
         head = PoolingHead(steps)
         width = head.width(int(config.get("hidden_size") or config.get("n_embd") or 0))
@@ -181,7 +181,7 @@ def _word(tokenizer: Any, word: str) -> int:
 
 
 def _is_sigmoid(config: Mapping[str, Any]) -> bool:
-    """Whether a score is brought between 0 and 1: by default, and where the files of sentence-transformers say so."""
+    """Whether scores pass through a sigmoid: by default, and if the files of sentence-transformers say so."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else config.get("sbert_ce_default_activation_function")
     kind = str(named or "Sigmoid").rpartition(".")[2]
@@ -191,14 +191,14 @@ def _is_sigmoid(config: Mapping[str, Any]) -> bool:
 
 
 def _context(config: dict[str, Any], tokenizer: Any, own: int, longest: int, wanted: int) -> int:
-    """The least of what config.json, the encoder's positions, the files beside it and the operator say."""
+    """Return the minimum of the limits in config.json, the encoder's positions, the other files and the settings."""
     named = context_of(config)
     limit = getattr(tokenizer, "model_max_length", None)
     limits = [
         own or (int(named[1]) if named is not None else 0),
         longest,
         wanted,
-        limit if isinstance(limit, int) and limit < _NO_LIMIT else 0,
+        limit if isinstance(limit, int) and limit < _UNLIMITED_TOKENS else 0,
     ]
     stated = [each for each in limits if each > 0]
     if not stated:

@@ -1,4 +1,4 @@
-"""One vector of the hidden states of each row: pooling, linear layers, norm."""
+"""Pooling of each row's hidden states to one vector: pooling, linear layers, norm."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ _ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array] | None]] = {
 
 
 def pooled(way: str, hidden: mx.array, lengths: mx.array) -> mx.array:
-    """`hidden` is float32 `[rows, longest, width]`, padded on the right; `lengths` are of its rows."""
+    """Pool `hidden`, float32 `[rows, longest, width]` and padded on the right; `lengths` are of its rows."""
     if way == "cls":
         return hidden[:, 0]
     if way == "lasttoken":
@@ -39,10 +39,10 @@ def pooled(way: str, hidden: mx.array, lengths: mx.array) -> mx.array:
 
 
 class PoolingHead:
-    """The steps behind a transformer. Computes in float32 whatever the transformer's type."""
+    """Steps after a transformer, computed in float32 regardless of the transformer's type."""
 
     def __init__(self, steps: Steps) -> None:
-        """Raises `LoadFailed`."""
+        """Load the layers. Raises `LoadFailed`."""
         self._steps = steps
         self._dense = [_load_dense(folder) for folder in steps.dense]
 
@@ -55,11 +55,11 @@ class PoolingHead:
             vectors = vectors if activation is None else activation(vectors)
         if not self._steps.is_normalized:
             return vectors
-        # A null vector becomes NaN, which is found.
+        # A zero vector becomes NaN, which the loop detects.
         return vectors / mx.linalg.norm(vectors, axis=-1, keepdims=True)
 
     def width(self, hidden_width: int) -> int:
-        """Length of a vector."""
+        """Return the length of a vector."""
         return int(self._dense[-1][0].shape[0]) if self._dense else hidden_width * len(self._steps.poolings)
 
 

@@ -1,5 +1,4 @@
-"""From an `EmbedPrompt` or a `ScorePrompt` to a `EmbeddingJob`: prompts, encoding, validation. Runs off the loop's
-thread.
+"""Intake of embedding requests: prompts, encoding and validation of a prompt to a job. Runs off the loop's thread.
 
 MLX does no bounds checks, so every id that could reach it is checked here.
 """
@@ -28,14 +27,14 @@ from worker.embedding.job import EmbeddingInput, EmbeddingJob
 from worker.embedding.load_model import EmbeddingModel
 from worker.errors import RequestInvalid
 
-# Text longer than this many characters for each token of the context hardly ever fits.
-_CHARS_PER_TOKEN: Final = 8
-# Tokens are counted of no more text than this many times what fits.
-_QUESTION_CONTEXTS: Final = 4
-# An answer has to fit into one frame.
-_DATA_BYTES: Final = 48 << 20
-_TASK: Final = "Given a web search query, retrieve relevant passages that answer the query"
-# The form in which Qwen3-Reranker was trained to see a pair.
+# Text that has more characters per token of the context than this hardly ever fits.
+_MAX_CHARS_PER_TOKEN: Final = 8
+# Requests to count tokens may have up to this many times the text that fits the context.
+_MAX_COUNTED_CONTEXTS: Final = 4
+# An answer must fit into one frame.
+_MAX_ANSWER_BYTES: Final = 48 << 20
+_DEFAULT_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
+# Qwen3-Reranker was trained on pairs between these texts.
 _BEFORE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -44,16 +43,16 @@ _AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class Preparer:
-    """Turns requests into jobs for one loaded model."""
+    """Converter of requests to jobs, for one loaded model."""
 
     def __init__(self, reader: EmbeddingModel) -> None:
         self._reader = reader
         self._tokenizer = reader.tokenizer
-        # Truncation is a state of the tokenizer, and two threads ask it.
+        # Truncation is a state of the tokenizer, which two threads use.
         self._lock = threading.RLock()
 
     def job(self, request: Generate, arrived: float) -> EmbeddingJob:
-        """A job that is safe to run. Raises `RequestInvalid`."""
+        """Return a validated job. Raises `RequestInvalid`."""
         prompt = request.prompt
         match prompt:
             case EmbedPrompt() if self._reader.kind == EMBED:
@@ -74,7 +73,7 @@ class Preparer:
         )
 
     def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
-        """The answer to a question about tokens. Raises `RequestInvalid`."""
+        """Count or decode tokens. Raises `RequestInvalid`."""
         match request:
             case Detokenize(rid, ids):
                 self._check_ids(ids, "tokens")
@@ -90,7 +89,7 @@ class Preparer:
                 self._check_ids(ids, "prompt")
                 return ids
             case TextPrompt(text, adds_special=adds_special):
-                most = _QUESTION_CONTEXTS * _CHARS_PER_TOKEN * self._reader.max_context
+                most = _MAX_COUNTED_CONTEXTS * _MAX_CHARS_PER_TOKEN * self._reader.max_context
                 if len(text) > most:
                     message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
                     raise RequestInvalid(Code.INVALID_REQUEST, message, param="prompt")
@@ -125,7 +124,7 @@ class Preparer:
         return items
 
     def _dimensions(self, prompt: EmbedPrompt) -> int:
-        """Numbers of each vector that are sent; 0 is all. Raises `RequestInvalid`."""
+        """Return how many numbers of each vector are sent; 0 means all. Raises `RequestInvalid`."""
         info, steps = self._reader.embedding, self._reader.steps
         assert info is not None
         assert steps is not None
@@ -140,7 +139,7 @@ class Preparer:
             )
             raise RequestInvalid(Code.UNSUPPORTED, message, param="dimensions")
         size = len(prompt.inputs) * (wanted or info.dimensions) * 4
-        if size > _DATA_BYTES:
+        if size > _MAX_ANSWER_BYTES:
             message = f"The vectors of {len(prompt.inputs)} inputs would take {size} bytes; ask for fewer at once."
             raise RequestInvalid(Code.INVALID_REQUEST, message, param="input")
         return 0 if wanted == info.dimensions else wanted
@@ -162,7 +161,7 @@ class Preparer:
         return items
 
     def _paired(self, query: str, document: str, prompt: ScorePrompt) -> EmbeddingInput:
-        """A pair as the tokenizer joins two texts."""
+        """Encode a pair in the tokenizer's own form for two texts."""
         most = self._most(prompt.truncate)
         encoded = self._tokenizer(
             self._bounded(query),
@@ -176,14 +175,16 @@ class Preparer:
         return EmbeddingInput(tuple(encoded["input_ids"]), tuple(types))
 
     def _judged(self, query: str, document: str, prompt: ScorePrompt) -> EmbeddingInput:
-        """A pair as text between the marks of a chat, to which the model says yes or no."""
-        asked = f"<Instruct>: {prompt.instruction or _TASK}\n<Query>: {self._bounded(query)}\n<Document>: "
+        """Format a pair as a chat that the model answers with yes or no."""
+        asked = (
+            f"<Instruct>: {prompt.instruction or _DEFAULT_INSTRUCTION}\n<Query>: {self._bounded(query)}\n<Document>: "
+        )
         before, after = self._ids(_BEFORE), self._ids(_AFTER)
-        # Question and document as one text, as it was trained: tokens may reach across where they meet.
+        # Query and document are encoded as one text, as in training: tokens may cross their boundary.
         body = self._ids(asked + self._cut_document(document, prompt))
         if most := self._most(prompt.truncate):
             room = most - len(before) - len(after)
-            # Without room for the question all of it is left, to be refused.
+            # A query that does not fit stays whole, so that it is refused.
             body = body[:room] if room >= len(self._ids(asked)) else body
         return EmbeddingInput((*before, *body, *after))
 
@@ -201,13 +202,13 @@ class Preparer:
     # -- both --------------------------------------------------------------------------------------------------------
 
     def _most(self, truncate: int) -> int:
-        """Tokens that an input is cut to; 0 is not at all."""
+        """Return the number of tokens that an input is truncated to; 0 means not at all."""
         longest = self._reader.max_context
         return longest if truncate < 0 else min(truncate, longest)
 
     def _bounded(self, text: str) -> str:
-        """The beginning of a text whose beginning has too many tokens: all of it could cost seconds and gigabytes."""
-        start = text[: _CHARS_PER_TOKEN * (self._reader.max_context + 1)]
+        """Return only the beginning of a text that is too long: encoding all of it could take seconds."""
+        start = text[: _MAX_CHARS_PER_TOKEN * (self._reader.max_context + 1)]
         is_whole = len(start) == len(text) or len(self._ids(start)) <= self._reader.max_context
         return text if is_whole else start
 

@@ -1,4 +1,4 @@
-"""Steps from hidden states to a vector, and prompts, as the files of sentence-transformers beside a model give them."""
+"""Steps from hidden states to a vector, and prompts, from the files of sentence-transformers beside a model."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from protocol.kinds import MODULES
 from worker.errors import LoadFailed
 from worker.model.loader import read_json
 
-# The order in which sentence-transformers joins the vectors of several ways.
+# sentence-transformers concatenates several poolings in this order.
 POOLINGS: Final = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -26,24 +26,24 @@ _DOCUMENT: Final = ("document", "passage", "corpus")
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """`poolings` are joined; `dense` are folders of linear layers, in order; the vector may be normalized at the end.
+    """Steps after a transformer: `poolings` are concatenated, `dense` are folders of linear layers in order.
 
-    `prompts` stand before a text, the one named `default_prompt` where a request names none.
+    `prompts` precede a text; `default_prompt` names the one for requests that name none.
     """
 
     poolings: tuple[str, ...]
     dense: tuple[Path, ...] = ()
     is_normalized: bool = True
-    # Where the transformer is in the folder; most often the folder itself.
+    # Folder of the transformer's weights, usually the model's own.
     weights: Path = Path()
     max_tokens: int = 0
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])
     default_prompt: str = ""
-    # To which its vectors are cut where a request says nothing; 0 is not at all.
+    # Default number of dimensions to which vectors are truncated; 0 means not at all.
     dimensions: int = 0
 
     def prompt(self, name: str, is_query: bool, is_document: bool) -> str | None:
-        """Text before an input. None for a name that the model does not have."""
+        """Return the text before an input; None for a name that the model does not have."""
         if name:
             return self.prompts.get(name)
         wanted = (*(_QUERY if is_query else ()), *(_DOCUMENT if is_document else ()), self.default_prompt)
@@ -51,9 +51,9 @@ class Steps:
 
 
 def read_steps(folder: Path, is_causal: bool) -> Steps:
-    """Steps of a model. Without files that tell: the last token of a decoder, the mean of an encoder, normalized.
+    """Read the steps of a model. Defaults: a decoder's last token, an encoder's mean, normalized.
 
-    Raises `LoadFailed` for a step that is not known.
+    Raises `LoadFailed` for an unknown step.
     """
     prompts, default, dimensions = _prompts(folder)
     steps = Steps(
@@ -100,9 +100,9 @@ def _read_modules(folder: Path, steps: Steps) -> Steps:
 
 
 def _inside(folder: Path, path: str) -> Path:
-    """The folder of a step. Raises `LoadFailed` for one outside of the model's.
+    """Return the folder of a step. Raises `LoadFailed` if it is outside the model's.
 
-    Only the name is judged: the files of a snapshot in the Hugging Face cache are links to outside of its folder.
+    Only the name is checked: in the Hugging Face cache, the files of a snapshot are links to outside its folder.
     """
     step = PurePosixPath(path)
     if step.is_absolute() or ".." in step.parts:
@@ -148,7 +148,7 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str, int]:
 
 
 def _max_tokens(folder: Path) -> int:
-    """The longest input by `sentence_bert_config.json`; 0 where it does not say."""
+    """Return the longest input by `sentence_bert_config.json`; 0 if it has no limit."""
     file = folder / "sentence_bert_config.json"
     longest = read_json(file).get("max_seq_length") if file.exists() else None
     return longest if isinstance(longest, int) and longest > 0 else 0

@@ -1,4 +1,4 @@
-"""Lead of a group: rank 0's side of the plan. It gathers the followers, says what is done, and waits until it was."""
+"""Coordinator of a group, on rank 0: gathers the followers, sends plans, and waits until they are done."""
 
 import logging
 import math
@@ -53,13 +53,13 @@ from worker.prefix_cache.radix_tree import TokenCost
 
 log = logging.getLogger("mlxd.worker")
 
-# Waits are in parts, so that signals are handled between them.
+# Waits are split into short polls, so that signals are handled between them.
 _POLL_MS: Final = 250
 _Answer = TypeVar("_Answer", JoinGroup, RankLoaded, RankMemory, PlanDone)
 
 
 def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Coordinator", Division]:
-    """Rank 0's side of a group that is complete and connected. Raises `LoadFailed` and `PartnerLost`."""
+    """Gather a group and connect its ranks, on rank 0. Raises `LoadFailed` and `PartnerLost`."""
     assert spec.group is not None
     identity = identity_of(spec)
     config = read_config(resolve(spec.path))
@@ -71,7 +71,7 @@ def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Coordinator", Division]:
 
 
 class Coordinator:
-    """The followers as the engine's partners, on its thread; `lost` ends the process from any thread."""
+    """Coordinator of the followers, owned by the engine thread; `lost` ends the process from any thread."""
 
     def __init__(self, spec: WorkerSpec, lost: Lost) -> None:
         assert spec.group is not None
@@ -90,9 +90,9 @@ class Coordinator:
         self._seq = 0
         self._crc = 0
         self._layout: KvLayout | None = None
-        # Of cached prefixes, where they take more on one rank than on another.
+        # Cost of cached prefixes, if it differs between ranks.
         self.price: TokenCost | None = None
-        # Answers that came before they were waited for.
+        # Answers that arrived before they were awaited.
         self._early: list[tuple[int, group.Up]] = []
         self._load_ends = 0.0
         self._watch.start()
@@ -100,7 +100,7 @@ class Coordinator:
     # -- start -------------------------------------------------------------------------------------------------------
 
     def gather(self, identity: Identity, parallel: str, backend: str) -> Division:
-        """Wait for all followers, and connect with them. Raises `LoadFailed` for one that does not match."""
+        """Wait for all followers, and connect to them. Raises `LoadFailed` if one does not match."""
         self._parallel, self._backend = parallel, backend
         deadline = time.monotonic() + self._rank.join_s
         self._joined = self._await(JoinGroup, deadline, "join")
@@ -154,7 +154,7 @@ class Coordinator:
         return (own, *(RankStats(done.memory, done.step_us) for _, done in sorted(self._done.items())))
 
     def leave(self) -> None:
-        """As `Partners` has it. A follower that has gone before is no loss, and one that hangs is not waited for."""
+        """Leave the group. A follower that is already gone is no failure, and one that hangs is not waited for."""
         self._watch.leave()
         self._ops.append(LeaveGroup())
         gone = self._unreached(self._next_plan(0))
@@ -169,7 +169,7 @@ class Coordinator:
         self._sockets.close()
 
     def info(self, own_bytes: int) -> GroupInfo:
-        """Facts of the ranks for the gateway; `own_bytes` are rank 0's weights."""
+        """Return facts of the ranks for the gateway; `own_bytes` are rank 0's weights."""
         ranks = [RankInfo(0, self._name(0), shard_bytes=own_bytes)]
         for rank, join in sorted(self._joined.items()):
             shard_bytes = self._loaded[rank].shard_bytes
@@ -200,14 +200,14 @@ class Coordinator:
         self._tell(self._next_plan(chunk, rides=rides))
 
     def _next_plan(self, chunk: int, *, rides: bool = True) -> bytes:
-        """The frame of a plan, which begins here."""
+        """Begin the next plan and return its frame."""
         self._seq += 1
         ops, self._ops = self._ops, []
         self._watch.begin(self._seq)
         return group.encode(TickPlan(self._seq, self._crc, ops, chunk, rides))
 
     def _tell(self, frame: bytes) -> None:
-        """Raises `PartnerLost` once all that can be reached were told."""
+        """Send a frame to all followers. Raises `PartnerLost` if some could not be reached."""
         if gone := self._unreached(frame):
             raise PartnerLost(f"{self._names(gone)} cannot be reached")
 
@@ -225,9 +225,9 @@ class Coordinator:
     def _await(
         self, kind: "type[_Answer]", deadline: float, action: str, ranks: Sequence[int] | None = None
     ) -> "dict[int, _Answer]":
-        """One answer of each of these ranks, or of each follower.
+        """Return one answer from each of these ranks, by default from each follower.
 
-        Without a deadline it is the watch that tells a slow group from a stuck one.
+        Without a deadline, the watch distinguishes a slow group from a stuck one.
         """
         answers: dict[int, _Answer] = {}
         early, self._early = self._early, []
@@ -242,7 +242,7 @@ class Coordinator:
         return answers
 
     def _sort(self, rank: int, message: group.Up, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
-        """Count an answer, or keep one that is not waited for yet. Raises `PartnerLost` for a second one."""
+        """Store an answer, now or for later. Raises `PartnerLost` for a duplicate."""
         is_waited_for = isinstance(message, kind)
         if rank in answers if is_waited_for else any((rank, type(message)) == (by, type(m)) for by, m in self._early):
             name = type(message).__name__
@@ -253,7 +253,7 @@ class Coordinator:
             self._early.append((rank, message))
 
     def _receive(self, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
-        """Take in the next message, if it is a follower's."""
+        """Receive the next message, if it is a follower's."""
         sender, *_, frame = self._socket.recv_multipart()
         rank = int.from_bytes(sender, "big")
         if rank not in self._followers:

@@ -37,7 +37,7 @@ def own_links(rank: RankSpec) -> tuple[str, ...]:
 
 
 def connect(go: StartLoading, rank: RankSpec, timeout_s: int = CONNECT_S) -> Any:
-    """MLX's group of all ranks. Raises `PartnerLost`; ends the process where native code waits for longer."""
+    """Return MLX's group of all ranks. Raises `PartnerLost`; ends the process if native code exceeds the timeout."""
     size = len(go.links)
     if not mx.distributed.is_available(go.backend):
         raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {rank.rank} was built without the backend '{go.backend}'")
@@ -71,7 +71,7 @@ def _prepare(go: StartLoading, rank: RankSpec, folder: Path) -> None:
 
 @contextmanager
 def _within(timeout_s: int) -> Generator[None]:
-    """End the process by SIGALRM when what is inside takes longer: it may hold Python's lock, so no thread can."""
+    """End the process by SIGALRM after the timeout: the code inside may hold the GIL, so no thread could do it."""
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(timeout_s)
     try:

@@ -1,4 +1,4 @@
-"""Follower of a group: a rank that replays what rank 0 has planned, on its part of the model."""
+"""Follower of a group: a rank that replays rank 0's plans on its part of the model."""
 
 import logging
 import os
@@ -66,7 +66,7 @@ Load = Callable[[WorkerSpec, Division], loader.LoadedModel]
 
 
 def load_part(spec: WorkerSpec, division: Division) -> loader.LoadedModel:
-    """A rank's part of a model. Raises `LoadFailed`."""
+    """Load a rank's part of a model. Raises `LoadFailed`."""
     return loader.load(spec, lambda _stage, _done, _total: None, division)
 
 
@@ -107,7 +107,7 @@ def _end(error: Exception) -> tuple[Failure, int]:
 
 
 class Follower:
-    """One rank beside rank 0. Everything but its watch runs on the main thread."""
+    """Rank other than rank 0. Everything except its watch runs on the main thread."""
 
     def __init__(self, spec: WorkerSpec, rank: RankSpec, load: Load) -> None:
         self._spec, self._rank, self._load_part = spec, rank, load
@@ -119,7 +119,7 @@ class Follower:
         self.crc = 0
         self._is_leaving = False
         self._rows: dict[int, Row] = {}
-        # All of the model from here on.
+        # The fields below exist once the model is loaded.
         self._model: Any
         self._eos_ids: tuple[int, ...] = ()
         self._layout: KvLayout
@@ -128,7 +128,7 @@ class Follower:
         self._batch: Batch
 
     def run(self) -> None:
-        """Raises what ends this rank."""
+        """Follow rank 0 until it ends the group. Raises the error that ends this rank."""
         self.watch.start()
         self._load()
         while not self._is_leaving:
@@ -138,7 +138,7 @@ class Follower:
             self.do(message)
 
     def close(self) -> None:
-        """Leave the group: what was said last is sent."""
+        """Leave the group after the last message is sent."""
         if self.watch.close():
             self._socket.close(LINGER_MS)
             self._sockets.close()
@@ -199,11 +199,11 @@ class Follower:
             time.sleep(_POLL_MS / 1e3)
 
     def identity(self) -> Identity:
-        """Raises `LoadFailed`."""
+        """Return this rank's identity. Raises `LoadFailed`."""
         return identity_of(self._spec)
 
     def _receive(self) -> group.Down:
-        """The next message. The watch ends the process when rank 0 is gone."""
+        """Receive the next message. The watch ends the process if rank 0 is gone."""
         while not self._socket.poll(_POLL_MS):
             pass
         return group.decode_down(self._socket.recv())
@@ -211,8 +211,8 @@ class Follower:
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def do(self, plan: TickPlan) -> None:
-        """Run one plan. Raises `PartnerLost` where this rank is not where rank 0 is."""
-        if plan.crc != self.crc:  # no collective was begun: no token of this plan leaves rank 0
+        """Run one plan. Raises `PartnerLost` if this rank is out of step with rank 0."""
+        if plan.crc != self.crc:  # no collective has begun, so no token of this plan leaves rank 0
             raise PartnerLost(f"out of step before plan {plan.seq}")
         self.watch.begin(plan.seq)
         began = time.perf_counter()

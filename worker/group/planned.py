@@ -1,4 +1,4 @@
-"""Batch and prefix cache of rank 0: all that is done with them is noted for the followers."""
+"""Batch and prefix cache of rank 0 that record their operations for the followers."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,12 +15,12 @@ from worker.prefix_cache.radix_tree import TokenCost
 
 
 class Planner(Protocol):
-    """Plans of rank 0. Owned by the engine thread. `price` is of cached prefixes."""
+    """Port to the plans of rank 0. Owned by the engine thread. `price` is the cost of cached prefixes."""
 
     price: TokenCost | None
 
     def note(self, op: Op) -> None:
-        """Note an operation; followers do it with the next plan."""
+        """Record an operation, which followers execute with the next plan."""
         ...
 
     def begin(self, chunk: int, *, rides: bool) -> None:
@@ -28,7 +28,7 @@ class Planner(Protocol):
         ...
 
     def confirm(self, tokens: Sequence[Token]) -> None:
-        """Wait for all ranks to have done the plan. Raises `PartnerLost` where one has generated something else."""
+        """Wait until all ranks have done the plan. Raises `PartnerLost` if one has generated other tokens."""
         ...
 
 
@@ -84,7 +84,7 @@ class PlannedBatch(Batch):
             output = super().step(chunk, rides=rides, reads=reads)
         except StepFailed:
             raise
-        except Exception as error:  # the boundary to MLX; whatever it is, the ranks are not in step any more
+        except Exception as error:  # any error of MLX means that the ranks are out of step
             if is_fabric_fault(error):
                 raise PartnerLost("the connection between the ranks of the group was lost", repr(error)) from error
             raise StepFailed(Code.WORKER_DIED, "the group's step failed", detail=repr(error)) from error

@@ -1,4 +1,4 @@
-"""Identity of a rank: versions and files, which must be the same on all ranks."""
+"""Identity of a rank: versions and files, which must be equal on all ranks."""
 
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,14 +14,14 @@ from worker.model.loader import resolve
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Facts that must be equal. `form` is of the files, and of the settings that change numbers."""
+    """Facts that must be equal. `form` is a digest of the files, and of the settings that affect results."""
 
     versions: Versions
     form: str
 
 
 def identity_of(spec: WorkerSpec) -> Identity:
-    """Raises `LoadFailed`."""
+    """Return the identity of this rank. Raises `LoadFailed`."""
     path = resolve(spec.path)
     try:
         weights = weights_digest(path)
@@ -33,7 +33,7 @@ def identity_of(spec: WorkerSpec) -> Identity:
 
 
 def mismatch(own: Identity, join: JoinGroup, node: str, epoch: int) -> LoadFailed | None:
-    """The reason why a rank cannot be of this group."""
+    """Return the reason why a rank cannot join this group; None if it matches."""
     place = f"rank {join.rank} ({node}, {join.host})"
     if join.versions != own.versions:
         theirs, ours = (" ".join([v.mlxd, v.mlx, v.mlx_lm]) for v in (join.versions, own.versions))

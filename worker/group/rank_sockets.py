@@ -1,4 +1,4 @@
-"""Sockets between the ranks of a group, with CURVE: only the ranks of one start are heard."""
+"""Sockets between the ranks of a group, with CURVE: only the ranks of one start are accepted."""
 
 import logging
 from typing import Final
@@ -15,12 +15,12 @@ from worker.errors import PartnerLost
 log = logging.getLogger("mlxd.worker")
 
 Socket = zmq.Socket[bytes]
-# Long enough for the last message of a rank that ends.
+# The linger time suffices for the last message of a rank that ends.
 LINGER_MS: Final = 1000
 
 
 class RankSockets:
-    """Sockets of one rank. Each belongs to the thread that asked for it."""
+    """Sockets of one rank. Each belongs to the thread that requested it."""
 
     def __init__(self, rank: RankSpec) -> None:
         self._rank = rank
@@ -28,25 +28,25 @@ class RankSockets:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         if rank.rank == 0:
-            # Must run before a socket is bound.
+            # The authenticator must run before a socket is bound.
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
             self._authenticator.configure_curve_callback("*", AllowedKeys(lambda: rank.members, _refused))
 
     def bind(self, address: str) -> Socket:
-        """Rank 0's end. Raises `PartnerLost` where the port is taken: the next start has another one."""
+        """Bind rank 0's socket. Raises `PartnerLost` if the port is in use; the next start chooses another."""
         try:
             return sockets.bind_secure_router(self._context, address, self._keys)
         except zmq.ZMQError as error:
             raise PartnerLost(f"rank 0 cannot listen on {address}: {error}") from error
 
     def connect(self, address: str) -> Socket:
-        """A follower's end."""
+        """Connect a follower's socket."""
         identity = group.identity(self._rank.rank)
         return sockets.connect_secure_dealer(self._context, address, identity, self._rank.server, self._keys)
 
     def close(self) -> None:
-        """After all sockets were closed."""
+        """Close the context, after all sockets are closed."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()

@@ -1,14 +1,14 @@
-"""Clock of a watch thread, which stands still while the thread does not run."""
+"""Clock of a watch thread, which stops while the thread does not run."""
 
 import time
 from collections.abc import Callable
 
 
 class RunClock:
-    """Seconds by which partners are judged. Owned by the watch thread, which calls `look` in each of its turns.
+    """Clock for timeouts of other ranks. Owned by the watch thread, which calls `look` in each of its turns.
 
-    A turn that took longer than `turn_s` counts as `turn_s`: the machine slept, or was too busy to run this thread,
-    and no partner could have been heard in that time.
+    A turn that took longer than `turn_s` counts as `turn_s`: the machine slept, or was too busy to run this thread, and
+    no message could be received in that time.
     """
 
     def __init__(self, turn_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -18,7 +18,7 @@ class RunClock:
         self.now = 0.0
 
     def look(self) -> float:
-        """The time of this turn."""
+        """Advance the clock and return the time of this turn."""
         at = self._monotonic()
         self.now += min(at - self._looked_at, self._turn_s)
         self._looked_at = at

@@ -1,4 +1,4 @@
-"""Tally of all that a group has generated: equal on all ranks, or they are out of step."""
+"""Checksum of all tokens that a group has generated; if it differs between ranks, they are out of step."""
 
 import zlib
 from array import array
@@ -8,6 +8,6 @@ from worker.engine.row import Token
 
 
 def tally(crc: int, tokens: Sequence[Token]) -> int:
-    """The checksum after these tokens as well."""
+    """Return the checksum updated with these tokens."""
     numbers = array("Q", [number for token in tokens for number in (token.row.rid, token.id)])
     return zlib.crc32(numbers.tobytes(), crc)

@@ -1,6 +1,6 @@
-"""Watch of a group: threads that no engine can block tell the ranks of each other's life.
+"""Watch of a group: threads that no engine can block, which exchange heartbeats between the ranks.
 
-A rank whose partner is gone waits in a collective forever: it is ended from here, by the end of its process.
+A rank whose partner is gone waits in a collective forever: the watch ends its process.
 """
 
 import faulthandler
@@ -28,54 +28,54 @@ log = logging.getLogger("mlxd.worker")
 
 BEAT_S: Final = 0.25
 _BEAT_MS: Final = int(BEAT_S * 1e3)
-# A turn of a watch takes this at most, unless its thread does not run.
+# Maximum duration of a turn of a watch, unless its thread does not run.
 TURN_S: Final = 1.0
-# A tick may take so many times as long as the ones before it.
-_SLOWER: Final = 4.0
-# How long an attempt to connect may take that shows whether rank 0 still listens.
-_PROBE_S: Final = 0.25
+# A tick may take this many times as long as the longest of the recent ticks.
+_MAX_SLOWDOWN: Final = 4.0
+# Timeout of the connection attempt that checks whether rank 0 still listens.
+_PROBE_TIMEOUT_S: Final = 0.25
 
 Lost = Callable[[Failure, int], None]
 """Ends the process: the reason, and the exit status."""
 
 
 class RankProgress:
-    """Plans of this rank: the newest that it has begun and done, and since when it runs. Written by the engine."""
+    """Progress of this rank: the newest plan begun and done, and its start. Written by the engine."""
 
     def __init__(self, first_s: float) -> None:
         self.begun = 0
         self.done = 0
         self.began_at = 0.0
         self._cpu_at = 0.0
-        # The longest of the newest ones, which decays.
+        # Longest time of recent plans, which decays.
         self.longest_s = first_s
 
     def begin(self, seq: int) -> None:
-        # The watch reads the other way round, and so never counts CPU time of before with a new plan.
+        # The watch reads in reverse order, so it never attributes earlier CPU time to a new plan.
         self._cpu_at = time.process_time()
         self.begun, self.began_at = seq, time.monotonic()
 
     def finish(self) -> None:
-        """This rank has done its part of the plan."""
+        """Mark this rank's part of the plan as done."""
         self.done = self.begun
 
     def end(self) -> None:
-        """The plan was done, on all ranks as far as this one has to know."""
+        """Mark the plan as done on all ranks, as far as this rank must know."""
         seconds = time.monotonic() - self.began_at
         self.longest_s = max(seconds, 0.95 * self.longest_s)
         self.done, self.began_at = self.begun, 0.0
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of this process since the plan that runs began; 0 where none runs.
+        """CPU time of this process since the current plan began; 0 if none runs.
 
-        Ranks that wait for each other in a collective use it up, and ranks that a busy machine does not run do not.
+        It grows on ranks that wait in a collective, but not on ranks that a busy machine does not schedule.
         """
         return time.process_time() - self._cpu_at if self.began_at else 0.0
 
 
 class _Watch:
-    """One rank's thread, with a socket of its own."""
+    """Watch thread of one rank, with its own socket."""
 
     def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         self.rank = rank
@@ -84,7 +84,7 @@ class _Watch:
         self._lost = lost
         self._is_closing = threading.Event()
         self._is_guarded = False
-        # The newest plan at the newest look of the guard.
+        # The newest plan when the guard last ran.
         self._begun = 0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -92,7 +92,7 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> bool:
-        """Whether the thread has ended, as it does but where it is stuck."""
+        """Close the watch; returns whether the thread has ended, which it does unless it is stuck."""
         self._is_closing.set()
         self._thread.join(timeout=5.0)
         faulthandler.cancel_dump_traceback_later()
@@ -110,31 +110,33 @@ class _Watch:
 
     @property
     def limit_s(self) -> float:
-        """The most CPU time that a rank may need for a plan."""
-        return max(self.rank.step_s, _SLOWER * self.progress.longest_s)
+        """Maximum CPU time of a rank for one plan."""
+        return max(self.rank.step_s, _MAX_SLOWDOWN * self.progress.longest_s)
 
     def begin(self, seq: int) -> None:
-        """The engine begins a plan."""
+        """Note that the engine begins a plan."""
         self.progress.begin(seq)
         if not self._is_guarded:
-            # This thread would come too late, where the plan never gives Python's lock back.
+            # The watch thread would be too late if the plan never releases the GIL.
             self._arm()
 
     def _arm(self) -> None:
-        """End the process where this thread does not come back in time: native code that waits for a partner may hold
-        Python's lock (NCCL's does). The stacks go to stderr, and the status is 1."""
+        """End the process if this thread does not return in time, with the stacks on stderr and status 1.
+
+        Native code that waits for another rank may hold the GIL (NCCL's does).
+        """
         self._is_guarded = True
         faulthandler.dump_traceback_later(max(self.rank.beat_s, self.limit_s), exit=True)
 
     def _guard(self) -> None:
-        """Arm in each turn while plans run. Between them a process may be stopped for as long as its machine likes."""
+        """Arm the timer in each turn while plans run. Between plans the process may be suspended for any time."""
         if self.progress.began_at or self._begun != self.progress.begun:
             self._begun = self.progress.begun
             self._arm()
         elif self._is_guarded:
             self._is_guarded = False
             faulthandler.cancel_dump_traceback_later()
-            if self.progress.began_at:  # a plan has begun in between, and was taken for guarded
+            if self.progress.began_at:  # a plan began meanwhile, and assumed that the timer was armed
                 self._arm()
 
     def _beat(self) -> RankHeartbeat:
@@ -146,7 +148,7 @@ class _Watch:
 
 
 class LeadWatch(_Watch):
-    """Rank 0's: hears all followers. `names` are those of the nodes, by rank."""
+    """Watch of rank 0, which receives from all followers. `names` are those of the nodes, by rank."""
 
     def __init__(
         self, rank: RankSpec, names: tuple[str, ...], sockets: RankSockets, progress: RankProgress, lost: Lost
@@ -156,20 +158,20 @@ class LeadWatch(_Watch):
         self._clock = RunClock(TURN_S)
         self._heard: dict[int, float] = {}
         self._beats: dict[int, RankHeartbeat] = {}
-        # The plan that runs as the newest look has seen it, and when it was seen first.
+        # The current plan at the last check, and when it was first seen.
         self._plan = (0, 0.0)
         self._is_complete = threading.Event()
         self._is_leaving = False
         self._socket = sockets.bind(rank.watch)
 
     def absent(self, timeout_s: float) -> list[int]:
-        """Followers that were not heard of within this time."""
+        """Return the followers that have not sent a heartbeat within this time."""
         if self._is_complete.wait(max(0.0, timeout_s)):
             return []
         return [rank for rank in range(1, len(self._names)) if rank not in self._heard]
 
     def leave(self) -> None:
-        """Tell the followers that the group was stopped: from here on no end of a rank is a loss."""
+        """Report to the followers that the group was stopped: from here on, the end of a rank is no failure."""
         self._is_leaving = True
 
     def lose(self, why: str, status: int = ExitStatus.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
@@ -204,7 +206,7 @@ class LeadWatch(_Watch):
             return
         match message:
             case GroupStopped():
-                pass  # only rank 0 says so
+                pass  # only rank 0 sends this
             case RankHeartbeat():
                 self._heard[rank], self._beats[rank] = self._clock.now, message
                 if len(self._heard) == len(self._names) - 1:
@@ -223,7 +225,7 @@ class LeadWatch(_Watch):
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
             except zmq.ZMQError:
                 while socket.poll(0):
-                    self._hear(socket)  # it may have said why
+                    self._hear(socket)  # the rank may have sent a reason
                 self.lose(f"rank {rank} ({self._name(rank)}) is gone")
 
     def _check(self, now: float) -> None:
@@ -233,14 +235,14 @@ class LeadWatch(_Watch):
         self._check_plan(now)
 
     def _check_plan(self, now: float) -> None:
-        """All ranks are heard; those behind may still be slow, as on a busy machine, or wait for each other forever."""
+        """Check the current plan. All ranks are alive; those behind may be slow on a busy machine, or deadlocked."""
         progress = self.progress
         if not progress.began_at or self._plan[0] != progress.begun:
             self._plan = (progress.begun, now)
             return
         age_s = now - self._plan[1]
         behind = {beat.rank: beat for beat in (self._beat(), *self._beats.values()) if beat.done < progress.begun}
-        # A beat of the plan before counts CPU time of that one.
+        # A heartbeat of the previous plan has that plan's CPU time.
         used_s = min((beat.cpu_s if beat.begun == progress.begun else 0.0 for beat in behind.values()), default=0.0)
         if min(age_s, used_s) > self.limit_s or age_s > max(self.rank.stuck_s, self.limit_s):
             others = (f"rank {rank} ({self._name(rank)})" for rank in sorted(behind) if rank != self.rank.rank)
@@ -252,18 +254,18 @@ class LeadWatch(_Watch):
 
 
 class FollowerWatch(_Watch):
-    """A follower's: hears rank 0."""
+    """Watch of a follower, which receives from rank 0."""
 
     def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         super().__init__(rank, sockets, progress, lost)
         self._words: SimpleQueue[RankFailed] = SimpleQueue()
-        # Rank 0 has stopped the group: from here on its end is no loss.
+        # Set when rank 0 has stopped the group: from here on, its end is no failure.
         self._is_left = False
-        # The connection has ended, and there is no other one yet.
+        # Set while the connection is lost and not restored.
         self._is_cut = False
 
     def fail(self, failure: Failure, status: int) -> None:
-        """Say why this rank ends, and close."""
+        """Send the reason why this rank ends, and close."""
         self._words.put(RankFailed(self.rank.rank, status, failure))
         self.close()
 
@@ -275,7 +277,7 @@ class FollowerWatch(_Watch):
         has_met = False
         while not self._is_closing.is_set():
             self._guard()
-            with suppress(zmq.Again):  # until rank 0 is there
+            with suppress(zmq.Again):  # rank 0 does not listen yet
                 socket.send(group.encode(self._beat()), zmq.NOBLOCK)
             if socket.poll(_BEAT_MS):
                 self._hear(socket)
@@ -284,10 +286,10 @@ class FollowerWatch(_Watch):
             while monitor.poll(0):
                 is_up = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 has_met |= is_up
-                # Before rank 0 was met it may be a process of before that has its port.
+                # An earlier process may hold rank 0's port until rank 0 has been reached once.
                 self._is_cut = has_met and not is_up
             if self._is_cut and _refuses(self.rank.watch):
-                self._hear(socket)  # it may have said so
+                self._hear(socket)  # it may have sent a stop
                 if not self._is_left:
                     self.lose("rank 0 has ended")
             silence_s = clock.look() - heard
@@ -302,7 +304,7 @@ class FollowerWatch(_Watch):
         socket.close(LINGER_MS)
 
     def _hear(self, socket: Socket) -> None:
-        """Take in all that is there."""
+        """Receive all pending messages."""
         while socket.poll(0):
             frame = socket.recv()
             with suppress(MalformedFrame):
@@ -310,12 +312,12 @@ class FollowerWatch(_Watch):
 
 
 def _refuses(address: str) -> bool:
-    """Whether nothing listens at an address whose machine answers."""
+    """Whether nothing listens at an address whose machine responds."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
-        with tcp.create_connection((host, int(port)), _PROBE_S):
+        with tcp.create_connection((host, int(port)), _PROBE_TIMEOUT_S):
             return False
     except ConnectionRefusedError:
         return True
-    except OSError:  # its machine or the network is gone: silence tells
+    except OSError:  # the machine or the network is gone, which the heartbeat timeout detects
         return False

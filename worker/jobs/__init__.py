@@ -1,1 +1,1 @@
-"""Loops of models that generate no text: jobs take turns, one piece of work after the other."""
+"""Loops of models that generate no text: jobs take turns, one piece of work after another."""

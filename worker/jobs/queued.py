@@ -1,4 +1,4 @@
-"""One request of a loop of turns: when it came, whose it is, and when it must have ended."""
+"""Queued job: one request of a turn loop, with its arrival, tenant and deadline."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from protocol.messages import Usage
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedJob:
-    """Owned by the loop from the moment it leaves the intake. Times are of the monotonic clock."""
+    """Request owned by the loop from the moment it leaves the intake. Times are of the monotonic clock."""
 
     rid: int
     arrived: float
@@ -15,18 +15,18 @@ class QueuedJob:
     tenant: str = ""
     deadline: float | None = None
     wants_progress: bool = False
-    # What is done in another way than the request says, for its client.
+    # Deviations from the request, reported to its client.
     relaxed: tuple[str, ...] = ()
     arrival: int = 0
     admitted: float = 0.0
 
     @property
     def tokens(self) -> int:
-        """Tokens of its input."""
+        """Number of tokens of its input."""
         raise NotImplementedError
 
     def usage(self, now: float) -> Usage:
-        """Cost of it so far."""
+        """Return its usage so far."""
         admitted = self.admitted or now
         return Usage(
             prompt=self.tokens,

@@ -1,4 +1,4 @@
-"""The loop of jobs that take turns: commands, deadlines, drains and ends. What a turn computes is a subclass's.
+"""Loop of jobs that take turns: commands, deadlines, drains and ends. A subclass computes the turns.
 
 Every job that enters leaves through `_finish`, exactly once.
 """
@@ -42,7 +42,7 @@ _STOPPING: Final = Failure(Code.DRAINING, "the model is being stopped; try again
 
 
 class TurnLoop(Generic[J]):
-    """Owns the jobs. Commands come in by `inbox`, messages leave by `send`; `run` belongs to one thread, MLX's."""
+    """Owner of the jobs. Commands come from `inbox`, messages leave through `send`; one thread, MLX's, calls `run`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class TurnLoop(Generic[J]):
         self._share = memory.MemoryShare(spec, weights_bytes)
         self._jobs: dict[int, J] = {}
         self._arrivals = itertools.count(1)
-        # Of each tenant that waits: when it last had its turn.
+        # Number of the last turn of each waiting tenant.
         self._turns: dict[str, int] = {}
         self._turn = itertools.count(1)
         self._early_aborts = EarlyAborts()
@@ -70,7 +70,7 @@ class TurnLoop(Generic[J]):
         self._rests = Rests()
 
     def run(self) -> None:
-        """Serve until told to shut down. Raises `StepFailed` when the loop cannot go on."""
+        """Serve until a shutdown. Raises `StepFailed` when the loop cannot continue."""
         while not self._is_stopping:
             self._take_commands()
             self._enforce_deadlines()
@@ -83,7 +83,7 @@ class TurnLoop(Generic[J]):
         self.fail_all(_STOPPING)
 
     def fail_all(self, failure: Failure) -> None:
-        """The terminal event of every job before the loop ends."""
+        """Send the terminal event of every job before the loop ends."""
         for job in list(self._jobs.values()):
             self._finish(job, Finish.ERROR, failure)
         self._flush()
@@ -91,23 +91,23 @@ class TurnLoop(Generic[J]):
     # -- of a subclass -----------------------------------------------------------------------------------------------
 
     def _take_turn(self) -> None:
-        """Compute one piece of work, of the first of `_in_turn`. There is at least one job."""
+        """Compute one piece of work of the first job of `_in_turn`. There is at least one job."""
         raise NotImplementedError
 
     def _ending(self, job: J, finish: Finish, failure: Failure | None) -> Delta:
-        """The delta that ends a job."""
+        """Return the delta that ends a job."""
         return Delta(job.rid, finish=finish, usage=job.usage(time.monotonic()), failure=failure)
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
     def _in_turn(self) -> list[J]:
-        """All jobs, the next one first: by priority, then by when its tenant last had a turn. This one is its."""
+        """Return all jobs with the next one first: by priority, then by its tenant's last turn, which is now."""
         jobs = sorted(self._jobs.values(), key=lambda job: (job.priority, self._turns.get(job.tenant, 0), job.arrival))
         self._turns[jobs[0].tenant] = next(self._turn)
         return jobs
 
     def _take_commands(self) -> None:
-        """Everything in the inbox, aborts first; blocks only when there is nothing else to do."""
+        """Handle everything in the inbox, aborts first; blocks only if there is nothing else to do."""
         commands: list[J | Abort | Drain | Shutdown | SetMemory | SetPace] = []
         if not self._jobs and not self._drain.is_on:
             self._idle()
@@ -119,7 +119,7 @@ class TurnLoop(Generic[J]):
         self._obey_waiting(commands)
 
     def _obey_waiting(self, commands: "Sequence[J | Abort | Drain | Shutdown | SetMemory | SetPace]" = ()) -> None:
-        """Obey these and everything in the inbox, aborts first."""
+        """Handle these commands and everything in the inbox, aborts first."""
         waiting = [*commands]
         with suppress(Empty):
             while True:
@@ -163,7 +163,7 @@ class TurnLoop(Generic[J]):
             self._early_aborts.add(rid)
 
     def _enqueue(self, job: J) -> None:
-        if job.rid in self._jobs:  # its one terminal event belongs to the job that is already here
+        if job.rid in self._jobs:  # the one terminal event of this rid belongs to the first job
             log.error("request %d arrived twice; the second was dropped", job.rid)
             return
         if self._drain.refuses(job.arrived):
@@ -192,12 +192,12 @@ class TurnLoop(Generic[J]):
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _finish(self, job: J, finish: Finish, failure: Failure | None = None) -> None:
-        """The one place where a job ends."""
+        """End a job; every job ends here."""
         del self._jobs[job.rid]
         self._deltas.append(self._ending(job, finish, failure))
 
     def _flush(self) -> None:
-        """One message for each delta, as one frame may hold no more, with stats now and then."""
+        """Send one message for each delta, because a frame may hold no more, and stats periodically."""
         now = time.monotonic()
         gauges = self._gauges
         gauges.busy_since = now

@@ -1,1 +1,1 @@
-"""Model in memory: its load, its lane and the memory that it leaves."""
+"""Model in memory: its loading, its batch mode and the memory that it leaves."""

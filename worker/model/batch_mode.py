@@ -1,4 +1,4 @@
-"""Lanes: how many rows a model computes at a time, and which."""
+"""Batch modes: how many rows a model computes at a time, and which."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,13 +6,13 @@ from typing import Final
 
 
 class BatchMode(StrEnum):
-    """Lane of a model: how its rows share a forward pass."""
+    """Batch mode of a model: how its rows share a forward pass."""
 
-    # Prompts of any lengths together, padded to the longest.
+    # Prompts of any lengths run together, padded to the longest.
     TOGETHER = "together"
-    # Prompts together by chunks of equal length, so that nothing is padded; decode together.
+    # Prompts run together in chunks of equal length, without padding; decode runs together.
     EQUAL = "equal"
-    # One row from its first token to its last, on the model's own caches.
+    # One row runs from its first token to its last, on the model's own caches.
     SINGLE = "single"
 
 
@@ -33,7 +33,8 @@ class BatchModePlan:
     attention: str = "mlx"
 
 
-# Whatever else runs and ran: other rows change the shape of a forward pass, and cached KV was computed in another one.
+# Single rows without prefix reuse are deterministic: other rows change the shape of a forward pass, and cached KV was
+# computed with another shape.
 DETERMINISTIC: Final = BatchModePlan(
     BatchMode.SINGLE, False, "requests run one at a time and prefixes are not reused, because deterministic = true"
 )

@@ -1,4 +1,4 @@
-"""The machine that a model runs on, as far as times depend on it. Darwin's calls were not run here."""
+"""Description of the machine for timing profiles. The calls for Darwin have not been run here."""
 
 import os
 import platform
@@ -12,17 +12,17 @@ from typing import Final
 import mlx.core as mx
 import psutil
 
-# What a command prints; empty where it cannot be run.
+# Function that runs a command and returns its output; empty if it cannot be run.
 Run = Callable[[Sequence[str]], str]
 
 _SYSCTL: Final = ("/usr/sbin/sysctl", "-n")
-_GPU: Final = ("/usr/sbin/ioreg", "-r", "-d", "1", "-c", "AGXAccelerator")
+_IOREG_GPU: Final = ("/usr/sbin/ioreg", "-r", "-d", "1", "-c", "AGXAccelerator")
 _CORES: Final = re.compile(r'"gpu-core-count" = (\d+)')
 _MODEL: Final = re.compile(r"^model name\s*: (.+)$", re.MULTILINE)
 
 
 def machine() -> str:
-    """This machine in one line: chip, cores, memory, system. Times of another one say nothing of it."""
+    """Describe this machine in one line: chip, cores, memory, system. Measured times apply to this machine only."""
     if sys.platform == "darwin":
         facts = darwin_facts(_run)
     else:
@@ -31,24 +31,24 @@ def machine() -> str:
 
 
 def has_watchdog() -> bool:
-    """Whether the system ends a process whose work on the GPU is too long in one piece: Metal's does."""
+    """Whether the system kills a process whose GPU work runs too long in one piece, as Metal does."""
     return mx.metal.is_available()
 
 
 def device_facts(info: Mapping[str, str | int]) -> list[str]:
-    """Device that computes, as MLX names it."""
+    """Return MLX's name of the compute device."""
     return [str(info[key]) for key in ("device_name", "architecture") if info.get(key)]
 
 
 def darwin_facts(run: Run) -> list[str]:
-    """Chip, cores of the GPU, and build of macOS: an update of it may bring another driver."""
-    cores = _CORES.search(run(_GPU))
+    """Return the chip, the GPU's cores, and the build of macOS, since an update may change the driver."""
+    cores = _CORES.search(run(_IOREG_GPU))
     chip, build = (run((*_SYSCTL, name)).strip() for name in ("machdep.cpu.brand_string", "kern.osversion"))
     return [chip, f"{cores.group(1) if cores else '?'} GPU cores", f"macOS {build}"]
 
 
 def linux_facts(cpu_info: str, cpus: int, release: str) -> list[str]:
-    """Processor, how many of them this process may use, and the kernel."""
+    """Return the processor, the number of CPUs available to this process, and the kernel."""
     model = _MODEL.search(cpu_info)
     return [model.group(1).strip() if model else platform.machine(), f"{cpus} CPUs", f"Linux {release}"]
 

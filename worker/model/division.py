@@ -1,4 +1,4 @@
-"""Division of a model that was loaded lazily: what another rank of its group has is never read."""
+"""Division of a lazily loaded model: the parts of other ranks are never read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from worker.model.agreement import Agreement
 
 
 class Division:
-    """The part of a model that one rank of a group has."""
+    """Part of a model that one rank of a group holds."""
 
     def __init__(self, group: Any, parallel: str, split: Sequence[int] = ()) -> None:
         self._group = group
@@ -21,13 +21,13 @@ class Division:
         self._split = list(split) or None
 
     def take(self, model: Any, config: dict[str, Any]) -> None:
-        """Keep this rank's part. Raises `LoadFailed`."""
+        """Reduce a model to this rank's part. Raises `LoadFailed`."""
         if reason := refusal(config, self.parallel, self._group.size(), self._split or ()):
             raise LoadFailed(Code.BAD_CONFIG, reason)
         loaded = _shapes(model)
         with foreign_code(lambda error: self._undivided(config, error)):
             if self.parallel == PIPELINE:
-                # Not every class takes a split.
+                # Not every class accepts a split.
                 model.model.pipeline(self._group, **({"split": self._split} if self._split else {}))
             else:
                 model.shard(self._group)
@@ -46,8 +46,7 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _check(loaded: dict[str, tuple[int, ...]], kept: dict[str, tuple[int, ...]]) -> None:
-    """Layers are made again for a part, with random weights that those of the model replace: each must have been one
-    of the model's. Raises `LoadFailed`."""
+    """Check that each tensor of a part was the model's: recreated layers have random weights. Raises `LoadFailed`."""
     unknown = sorted(kept.keys() - loaded.keys())
     if unknown:
         message = f"{len(unknown)} tensors of the divided model are none of its files', such as {unknown[0]}"

@@ -1,4 +1,4 @@
-"""Linear layers of a model by their paths, as they are before anything is wrapped around the modules over them."""
+"""Linear layers of a model by path, found before any module is wrapped."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _LAYERS = "layers."
 
 @dataclass(frozen=True, slots=True)
 class LinearPlace:
-    """A linear layer: its path, sizes of a token before and after it, and where it hangs."""
+    """Linear layer: its path, input and output sizes, and the module that contains it."""
 
     path: str
     inputs: int
@@ -21,16 +21,16 @@ class LinearPlace:
 
     @property
     def is_head(self) -> bool:
-        """Whether it is given the tokens whose logits are wanted, and no others."""
+        """Whether it is the head, which only gets the tokens whose logits are needed."""
         return _LAYERS not in self.path and self.path.rpartition(".")[2] == "lm_head"
 
 
 class Linears:
-    """The linear layers of one model, found by the names that files give them."""
+    """Linear layers of one model, found by the names in files."""
 
     def __init__(self, model: Any) -> None:
         self._places: dict[str, LinearPlace] = {}
-        # By what follows the name of the text model inside, which differs between libraries; None for several.
+        # Layers by their path inside the text model, whose own name differs between libraries; None if ambiguous.
         self._by_tail: dict[str, LinearPlace | None] = {}
         self._tables: set[str] = set()
         for path, module, holder, key in _walk(model):
@@ -46,16 +46,16 @@ class Linears:
         return list(self._places.values())
 
     def find(self, name: str) -> LinearPlace | None:
-        """The layer of this name, or of the same name inside of a text model that is called otherwise."""
+        """Return the layer of this name, or of the same name under another name of the text model."""
         return self._places.get(name) or self._by_tail.get(_tail(name))
 
     def is_table(self, name: str) -> bool:
-        """Whether the module of this name is a table of embeddings."""
+        """Whether this name is an embedding table's."""
         return _tail(name) in self._tables
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a name is of a mixture's experts, as mlx-lm's models or those of transformers call them."""
+    """Whether a name is of a mixture's experts, in mlx-lm or in transformers."""
     parts = name.split(".")
     return "switch_mlp" in parts or "experts" in parts
 
@@ -73,7 +73,7 @@ def _tail(path: str) -> str:
 
 
 def _walk(holder: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str | int]]:
-    """Each module below one, or below a list or table of some, with its path, and what holds it under which key."""
+    """Yield all modules, also in lists and dicts, with their path, container and key."""
     items: Any = enumerate(holder) if isinstance(holder, list) else list(holder.items())
     for key, child in items:
         if str(key).startswith("_"):

@@ -1,4 +1,4 @@
-"""From a name to a model in memory, or a plain sentence about why not. Never downloads anything."""
+"""Loading of a model by name. Never downloads anything; raises errors with plain explanations."""
 
 import json
 import os
@@ -41,24 +41,24 @@ from worker.vision.unserved import UnsupportedVision
 DEMO: Final = "demo"
 DEMO_DIR: Final = Path(__file__).parents[1] / "demo_model"
 DEMO_VISION: Final = "demo-vision"
-# Models that come with mlxd, by the path that names them.
+# Models that are part of mlxd, by the path that names them.
 DEMOS: Final = {DEMO: DEMO_DIR, DEMO_VISION: DEMO_DIR.with_name("demo_vision")}
-# These, and an adapter of the first.
-_OWN: Final = DEMOS | {"demo-adapter": DEMO_DIR.with_name("demo_adapter")}
+# Demo models, and an adapter for the first.
+_EMBEDDED: Final = DEMOS | {"demo-adapter": DEMO_DIR.with_name("demo_adapter")}
 
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# For a model of which neither its files nor its class say anything.
+# Context of a model if neither its files nor its class specify one.
 _DEFAULT_CONTEXT: Final = 8192
-# A tokenizer without a limit names a number such as 1e30.
-_NO_LIMIT: Final = 1_000_000_000
+# A tokenizer without a limit has a number such as 1e30.
+_UNLIMITED_TOKENS: Final = 1_000_000_000
 _LFS_POINTER: Final = b"version https://git-lfs"
-# MAX_HEADER_SIZE of huggingface/safetensors, safetensors/src/tensor.rs: its own readers refuse a longer one too.
+# MAX_HEADER_SIZE of huggingface/safetensors, safetensors/src/tensor.rs: its own readers refuse longer headers too.
 _HEADER_BYTES_MAX: Final = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its tokenizer (mlx-lm's wrapper), the facts requests are checked against, and its lane."""
+    """Model with its tokenizer (mlx-lm's wrapper), the limits of requests, and its batch mode."""
 
     model: Any
     tokenizer: Any
@@ -69,17 +69,17 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     weights_bytes: int
     plan: BatchModePlan = field(default_factory=BatchModePlan)
-    # What it has beyond text, or why one with towers has nothing.
+    # The media parts, or the reason why a model with towers has none.
     vision: Vision | None = None
     no_vision: str = ""
-    # A model or head that drafts for it, or why a head of the checkpoint does not.
+    # A model or head that drafts for it, or the reason why the checkpoint's head does not.
     proposer: Proposer | None = None
     no_head: str = ""
-    # Where adapters may be put.
+    # Places for adapters.
     linears: Linears | None = None
-    # What of its answers is not as the model would compute it, as each of them names it.
+    # Names of deviations from the model's exact results.
     relaxed: tuple[str, ...] = ()
-    # The model that drafts for it, where it is a language model too.
+    # The draft model, if it is a language model.
     draft: "LoadedModel | None" = None
     # Rows of its table of embeddings, which may be padded beyond the vocabulary: the model can sample ids of these.
     table_rows: int = 0
@@ -88,7 +88,7 @@ class LoadedModel:
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> LoadedModel:
-    """Load what `spec` names, or this rank's part of it. Calls `progress(stage, done_bytes, total_bytes)`.
+    """Load the model of `spec`, or this rank's part of it. Calls `progress(stage, done_bytes, total_bytes)`.
 
     Raises `LoadFailed`.
     """
@@ -108,7 +108,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
         )
-    if not tokenizer.encode("a"):  # what transformers makes of a folder without one
+    if not tokenizer.encode("a"):  # transformers returns an empty tokenizer for a folder without one
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
@@ -128,7 +128,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         path=path,
         model_type=str(config.get("model_type", "")),
         vocab_size=vocab_size,
-        # A table of positions may be smaller than the vocabulary: no token is looked up there.
+        # A position table may have fewer rows than the vocabulary, but no token ids index it.
         table_rows=min((rows for rows in tables if rows >= vocab_size), default=vocab_size),
         max_context=_context(config, model, tokenizer, spec.context),
         eos_ids=eos_ids,
@@ -167,7 +167,7 @@ def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, 
 
 
 def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
-    """Raises `ValueError` for a parameter that no file has: it would be random."""
+    """Raise `ValueError` for a parameter that no file has: it would be random."""
     held: set[str] = set()
     for file in path.glob("model*.safetensors"):
         arrays: Any = mx.load(str(file))
@@ -180,7 +180,7 @@ def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
 
 
 def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpec) -> tuple[Vision | None, str]:
-    """Towers of a model beside its text, or the reason for none. Raises `LoadFailed` for a lack of memory."""
+    """Load the towers of a model; None with the reason if there are none. Raises `LoadFailed` if memory is short."""
     if not has_media(config):
         return None, ""
     if spec.group is not None:
@@ -193,9 +193,9 @@ def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpe
 
 
 def resolve(path: str) -> Path:
-    """The folder of a model or an adapter: an embedded one, a local one, or a snapshot in the Hugging Face cache."""
-    if path in _OWN:
-        return _OWN[path]
+    """Find the folder of a model or an adapter: embedded, local, or a snapshot in the Hugging Face cache."""
+    if path in _EMBEDDED:
+        return _EMBEDDED[path]
     local = Path(path).expanduser()
     if path and local.is_dir():
         return local.resolve()
@@ -204,7 +204,7 @@ def resolve(path: str) -> Path:
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except IncompleteSnapshotError as error:
-        # Only the files that MLX reads are downloaded, never all; missing ones are found out below.
+        # Downloads omit files that MLX does not read; missing weights are detected later.
         return Path(error.snapshot_path)
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         raise LoadFailed(
@@ -214,8 +214,8 @@ def resolve(path: str) -> Path:
 
 
 def check_weights(path: Path) -> int:
-    """Total bytes of the weight files, after checking that each is present and whole. Raises `LoadFailed`."""
-    # A link into the Hugging Face cache may point to nothing.
+    """Check that each weight file is present and complete; return their total bytes. Raises `LoadFailed`."""
+    # A link into the Hugging Face cache may be broken.
     files = sorted(file for file in path.glob("model*.safetensors") if file.exists())
     index = path / "model.safetensors.index.json"
     if files and index.exists():
@@ -228,7 +228,7 @@ def check_weights(path: Path) -> int:
 
 
 def _shards(index: Path) -> set[str]:
-    """The weight files that an index names."""
+    """Return the weight files that an index names."""
     match read_json(index):
         case {"weight_map": {**weight_map}} if all(isinstance(name, str) for name in weight_map.values()):
             return set(weight_map.values())
@@ -237,7 +237,7 @@ def _shards(index: Path) -> set[str]:
 
 
 def _check_safetensors(file: Path) -> int:
-    """Size in bytes of one file whose header agrees with its length (format: github.com/huggingface/safetensors)."""
+    """Check that a file's header matches its length (format: github.com/huggingface/safetensors); return its bytes."""
     size = os.stat(file).st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -261,7 +261,7 @@ def _check_safetensors(file: Path) -> int:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config.json of a model. Raises `LoadFailed`."""
+    """Read the config.json of a model. Raises `LoadFailed`."""
     config_file = path / "config.json"
     if not config_file.exists():
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no config.json")
@@ -272,7 +272,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object of a model's folder. Raises `LoadFailed`."""
+    """Read a JSON object in a model's folder. Raises `LoadFailed`."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -283,7 +283,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed:
-    """The failure of a load that raised `error`."""
+    """Return the failure of a load that raised `error`."""
     text = str(error)
     reason = text.partition("\n")[0].strip(" :")
     if "not supported" in text:
@@ -299,7 +299,7 @@ def explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed:
 
 
 def cast(model: Any, dtype: str) -> None:
-    """Floating-point parameters to `dtype`; `auto` is float32 on CPU, where half precision is slow, else as stored."""
+    """Cast floating-point parameters; `auto` is float32 on a CPU, where half precision is slow, otherwise unchanged."""
     if dtype == "auto":
         if mx.default_device() != mx.Device(mx.cpu):
             return
@@ -308,7 +308,7 @@ def cast(model: Any, dtype: str) -> None:
         raise LoadFailed(Code.BAD_CONFIG, f"unknown dtype '{dtype}'; one of auto, {', '.join(_DTYPES)}")
     target = _DTYPES[dtype]
 
-    # A model names what fewer bits would spoil, such as a router's bias or the logarithm of a decay.
+    # A model names parameters that need full precision, such as a router's bias or the logarithm of a decay.
     may_cast: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _path: True)
 
     def retyped(path: str, array: mx.array) -> mx.array:
@@ -319,7 +319,7 @@ def cast(model: Any, dtype: str) -> None:
 
 
 def nbytes(model: Any) -> int:
-    """Bytes of a module's parameters."""
+    """Return the bytes of a module's parameters."""
     parameters: Any = tree_flatten(model.parameters())
     return sum(int(array.nbytes) for _, array in parameters)
 
@@ -334,39 +334,39 @@ def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def vocab_size_of(config: dict[str, Any], tokenizer: Any) -> int:
-    """Ids below this are safe to embed: where the configuration names two sizes, the smaller."""
+    """Return the vocabulary size below which all ids can be embedded: the smaller one if there are two."""
     return min((_size_of(source, "vocab_size") for source in _sources(config, "vocab_size")), default=len(tokenizer))
 
 
 def _table_rows(model: Any) -> list[int]:
-    """Rows of each table of embeddings in a model, before any part of it is replaced or divided."""
+    """Return the rows of each embedding table, before any part of the model is replaced or divided."""
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding))
     return [int(table.weight.shape[0]) for table in tables]
 
 
 def _context(config: dict[str, Any], model: Any, tokenizer: Any, wanted: int) -> int:
-    """`wanted` is the longest that the operator wants: it caps what config.json says, and stands where that is silent.
+    """Return the context length: config.json's, capped by the operator's `wanted`, or `wanted` if it has none.
 
-    Without either, the model class's own default counts, then the tokenizer's limit.
+    Without either, the default of the model's class applies, then the tokenizer's limit.
     """
     named = context_of(config)
     if named is not None:
         own = _positive(*named)
         return min(own, wanted) if wanted else own
     limit = getattr(tokenizer, "model_max_length", None)
-    stated = limit if isinstance(limit, int) and 0 < limit < _NO_LIMIT else _DEFAULT_CONTEXT
+    stated = limit if isinstance(limit, int) and 0 < limit < _UNLIMITED_TOKENS else _DEFAULT_CONTEXT
     return wanted or _class_default(model) or stated
 
 
 def _class_default(model: Any) -> int:
-    """The window of the class's arguments, or of those of the text model inside of it; 0 for none."""
+    """Return the context length in the arguments of the class or its inner text model; 0 if there is none."""
     parts = (getattr(part, "args", None) for part in (model, getattr(model, "language_model", None)))
     values = (getattr(args, key, None) for args in parts if args is not None for key in CONTEXT_KEYS)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
 def _sources(config: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """The parts of a configuration that set `key`: the model's own, and that of the text model inside of it."""
+    """Return the parts of a configuration that set `key`: the model's own, and that of its inner text model."""
     text_config = config.get("text_config")
     return [part for part in (config, text_config) if isinstance(part, dict) and part.get(key)]
 

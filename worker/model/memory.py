@@ -1,4 +1,4 @@
-"""Memory of this process: measured use, and the limits that its share is divided into."""
+"""Memory of this process: measured use, and the division of its share into limits."""
 
 import ctypes
 import logging
@@ -19,29 +19,30 @@ from protocol.spec import WorkerSpec
 
 log = logging.getLogger("mlxd.worker")
 
-# Unset, MLX's free-buffer cache may grow to the whole machine. Too small a cache gives buffers back that the next step
-# asks for again, which costs more than the step itself.
-_CACHE_BYTES: Final = 1 << 30
-_CACHE_PART: Final = 32
-_LOAD_CACHE_BYTES: Final = 64 << 20
-# Of a share, what weights and Python leave: this part for free buffers, and of the rest this part for KV.
-_BUFFER_PART: Final = 8
-_BUFFER_MIN: Final = 16 << 20
-_KV_PART: Final = 0.75
-# Of what is for prefixes, this part is for features of media, and if there is enough, at least so much.
-_FEATURE_PART: Final = 8
-_FEATURES_MIN: Final = 64 << 20
-# Python's own memory grows a little while requests come in.
-_HOST_SLACK: Final = 16 << 20
-# After a failed allocation KV and prefixes get half, an eighth at least, and twice as much again after so long without.
-_LEAST_PART: Final = 0.125
-_RELAX_S: Final = 300.0
+# MLX's free-buffer cache may otherwise grow to the whole machine. A cache that is too small releases buffers that the
+# next step allocates again, which costs more than the step itself.
+_MIN_USUAL_BUFFERS_BYTES: Final = 1 << 30
+_USUAL_BUFFERS_DIVISOR: Final = 32
+_LOAD_BUFFERS_BYTES: Final = 64 << 20
+# Weights and Python leave a rest of the share: an eighth is for free buffers, three quarters of the others for KV.
+_BUFFERS_DIVISOR: Final = 8
+_MIN_BUFFERS_BYTES: Final = 16 << 20
+_KV_FRACTION: Final = 0.75
+# Features of media get an eighth of the prefixes' memory, and at least this many bytes if half of it suffices.
+_FEATURES_DIVISOR: Final = 8
+_MIN_FEATURES_BYTES: Final = 64 << 20
+# Python's own memory grows a little as requests arrive.
+_HOST_GROWTH_BYTES: Final = 16 << 20
+# A failed allocation halves the memory of KV and prefixes, down to an eighth; it doubles again after each interval
+# without another failure.
+_MIN_SHRUNK_FRACTION: Final = 0.125
+_REGROW_INTERVAL_S: Final = 300.0
 _RUSAGE_INFO_V2: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes: MLX's own counts, and what the system charges the process with."""
+    """Memory use in bytes: MLX's own counts, and the footprint that the system reports."""
 
     active: int
     peak: int
@@ -50,16 +51,16 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """Memory outside of MLX: Python, the tokenizer, libraries."""
+        """Memory outside MLX: Python, the tokenizer, libraries."""
         return max(0, self.footprint - self.active - self.cache)
 
 
 @dataclass(frozen=True, slots=True)
 class ShareLimits:
-    """Bytes: for the KV of running rows, for cached prefixes, for free buffers, and for all that MLX allocates.
+    """Limits in bytes: KV of running rows, cached prefixes, free buffers, and all allocations of MLX.
 
-    `total` 0 leaves MLX its own limit, which is the machine's. It is never less than weights, KV, prefixes and what
-    passes in a step, which has the room of the free buffers: over it, MLX runs one operation at a time.
+    `total` 0 keeps MLX's own limit, which is the machine's. It is never less than weights, KV, prefixes and temporary
+    arrays of a step, which use the room of free buffers: above it, MLX runs one operation at a time.
     """
 
     kv: int
@@ -69,8 +70,8 @@ class ShareLimits:
 
     @property
     def features(self) -> int:
-        """Bytes that features of media take of `prefixes`, for a model that has a tower."""
-        return max(self.prefixes // _FEATURE_PART, min(_FEATURES_MIN, self.prefixes // 2))
+        """Bytes of `prefixes` for features of media, if the model has a tower."""
+        return max(self.prefixes // _FEATURES_DIVISOR, min(_MIN_FEATURES_BYTES, self.prefixes // 2))
 
 
 def divide(
@@ -86,12 +87,13 @@ def divide(
     """A share among its uses. `kv` and `prefixes` are the operator's word where they are not negative; where the share
     `is_bounded`, as that of a rank on another machine, no more than what is left of it.
 
-    `most_buffers` is the limit of free buffers; 0 is the usual one.
+    If the share `is_bounded`, they are the settings of another machine's operator, and limited to what is left of it.
+    `most_buffers` is the limit of free buffers; 0 means the usual one.
     """
-    left = max(0, order.share_bytes - weights - host - _HOST_SLACK)
-    buffers = min(most_buffers or usual_buffers(), max(_BUFFER_MIN, left // _BUFFER_PART))
+    left = max(0, order.share_bytes - weights - host - _HOST_GROWTH_BYTES)
+    buffers = min(most_buffers or usual_buffers(), max(_MIN_BUFFERS_BYTES, left // _BUFFERS_DIVISOR))
     rest = max(0, left - buffers)
-    own_kv = kv if kv >= 0 else int(rest * _KV_PART) if prefixes < 0 else max(0, rest - prefixes)
+    own_kv = kv if kv >= 0 else int(rest * _KV_FRACTION) if prefixes < 0 else max(0, rest - prefixes)
     own_prefixes = prefixes if prefixes >= 0 else max(0, rest - own_kv)
     if is_bounded:
         own_kv = min(own_kv, rest)
@@ -105,7 +107,7 @@ class Device(Protocol):
     """Port for memory limits: MLX, or a test's record of them."""
 
     def wirable(self) -> int:
-        """The most that may be wired; 0 where that is not Metal's to say."""
+        """Return the most bytes that may be wired; 0 without Metal."""
         ...
 
     def active(self) -> int: ...
@@ -122,7 +124,7 @@ class Device(Protocol):
 
 
 class MlxDevice:
-    """MLX itself. What concerns wiring is of Metal only, and not run on Linux."""
+    """Port implementation with MLX. Wiring exists on Metal only, and was not run on Linux."""
 
     def wirable(self) -> int:
         if not mx.metal.is_available():
@@ -133,7 +135,7 @@ class MlxDevice:
         return mx.get_active_memory()
 
     def synchronize(self) -> None:
-        """Wait for the step that is under way: it must not meet a change of what is wired."""
+        """Wait for the current step: wired memory must not change during one."""
         mx.synchronize(generation_stream)
 
     def clear_cache(self) -> None:
@@ -152,25 +154,25 @@ class MlxDevice:
 
 
 class MemoryShare:
-    """The part of the machine's memory that this process was given. Owned by the engine thread.
+    """Share of the machine's memory that this process may use. Owned by the engine thread.
 
-    `limits` says what is to be held; when that is so, `enforce` tells MLX. When the wired limit falls below what is
-    wired, Metal takes allocations out in no order, weights among them, and puts them back only when it grows: so it is
-    lowered only to what is held already, and else by a later `check`.
+    `limits` returns what may be held; once that is so, `enforce` sets MLX's limits. When the wired limit falls below
+    what is wired, Metal unwires allocations in no defined order, weights among them, and rewires them only when the
+    limit grows. So it is only lowered to what is already held, or by a later `check`.
     """
 
     def __init__(self, spec: WorkerSpec, weights: int, device: Device | None = None, most_buffers: int = 0) -> None:
-        """`most_buffers` is a limit of free buffers that was measured to be the quickest; 0 for the usual one."""
+        """`most_buffers` is a measured limit of free buffers, the fastest one; 0 means the usual one."""
         self._spec = spec
         self._most_buffers = most_buffers
         self._weights = weights
         self._device = device or MlxDevice()
         self._is_remote = spec.rank is not None and spec.rank.is_remote
         self.order = SetMemory(spec.memory_bytes)
-        # What may be wired, and what Metal was told of it; 0 leaves it to MLX.
+        # The wanted wired limit, and the one set in Metal; 0 leaves it to MLX.
         self._wanted = 0
         self._wired = 0
-        # Of KV and prefixes, since an allocation failed.
+        # Fraction of KV and prefixes in use since an allocation failed.
         self._part = 1.0
         self._relaxes_at = 0.0
 
@@ -193,23 +195,22 @@ class MemoryShare:
         return self.limits()
 
     def weigh(self, weights: int) -> ShareLimits:
-        """Other weights beside what is to be held: the limits to keep before `enforce`."""
+        """Change the bytes of weights; returns the limits to reach before `enforce`."""
         self._weights = weights
         return self.limits()
 
     def shrink(self, now: float) -> bool:
-        """Half of KV and prefixes for a while, because an allocation has failed; False where that was done before and
-        is of no help."""
-        if self._part <= _LEAST_PART:
+        """Halve KV and prefixes for a while after a failed allocation; False if they are already at the minimum."""
+        if self._part <= _MIN_SHRUNK_FRACTION:
             return False
-        self._part, self._relaxes_at = self._part / 2, now + _RELAX_S
+        self._part, self._relaxes_at = self._part / 2, now + _REGROW_INTERVAL_S
         return True
 
     def relax(self, now: float) -> bool:
-        """Take one `shrink` back when it is time; whether it was."""
+        """Undo one `shrink` if its interval has passed; returns whether it did."""
         if self._part == 1.0 or now < self._relaxes_at:
             return False
-        self._part, self._relaxes_at = self._part * 2, now + _RELAX_S
+        self._part, self._relaxes_at = self._part * 2, now + _REGROW_INTERVAL_S
         return True
 
     def limits(self) -> ShareLimits:
@@ -218,7 +219,7 @@ class MemoryShare:
 
     def _divide(self) -> ShareLimits:
         spec, order = self._spec, self.order
-        # Of a group, each rank has its part of what the operator gives the model, and of the memory of its host.
+        # Each rank of a group gets its part of the operator's limits, and of its host's memory.
         ranks, beside = spec.group.size if spec.group else 1, spec.rank.beside if spec.rank else 1
         own_kv, own_prefixes = spec.kv_bytes // ranks, spec.cache_bytes // ranks
         if order.share_bytes:
@@ -234,15 +235,15 @@ class MemoryShare:
                 is_bounded=self._is_remote,
             )
         machine = psutil.virtual_memory()
-        # Half of what is free now, with the weights loaded, and an eighth of all there is.
+        # The defaults are half of the memory that is free with the weights loaded, and an eighth of the total.
         kv = own_kv if own_kv >= 0 else machine.available // (2 * beside)
         prefixes = own_prefixes if own_prefixes >= 0 else machine.total // (8 * beside)
         return ShareLimits(kv, prefixes, self._most_buffers or usual_buffers())
 
     def enforce(self, limits: ShareLimits) -> None:
-        """Give MLX its limits, and the system the unused buffers.
+        """Set MLX's limits, and return unused buffers to the system.
 
-        To be called when what is above them has been let go of.
+        Call it once everything above the limits has been freed.
         """
         device = self._device
         device.clear_cache()
@@ -253,7 +254,7 @@ class MemoryShare:
             self._wire(is_new=True)
 
     def check(self) -> None:
-        """Lower the wired limit when that had to wait. Cheap; of use with Metal only."""
+        """Lower the wired limit if that had to wait. Cheap; only has an effect on Metal."""
         if self._wired != self._wanted:
             self._wire()
 
@@ -262,7 +263,7 @@ class MemoryShare:
         if not wanted:
             return
         if wanted < self._wired and device.active() > wanted:
-            device.synchronize()  # what was let go of is free when the step has ended that used it last
+            device.synchronize()  # freed memory is available when the step that last used it has ended
             if device.active() > wanted:
                 wanted = self._wired
         if is_new or wanted != self._wired:
@@ -272,8 +273,8 @@ class MemoryShare:
 
 
 def prepare_load() -> None:
-    """Before weights are read: what one tensor leaves behind is of little use to the next."""
-    mx.set_cache_limit(_LOAD_CACHE_BYTES)
+    """Limit free buffers before weights are read: buffers of one tensor rarely fit the next."""
+    mx.set_cache_limit(_LOAD_BUFFERS_BYTES)
 
 
 def give_back() -> None:
@@ -285,7 +286,7 @@ def give_back() -> None:
 def give_back_heap() -> None:
     """Return the C library's free heap to the system. Callable from any thread."""
     if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # a C library that is not glibc
+        with suppress(OSError, AttributeError):  # the C library is not glibc
             ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -294,7 +295,7 @@ def measure() -> Memory:
 
 
 def allowed(spec: WorkerSpec) -> int:
-    """Bytes that this process may take: as its specification says, or all that the machine has."""
+    """Return the bytes that this process may use: the specification's, or the whole machine."""
     return spec.memory_bytes or psutil.virtual_memory().total
 
 
@@ -304,13 +305,13 @@ def has_gpu() -> bool:
 
 
 def footprint() -> int:
-    """Private bytes of this process: physical footprint on macOS, resident minus shared on Linux."""
+    """Return the private bytes of this process: physical footprint on macOS, resident minus shared on Linux."""
     return _darwin_footprint() if sys.platform == "darwin" else _linux_footprint()
 
 
 def usual_buffers() -> int:
-    """Bytes of free buffers that MLX may keep where nothing else was measured."""
-    return max(_CACHE_BYTES, psutil.virtual_memory().total // _CACHE_PART)
+    """Return the default limit of free buffers in bytes, if none was measured."""
+    return max(_MIN_USUAL_BUFFERS_BYTES, psutil.virtual_memory().total // _USUAL_BUFFERS_DIVISOR)
 
 
 def _linux_footprint() -> int:
@@ -319,7 +320,7 @@ def _linux_footprint() -> int:
 
 
 def _darwin_footprint() -> int:
-    """`ri_phys_footprint` of proc_pid_rusage (libproc.h): 8 bytes at offset 72 of rusage_info_v2. Not run on Linux."""
+    """Read `ri_phys_footprint` from offset 72 of rusage_info_v2 (proc_pid_rusage in libproc.h). Not run on Linux."""
     buffer = ctypes.create_string_buffer(512)
     libproc = ctypes.CDLL("/usr/lib/libproc.dylib")
     if libproc.proc_pid_rusage(os.getpid(), _RUSAGE_INFO_V2, buffer) != 0:

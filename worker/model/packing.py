@@ -1,9 +1,9 @@
-"""Packing: parts of a forward pass that have caches of their own run through a model's weights together.
+"""Packing: parts of a forward pass with separate caches share one pass through the model's weights.
 
-Rows that generate bring a token or a few, rows in prefill a chunk: as one rectangle they would mostly be padding. So
-the tokens of all parts run as one row `[1, tokens]` through what treats each token alone, which are most of the
-weights. What looks at other tokens (attention, recurrent layers) runs part by part, on the caches of each: such modules
-are wrapped once, when the model is loaded, and are the modules that they wrap in every other pass.
+Decoding rows bring a token or a few, rows in prefill a chunk: in one rectangle, most of it would be padding. So the
+tokens of all parts run as one row `[1, tokens]` through the modules that treat each token separately, which have most
+of the weights. Modules that mix tokens (attention, recurrent layers) run part by part, on the part's caches. They are
+wrapped once, when the model is loaded; in other passes the wrappers behave exactly like the modules.
 """
 
 import inspect
@@ -18,9 +18,9 @@ import mlx.nn as nn
 
 from worker.vision.multimodal_merge import text_core
 
-# Names of a mixing module's arguments beside its input.
+# Arguments of a mixing module, except its input.
 _ARGUMENTS: Final = {"mask", "cache"}
-# Names that mlx-lm's models have for the norm before the head.
+# Names of the norm before the head in mlx-lm's models.
 _NORMS: Final = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "embedding_norm")
 
 Shape = tuple[int, int]
@@ -28,7 +28,7 @@ Shape = tuple[int, int]
 
 
 class PackedRows:
-    """One layer's caches of all parts."""
+    """Caches of one layer for all parts."""
 
     __slots__ = ("caches", "shapes")
 
@@ -45,7 +45,7 @@ class PackedRows:
 
 
 class _Masks:
-    """The mask of each part."""
+    """Mask of each part."""
 
     __slots__ = ("of",)
 
@@ -55,13 +55,13 @@ class _Masks:
 
 @dataclass(slots=True)
 class PackingTurn:
-    """The part whose tokens a mixing module is given now, for the modules inside of it; None outside of all."""
+    """Index of the part that a mixing module currently computes, for the modules inside it; None outside."""
 
     at: int | None = None
 
 
 class _Wrapped(nn.Module):
-    """A module around another, whose attributes it shows as its own."""
+    """Wrapper of a module that exposes the module's attributes."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Wrapped(nn.Module):
 
 
 class Mixing(_Wrapped):
-    """A module that looks at other tokens: it is given the tokens of one part after the other."""
+    """Wrapper of a module that mixes tokens: it computes one part after another."""
 
     def __init__(self, module: Any, turn: PackingTurn) -> None:
         super().__init__(module)
@@ -100,7 +100,7 @@ class Mixing(_Wrapped):
 
 
 class LastNorm(_Wrapped):
-    """The norm before the head; of a pass that has `wanted` tokens, the head is given no others."""
+    """Wrapper of the norm before the head; with `wanted`, the head only gets those tokens."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
@@ -122,7 +122,7 @@ class Packing:
 
     @contextmanager
     def first(self, shapes: Sequence[Shape], count: int) -> Generator[None]:
-        """A pass in which the head is given the first `count` tokens of the rows of the first part."""
+        """Restrict the head to the first `count` tokens of the rows of the first part during a pass."""
         self._norm.wanted = shapes, count
         try:
             yield
@@ -131,7 +131,7 @@ class Packing:
 
 
 def split(x: mx.array, shapes: Sequence[Shape]) -> list[mx.array]:
-    """The tokens of each part, `[rows, width, …]`, of those of all `[1, tokens, …]`; of one part they are its own."""
+    """Split `[1, tokens, …]` into the tokens of each part, `[rows, width, …]`; a single part is returned unchanged."""
     if len(shapes) == 1:
         return [x]
     parts: list[mx.array] = []
@@ -144,7 +144,7 @@ def split(x: mx.array, shapes: Sequence[Shape]) -> list[mx.array]:
 
 
 def prepare(model: Any) -> None:
-    """Wrap what a packed pass needs, where a model's modules are of the usual forms; `packing_of` says whether."""
+    """Wrap the modules of a model for packed passes, if they have the usual forms; `packing_of` returns the result."""
     try:
         core = text_core(model)
     except ValueError:
@@ -160,18 +160,18 @@ def prepare(model: Any) -> None:
 
 
 def packing_of(model: Any) -> Packing | None:
-    """The packing of a model that can run several parts in one pass."""
+    """Return the packing of a model, None if it cannot run several parts in one pass."""
     packing: Packing | None = getattr(model, "packing", None)
     return packing
 
 
 def give_up(model: Any) -> None:
-    """Run the parts of a pass one after the other: packed, this model is not exact."""
+    """Disable packing for a model whose packed results are not exact."""
     model.packing = None
 
 
 def _with_mixing(module: Any, turn: PackingTurn) -> Any:
-    """The innermost modules with a cache wrapped, be it the module itself."""
+    """Wrap the innermost modules with a cache argument, possibly the module itself."""
     if not isinstance(module, nn.Module) or not _has_mixing(module):
         return module
     inner = {name: child for name, child in module.children().items() if _has_mixing(child)}

@@ -1,6 +1,6 @@
-"""Token ids to text, one at a time, never splitting a character.
+"""Incremental detokenizer that never splits a character.
 
-The texts of a sequence, concatenated, equal the tokenizer's own decoding of all its ids at once.
+The texts of a sequence, concatenated, equal the tokenizer's decoding of all its ids at once.
 """
 
 import codecs
@@ -13,29 +13,28 @@ from typing import Any, Protocol
 
 from tokenizers.decoders import DecodeStream
 
-# A DecodeStream waits while the text ends in U+FFFD. No character needs this many tokens.
+# A DecodeStream holds text that ends in U+FFFD. No character needs this many tokens.
 _MAX_HELD_TOKENS = 16
-# The longest character of UTF-8.
-_CHAR_BYTES = 4
-# Metaspace takes away every space that the first piece begins with.
-_ALL_SPACES = 1024
+_MAX_UTF8_BYTES = 4
+# Metaspace strips every leading space of the first piece.
+_STRIP_ALL_SPACES = 1024
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer(Protocol):
-    """State of one sequence."""
+    """Detokenizer of one sequence."""
 
     def add(self, token: int) -> str:
-        """Text that became complete with this token; may be empty."""
+        """Return the text that this token completes; may be empty."""
         ...
 
     def finish(self) -> str:
-        """The rest of the text: an incomplete character becomes U+FFFD."""
+        """Return the rest of the text: an incomplete character becomes U+FFFD."""
         ...
 
 
 class Vocabulary:
-    """Text of one tokenizer's ids; makes a `Detokenizer` for each sequence.
+    """Text of one tokenizer's ids, and factory of the `Detokenizer` of each sequence.
 
     `hidden` ids (control tokens such as `<|im_start|>`) have no text.
     """
@@ -52,14 +51,14 @@ class Vocabulary:
         self._table = self._byte_table() or self._piece_table()
 
     def with_special(self) -> "Vocabulary":
-        """The same, with text for all special tokens."""
+        """Return the same vocabulary with text for all special tokens."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return Vocabulary(self._tokenizer, frozenset(str(entry.content) for entry in added.values()))
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for text that follows `context`, whose end decides about leading spaces.
+        """Return a detokenizer for text after `context`, whose end determines leading spaces.
 
-        Where ids end inside of a character, that character is the first of the text.
+        If `context` ends inside a character, that character is the first of the text.
         """
         if self._table is not None:
             return _Bytes(self._table, 0 if context else self._spaces_stripped, self._begun(context))
@@ -68,44 +67,46 @@ class Vocabulary:
         return _Wrapped(self._tokenizer.detokenizer, self.hidden)
 
     def _begun(self, context: Sequence[int]) -> bytes:
-        """The bytes of a character that `context` leaves unfinished."""
+        """Return the bytes of a character that `context` leaves incomplete."""
         table, end = self._table or [], b""
-        for token in reversed(context[-_CHAR_BYTES:]):
-            if token >= len(table) or not table[token]:  # no text: a control token, or none of the tokenizer's
+        for token in reversed(context[-_MAX_UTF8_BYTES:]):
+            # the id is a control token or not of the tokenizer, so it has no text
+            if token >= len(table) or not table[token]:
                 break
             end = table[token] + end
-        for size in range(1, min(len(end), _CHAR_BYTES - 1) + 1):
+        for size in range(1, min(len(end), _MAX_UTF8_BYTES - 1) + 1):
             lead = end[-size]
             if lead & 0xC0 != 0x80:
                 return end[-size:] if _length(lead) > size else b""
         return b""
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token by itself, as logprobs report them."""
+        """Return the bytes of one token alone, for logprobs."""
         if self._table is not None and token not in self.hidden:
             return self._table[token] if token < len(self._table) else b""
         return str(self._tokenizer.decode([token])).encode()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """All of `ids` as text, hidden ones included."""
+        """Decode all `ids` to text, including hidden ones."""
         if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", True):
-            # The batch call gives up the GIL while it works.
+            # The batch call releases the GIL while it works.
             (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=False)
             return str(text)
         return str(self._tokenizer.decode(list(ids)))
 
     def _byte_table(self) -> list[bytes] | None:
-        """Each id's bytes, for a decoder that is byte-level and nothing else."""
+        """Return each id's bytes, for a decoder that is purely byte-level."""
         if [step.get("type") for step in self._decoder()] != ["ByteLevel"]:
             return None
         alphabet = _byte_alphabet()
         return self._table_of(lambda piece: _to_bytes(piece, alphabet))
 
     def _piece_table(self) -> list[bytes] | None:
-        """Each id's bytes, for SentencePiece-style decoders; they also tell how many leading spaces a text loses.
+        """Return each id's bytes for a SentencePiece-style decoder, and set how many leading spaces it strips.
 
-        A table knows pieces one by one and the beginning of a text. So it serves replacements, then bytes, then one
-        text that loses at most a space, in this order: elsewhere a step sees what others have made of other pieces.
+        A table only represents single pieces and the beginning of a text. So it supports a decoder with these steps in
+        this order: replacements, bytes, and one fusion that strips at most a space. In other orders, steps depend on
+        the results of earlier ones.
         """
         steps = self._decoder()
         replaced = [pair for pair in takewhile(bool, map(_replacement, steps)) if pair is not None]
@@ -116,7 +117,7 @@ class Vocabulary:
             case [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0 | 1 as spaces, "stop": 0}]:
                 pass
             case [{"type": "Metaspace", "replacement": str(old), "prepend_scheme": scheme}] if len(steps) == 1:
-                replaced, spaces = [(old, " ")], 0 if scheme == "never" else _ALL_SPACES
+                replaced, spaces = [(old, " ")], 0 if scheme == "never" else _STRIP_ALL_SPACES
             case _:
                 return None
         if not replaced:
@@ -125,7 +126,7 @@ class Vocabulary:
         return self._table_of(lambda piece: _piece_bytes(piece, replaced, has_bytes))
 
     def _decoder(self) -> list[dict[str, Any]]:
-        """The steps of the tokenizer's decoder."""
+        """Return the steps of the tokenizer's decoder."""
         if self._backend is None or self._backend.decoder is None:
             return []
         decoder = json.loads(self._backend.decoder.__getstate__())
@@ -141,13 +142,13 @@ class Vocabulary:
 
 
 def _length(lead: int) -> int:
-    """Length in bytes of the UTF-8 character that begins with this one; 0 where none does."""
+    """Return the length in bytes of the UTF-8 character that begins with `lead`; 0 if none does."""
     ends = ((0x80, 1), (0xC2, 0), (0xE0, 2), (0xF0, 3), (0xF5, 4))
     return next((length for end, length in ends if lead < end), 0)
 
 
 def _to_bytes(token: str, alphabet: dict[str, int]) -> bytes:
-    """A byte-level token's bytes; a token with a character outside of the alphabet stands for itself."""
+    """Return a byte-level token's bytes; a token with a character outside the alphabet is plain text."""
     try:
         return bytes(alphabet[char] for char in token)
     except KeyError:
@@ -155,7 +156,7 @@ def _to_bytes(token: str, alphabet: dict[str, int]) -> bytes:
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
-    """What a step replaces in each piece, and by what; None for any other step."""
+    """Return what a step replaces in each piece, and the replacement; None for another kind of step."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return old, new
@@ -164,7 +165,7 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _piece_bytes(piece: str, replaced: Sequence[tuple[str, str]], has_bytes: bool) -> bytes:
-    """A SentencePiece piece's bytes: `▁` is a space, and `<0xE2>` the byte that it names."""
+    """Return a SentencePiece piece's bytes: `▁` is a space, and `<0xE2>` is that byte."""
     for old, new in replaced:
         piece = piece.replace(old, new)
     if has_bytes and (named := _BYTE_PIECE.fullmatch(piece)):
@@ -174,14 +175,14 @@ def _piece_bytes(piece: str, replaced: Sequence[tuple[str, str]], has_bytes: boo
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (openai/gpt-2, encoder.py, `bytes_to_unicode`), inverted."""
+    """Return the inverse of GPT-2's printable substitutes for bytes (openai/gpt-2, encoder.py, `bytes_to_unicode`)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(rest)}
 
 
 class _Bytes:
-    """For tokenizers whose ids each stand for bytes. Whatever bytes a model invents, text that is out stays."""
+    """Detokenizer for tokenizers whose ids each map to bytes. Emitted text never changes, even after invalid bytes."""
 
     __slots__ = ("_decode", "_spaces", "_table")
 
@@ -192,7 +193,7 @@ class _Bytes:
         self._decode(begun)
 
     def add(self, token: int) -> str:
-        # Model vocabularies are often padded beyond the tokenizer's: such ids have no text.
+        # Model vocabularies are often padded beyond the tokenizer's: the extra ids have no text.
         text = self._decode(self._table[token]) if token < len(self._table) else ""
         return self._strip(text) if self._spaces and text else text
 
@@ -200,13 +201,13 @@ class _Bytes:
         return self._decode(b"", True)
 
     def _strip(self, text: str) -> str:
-        """The spaces that the tokenizer puts before the very first word, taken away again."""
+        """Strip the spaces that the tokenizer adds before the first word."""
         spaces, self._spaces = self._spaces, 0
         return text[:spaces].lstrip(" ") + text[spaces:]
 
 
 class _Stream:
-    """tokenizers' own incremental decoder, for decoders that look at more than one id."""
+    """Detokenizer with tokenizers' own incremental decoder, for decoders that depend on several ids."""
 
     __slots__ = ("_backend", "_context", "_held", "_hidden", "_stream")
 
@@ -223,7 +224,7 @@ class _Stream:
         self._held.append(token)
         try:
             text = self._stream.step(self._backend, token)
-        except Exception:  # tokenizers raises this very type when an id changes the text of those before it
+        except Exception:  # tokenizers raises a plain Exception when an id changes the text of earlier ones
             return self.finish()
         if text is None and len(self._held) <= _MAX_HELD_TOKENS:
             return ""
@@ -246,7 +247,7 @@ class _Stream:
 
 
 class _Wrapped:
-    """mlx-lm's detokenizer, for tokenizers without a `tokenizers` backend."""
+    """Detokenizer of mlx-lm, for tokenizers without a `tokenizers` backend."""
 
     __slots__ = ("_hidden", "_inner")
 

@@ -1,9 +1,9 @@
-"""Text that a frame can carry."""
+"""Text that UTF-8 can encode."""
 
 
 def encodable(text: str) -> str:
-    """`text` with a question mark for each half of a surrogate pair, which UTF-8 has no form for.
+    """Return `text` with a question mark for each lone surrogate, which UTF-8 cannot encode.
 
-    `json.loads` makes one of `"\\ud800"`, so names and messages that quote a client or a model may hold it.
+    `json.loads` returns one for `"\\ud800"`, so names and messages that quote a client or a model may contain it.
     """
     return text if text.isascii() else text.encode(errors="replace").decode()

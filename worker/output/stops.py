@@ -1,24 +1,25 @@
-"""Text-level stop strings: nothing of a stop string is ever emitted, in any split of the text."""
+"""Stop strings in text: no part of a stop string is ever emitted, regardless of how the text is split."""
 
 from array import array
 from functools import lru_cache
 from typing import Final
 
-# Stop strings whose tables are kept: those of several requests, each with as many as are allowed.
+# Maximum number of stop strings with a cached table, enough for several requests with the most stop strings.
 _MAX_CACHED: Final = 256
 
 
 class StopScanner:
-    """Holds back text that may be the start of a stop string.
+    """Scanner that holds text back while it may be the start of a stop string.
 
-    The match that is complete first ends the text, the longest of those complete at once: what reading one character
-    at a time gives, so the answer does not depend on how the text was cut. Each character is read once per stop string.
+    The first complete match ends the text; of matches that are complete at once, the longest counts. This equals
+    reading one character at a time, so the answer does not depend on the split. Each character is read once per stop
+    string.
     """
 
     __slots__ = ("_held", "_is_inclusive", "_patterns", "_starts", "hit")
 
     def __init__(self, stops: tuple[str, ...], *, is_inclusive: bool = False) -> None:
-        """An inclusive one emits the stop string too."""
+        """`is_inclusive` also emits the stop string."""
         self._is_inclusive = is_inclusive
         # The stop string that ended the text.
         self.hit = ""
@@ -41,13 +42,13 @@ class StopScanner:
         return held[:cut], False
 
     def flush(self) -> str:
-        """The text held back, when the sequence ended for another reason."""
+        """Return the held text when the sequence has ended for another reason."""
         held, self._held = self._held, ""
         return held
 
 
 class _Pattern:
-    """One stop string and how much of it the text read so far ends with (Knuth, Morris, Pratt 1977)."""
+    """Stop string and the length of its prefix that the text so far ends with (Knuth, Morris, Pratt 1977)."""
 
     __slots__ = ("_fallback", "matched", "stop")
 
@@ -69,7 +70,7 @@ class _Pattern:
 
 @lru_cache(maxsize=_MAX_CACHED)
 def _fallback(stop: str) -> "array[int]":
-    """For each length matched: the next shorter one that the text also ends with. The choices of a request share it."""
+    """Return, for each matched length, the next shorter one that also matches. All choices of a request share it."""
     table = array("i", [0]) * (len(stop) + 1)
     matched = 0
     for size in range(1, len(stop)):

@@ -8,24 +8,24 @@ Content = str | list[Part] | None
 
 
 def words(content: Content) -> str:
-    """Text of a content, without its media."""
+    """Return the text of a content, without its media."""
     if isinstance(content, list):
         return "".join(str(part["text"]) for part in content if part["type"] == "text")
     return content or ""
 
 
 def media(content: Content) -> list[Part]:
-    """Parts of a content that are not text."""
+    """Return the parts of a content that are not text."""
     return [part for part in content if part["type"] != "text"] if isinstance(content, list) else []
 
 
 def parts(content: Content) -> list[Part]:
-    """Content as a list: empty text has no part."""
+    """Return a content as a list of parts, with none for empty text."""
     return content if isinstance(content, list) else _text(content or "")
 
 
 def joined(contents: Iterable[Content], between: str = "\n\n") -> Content:
-    """Contents as one: text where all of them are, else a list in which no two texts are neighbours."""
+    """Join contents: to text if all of them are text, otherwise to a list without adjacent texts."""
     contents = list(contents)
     if not any(isinstance(content, list) for content in contents):
         return between.join(words(content) for content in contents)
@@ -40,7 +40,7 @@ def joined(contents: Iterable[Content], between: str = "\n\n") -> Content:
 
 
 def wrapped(before: str, content: Content, after: str) -> Content:
-    """Content between two texts."""
+    """Return the content between two texts."""
     return joined((before, content, after), "")
 
 

@@ -1,16 +1,16 @@
-"""Text to token ids, without stopping the step loop."""
+"""Conversion of text to token ids that leaves the GIL to the step loop."""
 
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-# Of one slice: half a megabyte of text takes a hundred of memory while it is encoded.
+# Maximum characters encoded at once: encoding takes about 200 times the memory of the text.
 _SLICE_CHARS: Final = 64 * 1024
-# Where text may be cut: between two words of ASCII letters, which every pre-tokenizer takes apart.
+# Text may be cut between two words of ASCII letters, which every pre-tokenizer separates.
 _GAP: Final = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _NORMAL_GAP: Final = re.compile(r"(?<=[A-Za-z])[ ▁](?=[A-Za-z])")
 _CROSSING: Final = re.compile(r"[A-Za-z][ ▁Ġ]")
-# Words, numbers, spaces and signs next to each other in the ways that pre-tokenizers care about.
+# Sample of the combinations of words, numbers, spaces and punctuation that pre-tokenizers treat differently.
 _PROBE: Final = (
     "The cat sat on a MAT and it's We're  done x  y\tz Then AB c De fG 12 a 345 b6 c , d. e! f\n g\n\nh (i j) k"
     " naïve é日本 l 🙂 m don't STOP ifThen else_ n I am po\u0301p <q r> s\n"
@@ -18,10 +18,10 @@ _PROBE: Final = (
 
 
 class PromptEncoder:
-    """One tokenizer, for threads that may wait.
+    """Encoder of text for one tokenizer, called from threads that may wait.
 
-    Where there is a `tokenizers` backend its batch call is used, which gives up the GIL while it works. By way of
-    transformers, 300 kB of text cost four times as long and kept the step loop from running for 40 ms at a time.
+    It uses the batch call of the `tokenizers` backend, if there is one, because that releases the GIL. Through
+    transformers, 300 kB of text took four times as long and blocked the step loop for 40 ms at a time.
     """
 
     def __init__(self, tokenizer: Any, slice_chars: int = _SLICE_CHARS) -> None:
@@ -29,20 +29,20 @@ class PromptEncoder:
         self._slice_chars = slice_chars
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
-            # Once and for all: changing them later fails while another thread decodes.
+            # These are set once: changing them later fails while another thread decodes.
             self._backend.no_truncation()
             self._backend.no_padding()
-        # How many characters of a gap the next slice leaves out; None where text cannot be cut.
+        # Number of characters of a gap that the next slice omits; None if text cannot be cut.
         self._skip = self._find_skip()
 
     @property
     def is_sliceable(self) -> bool:
-        """Whether `slices` needs the memory of a slice only."""
+        """Whether `slices` needs memory for a single slice only."""
         return self._skip is not None
 
     @property
     def opening(self) -> int:
-        """Special tokens that are put before each text."""
+        """Number of special tokens before each text."""
         around = self._around()
         return len(around[0]) if around is not None else 0
 
@@ -53,7 +53,7 @@ class PromptEncoder:
         return list(encoding.ids)
 
     def slices(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
-        """Token ids of `encode`, in parts. A tokenizer that does not take words apart gives one part."""
+        """Yield the ids of `encode` in parts; in one part if the tokenizer does not separate words."""
         around = self._around() if add_special_tokens else ([], [])
         if self._skip is None or around is None or len(text) <= self._slice_chars:
             yield self.encode(text, add_special_tokens=add_special_tokens)
@@ -67,7 +67,7 @@ class PromptEncoder:
         yield around[1]
 
     def _around(self) -> tuple[list[int], list[int]] | None:
-        """The special tokens before and after a text."""
+        """Return the special tokens before and after a text; None if they cannot be determined."""
         plain = self.encode("a", add_special_tokens=False)
         whole = self.encode("a", add_special_tokens=True)
         for at in range(len(whole) - len(plain) + 1):
@@ -76,7 +76,10 @@ class PromptEncoder:
         return None
 
     def _find_skip(self) -> int | None:
-        """A gap can be cut if no token reaches over it, and if the rest is encoded alone as it is within a text."""
+        """Return how many characters to omit at a cut; None if text cannot be cut.
+
+        A gap can be cut if no token crosses it, and if the rest has the same tokens when encoded alone.
+        """
         if self._backend is None or not self._keeps_gaps():
             return None
         whole = self.encode(_PROBE, add_special_tokens=False)
@@ -90,7 +93,7 @@ class PromptEncoder:
         return [token for part in parts for token in self.encode(part, add_special_tokens=False)]
 
     def _keeps_gaps(self) -> bool:
-        """Whether no token reaches over a gap: the pre-tokenizer parts the text there, or no such piece exists."""
+        """Whether no token crosses a gap: the pre-tokenizer splits there, or the vocabulary has no such token."""
         backend = self._backend
         if any(_reaches(token) for token in backend.get_added_tokens_decoder().values()):
             return False
@@ -108,7 +111,7 @@ class PromptEncoder:
 
 
 def _reaches(token: Any) -> bool:
-    """Whether an added token may hold a gap, or swallow one beside it."""
+    """Whether an added token may contain a gap, or absorb an adjacent one."""
     text: str = token.content
     at_edge = (token.rstrip and text[-1:].isalpha()) or (token.lstrip and text[:1].isalpha())
     return bool(at_edge or _GAP.search(text) or _NORMAL_GAP.search(text))

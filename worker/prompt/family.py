@@ -27,12 +27,12 @@ from worker.output.parsers import (
 from worker.output.parsers.channels import Channels
 from worker.structured.tool_grammar import has_calls, next_message
 
-# What models that can only think less are told when they are not to think.
+# Effort that disables thinking as far as possible in families that cannot disable it.
 _LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
 
 
 class ModelFamily:
-    """Chosen once per model, from its template and vocabulary unless its configuration names a family."""
+    """Family of a model, detected from its template and vocabulary unless its configuration names one."""
 
     def __init__(self, loaded: LoadedModel, plain_chat: str, knows_tools: bool, wanted: str) -> None:
         """`plain_chat` is a rendered chat without reasoning or tools: its control tokens only mark turns."""
@@ -44,16 +44,16 @@ class ModelFamily:
             )
         except UnknownFamily as error:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
-        # A template without tools gets them as text, in the format that this family reads.
+        # A template without tools gets them as text, in the format that this family's parser reads.
         self.tool_family = self.family if knows_tools and has_calls(self.family) else "hermes"
         self.closing_ids = _ids(loaded, self._closing())
-        # Where a call is to come, the next message is one to a tool.
+        # The next message is one to a tool if a call is required.
         self.calling_ids = _ids(loaded, next_message(self.family)) or self.closing_ids
         self.visible = self._visible(tokenizer, template or "", plain_chat)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         controls = {token: entry for token, entry in added.items() if is_markup(entry.content, entry.special)}
         self._controls = Controls({entry.content: entry.special for entry in controls.values()})
-        # The ids that parsers are told of, and their texts; the others have none.
+        # Ids and texts of the control tokens that parsers receive; all other special tokens have no text.
         self.controls: dict[int, str] = {
             token: entry.content
             for token, entry in controls.items()
@@ -61,24 +61,25 @@ class ModelFamily:
         }
 
     def asked(self, prompt: ChatPrompt) -> ChatPrompt:
-        """A prompt in the words that this family's templates know."""
+        """Translate a prompt's thinking options to those that the family's templates support."""
         least = _LEAST_EFFORT.get(self.family, "") if prompt.thinking is False and not prompt.effort else ""
         return structs.replace(prompt, effort=least) if least else prompt
 
     def thinking_budget(self, prompt: ChatPrompt, wanted: int | None) -> int | None:
-        """Thinking budget in tokens. If the template cannot disable thinking, the block is closed at once.
+        """Return the thinking budget in tokens. If the template cannot disable thinking, the block is closed at once.
 
-        Not where a message of thoughts may come before one to a tool: closing it would choose between them.
+        A prompt with tools is excepted in families that write messages: closing a message of reasoning would also
+        decide that no tool is called.
         """
         if prompt.thinking is not False or (prompt.tools and isinstance(FAMILIES[self.family].grammar, Channels)):
             return wanted
         return 0
 
     def parser(self, prompt: ChatPrompt, rendered: str, is_ruled: bool = False, *, id_seed: str) -> tuple[Parser, bool]:
-        """A parser for one answer, and whether the answer begins inside of reasoning. Its calls' ids follow from
-        `id_seed`, so that a successor gives them again.
+        """Make the parser of one answer, and return whether the answer begins inside reasoning.
 
-        `is_ruled`: a grammar goes by characters, whatever tokens write them, and so must what reads its output.
+        The ids of its calls derive from `id_seed`, so that a successor generates the same ones. `is_ruled`: a grammar
+        matches characters, regardless of tokens, so the parser of its output must do the same.
         """
         is_reasoning = start_in_reasoning(self.family, rendered)
         parser = make_parser(
@@ -92,14 +93,14 @@ class ModelFamily:
         return parser, is_reasoning
 
     def _closing(self) -> str:
-        """Text that ends a reasoning block and begins the answer, in the family's markup; empty if it never reasons."""
+        """Return the markup that ends reasoning and begins the answer; empty for a family without reasoning."""
         end = reasoning_end(self.family)
         is_message = isinstance(FAMILIES[self.family].grammar, Channels)
         return end if is_message or not end else f"\n{end}\n\n"
 
     def _visible(self, tokenizer: Any, template: str, plain_chat: str) -> frozenset[str]:
-        """The control tokens that reach the parser: those of its markers, and those that a template uses for more than
-        turns. All others have no text."""
+        """Return the special tokens that reach the parser: those in its markers, and those that a template uses in
+        other places than turn markers."""
         markers = [marker for marker in _strings([FAMILIES[self.family], FAMILIES[self.tool_family]]) if marker.strip()]
         special = [entry.content for entry in getattr(tokenizer, "added_tokens_decoder", {}).values() if entry.special]
         return frozenset(
@@ -110,13 +111,13 @@ class ModelFamily:
 
 
 def _ids(loaded: LoadedModel, text: str) -> tuple[int, ...]:
-    """Token ids of `text`; none where one is beyond the model's vocabulary: MLX checks no bounds."""
+    """Encode `text`; () if an id is beyond the model's vocabulary, because MLX checks no bounds."""
     ids = tuple(loaded.tokenizer.encode(text, add_special_tokens=False))
     return ids if max(ids, default=0) < loaded.vocab_size else ()
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string inside of nested dataclasses and tuples."""
+    """Yield every string in nested dataclasses and tuples."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""Prompts to fill in the middle, by the control tokens that a model was trained with for it."""
+"""Fill-in-the-middle prompts, with the control tokens that a model was trained on for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from protocol.messages import Infill
 from worker.errors import RequestInvalid
 from worker.prompt.encode import PromptEncoder
 
-# A repository before its files, where the model knows such a token: it wants a name.
-_REPOSITORY: Final = "project"
-# Between files for a model without a token for it, as llama.cpp writes it.
-_SNIPPET: Final = "\n\n--- snippet ---\n\n"
+# Repository name written after `<repo_name>`, for models that have that token.
+_REPOSITORY_NAME: Final = "project"
+# Separator of files for models without a token for it, the same as llama.cpp's.
+_FILE_SEPARATOR: Final = "\n\n--- snippet ---\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Tokens of one family. Those of `order` stand before the prefix, the suffix and the middle, in this order.
+    """Fill-in-the-middle tokens of one family. `order` lists the tokens before the prefix, suffix and middle.
 
-    `ends` are tokens that end the middle beside the model's own; `repository` and `file` begin the context.
+    `ends` are tokens that end the middle, in addition to the model's own; `repository` and `file` begin the context.
     """
 
     order: tuple[tuple[str, str], ...]
@@ -31,41 +31,41 @@ class _Form:
 def _forms() -> tuple[_Form, ...]:
     prefix, suffix, middle = "prefix", "suffix", "middle"
     return (
-        # Qwen Coder, CodeGemma.
+        # Qwen Coder and CodeGemma use these.
         _Form(
             (("<|fim_prefix|>", prefix), ("<|fim_suffix|>", suffix), ("<|fim_middle|>", middle)),
             ("<|fim_pad|>", "<|endoftext|>", "<|file_separator|>", "<|cursor|>"),
             "<|repo_name|>",
             "<|file_sep|>",
         ),
-        # StarCoder, Granite Code.
+        # StarCoder and Granite Code use these.
         _Form(
             (("<fim_prefix>", prefix), ("<fim_suffix>", suffix), ("<fim_middle>", middle)),
             ("<fim_pad>", "<|endoftext|>"),
             "<repo_name>",
             "<file_sep>",
         ),
-        # Code Llama.
+        # Code Llama uses these.
         _Form((("▁<PRE>", prefix), ("▁<SUF>", suffix), ("▁<MID>", middle)), ("▁<EOT>",)),
-        # DeepSeek Coder.
+        # DeepSeek Coder uses these.
         _Form(
             (("<｜fim▁begin｜>", prefix), ("<｜fim▁hole｜>", suffix), ("<｜fim▁end｜>", middle)),
             ("<|EOT|>", "<｜end▁of▁sentence｜>"),
         ),
-        # Seed Coder.
+        # Seed Coder uses these.
         _Form((("<[fim-suffix]>", suffix), ("<[fim-prefix]>", prefix), ("<[fim-middle]>", middle))),
-        # Codestral: the middle goes on behind the prefix.
+        # Codestral uses these; the middle directly follows the prefix.
         _Form((("[SUFFIX]", suffix), ("[PREFIX]", prefix))),
     )
 
 
 class InfillPrompts:
-    """Made once for a model. `stop_ids` end what fills the middle; empty for a model that was not trained for it."""
+    """Fill-in-the-middle prompts of one model. `stop_ids` end the middle; empty for a model without support for it."""
 
     def __init__(self, tokenizer: Any, encoder: PromptEncoder, vocab_size: int) -> None:
         self._encoder = encoder
         self._vocabulary: Mapping[str, int] = tokenizer.get_vocab()
-        # A tokenizer may know more tokens than the model.
+        # A tokenizer may have more tokens than the model.
         self._vocab_size = vocab_size
         known = (form for form in _forms() if all(self._id(token) is not None for token, _ in form.order))
         self._form = next(known, None)
@@ -78,12 +78,12 @@ class InfillPrompts:
         return token if token is not None and token < self._vocab_size else None
 
     def encode(self, prefix: str, infill: Infill) -> list[int]:
-        """The tokens before the middle. Raises `RequestInvalid`."""
+        """Return the tokens before the middle. Raises `RequestInvalid`."""
         if self._form is None:
             message = "this model has no tokens to fill in the middle: its vocabulary knows none that mark a suffix"
             raise RequestInvalid(Code.UNSUPPORTED, message, param="suffix")
         texts = {"prefix": prefix, "suffix": infill.suffix, "middle": infill.middle}
-        # Its special tokens before any text.
+        # The tokenizer's leading special tokens come first.
         ids = self._encoder.encode("", add_special_tokens=True)
         ids += self._context(infill)
         for token, part in self._form.order:
@@ -91,14 +91,14 @@ class InfillPrompts:
         return ids + (self._plain(infill.middle) if len(self._form.order) == 2 else [])
 
     def _context(self, infill: Infill) -> list[int]:
-        """Other files, each behind its name."""
+        """Return the other files, each after its name."""
         assert self._form is not None
         if not infill.files:
             return []
         repository, file = (self._id(token) for token in (self._form.repository, self._form.file))
         if file is None:
-            return self._plain("".join(f"{_SNIPPET}{text}" for _, text in infill.files) + "\n")
-        ids = [] if repository is None else [repository, *self._plain(f"{_REPOSITORY}\n")]
+            return self._plain("".join(f"{_FILE_SEPARATOR}{text}" for _, text in infill.files) + "\n")
+        ids = [] if repository is None else [repository, *self._plain(f"{_REPOSITORY_NAME}\n")]
         for name, text in infill.files:
             ids += [file, *self._plain(f"{name}\n{text}\n")]
         return [*ids, file, *self._plain("filename\n")]

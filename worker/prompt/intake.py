@@ -1,4 +1,4 @@
-"""From a `Generate` to a `Row`: render, encode, validate. Runs on a thread of its own, off the step loop.
+"""Intake of generation requests: renders, encodes and validates a `Generate` to a `Row`, on a thread of its own.
 
 MLX does no bounds checks, so every id that could reach it is checked here.
 """
@@ -49,26 +49,26 @@ from worker.sampling.prompt_scores import scored_top
 from worker.speculation.draft_state import ALL, Drafting
 from worker.speculation.text_sources.indexed_text import BREAK
 from worker.structured.guides import Rules
-from worker.structured.tool_rules import DEFAULT_ROOM, ToolRules
+from worker.structured.tool_rules import DEFAULT_CALL_TOKENS, ToolRules
 from worker.vision.families import Processor
 from worker.vision.images import MediaLimits
 
 log = logging.getLogger("mlxd.worker")
 
-# How many tokens of a prompt tell whether it ends inside of reasoning.
-_PROMPT_END = 4096
-# Text longer than this many characters for each token of the context hardly ever fits.
-_CHARS_PER_TOKEN: Final = 8
-# Tokens are counted of no more text than this many times what fits.
-_QUESTION_CONTEXTS: Final = 4
-# A cut may split a token, and so add a few.
-_SLICE_SLACK: Final = 16
-# Of media, where a specification says nothing.
+# Number of tokens at the end of a prompt that show whether it ends inside reasoning.
+_PROMPT_END_TOKENS = 4096
+# Text that has more characters per token of the context than this hardly ever fits.
+_MAX_CHARS_PER_TOKEN: Final = 8
+# Requests to count tokens may have up to this many times the text that fits the context.
+_MAX_COUNTED_CONTEXTS: Final = 4
+# A cut may split a token, and so add a few tokens.
+_CUT_EXTRA_TOKENS: Final = 16
+# Limits of a request's media if the specification has none.
 DEFAULT_LIMITS: Final = MediaLimits(bytes=32 << 20, count=64, pixels=64_000_000)
 
 
 class Intake:
-    """Turns requests into rows for one loaded model."""
+    """Converter of requests to rows, for one loaded model."""
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class Intake:
         self._table_rows = max(loaded.vocab_size, loaded.table_rows)
         self.max_context = loaded.max_context
         self._limits = limits or DEFAULT_LIMITS
-        # None, with the reason, for a model that takes no media.
+        # None, with the reason in `no_media`, for a model that takes no media.
         self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes)
         self._renderer = self._media.renderer if self._media is not None else Renderer(loaded.tokenizer)
         opened, closed = self._renderer.probe()
         self._dialect = ModelFamily(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
-        # Made for the first request that wants it.
+        # Created for the first request that shows special tokens.
         self._whole_vocabulary: Vocabulary | None = None
         self._infill = InfillPrompts(loaded.tokenizer, self._encoder, loaded.vocab_size)
         self._adapters = adapters_of(loaded.model)
@@ -109,7 +109,7 @@ class Intake:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Kinds of media that a prompt may hold."""
+        """Kinds of media that a prompt may contain."""
         return self._media.modalities if self._media is not None else ()
 
     @property
@@ -121,18 +121,18 @@ class Intake:
         return self._renderer.has_template
 
     def limit_context(self, tokens: int) -> None:
-        """Accept no sequence longer than this: memory has no room for it."""
+        """Reduce the maximum length of a sequence to what memory allows."""
         if tokens < self.max_context:
             log.warning("memory limits the context to %d of %d tokens", tokens, self.max_context)
             self.max_context = tokens
 
     def row(self, request: Generate, arrived: float) -> Row:
-        """A row that is safe to run, but for its rule: see `restrict`. Raises `RequestInvalid`."""
+        """Return a validated row; its rule comes from `restrict`. Raises `RequestInvalid`."""
         self._check_sampling(request)
         adapter = self._adapter(request.adapter)
         encoded = self._encode_fitting(request)
         ids, text = encoded.ids, encoded.text
-        # The model itself has sampled these, maybe of the rows with which its table is padded beyond its vocabulary.
+        # The model itself has sampled these ids, possibly from the padding of its table beyond the vocabulary.
         self._check_ids(request.resume, "resume", self._table_rows)
         keep = self._sparse.keep_of(request, len(ids), has_media=bool(encoded.spans))
         is_chat = isinstance(request.prompt, ChatPrompt)
@@ -186,14 +186,14 @@ class Intake:
         return row
 
     def _vocabulary_of(self, request: Generate, *, is_chat: bool) -> Vocabulary:
-        """That of the output, with or without the special tokens that nobody reads."""
+        """Return the vocabulary of the output, with or without hidden special tokens."""
         if request.shows_special:
             self._whole_vocabulary = self._whole_vocabulary or self.vocabulary.with_special()
             return self._whole_vocabulary
         return self._chat_vocabulary if is_chat else self.vocabulary
 
     def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
-        """The answer to a question about tokens; None once it is not wanted any more. Raises `RequestInvalid`."""
+        """Count or decode tokens; None as soon as the result is not wanted any more. Raises `RequestInvalid`."""
         match request:
             case Detokenize(rid, ids):
                 self._check_count(ids, "tokens")
@@ -211,7 +211,7 @@ class Intake:
                 return Tokenized(rid, count, tuple(ids))
 
     def _parts(self, prompt: Prompt) -> Iterable[Sequence[int]]:
-        """The tokens of a prompt that need not fit, in parts."""
+        """Return the tokens of a prompt in parts; the prompt need not fit the context."""
         match prompt:
             case TokensPrompt(ids):
                 self._check_count(ids, "prompt")
@@ -234,13 +234,13 @@ class Intake:
         return self._encoder.encode(text, add_special_tokens=False)
 
     def _check_characters(self, text: str, prompt: Prompt) -> None:
-        most = _QUESTION_CONTEXTS * _CHARS_PER_TOKEN * self.max_context
+        most = _MAX_COUNTED_CONTEXTS * _MAX_CHARS_PER_TOKEN * self.max_context
         if len(text) > most:
             message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=_param(prompt))
 
     def _check_count(self, ids: Sequence[int], param: str) -> None:
-        most = _QUESTION_CONTEXTS * self.max_context
+        most = _MAX_COUNTED_CONTEXTS * self.max_context
         if len(ids) > most:
             message = f"{param} has {len(ids)} token ids; at most {most} are taken at once."
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
@@ -252,10 +252,9 @@ class Intake:
         return request.constraint is not None or (chat is not None and bool(chat.must_call or chat.strict_tools))
 
     def restrict(self, row: Row, request: Generate) -> None:
-        """Give a row the rule for its output. For any thread that can wait, up to seconds. Raises `RequestInvalid`.
+        """Set the rule for a row's output. May take seconds, on any thread that can wait. Raises `RequestInvalid`.
 
-        Calls that must be made come before a format of the answer. Where they may be made, the answer is calls or has
-        the format.
+        Required calls override a format of the answer. If calls are optional, the answer is calls or has the format.
         """
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         if request.constraint is not None and not (chat is not None and chat.must_call):
@@ -263,8 +262,8 @@ class Intake:
             return
         if chat is None:
             return
-        room = row.max_tokens if request.max_tokens is not None else min(row.max_tokens, DEFAULT_ROOM)
-        row.rule = self._tool_rules.make(chat, self.vocabulary.decode(row.prompt[-_PROMPT_END:]), room)
+        room = row.max_tokens if request.max_tokens is not None else min(row.max_tokens, DEFAULT_CALL_TOKENS)
+        row.rule = self._tool_rules.make(chat, self.vocabulary.decode(row.prompt[-_PROMPT_END_TOKENS:]), room)
         if chat.must_call and row.rule is not None:
             # Reasoning may take half of the tokens, but none of those that the call needs.
             row.thinking.closing_ids = self._dialect.calling_ids
@@ -272,11 +271,10 @@ class Intake:
             row.thinking.budget = most if row.thinking.budget is None else min(row.thinking.budget, most)
 
     def constrain(self, row: Row, constraint: Constraint, chat: ChatPrompt | None = None) -> None:
-        """Give a row the rule for its output, or for calls if `chat` has tools. For any thread that can wait, up to
-        seconds. Raises `RequestInvalid`."""
+        """Set the rule for a row's output, and for `chat`'s calls. May take seconds. Raises `RequestInvalid`."""
         has_tools = chat is not None and bool(chat.tools)
         needs_end = constraint.after_reasoning or has_tools
-        prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END:]) if needs_end else ""
+        prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END_TOKENS:]) if needs_end else ""
         row.rule = self._rules.make(constraint, prompt_end, ignore_eos=row.sampling.ignore_eos)
         if chat is not None and has_tools:
             row.rule = self._tool_rules.beside(row.rule, constraint, chat, prompt_end)
@@ -285,17 +283,20 @@ class Intake:
         return self._renderer.render(self._dialect.asked(prompt))
 
     def _drafting(self, request: Generate, *, by_model: bool) -> Drafting:
-        """Drafts as the request wants them. A prediction longer than the context is of no use. For a sparse prompt the
-        draft model would hold KV of all that the model leaves out."""
+        """Return the drafting options of a request.
+
+        A prediction longer than the context is useless. For a sparse prompt, the draft model would need KV of
+        everything that the model skips.
+        """
         most = ALL if request.most_drafted is None else request.most_drafted
-        text = request.prediction[: self.max_context * _CHARS_PER_TOKEN] if most else ""
+        text = request.prediction[: self.max_context * _MAX_CHARS_PER_TOKEN] if most else ""
         ids = self._encoder.encode(text, add_special_tokens=False)[: self.max_context] if text else []
-        # A tokenizer may know more tokens than the model: no draft may hold those, nor go on behind them.
+        # A tokenizer may have more tokens than the model: no draft may contain those, nor continue after them.
         known = tuple(token if token < self._vocab_size else BREAK for token in ids)
         return Drafting(most, known, request.cache_salt, by_model)
 
     def _adapter(self, name: str) -> Adapter | None:
-        """The adapter that a request names. Raises `RequestInvalid`."""
+        """Return the adapter that a request names. Raises `RequestInvalid`."""
         if not name:
             return None
         if self._adapters is None:
@@ -303,7 +304,7 @@ class Intake:
         return self._adapters.find(name)
 
     def _encode_fitting(self, request: Generate) -> EncodedPrompt:
-        """The prompt, less what its request allows to leave out where it does not fit."""
+        """Encode the prompt, truncated to fit if the request allows it."""
         prompt, salt = request.prompt, request.cache_salt
         if not is_cut(request):
             return self._encode(prompt, salt)
@@ -313,7 +314,7 @@ class Intake:
         return fit_tokens(request, self._encode(prompt, salt, CONTEXTS), opening, self.max_context)
 
     def _encode(self, prompt: Prompt, salt: str, contexts: int = 1) -> EncodedPrompt:
-        """The prompt, which is refused early where it is far longer than so many contexts."""
+        """Encode the prompt; refuse it early if it is far longer than this many contexts."""
         match prompt:
             case ChatPrompt():
                 encoded = self._encode_chat(prompt, salt, contexts)
@@ -355,17 +356,18 @@ class Intake:
 
     def _encode_infill(self, prefix: str, infill: Infill, prompt: Prompt) -> list[int]:
         characters = sum(map(len, (prefix, infill.suffix, infill.middle, *(text for _, text in infill.files))))
-        if characters > _CHARS_PER_TOKEN * self.max_context:
-            raise self._too_long(characters // _CHARS_PER_TOKEN, prompt, "at least ")
+        if characters > _MAX_CHARS_PER_TOKEN * self.max_context:
+            raise self._too_long(characters // _MAX_CHARS_PER_TOKEN, prompt, "at least ")
         return self._infill.encode(prefix, infill)
 
     def _encode_text(self, text: str, prompt: Prompt, contexts: int) -> list[int]:
         add_special_tokens, most = _adds_special(prompt), contexts * self.max_context
-        # Megabytes that cannot fit would cost seconds and gigabytes: their beginning is enough to know.
-        start = text[: _CHARS_PER_TOKEN * most]
+        # The beginning of megabytes that cannot fit is enough to refuse them; all of it would take seconds and
+        # gigabytes.
+        start = text[: _MAX_CHARS_PER_TOKEN * most]
         if len(start) < len(text):
             at_least = len(self._encoder.encode(start, add_special_tokens=add_special_tokens))
-            if at_least > most + _SLICE_SLACK:
+            if at_least > most + _CUT_EXTRA_TOKENS:
                 raise self._too_long(at_least, prompt, "at least ")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
@@ -377,17 +379,17 @@ class Intake:
                 raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
 
     def _boundaries(self, ids: list[int]) -> list[int]:
-        """Positions where a message begins."""
+        """Return the positions at which messages begin."""
         return [at for at, token in enumerate(ids) if token in self._turn_starts and at > 0]
 
     def _find_turn_starts(self, generation_prompt: str) -> frozenset[int]:
-        """The control token that opens the generation prompt opens every message; without one, any control token."""
+        """Return the control token that begins the generation prompt, and so every message; otherwise all of them."""
         first = self._encoder.encode(generation_prompt, add_special_tokens=False)[:1]
         hidden = self.vocabulary.hidden
         return frozenset(first) & hidden or hidden
 
     def _sampling(self, request: Generate) -> Sampling:
-        """The sampling of a row: what fills in the middle ends where a next part would begin."""
+        """Return the sampling options of a row: a filled-in middle also ends at tokens that begin another part."""
         prompt, sampling = request.prompt, request.sampling
         if not isinstance(prompt, TextPrompt) or prompt.infill is None or sampling.ignore_eos:
             return sampling
@@ -415,7 +417,7 @@ class Intake:
             raise RequestInvalid(Code.INVALID_REQUEST, "max_tokens is negative", param="max_tokens")
 
     def _room(self, prompt_tokens: int, request: Generate) -> int:
-        """Most tokens to generate: as requested, or the rest of the context."""
+        """Return the maximum number of tokens to generate: as requested, or the rest of the context."""
         left = self.max_context - prompt_tokens
         if left < 1:
             raise self._too_long(prompt_tokens, request.prompt)

@@ -31,9 +31,9 @@ KINDS: Final = ("image", "video", "audio")
 
 @dataclass(slots=True, frozen=True)
 class EncodedPrompt:
-    """A prompt as a row runs it. `text` is None of a prompt that came as ids; media stand in it as their markers.
+    """Encoded prompt of a row. `text` is None for a prompt of ids, and has markers in place of media.
 
-    `relaxed` names what is done in another way than the request says.
+    `relaxed` names the deviations from the request.
     """
 
     ids: list[int]
@@ -41,12 +41,12 @@ class EncodedPrompt:
     spans: list[Span] = field(default_factory=list[Span])
     positions: npt.NDArray[np.int32] | None = None
     relaxed: tuple[str, ...] = ()
-    # Turns and tokens of the request's prompt that are not in it.
+    # Numbers of turns and tokens of the request's prompt that were truncated.
     left_out: tuple[int, int] = (0, 0)
 
 
 class MediaPrompts:
-    """Encodes chat prompts that hold media, for one model that takes some."""
+    """Encoder of chat prompts with media, for one model that takes some."""
 
     def __init__(
         self, processor: Processor, renderer: Renderer, placeholders: Mapping[str, int], in_space: bool
@@ -57,14 +57,14 @@ class MediaPrompts:
         self._placeholders = dict(placeholders)
         self._in_space = in_space
         shown = renderer.shown
-        # Frames of a clip can be shown as images.
+        # A clip's frames can be shown as images.
         self.modalities = tuple(kind for kind in KINDS if kind in shown or (kind == "video" and "image" in shown))
 
     def encode(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]], salt: str = "") -> EncodedPrompt:
-        """Ids of a prompt with its media in place; `encode` is given text and the tokens to come beside its own.
+        """Encode a prompt with its media in place. `encode` gets the text and the number of tokens to be added.
 
-        Media are known by their content and the `salt` of the prompt's prefixes: features are shared within it. Raises
-        `RequestInvalid`, with the path of the part for what concerns one medium.
+        Features are cached by content and by the `salt` of the prompt's prefixes, and shared only within a salt. Raises
+        `RequestInvalid`, with the path of the part if it concerns one medium.
         """
         prompt, prepared, relaxed = self._prepare(prompt, salt)
         text, order = self.renderer.place(prompt)
@@ -83,7 +83,7 @@ class MediaPrompts:
         return EncodedPrompt(ids, text, _spans(placed, begins), places, relaxed)
 
     def _prepare(self, prompt: ChatPrompt, salt: str) -> tuple[ChatPrompt, list[PreparedMedia], tuple[str, ...]]:
-        """The prompt with its media read, and clips as images for a template that shows none."""
+        """Read the media of a prompt; clips become images for a template that shows no clips."""
         prepared: list[PreparedMedia] = []
         became: list[list[PreparedMedia]] = []
         relaxed: list[str] = []
@@ -120,7 +120,7 @@ class MediaPrompts:
 def open_media(
     loaded: LoadedModel, encoder: PromptEncoder, limits: MediaLimits, memory_bytes: int
 ) -> tuple[MediaPrompts | None, str]:
-    """Encoder of a model's prompts with media; None, with the reason, of one that takes none."""
+    """Open the encoder of a model's prompts with media; None, with the reason, if the model takes none."""
     if loaded.vision is None:
         return None, loaded.no_vision
     needs = loaded.vision.needs
@@ -146,14 +146,14 @@ def open_media(
 
 
 def unserved(media: Media, modalities: Sequence[str], reason: str = "") -> RequestInvalid:
-    """A refusal of a kind of medium that the model does not take."""
+    """Build the refusal of a kind of medium that the model does not take."""
     taken = f"it takes {', '.join(modalities)} and text" if modalities else reason or "it takes text alone"
     message = f"This model takes no {media.kind}: {taken}."
     return RequestInvalid(Code.UNSUPPORTED_MODALITY, message, param=media.param or "messages")
 
 
 def _salted(media: Media, salt: str) -> Media:
-    """A medium under a digest that no other salt has: how long its features take tells nothing of others."""
+    """Return a medium with a digest specific to the salt, so that cache timing reveals nothing about other salts."""
     if not salt:
         return media
     key = blake2b(salt.encode(), digest_size=32).digest()
@@ -161,7 +161,7 @@ def _salted(media: Media, salt: str) -> Media:
 
 
 def _spans(placed: Sequence[PreparedMedia], begins: Sequence[int]) -> list[Span]:
-    """One span for each stretch of placeholders of one medium that is encoded alone."""
+    """Return one span for each run of placeholders that belong to a separately encoded medium."""
     spans: list[Span] = []
     run = 0
     for prepared in placed:

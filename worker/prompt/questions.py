@@ -1,4 +1,4 @@
-"""Questions about tokens, answered on a thread of their own: no request for generation waits for one."""
+"""Tokenize and detokenize calls, answered on a thread of their own so that no generation waits for them."""
 
 import os
 import sys
@@ -16,22 +16,22 @@ from worker.model import memory
 Question = Tokenize | Detokenize
 
 WAITING_MAX: Final = 64
-# Others' threads run first where the system lets a thread say so.
-_NICE: Final = 10
-# Memory is given back after a question of this many characters or ids.
-_LARGE: Final = 1 << 18
+# Linux lets a thread lower its own priority, so that other threads run first.
+_THREAD_NICE: Final = 10
+# Free heap memory is returned to the system after a call with more characters or ids than this.
+_LARGE_CALL_SIZE: Final = 1 << 18
 
 
 class CallAnswerer(Protocol):
-    """Knows the tokens of a model: the intake of any kind of worker."""
+    """Port to the tokens of a model: the intake of any kind of worker."""
 
     def tokenize(self, request: Question, is_wanted: Callable[[], bool]) -> Tokenized | None:
-        """The answer to a question; None once it is not wanted any more. Raises `RequestInvalid`."""
+        """Count or decode tokens; None as soon as the result is not wanted any more. Raises `RequestInvalid`."""
         ...
 
 
 class TokenizeCalls:
-    """Answers one question after the other. `put` and `abort` are for the receiving thread."""
+    """Queue of tokenize and detokenize calls, answered one by one. The receiving thread calls `put` and `abort`."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class TokenizeCalls:
         refusing: Callable[[int], AbstractContextManager[None]],
         gauges: Gauges,
     ) -> None:
-        """`refusing` makes whatever goes wrong inside of it a `Rejected` of that rid."""
+        """`refusing` turns any error inside it into a `Rejected` of that rid."""
         self._intake = intake
         self._send = send
         self._refusing = refusing
         self._gauges = gauges
         self._changed = threading.Condition()
         self._waiting: OrderedDict[int, Question] = OrderedDict()
-        # Of the question that is being answered.
+        # State of the call that is being answered.
         self._rid: int | None = None
         self._is_wanted = True
 
@@ -55,7 +55,7 @@ class TokenizeCalls:
         threading.Thread(target=self._run, name="questions", daemon=True).start()
 
     def put(self, question: Question) -> None:
-        """Take a question in, or refuse it when too many wait."""
+        """Queue a call, or refuse it if too many are waiting."""
         with self._changed:
             if is_full := len(self._waiting) >= WAITING_MAX:
                 self._gauges.refused_questions += 1
@@ -67,7 +67,7 @@ class TokenizeCalls:
             self._send(Rejected(question.rid, Failure(Code.BUSY, message)))
 
     def abort(self, rids: Iterable[int]) -> list[int]:
-        """Forget questions whose clients have left. Returns the rids that are not of questions."""
+        """Cancel calls whose clients have disconnected. Returns the rids that are not of calls."""
         others: list[int] = []
         with self._changed:
             for rid in rids:
@@ -80,14 +80,14 @@ class TokenizeCalls:
     def _run(self) -> None:
         if sys.platform == "linux":
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICE)
         while True:
             question = self._next()
             with self._refusing(question.rid):
                 answer = self._intake.tokenize(question, lambda: self._is_wanted)
                 if answer is not None:
                     self._send(answer)
-                if answer is None or max(answer.count, len(answer.text)) > _LARGE:
+                if answer is None or max(answer.count, len(answer.text)) > _LARGE_CALL_SIZE:
                     answer = None
                     memory.give_back_heap()
 

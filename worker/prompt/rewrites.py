@@ -1,7 +1,6 @@
-"""Chat messages, changed as little as a template needs: pure functions from messages to messages.
+"""Rewrites of chat messages to the forms that templates accept: pure functions from messages to messages.
 
-Messages come as OpenAI shapes them, with a string as content, or a list where there are media, and tool arguments as
-objects.
+Messages come in OpenAI's form: their content is a string, or a list if there are media, and tool arguments are objects.
 """
 
 import hashlib
@@ -14,7 +13,7 @@ from worker.prompt.contents import joined, media, parts, words, wrapped
 Message = dict[str, Any]
 Messages = list[Message]
 
-# For models whose template knows nothing of tools: Hermes' format (NousResearch/Hermes-Function-Calling), which the
+# Prompt for models whose template has no tools, in Hermes' format (NousResearch/Hermes-Function-Calling), which the
 # `hermes` parser reads and most models have seen.
 TOOLS_PROMPT: Final = """\
 You may call functions to help with the user's request. The functions, as JSON, one a line:
@@ -26,17 +25,17 @@ For each call, answer with a JSON object within <tool_call></tool_call> tags, an
 {{"name": <function-name>, "arguments": <arguments-object>}}
 </tool_call>"""
 
-# In place of a result that was nothing but media, and between a result and its media.
+# Text in place of a result that consists of media only, and between a result and its media.
 SHOWN_NEXT: Final = "(shown in the next message)"
 
 
 def unchanged(messages: Messages) -> Messages:
-    """As most templates want them, and as messages come."""
+    """Return the messages as they came, as most templates accept them."""
     return messages
 
 
 def arguments_as_json(messages: Messages) -> Messages:
-    """For templates that join a call's arguments to other text."""
+    """Convert arguments to JSON text, for templates that concatenate a call's arguments with other text."""
     return [
         {**message, "tool_calls": [_stringify(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -46,12 +45,12 @@ def arguments_as_json(messages: Messages) -> Messages:
 
 
 def calls_in_text(messages: Messages) -> Messages:
-    """For templates that list tools but drop the calls of earlier turns."""
+    """Write calls as text, for templates that list tools but drop the calls of earlier turns."""
     return [_call_in_text(message) if message.get("tool_calls") else message for message in messages]
 
 
 def one_call_each(messages: Messages) -> Messages:
-    """For templates that take one call a message: each call is a message of its own, with its result after it."""
+    """Split messages into one call each, followed by its result, for templates that take one call a message."""
     split: Messages = []
     at = 0
     while at < len(messages):
@@ -77,7 +76,7 @@ def one_call_each(messages: Messages) -> Messages:
 
 
 def words_in_reasoning(messages: Messages) -> Messages:
-    """For templates that take either reasoning or content beside calls, as Harmony's: what was said is thought."""
+    """Move content into the reasoning, for templates that take only one of both beside calls, such as Harmony's."""
     return [
         {**message, "content": "", "reasoning_content": f"{message['reasoning_content']}\n\n{message['content']}"}
         if message.get("tool_calls") and _is_text(message.get("content")) and message.get("reasoning_content")
@@ -87,7 +86,7 @@ def words_in_reasoning(messages: Messages) -> Messages:
 
 
 def words_apart(messages: Messages) -> Messages:
-    """For templates that drop what was said beside calls: the words are a message of their own, before them."""
+    """Move content into a message before its calls, for templates that drop content beside calls."""
     split: Messages = []
     for message in messages:
         if message.get("tool_calls") and message.get("content"):
@@ -98,7 +97,7 @@ def words_apart(messages: Messages) -> Messages:
 
 
 def nine_character_ids(messages: Messages) -> Messages:
-    """For templates that want Mistral's ids, nine letters and digits: the same id stays the same."""
+    """Shorten call ids to Mistral's nine letters and digits; equal ids stay equal."""
 
     def short(call_id: str) -> str:
         return hashlib.blake2b(call_id.encode(), digest_size=16).hexdigest()[:9]
@@ -115,7 +114,7 @@ def nine_character_ids(messages: Messages) -> Messages:
 
 
 def one_system(messages: Messages) -> Messages:
-    """For templates that take a system message at the start only: leading ones are one, later ones the user's."""
+    """Merge leading system messages and turn later ones into user messages, for templates with one at the start."""
     lead = 0
     while lead < len(messages) and messages[lead]["role"] == "system":
         lead += 1
@@ -127,7 +126,7 @@ def one_system(messages: Messages) -> Messages:
 
 
 def alternating(messages: Messages) -> Messages:
-    """For templates that want user and assistant in turn: neighbours of one role become one message."""
+    """Merge adjacent messages of one role, for templates that require user and assistant to alternate."""
     merged: Messages = []
     for message in one_system(messages):
         is_plain = message["role"] in ("user", "assistant") and not message.get("tool_calls")
@@ -139,7 +138,7 @@ def alternating(messages: Messages) -> Messages:
 
 
 def without_system(messages: Messages) -> Messages:
-    """For templates without a system role: its text opens the first user message."""
+    """Merge the system message into the first user message, for templates without a system role."""
     merged = one_system(messages)
     if not merged or merged[0]["role"] != "system":
         return alternating(merged)
@@ -147,15 +146,15 @@ def without_system(messages: Messages) -> Messages:
 
 
 def as_parts(messages: Messages) -> Messages:
-    """For templates that render contents as lists only."""
+    """Convert contents to lists, for templates that render no other contents."""
     return [{**message, "content": parts(message.get("content"))} for message in messages]
 
 
 def media_to_users(messages: Messages, roles: frozenset[str], bridge: str = "") -> Messages:
-    """For templates that lose or refuse media of these roles: they come in a user's message right after.
+    """Move media of these roles to a user message after them, for templates that lose or refuse them there.
 
-    Results of tools that stand together stay so, and their media follow the last of them; a `bridge` is what the
-    assistant says in between, for templates that want it to answer before a user speaks again.
+    Consecutive tool results stay together, and their media follow the last of them. `bridge` is an assistant message in
+    between, for templates that require one before the next user message.
     """
     moved: Messages = []
     waiting: list[Message] = []
@@ -198,7 +197,7 @@ ADAPTATIONS: Final[tuple[Callable[[Messages], Messages], ...]] = (
 
 
 def tools_in_text(messages: Messages, tools: Sequence[dict[str, Any]]) -> Messages:
-    """Tools, calls and results as plain text, for templates that render none of them."""
+    """Write tools, calls and results as plain text, for templates that render none of them."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     prompt = [{"role": "system", "content": TOOLS_PROMPT.format(tools=lines)}] if tools else []
     lead = 1 if messages and messages[0]["role"] == "system" else 0

@@ -1,4 +1,4 @@
-"""Tools for chat templates that know only plain schemas: one type each, everything described, nothing referred to."""
+"""Simplified tools for chat templates that support plain schemas only: one type each, all described, no references."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
@@ -9,7 +9,7 @@ _MAX_DEPTH: Final = 12
 
 
 def simple_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same tools in OpenAI's shape. What a schema says beyond types, names and descriptions is lost."""
+    """Return the same tools in OpenAI's form. Keywords other than types, names and descriptions are lost."""
     return [{"type": "function", "function": _function(mapping(tool.get("function")))} for tool in tools]
 
 
@@ -41,7 +41,7 @@ def _simple(schema: Any, root: Schema, depth: int) -> dict[str, Any]:
 
 
 def _chosen(schema: Schema, root: Schema) -> Schema:
-    """Behind references, and the first of several options that is not null."""
+    """Resolve references, and the first of several options that is not null."""
     for _ in range(_MAX_DEPTH):
         ref = schema.get("$ref")
         options = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)), None)

@@ -1,4 +1,4 @@
-"""Limits of sparse prefill: which requests may have one, of a model that can."""
+"""Limits of sparse prefill: the requests that may use it, for a model that supports it."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,14 +13,14 @@ PARAM: Final = "sparse_prefill"
 
 @dataclass(frozen=True, slots=True)
 class SparseLimits:
-    """`keep` is the part of a prompt that is kept where the request names none, 0 for a model without sparse prefill;
-    shorter prompts than `least` tokens run whole."""
+    """Limits of one model. `keep` is the default share of a prompt that is kept, 0 for a model without sparse prefill;
+    prompts shorter than `least` tokens run in full."""
 
     keep: float = 0.0
     least: int = 0
 
     def keep_of(self, request: Generate, tokens: int, *, has_media: bool) -> float:
-        """The part of a prompt of so many tokens to keep, 0 for all of it. Raises `RequestInvalid`."""
+        """Return the share of a prompt of `tokens` tokens to keep, 0 for all of it. Raises `RequestInvalid`."""
         wanted = request.sparse_keep
         if wanted is None:
             return 0.0
@@ -39,7 +39,7 @@ NO_SPARSE: Final = SparseLimits()
 
 
 def name_kept(tokens: int, keep: float) -> tuple[str, ...]:
-    """The sparse prefill of a prompt of so many tokens, for the client."""
+    """Return the label that reports a prompt's sparse prefill to the client."""
     return (f"sparse-prefill-{count_kept(tokens, keep)}-of-{tokens}",) if keep else ()
 
 

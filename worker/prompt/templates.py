@@ -1,4 +1,4 @@
-"""Chat messages to prompt text, by the model's own template."""
+"""Rendering of chat messages to prompt text with the model's own template."""
 
 import inspect
 import json
@@ -33,7 +33,7 @@ from worker.prompt.simple_tools import simple_tools
 from worker.prompt.time_limit import RENDERING
 from worker.vision.markers import MediaMarkers
 
-# What template code raises on messages that it does not expect.
+# Errors that template code raises for unexpected messages.
 _REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 _NEAREST: Final = {"low": ("medium", "high", ""), "medium": ("high", "low", ""), "high": ("medium", "low", "")}
 
@@ -64,25 +64,26 @@ _RESULT: Final[Messages] = [
 
 
 class Renderer:
-    """Renders with exactly the variables that a request gives: what it does not mention, the template decides.
+    """Renderer of chats that sets only the variables of the request; the template decides the others.
 
-    A template that refuses the messages gets them in other shapes, the least changed first (worker/prompt/rewrites.py).
+    If a template refuses the messages, they are rewritten and tried again, with the smallest change first
+    (worker/prompt/rewrites.py).
     """
 
     def __init__(self, tokenizer: Any, markers: MediaMarkers | None = None) -> None:
         """`markers` are those of a model that takes media; without them no media are expected."""
         self._tokenizer = tokenizer
         self._markers = markers
-        # None: a renderer in code, which mlx-lm's wrapper calls.
+        # Empty for a renderer in code, which mlx-lm's wrapper calls.
         self._templates = _templates(tokenizer.chat_template)
         self.has_template = bool(tokenizer.has_chat_template)
-        # FireFunction's template has its tools as text, and wants the time.
+        # FireFunction's template takes its tools as text, and the current time.
         self._wants_functions = self._mentions("functions") and not self._mentions("tools")
         self.knows_tools = not self._templates or self._mentions("tools") or self._wants_functions
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
-        # Most templates test whether there are tools; a few go through them in any case.
+        # Most templates test whether there are tools; a few iterate over them unconditionally.
         self._no_tools: list[Any] | None = None
-        # A few render contents as lists only, because their models take images.
+        # A few templates render contents only as lists, because their models take images.
         self._shape_contents: Callable[[Messages], Messages] = unchanged
         self._shape_contents = self._choose_contents()
         self._no_tools = [] if self._templates and not self._try([{"role": "user", "content": "x"}]) else None
@@ -90,19 +91,19 @@ class Renderer:
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
         self._adaptations = tuple(adapt for adapt in ADAPTATIONS if not self._loses_system(adapt)) or ADAPTATIONS
-        # Kinds of media that come out of a user's message, and the roles whose media do not.
+        # Kinds of media that appear for a user's message, and roles whose media do not appear.
         self.shown = frozenset(kind for kind in (markers.by_kind if markers else ()) if self._shows("user", kind))
         self._hiding = frozenset(role for role in ("tool", "assistant", "system") if not self._shows(role))
         self._bridge = "" if self._takes_moved("") else SHOWN_NEXT
 
     def render(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> str:
-        """The prompt's text, special tokens included. Raises `RequestInvalid`."""
+        """Render the prompt's text, including special tokens. Raises `RequestInvalid`."""
         return self.place(prompt, opens_answer=opens_answer)[0]
 
     def place(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> tuple[str, list[int]]:
-        """The prompt's text with a marker for each medium, and the media's indices in the order of their markers.
+        """Render the prompt's text, and return the indices of its media in the order of their markers.
 
-        Every marker is of a medium: those that clients type are broken. Raises `RequestInvalid`.
+        Every marker belongs to a medium: those that clients type are broken. Raises `RequestInvalid`.
         """
         if not self.has_template:
             raise RequestInvalid(
@@ -118,13 +119,13 @@ class Renderer:
         try:
             return RENDERING.run(lambda: self._render_with_effort(prompt, opens_answer and not prompt.continue_final))
         except _REFUSALS as error:
-            # Only a refusal of the template itself is for clients; other errors are of the code that runs it.
+            # The template's own refusals are shown to clients; other errors are of the code that runs it.
             reason = f": {error}" if isinstance(error, TemplateError) else ""
             message = f"the model's chat template refused the messages{reason}"
             raise RequestInvalid(Code.TEMPLATE_ERROR, message, detail=repr(error), param="messages") from error
 
     def _render_with_effort(self, prompt: ChatPrompt, opens_answer: bool) -> tuple[str, list[int]]:
-        """With what is asked for, or with the nearest that the template knows: clients name one in every request."""
+        """Render with the requested effort, or the nearest accepted one: many clients always send an effort."""
         try:
             return self._render_somehow(prompt, opens_answer)
         except _REFUSALS:
@@ -136,13 +137,13 @@ class Renderer:
             raise
 
     def _tells_apart(self, prompt: ChatPrompt, other: ChatPrompt) -> bool:
-        """Whether the template has a use for what these ask of its thinking, where they differ."""
+        """Whether the template uses a variable in which the thinking options of the two prompts differ."""
         ours, theirs = _thinking_variables(prompt), _thinking_variables(other)
         changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
         return not self._templates or any(self._mentions(name) for name in changed)
 
     def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> tuple[str, list[int]]:
-        """In the first shape that the template takes. Raises what it raised on the least changed one."""
+        """Render with the first rewrite that the template accepts. Raises its error for the least changed one."""
         messages = prompt.messages
         if prompt.media:
             messages = media_to_users(messages, self._hiding, self._bridge)
@@ -151,7 +152,7 @@ class Renderer:
         else:
             messages = self._write_calls(self._shape_calls(messages))
         first: Exception | None = None
-        # A long conversation takes a while, so no shape is tried twice.
+        # Duplicate rewrites are skipped, because rendering a long conversation is slow.
         shapes: list[Messages] = []
         shapes += (shape for adapt in self._adaptations if (shape := adapt(messages)) not in shapes)
         plain = simple_tools(prompt.tools)
@@ -166,7 +167,7 @@ class Renderer:
         raise first
 
     def _order(self, given: Messages, shape: Messages, text: str) -> list[int]:
-        """Indices of the media of these messages: the shape has them all, and its text marks them in order."""
+        """Return the indices of the media in the order of their markers in the text."""
         wanted, shown = _media(given), _media(shape)
         if self._markers is None or not wanted:
             return []
@@ -175,7 +176,7 @@ class Renderer:
         return [part["media"] for part in shown]
 
     def probe(self) -> tuple[str, str]:
-        """A one-message chat rendered with and without the generation prompt; ("", "") where that is not possible."""
+        """Render a chat of one message with and without the generation prompt; ("", "") if the template refuses it."""
         messages = [{"role": "user", "content": "x"}]
         try:
             opened = self.render(ChatPrompt(messages))
@@ -185,7 +186,7 @@ class Renderer:
         return (opened, closed) if opened.startswith(closed) else ("", "")
 
     def _try(self, messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> str | None:
-        """Render exactly these messages, before an answer; None where the template refuses them."""
+        """Render exactly these messages with a generation prompt; None if the template refuses them."""
         with suppress(*_REFUSALS):
             return self._render(messages, ChatPrompt(messages, list(tools)), opens_answer=True)
         return None
@@ -227,7 +228,7 @@ class Renderer:
         )
 
     def _choose_contents(self) -> Callable[[Messages], Messages]:
-        """Lists where the template drops or refuses text that comes as a string, and only there."""
+        """Choose lists of parts if the template drops or refuses contents that are strings."""
         messages: Messages = [{"role": "user", "content": "word1"}]
         for shape in (unchanged, as_parts) if self._templates else ():
             if any("word1" in (self._try(shape(messages), tools) or "") for tools in ([], [_PROBE_TOOL])):
@@ -235,7 +236,7 @@ class Renderer:
         return unchanged
 
     def _shows(self, role: str, kind: str = "image") -> bool:
-        """Whether a medium of such a message comes out, where it stands."""
+        """Whether a medium in a message of this role appears at its place."""
         if self._markers is None or kind not in self._markers.by_kind:
             return False
         user: Messages = [{"role": "user", "content": "x"}]
@@ -249,7 +250,7 @@ class Renderer:
         return self._markers.kinds(self._try(turns[role], [_PROBE_TOOL] if role == "tool" else []) or "") == [kind]
 
     def _takes_moved(self, bridge: str) -> bool:
-        """Whether media of a result can come in a user's message right after it."""
+        """Whether media of a result can move to a user message directly after it."""
         if self._markers is None:
             return True
         text = self._try(self._write_calls(media_to_users(_RESULT, self._hiding, bridge)), [_PROBE_TOOL]) or ""
@@ -274,7 +275,7 @@ class Renderer:
         return not (is_lost or is_python or is_quoted_twice)
 
     def _choose_shape(self) -> Callable[[Messages], Messages]:
-        """Choose a shape of turns with several calls that the template neither refuses nor loses."""
+        """Choose a rewrite of turns with several calls that the template neither refuses nor loses."""
         if not self._templates or not self.knows_tools:
             return CALL_SHAPES[0]
         for wanted in (("word1", "word2", "said"), ("word1", "word2")):
@@ -284,7 +285,7 @@ class Renderer:
         return CALL_SHAPES[0]
 
     def _holds(self, shape: Callable[[Messages], Messages], wanted: tuple[str, ...]) -> bool:
-        """Whether these words of two calls, and of what was said beside them, come out; an answer follows."""
+        """Whether the template renders these words of two calls and of the text beside them, also before an answer."""
         calls = [
             {**_PROBE_CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
             for n in (1, 2)
@@ -296,7 +297,7 @@ class Renderer:
         ]
         answered: Messages = [*messages, {"role": "assistant", "content": "z"}, {"role": "user", "content": "x"}]
         text = self._try(self._write_calls(shape(messages)), [_PROBE_TOOL]) or ""
-        # Earlier turns may lose their reasoning, and what was said with it; they may not be refused.
+        # Earlier turns may lose their reasoning and the text beside it, but they must not be refused.
         is_taken = self._try(self._write_calls(shape(answered)), [_PROBE_TOOL]) is not None
         return is_taken and all(word in text for word in wanted)
 
@@ -304,7 +305,7 @@ class Renderer:
         return any(re.search(rf"\b{name}\b", template) for template in self._templates.values())
 
     def _renders_tools(self) -> bool:
-        """Whether tools come out, in some shape of the messages: a template may raise on them, or ignore them."""
+        """Whether the template renders tools with some rewrite of the messages; it may also refuse or ignore them."""
         if not self._templates:
             return True
         messages: Messages = [{"role": "system", "content": "w"}, {"role": "user", "content": "x"}]
@@ -315,7 +316,7 @@ class Renderer:
         return False
 
     def _loses_system(self, adapt: Callable[[Messages], Messages]) -> bool:
-        """Whether the template silently drops a system message: not the only one, or not before a question."""
+        """Whether the template silently drops a system message that is not the only one, or not before a question."""
         system, user = {"role": "system", "content": "words1"}, {"role": "user", "content": "x"}
         later = [{"role": "system", "content": "words2"}, {"role": "user", "content": "y"}]
         result = {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "z"}
@@ -332,20 +333,20 @@ class Renderer:
 
 
 def check_template(template: str) -> None:
-    """Raises `LoadFailed` for one that does not compile."""
+    """Check that a configured template compiles. Raises `LoadFailed`."""
     try:
         render_jinja_template(conversations=[[]], chat_template=template)
     except TemplateSyntaxError as error:
         message = f"the configured chat_template does not compile: {error.message} (its line {error.lineno})"
         raise LoadFailed(Code.BAD_CONFIG, message) from error
     except _REFUSALS:
-        pass  # of a chat without messages
+        pass  # it refuses a chat without messages
 
 
 def adopt_template(tokenizer: Any, path: Path) -> None:
-    """Give a tokenizer the template that stands beside it for a model's processor.
+    """Set a tokenizer's template to the one in a separate file for the model's processor.
 
-    That is where it has none of its own, or one that knows no images while the other does.
+    This happens if the tokenizer has no template, or one without images while the other has them.
     """
     beside = _template_beside(path)
     own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
@@ -366,7 +367,7 @@ def _template_beside(path: Path) -> str:
 
 
 def _templates(chat_template: Any) -> dict[str, str]:
-    """By name, the default first."""
+    """Return the templates by name, with the default first."""
     if isinstance(chat_template, str):
         return {"default": chat_template}
     if isinstance(chat_template, dict):
@@ -386,13 +387,13 @@ def _mentions_tools(prompt: ChatPrompt) -> bool:
 
 
 def _functions(prompt: ChatPrompt) -> dict[str, Any]:
-    """As FireFunction's model card gives them; a date without a time, so that a prompt is the same all day."""
+    """Return the variables of FireFunction's model card. The date has no time, so that prompts are equal all day."""
     specs = [tool["function"] for tool in prompt.tools]
     return {"functions": json.dumps(specs, indent=4, ensure_ascii=False), "datetime": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def _thinking_variables(prompt: ChatPrompt) -> dict[str, Any]:
-    """One wish in every spelling that templates know; a template ignores those it does not."""
+    """Return the thinking options in every spelling that templates know; a template ignores the others."""
     variables: dict[str, Any] = {}
     if prompt.thinking is not None:
         variables |= {"enable_thinking": prompt.thinking, "thinking": prompt.thinking}

@@ -1,4 +1,4 @@
-"""Time limit of chat templates: an exception that CPython raises in the thread that renders, wherever it is then."""
+"""Time limit of chat templates: CPython raises an exception in the rendering thread, wherever it is."""
 
 import ctypes
 import logging
@@ -19,17 +19,17 @@ T = TypeVar("T")
 # https://docs.python.org/3/c-api/threads.html#c.PyThreadState_SetAsyncExc
 _raise_in_thread: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _raise_in_thread.argtypes = (ctypes.c_ulong, ctypes.py_object)
-# Takes back what was not raised yet.
+# This cancels an exception that has not been raised yet.
 _NULL: "ctypes.py_object[object]" = ctypes.py_object()
 
 
 class _TimeLimitExceeded(BaseException):
-    """The code took too long. No `Exception`, which the code might handle."""
+    """Raised when the limit is exceeded. It is not an `Exception`, which the code might handle."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rendering:
-    """One call of `TimeLimit.run`. The watcher holds the lock while it raises."""
+    """Call of `TimeLimit.run`. The watcher holds the lock while it raises."""
 
     thread: int
     deadline: float
@@ -37,9 +37,9 @@ class _Rendering:
 
 
 class TimeLimit:
-    """Ends renderings after `limit_s`, in any thread: loops end at once, a call into C when it returns.
+    """Limit of renderings to `limit_s`, in any thread: a loop ends at once, a call into C when it returns.
 
-    All have one limit, so that they reach it in the order in which they began. They are not nested.
+    All have the same limit, so they reach it in the order in which they began. They are not nested.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -50,7 +50,7 @@ class TimeLimit:
         self._watcher: threading.Thread | None = None
 
     def run(self, render: Callable[[], T]) -> T:
-        """The result of `render`. Raises `RequestInvalid` where it takes too long."""
+        """Return the result of `render`. Raises `RequestInvalid` if it takes too long."""
         self._watch()
         try:
             return self._run(render)
@@ -66,13 +66,13 @@ class TimeLimit:
         try:
             return render()
         finally:
-            # An exception that comes here is of this call: the watcher raises one, and none once it sees this.
+            # An exception raised here belongs to this call: the watcher raises at most one, and none once it sees this.
             self._running.discard(rendering)
             with rendering.lock:
                 _raise_in_thread(rendering.thread, _NULL)
 
     def _watch(self) -> None:
-        """Start the watcher with the first call: it stays."""
+        """Start the watcher at the first call; it never ends."""
         with self._starting:
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._end_late_ones, name="time limit", daemon=True)
@@ -87,5 +87,5 @@ class TimeLimit:
                     _raise_in_thread(rendering.thread, _TimeLimitExceeded)
 
 
-# A template may loop without end for some messages, and one thread renders for all requests of its model.
+# A template may loop forever for some messages, and one thread renders for all requests of its model.
 RENDERING: Final = TimeLimit(30.0)

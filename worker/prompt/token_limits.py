@@ -1,4 +1,4 @@
-"""Limits of the tokens that may come: those that contradict each other would leave a row none to choose."""
+"""Check of the limits on tokens: contradicting limits would leave a row without any allowed token."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ from worker.sampling.penalties import BadWords
 def check_limits(
     sampling: Sampling, words: BadWords, eos_ids: Sequence[int], suppressed: Sequence[int], vocab_size: int
 ) -> None:
-    """Raises `RequestInvalid` where there could be a place at which every token is forbidden."""
+    """Check a request's limits. Raises `RequestInvalid` if every token could be forbidden at some position."""
     ends = (*eos_ids, *sampling.stop_ids) if sampling.min_tokens else ()
     lasts = {word[-1] for word in words.bad}
     if not sampling.allowed_ids and len({*suppressed, *ends, *lasts}) < vocab_size:
@@ -28,7 +28,7 @@ def check_limits(
 
 
 def _may_forbid(words: Sequence[Sequence[int]], allowed: Collection[int]) -> bool:
-    """Whether there is a text behind which each of these tokens would be the last of a word."""
+    """Whether some text exists after which each of these tokens would complete a bad word."""
     behind: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
     for *begin, last in words:
         behind[tuple(begin)].add(last)

@@ -1,7 +1,7 @@
-"""Truncation of prompts that do not fit, where a request allows it: oldest turns of a chat, first tokens of a text.
+"""Truncation of prompts that do not fit, if a request allows it: oldest turns of a chat, first tokens of a text.
 
-What is left out grows in steps of a quarter of the context: a conversation that has outgrown it keeps one beginning for
-many turns, and the prefix cache has it.
+The truncated part grows in steps of a quarter of the context: a conversation that exceeds the context then keeps one
+beginning for many turns, which the prefix cache holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from protocol.messages import ChatPrompt, Generate, TextPrompt
 from worker.errors import RequestInvalid
 from worker.prompt.media_prompt import EncodedPrompt
 
-# Prompts that are cut may be this many times as long as the context.
+# Prompts that are truncated may have up to this many times the length of the context.
 CONTEXTS: Final = 4
 _STEPS: Final = 4
 _OPENING: Final = ("system", "developer")
 
 
 def is_cut(request: Generate) -> bool:
-    """Whether something may be left out of the prompt. A sequence that goes on keeps what it has begun with.
+    """Whether the prompt may be truncated. A resumed sequence keeps the prompt that it began with.
 
-    A prompt to fill in the middle is never cut: without the tokens that mark its parts it is another text.
+    A fill-in-the-middle prompt is never truncated: it would lose the tokens that mark its parts.
     """
     is_infill = isinstance(request.prompt, TextPrompt) and request.prompt.infill is not None
     return request.truncate != 0 and request.left_out != (0, 0) and not is_infill
@@ -35,9 +35,9 @@ def is_cut(request: Generate) -> bool:
 def fit_turns(
     request: Generate, prompt: ChatPrompt, context: int, encode: Callable[[ChatPrompt], EncodedPrompt]
 ) -> EncodedPrompt:
-    """The prompt without as many of its oldest turns as it takes; whole where that is not enough, for it to be refused.
+    """Encode the prompt without as many of its oldest turns as necessary; in full if that is not enough, to be refused.
 
-    The instructions that open it and the newest turn always stay.
+    The leading instructions and the newest turn always stay.
     """
     most = len(turn_starts(prompt.messages)) - 1
     whole = encode(prompt)
@@ -60,7 +60,7 @@ def fit_turns(
 
 
 def fit_tokens(request: Generate, whole: EncodedPrompt, opening: int, context: int) -> EncodedPrompt:
-    """The prompt's last tokens, as many as are asked for or as fit, behind the `opening` special ones of each text."""
+    """Return the prompt's last tokens, as many as requested or as fit, after each text's `opening` special tokens."""
     tokens = len(whole.ids)
     if request.left_out is not None:
         less = request.left_out[1]
@@ -74,22 +74,22 @@ def fit_tokens(request: Generate, whole: EncodedPrompt, opening: int, context: i
     if whole.spans:
         message = "The prompt is longer than 'truncate_prompt_tokens' allows, and one with media cannot be cut."
         raise RequestInvalid(Code.UNSUPPORTED, message, param="truncate_prompt_tokens")
-    # The end of a chat's text, which tells where its answer begins, is what it was.
+    # The text stays for chats, because its end shows whether the answer begins inside reasoning.
     text = whole.text if isinstance(request.prompt, ChatPrompt) else None
     return replace(whole, ids=[*whole.ids[:opening], *whole.ids[opening + less :]], text=text, left_out=(0, less))
 
 
 def excess(tokens: int, context: int, max_tokens: int | None) -> int:
-    """Tokens that a prompt is to lose, in whole steps: its answer has room for what it may have, up to a step."""
+    """Return the number of tokens to remove, in whole steps, so that up to one step remains for the answer."""
     step = max(1, context // _STEPS)
     room = step if max_tokens is None else max(1, min(max_tokens, step))
     return -(-(tokens + room - context) // step) * step
 
 
 def turn_starts(messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Indices of the messages with which turns begin, behind the instructions that open a conversation.
+    """Return the indices of the messages that begin turns, after the leading instructions.
 
-    A turn is a user's message with all that follows it, so that results of tools stay with their calls.
+    A turn is a user's message with everything after it, so that tool results stay with their calls.
     """
     first = next((at for at, message in enumerate(messages) if message["role"] not in _OPENING), len(messages))
     starts = [at for at in range(first, len(messages)) if messages[at]["role"] == "user"]
@@ -97,7 +97,7 @@ def turn_starts(messages: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _turns_of(messages: Sequence[dict[str, Any]], share: float) -> int:
-    """Oldest turns that have about this share of a conversation's characters."""
+    """Return the number of oldest turns that have about this share of a conversation's characters."""
     sizes = [len(str(message)) for message in messages]
     wanted, so_far, starts = share * sum(sizes), 0, turn_starts(messages)
     for count, (begin, end) in enumerate(pairwise(starts), 1):
@@ -108,7 +108,7 @@ def _turns_of(messages: Sequence[dict[str, Any]], share: float) -> int:
 
 
 def _least(is_enough: Callable[[int], bool], guess: int, most: int) -> int:
-    """The least count up to `most` that is enough, or `most`. Looks are expensive, and begin at a guess."""
+    """Return the smallest count up to `most` that is enough, or `most`. Checks are slow, so a guess comes first."""
     low, high, at, stride = 1, most, guess, 1
     is_below = is_above = False
     while low < high:
@@ -122,7 +122,7 @@ def _least(is_enough: Callable[[int], bool], guess: int, most: int) -> int:
 
 
 def without_turns(prompt: ChatPrompt, count: int) -> ChatPrompt:
-    """The prompt without its `count` oldest turns."""
+    """Return the prompt without its `count` oldest turns."""
     starts = turn_starts(prompt.messages)
     messages = [*prompt.messages[: starts[0]], *prompt.messages[starts[count] :]]
     return structs.replace(prompt, messages=messages)

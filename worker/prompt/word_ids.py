@@ -1,4 +1,4 @@
-"""Token ids of the texts that sampling parameters name."""
+"""Token ids of the texts in sampling parameters."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -9,20 +9,20 @@ from worker.output.detokenize import Vocabulary
 from worker.prompt.encode import PromptEncoder
 from worker.sampling.penalties import NO_WORDS, BadWords
 
-# Sets of breakers that are kept.
-_KEPT: Final = 8
+# Maximum number of cached sets of DRY sequence breakers.
+_MAX_CACHED_BREAKERS: Final = 8
 
 
 class WordIds:
-    """Made once for a model. Owned by the thread that encodes."""
+    """Token ids of texts for one model. Owned by the thread that encodes."""
 
     def __init__(self, encoder: PromptEncoder, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._encoder = encoder
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
-        # Of each token, once a request has breakers.
+        # Text of each token, filled by the first request with breakers.
         self._texts: list[bytes] = []
-        self._breakers = lru_cache(maxsize=_KEPT)(self._find_breakers)
+        self._breakers = lru_cache(maxsize=_MAX_CACHED_BREAKERS)(self._find_breakers)
 
     def of(self, sampling: Sampling) -> BadWords:
         breakers = self._breakers(sampling.dry_breakers) if sampling.dry_multiplier > 0 else ()
@@ -33,13 +33,13 @@ class WordIds:
         return BadWords(tuple(bad), breakers, tuple(bias))
 
     def _forms(self, word: str) -> Iterator[tuple[int, ...]]:
-        """A word as it begins a text, and as it follows a space."""
+        """Yield a word's ids at the beginning of a text, and after a space."""
         for text in (word, f" {word.lstrip()}"):
             if ids := self._ids(text):
                 yield ids
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text, none if the model has no logits for one of them."""
+        """Encode a text; () if the model has no logits for one of its tokens."""
         ids = tuple(self._encoder.encode(text, add_special_tokens=False))
         return ids if ids and max(ids) < self._vocab_size else ()
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of the likeliest ones, read without waiting for the next step."""
+"""Log-probabilities of sampled and most likely tokens, read without waiting for the next step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from worker.sampling.prompt_scores import PromptScore
 
 
 class LogprobReader:
-    """Owns a CPU stream: on the generation stream every read would queue behind the step that is already running."""
+    """Reader with its own CPU stream: on the generation stream, reads would queue behind the running step."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._stream = mx.new_stream(mx.cpu)
         self._token_bytes = token_bytes
 
     def read(self, rows: Sequence[tuple[int, mx.array, int]]) -> list[TokenLogprob]:
-        """For each (sampled token, log-probabilities `[vocab]`, how many top tokens): its entry, best first."""
+        """Return the entry of each (sampled token, log-probabilities `[vocab]`, number of top tokens), best first."""
         pending: list[tuple[mx.array, mx.array | None, mx.array | None]] = []
         with mx.stream(self._stream):
             for token, logprobs, top in rows:
@@ -32,14 +32,14 @@ class LogprobReader:
         return [self._entry(token, *read) for (token, _, _), read in zip(rows, pending, strict=True)]
 
     def echo(self, ids: Sequence[int], scores: Sequence[PromptScore], top: int) -> list[TokenLogprob]:
-        """Entries of these tokens of a prompt, in the form of sampled ones."""
+        """Return entries of these prompt tokens in the form of sampled tokens."""
         return [
             TokenLogprob(self._token_bytes(token), score.logprob, self._named(score.likeliest[:top]))
             for token, score in zip(ids, scores, strict=True)
         ]
 
     def prompt(self, ids: Sequence[int], scores: Sequence[PromptScore], top: int) -> tuple[PromptLogprob, ...]:
-        """Entries of these tokens of a prompt."""
+        """Return entries of these prompt tokens."""
         return tuple(
             PromptLogprob(
                 token,
@@ -59,6 +59,6 @@ class LogprobReader:
         top: list[tuple[int, float]] = []
         if ids is not None and values is not None:
             pairs: Any = zip(ids.tolist(), values.tolist(), strict=True)  # type: ignore[arg-type]
-            # What a grammar forbids is not among the likeliest, even when fewer are left than were asked for.
+            # Tokens that a grammar forbids are omitted, even if fewer are left than requested.
             top = sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0]))
         return TokenLogprob(self._token_bytes(token), logprob, self._named(top))

@@ -1,6 +1,6 @@
-"""Processors of one request: bias, penalties, and tokens that may not come. Each is a function of the row's own tokens.
+"""Logit processors of one request: bias, penalties, and forbidden tokens, as functions of the row's own tokens.
 
-A processor runs before the newest token is known to this process: it works on arrays, and reads none of them.
+A processor runs before this process knows the newest token: it computes with arrays, and reads none of them.
 """
 
 import math
@@ -15,15 +15,15 @@ from protocol.messages import Sampling
 Processor = Callable[[mx.array, mx.array], mx.array]
 """(context ids `[tokens]`, logits `[1, vocab]`) -> logits; context is prompt and output so far."""
 
-# A repetition counts up to this many tokens, as in the first implementation of DRY: beyond it the penalty is absolute.
-DRY_LONGEST: Final = 50
-# Of a longer context the newest tokens are looked at: each step takes some 200 bytes for each of them and row.
-DRY_WINDOW: Final = 32_768
+# Maximum length of a repetition that increases the penalty, as in DRY's first implementation.
+DRY_MAX_MATCH_TOKENS: Final = 50
+# Maximum number of newest context tokens that DRY searches: each step takes about 200 bytes per token and row.
+DRY_WINDOW_TOKENS: Final = 32_768
 
 
 @dataclass(slots=True, frozen=True)
 class BadWords:
-    """Token ids of a request's texts: sequences that may not come, tokens that end a repetition, and biases."""
+    """Token ids of a request's texts: forbidden sequences, DRY sequence breakers, and biases."""
 
     bad: Sequence[Sequence[int]] = field(default_factory=tuple)
     breakers: Sequence[int] = field(default_factory=tuple)
@@ -36,7 +36,7 @@ NO_WORDS: Final = BadWords()
 def processors(
     params: Sampling, prompt_tokens: int, words: BadWords = NO_WORDS, eos_ids: Sequence[int] = ()
 ) -> list[Processor]:
-    """Bias, penalties and limits of one request, in the order of `Sampling`; empty for most."""
+    """Return the bias, penalties and limits of one request, in the order of `Sampling`; empty for most."""
     chain: list[Processor] = []
     window = params.penalty_window
     if params.logit_bias or words.bias:
@@ -57,7 +57,7 @@ def processors(
 
 
 def _joined(bias: dict[int, float], more: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Biases of ids and of texts; a token that has several gets their sum."""
+    """Merge the biases of ids and of texts; a token with several gets their sum."""
     joined = dict(bias)
     for token, value in more:
         joined[token] = joined.get(token, 0.0) + value
@@ -74,7 +74,7 @@ def _bias(bias: dict[int, float]) -> Processor:
 
 
 def _repetition(penalty: float, window: int) -> Processor:
-    """Divides positive and multiplies negative logits of every token seen (CTRL, arXiv:1909.05858, eq. 2)."""
+    """Divide positive and multiply negative logits of every context token (CTRL, arXiv:1909.05858, eq. 2)."""
 
     def apply(context: mx.array, logits: mx.array) -> mx.array:
         context = context[-window:] if window else context
@@ -86,7 +86,7 @@ def _repetition(penalty: float, window: int) -> Processor:
 
 
 def _presence_and_frequency(presence: float, frequency: float, prompt_tokens: int, window: int) -> Processor:
-    """logit -= count * frequency + (count > 0) * presence, over the output only (OpenAI API reference)."""
+    """Subtract count * frequency + (count > 0) * presence, over the output only (OpenAI API reference)."""
 
     def apply(context: mx.array, logits: mx.array) -> mx.array:
         output = context[prompt_tokens:]
@@ -100,25 +100,25 @@ def _presence_and_frequency(presence: float, frequency: float, prompt_tokens: in
 
 
 def _dry(params: Sampling, breakers: Sequence[int]) -> Processor:
-    """logit -= multiplier * base^(length - allowed length) of each token that would go on with a repetition.
+    """Subtract multiplier * base^(length - allowed length) from tokens that would continue a repetition (DRY).
 
-    Its length is that of the longest end of the context that came before this token already (DRY, by p-e-w). No
-    repetition reaches over a breaker, and none is penalized that would go on with one.
+    The length is that of the longest suffix of the context that already occurred before this token. No repetition
+    extends over a breaker, and breakers are not penalized. The method is by p-e-w.
     """
     flags: list[mx.array] = []
 
     def apply(context: mx.array, logits: mx.array) -> mx.array:
-        context = context[-min(params.dry_window or DRY_WINDOW, DRY_WINDOW) :]
+        context = context[-min(params.dry_window or DRY_WINDOW_TOKENS, DRY_WINDOW_TOKENS) :]
         length = context.size
         if length <= params.dry_allowed_length:
             return logits
         if not flags:
             flags.append(_flags(breakers, logits.shape[-1]))
         is_breaker = flags[0]
-        depth = min(DRY_LONGEST, length - 1)
+        depth = min(DRY_MAX_MATCH_TOKENS, length - 1)
         back = mx.arange(depth)[:, None]
         ends = context[length - 1 - back]
-        # Of each earlier place, whether the token so far back is the one so far back from the end.
+        # True where the token before an earlier place equals the token at the same distance from the end.
         at = mx.arange(length - 1)[None] - back
         is_same = (at >= 0) & (context[mx.maximum(at, 0)] == ends) & ~is_breaker[ends]
         lengths = mx.sum(mx.cumprod(is_same.astype(mx.int32), axis=0), axis=0)
@@ -144,7 +144,7 @@ def _only(ids: Sequence[int]) -> Processor:
 
 
 def _none_of(sequences: Sequence[Sequence[int]]) -> Processor:
-    """Forbid the last token of each sequence where the context ends with the others."""
+    """Forbid the last token of each sequence if the context ends with the others."""
     single = [sequence[0] for sequence in sequences if len(sequence) == 1]
     longer = [(mx.array(list(sequence[:-1])), sequence[-1]) for sequence in sequences if len(sequence) > 1]
 
@@ -161,7 +161,7 @@ def _none_of(sequences: Sequence[Sequence[int]]) -> Processor:
 
 
 def _not_before(count: int, prompt_tokens: int, ends: Sequence[int]) -> Processor:
-    """Forbid the end while there are fewer tokens than `count`."""
+    """Forbid the end tokens while there are fewer tokens than `count`."""
     ids = mx.array(list(ends))
 
     def apply(context: mx.array, logits: mx.array) -> mx.array:
@@ -173,6 +173,6 @@ def _not_before(count: int, prompt_tokens: int, ends: Sequence[int]) -> Processo
 
 
 def _flags(ids: Sequence[int], vocab: int) -> mx.array:
-    """`[vocab]`, true for these."""
+    """Return a mask `[vocab]`, true for these ids."""
     known = mx.array([token for token in ids if 0 <= token < vocab], dtype=mx.int32)
     return mx.zeros((vocab,), dtype=mx.int32).at[known].add(1) > 0

@@ -11,23 +11,22 @@ from protocol.messages import Generate
 
 
 class PromptScore(NamedTuple):
-    """Of one token: its log-probability, one more than the tokens that are likelier, and the likeliest, best first."""
+    """Score of one token: log-probability, rank from 1, and the most likely tokens, best first."""
 
     logprob: float
     rank: int
     likeliest: list[tuple[int, float]]
 
 
-# Nothing comes before the first token.
+# The first token has no context, so it has no score.
 FIRST: Final = PromptScore(math.nan, 0, [])
 
 
 @dataclass(slots=True)
 class Scores:
-    """Scores of each token of a prompt. `ids` is the whole of it; `top` says how many likeliest tokens are wanted.
+    """Scores of each token of a prompt. `ids` is the whole prompt; `top` is the number of most likely tokens.
 
-    They are taken as they become known, because those of a long prompt are many, and take seconds to be made into
-    entries.
+    They are taken as they become known, because a long prompt has many, which take seconds to convert to entries.
     """
 
     ids: Sequence[int]
@@ -36,12 +35,12 @@ class Scores:
     _fresh: list[PromptScore] = field(default_factory=lambda: [FIRST])
 
     def take(self) -> tuple[int, list[PromptScore]]:
-        """Scores that were not taken yet, and the position of the first of them."""
+        """Return the scores that were not taken yet, and the position of the first of them."""
         fresh, self._fresh = self._fresh, []
         return self.count - len(fresh), fresh
 
     def add(self, logits: mx.array) -> None:
-        """Take the logits `[positions, vocab]` of the next positions."""
+        """Add the logits `[positions, vocab]` of the next positions."""
         values = logits.astype(mx.float32)
         values = values - mx.logsumexp(values, axis=-1, keepdims=True)
         targets = mx.array(list(self.ids[self.count : self.count + logits.shape[0]]))
@@ -64,11 +63,11 @@ class Scores:
 
 
 def scored_top(request: Generate, tokens: int) -> int | None:
-    """Likeliest tokens to find at each position of a prompt of so many tokens; None where it need not be scored.
+    """Return how many top tokens to score at each position of a prompt; None if it need not be scored.
 
-    A sequence that goes on with its output was scored before that began.
+    A resumed sequence with output was scored before the output began.
     """
     echoed = request.top_logprobs if request.echo and request.echo_scored < tokens else None
-    told = request.prompt_logprobs if request.prompt_scored < tokens else None
-    wanted = [top for top in (echoed, told) if top is not None]
+    reported = request.prompt_logprobs if request.prompt_scored < tokens else None
+    wanted = [top for top in (echoed, reported) if top is not None]
     return max(wanted) if wanted and not request.resume else None

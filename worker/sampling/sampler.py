@@ -1,8 +1,8 @@
-"""Sampling of tokens: temperature, filters of the unlikely and of the likely, and seeds.
+"""Sampling of tokens: temperature, filters of unlikely and of likely tokens, and seeds.
 
-Every row of a batch shares one `RowSampler`, so that sampling is a handful of operations on `[rows, vocab]` however
-many parameters differ. The token at output position p of a request is drawn with a key made of (seed, p) alone:
-its companions in the batch, chunking, preemption and restarts cannot change it.
+Every row of a batch shares one `RowSampler`, so that sampling is a handful of operations on `[rows, vocab]` regardless
+of the number of different parameters. The token at output position p of a request is drawn with a key made of (seed, p)
+only: other rows of the batch, chunking, preemption and restarts cannot change it.
 """
 
 import math
@@ -17,14 +17,14 @@ from worker.sampling.penalties import Processor
 from worker.structured.masks import Masks
 
 _MASK64 = (1 << 64) - 1
-# Below this, dividing by the temperature says nothing but "the best", and at last overflows.
-_COLD = 1e-5
-# Up to here, choosing the best and ordering only those is faster than ordering all tokens.
-_RANKED_MAX = 1024
-# SplitMix64's increment (Steele, Lea, Flood 2014): spreads consecutive positions over the key space.
+# Sampling is greedy below this temperature, where division would only select the best token and finally overflow.
+_GREEDY_TEMPERATURE = 1e-5
+# Maximum top_k for which selecting and ordering the best tokens is faster than ordering all.
+_MAX_PARTIAL_TOP_K = 1024
+# SplitMix64's increment (Steele, Lea, Flood 2014) spreads consecutive positions over the key space.
 _GOLDEN = 0x9E3779B97F4A7C15
 # Makes other keys of a seed.
-_COIN = 0x58544358544358
+_XTC_SEED_MASK = 0x58544358544358
 # Compositions of rows whose parameters are kept as columns: those of the steps, and of the drafts between them.
 _MAX_PLANS: Final = 8
 
@@ -108,7 +108,7 @@ class RowSampler:
 
     def _suppress(self, logprobs: mx.array) -> mx.array:
         if self._penalty is None or self._penalty.dtype != logprobs.dtype:
-            # Of no ids MLX would make an array of floats, which index nothing.
+            # The dtype is needed for an empty list, which MLX would make a float array that cannot index.
             ids = mx.array([token for token in self._suppressed if 0 <= token < logprobs.shape[-1]], dtype=mx.int32)
             self._penalty = mx.zeros(logprobs.shape[-1:], dtype=logprobs.dtype).at[ids].add(-math.inf)
         return logprobs + self._penalty
@@ -116,9 +116,9 @@ class RowSampler:
 
 @dataclass(slots=True)
 class _Plan:
-    """The parameters of one batch composition, as columns `[rows, 1]`.
+    """Sampling parameters of one batch composition, as columns `[rows, 1]`.
 
-    `width` is how many of the best tokens `top_k` and `top_p` look at in order: 0 is none of them, None is all.
+    `width` is the number of best tokens that `top_k` and `top_p` order: 0 means none, None means all.
     """
 
     is_random: bool
@@ -130,7 +130,7 @@ class _Plan:
     top_k: mx.array
     top_p: mx.array
     log_min_p: mx.array
-    # None where no row has it.
+    # None if no row uses it.
     sigmas: mx.array | None
     typical: mx.array | None
     xtc_threshold: mx.array
@@ -141,13 +141,13 @@ class _Plan:
         def column(values: list[float], dtype: mx.Dtype = mx.float32) -> mx.array:
             return mx.array(values, dtype=dtype)[:, None]
 
-        greedy = [row.temperature < _COLD for row in rows]
+        greedy = [row.temperature < _GREEDY_TEMPERATURE for row in rows]
         is_whole = [cold or not (row.top_k or row.top_p < 1) for row, cold in zip(rows, greedy, strict=True)]
         ranked = [row.top_k for row, whole in zip(rows, is_whole, strict=True) if not whole]
         return cls(
             is_random=not all(greedy),
             has_min_p=any(row.min_p > 0 for row in rows),
-            width=max(ranked, default=0) if all(0 < top_k <= _RANKED_MAX for top_k in ranked) else None,
+            width=max(ranked, default=0) if all(0 < top_k <= _MAX_PARTIAL_TOP_K for top_k in ranked) else None,
             greedy=mx.array(greedy),
             is_whole=mx.array(is_whole)[:, None],
             temperature=column([1.0 if cold else row.temperature for row, cold in zip(rows, greedy, strict=True)]),
@@ -183,33 +183,33 @@ class _Plan:
         return mx.where(self.greedy, best, mx.argmax(scaled + noise, axis=-1))
 
     def _filter(self, scaled: mx.array) -> mx.array:
-        """top_k, then top_p over what is left; a tie at the border is kept."""
+        """Apply top_k, then top_p to the remaining tokens; ties at the threshold are kept."""
         width = scaled.shape[-1] if self.width is None else self.width
         best = mx.topk(scaled, width, axis=-1) if width < scaled.shape[-1] else scaled
         ordered = -mx.sort(-best, axis=-1)
         rank = mx.arange(ordered.shape[-1], dtype=mx.int32)[None]
-        # Sums that run along the order are the same however many tokens follow: a row alone is a row in company.
+        # Cumulative sums in order do not depend on the tokens after them, so a row has the same result in any batch.
         mass = mx.where(rank < self.top_k, mx.exp(ordered - ordered[:, :1]), 0.0)
         mass_until = mx.cumsum(mass, axis=-1)
         alive = (rank < self.top_k) & (mass_until - mass < self.top_p * mass_until[:, -1:])
-        # The best token is always alive: rank 0 and no mass before it.
+        # The best token always stays: it has rank 0 and no mass before it.
         threshold = mx.min(mx.where(alive | (rank == 0), ordered, math.inf), axis=-1, keepdims=True)
         return mx.where((scaled >= threshold) | self.is_whole, scaled, -math.inf)
 
 
 def _near_the_best(scaled: mx.array, sigmas: mx.array) -> mx.array:
-    """top-n-sigma: tokens within so many standard deviations of the best logit (arXiv:2411.07641)."""
+    """Keep tokens within `sigmas` standard deviations of the best logit (top-n-sigma, arXiv:2411.07641)."""
     is_possible = scaled > -math.inf
     count = mx.sum(is_possible, axis=-1, keepdims=True)
     mean = mx.sum(mx.where(is_possible, scaled, 0.0), axis=-1, keepdims=True) / count
     spread = mx.sum(mx.where(is_possible, mx.square(scaled - mean), 0.0), axis=-1, keepdims=True)
     border = mx.max(scaled, axis=-1, keepdims=True) - sigmas * mx.sqrt(spread / count)
-    # Infinitely many of none is not a number: such a row has no border.
+    # An infinite `sigmas` times a spread of 0 is NaN: such a row has no threshold.
     return mx.where((scaled >= border) | mx.isinf(sigmas), scaled, -math.inf)
 
 
 def _typical(scaled: mx.array, mass: mx.array) -> mx.array:
-    """Locally typical tokens (arXiv:2202.00666): those nearest to the expected surprise, up to this mass."""
+    """Keep the locally typical tokens (arXiv:2202.00666): those closest to the expected surprise, up to `mass`."""
     logprobs = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
     chances = mx.exp(logprobs)
     entropy = -mx.sum(mx.where(chances > 0, chances * logprobs, 0.0), axis=-1, keepdims=True)
@@ -222,7 +222,7 @@ def _typical(scaled: mx.array, mass: mx.array) -> mx.array:
 
 
 def _without_the_likely(scaled: mx.array, threshold: mx.array, coins: mx.array) -> mx.array:
-    """XTC, by p-e-w: where the coin says so, of the tokens above the threshold only the least likely stays."""
+    """Remove all tokens above the threshold except the least likely, where `coins` is true (XTC, by p-e-w)."""
     chances = mx.softmax(scaled, axis=-1, precise=True)
     is_above = chances >= threshold
     least = mx.min(mx.where(is_above, chances, math.inf), axis=-1, keepdims=True)
@@ -230,15 +230,15 @@ def _without_the_likely(scaled: mx.array, threshold: mx.array, coins: mx.array) 
 
 
 def _excludes(params: Sampling, position: int) -> bool:
-    """The coin of XTC: it depends on (seed, position) alone, and on another number than the draw of the token."""
+    """Whether XTC applies at this position; depends only on (seed, position), independently of the token's draw."""
     if params.xtc_probability <= 0:
         return False
-    high, low = _key(params.seed ^ _COIN, position)
+    high, low = _key(params.seed ^ _XTC_SEED_MASK, position)
     return ((high << 32) | low) < params.xtc_probability * 2.0**64
 
 
 def _gumbel(keys: list[list[int]], vocab: int) -> mx.array:
-    """Noise `[rows, vocab]`; a row's depends on its key alone."""
+    """Return noise `[rows, vocab]`; each row's depends only on its key."""
 
     def one(key: mx.array) -> mx.array:
         return mx.random.gumbel(shape=(vocab,), key=key)
@@ -247,7 +247,7 @@ def _gumbel(keys: list[list[int]], vocab: int) -> mx.array:
 
 
 def _key(seed: int, position: int) -> list[int]:
-    """A Threefry key for one draw: two 32-bit words that depend on (seed, position) alone."""
+    """Return a Threefry key for one draw: two 32-bit words that depend only on (seed, position)."""
     mixed = ((seed & _MASK64) + (position + 1) * _GOLDEN) & _MASK64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -256,10 +256,10 @@ def _key(seed: int, position: int) -> list[int]:
 
 
 class Guard:
-    """A processor that cannot raise: an exception in the middle of a step would corrupt every row.
+    """Wrapper of a processor that catches its errors: an exception during a step would corrupt every row.
 
-    So would logits of another shape, and another dtype would change the other rows' numbers. The loop looks at `error`
-    after the step and fails this row alone.
+    Logits of another shape would too, and another dtype would change the numbers of other rows. The loop checks `error`
+    after the step and fails only this row.
     """
 
     __slots__ = ("_inner", "error")
@@ -272,13 +272,13 @@ class Guard:
         if self.error is None:
             try:
                 return _like(self._inner(context, logits), logits)
-            except Exception as error:  # the boundary of one row
+            except Exception as error:  # the error fails only this row
                 self.error = error
         return logits
 
 
 def _like(processed: object, logits: mx.array) -> mx.array:
-    """A processor's result, if it has the shape and type of `logits`. Raises TypeError."""
+    """Return a processor's result if it has the shape and dtype of `logits`. Raises TypeError."""
     if not isinstance(processed, mx.array):
         raise TypeError(f"a processor returned {type(processed).__name__} instead of logits")
     if processed.shape != logits.shape or processed.dtype != logits.dtype:

@@ -1,1 +1,1 @@
-"""Sparse prefill: of a long prompt the model runs the tokens that matter to a smaller one."""
+"""Sparse prefill: the model runs only those tokens of a long prompt that are important to a smaller model."""

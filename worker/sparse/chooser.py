@@ -1,4 +1,4 @@
-"""Chooser of what is kept of prompts: one prompt at a time is read by the smaller model, within the time of a tick."""
+"""Chooser of the tokens to keep: the smaller model reads one prompt at a time, within the time limit of a tick."""
 
 import hashlib
 import time
@@ -15,15 +15,15 @@ from protocol.stats import Stats
 from worker.sparse.importance import ImportanceReader, PromptReading
 from worker.sparse.selected_tokens import SelectedTokens, choose
 
-# Choices that are remembered: of requests with several answers, and those sent again.
-_MOST_KNOWN: Final = 64
+# Maximum number of cached choices, for requests with several answers and for repeated requests.
+_MAX_CACHED_CHOICES: Final = 64
 
 _Key = tuple[bytes, float, str]
 
 
 @dataclass(slots=True)
 class _Current:
-    """The prompt that is being read, for the request that asked first."""
+    """Prompt that is being read, for the first request that asked for it."""
 
     rid: int
     key: _Key
@@ -32,7 +32,7 @@ class _Current:
 
 
 class Chooser:
-    """Owned by the engine thread. `kept` asks for the tokens of a prompt, `step` reads on in the one that is first."""
+    """Chooser owned by the engine thread. `kept` requests the choice for a prompt, `step` continues reading."""
 
     def __init__(self, reader: ImportanceReader, stream: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self._reader = reader
@@ -48,21 +48,21 @@ class Chooser:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of KV that the prompt that is being read takes, or will."""
+        """Bytes of KV that the prompt that is being read takes at its end."""
         return self._current.nbytes if self._current is not None else 0
 
     def needs(self, tokens: int) -> int:
-        """Bytes that are held while a prompt of so many tokens is read, where none is."""
+        """Return the bytes held while a prompt is read: of the current one, or else of one of `tokens` tokens."""
         return self.nbytes or self._reader.nbytes(tokens)
 
     def longest(self, budget: int) -> int:
-        """Tokens of the longest prompt that can be read with so many bytes."""
+        """Return the length of the longest prompt that can be read within `budget` bytes."""
         return budget // self._reader.token_bytes
 
     def kept(self, rid: int, prompt: npt.NDArray[np.int32], part: float, salt: str) -> SelectedTokens | None:
-        """The tokens to keep of a prompt; None while they are being chosen, or another prompt is read before.
+        """Return the tokens to keep of a prompt; None while they are being chosen, or another prompt is read first.
 
-        Choices are remembered for requests of the same salt only: time must not tell of prompts of others.
+        Choices are cached separately for each salt, so that timing reveals nothing about other prompts.
         """
         if self._current is not None:
             return None
@@ -77,7 +77,7 @@ class Chooser:
         return kept
 
     def step(self, limit_s: float) -> None:
-        """Read on for about so long, by one forward pass at least."""
+        """Read for about `limit_s`, with at least one forward pass."""
         began = now = self._clock()
         with mx.stream(self._stream):
             while self._current is not None:
@@ -86,23 +86,23 @@ class Chooser:
                     self._learn(self._current)
                     self._current = None
                 before, now = now, self._clock()
-                if 2 * now - before - began > limit_s:  # one more would take as long
+                if 2 * now - before - began > limit_s:  # the next pass would probably exceed the limit
                     break
         self.counts.sparse_read_s += now - began
 
     def forget(self, rid: int) -> None:
-        """A request is not waiting any more."""
+        """Stop reading for a request that is no longer waiting."""
         if self._current is not None and self._current.rid == rid:
             self._current = None
 
     def drop(self) -> int | None:
-        """Give up what is being read; returns whose it was."""
+        """Cancel the reading; returns the rid of its request."""
         current, self._current = self._current, None
         return current.rid if current is not None else None
 
     def _learn(self, current: _Current) -> None:
         self._known[current.key] = choose(current.reading.importance, current.key[1])
-        while len(self._known) > _MOST_KNOWN:
+        while len(self._known) > _MAX_CACHED_CHOICES:
             self._known.popitem(last=False)
 
     def _count(self, tokens: int, kept: SelectedTokens) -> None:

@@ -1,9 +1,9 @@
-"""Importance of a prompt's tokens: the attention that a smaller model pays them when it goes on with the prompt.
+"""Importance of a prompt's tokens: the attention that a smaller model pays them when it continues the prompt.
 
-After SpecPrefill (arXiv:2502.02789): the model reads the prompt and generates a few tokens; what their queries see of
-each token is averaged over its neighbours, the largest of all heads and layers counts, and then the mean over the
-queries. Greedy, alone, and in chunks whose size follows from their place in the prompt: a prompt that is read again,
-here or by another worker, is given the same numbers.
+The method follows SpecPrefill (arXiv:2502.02789): the model reads the prompt and generates a few tokens; the attention
+of their queries is averaged over neighbouring tokens, then the maximum over heads and layers is taken, then the mean
+over queries. It runs greedily, alone, and in chunks whose size depends on their position: a prompt gets the same
+numbers whenever it is read, here or by another worker.
 """
 
 from typing import Any, Final
@@ -19,18 +19,18 @@ from worker.kv import batched, ragged
 from worker.model.loader import LoadedModel
 from worker.sparse.query_taps import QueryTaps, tap_queries
 
-# Tokens whose queries count: the last of the prompt, and those that the model says itself but the last.
-LOOKAHEAD: Final = 8
-# A token's attention is averaged over so many.
-POOL: Final = 13
-# Tokens of a chunk, and most products of queries and keys in one: it takes about as long wherever it is.
-CHUNK: Final = 512 if ragged.sees_room else 256
-REACH: Final = 1 << 24 if ragged.sees_room else 1 << 21
-MIN_CHUNK: Final = 16
+# Number of tokens whose queries count: the prompt's last one, and all generated ones except the last.
+LOOKAHEAD_TOKENS: Final = 8
+# Width of the window over which a token's attention is averaged.
+POOL_TOKENS: Final = 13
+# Maximum tokens of a chunk, and maximum products of queries and keys in it, so that all chunks take about as long.
+CHUNK_TOKENS: Final = 512 if ragged.sees_room else 256
+PRODUCTS_PER_CHUNK: Final = 1 << 24 if ragged.sees_room else 1 << 21
+MIN_CHUNK_TOKENS: Final = 16
 
 
 class PromptReading:
-    """One prompt on its way through a model: `step` until `is_complete`."""
+    """Reading of one prompt by a model: call `step` until `is_complete`."""
 
     def __init__(self, model: Any, taps: QueryTaps, prompt: list[int]) -> None:
         self._model = model
@@ -39,7 +39,7 @@ class PromptReading:
         self._caches = batched.merge([make_prompt_cache(model)])
         self._done = 0
         self._sum = mx.zeros((len(self._ids),))
-        self._left = LOOKAHEAD
+        self._left = LOOKAHEAD_TOKENS
 
     @property
     def is_complete(self) -> bool:
@@ -47,11 +47,11 @@ class PromptReading:
 
     @property
     def importance(self) -> npt.NDArray[np.float32]:
-        """Of each token of the prompt, once it is complete."""
+        """Importance of each token of the prompt, once the reading is complete."""
         return np.array(self._sum)
 
     def step(self) -> None:
-        """One forward pass: a chunk of the prompt, or one of the tokens whose queries count."""
+        """Run one forward pass: a chunk of the prompt, or one of the tokens whose queries count."""
         last = len(self._ids) - 1
         if self._done < last:
             chunk = self._ids[self._done : min(last, self._done + chunk_at(self._done))]
@@ -63,7 +63,7 @@ class PromptReading:
         self._sum = self._sum + self._attention(queries)
         mx.eval(self._sum, [cache.state for cache in self._caches])
         self._left -= 1
-        # From here on the newest token stands for the prompt's last.
+        # The newest token replaces the prompt's last one.
         token: Any = mx.argmax(logits[0, -1]).item()
         self._ids[-1] = token
 
@@ -76,7 +76,7 @@ class PromptReading:
         return logits
 
     def _attention(self, queries: dict[int, mx.array]) -> mx.array:
-        """Of each token of the prompt, the largest share of any head's attention."""
+        """Return, for each token of the prompt, the largest attention share of any head."""
         most: mx.array | None = None
         for layer, query in queries.items():
             shares = _shares(query, self._caches[layer].keys, self._taps.scales[layer], len(self._ids))
@@ -86,7 +86,7 @@ class PromptReading:
 
 
 class ImportanceReader:
-    """A model that reads prompts. Raises `LoadFailed` where its attention cannot be seen."""
+    """Model that reads prompts. Raises `LoadFailed` if its attention cannot be captured."""
 
     def __init__(self, draft: LoadedModel) -> None:
         self._model = draft.model
@@ -98,12 +98,12 @@ class ImportanceReader:
         self.token_bytes = sum(int(array[..., :1, :].nbytes) for cache in caches for array in cache.arrays)
 
     def read(self, prompt: npt.NDArray[np.int32]) -> PromptReading:
-        """Ids that it has no embeddings of are read as its last one."""
+        """Begin to read a prompt. Ids beyond the model's vocabulary are replaced by its last id."""
         return PromptReading(self._model, self._taps, np.minimum(prompt, self._vocab_size - 1).tolist())
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes that the reading of so many tokens takes at its end."""
-        return self.token_bytes * ragged.room(tokens + LOOKAHEAD)
+        """Return the bytes that reading `tokens` tokens takes at its end."""
+        return self.token_bytes * ragged.room(tokens + LOOKAHEAD_TOKENS)
 
     def _probe(self, ids: list[int]) -> tuple[dict[int, mx.array], list[Any]]:
         caches = batched.merge([make_prompt_cache(self._model)])
@@ -112,11 +112,11 @@ class ImportanceReader:
         return dict(queries), caches
 
     def _problem(self) -> str:
-        """The reason why its attention cannot be seen; empty if it can."""
+        """Return the reason why attention cannot be captured; empty if it can."""
         try:
             queries, caches = self._probe([0, 1, 2])
             keys = {layer: caches[layer].keys[..., :3, :] for layer in queries}
-        except Exception as error:  # the boundary to code of every architecture
+        except Exception as error:  # code of any architecture may raise any type
             return f"{type(error).__name__}: {error}"
         if not queries:
             return "its attention has no module named rope that turns its queries"
@@ -131,18 +131,18 @@ class ImportanceReader:
 
 
 def chunk_at(done: int) -> int:
-    """Tokens of the chunk behind so many."""
-    size = CHUNK
-    while size > MIN_CHUNK and size * (done + size) > REACH:
+    """Return the size of the chunk after `done` tokens."""
+    size = CHUNK_TOKENS
+    while size > MIN_CHUNK_TOKENS and size * (done + size) > PRODUCTS_PER_CHUNK:
         size //= 2
     return size
 
 
 def _shares(query: mx.array, keys: mx.array, scale: float, tokens: int) -> mx.array:
-    """The largest share of each token in the attention of a query's heads, averaged over its neighbours."""
+    """Return each token's largest share of a query head's attention, averaged over neighbouring tokens."""
     heads, size, groups = query.shape[1], query.shape[-1], keys.shape[1]
     query = (query * scale).reshape(groups, heads // groups, size)
     shares = mx.softmax(query @ keys[0, :, :tokens].swapaxes(-1, -2), axis=-1, precise=True)
-    kernel = mx.full((1, POOL, 1), 1 / POOL)
-    pooled = mx.conv1d(shares.reshape(heads, tokens, 1).astype(mx.float32), kernel, padding=POOL // 2)
+    kernel = mx.full((1, POOL_TOKENS, 1), 1 / POOL_TOKENS)
+    pooled = mx.conv1d(shares.reshape(heads, tokens, 1).astype(mx.float32), kernel, padding=POOL_TOKENS // 2)
     return pooled[..., 0].max(axis=0)

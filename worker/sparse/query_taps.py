@@ -1,7 +1,7 @@
-"""Query taps: queries of a model's attention, kept on their way out of its rotary embeddings.
+"""Query capture: the queries of a model's attention, captured at the output of its rotary embeddings.
 
-mlx-lm's attention modules turn their queries, then their keys, by a module named `rope`. It is wrapped once; in every
-pass that nobody looks at it is the module that it wraps.
+mlx-lm's attention modules apply a module named `rope` to their queries, then to their keys. It is wrapped once; without
+a listener the wrapper behaves exactly like the module.
 """
 
 from collections.abc import Generator
@@ -15,7 +15,7 @@ from worker.vision.multimodal_merge import text_core
 
 
 class QueryTaps:
-    """Queries of a pass by layer, `[1, heads, tokens, dim]`, and the scale of each layer's attention."""
+    """Captured queries of a pass by layer, `[1, heads, tokens, dim]`, and the scale of each layer's attention."""
 
     def __init__(self) -> None:
         self._is_on = False
@@ -24,7 +24,7 @@ class QueryTaps:
 
     @contextmanager
     def listen(self) -> Generator[dict[int, mx.array]]:
-        """The queries of the pass inside, by layer."""
+        """Capture the queries of the pass inside, by layer."""
         self._seen, self._is_on = {}, True
         try:
             yield self._seen
@@ -32,13 +32,13 @@ class QueryTaps:
             self._seen, self._is_on = {}, False
 
     def see(self, layer: int, turned: mx.array) -> None:
-        """Keep what a layer turns first; its keys come after."""
+        """Store a layer's first output, its queries; the keys follow."""
         if self._is_on:
             self._seen.setdefault(layer, turned)
 
 
 class _Turning(nn.Module):
-    """A rotary embedding whose results are shown to the taps."""
+    """Rotary embedding that passes its results to the capture."""
 
     def __init__(self, module: Any, taps: QueryTaps, layer: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Turning(nn.Module):
 
 
 def tap_queries(model: Any) -> QueryTaps:
-    """The taps of a model, which has none yet or keeps them; they are empty where its modules are of other forms."""
+    """Return the query capture of a model, installed once; empty if the model's modules have other forms."""
     taps: QueryTaps | None = getattr(model, "query_taps", None)
     if taps is None:
         taps = model.query_taps = QueryTaps()

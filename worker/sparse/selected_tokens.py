@@ -1,7 +1,6 @@
-"""Kept tokens of a prompt: those that a sparse prefill runs, each at its own position.
+"""Selected tokens of a prompt, which a sparse prefill runs at their own positions.
 
-They are chosen in blocks: a forward pass of the model runs tokens that follow each other, and few of them cost as much
-as many.
+They are chosen in blocks: a forward pass runs consecutive tokens, and a few of them cost as much as many.
 """
 
 import math
@@ -13,15 +12,15 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-BLOCK: Final = 128
-# Always kept: the blocks that a prompt begins and ends with. The first tokens take the attention that nothing else
-# needs; the last are what is asked.
+BLOCK_TOKENS: Final = 128
+# The first and last blocks of a prompt are always kept: the first tokens absorb surplus attention (attention sink), and
+# the last ones are the question.
 HEAD_BLOCKS: Final = 1
 TAIL_BLOCKS: Final = 5
 
 
 class SelectedTokens:
-    """Runs `[begin, end)` of a prompt's tokens, in order and apart; the first begins at 0, the last ends the prompt."""
+    """Ordered, separate runs `[begin, end)` of a prompt's tokens; the first begins at 0, the last ends the prompt."""
 
     __slots__ = ("_ahead", "_slots", "count", "runs")
 
@@ -34,16 +33,15 @@ class SelectedTokens:
 
     @property
     def leading(self) -> int:
-        """Tokens before the first gap: their KV is that of the whole prompt."""
+        """Number of tokens before the first gap: their KV is the same as in a full prefill."""
         return self.runs[0][1]
 
     def ahead(self, slot: int) -> int:
-        """Positions by which the token in a slot is ahead of it; that of what follows the prompt, too."""
+        """Return how many positions the token in a slot is ahead of the slot, also after the prompt."""
         return self._ahead[bisect_right(self._slots, slot) - 1]
 
     def segments(self, tokens: npt.NDArray[np.int32], reused: int) -> list[list[int]]:
-        """The kept ones of `tokens`, which are the prompt and what was generated, by runs; `reused`, of the leading
-        ones, are left out."""
+        """Return the kept ones of `tokens`, which are prompt and output, by runs; the first `reused` are omitted."""
         ends = [end for _, end in self.runs[:-1]]
         runs = zip((begin for begin, _ in self.runs), [*ends, len(tokens)], strict=True)
         parts: list[Any] = [tokens[max(begin, reused) : end].tolist() for begin, end in runs]
@@ -51,22 +49,22 @@ class SelectedTokens:
 
 
 def count_kept(tokens: int, part: float) -> int:
-    """Tokens that are kept of a prompt, whichever they are."""
-    blocks = math.ceil(tokens / BLOCK)
-    return tokens - (blocks - _blocks_kept(blocks, part)) * BLOCK
+    """Return the number of tokens that are kept of a prompt."""
+    blocks = math.ceil(tokens / BLOCK_TOKENS)
+    return tokens - (blocks - _blocks_kept(blocks, part)) * BLOCK_TOKENS
 
 
 def choose(importance: npt.NDArray[np.float32], part: float) -> SelectedTokens:
-    """Keep the blocks of a prompt whose tokens are the most important on average; of equal ones the first."""
+    """Keep the blocks whose tokens have the highest mean importance; the earliest of equal ones."""
     tokens = len(importance)
-    blocks = math.ceil(tokens / BLOCK)
+    blocks = math.ceil(tokens / BLOCK_TOKENS)
     always = {*range(HEAD_BLOCKS), *range(max(0, blocks - TAIL_BLOCKS), blocks)}
-    means = [float(importance[at * BLOCK : (at + 1) * BLOCK].mean()) for at in range(blocks)]
+    means = [float(importance[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS].mean()) for at in range(blocks)]
     best = sorted(set(range(blocks)) - always, key=lambda at: (-means[at], at))
     chosen = sorted([*always, *best[: max(0, _blocks_kept(blocks, part) - len(always))]])
     runs: list[tuple[int, int]] = []
     for at in chosen:
-        begin, end = at * BLOCK, min(tokens, (at + 1) * BLOCK)
+        begin, end = at * BLOCK_TOKENS, min(tokens, (at + 1) * BLOCK_TOKENS)
         if runs and runs[-1][1] == begin:
             runs[-1] = runs[-1][0], end
         else:

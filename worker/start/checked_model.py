@@ -1,4 +1,4 @@
-"""A model that is loaded and checked: its template before its weights are read, its lane after."""
+"""Loading of a checked model: its template is checked before its weights are read, its batch mode after."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,7 +30,10 @@ def load_checked(
     partners: RankPeers | None = None,
     check: Callable[[Any, Sequence[int], str, RankPeers | None], BatchModePlan] = choose,
 ) -> LoadedModel:
-    """Load what `spec` names and choose its lane by `check`; `progress` as for `load`. Raises `LoadFailed`."""
+    """Load the model of `spec` and choose its batch mode with `check`. Raises `LoadFailed`.
+
+    `progress` is called as by `load`.
+    """
     if spec.chat_template:
         check_template(spec.chat_template)
     loaded = load(spec, progress, division)
@@ -46,7 +49,7 @@ def load_checked(
         return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
     plan = check(loaded.model, ids, spec.batching, partners)
     if plan.lane is BatchMode.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
-        # Chunks of equal length would cut media whose tokens must run together.
+        # Chunks of equal length would split media whose tokens must run together.
         plan = replace(plan, lane=BatchMode.SINGLE)
     loaded = _with_drafts(replace(loaded, plan=plan), spec)
     if spec.sparse_keep:
@@ -55,7 +58,7 @@ def load_checked(
 
 
 def _with_adapters(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
-    """The adapters that are configured; one that cannot be served fails alone."""
+    """Attach the configured adapters; an adapter that cannot be served only fails itself."""
     assert loaded.linears is not None, "of a model that was loaded"
     adapters = attach(loaded.model, loaded.linears, loaded.plan.lane)
     for name, path in spec.adapters:
@@ -64,7 +67,7 @@ def _with_adapters(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
 
 
 def _with_drafts(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
-    """A draft model that is configured, or else the head of its checkpoint, where drafts can be verified."""
+    """Attach the configured draft model, or else the head in the checkpoint, if drafts can be verified."""
     if spec.draft:
         opened: list[LoadedModel] = []
 
@@ -85,7 +88,7 @@ def _with_drafts(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
 
 
 def _check_sparse(loaded: LoadedModel, spec: WorkerSpec) -> None:
-    """Refuse a sparse prefill that the model, or what drafts for it, cannot do. Raises `LoadFailed`."""
+    """Check that the model and its draft model support sparse prefill. Raises `LoadFailed`."""
     if spec.group is not None:
         raise _no_sparse("several machines run this model together")
     if loaded.draft is None:
@@ -100,6 +103,6 @@ def _no_sparse(reason: str) -> LoadFailed:
 
 
 def _load_draft(spec: WorkerSpec) -> LoadedModel:
-    """A model that drafts for another, with its lane."""
+    """Load a draft model, with its batch mode."""
     draft = load(structs.replace(spec, path=spec.draft, chat_template=""), lambda _stage, _done, _total: None)
     return replace(draft, plan=choose(draft.model, sample(draft.tokenizer, draft.vocab_size), "auto"))

@@ -20,18 +20,18 @@ Refusing = Callable[[int], AbstractContextManager[None]]
 
 
 class JobInbox(Protocol):
-    """Door to the loop, for any thread."""
+    """Port to the loop's inbox, for any thread."""
 
     def put(self, command: Any, /) -> None:
-        """Take a job or a command. Never waits."""
+        """Put a job or a command. Never blocks."""
         ...
 
 
 class JobPreparation(CallAnswerer, Protocol):
-    """Makes a job of a request, and answers questions about tokens."""
+    """Port to the intake that makes jobs of requests, and answers tokenize and detokenize calls."""
 
     def job(self, request: Generate, arrived: float) -> Any:
-        """A job that is safe to run, in the form that the inbox takes. Raises `RequestInvalid`."""
+        """Return a validated job in the form that the inbox takes. Raises `RequestInvalid`."""
         ...
 
 
@@ -100,7 +100,7 @@ def take_jobs(
 
 
 def refused_adapters(adapters: tuple[tuple[str, str], ...]) -> tuple[AdapterInfo, ...]:
-    """Each of them, with the reason why it is not served."""
+    """Return all adapters, with the reason why they are not served."""
     why = "cannot be served: adapters are for models that generate text"
     failures = {name: Failure(Code.UNSUPPORTED, f"the adapter {name!r} {why}") for name, _ in adapters}
     return tuple(AdapterInfo(name, path, failure=failures[name]) for name, path in adapters)

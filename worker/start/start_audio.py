@@ -1,4 +1,4 @@
-"""Start of a worker that hears or speaks: load, warm up, take requests."""
+"""Start of an audio worker: load, warm up, take requests."""
 
 import time
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from worker.start.job_intake import Refusing, refused_adapters, take_jobs
 def start_audio(
     spec: WorkerSpec, link: GatewayLink, gauges: Gauges, refusing: Refusing, progress: Callable[[str, int, int], None]
 ) -> tuple[AudioLoop, Ready]:
-    """A loop that is ready to run, on this thread, and what the gateway is told of it.
+    """Return a loop that is ready to run on this thread, and the message for the gateway.
 
-    `refusing` is as for `Questions`. Raises `LoadFailed`.
+    `refusing` is as for `TokenizeCalls`. Raises `LoadFailed`.
     """
     started = time.monotonic()
     model = load_audio_model(spec, progress)
@@ -47,7 +47,7 @@ def start_audio(
         epoch=spec.epoch,
         model_path=str(model.path),
         max_context=0,
-        # One is computed at a time.
+        # One request is computed at a time.
         max_running=1,
         vocab_size=0,
         weights_bytes=model.weights_bytes,

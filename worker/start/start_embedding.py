@@ -1,4 +1,4 @@
-"""Start of a worker for embeddings or scores: load, warm up, take requests."""
+"""Start of an embedding or scoring worker: load, warm up, take requests."""
 
 import time
 from collections.abc import Callable
@@ -25,9 +25,9 @@ def start_reader(
     refusing: Refusing,
     progress: Callable[[str, int, int], None],
 ) -> tuple[JobLoop, Ready]:
-    """A loop that is ready to run, on this thread, and what the gateway is told of it.
+    """Return a loop that is ready to run on this thread, and the message for the gateway.
 
-    `refusing` is as for `Questions`. Raises `LoadFailed`.
+    `refusing` is as for `TokenizeCalls`. Raises `LoadFailed`.
     """
     started = time.monotonic()
     reader = load_reader(spec, kind, progress)

@@ -1,4 +1,4 @@
-"""Start of a worker for text: load, warm up, take requests."""
+"""Start of a text worker: load, warm up, take requests."""
 
 import os
 import time
@@ -31,9 +31,9 @@ from worker.start.job_intake import Refusing
 from worker.start.text_intake import take_prompts
 from worker.vision.images import MediaLimits
 
-# Prompt tokens that show what a token of KV costs.
-_WARM_UP: Final = 20
-# With room for less than this, a model is of no use.
+# Prompt tokens of the warm-up, which measures the KV cost per token.
+_WARM_UP_TOKENS: Final = 20
+# A model is not useful with a shorter context.
 MIN_CONTEXT: Final = 256
 
 
@@ -46,9 +46,9 @@ def start_text(
     progress: Callable[[str, int, int], None],
     lose: Callable[[Failure, int], None],
 ) -> tuple[Engine, Ready, Coordinator | None]:
-    """An engine that is ready to run, on this thread, what the gateway is told of it, and the group that it leads.
+    """Return an engine that is ready to run on this thread, the message for the gateway, and the group's coordinator.
 
-    `refusing` is as for `Questions`, `lose` as for `open_group`; grammars are made by `compilers`. Raises `LoadFailed`.
+    `refusing` is as for `TokenizeCalls`, `lose` as for `open_group`; `compilers` compile grammars. Raises `LoadFailed`.
     """
     started = time.monotonic()
     lead, division = open_group(spec, lose) if spec.group is not None else (None, None)
@@ -58,7 +58,7 @@ def start_text(
     limits = MediaLimits(spec.media_bytes, spec.media_count, spec.media_pixels)
     sparse = SparseLimits(spec.sparse_keep, spec.sparse_from)
     intake = Intake(loaded, spec.parser, limits, memory.allowed(spec), sparse)
-    # Ranks of a group do the same, whatever was measured here.
+    # Ranks of a group keep no measurements, because all must make the same decisions.
     keeps = os.environ.get(FOLDER_ENV, "") if lead is None else ""
     journal = _journal(spec)
     engine = Engine(loaded, spec, inbox, link.send, gauges, intake.writer, keeps=keeps, partners=lead, journal=journal)
@@ -74,9 +74,9 @@ def start_text(
 
 
 def _warm_up(engine: Engine, spec: WorkerSpec, loaded: LoadedModel) -> int:
-    """The longest sequence that memory has room for, in tokens. Raises `LoadFailed`."""
-    # A GPU compiles kernels for a whole chunk; a CPU has nothing to compile.
-    length = min(_WARM_UP + (spec.prefill_chunk if memory.has_gpu() else 0), loaded.max_context - 4)
+    """Warm up, and return the longest sequence that fits memory, in tokens. Raises `LoadFailed`."""
+    # A GPU compiles kernels for a whole chunk; a CPU compiles nothing.
+    length = min(_WARM_UP_TOKENS + (spec.prefill_chunk if memory.has_gpu() else 0), loaded.max_context - 4)
     fitting = engine.warm_up([token % loaded.vocab_size for token in range(length)])
     if fitting < MIN_CONTEXT:
         raise LoadFailed(Code.OUT_OF_MEMORY, f"beside the weights there is memory for only {fitting} tokens of context")
@@ -111,7 +111,7 @@ def _ready(
 
 
 def _media_info(loaded: LoadedModel, intake: Intake) -> MediaInfo | None:
-    """Media of a model with towers, or the reason why it takes none; None for a model of text."""
+    """Return the media of a model with towers, or the reason why it takes none; None for a text model."""
     tower_bytes = loaded.vision.tower.nbytes if loaded.vision is not None else 0
     processor = intake.media_processor
     if processor is None:
@@ -120,7 +120,7 @@ def _media_info(loaded: LoadedModel, intake: Intake) -> MediaInfo | None:
 
 
 def _journal(spec: WorkerSpec) -> BlockEventLog | None:
-    """Journal of the prefix cache that is published, where that is asked for. Raises `LoadFailed`."""
+    """Open the published event log of the prefix cache, if it is configured. Raises `LoadFailed`."""
     if not spec.kv_events:
         return None
     try:
@@ -130,7 +130,7 @@ def _journal(spec: WorkerSpec) -> BlockEventLog | None:
 
 
 def _keep_load(engine: Engine, loaded: LoadedModel, gauges: Gauges, seconds: float, warm_up_s: float) -> None:
-    """Keep what the load has shown, for estimates of the next one."""
+    """Store the measurements of the load, for estimates of the next one."""
     if engine.kept is not None:
         cost = engine.kv_cost
         memory_facts = loaded.weights_bytes, gauges.memory_bytes, cost.token_bytes, cost.bytes(1, 0)

@@ -1,4 +1,4 @@
-"""Requests on their way from the link to the engine: they become rows, and orders for adapters are read from disk."""
+"""Intake of text requests: turns them into rows for the engine, and reads adapters from disk."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +47,7 @@ def take_prompts(
 def _read_adapters(
     loaded: LoadedModel, orders: SimpleQueue[SetAdapters], inbox: EngineInbox, link: GatewayLink
 ) -> None:
-    """Files of adapters are read and checked here, where they hold up no row."""
+    """Read and check adapters on their own thread, where they delay no row."""
     adapters = adapters_of(loaded.model)
     assert adapters is not None, "load_checked attaches them"
     while True:

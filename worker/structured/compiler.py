@@ -1,7 +1,7 @@
-"""Constraints to grammars that are ready to run. Thread-safe, and meant for threads that may wait.
+"""Compiler of constraints into grammars. Thread-safe, and meant for threads that may wait.
 
-What a client sends can be as hostile as it likes: its size is bounded before llguidance sees it, llguidance's own
-limits bound every later step, and a grammar is tried for a few tokens before a request may use it.
+A client may send anything: the size of a constraint is bounded before llguidance sees it, llguidance's own limits bound
+every later step, and a grammar is tried for a few tokens before a request may use it.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ Allowed = npt.NDArray[np.bool_]
 MAX_BYTES: Final = 256 * 1024
 MAX_CHOICES: Final = 10_000
 MAX_CACHED: Final = 128
-# A mask that takes longer than this when it is tried would hold its row up at every token.
+# Maximum CPU time of one mask in the trial. A slower one would delay its row at every token.
 MAX_TRIAL_S: Final = 0.5
 TRIAL_WALKS: Final = 2
 TRIAL_TOKENS: Final = 12
-# Enough for every schema of everyday use with a wide margin; at these, the slowest mask takes tens of milliseconds.
+# Every schema of everyday use fits with a wide margin; at these limits, the slowest mask takes tens of milliseconds.
 LIMITS: Final = LLParserLimits(
     step_lexer_fuel=100_000,
     step_max_items=25_000,
@@ -47,14 +47,14 @@ LIMITS: Final = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-# One space is allowed where JSON allows any: a weak model would otherwise fill its answer with newlines.
+# Only one space is allowed where JSON allows any whitespace: a weak model would otherwise generate newlines forever.
 _JSON_OPTIONS: Final[dict[str, Any]] = {
     "whitespace_flexible": True,
     "whitespace_pattern": "[ ]",
     "lenient": False,
     "coerce_one_of": False,
 }
-# All but `\\u`, which llguidance takes in free keys: `"\\u0061"` would be a second "a", of any type.
+# Keys may use every escape except `\\u`: llguidance would accept `"\\u0061"` as a second key "a", of any type.
 _PLAIN_KEYS: Final[dict[str, Any]] = {"json_allowed_escapes": 'bfnrt\\"'}
 _MULTIPLE: Final = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]{1,40})')
 _JSON_RULE: Final = re.compile(r"%json\s*(?=\{)")
@@ -64,14 +64,14 @@ _MAX_MESSAGE: Final = 400
 
 
 class GrammarFailed(Exception):
-    """A grammar cannot go on: a limit was reached, or no token fits."""
+    """Raised when a grammar reaches a limit, or when no token fits it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A compiled grammar. `prototype` is never advanced; each sequence walks on a copy.
+    """Compiled grammar. `prototype` is never advanced; each sequence walks on a copy.
 
-    `relaxed` is what it leaves out of a schema that need not be held strictly.
+    `relaxed` names the parts of a schema that the grammar does not enforce, which is allowed unless it is strict.
     """
 
     table: LLTokenizer
@@ -95,17 +95,19 @@ class GrammarWalk:
         self._words = np.zeros(-(-table.vocab_size // 32), dtype=np.uint32)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Go on by these tokens. Raises `GrammarFailed` when they do not fit."""
+        """Advance by these tokens. Raises `GrammarFailed` when they do not fit."""
         if not self._matcher.consume_tokens(list(tokens)):
             raise GrammarFailed(_reason(self._matcher.get_error()))
 
     def fork(self) -> "GrammarWalk":
-        """Another walk from here."""
+        """Return an independent walk at the same position."""
         return GrammarWalk(self._table, self._matcher.deep_copy(), self._vocab_size)
 
     def forced(self) -> list[int]:
-        """Tokens that come next, as nothing else may; often none. They end before one that only the tokenizer knows: a
-        model must never be given it."""
+        """Return the tokens that must come next, often none.
+
+        The list ends before a token that only the tokenizer has: a model must never be given it.
+        """
         tokens: list[int] = self._matcher.compute_ff_tokens()
         beyond = (at for at, token in enumerate(tokens) if token >= self._vocab_size)
         return tokens[: next(beyond, len(tokens))]
@@ -116,15 +118,15 @@ class GrammarWalk:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text so far is one that the grammar wants."""
+        """Whether the text so far is a complete match."""
         return self._matcher.is_accepting()
 
     def fits_all(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens may come next, one after the other."""
+        """Whether these tokens may come next, in this order."""
         return self._matcher.validate_tokens(list(tokens)) == len(tokens)
 
     def take_bytes(self, text: bytes) -> None:
-        """Go on by text that is part of a token."""
+        """Advance by text that is only a part of a token."""
         self.take(self._table.tokenize_bytes(text))
 
     def allowed(self) -> Allowed:
@@ -140,14 +142,14 @@ class GrammarWalk:
 
 @dataclass(slots=True)
 class _Entry:
-    """One constraint that was asked for; its lock is held while it is compiled."""
+    """Cache entry of one constraint; its lock is held while the constraint is compiled."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     outcome: CompiledGrammar | Failure | None = None
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer, and remembers the outcome."""
+    """Compiler of constraints for one tokenizer, with a cache of grammars and of refusals."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """`tokenizer` is transformers'; ids from its end up to `vocab_size` are never allowed."""
@@ -161,9 +163,9 @@ class Grammars:
         self.compiled = 0
 
     def compile(self, constraint: Constraint, calls: str = "") -> CompiledGrammar:
-        """The grammar of `constraint`; the same one for the same text. Raises `RequestInvalid`.
+        """Return the grammar of `constraint`; equal constraints share one. Raises `RequestInvalid`.
 
-        With `calls`, which is Lark, of one or the other.
+        With `calls`, which is Lark, the output may match either.
         """
         entry = self._entry(constraint, calls)
         with entry.lock:
@@ -195,7 +197,7 @@ class Grammars:
             return Failure(Code.INVALID_REQUEST, encodable(f"this {what} cannot be enforced: {error}"))
         except RequestInvalid as error:
             return error.failure
-        except BaseException as error:  # the boundary to Rust: a panic is no Exception, and is this grammar's
+        except BaseException as error:  # PyO3 raises a Rust panic as a BaseException; it fails this grammar only
             if type(error).__name__ != "PanicException":
                 raise
             return Failure(Code.INVALID_REQUEST, "this grammar cannot be enforced: it is too complex", repr(error))
@@ -211,7 +213,7 @@ class Grammars:
         return grammar
 
     def _make_loosely(self, constraint: Constraint, calls: str) -> CompiledGrammar:
-        """As much of a schema as can be held: all, all but some keywords, its shape, or any object."""
+        """Compile as much of a schema as possible: all of it, all but some keywords, its shape, or any object."""
         ways = list(loosened(_schema(constraint.text)))
         for is_lenient, (schema, relaxed) in [(False, ways[0]), *((True, way) for way in ways)]:
             try:
@@ -221,11 +223,11 @@ class Grammars:
         return self._make(_json('{"type": "object"}', _JSON_OPTIONS), calls, ("everything but an object",))
 
     def table(self) -> LLTokenizer:
-        """The tokenizer as llguidance knows it. Raises `RequestInvalid`."""
+        """Return the tokenizer in llguidance's form. Raises `RequestInvalid`."""
         with self._table_lock:
             if self._table is None:
                 try:
-                    # A few tokenizers have more ids than their model can say.
+                    # A few tokenizers have more ids than the output of their model.
                     size = max(self._vocab_size, len(self._tokenizer))
                     self._table = LLTokenizer(_serialized(self._tokenizer), n_vocab=size, eos_token=self._eos_ids)
                 except ValueError as error:
@@ -235,7 +237,7 @@ class Grammars:
 
 
 def _serialized(tokenizer: Any) -> str:
-    """A tokenizer as JSON, with the added tokens that its `tokenizer.json` may lack. Raises ValueError."""
+    """Serialize a tokenizer as JSON, with the added tokens that its `tokenizer.json` may lack. Raises ValueError."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("it is not of the tokenizers library")
@@ -263,7 +265,7 @@ def _source(constraint: Constraint) -> str:
             _check_schemas(text)
             return LLMatcher.grammar_from_lark(_lark(text))
         case ConstraintKind.CHOICE:
-            # As one terminal: of alternatives in a rule, llguidance takes no more than 2,000.
+            # The choices form one terminal, because llguidance takes at most 2,000 alternatives in a rule.
             choices = " | ".join(json.dumps(each) for each in _choices(text))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case _:
@@ -271,14 +273,14 @@ def _source(constraint: Constraint) -> str:
 
 
 def _either(calls: str, answer: str) -> str:
-    """Two grammars as alternatives of one. `answer` is as `_source` writes it: Lark, or a list of grammars in JSON."""
+    """Join two grammars as alternatives. `answer` is the output of `_source`: Lark, or a JSON list of grammars."""
     inner = json.loads(answer)["grammars"][0] if answer.startswith('{"grammars"') else {"lark_grammar": answer}
     start = {"lark_grammar": "start: @calls | @answer"}
     return json.dumps({"grammars": [start, {"name": "calls", "lark_grammar": calls}, {**inner, "name": "answer"}]})
 
 
 def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
-    """Rule for a JSON value in a Lark grammar: spaced as sparingly as a `JSON_SCHEMA`.
+    """Return the Lark rule of a JSON value, with the same sparse whitespace as a `JSON_SCHEMA`.
 
     `is_lenient` skips keywords that cannot be enforced instead of refusing them.
     """
@@ -294,12 +296,12 @@ def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
 
 
 def _json(schema: str, options: dict[str, Any]) -> str:
-    # As overrides, so that a schema's own `x-guidance` cannot make it lenient.
+    # The options are overrides, so that a schema's own `x-guidance` cannot make it lenient.
     return LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, options))
 
 
 def _skipped(matcher: LLMatcher) -> Iterator[str]:
-    """The keywords and formats that a lenient grammar leaves out."""
+    """Yield the keywords and formats that a lenient grammar does not enforce."""
     for warning in matcher.get_grammar_warnings():
         what, _, names = warning.partition(": ")
         if what == "Unimplemented keys":
@@ -309,7 +311,7 @@ def _skipped(matcher: LLMatcher) -> Iterator[str]:
 
 
 def _schema(text: str) -> dict[str, Any]:
-    """Raises `GrammarFailed` for what is no schema."""
+    """Parse a JSON schema. Raises `GrammarFailed`."""
     with _refusing():
         schema: Any = json.loads(text)
         check(schema)
@@ -329,7 +331,7 @@ def _json_schema(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
 
 @contextmanager
 def _refusing() -> Generator[None]:
-    """Translate errors of reading a schema to `GrammarFailed`."""
+    """Translate errors from reading a schema to `GrammarFailed`."""
     try:
         yield
     except SchemaInvalid as error:
@@ -345,7 +347,7 @@ def _refusing() -> Generator[None]:
 
 
 def _check_schemas(text: str) -> None:
-    """The same bounds for the schemas inside of a Lark grammar."""
+    """Apply the bounds of JSON schemas to the schemas inside a Lark grammar."""
     try:
         for written in _MULTIPLE.findall(text):
             check({"multipleOf": json.loads(written)})
@@ -362,7 +364,7 @@ def _check_schemas(text: str) -> None:
 def _lark(text: str) -> str:
     try:
         return any_to_lark(text)
-    except Exception as error:  # a small parser of its own, which raises whatever it meets
+    except Exception as error:  # llguidance's GBNF parser is plain Python and raises many types of errors
         raise GrammarFailed(f"it is neither Lark nor GBNF: {error}") from error
 
 
@@ -379,7 +381,7 @@ def _choices(text: str) -> list[str]:
 
 
 def _try_out(grammar: CompiledGrammar, eos_ids: Sequence[int]) -> None:
-    """Walk a few tokens on random ways: a grammar that no text fits, or that is too slow, is refused here."""
+    """Walk a few tokens along random paths, to refuse a grammar that no text fits or that is too slow."""
     for seed in range(TRIAL_WALKS):
         rng, walk = random.Random(seed), grammar.walk()
         for _ in range(TRIAL_TOKENS):
@@ -398,7 +400,7 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _reason(error: str) -> str:
-    """Error message of llguidance, without the state and stack that it appends."""
+    """Return an error message of llguidance without the state and stack that it appends."""
     for end in ("\n<state>", "<non-verbose/>", "\n<backtrace>", "<backtrace>"):
         error = error.partition(end)[0]
     if error.startswith("panic"):

@@ -1,4 +1,4 @@
-"""The shortest way to the end of a grammar, for an answer whose tokens are running out."""
+"""Early finish: the shortest way to the end of a grammar, for an answer that is close to its token limit."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
@@ -7,21 +7,21 @@ import numpy as np
 
 from worker.structured.compiler import Allowed, GrammarWalk
 
-# What ends JSON values, and then what goes on where nothing may end yet.
-_STRUCTURE: Final = ("}", "]", ")", ",", '"')
-# A state in which these may all come next is inside of a text.
-_LETTERS: Final = ("Z", "q", "~")
-# Steps of the shortest answer that are counted.
-_MAX_STEPS: Final = 2000
-# For what is open when time runs out, above the shortest whole answer.
-_SLACK: Final = 24
+# The closing brackets of JSON come first; the other two continue where nothing may be closed yet.
+_JSON_CLOSERS: Final = ("}", "]", ")", ",", '"')
+# If all of these letters are allowed next, the grammar is inside a string.
+_STRING_PROBES: Final = ("Z", "q", "~")
+_MAX_COUNTED_STEPS: Final = 2000
+# These tokens are added to the shortest whole answer, for values that are open when the finish begins.
+_OPEN_VALUES_TOKENS: Final = 24
 
 
 class EarlyFinish:
-    """Ways to finish early in one vocabulary; shared by all rows of a grammar.
+    """Finisher of answers in one vocabulary; shared by all rows of a grammar.
 
-    `value_ends` are texts that end a value beside JSON's, `ends` those that end more, tried in order. What `encode`
-    writes with ids from `vocab_size` on, the model cannot say.
+    `value_ends` are texts that end a value, in addition to JSON's; `ends` are texts that end a call or a list of calls.
+    They are tried in order. Texts that `encode` writes with ids from `vocab_size` on are skipped: the model has no such
+    outputs.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class EarlyFinish:
             return [tokens for tokens in spellings if tokens and max(tokens) < vocab_size]
 
         self._texts = spelled((*value_ends, '"'))
-        self._marks = spelled((*ends, *value_ends, *_STRUCTURE))
-        self._letters = [tokens[0] for tokens in spelled(_LETTERS) if len(tokens) == 1]
+        self._marks = spelled((*ends, *value_ends, *_JSON_CLOSERS))
+        self._letters = [tokens[0] for tokens in spelled(_STRING_PROBES) if len(tokens) == 1]
 
     def way(self, walk: GrammarWalk, allowed: Allowed) -> Sequence[int]:
-        """Tokens to go on by; none when every allowed one is as good."""
+        """Return the tokens to continue with; none when all allowed tokens are equally good."""
         ends = [token for token in self._eos_ids if allowed[token]]
         if ends:
             return ends[:1]
@@ -51,20 +51,20 @@ class EarlyFinish:
         return next((tokens for tokens in (self._texts if is_text else self._marks) if walk.fits_all(tokens)), ())
 
     def shortest(self, walk: GrammarWalk) -> int:
-        """About how many tokens an answer needs at least; `walk` is used up."""
+        """Return the approximate token count of the shortest answer. Advances `walk` to its end."""
         steps = 0
-        while steps < _MAX_STEPS:
+        while steps < _MAX_COUNTED_STEPS:
             allowed = walk.allowed()
             way = self.way(walk, allowed) or (int(np.flatnonzero(allowed)[0]),)
             if way[0] in self._eos_ids:
                 break
             walk.take(way)
             steps += len(way)
-        return steps + _SLACK
+        return steps + _OPEN_VALUES_TOKENS
 
 
 class FinishingGuide:
-    """One row's way to the end."""
+    """Early finish of one row."""
 
     def __init__(self, haste: EarlyFinish) -> None:
         self._haste = haste
@@ -76,7 +76,7 @@ class FinishingGuide:
         return twin
 
     def narrow(self, walk: GrammarWalk, allowed: Allowed) -> Allowed:
-        """Of the allowed tokens, the one that leads to the end, where one does."""
+        """Narrow the allowed tokens to the one that leads to the end; return them unchanged where none does."""
         if not self._ahead:
             self._ahead = list(self._haste.way(walk, allowed))
         if not self._ahead:

@@ -29,11 +29,11 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The constraint of one request. `anything` is what a free block allows: every token but those that end it all.
+    """Constraint of one request. `anything` masks a free block: every token except the end-of-sequence tokens.
 
-    With `haste`, an answer that has all but `reserve` of its `room` in tokens behind it takes the shortest way to its
-    end. A lazy rule begins behind its prologue's marker whenever that is written; all other text is free. What begins
-    there may depend on the marker: `by_marker`.
+    With `haste`, an answer that has used all but `reserve` tokens of its `room` takes the shortest way to its end. A
+    lazy rule applies after each occurrence of its prologue's marker; all other text is free. `by_marker` holds the
+    grammars of those markers that have one of their own.
     """
 
     grammar: CompiledGrammar
@@ -50,7 +50,7 @@ class Rule:
 
 
 class Guide:
-    """One row's way through its rule. Its methods run on one thread at a time."""
+    """Progress of one row through its rule. Its methods run on one thread at a time."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
@@ -58,7 +58,7 @@ class Guide:
         self._is_free = rule.prologue.is_open
         self._is_start = True
         self._is_over = False
-        # Whether a free block has just ended and nothing of the answer is there.
+        # Whether a free block has just ended and the answer has no text yet.
         self._has_opened = False
         self._tail = b""
         self._left = rule.room
@@ -66,18 +66,18 @@ class Guide:
         self._keep = max((len(end) for end in rule.prologue.ends), default=1) - 1
 
     def fork(self) -> "Guide":
-        """Another guide from here."""
+        """Return an independent guide at the same position."""
         twin = copy(self)
         twin._walk = self._walk.fork()
         twin._hurried = self._hurried.fork() if self._hurried is not None else None
         return twin
 
     def forced(self) -> list[int]:
-        """Tokens that will probably come next, as the grammar allows nothing else."""
+        """Return the tokens that the grammar forces next, where it applies."""
         return [] if self._is_over or self._is_free else self._walk.forced()
 
     def take(self, token: int) -> None:
-        """Go on by one token. Raises `GrammarFailed`."""
+        """Advance by one token. Raises `GrammarFailed`."""
         is_start, self._is_start = self._is_start, False
         self._left -= 1
         if token in self._rule.eos_ids:
@@ -110,7 +110,7 @@ class Guide:
         return allowed
 
     def _scan(self, token: int) -> None:
-        """Look for the end of the free block; text that follows it within this token belongs to the answer."""
+        """Look for the end of the free block; text after the end within the same token belongs to the answer."""
         text = self._tail + self._rule.token_bytes(token)
         hits = [(at, end) for end in self._rule.prologue.ends if (at := text.find(end)) >= 0]
         if not hits:
@@ -131,19 +131,19 @@ class Guide:
         except GrammarFailed:
             if not self._rule.is_lazy:
                 raise
-            self._release()  # it only looked like a beginning
+            self._release()  # the marker was ordinary text
 
     def _release(self) -> None:
-        """Leave the text free up to the next marker."""
+        """Leave the text free until the next marker."""
         self._walk, self._is_free, self._tail = self._rule.grammar.walk(), True, b""
 
     def _is_gap(self, token: int) -> bool:
-        """Whether this is the space that follows a block closed by a template or for the model."""
+        """Whether the token is whitespace after a reasoning block that the grammar does not allow itself."""
         return self._rule.token_bytes(token).isspace() and not self._walk.fits(token)
 
 
 class Rules:
-    """Makes the rule of a request, for one model. Safe to call from threads that may wait for a compiler."""
+    """Factory of the rules of requests, for one model. Safe to call from threads that may wait for a compiler."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Rules:
         eos_ids: Sequence[int],
         token_bytes: Callable[[int], bytes],
     ) -> None:
-        """`tokenizer` is transformers'; `family` says how the model marks its reasoning."""
+        """`tokenizer` is transformers'; `family` selects the model's markers of reasoning."""
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._family = family
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -165,7 +165,7 @@ class Rules:
         self._anything[list(eos_ids)] = False
 
     def make(self, constraint: Constraint, prompt_end: str, *, ignore_eos: bool = False) -> Rule:
-        """The rule for an answer to a prompt that ends with `prompt_end`. Raises `RequestInvalid`."""
+        """Return the rule for an answer to a prompt that ends with `prompt_end`. Raises `RequestInvalid`."""
         return Rule(
             grammar=self.compile(constraint),
             prologue=self.prologue(prompt_end) if constraint.after_reasoning else Prologue(),
@@ -176,15 +176,15 @@ class Rules:
         )
 
     def of_grammar(self, grammar: CompiledGrammar, prologue: Prologue) -> Rule:
-        """A rule for a grammar that is compiled already."""
+        """Return a rule for a compiled grammar."""
         return Rule(grammar, prologue, self._eos_ids, self._anything, self._token_bytes)
 
     def compile(self, constraint: Constraint, calls: str = "") -> CompiledGrammar:
-        """The grammar of an answer, or of `calls` where there are any. Raises `RequestInvalid`."""
+        """Compile the grammar of an answer, or of `calls` if there are any. Raises `RequestInvalid`."""
         return self.grammars.compile(constraint, calls)
 
     def prologue(self, prompt_end: str) -> Prologue:
-        """Open if the prompt has opened it; if it has neither opened nor closed it, the model may do so."""
+        """Return the reasoning block: open if the prompt opens it, absent if the prompt closes it, else optional."""
         grammar = FAMILIES[self._family].grammar
         if isinstance(grammar, Channels):
             return self._channels(prompt_end)
@@ -195,18 +195,18 @@ class Rules:
             return Prologue(ends, is_open=True)
         if prompt_end.rstrip().endswith(grammar.think.ends):
             return Prologue()
-        # Only a model whose template knows of reasoning has learned to begin with it.
+        # Only a model whose template contains the marker was trained to begin with reasoning.
         starts = [start for start in grammar.think.starts if start in self._template]
         return Prologue(ends, openers=self._single(starts))
 
     def _channels(self, prompt_end: str) -> Prologue:
-        """Harmony names the channel of each message; the answer is what follows the name of the last one."""
+        """Return Harmony's prologue: each message names its channel, and the answer is the message in `final`."""
         final = "<|channel|>final<|message|>"
         if len(self._single(("<|channel|>", "<|message|>"))) < 2 or prompt_end.endswith(final):
             return Prologue()
         return Prologue((final.encode(),), is_open=True)
 
     def _single(self, markers: Sequence[str]) -> tuple[int, ...]:
-        """Those markers that are one token, which the model can say."""
+        """Return the ids of those markers that are a single token which the model can emit."""
         ids = (self._vocabulary.get(marker) for marker in markers)
         return tuple(at for at in ids if at is not None and at < len(self._anything))

@@ -1,13 +1,13 @@
-"""Rows whose answer must match a grammar, without making the other rows wait.
+"""Masks of rows whose answer must match a grammar, computed without delaying the other rows.
 
 mlx-lm launches a forward pass before the tokens that it runs on have reached the host. A mask needs them, so a step
 with constrained rows is launched in two parts: first the forward pass; while it runs, the tokens before it arrive, and
 each row's grammar takes its token and computes its mask on a thread of its own; then mask and sampling. The device
-never idles as long as a mask is quicker than a forward pass. A row whose mask is late does not hold the others up: the
-step goes on without it, and the batch takes the row out until its mask is there.
+never idles as long as a mask is quicker than a forward pass. A row whose mask is late does not delay the others: the
+step continues without it, and the batch parks the row until its mask is ready.
 
-A step that verifies drafts needs a mask for each of their tokens: a grammar follows a draft on copies of itself, and
-goes on from the copy behind the last token that was accepted.
+A step that verifies drafts needs a mask for each of their tokens: the grammar follows a draft on copies of itself, and
+continues from the copy after the last accepted token.
 """
 
 import time
@@ -22,14 +22,14 @@ import numpy as np
 from worker.structured.compiler import Allowed, GrammarFailed
 from worker.structured.guides import Guide, Rule
 
-# Other rows wait for a late mask about as long as a step takes, and at least this long.
+# Other rows wait for a late mask about as long as a step takes, and at least `MIN_PATIENCE_S`.
 MIN_PATIENCE_S: Final = 0.01
 MAX_PATIENCE_S: Final = 0.25
-# A mask that takes longer ends its row.
+# A mask that takes longer than this fails its row.
 MAX_MASK_S: Final = 20.0
 _THREADS: Final = 4
-# Masks of a draft may take so much of that time.
-_DRAFT_PART: Final = 0.5
+# The masks of a draft may take this fraction of the time that rows wait for a late mask.
+_DRAFT_PATIENCE_FRACTION: Final = 0.5
 _LEAST_MASK_S: Final = 1e-5
 _SMOOTHING: Final = 0.2
 
@@ -62,7 +62,7 @@ class Masks:
         """The longest draft whose masks will probably be there in time."""
         if not work.is_ready:
             return 0
-        return max(0, int(_DRAFT_PART * self._patience / max(work.mask_s, _LEAST_MASK_S)) - 1)
+        return max(0, int(_DRAFT_PATIENCE_FRACTION * self._patience / max(work.mask_s, _LEAST_MASK_S)) - 1)
 
     def take(
         self, rows: Sequence[MaskedRow], tokens: Sequence[int], drafts: Sequence[Sequence[int]] | None = None
@@ -90,7 +90,7 @@ class Masks:
     def apply(self, rows: Sequence[MaskedRow], logits: mx.array) -> mx.array:
         """Logits `[rows, vocab]`, or `[rows, steps, vocab]` for drafts, with what grammars forbid at -inf.
 
-        Rows that are late or broken are left alone.
+        Rows whose mask is late or failed are unchanged.
         """
         steps = logits.shape[1] if logits.ndim == 3 else 1
         ours = [(at, row.mask) for at, row in enumerate(rows) if row.mask is not None]
@@ -127,7 +127,7 @@ def wait_for_one(rows: Sequence[MaskedRow], timeout_s: float) -> None:
 
 @dataclass(slots=True, frozen=True)
 class _State:
-    """A guide, what it allows next, and what it forces."""
+    """Guide, the tokens that it allows next, and those that it forces."""
 
     guide: Guide
     allowed: Allowed | None
@@ -136,7 +136,7 @@ class _State:
 
 @dataclass(slots=True, frozen=True)
 class _Followed:
-    """States behind a row's newest token and behind each token of its draft, and the seconds that one took."""
+    """States after a row's newest token and after each token of its draft; `seconds` is the mean time of a mask."""
 
     states: list[_State]
     seconds: float
@@ -148,7 +148,7 @@ class MaskWork:
 
     future: "Future[_Followed]"
     since: float
-    # Tokens of the draft that are the row's.
+    # Number of tokens of the draft that were accepted.
     accepted: int = 0
 
     @property
@@ -161,7 +161,7 @@ class MaskWork:
 
     @property
     def mask_s(self) -> float:
-        """Seconds that the newest masks took, each."""
+        """Mean time of the newest masks, in seconds."""
         return self.future.result().seconds
 
     @property
@@ -197,14 +197,17 @@ def _follow(guide: Guide, tokens: Sequence[int], draft: Sequence[int] = ()) -> _
             guide.take(token)
             states.append(_State(guide, guide.allowed(), guide.forced()))
         except GrammarFailed:
-            break  # it is not the one that will be sampled, or the row may go no further in one step
+            break  # the draft is wrong from here on, or the row may not continue in this step
     return _Followed(states, (time.monotonic() - begun) / len(states))
 
 
 def _mask(logits: mx.array, masks: dict[int, Allowed]) -> mx.array:
-    """-inf where the rows in `masks` may not go; a model's vocabulary may be padded beyond the tokenizer's."""
+    """Set the logits of the rows in `masks` to -inf where a token is not allowed.
+
+    A model's vocabulary may be padded beyond the tokenizer's.
+    """
     rows, vocab = logits.shape
-    # MLX's signature knows no NumPy arrays.
+    # The type stub of mx.array does not accept NumPy arrays.
     keep: Any = np.zeros((len(masks), vocab), dtype=np.bool_)
     for to, allowed in enumerate(masks.values()):
         width = min(vocab, len(allowed))

@@ -1,4 +1,4 @@
-"""Validation of JSON schemas (draft 2020-12): compilers skip what has the wrong type, and so would not enforce it."""
+"""Validation of JSON schemas (draft 2020-12). Compilers would silently ignore keywords of a wrong type."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any, Final, cast
 
 MAX_DEPTH: Final = 64
-# An automaton with this many states keeps count of a remainder: 10^6 of them take seconds to build.
+# The automaton of a multipleOf has this many states, one per remainder: 10^6 of them take seconds to build.
 MAX_MULTIPLE: Final = 20_000
 
 _ONE: Final = (
@@ -18,11 +18,11 @@ _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "depe
 
 
 class SchemaInvalid(ValueError):
-    """Says which keyword is wrong."""
+    """Raised with the keyword that is wrong."""
 
 
 def check(schema: Any) -> None:
-    """Raises `SchemaInvalid`."""
+    """Check a schema. Raises `SchemaInvalid`."""
     multiples = [value for value in _check(schema, "", 0) if value != 1]
     scale = math.lcm(*(value.denominator for value in multiples))
     if multiples and math.lcm(*(int(value * scale) for value in multiples)) > MAX_MULTIPLE:
@@ -30,7 +30,7 @@ def check(schema: Any) -> None:
 
 
 def _check(schema: Any, path: str, depth: int) -> Iterator[Fraction]:
-    """Yields each multipleOf."""
+    """Check a schema and yield each multipleOf."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -53,7 +53,7 @@ def _check_values(fields: Mapping[str, Any], path: str) -> None:
 
 
 def _inner(fields: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The schemas right inside of this one, with their paths."""
+    """Yield the direct subschemas with their paths."""
     for name in _ONE:
         if name in fields:
             yield f"{path}/{name}", fields[name]
@@ -113,7 +113,7 @@ _VALUES: Final = (
 
 
 def _multiple(value: Any, path: str) -> Fraction:
-    # As it is written: 0.01 is a hundredth here, not the nearest binary fraction.
+    # The decimal notation counts: 0.01 is a hundredth here, not the nearest binary fraction.
     exact = Fraction(repr(value))
     if exact <= 0 or exact.numerator > MAX_MULTIPLE or exact.denominator > 10**9:
         raise SchemaInvalid(f"{path}/multipleOf is not a positive number that can be enforced")

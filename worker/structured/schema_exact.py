@@ -1,4 +1,4 @@
-"""A JSON schema as llguidance enforces it to the letter: where it would be inexact, tightened, or refused."""
+"""Exact JSON schemas: a schema that llguidance would enforce inexactly is tightened or refused."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,20 +9,20 @@ from urllib.parse import unquote
 
 from worker.structured.schema_check import SchemaInvalid
 
-# Doubles hold every whole number up to here; llguidance reads all numbers as doubles, …
+# llguidance reads all numbers as doubles, which hold every whole number up to 2^53.
 NUMBER_MAX: Final = 2**53
-# … and cuts what bounds a whole number to 64 bits.
+# llguidance cuts the bounds of whole numbers to 64 bits; this is the largest double below 2^63.
 BOUND_MAX: Final = float(2**63 - 1024)
-# Where a bound of zero is not to be reached.
-TINY: Final = 1e-15
-# Copies of schemas in allOf; the time that they take grows with their square: these take half a second.
+# An exclusive bound of zero becomes an inclusive bound of this distance from zero.
+MIN_NONZERO_BOUND: Final = 1e-15
+# Maximum number of copies of schemas in allOf. Compile time grows with their square: these take half a second.
 MERGED_MAX: Final = 4000
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-# Regexes for one text; the time that it takes to tell whether any text fits them doubles with each.
+# Maximum number of regexes for one text. The time to check whether any text fits them doubles with each.
 PATTERNS_MAX: Final = 8
-# Values beside a pattern; each is tried.
+# Maximum number of enum values beside a pattern; each value is tried against it.
 TRIED_MAX: Final = 1000
-# Of one object; the time grows with their square.
+# Maximum number of properties of one object. Compile time grows with their square.
 PROPERTIES_MAX: Final = 2000
 _PLACES: Final = frozenset(
     {
@@ -31,20 +31,19 @@ _PLACES: Final = frozenset(
     }
 )  # fmt: skip
 
-# How far an exclusive bound is moved, as a part of what is between the two.
-_STEP: Final = 1e-6
-# Of more digits than these, llguidance may drop some.
-_DIGITS: Final = 14
-# A class in brackets, as group 1, or an escape.
-# A class that is never closed goes to the end, so that none is looked for inside of it: a search of each takes the
-# square of the time, in which no other thread runs.
+# An exclusive bound moves inwards by this fraction of the distance between both bounds.
+_BOUND_SHIFT_FRACTION: Final = 1e-6
+# llguidance may drop digits of a number that has more significant digits than these.
+_MAX_EXACT_DIGITS: Final = 14
+# Matches an escape, or a bracketed class as group 1. A class without its closing bracket extends to the end of the
+# text, so that no further class is searched inside it: that search is quadratic and holds the GIL.
 _CLASS: Final = re.compile(r"\\.|\[\^?(\]?(?:\\.|[^\]\\])*+)\]?", re.DOTALL)
 _ESCAPED: Final = re.compile(r"\\.", re.DOTALL)
 _SETS: Final = re.compile(r"\[|&&|--|~~")
 _BOUNDS: Final = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
 
-# What is given up first where not all can be held, and what next.
-_LOOSER: Final = (
+# Keywords that are dropped, set by set, until the rest of a schema can be enforced.
+_DROPPED_IN_ORDER: Final = (
     frozenset({"pattern", "format", "patternProperties", "propertyNames", "not", "if", "then", "else"}),
     frozenset(
         {
@@ -68,14 +67,17 @@ class _Size:
 
 @dataclass(slots=True)
 class Exact:
-    """A schema as it can be enforced. With `has_loose_keys`, a named key could be written a second time, escaped."""
+    """Schema in a form that llguidance enforces exactly.
+
+    With `has_loose_keys`, a declared key could be repeated in its escaped form.
+    """
 
     schema: dict[str, Any]
     has_loose_keys: bool
 
 
 def exact(schema: Schema) -> Exact:
-    """For a schema that `check` has let through. Raises `SchemaInvalid`."""
+    """Rewrite a schema that has passed `check`. Raises `SchemaInvalid`."""
     walk = _Walk()
     rewritten = walk.schema(schema, ())
     walk.check_references()
@@ -84,11 +86,13 @@ def exact(schema: Schema) -> Exact:
 
 
 def loosened(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """A schema, and ever looser ones with the names of what they lack: conditions on single values, then on their size
-    and number. What is left is the shape."""
+    """Yield a schema, then looser ones with the names of the dropped keywords.
+
+    Conditions on single values are dropped first, then those on sizes and counts; the shape remains.
+    """
     lacks: tuple[str, ...] = ()
     yield schema, lacks
-    for keywords in _LOOSER:
+    for keywords in _DROPPED_IN_ORDER:
         dropped: set[str] = set()
         schema = _without(schema, keywords, dropped)
         if dropped:
@@ -97,7 +101,7 @@ def loosened(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], tuple[str
 
 
 def _without(fields: dict[str, Any], keywords: frozenset[str], dropped: set[str]) -> dict[str, Any]:
-    """A schema without `keywords` in any of the places that hold schemas."""
+    """Return a schema without `keywords`, at all places that hold schemas."""
 
     def one(value: Any) -> Any:
         return _without(cast(dict[str, Any], value), keywords, dropped) if isinstance(value, dict) else value
@@ -116,10 +120,7 @@ def _without(fields: dict[str, Any], keywords: frozenset[str], dropped: set[str]
 
 
 def bound(schema: Schema) -> None:
-    """Only whether it can be compiled in bounded time, for a schema that `check` has let through.
-
-    Raises `SchemaInvalid`.
-    """
+    """Check that a schema which has passed `check` compiles in bounded time. Raises `SchemaInvalid`."""
     walk = _Walk(is_exact=False)
     walk.schema(schema, ())
     walk.check_references()
@@ -128,7 +129,7 @@ def bound(schema: Schema) -> None:
 
 @dataclass(slots=True)
 class _Walk:
-    """One way through a schema: the places that hold schemas, and what is found on it."""
+    """Traversal of a schema: the places of its subschemas, its references and its roots."""
 
     is_exact: bool = True
     has_loose_keys: bool = False
@@ -162,7 +163,7 @@ class _Walk:
                 raise SchemaInvalid(f"$ref {ref[:100]!r} points to no schema in it")
 
     def check_merges(self) -> None:
-        """Bound the copies made by allOf: each reference is copied into it with its own: 2^n copies of n levels."""
+        """Bound the copies made by allOf. References are copied with their own references: n levels have 2^n copies."""
         sizes: dict[Path, _Size] = {}
         merged = [self._size(path, sizes) for path, fields in self.places.items() if "allOf" in fields]
         if sum(size.schemas for size in merged) > MERGED_MAX:
@@ -171,7 +172,7 @@ class _Walk:
             raise SchemaInvalid(f"more than {PATTERNS_MAX} patterns or formats in it are for the same text")
 
     def _size(self, path: Path, sizes: "dict[Path, _Size]") -> "_Size":
-        """Size of a schema with all references replaced; a recursive one is counted once."""
+        """Return the size of a schema with all references replaced; a recursive one is counted once."""
         if path not in sizes:
             sizes[path] = _Size(1, 0)
             fields = self.places[path]
@@ -189,7 +190,7 @@ class _Walk:
         return sizes[path]
 
     def _target(self, ref: str) -> Path | None:
-        """Target of a reference by path; None for a reference by name, and for a missing target."""
+        """Resolve a reference by path; None for a reference by name, and for a missing target."""
         _, _, fragment = ref.partition("#")
         if ref != "#" and "/" not in fragment:
             return None
@@ -218,22 +219,22 @@ def _make_exact(fields: dict[str, Any], where: str) -> None:
         _check_pattern(pattern, where)
     for key in fields.keys() & {"const", "enum"}:
         _check_constants(fields[key], f"{where}/{key}")
-    # Drafts that know fewer keywords would skip the others.
+    # Drafts that define fewer keywords would ignore the others.
     fields.pop("$schema", None)
     _tighten(fields, where)
     _count_keys(fields, where)
 
 
 def _tighten(fields: dict[str, Any], where: str) -> None:
-    """Bounds that hold as they are written: some are rounded, and some exclusive ones let through."""
+    """Tighten bounds that llguidance rounds, and exclusive bounds that it lets through."""
     for key, is_low in _BOUNDS.items():
         if key in fields:
             fields[key] = bound = _inward(fields[key], is_low)
             if (bound > BOUND_MAX) if is_low else (bound < -BOUND_MAX):
                 raise SchemaInvalid(f"{where}/{key} is beyond 64 bits")
     for key, inclusive, nearest, tiny in (
-        ("exclusiveMinimum", "minimum", max, TINY),
-        ("exclusiveMaximum", "maximum", min, -TINY),
+        ("exclusiveMinimum", "minimum", max, MIN_NONZERO_BOUND),
+        ("exclusiveMaximum", "maximum", min, -MIN_NONZERO_BOUND),
     ):
         if fields.get(key) == 0:
             fields[inclusive] = nearest(fields.get(inclusive, tiny), tiny)
@@ -243,7 +244,7 @@ def _tighten(fields: dict[str, Any], where: str) -> None:
 
 
 def _part(fields: dict[str, Any], where: str) -> None:
-    """Move an exclusive whole bound inwards where the other one is close: between 1 and 1.5, it is not held."""
+    """Move an exclusive whole bound inwards if the other one is close: llguidance does not hold it in (1, 1.5)."""
     low = max((fields[key] for key in ("minimum", "exclusiveMinimum") if key in fields), default=None)
     high = min((fields[key] for key in ("maximum", "exclusiveMaximum") if key in fields), default=None)
     if low is None or high is None or not 0 < high - low <= 1:
@@ -253,7 +254,7 @@ def _part(fields: dict[str, Any], where: str) -> None:
         ("exclusiveMaximum", "maximum", high, -1),
     ):
         if fields.get(key) == bound and bound == int(bound):
-            moved = float(f"{bound + way * (high - low) * _STEP:.13g}")
+            moved = float(f"{bound + way * (high - low) * _BOUND_SHIFT_FRACTION:.13g}")
             if moved == bound:
                 raise SchemaInvalid(f"{where or 'it'} has bounds that are too close")
             fields[inclusive] = moved
@@ -261,17 +262,17 @@ def _part(fields: dict[str, Any], where: str) -> None:
 
 
 def _inward(bound: float, is_low: bool) -> float:
-    """The nearest number that llguidance reads and compares as it is, of those that the bound lets through."""
+    """Return the nearest number within the bound that llguidance reads and compares exactly."""
     if isinstance(bound, int) and abs(bound) <= NUMBER_MAX:
         return bound
     exact = Decimal(repr(bound))
     rounding = ROUND_CEILING if is_low else ROUND_FLOOR
-    short = Context(prec=_DIGITS, rounding=rounding, Emax=10**6, Emin=-(10**6)).plus(exact)
-    return float(short) if len(exact.normalize().as_tuple().digits) > _DIGITS else bound
+    short = Context(prec=_MAX_EXACT_DIGITS, rounding=rounding, Emax=10**6, Emin=-(10**6)).plus(exact)
+    return float(short) if len(exact.normalize().as_tuple().digits) > _MAX_EXACT_DIGITS else bound
 
 
 def _count_keys(fields: dict[str, Any], where: str) -> None:
-    """Nothing keeps a free key from being written twice, and then it counts for two."""
+    """Refuse a minProperties above 1 that `required` does not imply: a repeated free key would count twice."""
     least = fields.get("minProperties", 0)
     if least < 2:
         return
@@ -281,14 +282,14 @@ def _count_keys(fields: dict[str, Any], where: str) -> None:
 
 
 def _check_pattern(pattern: str, where: str) -> None:
-    """Classes within classes, and what adds and takes away: there, the regexes of JSON Schema have other meanings."""
+    """Refuse nested classes and set operations: there, JSON Schema's regexes have other meanings than llguidance's."""
     for match in _CLASS.finditer(pattern):
         if match[1] is not None and _SETS.search(_ESCAPED.sub("", match[1])):
             raise SchemaInvalid(f"{where or 'it'} has a pattern with '[', '&&', '--' or '~~' inside of brackets")
 
 
 def _check_constants(value: Any, where: str) -> None:
-    """Raises `SchemaInvalid` for numbers that would be written as others."""
+    """Raise `SchemaInvalid` for numbers that llguidance would write differently."""
     rest = [value]
     while rest:
         match rest.pop():

@@ -1,4 +1,4 @@
-"""Rules that make a chat's answer call tools: what is asked for, as a grammar in the model's own markup."""
+"""Rules of tool calls: the calls that a chat requires, as a grammar in the model's own markup."""
 
 import json
 import logging
@@ -28,8 +28,8 @@ from worker.structured.tool_grammar import (
 
 log = logging.getLogger("mlxd.worker")
 
-# Calls come to their end within this many tokens where a request sets no limit.
-DEFAULT_ROOM: Final = 8192
+# Calls must end within this many tokens if the request sets no limit.
+DEFAULT_CALL_TOKENS: Final = 8192
 _MAX_CACHED: Final = 64
 
 
@@ -42,10 +42,10 @@ class _Compiled:
 
 
 class ToolRules:
-    """Makes the rules of one model. Safe to call from threads that may wait for a compiler."""
+    """Factory of the tool rules of one model. Safe to call from threads that may wait for a compiler."""
 
     def __init__(self, rules: Rules, tokenizer: Any, family: str, eos_ids: Sequence[int]) -> None:
-        """`family` says how calls are written; `tokenizer` is transformers'."""
+        """`family` selects the notation of calls; `tokenizer` is transformers'."""
         self._rules = rules
         self._family = family
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -56,19 +56,19 @@ class ToolRules:
         self._compiled: OrderedDict[tuple[str, frozenset[str]], _Compiled] = OrderedDict()
 
     def make(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule | None:
-        """The rule for `room` tokens of answer; None where there is nothing to enforce. Raises `RequestInvalid`."""
+        """Return the rule for an answer of `room` tokens; None if nothing is enforced. Raises `RequestInvalid`."""
         self._check_strict(prompt)
         if prompt.must_call:
             return self._forced(prompt, prompt_end, room)
         return self._strict(prompt) if prompt.strict_tools else None
 
     def beside(self, answer: Rule, constraint: Constraint, prompt: ChatPrompt, prompt_end: str) -> Rule:
-        """The rule for calls, or for the answer of the rule that `constraint` alone makes. Raises `RequestInvalid`."""
+        """Return a rule for calls, or for the `answer` to which `constraint` alone applies. Raises `RequestInvalid`."""
         self._check_strict(prompt)
         if isinstance(FAMILIES[self._family].grammar, Channels):
             if self._family not in HEADS or not answer.prologue.is_open:
                 return answer
-            # The channel that a message names decides.
+            # Each message names its channel, which selects the grammar.
             by_marker = self._by_head(prompt.tools, prompt.strict_tools)
             ends = (*answer.prologue.ends, *by_marker)
             return replace(answer, prologue=replace(answer.prologue, ends=ends), by_marker=by_marker)
@@ -80,7 +80,7 @@ class ToolRules:
         return replace(answer, grammar=self._rules.compile(constraint, compiled.text))
 
     def _check_strict(self, prompt: ChatPrompt) -> None:
-        """A schema that cannot be held is refused where the client has asked that it be."""
+        """Refuse a strict tool whose schema cannot be enforced."""
         for tool in prompt.tools:
             schema = tool["function"].get("parameters")
             if _name(tool) not in prompt.strict_tools or not schema:
@@ -97,13 +97,13 @@ class ToolRules:
         marks = self._known_marks()
         compiled = self._compile(lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, strict)
         is_messages = isinstance(FAMILIES[self._family].grammar, Channels)
-        # Where outputs are messages, the grammar has the reasoning in it.
+        # The grammar includes the reasoning in families that write messages.
         prologue = Prologue() if is_messages else self._rules.prologue(prompt_end)
         rule = self._rules.of_grammar(compiled.grammar, prologue)
         return replace(rule, haste=compiled.haste, room=room, reserve=compiled.reserve)
 
     def _strict(self, prompt: ChatPrompt) -> Rule | None:
-        """Rule for calls of strict tools once a call has begun; other tools take any arguments."""
+        """Return the rule for calls of strict tools once a call has begun; other tools take any arguments."""
         marks = self._known_marks()
         loose = tuple(name for name in map(_name, prompt.tools) if name not in prompt.strict_tools)
         calls = Calls(prompt.tools, is_parallel=not prompt.one_call, loose_names=loose)
@@ -116,13 +116,13 @@ class ToolRules:
         return replace(rule, is_lazy=True)
 
     def _strict_by_head(self, prompt: ChatPrompt) -> Rule:
-        """Nothing but the head of a call tells that it has begun, and that has the tool's name in it."""
+        """Return the rule of a format whose calls have no marker: each begins after a head that names the tool."""
         by_marker = self._by_head(_named(prompt.tools, prompt.strict_tools), prompt.strict_tools)
         rule = self._rules.of_grammar(next(iter(by_marker.values())), Prologue(tuple(by_marker), is_open=True))
         return replace(rule, is_lazy=True, by_marker=by_marker)
 
     def _by_head(self, tools: Sequence[Mapping[str, Any]], strict: Sequence[str]) -> dict[bytes, CompiledGrammar]:
-        """Grammar after each possible head of a call."""
+        """Return the grammar that follows each possible head of a call."""
         marks, family = self._known_marks(), self._family
         by_marker: dict[bytes, CompiledGrammar] = {}
         for tool in tools:
@@ -134,23 +134,23 @@ class ToolRules:
         return by_marker
 
     def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls, strict: Sequence[str]) -> _Compiled:
-        """The grammar; where there is none, one that holds only the `strict` tools. Raises `RequestInvalid`."""
+        """Compile the grammar; if that fails, one that enforces only the `strict` tools. Raises `RequestInvalid`."""
         written = write(calls)
         for name in written.unheld.intersection(strict):
             message = (
                 f"The tool '{name}' is strict, but its schema cannot be enforced in the way this model writes calls"
             )
             raise RequestInvalid(Code.INVALID_REQUEST, message, param="tools")
-        # The grammar of the same tools is another one where others of them are strict, and it cannot hold all.
+        # Equal texts may have different strict tools, and the fallback below depends on them.
         key = (written.text, frozenset(strict))
         with self._lock:
-            if found := self._compiled.get(key):
+            if cached := self._compiled.get(key):
                 self._compiled.move_to_end(key)
-                return found
+                return cached
         try:
             compiled = self._try(written)
         except RequestInvalid as error:
-            # Where it was not asked for, a schema that no grammar can hold must not keep a client from its tools.
+            # A tool without `strict` stays usable if no grammar can enforce its schema.
             log.warning("tool calls are not constrained by their schemas: %s", error)
             loose = tuple(name for name in map(_name, calls.tools) if name not in strict)
             compiled = self._try(write(replace(calls, loose_names=loose)))

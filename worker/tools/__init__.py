@@ -1,1 +1,1 @@
-"""Programs beside the worker: verify, calibrate and repack."""
+"""Command-line programs beside the worker: verify, calibrate and repack."""

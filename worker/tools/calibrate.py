@@ -1,7 +1,8 @@
-"""`python -m worker.tools.calibrate`: how quick is a model here, by rows, by length of prompt and by width of drafts?
+"""Command `python -m worker.tools.calibrate`: measures the speed of a model on this machine.
 
-Loads the model, measures within a given time, and writes the results where the next worker of the model looks for
-them. Prints a `protocol.timing_profile.CalibrationResult` a line. Exit statuses are those of a worker.
+It measures by rows, prompt length and draft width within a given time, and writes the results where the next worker of
+the model reads them. It prints a `protocol.timing_profile.CalibrationResult` per line. Exit statuses are those of a
+worker.
 """
 
 import argparse
@@ -36,30 +37,30 @@ from worker.speculation.policy.draft_width import WIDTHS, StepCosts
 from worker.start.checked_model import load_checked
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
-# Twice as many rows that gain less than this are not worth their latency.
-GAIN: Final = 1.1
-PROMPTS: Final = (512, 2048, 8192)
-CHUNKS: Final = (32, 128, 512)
-# Rows that generate while chunks ride on their steps, and while the limit of free buffers is tried.
-BESIDE: Final = 4
-# Parts of the machine's memory, the smallest first; a larger one has to be quicker by this much.
-BUFFER_PARTS: Final = (32, 16, 8, 1)
-BUFFER_GAIN: Final = 1.03
-# Parts of the time that is given, which is kept between two measurements, not inside of one: where a chunk takes
-# seconds, there are fewer of them. Each has so many steps at least, and before them so many that do not count.
-DECODE_PART: Final = 0.4
-PREFILL_PART: Final = 0.25
-BLOCKS_PART: Final = 0.15
-RIDING_PART: Final = 0.1
-BUFFERS_PART: Final = 0.1
+# Doubling the rows must gain at least this factor to be worth the latency.
+MIN_ROWS_GAIN: Final = 1.1
+PROMPT_TOKENS: Final = (512, 2048, 8192)
+CHUNK_TOKENS: Final = (32, 128, 512)
+# Rows that decode during fused prefill, and while the limit of free buffers is measured.
+DECODING_ROWS: Final = 4
+# Divisors of the machine's memory, the smallest limit first; a larger limit must be faster by `MIN_BUFFER_GAIN`.
+BUFFER_DIVISORS: Final = (32, 16, 8, 1)
+MIN_BUFFER_GAIN: Final = 1.03
+# Shares of the given time. The limits are checked between measurements, so slow models get fewer of them. Each
+# measurement has at least `STEPS_MIN` steps, after `WARM_UP_STEPS` steps that are not counted.
+DECODE_SHARE: Final = 0.4
+PREFILL_SHARE: Final = 0.25
+BLOCKS_SHARE: Final = 0.15
+FUSED_SHARE: Final = 0.1
+BUFFERS_SHARE: Final = 0.1
 STEPS_MIN: Final = 6
-WARM: Final = 2
-PROMPT: Final = 48
-OUTPUT: Final = 4096
+WARM_UP_STEPS: Final = 2
+DECODE_PROMPT_TOKENS: Final = 48
+MAX_OUTPUT_TOKENS: Final = 4096
 
 
 class _Blocks(NoDrafts):
-    """Drafts of one width at random, whose tokens are wrong but for luck: what counts is how long steps take."""
+    """Random drafts of one width, almost always wrong: only the time of their verification matters."""
 
     def __init__(self, vocab_size: int) -> None:
         self.widest = WIDTHS[-1]
@@ -80,8 +81,10 @@ class _Blocks(NoDrafts):
 
 
 class Bench:
-    """Measurements of one loaded model, on the calling thread. The engine is warm, does nothing else, and keeps what is
-    learned; its batches draft by `blocks`."""
+    """Benchmark of one loaded model on the calling thread.
+
+    The engine is warmed up, otherwise idle, and stores the measured times; its batches draft with `blocks`.
+    """
 
     def __init__(self, loaded: LoadedModel, spec: WorkerSpec, engine: Engine, gauges: Gauges, blocks: _Blocks) -> None:
         self._loaded = loaded
@@ -93,25 +96,28 @@ class Bench:
         self._batch = engine.new_batch()
 
     def decode(self, limit_s: float) -> Iterator[MeasuredSpeed]:
-        """Tokens a second of more and more rows, until more of them gain little."""
+        """Measure decode speed for increasing rows, until more of them gain little."""
         before = 0.0
         for rows in ROWS if self._loaded.plan.lane is not BatchMode.SINGLE else ROWS[:1]:
-            if rows > 1 and self._engine.kv_cost.bytes(rows, PROMPT + OUTPUT // 8) > self._kv_limit:
+            if (
+                rows > 1
+                and self._engine.kv_cost.bytes(rows, DECODE_PROMPT_TOKENS + MAX_OUTPUT_TOKENS // 8) > self._kv_limit
+            ):
                 return
             self._start(rows)
             steps, seconds = self._steps(limit_s / len(ROWS))
             speed = MeasuredSpeed(rows, rows * steps / seconds)
             yield speed
-            if speed.tokens_per_s < GAIN * before:
+            if speed.tokens_per_s < MIN_ROWS_GAIN * before:
                 return
             before = speed.tokens_per_s
 
     def blocks(self, limit_s: float) -> None:
-        """Steps with drafts of each width, for the widths that pay."""
+        """Measure verification with drafts of each width."""
         if self._blocks.costs is None:
             return
         end = time.perf_counter() + limit_s
-        for rows in (1, BESIDE):
+        for rows in (1, DECODING_ROWS):
             self._start(rows)
             for width in WIDTHS:
                 if width <= WIDTHS[1] or time.perf_counter() < end:
@@ -120,9 +126,9 @@ class Bench:
             self._blocks.width = 1
 
     def prefill(self, limit_s: float) -> Iterator[MeasuredSpeed]:
-        """Tokens a second of prompts of more and more tokens, each alone."""
+        """Measure prefill speed for increasing prompt lengths, each prompt alone."""
         begin = time.perf_counter()
-        for tokens in PROMPTS:
+        for tokens in PROMPT_TOKENS:
             if (
                 time.perf_counter() - begin > limit_s
                 or tokens > self._loaded.max_context - 8
@@ -132,62 +138,62 @@ class Bench:
             self._clear()
             self._insert(tokens)
             began, done = time.perf_counter(), 0
-            while self._batch.prefilling and (done == 0 or time.perf_counter() - began < limit_s / len(PROMPTS)):
+            while self._batch.prefilling and (done == 0 or time.perf_counter() - began < limit_s / len(PROMPT_TOKENS)):
                 done += self._tick(self._longest, done)
             yield MeasuredSpeed(tokens, done / (time.perf_counter() - began))
 
     def riding(self, limit_s: float) -> None:
-        """Chunks beside rows that generate, of each size and both ways."""
+        """Measure prefill chunks of each size beside decoding rows, fused and separate."""
         if self._loaded.plan.lane is BatchMode.SINGLE:
             return
         end = time.perf_counter() + limit_s
-        for tokens, rides in product((each for each in CHUNKS if each <= self._longest), (True, False)):
+        for tokens, rides in product((each for each in CHUNK_TOKENS if each <= self._longest), (True, False)):
             if time.perf_counter() > end:
                 return
-            self._start(BESIDE)
+            self._start(DECODING_ROWS)
             self._insert(min(8 * tokens, self._loaded.max_context - 8))
-            own, done = time.perf_counter() + limit_s / len(CHUNKS) / 2, 0
+            own, done = time.perf_counter() + limit_s / len(CHUNK_TOKENS) / 2, 0
             while self._batch.prefilling and (done == 0 or time.perf_counter() < own):
                 done += self._tick(tokens, done, rides=rides)
             self._tick(self._longest, 0)
 
     def buffers(self, limit_s: float, total: int, device: memory.Device) -> int:
-        """The smallest limit of free buffers with which steps are about as quick as with any."""
+        """Return the smallest limit of free buffers with which steps are about as fast as with any."""
         best, best_rate = 0, 0.0
-        for part in BUFFER_PARTS:
-            limit = max(memory.usual_buffers() if part == BUFFER_PARTS[0] else 0, total // part)
+        for part in BUFFER_DIVISORS:
+            limit = max(memory.usual_buffers() if part == BUFFER_DIVISORS[0] else 0, total // part)
             device.clear_cache()
             device.set_cache_limit(limit)
-            self._start(BESIDE if self._loaded.plan.lane is not BatchMode.SINGLE else 1)
-            steps, seconds = self._steps(limit_s / len(BUFFER_PARTS))
-            if steps / seconds > BUFFER_GAIN * best_rate:
+            self._start(DECODING_ROWS if self._loaded.plan.lane is not BatchMode.SINGLE else 1)
+            steps, seconds = self._steps(limit_s / len(BUFFER_DIVISORS))
+            if steps / seconds > MIN_BUFFER_GAIN * best_rate:
                 best, best_rate = limit, steps / seconds
         return best
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _start(self, rows: int) -> None:
-        """So many rows past their prompts."""
+        """Start this many rows and run their prefill."""
         self._clear()
         for _ in range(rows):
-            self._insert(PROMPT)
+            self._insert(DECODE_PROMPT_TOKENS)
         while self._batch.prefilling:
             self._tick(self._longest, 0)
 
     def _steps(self, limit_s: float) -> tuple[int, float]:
-        """Steps until the time is over, and the seconds that they took."""
-        for _ in range(WARM):
+        """Run steps until the time is over; return their number and seconds."""
+        for _ in range(WARM_UP_STEPS):
             self._tick(self._longest, 0)
         began, steps = time.perf_counter(), 0
         while steps < STEPS_MIN or time.perf_counter() - began < limit_s:
             self._tick(self._longest, 0)
             steps += 1
-            if not self._batch:  # outputs have an end, drafts that are right bring it nearer
+            if not self._batch:  # rows end at their output limit, sooner if drafts are accepted
                 break
         return steps, time.perf_counter() - began
 
     def _tick(self, chunk: int, context: int, *, rides: bool = True) -> int:
-        """One tick, from which the times are learned; prompt tokens that it has processed."""
+        """Run one tick and record its times; return the number of prompt tokens processed."""
         self._engine.pacer.chunk(self._batch.prefilling, self._batch.decoding, chunk, context)
         tick = self._batch.step(chunk, rides=rides)
         for timed in tick.timed:
@@ -196,7 +202,7 @@ class Bench:
 
     def _insert(self, tokens: int) -> None:
         prompt = [self._random.randrange(self._loaded.vocab_size) for _ in range(tokens)]
-        self._batch.insert(silent_row(0, prompt, min(OUTPUT, self._loaded.max_context - tokens)))
+        self._batch.insert(silent_row(0, prompt, min(MAX_OUTPUT_TOKENS, self._loaded.max_context - tokens)))
 
     def _clear(self) -> None:
         self._batch.abandon()
@@ -205,25 +211,25 @@ class Bench:
 
 
 def calibrate(spec: WorkerSpec, seconds: float, folder: str, tell: Callable[[CalibrationResult], None]) -> None:
-    """Measure and write. Raises `LoadFailed`, and `OSError` where the results cannot be written."""
+    """Measure and write the results. Raises `LoadFailed`, and `OSError` if the results cannot be written."""
     spec = replace(spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0)
     loaded = load_checked(spec, lambda _stage, _done, _total: None)
     writer, gauges, blocks = Intake(loaded, spec.parser).writer, Gauges(), _Blocks(loaded.vocab_size)
     engine = Engine(loaded, spec, EngineInbox(), lambda _message: None, gauges, writer, blocks, keeps=folder)
-    engine.warm_up([1] * min(PROMPT, loaded.max_context - 4))
+    engine.warm_up([1] * min(DECODE_PROMPT_TOKENS, loaded.max_context - 4))
     assert engine.kept is not None
     blocks.costs = engine.kept.costs
     bench = Bench(loaded, spec, engine, gauges, blocks)
     decode, prefill = list[MeasuredSpeed](), list[MeasuredSpeed]()
-    for speed in bench.decode(DECODE_PART * seconds):
+    for speed in bench.decode(DECODE_SHARE * seconds):
         decode.append(speed)
         tell(CalibrationResult("decode", speed.size, speed.tokens_per_s))
-    for speed in bench.prefill(PREFILL_PART * seconds):
+    for speed in bench.prefill(PREFILL_SHARE * seconds):
         prefill.append(speed)
         tell(CalibrationResult("prefill", speed.size, speed.tokens_per_s))
-    bench.blocks(BLOCKS_PART * seconds)
-    bench.riding(RIDING_PART * seconds)
-    buffers = bench.buffers(BUFFERS_PART * seconds, memory.allowed(spec), memory.MlxDevice())
+    bench.blocks(BLOCKS_SHARE * seconds)
+    bench.riding(FUSED_SHARE * seconds)
+    buffers = bench.buffers(BUFFERS_SHARE * seconds, memory.allowed(spec), memory.MlxDevice())
     tell(CalibrationResult("buffers", buffers))
     most = enough(decode)
     engine.kept.calibrated(Calibration(time.time(), tuple(decode), tuple(prefill), most, buffers))
@@ -231,9 +237,9 @@ def calibrate(spec: WorkerSpec, seconds: float, folder: str, tell: Callable[[Cal
 
 
 def enough(decode: Sequence[MeasuredSpeed]) -> int:
-    """The smallest number of rows from which twice as many gain less than a tenth."""
+    """Return the smallest number of rows at which doubling gains less than a tenth."""
     for speed, double in pairwise(decode):
-        if double.tokens_per_s < GAIN * speed.tokens_per_s:
+        if double.tokens_per_s < MIN_ROWS_GAIN * speed.tokens_per_s:
             return speed.size
     return decode[-1].size
 
@@ -259,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"the results cannot be written: {error}", file=sys.stderr)
         return ExitStatus.INTERNAL
-    except Exception as error:  # the boundary to code of every architecture, and to memory that is not there
+    except Exception as error:  # code of any architecture may raise any type, and memory may be short
         print(f"a measurement failed: {type(error).__name__}: {error}", file=sys.stderr)
         return ExitStatus.INTERNAL
     return ExitStatus.OK

@@ -1,5 +1,6 @@
-"""`python -m worker.tools.repack`: a model's experts into records of their own, one layer after the other, and all
-else as it was. Prints a line for each step. Exit statuses: 0, or 1 with the reason on standard error.
+"""Command `python -m worker.tools.repack`: copies a model with its experts in separate records, layer by layer.
+
+It prints a line per step. Exit statuses: 0, or 1 with the reason on standard error.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from worker.model.experts.expert_cache import put, switches_of
 from worker.model.experts.records import name_of, to_bytes
 from worker.model.loader import check_weights, read_config, resolve
 
-# Keys of config.json that say how many experts a token has.
+# Keys of config.json that hold the number of experts per token.
 CHOSEN: Final = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -35,9 +36,9 @@ CHOSEN: Final = (
     "top_k_experts",
     "num_selected_experts",
 )
-# The number of the process follows.
+# Suffix of an incomplete folder, followed by the process id.
 _PARTIAL: Final = ".partial-"
-# Files that are written again. All else is copied, the code of a model included.
+# Suffixes of files that are rewritten. All others are copied, including a model's code.
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json")
 
 
@@ -53,7 +54,7 @@ def main() -> None:
         index = repack(source, args.target.expanduser().absolute(), args.trust_remote_code, _say)
     except (LoadFailed, ValueError, OSError) as error:
         sys.exit(f"{args.source} cannot be repacked: {error}")
-    except Exception as error:  # the boundary to code of every architecture, and to files of any content
+    except Exception as error:  # code of any architecture and files with any content may raise any type
         sys.exit(f"{args.source} cannot be repacked: {type(error).__name__}: {error}")
     _say(f"{args.target}: {index.total_bytes / 1e9:.2f} GB of experts in {len(index.layers)} layers")
 
@@ -65,9 +66,9 @@ def _say(text: str) -> None:
 def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callable[[str], None]) -> ExpertIndex:
     """Write the folder `target`, which must not exist, from a model's folder. Raises `ValueError` and `OSError`.
 
-    Takes memory for the experts of one layer and for a shard of the rest; `target` needs as much disk as `source` has.
-    Until it is whole it has another name, beside its own; whatever ends the work earlier, nothing of it is left. What
-    a killed process leaves of the same target, the next one deletes.
+    Needs memory for the experts of one layer and for a shard of the rest, and as much disk space as `source`. Until it
+    is complete, the folder has a temporary name beside `target`; it is deleted if the work ends earlier. After a kill,
+    the next repack to the same target deletes it.
     """
     if target.exists() or target.is_symlink():
         raise ValueError(f"{target} is there already")
@@ -86,7 +87,7 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
     switches = list(switches_of(model))
     if not switches:
         raise ValueError(f"{source} has no experts")
-    # Another process may be at work for the same target, and other names belong to others.
+    # The process id keeps apart processes that work on the same target.
     partial = target.with_name(f"{target.name}{_PARTIAL}{os.getpid()}")
     partial.mkdir()
     with ExitStack() as undo:
@@ -98,13 +99,13 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
 
 
 def _delete_leftovers(target: Path, progress: Callable[[str], None]) -> None:
-    """Delete folders of this target whose process is gone."""
+    """Delete incomplete folders of this target whose process has ended."""
     ours = re.compile(re.escape(f"{target.name}{_PARTIAL}") + "([0-9]{1,9})")
     for path in target.parent.iterdir():
         name = ours.fullmatch(path.name)
         if name is None or path.is_symlink() or not path.is_dir():
             continue
-        # A folder of our own number is that of a process before.
+        # A folder with our own process id belongs to an earlier process.
         if int(name[1]) == os.getpid() or not psutil.pid_exists(int(name[1])):
             progress(f"deleting {path}, left by a repack that was killed")
             shutil.rmtree(path, ignore_errors=True)
@@ -168,7 +169,7 @@ def _write_layer(folder: Path, name: str, path: str, switch: Any) -> ExpertLayer
 
 
 def _chosen(config: dict[str, Any], layers: list[ExpertLayer]) -> int:
-    """Experts of a token; where the configuration does not say, a quarter of a layer's."""
+    """Return the number of experts per token; a quarter of a layer's if the configuration has none."""
     parts = [config, config.get("text_config")]
     values = [part.get(key) for part in parts if isinstance(part, dict) for key in CHOSEN]
     known = [value for value in values if isinstance(value, int) and value > 0]

@@ -1,1 +1,1 @@
-"""Images, video and audio: from the bytes of a request to features beside a prompt's text."""
+"""Images, video and audio: from the bytes of a request to features for a prompt."""

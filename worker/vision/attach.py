@@ -1,4 +1,4 @@
-"""Vision of a model: its tower beside mlx-lm's text model, and the grafts that this needs."""
+"""Attachment of a vision tower to mlx-lm's text model, with the wrapped modules that it needs."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("mlxd.worker")
 
 @dataclass(slots=True, frozen=True)
 class Vision:
-    """Parts of a model beyond text. `config` is the model's own, folded."""
+    """Parts of a model beyond its text model. `config` is the folded configuration."""
 
     needs: Needs
     graft: MultimodalMerge
@@ -29,10 +29,10 @@ class Vision:
 
 
 def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[Any], None]) -> Vision:
-    """Load the tower of a checkpoint and graft onto its text model, which stays as it is when this raises.
+    """Load the tower of a checkpoint and wrap modules of its text model, which is unchanged when this raises.
 
     `retype` changes the type of a module's parameters in place. Raises `UnsupportedVision` with the reason why the
-    model is served as text only; lets failed allocations through.
+    model is served as text only; failed allocations propagate.
     """
     needs = Needs.of({**folded, "generation_config": _generation(path)})
     try:
@@ -41,7 +41,7 @@ def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[
         tower = load_tower(path, folded, needs, dtype, retype)
     except UnsupportedVision:
         raise
-    except Exception as error:  # the boundary to code of every architecture
+    except Exception as error:  # code of any architecture may raise any type
         if is_allocation_failure(error):
             raise
         log.warning("the tower of %s could not be loaded", path, exc_info=True)
@@ -53,12 +53,12 @@ def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[
 
 
 def _dtype(table: Any) -> mx.Dtype:
-    """The type of what a table of embeddings returns; quantized ones have it of their scales."""
+    """Return the dtype of a table's embeddings; a quantized table has it in its scales."""
     return (table.scales if "scales" in table else table.weight).dtype
 
 
 def _generation(path: Path) -> Any:
-    """The checkpoint's `generation_config.json`, or nothing where it has none that can be read."""
+    """Read the checkpoint's `generation_config.json`; {} if it is missing or cannot be read."""
     try:
         return json.loads((path / "generation_config.json").read_bytes())
     except (OSError, ValueError):

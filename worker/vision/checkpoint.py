@@ -1,4 +1,4 @@
-"""Checkpoints of vision models in the terms of mlx-lm and mlx-vlm: their configuration and the names of weights."""
+"""Translation of vision checkpoints for mlx-lm and mlx-vlm: their configuration and the names of weights."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,16 +11,16 @@ from protocol.towers import MEDIA_SECTIONS, is_tower
 
 _DEFAULT_ROPE: Final = "default"
 _TEXT: Final = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
-# Parts that transformers puts below `model` from version 5 on, and mlx-vlm looks for beside it.
+# transformers 5 nests these parts under `model`; mlx-vlm expects them beside it.
 _BELOW_MODEL: Final = re.compile(
     r"^model\.((?:vision_tower|multi_modal_projector|audio_tower|embed_audio|embed_vision|image_newline)\b)"
 )
-# Towers of CLIP and SigLIP, whose inner `vision_model` transformers leaves out from version 5 on.
+# transformers 5 omits the inner `vision_model` of these CLIP and SigLIP towers.
 _NESTED_TOWERS: Final = ("clip_vision_model", "siglip_vision_model")
 
 
 class Contradiction(ValueError):
-    """Two keys of one configuration that say different things of the same."""
+    """Raised for two keys of one configuration that contradict each other."""
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fold(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as both libraries read it. Raises `Contradiction`."""
+    """Convert a configuration to a form that both libraries read. Raises `Contradiction`."""
     folded = deepcopy(dict(config))
     sections = [folded, *(folded[name] for name in ("text_config", *MEDIA_SECTIONS) if name in folded)]
     for section in sections:
@@ -45,7 +45,7 @@ def fold(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tower_config(folded: Mapping[str, Any]) -> dict[str, Any]:
-    """A folded configuration as mlx-vlm reads it, with the sections that it takes for granted."""
+    """Return a folded configuration for mlx-vlm, with the sections that it requires."""
     config = deepcopy(dict(folded))
     config.setdefault("text_config", config.pop("llm_config", {}))
     for section in ("vision_config", "audio_config"):
@@ -88,7 +88,7 @@ def _agree(section: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _name_sizes(config: dict[str, Any], text: dict[str, Any]) -> None:
-    """Sizes under the names that one of the libraries looks for."""
+    """Copy sizes to the names that one of the libraries expects."""
     match config.get("model_type"):
         case "gemma3":
             config.setdefault("hidden_size", text.get("hidden_size"))
@@ -112,13 +112,13 @@ def _name_sizes(config: dict[str, Any], text: dict[str, Any]) -> None:
 
 
 def _add_vocabulary(config: dict[str, Any], text: dict[str, Any]) -> None:
-    """mlx-lm takes the root's size, and its own default for none."""
+    """Copy the vocabulary size to the root, where mlx-lm reads it; it would otherwise use its own default."""
     if "vocab_size" in text:
         config.setdefault("vocab_size", text["vocab_size"])
 
 
 def text_names(names: Iterable[str]) -> list[dict[str, str]]:
-    """Names of the text model's weights, in each of the ways in which classes of mlx-lm expect them: old to new."""
+    """Map the names of the text model's weights to each naming scheme of mlx-lm's classes."""
     kept = [name for name in names if not is_tower(name)]
     plain = {name: name if name.startswith("lm_head.") else _plain(name) for name in kept}
     return [
@@ -130,13 +130,13 @@ def text_names(names: Iterable[str]) -> list[dict[str, str]]:
 
 
 def _plain(name: str) -> str:
-    """`model.layers…` and `lm_head…`, as classes of text models have them."""
+    """Return `model.layers…` and `lm_head…`, the names in classes of text models."""
     short, count = _TEXT.subn("model.", name)
     return short.removeprefix("model.") if count and short.startswith("model.lm_head.") else short
 
 
 def tower_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Names of weights as mlx-vlm expects them before it renames them: old to new."""
+    """Map the names of weights to those that mlx-vlm's `sanitize` expects."""
     vision = config.get("vision_config") or {}
     is_nested = vision.get("model_type") in _NESTED_TOWERS and config.get("model_type") not in ("idefics3", "smolvlm")
     renamed = {name: _BELOW_MODEL.sub(r"\1", name) for name in names}
@@ -146,7 +146,7 @@ def tower_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, st
 
 
 def known_weights(model: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights that a module of mlx has a place for, also once it is quantized: checkpoints carry others along."""
+    """Keep the weights that a module has a parameter for, also when it is quantized later; drop all others."""
     modules = {name for name, _ in model.named_modules()}
     parameters: Any = tree_flatten(model.parameters())
     names = {name for name, _ in parameters}

@@ -1,4 +1,4 @@
-"""Video clips: lists of JPEG frames, and files where PyAV is installed. Frames are read when they are asked for."""
+"""Video clips: lists of JPEG frames, and files if PyAV is installed. Frames are decoded on demand."""
 
 import struct
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ _NO_PYAV: Final = (
 )
 _FRAMES_INSTEAD: Final = "A list of JPEG frames (data:video/jpeg;base64,…) needs nothing."
 _LENGTH: Final = struct.Struct(">I")
-# Formats of files with the sound or pictures in them: a play list or a concatenation would name other files and URLs.
+# Container formats with embedded media only: a playlist or a concatenation could name other files and URLs.
 _FORMATS: Final = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,mp3,flac,wav,w64,aac,aiff,amr,caf,asf"
-# Of a list of frames that comes without its rate.
+# This rate, in frames a second, applies to a list of frames that has none.
 _DEFAULT_RATE: Final = 2.0
-# From so many frames before the next one that is wanted on, a file is read from a key frame again.
+# Minimum distance to the next frame at which the decoder seeks to a key frame instead of reading on.
 _SEEK_FRAMES: Final = 48
 
 
 class EncodedClip(Protocol):
-    """A video that is not decoded yet: `rate` is in frames a second."""
+    """Video that is not decoded yet; `rate` is in frames a second."""
 
     count: int
     rate: float
@@ -38,13 +38,13 @@ class EncodedClip(Protocol):
     height: int
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
-        """These frames in RGB, upright. Raises `RequestInvalid`."""
+        """Decode these frames as RGB, upright. Raises `RequestInvalid`."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class FrameSampling:
-    """Frames of a clip that a model sees: `rate` a second, from `least` to `most`, a multiple of `factor`."""
+    """Choice of the frames that a model is shown: `rate` a second, from `least` to `most`, a multiple of `factor`."""
 
     rate: float = 2.0
     least: int = 4
@@ -52,7 +52,7 @@ class FrameSampling:
     factor: int = 2
 
     def indices(self, clip: EncodedClip, options: dict[str, int | float]) -> list[int]:
-        """Indices of frames, spread over the clip. A list of frames is sampled already: all of it counts."""
+        """Return indices spread over the clip. A list of frames is already sampled, so all of it is used."""
         most = min(self.most, clip.count)
         if "num_frames" in options:
             wanted = float(options["num_frames"])
@@ -67,7 +67,7 @@ class FrameSampling:
 
 
 def open_clip(media: Media, limits: MediaLimits) -> EncodedClip:
-    """The clip of a request's video, its frames neither decoded nor counted one by one. Raises `RequestInvalid`."""
+    """Open the clip of a request's video without decoding or counting its frames. Raises `RequestInvalid`."""
     for name in ("fps", "num_frames"):
         if (value := media.options.get(name, 1)) <= 0:
             raise refused(f"{name} is {value:g}; it must be positive.", media.param, Code.INVALID_REQUEST)
@@ -77,24 +77,24 @@ def open_clip(media: Media, limits: MediaLimits) -> EncodedClip:
 
 
 def reason_of(error: object) -> str:
-    """FFmpeg's words for an error, without Python's number and file name; other errors are of code."""
+    """Return FFmpeg's message without Python's number and file name, or a fixed text for errors of other code."""
     return str(getattr(error, "strerror", None) or "it is damaged")
 
 
 def open_file(av: Any, data: bytes) -> Any:
-    """A file opened by PyAV, which reads these bytes and nothing else."""
+    """Open a file with PyAV, restricted to these bytes."""
     return av.open(BytesIO(data), options={"format_whitelist": _FORMATS, "protocol_whitelist": "none"})
 
 
 def pyav(files: str, instead: str, param: str) -> Any:
-    """PyAV, where it is installed. Raises `RequestInvalid`, which names what can be sent `instead`."""
+    """Return the module PyAV. Raises `RequestInvalid` if it is not installed; `instead` names an alternative."""
     if find_spec("av") is None:
         raise refused(_NO_PYAV.format(files, instead), param, Code.UNSUPPORTED_MODALITY)
     return import_module("av")
 
 
 class FrameList:
-    """JPEG files one after the other, each after its length in 4 bytes; all of one size."""
+    """Sequence of JPEG files of one size, each preceded by its length in 4 bytes."""
 
     def __init__(self, media: Media, limits: MediaLimits) -> None:
         self._param = media.param
@@ -134,14 +134,14 @@ def _split(media: Media) -> list[bytes]:
 
 
 class VideoFile:
-    """A file that PyAV can read. Its first frame is decoded for its size and turn; sound is left out."""
+    """Video file that PyAV can read. The first frame is decoded for its size and rotation; sound is ignored."""
 
     def __init__(self, media: Media, limits: MediaLimits) -> None:
         self._data = media.data
         self._param = media.param
         with self._opened() as container:
             stream = _stream(container, media.param)
-            # Before a frame is decoded, and of the frame itself, which may be larger.
+            # The size is checked before a frame is decoded, and again on the frame, which may be larger.
             self._check_pixels(stream.width, stream.height, limits)
             first = next(iter(container.decode(stream)), None)
             rate = stream.average_rate or stream.guessed_rate
@@ -167,7 +167,7 @@ class VideoFile:
                     at = self._index(stream, frame, at + 1)
                 if frame is None:
                     raise refused("The video is broken: a frame is missing.", self._param, Code.INVALID_VIDEO)
-                # A file may end before the frames that its header counts: the last one stands for those.
+                # The last frame replaces those that the header counts beyond the end of the file.
                 images.append(_upright(frame).resize((self.width, self.height)))
         return images
 
@@ -189,7 +189,7 @@ class VideoFile:
 
 
 class _Container:
-    """A file opened by PyAV: what PyAV raises on broken ones becomes a refusal."""
+    """File opened by PyAV; errors that PyAV raises on broken files become refusals."""
 
     def __init__(self, data: bytes, param: str) -> None:
         self._av = pyav("Video files", _FRAMES_INSTEAD, param)

@@ -1,4 +1,4 @@
-"""Encoder of media: decodes what rows need in a pool, and gives the tower one medium at a time."""
+"""Encoder of media: a pool decodes the media that rows need, and the tower encodes one medium at a time."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,23 +16,23 @@ from worker.vision.tower import Tower
 
 # Decoding releases the lock of Python for the most part; more threads would take cores from the step loop.
 DECODERS: Final = 2
-# Media that are decoded ahead of the tower, which takes one a tick: a decoded image is large. The first row may have
-# one more.
-_MOST_DECODED: Final = 4
+# Maximum number of media decoded ahead of the tower, which encodes one a tick, because decoded images are large. The
+# first row may exceed it by one.
+_MAX_DECODED_AHEAD: Final = 4
 
 Pixels = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One medium that rows wait for, on its way to features.
+    """Encoding of one medium that rows wait for.
 
-    Each row has a medium of its own, which knows what its client calls it; the first one's is made.
+    Each row has its own `Medium`, with the path that its client gave it; the first row's is the one encoded.
     """
 
     media: dict[int, Medium] = field(default_factory=dict[int, Medium])
     pixels: Future[Pixels] | None = None
-    # Memory could not be had for it before.
+    # Whether an allocation for it has failed before.
     is_retried: bool = False
 
     @property
@@ -45,19 +45,21 @@ class _Job:
 
 
 class MediaEncoder:
-    """Owned by the engine thread, which calls `step` once a tick. Other threads call `wake`.
+    """Encoder that hands rows the features of their media. Owned by the engine thread, which calls `step` once a tick;
+    other threads call `wake`.
 
-    Rows that wait hold features of some of their media while the rest is made. Together with the rows in prefill they
-    hold at most the limit of the feature cache and what one row needs: a medium is encoded, or held, if it fits the
-    limit, or for the first of the rows that wait, while others hold no more than the limit.
+    A waiting row holds features of some of its media while the others are encoded. Together with rows in prefill,
+    waiting rows hold at most the limit of the feature cache plus the media of one row: a medium is encoded, or held, if
+    it fits the limit, or if the first waiting row needs it while others hold no more than the limit.
 
     No row waits forever:
-    - a row that has all of its media asks for nothing more; in prefill it lets go of them one after the other;
-    - the first row always goes on: what rows behind it hold above the limit is taken back from them, the newest first,
-      and what rows in prefill hold is let go of as they run. One of its media is decoded however many others are;
-    - so the first row becomes one in prefill, and another one the first.
-    Between two encodes held bytes only fall, and an encode leaves others with the limit at most: that is the bound,
-    whichever row is the first from one tick to the next.
+    - A row that has all of its media requests no more; in prefill it releases them one by one.
+    - The first row always makes progress: rows behind it give up what exceeds the limit, the newest first, and rows in
+      prefill release theirs as they run. One of its media is decoded regardless of how many others are.
+    - So the first row enters prefill, and another row becomes the first.
+
+    Held bytes only fall between two encodes, and after an encode the other rows hold at most the limit. This bound
+    remains when another row becomes the first from one tick to the next.
     """
 
     def __init__(self, tower: Tower, features: FeatureCache, wake: Callable[[], None]) -> None:
@@ -65,30 +67,30 @@ class MediaEncoder:
         self.features = features
         self._wake = wake
         self._jobs: dict[bytes, _Job] = {}
-        # Those that are being decoded, or have been.
+        # Jobs whose decoding has begun or finished.
         self._begun: dict[bytes, _Job] = {}
-        # Media that rows have asked for: of those that wait, in the order in which they came, and of those in prefill.
+        # Media requested by waiting rows, in order of arrival, and by rows in prefill.
         self._waiting: dict[int, dict[bytes, Medium]] = {}
         self._running: dict[int, set[bytes]] = {}
-        # The last medium that a row was found to wait for.
+        # The last medium that each row was missing.
         self._missing: dict[int, bytes] = {}
-        # The row that is the next to run.
+        # The waiting row that runs next.
         self._first: int | None = None
-        # Of the features of one token; not known before the first encode.
+        # Bytes of features per token; 0 until the first encode.
         self._token_bytes = 0
-        # Whether the newest step gave a row something.
+        # Whether the newest step handed features to a row.
         self._has_given = False
         self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="pixels")
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to do now: for the tower, or for a row that has got what it waited for."""
+        """Whether `step` has work to do, or has handed features to a row."""
         return self._has_given or any(job.has_pixels and self._may_hold(key, job) for key, job in self._begun.items())
 
     def is_ready(self, rid: int, media: Sequence[Medium], *, is_first: bool = False) -> bool:
-        """Whether the features of all these media are held for a row; those that are missing are made from now on.
+        """Whether a row holds the features of all these media; the missing ones are requested.
 
-        `is_first`: no row that waits comes before it.
+        `is_first`: no waiting row comes before it.
         """
         if is_first:
             self._first = rid
@@ -97,7 +99,7 @@ class MediaEncoder:
         job = self._jobs.get(last)
         if job is not None and rid in job.media and any(medium.key == last for medium in media):
             self._missing[rid] = last
-            return False  # the answer for most: each row that waits asks at each tick
+            return False  # the common case: each waiting row asks at every tick
         missing = b""
         for medium in media:
             if not self.features.holds(rid, medium.key) and not self._want(rid, medium, asked):
@@ -108,7 +110,7 @@ class MediaEncoder:
         return not missing
 
     def _want(self, rid: int, medium: Medium, asked: dict[bytes, Medium]) -> bool:
-        """Hold a medium for a row if it is there and fits; else it is one of the jobs."""
+        """Hold a medium for a row if it is encoded and fits; otherwise add it to the jobs."""
         key, size = medium.key, self.features.size(medium.key)
         if key not in asked:
             asked[key] = medium
@@ -121,9 +123,9 @@ class MediaEncoder:
         return False
 
     def step(self) -> list[tuple[int, Exception]]:
-        """Encode the first medium that has been decoded, if there is one; the rows that failed by it.
+        """Encode the first decoded medium, if any, and return the rows that failed with it.
 
-        Raises when memory could not be had for it, once: it is encoded in the next step then.
+        A failed allocation raises the first time, and the next step tries the medium again.
         """
         self._has_given = False
         for key in self._jobs.keys() & self.features.keys:
@@ -133,7 +135,7 @@ class MediaEncoder:
         return failed
 
     def _give(self, key: bytes) -> None:
-        """Hold features that are there for the rows that wait for them, as far as they may."""
+        """Hold encoded features for the rows that wait for them, within the limit."""
         job = self._jobs[key]
         if not self._may_hold(key, job):
             return
@@ -154,7 +156,7 @@ class MediaEncoder:
             features = self._encode(job.medium, job.pixels.result())
         except RequestInvalid as error:
             return [self._refuse(key, error)]
-        except Exception as error:  # the boundary of the rows that have this medium
+        except Exception as error:  # the error fails only the rows that have this medium
             if is_allocation_failure(error) and not job.is_retried:
                 job.is_retried = True
                 if job.pixels.exception() is not None:
@@ -170,7 +172,7 @@ class MediaEncoder:
         for rid in holders:
             del job.media[rid]
         self._end(key)
-        if job.media:  # those that it was too much for
+        if job.media:  # the remaining rows may not hold it yet
             self._jobs[key] = _Job(job.media)
         self._has_given = True
         return []
@@ -185,18 +187,18 @@ class MediaEncoder:
         return rid, error
 
     def held(self, rid: int, medium: Medium) -> MediaFeatures:
-        """Features of a medium that a row holds."""
+        """Return the features of a medium that a row holds."""
         features = self.features.hold(rid, medium.key)
         assert features is not None, "a row runs once it holds what it needs"
         return features
 
     def release(self, rid: int, keys: Iterable[bytes]) -> None:
-        """The prefill of a row has passed these media."""
+        """Release media that the prefill of a row has passed."""
         for key in keys:
             self.features.release(rid, key)
 
     def keep(self, rid: int, keys: Iterable[bytes]) -> None:
-        """A row runs and needs these media alone: of the others there is KV by now."""
+        """Keep only these media for a row that begins to run; the KV cache covers the others."""
         needed = set(keys)
         needless = self._waiting.pop(rid, {}).keys() - needed
         self._running[rid] = needed
@@ -205,7 +207,7 @@ class MediaEncoder:
             self._drop(rid, key)
 
     def forget(self, rid: int) -> None:
-        """A row needs nothing any more, or has gone."""
+        """Release all media of a row that has ended or needs none."""
         self._pass_first(rid)
         for key in (*self._waiting.pop(rid, {}), *self._running.pop(rid, ())):
             self._drop(rid, key)
@@ -235,7 +237,7 @@ class MediaEncoder:
     # -- bytes that rows hold ----------------------------------------------------------------------------------------
 
     def _may_hold(self, key: bytes, job: _Job) -> bool:
-        """Whether the features of a medium may be held now by one of the rows that wait for it."""
+        """Whether a waiting row may hold the features of a medium now."""
         if self._fits(key, job):
             return True
         return self._first in job.media and self.features.held_by_others(self._waiting) <= self.features.limit
@@ -247,7 +249,7 @@ class MediaEncoder:
         return self.features.is_held(key) or self.features.fits(size)
 
     def _holders(self, key: bytes, job: _Job) -> set[int]:
-        """The rows that may hold it: all that wait for it, or the first alone, for which others make room."""
+        """Return the rows that may hold it: all that wait for it, or only the first, after others release theirs."""
         if self._fits(key, job):
             return set(job.media)
         assert self._first is not None
@@ -255,7 +257,7 @@ class MediaEncoder:
         return {self._first}
 
     def _take_back(self, first: int) -> None:
-        """Let the rows behind the first go without what they hold, the newest first, down to the limit."""
+        """Release features of the rows behind the first, the newest first, down to the limit."""
         for rid in reversed(self._waiting):
             if self.features.held_by_others({first}) <= self.features.limit:
                 return
@@ -265,12 +267,12 @@ class MediaEncoder:
     # -- decoding ----------------------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        """Decode ahead of the tower what will fit, and one medium of the first row in any case."""
+        """Decode media ahead of the tower if they will fit, and always one medium of the first row."""
         missing = self._missing.get(self._first) if self._first is not None else None
         if missing is not None and not any(self._first in job.media for job in self._begun.values()):
             self._decode(missing)
         for key, job in self._jobs.items():
-            if len(self._begun) >= _MOST_DECODED or not self._fits(key, job):
+            if len(self._begun) >= _MAX_DECODED_AHEAD or not self._fits(key, job):
                 return
             self._decode(key)
 

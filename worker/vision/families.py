@@ -1,6 +1,6 @@
-"""Processor of a model's media: a request's bytes to media that can be counted, placed in a prompt, and loaded.
+"""Processor of a model's media: turns a request's bytes into media that can be counted, placed in a prompt, and loaded.
 
-Headers alone are read until a medium is loaded. The processors are mlx-vlm's and transformers', called directly.
+Only headers are read until a medium is loaded. The processors are mlx-vlm's and transformers', called directly.
 """
 
 import json
@@ -36,7 +36,7 @@ log = logging.getLogger("mlxd.worker")
 
 Result = TypeVar("Result")
 
-# Module and class of mlx-vlm's processor, and the layout, by the model type of config.json.
+# Module and class of mlx-vlm's processor, and our layout, by the model type of config.json.
 _FAMILIES: Final[dict[str, tuple[str, str, type[MediaLayout]]]] = {
     "qwen2_vl": ("qwen2_vl.processing_qwen2_vl", "Qwen2VLProcessor", Qwen),
     "qwen2_5_vl": ("qwen2_5_vl.processing_qwen2_5_vl", "Qwen2_5_VLProcessor", Qwen),
@@ -55,27 +55,32 @@ _FAMILIES: Final[dict[str, tuple[str, str, type[MediaLayout]]]] = {
     "mistral3": ("mistral3.processing_mistral3", "Mistral3Processor", Pixtral),
     "lfm2_vl": ("lfm2_vl.processing_lfm2_vl", "Lfm2VlProcessor", Lfm2Vl),
 }
-# Files of a checkpoint that say how pixels become inputs.
-_FILES: Final = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-# Sizes of images on which a layout is compared with its processor at load.
-_PROBES: Final = ((640, 480), (200, 700))
-# Of clips shown as images: more made answers worse.
-_FRAMES: Final = FrameSampling(most=16, factor=1)
-# Attention of a tower takes its heads times the square of its patches, in 4 bytes, and may take this part of memory.
-_ATTENTION_PART: Final = 8
-_MEASURED: Final = (1024, 1024)
+# Files of a checkpoint that determine how pixels become inputs.
+_CONFIG_FILES: Final = (
+    "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+# Image sizes for which a layout is compared with its processor at load.
+_PROBE_SIZES: Final = ((640, 480), (200, 700))
+# Sampling of clips that are shown as images; more frames made answers worse.
+_IMAGE_FRAMES: Final = FrameSampling(most=16, factor=1)
+# A tower's attention takes heads × patches² × 4 bytes, and may take one eighth of memory.
+_ATTENTION_MEMORY_DIVISOR: Final = 8
+_REFERENCE_SIZE: Final = (1024, 1024)
 
 
 @dataclass(slots=True, frozen=True)
 class PreparedMedia:
-    """A medium of a prompt: its text with one placeholder for each run, and the media whose features fill the runs."""
+    """Medium in a prompt: its text with one placeholder for each run, and the media whose features fill the runs."""
 
     kind: str
     text: str
     runs: tuple[int, ...]
     media: tuple[Medium, ...]
     grids: tuple[Grid, ...]
-    # Tokens behind each run that are rows of its medium too.
+    # Number of tokens after each run that also are rows of its medium.
     closing: int = 0
 
     @property
@@ -84,7 +89,7 @@ class PreparedMedia:
 
 
 class Processor:
-    """Processor of one model's media, for any thread."""
+    """Processor of one model's media, safe for use from any thread."""
 
     def __init__(self, layout: MediaLayout, kinds: frozenset[str], limits: MediaLimits, digest: bytes) -> None:
         self._layout = layout
@@ -98,17 +103,17 @@ class Processor:
 
     @property
     def max_pixels(self) -> int:
-        """Pixels that larger images are reduced to; 0 where the size follows from something else."""
+        """Number of pixels to which larger images are reduced; 0 if the size has another limit."""
         own, most = self._layout.max_pixels, self._layout.most_pixels
         return min(own, most or own)
 
     @property
     def image_tokens(self) -> int:
-        """Placeholders of a square image of 1,024 pixels a side."""
-        return sum(self._lay_out(*_MEASURED, self._within(None, None)).runs)
+        """Number of placeholders of an image of 1,024 × 1,024 pixels."""
+        return sum(self._lay_out(*_REFERENCE_SIZE, self._within(None, None)).runs)
 
     def read(self, media: Media) -> PreparedMedia:
-        """One medium as it stands in a prompt, by its header. Raises `RequestInvalid`."""
+        """Prepare one medium for a prompt from its header. Raises `RequestInvalid`."""
         check_bytes(media.data, self._limits, media.kind, media.param)
         match media.kind:
             case "image":
@@ -119,7 +124,7 @@ class Processor:
                 return self._sound(media)
 
     def read_frames(self, media: Media) -> list[PreparedMedia]:
-        """A video as images, for a model that is shown no videos. Raises `RequestInvalid`."""
+        """Prepare a video as images, for a model that takes no videos. Raises `RequestInvalid`."""
         check_bytes(media.data, self._limits, media.kind, media.param)
         clip = open_clip(media, self._limits)
         check_shape(clip.width, clip.height, self._layout.patch, media.param)
@@ -131,7 +136,7 @@ class Processor:
 
         return [
             self._prepared(media, "image", laid, [load(index)], f"frame {index} {bounds}")
-            for index in _FRAMES.indices(clip, media.options)
+            for index in _IMAGE_FRAMES.indices(clip, media.options)
         ]
 
     def _image(self, media: Media) -> PreparedMedia:
@@ -156,11 +161,11 @@ class Processor:
         laid = self._guarded(media, lambda: layout.clip(clip.width, clip.height, seconds, 1 / max(spacing, 1e-3)))
 
         def load(frames: Sequence[int]) -> Callable[[], Inputs]:
-            # The last frame fills the last group.
+            # The last frame is repeated to fill the last group.
             wanted = [indices[min(frame, len(indices) - 1)] for frame in frames]
             return lambda: layout.clip_inputs(clip.frames(wanted), len(indices))
 
-        # Times come from the options too, and positions in space from the times.
+        # The key includes the grids: times also depend on options, and positions in space depend on the times.
         how = f"{indices} {laid.grids}"
         return self._prepared(media, "video", laid, [load(piece.frames) for piece in laid.pieces], how)
 
@@ -176,7 +181,7 @@ class Processor:
     def _prepared(
         self, media: Media, kind: str, laid: Expansion, loads: Sequence[Callable[[], Inputs]], how: str
     ) -> PreparedMedia:
-        """`how` is all of the options that pixels or positions depend on."""
+        """Build the media of a prompt. `how` lists all options that pixels or positions depend on."""
         parts: list[Medium] = []
         for index, (piece, load) in enumerate(zip(laid.pieces, loads, strict=True)):
             what = f"{media.kind} as {kind} {index} {how}".encode()
@@ -188,7 +193,7 @@ class Processor:
         return lambda: self._guarded(media, load)
 
     def _guarded(self, media: Media, act: Callable[[], Result]) -> Result:
-        """Run code of a processor: what it raises is the end of one request."""
+        """Run code of a processor; an error of it fails only this request."""
 
         def explain(error: Exception) -> RequestInvalid:
             reason = str(error).partition("\n")[0]
@@ -202,7 +207,7 @@ class Processor:
         return self._within(self._positive(media, "min_pixels"), self._positive(media, "max_pixels"))
 
     def _within(self, least: int | None, most: int | None) -> Bounds:
-        """Bounds of an image's pixels as a request asks, within what memory allows; None leaves it to the model."""
+        """Return an image's pixel bounds by request, within what memory allows; None means the model's default."""
         layout = self._layout
         if most is None and layout.max_pixels <= (layout.most_pixels or layout.max_pixels):
             return least, None
@@ -225,7 +230,7 @@ class Processor:
         return self._layout.image_inputs(scaled, bounds)
 
     def _scaled(self, width: int, height: int, bounds: Bounds) -> tuple[int, int]:
-        """Size of an image that a family's processor lays out by its shape alone, within bounds."""
+        """Return an image's size within bounds, for a family whose processor only preserves its shape."""
         least, most = bounds
         pixels = width * height
         if not self._layout.is_scaled or (least or 0) <= pixels <= (most or pixels):
@@ -242,10 +247,10 @@ def open_processor(
     limits: MediaLimits,
     memory_bytes: int = 0,
 ) -> Processor:
-    """The processor of a checkpoint. `encode` is of the model's tokenizer, with the tokens that it adds by itself.
+    """Open the processor of a checkpoint. `encode` is of the model's tokenizer, including its special tokens.
 
     `placeholders` are ids by kind of medium that the towers take. Raises `UnsupportedVision` with the reason why the
-    model takes no media: without a processor that agrees with ours on what an image is in a prompt.
+    model takes no media; one reason is a processor that lays out an image differently from mlxd.
     """
     kind = str(config.get("model_type", ""))
     if kind == "llava" and (config.get("vision_config") or {}).get("model_type") == "pixtral":
@@ -273,17 +278,16 @@ def open_processor(
 
 
 def most_pixels(config: Mapping[str, Any], patch: int, memory_bytes: int) -> int:
-    """Pixels whose attention takes an eighth of memory: heads × patches² × 4 bytes. 0 is no limit.
+    """Return the pixels whose attention fits an eighth of memory: heads × patches² × 4 bytes. 0 means no limit.
 
-    Of memory the next lower power of two counts, so that a worker that comes back with a little less of it sees images
-    in the same size.
+    Memory is rounded down to a power of two, so that a worker with slightly less after a restart keeps the image sizes.
     """
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     heads = int(vision.get("num_heads") or vision.get("num_attention_heads") or 0)
     if not heads or not memory_bytes:
         return 0
     memory = 1 << (memory_bytes.bit_length() - 1)
-    return int(math.sqrt(memory / _ATTENTION_PART / (heads * 4))) * patch**2
+    return int(math.sqrt(memory / _ATTENTION_MEMORY_DIVISOR / (heads * 4))) * patch**2
 
 
 def _check(
@@ -291,7 +295,7 @@ def _check(
 ) -> None:
     """Compare a layout with its processor on images. Raises `UnsupportedVision`."""
     marker = layout.markers.by_kind["image"]
-    for width, height in _PROBES:
+    for width, height in _PROBE_SIZES:
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
         theirs = processor(images=[Image.fromarray(noise)], text=f"a{marker}b")["input_ids"]
         laid = layout.image(width, height, (None, None))
@@ -306,9 +310,10 @@ def _check(
 def expanded(
     ids: Sequence[int], placeholders: Iterable[int], marks: Sequence[int], runs: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Begins of the runs of placeholders, and ids in which the k-th stands `runs[k]` times: it must be `marks[k]`.
+    """Expand placeholders to runs; returns where the runs begin, and the expanded ids.
 
-    Raises ValueError for other placeholders than those.
+    The k-th placeholder, `marks[k]`, is repeated `runs[k]` times. Raises ValueError if the placeholders are not
+    `marks`.
     """
     array = np.array(ids, dtype=np.int64)
     found = np.flatnonzero(np.isin(array, list(placeholders)))
@@ -321,9 +326,9 @@ def expanded(
 
 
 def _digest(path: Path, most: int) -> bytes:
-    """Digest of all that a processor's outputs depend on beside a medium: its files, memory, and the libraries."""
+    """Return the digest of everything except the medium that affects a processor's output: files, memory, libraries."""
     state = blake2b(f"{most}".encode(), digest_size=32)
-    for name in _FILES:
+    for name in _CONFIG_FILES:
         file = path / name
         state.update(name.encode() + (file.read_bytes() if file.exists() else b""))
     state.update(json.dumps([version(library) for library in ("mlx-vlm", "transformers", "pillow")]).encode())

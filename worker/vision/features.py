@@ -7,14 +7,14 @@ from typing import Final
 from protocol.stats import Stats
 from worker.vision.multimodal_merge import MediaFeatures
 
-# What rows may hold until a further one has to wait, however small the budget.
-HELD_MIN: Final = 64 << 20
+# Rows may hold at least this many bytes before another one must wait, even if the budget is smaller.
+HELD_MIN_BYTES: Final = 64 << 20
 
 
 class FeatureCache:
-    """Owned by the engine thread. Features that a row holds stay; of the others the newest, if all fit the budget."""
+    """LRU cache of features within a budget, owned by the engine thread. Features held by rows are never evicted."""
 
-    def __init__(self, budget: int, held_min: int = HELD_MIN) -> None:
+    def __init__(self, budget: int, held_min: int = HELD_MIN_BYTES) -> None:
         self._budget = budget
         self._held_min = held_min
         self._entries: OrderedDict[bytes, MediaFeatures] = OrderedDict()
@@ -39,15 +39,15 @@ class FeatureCache:
 
     @property
     def limit(self) -> int:
-        """Bytes that rows may hold, but for one row: the encoder says which."""
+        """Bytes that rows may hold; the encoder lets one row exceed it."""
         return max(self._budget, self._held_min)
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether rows may hold so much more."""
+        """Whether rows may hold this many bytes more."""
         return self.held_bytes + size_bytes <= self.limit
 
     def size(self, key: bytes) -> int | None:
-        """Bytes of a medium's features; None where there are none."""
+        """Bytes of a medium's features; None if it is not cached."""
         features = self._entries.get(key)
         return features.nbytes if features is not None else None
 
@@ -55,7 +55,7 @@ class FeatureCache:
         return key in self._holders
 
     def held_by_others(self, rids: Collection[int]) -> int:
-        """Bytes that other rows than these hold."""
+        """Return the bytes that rows other than these hold."""
         return sum(
             self._entries[key].nbytes
             for key, holders in self._holders.items()
@@ -66,7 +66,7 @@ class FeatureCache:
         return rid in self._holders.get(key, ())
 
     def hold(self, rid: int, key: bytes) -> MediaFeatures | None:
-        """The features of a medium, kept for this row until `release`; None where there are none."""
+        """Return a medium's features and hold them for this row until `release`; None if it is not cached."""
         features = self._entries.get(key)
         if features is None:
             return None
@@ -77,7 +77,7 @@ class FeatureCache:
         return features
 
     def put(self, key: bytes, features: MediaFeatures, rids: set[int]) -> None:
-        """Keep new features, held by these rows from the beginning."""
+        """Add new features, held by these rows."""
         assert key not in self._entries
         self._entries[key] = features
         self.nbytes += features.nbytes
@@ -100,13 +100,13 @@ class FeatureCache:
         self._evict()
 
     def clear(self) -> None:
-        """Let go of all that no row holds."""
+        """Evict everything that no row holds."""
         budget, self._budget = self._budget, 0
         self._evict()
         self._budget = budget
 
     def check(self) -> None:
-        """Raise AssertionError if the books are wrong; slow."""
+        """Raise AssertionError if the byte counts are inconsistent; slow."""
         assert self.nbytes == sum(features.nbytes for features in self._entries.values())
         assert self.held_bytes == sum(self._entries[key].nbytes for key in self._holders)
         assert all(self._holders.values())

@@ -1,4 +1,4 @@
-"""Layouts of Gemma 3, 3n and 4: images, frames of clips and audio between markers of their own."""
+"""Layouts of Gemma 3, 3n and 4: images, frames of clips and audio between markers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from worker.vision.markers import MediaMarkers
 
 
 class Gemma3(MediaLayout):
-    """Gemma 3: a fixed number of placeholders between two markers, and as many for each crop of a long image."""
+    """Layout of Gemma 3: a fixed number of placeholders between two markers for an image and for each of its crops."""
 
     is_scaled = False
 
@@ -42,7 +42,7 @@ class Gemma3(MediaLayout):
         images = self.images
         if not images.do_pan_and_scan:
             return 0
-        # An array without memory of its own: only its shape counts.
+        # The array has no memory of its own: only its shape is used.
         blank = np.broadcast_to(np.uint8(0), (3, height, width))
         ways = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
         return len(
@@ -53,9 +53,9 @@ class Gemma3(MediaLayout):
 
 
 class Gemma3n(MediaLayout):
-    """Gemma 3n: a fixed number of placeholders for an image, and for an audio clip of up to half a minute.
+    """Layout of Gemma 3n: a fixed number of placeholders for an image, and for an audio clip of up to 30 seconds.
 
-    The marker behind them is a token of the tower's own vocabulary, which the tower embeds.
+    The marker after them is a token of the tower's own vocabulary, and the tower embeds it.
     """
 
     is_scaled = False
@@ -86,7 +86,7 @@ class Gemma3n(MediaLayout):
 
 
 class Gemma4(MediaLayout):
-    """Gemma 4: placeholders by the shape of an image, of each frame after its time, and by the length of audio."""
+    """Layout of Gemma 4: placeholders by the shape of an image or frame, and by the length of audio."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         super().__init__(processor, config)
@@ -135,7 +135,7 @@ class Gemma4(MediaLayout):
         return arrays(self._sounds([samples], sampling_rate=self.audio_rate, return_attention_mask=True))
 
     def _audio_tokens(self, samples: int) -> int:
-        """As transformers 5.23 counts, after two convolutions of stride 2; mlx-vlm goes by milliseconds alone."""
+        """Count tokens like transformers 5.23, after two convolutions of stride 2; mlx-vlm divides milliseconds."""
         sounds = self._sounds
         if hasattr(sounds, "audio_samples_per_token"):
             return math.ceil(samples / sounds.audio_samples_per_token)

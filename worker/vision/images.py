@@ -1,4 +1,4 @@
-"""Images: format, size and orientation from the header alone, and pixels on demand."""
+"""Images: format, size and orientation from the header only, and pixels on demand."""
 
 import re
 import struct
@@ -13,8 +13,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from protocol.failures import Code
 from worker.errors import RequestInvalid
 
-# By their first bytes; the media type that a client names is not asked.
-_SIGNS: Final = (
+# The format follows from the first bytes; the client's media type is ignored.
+_SIGNATURES: Final = (
     (rb"\x89PNG\r\n\x1a\n", "PNG"),
     (rb"\xff\xd8\xff", "JPEG"),
     (rb"RIFF....WEBP", "WEBP"),
@@ -22,8 +22,8 @@ _SIGNS: Final = (
     (rb"BM", "BMP"),
     (rb"II\*\x00|MM\x00\*|II\+\x00|MM\x00\+", "TIFF"),
 )
-# Formats that are told apart only to say so.
-_OTHERS: Final = (
+# Unsupported formats that are recognized only for the error message.
+_UNSUPPORTED_SIGNATURES: Final = (
     (rb"....ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)", "HEIC"),
     (rb"....ftypavi[fs]", "AVIF"),
     (rb"%PDF-", "PDF"),
@@ -32,9 +32,9 @@ _OTHERS: Final = (
     (rb"\xff\x0a|\x00\x00\x00\x0cJXL ", "JPEG XL"),
 )
 FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP and TIFF"
-_SIGN_BYTES: Final = 4096
-# Pillow turns a TIFF by itself.
-_TURNS: Final = {
+_SIGNATURE_MAX_BYTES: Final = 4096
+# Transpositions by EXIF orientation. Pillow rotates a TIFF automatically.
+_TRANSPOSE_BY_ORIENTATION: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -43,17 +43,17 @@ _TURNS: Final = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Of a PNG; more are not looked at for a turn.
-_MOST_CHUNKS: Final = 10_000
+# Maximum number of chunks of a PNG that are searched for its orientation.
+_MAX_CHUNKS: Final = 10_000
 _MAX_ASPECT: Final = 200
-# Pillow and its decoders raise these on files that are broken, and on ones that are too large for it.
+# Errors that Pillow and its decoders raise for broken files, and for images that exceed Pillow's limits.
 _BROKEN: Final = (OSError, ValueError, SyntaxError, TypeError, LookupError, EOFError, OverflowError, struct.error)
 _BOMBS: Final = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 
 @dataclass(slots=True, frozen=True)
 class MediaLimits:
-    """Most bytes of one medium, media of a request, and pixels of an image or of a video's frame."""
+    """Maximum bytes of one medium, media per request, and pixels of an image or video frame."""
 
     bytes: int
     count: int
@@ -62,7 +62,7 @@ class MediaLimits:
 
 @dataclass(slots=True, frozen=True)
 class ImageHeader:
-    """Format of an image, and its size as it is shown: after the turn that its EXIF data ask for."""
+    """Format of an image, and its size after the rotation that its EXIF data require."""
 
     format: str
     width: int
@@ -71,12 +71,12 @@ class ImageHeader:
 
 
 def refused(message: str, param: str, code: Code = Code.INVALID_IMAGE) -> RequestInvalid:
-    """A refusal of one medium, with the path of its part."""
+    """Build the refusal of one medium, with the path of its part."""
     return RequestInvalid(code, message, param=param or None)
 
 
 def check_bytes(data: bytes, limits: MediaLimits, kind: str, param: str) -> None:
-    """Raises `RequestInvalid` for a medium that is empty or has more bytes than are allowed."""
+    """Check the size of a medium. Raises `RequestInvalid` if it is empty or too large."""
     if not data:
         raise refused(f"The {kind} is empty.", param, INVALID[kind])
     if len(data) > limits.bytes:
@@ -88,7 +88,7 @@ INVALID: Final = {"image": Code.INVALID_IMAGE, "video": Code.INVALID_VIDEO, "aud
 
 
 def read_header(data: bytes, limits: MediaLimits, param: str = "") -> ImageHeader:
-    """Format and size of an image within `limits`, without decoding it. Raises `RequestInvalid`."""
+    """Read the format and size of an image without decoding it. Raises `RequestInvalid`, also beyond `limits`."""
     kind = _format(data, param)
     try:
         with Image.open(BytesIO(data), formats=(kind,)) as image:
@@ -108,7 +108,7 @@ def read_header(data: bytes, limits: MediaLimits, param: str = "") -> ImageHeade
 
 
 def check_shape(width: int, height: int, smallest: int, param: str) -> None:
-    """Raises `RequestInvalid` for an image of less than a patch, or too long a strip."""
+    """Check the shape of an image. Raises `RequestInvalid` if it is smaller than a patch, or too long and thin."""
     if min(width, height) < smallest:
         message = f"The image has {width} × {height} pixels; the model takes none with a side below {smallest}."
         raise refused(message, param)
@@ -118,7 +118,7 @@ def check_shape(width: int, height: int, smallest: int, param: str) -> None:
 
 
 def decode(data: bytes, header: ImageHeader, param: str = "") -> Image.Image:
-    """First frame of an image in RGB, upright, over white where it is transparent. Raises `RequestInvalid`."""
+    """Decode the first frame of an image to RGB, upright, over white if transparent. Raises `RequestInvalid`."""
     try:
         with Image.open(BytesIO(data), formats=(header.format,)) as image:
             image.load()
@@ -127,7 +127,7 @@ def decode(data: bytes, header: ImageHeader, param: str = "") -> Image.Image:
         raise refused(f"The image is too large: {error}", param, Code.IMAGE_TOO_LARGE) from error
     except _BROKEN as error:
         raise refused(f"The {header.format} image is broken: {_reason(error)}", param) from error
-    turn = _TURNS.get(header.orientation)
+    turn = _TRANSPOSE_BY_ORIENTATION.get(header.orientation)
     upright = pixels if turn is None else pixels.transpose(turn)
     if upright.size != (header.width, header.height):
         raise refused(f"The {header.format} image is broken: its frames differ in size.", param)
@@ -135,32 +135,32 @@ def decode(data: bytes, header: ImageHeader, param: str = "") -> Image.Image:
 
 
 def _format(data: bytes, param: str) -> str:
-    start = data[:_SIGN_BYTES]
-    for sign, kind in _SIGNS:
+    start = data[:_SIGNATURE_MAX_BYTES]
+    for sign, kind in _SIGNATURES:
         if re.match(sign, start, re.DOTALL):
             return kind
-    other = next((kind for sign, kind in _OTHERS if re.match(sign, start, re.DOTALL)), "")
+    other = next((kind for sign, kind in _UNSUPPORTED_SIGNATURES if re.match(sign, start, re.DOTALL)), "")
     what = f"is {other}, which is not taken" if other else "has a format that is not known"
     raise refused(f"The image {what}; {FORMATS} are.", param)
 
 
 def _orientation(image: Image.Image, kind: str, data: bytes) -> int:
-    """Orientation that EXIF or XMP data name, 1 where they name none."""
+    """Return the orientation in EXIF or XMP data, 1 if there is none."""
     if kind == "TIFF":
         return 1
     if kind == "PNG" and "exif" not in image.info and (late := _png_exif(data)):
         image.info["exif"] = late
-    # The base class's: that of PNG decodes the image to look for data that come after it.
+    # The base class's method is called, because that of PNG decodes the image to find data after it.
     value = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
-    return value if isinstance(value, int) and value in _TURNS else 1
+    return value if isinstance(value, int) and value in _TRANSPOSE_BY_ORIENTATION else 1
 
 
 def _is_whole(kind: str, data: bytes) -> bool:
-    """Whether a file ends where its format says, of formats that say so; what else is broken shows in decoding."""
+    """Whether a file is complete, for formats that mark their end; other damage is detected in decoding."""
     match kind:
         case "PNG":
             names = [name for name, _ in _chunks(data)]
-            return b"IEND" in names or len(names) == _MOST_CHUNKS
+            return b"IEND" in names or len(names) == _MAX_CHUNKS
         case "JPEG":
             return data.rfind(b"\xff\xd9") > data.find(b"\xff\xda")
         case _:
@@ -168,20 +168,20 @@ def _is_whole(kind: str, data: bytes) -> bool:
 
 
 def _png_exif(data: bytes) -> bytes:
-    """EXIF data of a PNG, wherever in the file their chunk stands."""
+    """Return the EXIF data of a PNG, whose chunk may be anywhere in the file."""
     return next((b"Exif\x00\x00" + body for name, body in _chunks(data) if name == b"eXIf"), b"")
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Names and contents of the chunks of a PNG that are there in full."""
+    """Yield the names and contents of the complete chunks of a PNG."""
     at = 8
-    for _ in range(_MOST_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         if at + 12 > len(data):
             return
         length, name = struct.unpack_from(">I4s", data, at)
         if at + 12 + length > len(data):
             return
-        # Contents are copied for names that someone asks for only.
+        # Contents are copied only for EXIF chunks.
         yield name, data[at + 8 : at + 8 + length] if name == b"eXIf" else b""
         at += length + 12
 
@@ -199,7 +199,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(values: np.ndarray) -> np.ndarray:
-    """Wide integers and floats by the range that they use: of one, of 8 bits, or of 16."""
+    """Scale wide integers and floats to 8 bits, from the range that they use: up to 1, to 255, or to 65,535."""
     most = float(np.nanmax(values, initial=0.0))
     scale = 255.0 if most <= 1.0 else 1.0 if most <= 255.0 else 255.0 / 65535.0
     return np.nan_to_num(values * scale).clip(0, 255)

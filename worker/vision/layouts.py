@@ -1,4 +1,4 @@
-"""Layout of media in a prompt: text and placeholders by size, and the inputs of a tower by pixels."""
+"""Layout of media in a prompt: text and placeholders from sizes, and inputs of a tower from pixels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from worker.vision.markers import MediaMarkers
 from worker.vision.positions import Grid
 
 Inputs = dict[str, npt.NDArray[Any]]
-# Least and most pixels that a request wants of an image; None leaves it to the model.
+# Minimum and maximum pixels of an image that a request sets; None means the model's default.
 Bounds = tuple[int | None, int | None]
 
 
 @dataclass(slots=True, frozen=True)
 class MediaPiece:
-    """Part of a medium that is encoded alone: `tokens` placeholders, and the frames of a clip that it shows."""
+    """Part of a medium that is encoded separately: `tokens` placeholders, and the frames of a clip that it shows."""
 
     tokens: int
     grid: tuple[int, int, int] = (1, 1, 1)
@@ -28,10 +28,10 @@ class MediaPiece:
 
 @dataclass(slots=True, frozen=True)
 class Expansion:
-    """Text that a medium has in a prompt, with one placeholder for each run of them, and the lengths of the runs.
+    """Text of a medium in a prompt, with one placeholder for each run, and the lengths of the runs.
 
-    `grids` are those that positions in space follow, one a run, for models that have such positions. `closing` is the
-    number of tokens behind each run that belong to its medium: the tower embeds them too.
+    `grids` give the positions in space, one a run, for models that have such positions. `closing` is the number of
+    tokens after each run that belong to its medium: the tower embeds them too.
     """
 
     text: str
@@ -42,19 +42,19 @@ class Expansion:
 
 
 class MediaLayout:
-    """Layout of one family of processors: each is a subclass.
+    """Layout of one family of processors; each family is a subclass.
 
-    `bounds` are heard by families that size an image by its pixels; others that keep an image's shape get it scaled.
+    Some families size an image by `bounds` themselves; for the others, which keep an image's size, it is scaled first.
     """
 
-    # Families that show a clip as such; others get its frames as images.
+    # None for families that do not take clips; those get the frames as images.
     sampling: FrameSampling | None = None
-    # Pixels of an image for whose attention there is memory; 0 is no limit.
+    # Maximum pixels of an image whose attention fits in memory; 0 means no limit.
     most_pixels = 0
-    # Samples a second and seconds of audio; 0 is none.
+    # Sample rate and maximum seconds of audio; 0 if the family takes none.
     audio_rate = 0
     audio_s = 0.0
-    # Whether an image is scaled for `bounds` before it is laid out.
+    # Whether an image is scaled to `bounds` before its layout.
     is_scaled = True
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class MediaLayout:
 
     @property
     def max_pixels(self) -> int:
-        """Pixels that larger images are reduced to, of families whose towers attend over all of an image; else 0."""
+        """Pixels to which larger images are reduced, for towers that attend to the whole image; 0 for others."""
         return 0
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
@@ -75,11 +75,11 @@ class MediaLayout:
         return arrays(self.images([image]))
 
     def clip(self, _width: int, _height: int, _seconds: Sequence[float], _rate: float) -> Expansion:
-        """A clip's frames at these seconds, sampled at this rate."""
+        """Lay out the frames of a clip at these seconds, sampled at this rate."""
         raise NotImplementedError
 
     def clip_inputs(self, frames: list[Image.Image], _count: int) -> Inputs:
-        """Inputs of one piece of a clip of so many frames."""
+        """Return the inputs of one piece of a clip that has `_count` frames in total."""
         raise NotImplementedError
 
     def audio(self, _samples: int) -> Expansion:
@@ -90,7 +90,7 @@ class MediaLayout:
 
 
 def arrays(outputs: Mapping[str, Any], *dropped: str) -> Inputs:
-    """Outputs of a processor as arrays, but for those that a tower does not take."""
+    """Convert a processor's outputs to arrays, without those in `dropped`, which the tower does not take."""
     return {name: np.asarray(value) for name, value in outputs.items() if name not in dropped and value is not None}
 
 
@@ -100,7 +100,7 @@ def _value(section: Mapping[str, Any], key: str) -> int | None:
 
 
 def side(size: Any) -> int:
-    """A patch's side, which some configurations give as height and width."""
+    """Return the side of a patch, which some configurations give as height and width."""
     match size:
         case {"height": int(height)}:
             return height

@@ -6,26 +6,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, cast
 
-# U+2060, WORD JOINER: it is not seen, and a marker that holds one is no token any more.
+# U+2060, WORD JOINER, is invisible; a marker that contains it is not a token.
 _JOINER: Final = "\u2060"
 
 
 @dataclass(frozen=True)
 class MediaMarkers:
-    """Strings by which a model's template marks media, by kind of medium.
+    """Strings that mark media in a model's template, by kind of medium.
 
-    `others` are further tokens that only an expanded medium may hold: placeholders, and those that stand around them.
+    `others` are the other tokens that only an expanded medium may contain: placeholders, and the tokens around them.
     """
 
     by_kind: dict[str, str]
     others: tuple[str, ...] = field(default=())
 
     def kinds(self, text: str) -> list[str]:
-        """Kinds of media that a rendered text marks, in order."""
+        """Return the kinds of media that a rendered text marks, in order."""
         return [kind for _, kind in self.split(text) if kind]
 
     def split(self, text: str) -> Iterator[tuple[str, str]]:
-        """Text before each marker with the kind that it marks, and the rest with no kind."""
+        """Yield the text before each marker with the marked kind, then the rest with an empty kind."""
         kinds = {marker: kind for kind, marker in self.by_kind.items()}
         at = 0
         for marker in self._marks.finditer(text):
@@ -34,7 +34,7 @@ class MediaMarkers:
         yield text[at:], ""
 
     def broken(self, value: Any) -> Any:
-        """A JSON value in whose strings no marker stands: what clients type is text, whatever it looks like."""
+        """Return a JSON value with all markers in its strings broken, so that clients cannot type a marker."""
         match value:
             case str():
                 return self._any.sub(_break, value)

@@ -1,4 +1,4 @@
-"""Media of a prompt and the spans of tokens that stand for them."""
+"""Media of a prompt and the spans of tokens that they fill."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,22 +9,22 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 
-# Of a digest's 32 bytes.
+# A digest of 32 bytes has this many words of 4 bytes.
 _WORDS: Final = 8
 _POSITIVE: Final = 2**31 - 1
 
 
 def digest_words(key: bytes) -> Tokens:
-    """A digest of 32 bytes as 8 negative ids, which no vocabulary has: media in the keys of the prefix cache."""
+    """Convert a digest of 32 bytes to 8 negative ids, which no vocabulary has, for media in prefix cache keys."""
     return (-1 - np.frombuffer(key, dtype="<u4", count=_WORDS).astype(np.int64) % _POSITIVE).astype(np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class Medium:
-    """One image, video or audio clip of a prompt.
+    """Image, video or audio clip of a prompt.
 
-    `key` is a digest of 32 bytes over all that changes its features or positions: the bytes, kind, options, processor;
-    and over the salt of its request.
+    `key` is a digest of 32 bytes over everything that affects its features or positions: the bytes, kind, options and
+    processor, and over the salt of its request.
     `grid` is its size in patches (time, height, width), `tokens` the number of its placeholders in the prompt and of
     its feature rows. `load` decodes, resizes and normalises: it returns the inputs of the tower by name, runs on any
     thread, and raises `RequestInvalid` for data that cannot be decoded.
@@ -43,7 +43,7 @@ class Medium:
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """Tokens [begin, end) of a prompt that stand for the rows from `first` of a medium's features."""
+    """Tokens [begin, end) of a prompt that represent the rows from `first` of a medium's features."""
 
     begin: int
     end: int
@@ -52,7 +52,7 @@ class Span:
 
 
 def media_keys(tokens: Tokens, spans: Sequence[Span]) -> Tokens:
-    """Tokens with the words of media in place of their placeholders: equal keys mean equal content."""
+    """Replace the placeholders of media by their digest words: equal keys mean equal content."""
     if not spans:
         return tokens
     keys = tokens.copy()
@@ -66,5 +66,5 @@ def media_keys(tokens: Tokens, spans: Sequence[Span]) -> Tokens:
 
 
 def before_media(spans: Sequence[Span], at: int) -> int:
-    """The last position up to `at` that cuts no span."""
+    """Return the last position up to `at` that does not split a span."""
     return next((span.begin for span in spans if span.begin < at < span.end), at)

@@ -1,8 +1,8 @@
-"""Grafts onto mlx-lm's text models for media in a prompt: embeddings from outside, positions in space, deepstack, and
-attention inside a medium.
+"""Multimodal merge: wrappers of mlx-lm's text modules that insert embeddings of media, positions in space, deepstack
+features, and attention within a medium.
 
-Modules are wrapped once, when the model is loaded, and look at the `MultimodalMerge` that they share. While a
-forward pass without media is built they find nothing there and are the modules that they wrap.
+Modules are wrapped once, when the model is loaded, and share one `MultimodalMerge`. In a forward pass without media,
+they behave exactly like the modules that they wrap.
 """
 
 from collections.abc import Generator, Sequence
@@ -24,7 +24,7 @@ _INNER: Final = ("language_model.model", "model.language_model", "model", "langu
 
 @dataclass(slots=True, frozen=True)
 class MediaFeatures:
-    """Rows of one medium: embeddings `[tokens, width]`, and as many for each deepstack layer."""
+    """Feature rows of one medium: embeddings `[tokens, width]`, and as many for each deepstack layer."""
 
     embeds: mx.array
     layers: tuple[mx.array, ...] = ()
@@ -38,14 +38,14 @@ class MediaFeatures:
 class MediaPlacement:
     """Media of one row and their places; `positions` are `[3, prompt]` for models with positions in space.
 
-    `features` are by the medium's key: those that the prefill still needs.
+    `features`, by the medium's key, are those that the prefill still needs.
     """
 
     spans: Sequence[Span]
     positions: npt.NDArray[np.int32] | None
     prompt_tokens: int
     features: dict[bytes, MediaFeatures] = field(default_factory=dict)
-    # Behind the last medium.
+    # The index after the last medium.
     end: int = field(init=False)
     last_delta: int = field(init=False)
 
@@ -54,12 +54,12 @@ class MediaPlacement:
         self.last_delta = 0 if self.positions is None else int(self.positions.max()) + 1 - self.prompt_tokens
 
     def delta(self, at: int) -> int:
-        """Distance of the position of the text token `at` from its index."""
+        """Return the position of the text token `at` minus its index."""
         return self.last_delta if self.positions is None or at >= self.end else int(self.positions[0, at]) - at
 
 
 class MultimodalMerge:
-    """State that the grafted modules share; owned by the engine thread."""
+    """State shared by the wrapped modules; owned by the engine thread."""
 
     def __init__(self, model: Any, needs: Needs) -> None:
         # Of the forward pass that is being built; None for most.
@@ -100,18 +100,18 @@ class MultimodalMerge:
 class MediaChunk:
     """Media of one forward pass of `[rows, width]` tokens."""
 
-    # Row, tokens of the chunk, features, and the rows of these.
+    # Each part is a row, its tokens in the chunk, the features, and the rows of the features.
     parts: list[tuple[int, slice, MediaFeatures, slice]]
-    # `[rows, width]`: tokens that are placeholders.
+    # `[rows, width]`: true for placeholders.
     is_media: mx.array
-    # `[3, rows, width]` in time, height and width, where `is_media`.
+    # `[3, rows, width]` in time, height and width, valid where `is_media`.
     positions: mx.array | None
-    # `[rows, 1, width, width]`: pairs of tokens of one image, or frame.
+    # `[rows, 1, width, width]`: true for pairs of tokens of one image, or frame.
     block: npt.NDArray[np.bool_]
     masks: dict[int, mx.array] = field(default_factory=dict)
 
     def place(self, x: mx.array, layer: int | None = None) -> mx.array:
-        """`x` `[rows, width, …]` with the features in their places."""
+        """Write the features to their places in `x` `[rows, width, …]` and return it."""
         for row, here, features, there in self.parts:
             if layer is None:
                 x[row, here] = features.embeds[there].astype(x.dtype)
@@ -138,7 +138,7 @@ def _chunk(
             first = span.first - span.begin
             parts.append((at, here, row.features[span.medium.key], slice(low + first, high + first)))
             is_media[at, here] = True
-            # Sound is heard in one direction.
+            # Attention to audio stays causal.
             block[at, 0, here, here] = span.medium.kind != "audio"
             if row.positions is not None:
                 if positions is None:
@@ -157,7 +157,7 @@ def graft_of(model: Any) -> MultimodalMerge | None:
 
 
 def text_core(model: Any) -> Any:
-    """The part of one of mlx-lm's models that holds the table of embeddings and the layers. Raises ValueError."""
+    """Return the part of an mlx-lm model that has the embedding table and the layers. Raises ValueError."""
     for path in _INNER:
         part = model
         for name in path.split("."):
@@ -168,7 +168,7 @@ def text_core(model: Any) -> Any:
 
 
 def _windows(inner: Any) -> list[int]:
-    """Width of each layer's sliding window, 0 for none."""
+    """Return the width of each layer's sliding window, 0 for none."""
     size = int(getattr(inner, "window_size", 0) or 0)
     kinds = [getattr(layer, "layer_type", None) for layer in inner.layers]
     if any(kinds):
@@ -177,7 +177,7 @@ def _windows(inner: Any) -> list[int]:
 
 
 class _Wrapped(nn.Module):
-    """A module around another, whose attributes it shows as its own."""
+    """Wrapper of a module that exposes the module's attributes."""
 
     def __init__(self, module: Any, graft: MultimodalMerge) -> None:
         super().__init__()
@@ -196,12 +196,12 @@ class _Embed(_Wrapped):
         chunk = self._graft.chunk
         if chunk is None:
             return self.module(ids)
-        # An id of a placeholder may lie beyond the table.
+        # The id of a placeholder may lie beyond the table.
         return chunk.place(self.module(mx.where(chunk.is_media, 0, ids)))
 
 
 class _PerLayer(_Wrapped):
-    """Per-layer embeddings, of which media have those of token 0."""
+    """Embedding of each layer; media get that of token 0."""
 
     def __call__(self, ids: mx.array) -> mx.array:
         chunk = self._graft.chunk
@@ -211,7 +211,7 @@ class _PerLayer(_Wrapped):
 class _Rope(_Wrapped):
     """Rotary embedding in time, height and width.
 
-    In text all three advance together: it is the plain embedding at an offset that media before it have shifted.
+    All three advance together in text: that is the plain embedding, at an offset shifted by the media before it.
     """
 
     def __init__(self, rope: Any, graft: MultimodalMerge, mrope: Mrope) -> None:
@@ -242,7 +242,7 @@ class _Rope(_Wrapped):
 
 
 class _Deep(_Wrapped):
-    """A layer after which features of the tower's middle are added."""
+    """Layer followed by the addition of deepstack features."""
 
     def __init__(self, layer: Any, graft: MultimodalMerge, at: int) -> None:
         super().__init__(layer, graft)
@@ -256,7 +256,7 @@ class _Deep(_Wrapped):
 
 
 class _Block(_Wrapped):
-    """A layer in which the tokens of a span see each other in both directions."""
+    """Layer in which the tokens of a span attend to each other in both directions."""
 
     def __init__(self, layer: Any, graft: MultimodalMerge, window: int) -> None:
         super().__init__(layer, graft)
@@ -265,7 +265,7 @@ class _Block(_Wrapped):
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **kwargs: Any) -> Any:
         chunk = self._graft.chunk
         if chunk is not None:
-            # Layers that share KV of another have no cache, and their mask is that of the layer that has.
+            # Layers that share another layer's KV have no cache, and use the mask of that layer.
             if self._window not in chunk.masks:
                 chunk.masks[self._window] = self._mask(x, mask, cache, chunk)
             mask = chunk.masks[self._window]
@@ -278,7 +278,7 @@ class _Block(_Wrapped):
         if mask is None:
             mask = mx.ones((width, width), dtype=mx.bool_)
         mask = mx.broadcast_to(mask if mask.ndim == 4 else mask[None, None], (rows, 1, *mask.shape[-2:]))
-        # Caches whose rows begin at slot 0 say how long each is; others have the chunk at the end of every row.
+        # Caches whose rows begin at slot 0 know each row's length; in others, the chunk is at the end of every row.
         begins = getattr(getattr(cache, "lengths", None), "of", None) or [mask.shape[-1] - width] * rows
         pairs = np.zeros((rows, 1, width, mask.shape[-1]), dtype=bool)
         for row, begin in enumerate(begins):

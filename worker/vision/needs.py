@@ -1,4 +1,4 @@
-"""Needs of a vision model's text part: which media a checkpoint takes, and which grafts make its text model right."""
+"""Requirements of a vision model's text part: the media that a checkpoint takes, and the wrappers that it needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ from protocol.towers import has_media
 from worker.vision.checkpoint import text_config
 from worker.vision.unserved import UnsupportedVision
 
-# Attention of their own beside or inside of the text, for which there is no graft.
-_SPECIAL: Final = {
+# Families with special attention or decoding that no wrapper supports.
+_UNSUPPORTED: Final = {
     "mllama": "cross-attention to the image",
     "paligemma": "attention of its own over the prompt",
     "florence2": "an encoder and a decoder",
@@ -17,32 +17,32 @@ _SPECIAL: Final = {
     "falcon_ocr": "attention of its own over the prompt",
     "diffusion_gemma": "diffusion of text",
 }
-# Families whose positions in space are known.
+# Families whose positions in space mlxd computes.
 _MROPE: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _PLACEHOLDERS: Final = {
     "image": ("image_token_id", "image_token_index"),
     "video": ("video_token_id", "video_token_index"),
     "audio": ("audio_token_id", "audio_token_index"),
 }
-# Ids around media, which a model reads and never writes.
+# Ids around media, which a model reads but never generates.
 _BORDERS: Final = (
     "vision_start_token_id", "vision_end_token_id", "boi_token_id", "boi_token_index", "eoi_token_id",
     "eoi_token_index", "boa_token_id", "boa_token_index", "eoa_token_id", "eoa_token_index",
 )  # fmt: skip
-# Text models of mlx-lm that multiply embeddings by the root of their width after the table: a tower's features are not
-# multiplied.
+# Text models of mlx-lm that multiply embeddings by the square root of their width after the table. The features of a
+# tower must not be multiplied.
 _SCALED: Final = ("gemma3n", "gemma4", "gemma4_unified")
 
 
-# Families whose towers hold the embeddings of the token behind a medium too: the id's key, by kind.
+# Families whose tower also embeds the token after a medium: the configuration key of that id, by kind.
 _CLOSED: Final = {"gemma3n": {"image": "eoi_token_id", "audio": "eoa_token_id"}}
-# Families of whose images mlx-vlm's tower gives the features column by column, where the text expects them row by row.
+# mlx-vlm's towers of these families return image features by column; the text model expects them by row.
 _BY_COLUMNS: Final = ("gemma3n",)
 
 
 @dataclass(slots=True, frozen=True)
 class Mrope:
-    """Rotary embedding in time, height and width: `section` is the number of frequencies of each."""
+    """Rotary embedding in time, height and width: `section` is the number of frequencies of each axis."""
 
     dims: int
     base: float
@@ -52,10 +52,11 @@ class Mrope:
 
 @dataclass(slots=True, frozen=True)
 class Needs:
-    """`placeholders` are ids by kind of medium; `block` says in which layers tokens of a medium see each other.
+    """Requirements of one checkpoint. `placeholders` are ids by kind of medium; `block` names the layers in which
+    tokens of a medium attend to each other.
 
-    `closing` are ids by kind that stand behind a medium and are embedded by its tower, as its last row. `by_columns`:
-    the tower gives the features of a square image column by column.
+    `closing` are ids by kind that follow a medium and are embedded by its tower, as its last row. `by_columns`: the
+    tower returns the features of a square image by column.
     """
 
     placeholders: dict[str, int]
@@ -69,12 +70,12 @@ class Needs:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Needs":
-        """By a folded configuration. Raises `UnsupportedVision`."""
+        """Read the requirements from a folded configuration. Raises `UnsupportedVision`."""
         kind = str(config.get("model_type", ""))
         if not has_media(config):
             raise UnsupportedVision("the model has no tower for media")
-        if kind in _SPECIAL:
-            raise UnsupportedVision(f"'{kind}' has {_SPECIAL[kind]}, which mlxd does not run")
+        if kind in _UNSUPPORTED:
+            raise UnsupportedVision(f"'{kind}' has {_UNSUPPORTED[kind]}, which mlxd does not run")
         text = text_config(config)
         placeholders = _placeholders(config)
         if not placeholders:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 @dataclass(slots=True, frozen=True)
 class Grid:
-    """Features of `time` × `height` × `width`; `step` is the distance of two layers in time."""
+    """Block of features, `time` × `height` × `width`; `step` is the distance of two layers in time."""
 
     time: int
     height: int
@@ -18,10 +18,11 @@ class Grid:
 
 
 def positions(length: int, blocks: Sequence[tuple[int, Grid]]) -> npt.NDArray[np.int32]:
-    """Positions [3, length]: of text one number a token on each axis, of a grid from its first token on a place in it.
+    """Return positions `[3, length]`: consecutive numbers on all axes for text, places in the grid for a grid.
 
-    Tokens after a grid begin after the largest position in it, as in transformers 4 and in the models' training. From
-    transformers 5.23 on they begin after the larger of height and width: other numbers for videos with more layers.
+    Text after a grid continues after the largest position in it, as in transformers 4 and in the models' training.
+    Since transformers 5.23 it continues after the larger of height and width, which differs for videos with many
+    layers.
     """
     result = np.empty((3, length), dtype=np.int32)
     at = following = 0
@@ -29,7 +30,7 @@ def positions(length: int, blocks: Sequence[tuple[int, Grid]]) -> npt.NDArray[np
         end = begin + grid.time * grid.height * grid.width
         result[:, at:begin] = np.arange(following, following + begin - at)
         following += begin - at
-        # As transformers rounds: of a float down.
+        # transformers rounds down as well.
         times = (np.arange(grid.time) * grid.step).astype(np.int64)
         places = result[:, begin:end].reshape(3, grid.time, grid.height, grid.width)
         places[0] = following + times[:, None, None]

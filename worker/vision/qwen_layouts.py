@@ -1,4 +1,4 @@
-"""Layouts of Qwen2-VL and its successors: grids of patches of an image's own size, and clips of many grids."""
+"""Layouts of Qwen2-VL and its successors: grids of patches at an image's own size, and clips of many grids."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _UNBOUNDED: Final = 1 << 62
 
 
 class Qwen(MediaLayout):
-    """Qwen2-VL, Qwen2.5-VL: a grid of patches of the image's own size, and one of all frames of a clip."""
+    """Layout of Qwen2-VL and Qwen2.5-VL: one grid for an image at its own size, one for all frames of a clip."""
 
     is_scaled = False
 
@@ -30,7 +30,7 @@ class Qwen(MediaLayout):
         self._clip_token: str = processor.video_token
         self._per_second = (config.get("vision_config") or {}).get("tokens_per_second")
         self.sampling = _sampling(self._videos)
-        # The size of a clip's frames follows from their number: of a piece alone it must not be chosen again.
+        # The frame size of a clip depends on the number of frames, so a single piece must not be resized again.
         self._exact = copy(self._videos)
         self._exact.min_pixels, self._exact.max_pixels = 1, _UNBOUNDED
         self.markers = MediaMarkers({"image": self.token, "video": self._clip_token}, (self._start, self._end))
@@ -48,7 +48,7 @@ class Qwen(MediaLayout):
         return arrays(self.images([image], **_limits(bounds)))
 
     def clip(self, width: int, height: int, seconds: Sequence[float], rate: float) -> Expansion:
-        # A rate of 2 frames a second and groups of 2 make a layer a second.
+        # Groups of 2 frames at a rate of 2 frames a second make one layer a second.
         step = float(self._per_second) * self._group / rate if self._per_second else 1.0
         return self._expansion(self._clip_token, self._grids(width, height, len(seconds)), step)
 
@@ -66,7 +66,7 @@ class Qwen(MediaLayout):
             _smart_resize_video,  # pyright: ignore[reportPrivateUsage]  # as the processor itself sizes a clip
         )
 
-        # Frames are attended to one group at a time.
+        # The tower attends to one group of frames at a time.
         most = min(self._videos.max_pixels, self.most_pixels * count or _UNBOUNDED)
         return _smart_resize_video(
             count, height, width, self._group, self.patch * self._merge, min(self._videos.min_pixels, most), most
@@ -89,7 +89,7 @@ class Qwen(MediaLayout):
 
 
 class QwenByTime(Qwen):
-    """Qwen3-VL, Qwen3.5: frames of a clip come in groups, each after its time."""
+    """Layout of Qwen3-VL and Qwen3.5: frames of a clip come in groups, each after its time."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         super().__init__(processor, config)
@@ -116,7 +116,7 @@ def _limits(bounds: Bounds) -> dict[str, int]:
 
 
 def _around(processor: Any) -> tuple[str, str]:
-    """Tokens before and after an image of Qwen; processors of Qwen2 do not name them."""
+    """Return the tokens before and after an image; the processors of Qwen2 do not name them."""
     start = getattr(processor, "vision_start_token", "<|vision_start|>")
     return start, getattr(processor, "vision_end_token", "<|vision_end|>")
 

@@ -1,4 +1,4 @@
-"""Pictures to try a model with: coloured squares, drawn from a seed."""
+"""Test pictures for self-checks: coloured squares, generated from a seed."""
 
 import hashlib
 import io
@@ -9,16 +9,16 @@ from PIL import Image
 
 from protocol.messages import Media
 
-# Squares a side, and pixels of a square.
-_SQUARES: Final = 6
-_PIXELS: Final = 24
+# Default number of squares per side, and pixels of a square's side.
+_SQUARES_PER_SIDE: Final = 6
+_SQUARE_SIDE_PIXELS: Final = 24
 
 
-def picture(seed: int, wide: int = _SQUARES, high: int = _SQUARES) -> Media:
-    """A PNG of `wide` × `high` squares."""
+def picture(seed: int, wide: int = _SQUARES_PER_SIDE, high: int = _SQUARES_PER_SIDE) -> Media:
+    """Return a PNG of `wide` × `high` squares."""
     colours = random.Random(seed).randbytes(3 * wide * high)
     squares = Image.frombytes("RGB", (wide, high), colours)
-    image = squares.resize((wide * _PIXELS, high * _PIXELS), Image.Resampling.NEAREST)
+    image = squares.resize((wide * _SQUARE_SIDE_PIXELS, high * _SQUARE_SIDE_PIXELS), Image.Resampling.NEAREST)
     stream = io.BytesIO()
     image.save(stream, "PNG")
     data = stream.getvalue()

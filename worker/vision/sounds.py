@@ -15,30 +15,30 @@ from worker.vision.clips import open_file, pyav, reason_of
 from worker.vision.images import refused
 
 Samples = npt.NDArray[np.float32]
-# Told how many bytes the samples will have, before they are made, and again while a clip is decoded. May raise.
+# Callback with the size of the samples in bytes, before they are allocated and while a clip is decoded. May raise.
 Reserve = Callable[[int], None]
 
-# What the standard library raises on files that are.
+# Errors that the standard library raises for broken files.
 _BROKEN: Final = (wave.Error, EOFError, RuntimeError, struct.error, ValueError)
-# Bytes of a sample.
-_WIDEST: Final = 4
+_MAX_SAMPLE_BYTES: Final = 4
 _WAV_INSTEAD: Final = "WAV files with 8, 16, 24 or 32 bits need nothing."
-# A longer WAV file is read in parts of whole seconds with about so many frames: arithmetic takes some times the memory
-# of its samples. Each is resampled with so many seconds beside it.
+# A WAV file longer than `WHOLE_S` is read in parts of whole seconds with about `_PART_FRAMES` frames, because
+# arithmetic takes several times the memory of the samples. Parts overlap by `_OVERLAP_S` seconds on both sides for
+# resampling.
 WHOLE_S: Final = 60
 _PART_FRAMES: Final = 1 << 19
-_PART_LEAST_S: Final = 4
-_BESIDE_S: Final = 1
-# A file has more for a second of sound, unless it is silent or lies about its length.
-_LEAST_BYTES_A_SECOND: Final = 64
-# Samples by which an array grows at least, and after which `Reserve` is told again.
-_STRIDE: Final = 1 << 18
+_PART_MIN_S: Final = 4
+_OVERLAP_S: Final = 1
+# A file has more bytes per second of sound, unless it is silent or its header is wrong.
+_MIN_BYTES_PER_SECOND: Final = 64
+# Minimum growth of the array in samples, and the number of samples between two calls of `Reserve`.
+_GROWTH_SAMPLES: Final = 1 << 18
 
 
 def read_audio(media: Media, rate: int, most_s: float, reserve: Reserve = lambda _size: None) -> Samples:
-    """Samples between -1 and 1 at `rate`, all channels mixed. Raises `RequestInvalid`, and what `reserve` raises.
+    """Read samples between -1 and 1 at `rate`, all channels mixed. Raises `RequestInvalid`, and what `reserve` raises.
 
-    What it takes beside what it reserves is bounded, however long the clip is.
+    Memory beyond the reserved bytes is bounded, regardless of the length of the clip.
     """
     samples = _read_wav(media, rate, most_s, reserve) if is_wav(media.data) else None
     if samples is None:
@@ -53,7 +53,7 @@ def is_wav(data: bytes) -> bool:
 
 
 class _Recording:
-    """Samples in one array, for which room is reserved before it is made. `expected` is how many may come."""
+    """Samples in one array, whose memory is reserved before it is allocated. `expected` is the likely count."""
 
     def __init__(self, reserve: Reserve, expected: int) -> None:
         self._reserve = reserve
@@ -66,14 +66,14 @@ class _Recording:
     def add(self, piece: npt.NDArray[Any]) -> None:
         end = self.count + len(piece)
         if end > len(self._samples):
-            self._grow(max(end, len(self._samples) * 9 // 8, len(self._samples) + _STRIDE))
-        elif end - self._told >= _STRIDE:
+            self._grow(max(end, len(self._samples) * 9 // 8, len(self._samples) + _GROWTH_SAMPLES))
+        elif end - self._told >= _GROWTH_SAMPLES:
             self._tell()
         self._samples[self.count : end] = piece
         self.count = end
 
     def samples(self) -> Samples:
-        """All of them. It is of no use afterwards."""
+        """Return all samples. The recording must not be used afterwards."""
         self._samples.resize(self.count, refcheck=False)
         return self._samples
 
@@ -88,22 +88,23 @@ class _Recording:
 
 
 def _read_wav(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samples | None:
-    """None for a WAV file whose coding the standard library does not know."""
+    """Read a WAV file; None if the standard library does not support its coding."""
     try:
         with wave.open(BytesIO(media.data)) as file:
             own, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
-            if width > _WIDEST or not channels:
+            if width > _MAX_SAMPLE_BYTES or not channels:
                 message = (
-                    f"The WAV file has {8 * width} bits and {channels} channels; up to {8 * _WIDEST} bits are taken."
+                    f"The WAV file has {8 * width} bits and {channels} channels; "
+                    f"up to {8 * _MAX_SAMPLE_BYTES} bits are taken."
                 )
                 raise refused(message, media.param, Code.INVALID_AUDIO)
-            # A file that was written as a stream names more frames than there are.
+            # A file that was written as a stream may name more frames than it has.
             frames = min(file.getnframes(), len(media.data) // (width * channels))
             _check_length(frames / max(own, 1), most_s, media.param)
             if own < 1 or not frames:
                 return np.zeros(0, dtype=np.float32)
             recording = _Recording(reserve, round(frames * rate / own))
-            for part in _parts(frames, own, rate, _BESIDE_S if own != rate else 0):
+            for part in _parts(frames, own, rate, _OVERLAP_S if own != rate else 0):
                 file.setpos(part.first - part.before)
                 raw = file.readframes(part.before + part.frames + part.after)
                 whole = len(raw) - len(raw) % (width * channels)
@@ -118,7 +119,7 @@ def _read_wav(media: Media, rate: int, most_s: float, reserve: Reserve) -> Sampl
 
 
 class _Part(NamedTuple):
-    """Frames of a clip that are resampled at once, and how many are read before and after them."""
+    """Frames of a clip that are resampled together, and how many are read before and after them."""
 
     first: int
     frames: int
@@ -126,7 +127,7 @@ class _Part(NamedTuple):
     after: int
 
     def of(self, levels: npt.NDArray[np.float64], own: int, rate: int) -> Samples:
-        """Samples of the frames alone. What is beside them fades out: an edge would ring."""
+        """Return the samples of the part without its neighbours, which are faded because a hard edge would ring."""
         if len(levels) <= self.before:
             return np.zeros(0, dtype=np.float32)
         if self.before:
@@ -138,9 +139,9 @@ class _Part(NamedTuple):
 
 
 def _parts(frames: int, own: int, rate: int, beside_s: int) -> Iterator[_Part]:
-    """A clip of so many frames in parts of whole seconds, but for the last; one that is short is one part."""
+    """Split a clip into parts of whole seconds, except the last; a short clip is one part."""
     beside = beside_s * own
-    length = max(_PART_LEAST_S, _PART_FRAMES // max(own, rate)) * own if frames > WHOLE_S * own else frames
+    length = max(_PART_MIN_S, _PART_FRAMES // max(own, rate)) * own if frames > WHOLE_S * own else frames
     first = 0
     while first < frames:
         is_last = frames - first - length <= beside
@@ -150,7 +151,7 @@ def _parts(frames: int, own: int, rate: int, beside_s: int) -> Iterator[_Part]:
 
 
 def _fade(length: int) -> npt.NDArray[np.float64]:
-    """A rise from 0 to 1 in the first half of so many frames."""
+    """Return a ramp from 0 to 1 in the first half of `length` frames."""
     rise = np.sin(np.linspace(0.0, np.pi / 2, length // 2)) ** 2
     return np.concatenate([rise, np.ones(length - length // 2)])
 
@@ -159,7 +160,7 @@ def _levels(raw: bytes, width: int) -> npt.NDArray[np.float64]:
     if width == 1:
         return np.frombuffer(raw, dtype=np.uint8) / 128.0 - 1.0
     if width == 3:
-        # As the upper bytes of 32-bit samples.
+        # 24-bit samples become the upper bytes of 32-bit samples.
         wide = np.zeros((len(raw) // 3, 4), dtype=np.uint8)
         wide[:, 1:] = np.frombuffer(raw, dtype=np.uint8).reshape(-1, 3)
         return wide.view("<i4")[:, 0] / 2.0**31
@@ -167,7 +168,7 @@ def _levels(raw: bytes, width: int) -> npt.NDArray[np.float64]:
 
 
 def resampled(samples: npt.NDArray[np.float64], own: int, rate: int) -> Samples:
-    """Samples at another rate, band-limited: the spectrum is cut, or padded, at the lower of both."""
+    """Resample band-limited: the spectrum is cut or padded at the lower of both rates."""
     if own == rate or not len(samples):
         return samples.astype(np.float32)
     length = max(1, round(len(samples) * rate / own))
@@ -186,7 +187,7 @@ def _read_file(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samp
                 raise refused("The file holds no sound whose coding is known.", media.param, Code.INVALID_AUDIO)
             resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
             stream = container.streams.audio[0]
-            likely_s = min(_told_s(av, container, stream), most_s, len(media.data) / _LEAST_BYTES_A_SECOND)
+            likely_s = min(_told_s(av, container, stream), most_s, len(media.data) / _MIN_BYTES_PER_SECOND)
             recording = _Recording(reserve, int(likely_s * rate))
             for frame in container.decode(stream):
                 for piece in resampler.resample(frame):
@@ -201,7 +202,7 @@ def _read_file(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samp
 
 
 def _told_s(av: Any, container: Any, stream: Any) -> float:
-    """Length of a file as it says, which need not be true; 0 where it says none, as one that was recorded live."""
+    """Return the length in a file's header, which may be wrong; 0 if there is none, as in a live recording."""
     if stream.duration and stream.time_base:
         return max(0.0, float(stream.duration * stream.time_base))
     return max(0.0, (container.duration or 0) / av.time_base)

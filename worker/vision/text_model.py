@@ -1,4 +1,4 @@
-"""mlx-lm's text model of a vision checkpoint, whatever the checkpoint calls its weights and whatever else it holds."""
+"""Loading of mlx-lm's text model from a vision checkpoint, regardless of its weight names and other contents."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,20 +9,20 @@ from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPriva
 
 from worker.vision.checkpoint import known_weights, text_names
 
-# Classes of mlx-lm that take any checkpoint of their name for one of these text models.
+# Text models that these classes of mlx-lm can wrap; the classes accept any checkpoint of their name.
 _WRAPPED: Final = {"llava": ("llama", "mistral", "ministral3", "mistral4")}
 
 
 def load_text_model(
     path: Path, config: Mapping[str, Any], folded: dict[str, Any], trust_code: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """As mlx-lm's `load_model`, not computed, with weights of towers and unknown ones left out."""
+    """Load lazily like mlx-lm's `load_model`, without the weights of towers and unknown weights."""
     changed = {key: value for key, value in folded.items() if config.get(key) != value}
     return load_model(path, lazy=True, model_config=changed, get_model_classes=_classes, trust_remote_code=trust_code)
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[Any], Any]:
-    """The class of the model where mlx-lm has one, else that of its text part, with their arguments."""
+    """Return mlx-lm's class of the model, or else of its text part, with its arguments class."""
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
     if kind is not None and kind not in _WRAPPED.get(config["model_type"], (kind,)):
@@ -42,21 +42,21 @@ def _of_text(text: dict[str, Any]) -> tuple[type[Any], Any]:
 
 
 class _OfText:
-    """Arguments of a text model, from the configuration of the model around it."""
+    """Arguments class that reads a text model's section from the configuration of the whole model."""
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
 
     def from_dict(self, config: dict[str, Any]) -> Any:
         text = dict(config["text_config"])
-        # Where the whole model says so, its text model is tied.
+        # The text model's embeddings are tied if the configuration of the whole model ties them.
         if "tie_word_embeddings" in config:
             text.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
         return self._arguments.from_dict(text)
 
 
 def _tolerant(model: Any) -> type[Any]:
-    """A class as `model` that finds its weights under the names that they have, and takes no others."""
+    """Return a subclass of `model` that renames its weights from any naming scheme and ignores unknown ones."""
 
     class Text(model):
         def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from worker.vision.markers import MediaMarkers
 
 
 class Idefics3(MediaLayout):
-    """Idefics 3, SmolVLM: an image is cut into tiles, each after its row and column, and comes whole after them."""
+    """Layout of Idefics 3 and SmolVLM: tiles of an image, each after its row and column, then the whole image."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         super().__init__(processor, config)
@@ -37,7 +37,7 @@ class Idefics3(MediaLayout):
         return arrays(self.images([[image]], return_row_col_info=False))
 
     def _tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles; none for an image that is not cut."""
+        """Return rows and columns of tiles; (0, 0) for an image that is not cut."""
         images = self.images
         if not images.do_image_splitting:
             return 0, 0
@@ -58,7 +58,7 @@ class Idefics3(MediaLayout):
 
 
 class Llava(MediaLayout):
-    """LLaVA with a tower of a fixed size."""
+    """Layout of LLaVA with a tower of a fixed size."""
 
     is_scaled = False
 
@@ -74,7 +74,7 @@ class Llava(MediaLayout):
 
 
 class Pixtral(MediaLayout):
-    """Pixtral, Mistral 3: rows of patches of the image's own size, with a break after each."""
+    """Layout of Pixtral and Mistral 3: rows of patches at the image's own size, with a break after each."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         from mlx_vlm.models.pixtral.image_processing_pixtral import (
@@ -106,7 +106,7 @@ class Pixtral(MediaLayout):
 
 
 class Lfm2Vl(MediaLayout):
-    """LFM2-VL: an image of patches, or tiles of a large one and the whole of it after them."""
+    """Layout of LFM2-VL: patches of an image, or tiles of a large one and then the whole image."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         super().__init__(processor, config)
@@ -144,7 +144,7 @@ class Lfm2Vl(MediaLayout):
 
 @dataclass(slots=True, frozen=True)
 class _Sketch:
-    """An image that is only its size, for a processor that asks where it would cut."""
+    """Image size in place of an image, for a processor that computes where it would cut."""
 
     size: tuple[int, int]
 

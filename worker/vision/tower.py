@@ -18,12 +18,12 @@ from worker.vision.needs import Needs
 from worker.vision.unserved import UnsupportedVision
 
 MISSING: Final = "mlx-vlm is not installed; install it with: mlxctl setup vision"
-# Inputs that mlx-vlm wants as Python numbers.
+# mlx-vlm requires these inputs as Python numbers.
 _SIZES: Final = ("image_sizes",)
 
 
 class Tower:
-    """Encodes one medium at a time. Owned by the engine thread."""
+    """Vision tower that encodes one medium at a time. Owned by the engine thread."""
 
     def __init__(self, model: Any, needs: Needs) -> None:
         self._model = model
@@ -35,7 +35,8 @@ class Tower:
         return sum(int(array.nbytes) for _, array in parameters)
 
     def encode(self, kind: str, tokens: int, inputs: Mapping[str, npt.NDArray[Any]]) -> MediaFeatures:
-        """Features of one medium, computed. Raises what the tower raises, and ValueError for another number of rows."""
+        """Return the evaluated features of a medium. Raises ValueError for a wrong row count, and errors of the
+        tower."""
         ids = mx.full((1, tokens), self.needs.placeholders[kind], dtype=mx.int32)
         if kind in self.needs.closing:
             ids[0, -1] = self.needs.closing[kind]
@@ -53,7 +54,7 @@ class Tower:
             embeds = _by_rows(embeds)
         if self.needs.scale != 1.0:
             embeds = embeds / self.needs.scale
-        # Rows of one array: slices of them are copied, and the tower's other outputs are let go of.
+        # The copies are contiguous, so that the tower's other outputs can be freed.
         features = MediaFeatures(mx.contiguous(embeds), tuple(mx.contiguous(layer) for layer in layers))
         mx.eval(features.embeds, *features.layers)
         return features
@@ -62,16 +63,16 @@ class Tower:
 def load_tower(
     path: Path, folded: Mapping[str, Any], needs: Needs, dtype: mx.Dtype, retype: Callable[[Any], None]
 ) -> Tower:
-    """The tower of a checkpoint whose files have been checked. `retype` changes the type of parameters in place.
+    """Load the tower of a checkpoint whose files have been checked. `retype` changes the type of parameters in place.
 
-    Raises `UnsupportedVision`, or what mlx-vlm raises for a checkpoint that it cannot read.
+    Raises `UnsupportedVision`, or mlx-vlm's error for a checkpoint that it cannot read.
     """
     if importlib.util.find_spec("mlx_vlm") is None:
         raise UnsupportedVision(MISSING)
     from mlx_vlm.utils import get_model_and_args, load_model_weights, sanitize_weights, update_module_configs
 
     config = tower_config(folded)
-    # Without a path: code that a checkpoint brings along is never run.
+    # The path is omitted: code in a checkpoint is never run.
     classes, _ = get_model_and_args(config)
     model_config = classes.ModelConfig.from_dict(config)
     model_config = update_module_configs(
@@ -97,16 +98,14 @@ def load_tower(
 
 
 def _by_rows(embeds: mx.array) -> mx.array:
-    """Features of a square image row by row, which were column by column; what is behind them stays."""
+    """Reorder the features of a square image from columns to rows; the rows after them stay."""
     side = math.isqrt(len(embeds))
     image = embeds[: side * side].reshape(side, side, -1).swapaxes(0, 1).reshape(side * side, -1)
     return mx.concatenate([image, embeds[side * side :]])
 
 
 def _without(needs: Needs, missing: set[str]) -> Needs:
-    """Needs of a checkpoint that lacks these parts of its model. Raises `UnsupportedVision` if that leaves it
-    without sight.
-    """
+    """Reduce the requirements to the parts that the checkpoint has. Raises `UnsupportedVision` if vision is missing."""
     if any("audio" not in name for name in missing):
         raise UnsupportedVision(f"the checkpoint has no weights for {', '.join(sorted(missing))}")
     if not missing:
@@ -115,7 +114,7 @@ def _without(needs: Needs, missing: set[str]) -> Needs:
 
 
 def _read(path: Path, config: Mapping[str, Any]) -> dict[str, mx.array]:
-    """Weights by name, not computed: only those of the tower will be. mlx-vlm's own reader may rewrite a header."""
+    """Read weights by name, lazily, so that only the tower's are loaded. mlx-vlm's own reader may rewrite a header."""
     weights: dict[str, mx.array] = {}
     for file in sorted(path.glob("model*.safetensors")):
         weights.update(cast("dict[str, mx.array]", mx.load(str(file))))
@@ -124,9 +123,9 @@ def _read(path: Path, config: Mapping[str, Any]) -> dict[str, mx.array]:
 
 
 class _NoText(nn.Module):
-    """Stands where mlx-vlm has its language model: features replace every embedding of a placeholder."""
+    """Replacement of mlx-vlm's language model: features overwrite all of its embeddings of placeholders."""
 
-    # What models ask of a language model on the way: no scale, no embeddings per layer, no positions.
+    # Attributes that models read from a language model: no scale, no embeddings per layer, no positions.
     embed_scale = 1.0
     hidden_size_per_layer_input = 0
 

@@ -1,5 +1,5 @@
-"""Unserved media of a model: the model is loaded, and takes text alone."""
+"""Unsupported media of a model that is loaded for text only."""
 
 
 class UnsupportedVision(Exception):
-    """The reason why a model takes text alone, for those who ask what it takes."""
+    """Reason why a model takes text only, for reports of its modalities."""

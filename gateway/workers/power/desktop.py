@@ -16,7 +16,7 @@ from gateway.config.settings import CAN_SEE_DESKTOP, Desktop
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import State
 from protocol.messages import SetPace
-from protocol.minors import PACE as PACE_MINOR
+from protocol.minors import SET_PACE_MINOR
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class DesktopWatch:
             before = None if worker.incarnation.is_adopted else FULL  # it may go by what an earlier gateway has said
             if told is not None and told[0] == worker.epoch:
                 before = told[1]
-            if before != order and worker.incarnation.minor >= PACE_MINOR and worker.incarnation.send(order):
+            if before != order and worker.incarnation.minor >= SET_PACE_MINOR and worker.incarnation.send(order):
                 self._told[worker.name] = worker.epoch, order
 
 

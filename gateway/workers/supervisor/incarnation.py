@@ -38,7 +38,7 @@ from protocol.messages import (
     Tokenize,
     Welcome,
 )
-from protocol.minors import ADAPTERS, unknown_field, unknown_part
+from protocol.minors import SET_ADAPTERS_MINOR, unknown_field, unknown_part
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 
@@ -278,7 +278,7 @@ class Incarnation:
 
     def set_adapters(self, adapters: tuple[tuple[str, str], ...]) -> None:
         """Let a worker have these and no others."""
-        if self.ready is not None and self.minor >= ADAPTERS:
+        if self.ready is not None and self.minor >= SET_ADAPTERS_MINOR:
             self.send(SetAdapters(0, adapters))
 
     def detach(self) -> None:

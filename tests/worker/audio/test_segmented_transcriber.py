@@ -17,7 +17,7 @@ from tests.support.audio_models import build_moonshine, build_parakeet, build_qw
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_job import AudioJob
 from worker.audio.audio_model import AudioModel, load_audio_model
-from worker.audio.segmented_transcriber import PausedHearer
+from worker.audio.segmented_transcriber import SegmentedTranscriber
 from worker.audio.split_at_silence import windows
 from worker.audio.transcriber import TranscribeOptions
 from worker.embedding.load_model import kind_of_spec
@@ -49,7 +49,7 @@ def job(model: AudioModel, seconds: float = 1.0, **fields: Any) -> AudioJob:
 
 def test_one_window_is_what_the_library_hears(model: AudioModel) -> None:
     hearer = model.hearer
-    assert isinstance(hearer, PausedHearer)
+    assert isinstance(hearer, SegmentedTranscriber)
     samples = read_audio(Media("audio", b"", tone(2.0)), 16_000, 9.0)
     settings = {} if model.family == "parakeet" else {"max_tokens": 64}
     dtype = {"dtype": mx.float32} if model.family == "parakeet" else {}

@@ -15,7 +15,7 @@ from worker.audio import whisper
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_model import load_audio_model
 from worker.audio.transcriber import AudioWindow, Samples, TranscribeOptions
-from worker.audio.whisper import WhisperHearer
+from worker.audio.whisper import WhisperTranscriber
 from worker.errors import LoadFailed, RequestInvalid
 from worker.vision.sounds import read_audio
 
@@ -25,14 +25,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_whisper(tmp_path_factory.mktemp("whisper"))
 
 
-def load(folder: Path, **settings: Any) -> WhisperHearer:
+def load(folder: Path, **settings: Any) -> WhisperTranscriber:
     model = load_audio_model(WorkerSpec("m", str(folder), 1, "", "", **settings), lambda *_: None)
-    assert isinstance(model.hearer, WhisperHearer)
+    assert isinstance(model.hearer, WhisperTranscriber)
     return model.hearer
 
 
 @pytest.fixture(scope="module")
-def hearer(folder: Path) -> WhisperHearer:
+def hearer(folder: Path) -> WhisperTranscriber:
     return load(folder)
 
 
@@ -44,12 +44,12 @@ def nothing() -> None:
     pass
 
 
-def heard(hearer: WhisperHearer, samples: Samples, wish: TranscribeOptions) -> list[AudioWindow]:
+def heard(hearer: WhisperTranscriber, samples: Samples, wish: TranscribeOptions) -> list[AudioWindow]:
     return list(hearer.hear(samples, wish, nothing))
 
 
 @pytest.mark.parametrize(("has_words", "seconds"), [(False, 33.0), (True, 1.5)])
-def test_windows_are_those_of_mlx_audios_own_loop(hearer: WhisperHearer, has_words: bool, seconds: float) -> None:
+def test_windows_are_those_of_mlx_audios_own_loop(hearer: WhisperTranscriber, has_words: bool, seconds: float) -> None:
     # The second window has the first one's text in front. Its `temperature` is one number: greedy and no more.
     samples = clip(seconds)
     expected = hearer._model.generate(
@@ -73,7 +73,7 @@ def test_windows_are_those_of_mlx_audios_own_loop(hearer: WhisperHearer, has_wor
     ]
 
 
-def test_features_by_pieces_are_those_of_the_whole(hearer: WhisperHearer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_by_pieces_are_those_of_the_whole(hearer: WhisperTranscriber, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = clip(40.0)
     whole = whisper._Features(samples, 80)
     at_once = [np.array(whole.window(start, 500)) for start in (0, 900, 2200, 3400)]
@@ -85,7 +85,7 @@ def test_features_by_pieces_are_those_of_the_whole(hearer: WhisperHearer, monkey
     assert max(np.abs(one - other).max() for one, other in zip(in_pieces, at_once, strict=True)) < 0.01
 
 
-def test_it_ends_between_two_tokens(hearer: WhisperHearer) -> None:
+def test_it_ends_between_two_tokens(hearer: WhisperTranscriber) -> None:
     calls = 0
 
     class Over(Exception):
@@ -111,7 +111,7 @@ def test_a_seed_gives_the_same_text_again_and_another_another(tmp_path: Path) ->
     assert one == again != other
 
 
-def test_languages_are_known_by_code_and_by_name(hearer: WhisperHearer) -> None:
+def test_languages_are_known_by_code_and_by_name(hearer: WhisperTranscriber) -> None:
     assert [hearer.language(name) for name in ("de", "German", "EN")] == ["de", "de", "en"]
     with pytest.raises(KeyError):
         hearer.language("klingon")
@@ -144,7 +144,7 @@ def test_control_tokens_in_a_prompt_are_refused(folder: Path, text: str) -> None
     assert (refused.value.failure.code, refused.value.failure.param) == (Code.INVALID_REQUEST, "prompt")
 
 
-def test_every_prompt_that_is_taken_is_made_of_text_tokens(hearer: WhisperHearer) -> None:
+def test_every_prompt_that_is_taken_is_made_of_text_tokens(hearer: WhisperTranscriber) -> None:
     tokenizer = hearer._model.get_tokenizer()
     for text in ("plain", "<|", "<|end of text|>", "5 < 6 |> 3", "[BLANK]", "<|0.0|>"):
         assert hearer.marks.first(text) == ""

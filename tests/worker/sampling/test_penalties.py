@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from protocol.messages import Sampling
-from worker.sampling.penalties import DRY_LONGEST, DRY_WINDOW, BadWords, processors
+from worker.sampling.penalties import DRY_MAX_MATCH_TOKENS, DRY_WINDOW_TOKENS, BadWords, processors
 
 VOCAB = 16
 
@@ -28,7 +28,7 @@ def repeated(context: Sequence[int], breakers: Sequence[int]) -> dict[int, int]:
     for at in range(len(context) - 1):
         count = 0
         while (
-            count < min(DRY_LONGEST, at + 1)
+            count < min(DRY_MAX_MATCH_TOKENS, at + 1)
             and context[at - count] == context[-1 - count]
             and context[-1 - count] not in breakers
         ):
@@ -92,8 +92,8 @@ def test_the_end_is_forbidden_until_there_are_enough_tokens() -> None:
 
 
 def test_dry_looks_at_no_more_of_a_context_than_its_bound() -> None:
-    far = [1, 2, 3, 4] + [5] * (DRY_WINDOW - 3) + [1, 2, 3]
-    near = [5] * 8 + [1, 2, 3, 4] + [6] * (DRY_WINDOW - 8) + [1, 2, 3]
+    far = [1, 2, 3, 4] + [5] * (DRY_WINDOW_TOKENS - 3) + [1, 2, 3]
+    near = [5] * 8 + [1, 2, 3, 4] + [6] * (DRY_WINDOW_TOKENS - 8) + [1, 2, 3]
     params = Sampling(dry_multiplier=2.0, dry_allowed_length=2)
     breakers = BadWords(breakers=(5, 6))
     assert applied(params, far, breakers)[4] == 1.0, "what it would go on with is too long ago"

@@ -16,10 +16,18 @@ from tests.support.models import VOCAB
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.sparse.chooser import Chooser
-from worker.sparse.importance import CHUNK, LOOKAHEAD, MIN_CHUNK, POOL, REACH, ImportanceReader, chunk_at
-from worker.sparse.selected_tokens import BLOCK
+from worker.sparse.importance import (
+    CHUNK_TOKENS,
+    LOOKAHEAD_TOKENS,
+    MIN_CHUNK_TOKENS,
+    POOL_TOKENS,
+    PRODUCTS_PER_CHUNK,
+    ImportanceReader,
+    chunk_at,
+)
+from worker.sparse.selected_tokens import BLOCK_TOKENS
 
-PROMPT = np.random.default_rng(3).integers(20, 420, CHUNK + 90).astype(np.int32)
+PROMPT = np.random.default_rng(3).integers(20, 420, CHUNK_TOKENS + 90).astype(np.int32)
 
 
 def loaded(model: Any) -> LoadedModel:
@@ -40,7 +48,7 @@ def read(model: Any) -> np.ndarray:
 
 def test_it_is_the_largest_attention_of_all_heads_averaged_over_neighbours_and_queries(model: Any) -> None:
     expected, ids = np.zeros(len(PROMPT)), PROMPT.tolist()
-    for _ in range(LOOKAHEAD):
+    for _ in range(LOOKAHEAD_TOKENS):
         most = np.zeros(len(PROMPT))
         x = model.model.embed_tokens(mx.array([ids]))
         mask = create_attention_mask(x)
@@ -51,7 +59,7 @@ def test_it_is_the_largest_attention_of_all_heads_averaged_over_neighbours_and_q
             keys = own.rope(own.k_norm(own.k_proj(normed).reshape(shape)).transpose(0, 2, 1, 3))
             keys = mx.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)[:, :, : len(PROMPT)]
             shares = np.array(mx.softmax(queries[0, :, -1:] @ keys[0].swapaxes(-1, -2) / 4.0, axis=-1))[:, 0]
-            pooled = [np.convolve(share, np.full(POOL, 1 / POOL), mode="same") for share in shares]
+            pooled = [np.convolve(share, np.full(POOL_TOKENS, 1 / POOL_TOKENS), mode="same") for share in shares]
             most = np.maximum(most, np.max(pooled, axis=0))
             x = layer(x, mask, None)
         expected += most
@@ -60,7 +68,7 @@ def test_it_is_the_largest_attention_of_all_heads_averaged_over_neighbours_and_q
 
 
 def test_a_choice_is_the_same_whatever_the_time_and_is_remembered_for_the_same_salt(model: Any) -> None:
-    prompt = np.random.default_rng(4).integers(20, 420, 9 * BLOCK).astype(np.int32)
+    prompt = np.random.default_rng(4).integers(20, 420, 9 * BLOCK_TOKENS).astype(np.int32)
     choices = [Chooser(ImportanceReader(loaded(model)), generation_stream) for _ in range(2)]
     passes = 0
     for chooser, limit_s in zip(choices, (0.0, 1e9), strict=True):
@@ -70,7 +78,7 @@ def test_a_choice_is_the_same_whatever_the_time_and_is_remembered_for_the_same_s
             chooser.step(limit_s)
             passes += limit_s == 0.0
     hurried, patient = (chooser.kept(1, prompt, 0.8, "a") for chooser in choices)
-    assert passes > LOOKAHEAD
+    assert passes > LOOKAHEAD_TOKENS
     assert hurried is not None
     assert patient is not None
     assert hurried.runs == patient.runs
@@ -86,10 +94,13 @@ def test_a_choice_is_the_same_whatever_the_time_and_is_remembered_for_the_same_s
 
 def test_chunks_get_smaller_as_the_prompt_gets_longer() -> None:
     sizes = [chunk_at(done) for done in (0, 4096, 65_536, 1 << 20, 1 << 24)]
-    assert sizes[0] == CHUNK
+    assert sizes[0] == CHUNK_TOKENS
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == MIN_CHUNK
-    assert all(size == MIN_CHUNK or size * done <= REACH for size, done in zip(sizes, (0, 4096, 65_536), strict=False))
+    assert sizes[-1] == MIN_CHUNK_TOKENS
+    assert all(
+        size == MIN_CHUNK_TOKENS or size * done <= PRODUCTS_PER_CHUNK
+        for size, done in zip(sizes, (0, 4096, 65_536), strict=False)
+    )
 
 
 def test_a_model_whose_queries_cannot_be_seen_is_refused(model: Any) -> None:

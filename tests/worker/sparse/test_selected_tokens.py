@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from worker.sparse.selected_tokens import BLOCK, HEAD_BLOCKS, TAIL_BLOCKS, SelectedTokens, choose, count_kept
+from worker.sparse.selected_tokens import BLOCK_TOKENS, HEAD_BLOCKS, TAIL_BLOCKS, SelectedTokens, choose, count_kept
 
 ALWAYS = HEAD_BLOCKS + TAIL_BLOCKS
 
@@ -11,23 +11,25 @@ ALWAYS = HEAD_BLOCKS + TAIL_BLOCKS
 def importance(tokens: int, *blocks: int) -> np.ndarray:
     scores = np.zeros(tokens, dtype=np.float32)
     for at in blocks:
-        scores[at * BLOCK : (at + 1) * BLOCK] = 1 + at / 100
+        scores[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS] = 1 + at / 100
     return scores
 
 
 def test_the_most_important_blocks_stay_beside_the_first_and_the_last_ones() -> None:
-    tokens = 20 * BLOCK - 5
+    tokens = 20 * BLOCK_TOKENS - 5
     kept = choose(importance(tokens, 3, 4, 9), (ALWAYS + 3) / 20)
     runs = ((0, 1), (3, 5), (9, 10), (20 - TAIL_BLOCKS, 20))
-    assert kept.runs == tuple((begin * BLOCK, min(tokens, end * BLOCK)) for begin, end in runs)
+    assert kept.runs == tuple((begin * BLOCK_TOKENS, min(tokens, end * BLOCK_TOKENS)) for begin, end in runs)
 
 
 def test_of_equally_important_blocks_the_first_stay() -> None:
-    kept = choose(np.zeros(20 * BLOCK, dtype=np.float32), (ALWAYS + 2) / 20)
-    assert kept.runs[0] == (0, 3 * BLOCK)
+    kept = choose(np.zeros(20 * BLOCK_TOKENS, dtype=np.float32), (ALWAYS + 2) / 20)
+    assert kept.runs[0] == (0, 3 * BLOCK_TOKENS)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, BLOCK, 7 * BLOCK + 1, 40 * BLOCK, 40 * BLOCK + 77])
+@pytest.mark.parametrize(
+    "tokens", [1, 5, BLOCK_TOKENS, 7 * BLOCK_TOKENS + 1, 40 * BLOCK_TOKENS, 40 * BLOCK_TOKENS + 77]
+)
 @pytest.mark.parametrize("part", [0.01, 0.25, 0.7, 1.0])
 def test_how_many_tokens_stay_is_known_before_they_are_chosen(tokens: int, part: float) -> None:
     kept = choose(np.random.default_rng(tokens).random(tokens, dtype=np.float32), part)

@@ -19,12 +19,12 @@ from tests.support.heads import damp
 from tests.support.models import VOCAB, build, shallow
 from tests.worker.engine.test_exact import tokens
 from worker.kv import ragged
-from worker.sparse.importance import LOOKAHEAD
-from worker.sparse.selected_tokens import BLOCK, SelectedTokens, count_kept
+from worker.sparse.importance import LOOKAHEAD_TOKENS
+from worker.sparse.selected_tokens import BLOCK_TOKENS, SelectedTokens, count_kept
 from worker.speculation.policy.noisy import NoisyDrafts
 
 # Two of its ten blocks are left out; what is kept and 256 tokens more fill the room of KV but for eight.
-PROMPT = 9 * BLOCK + 120
+PROMPT = 9 * BLOCK_TOKENS + 120
 KEEP = 0.8
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def settings(pair: tuple[Path, Path], **more: Any) -> WorkerSpec:
-    shared: dict[str, Any] = {"sparse_keep": KEEP, "sparse_from": 2 * BLOCK, "speculate": "off", **more}
+    shared: dict[str, Any] = {"sparse_keep": KEEP, "sparse_from": 2 * BLOCK_TOKENS, "speculate": "off", **more}
     return spec(pair[0], draft=str(pair[1]), **shared)
 
 
@@ -114,7 +114,7 @@ def test_the_answer_is_that_of_the_whole_prompt_with_what_was_left_out_hidden(
     assert [entry.logprob for entry in result.logprobs] == pytest.approx(logprobs, abs=1e-4)
     assert result.usage is not None
     assert (result.usage.prompt, result.usage.kept) == (PROMPT, count_kept(PROMPT, KEEP))
-    assert row.kept.count == count_kept(PROMPT, KEEP) == PROMPT - 2 * BLOCK
+    assert row.kept.count == count_kept(PROMPT, KEEP) == PROMPT - 2 * BLOCK_TOKENS
 
 
 @pytest.mark.soak
@@ -235,7 +235,7 @@ def test_each_part_of_a_reading_is_a_step_that_keeps_its_request_alive(
 
     monkeypatch.setattr(rows, "step", one_pass)
     engine.run([request(40, 9, max_tokens=1)])
-    assert len(seen) > LOOKAHEAD
+    assert len(seen) > LOOKAHEAD_TOKENS
     assert all(later > before for before, later in pairwise(seen))
 
 

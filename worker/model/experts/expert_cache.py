@@ -1,7 +1,7 @@
-"""Cache of experts: of each layer as many as there is room for, the others are read from disk when they are chosen.
+"""Cache of experts: memory holds as many of each layer as fit; the others are read from disk when they are chosen.
 
-A layer keeps its modules of mlx-lm; their weights have a row for each slot of the cache instead of one for each expert,
-and the router's choice is told to them as slots. So the arithmetic of a token is what it is with all experts in memory.
+A layer keeps its modules of mlx-lm; their weights have a row per slot of the cache instead of one per expert, and the
+router's choice is translated to slots. So a token's arithmetic is the same as with all experts in memory.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from protocol.experts import FOLDER, ExpertIndex, ExpertLayer
 from protocol.stats import Stats
-from worker.model.experts.records import READERS, Records
+from worker.model.experts.records import READ_THREADS, Records
 
 # Layers of mlx-lm that hold experts: called with tokens `[…, dim]` and experts `[…, chosen]`.
 SWITCHES: Final = (SwitchGLU, SwitchMLP)
@@ -35,7 +35,7 @@ class DiskExperts(nn.Module):
         self._records = records
         self._counts = counts
         self._slot_of = np.full(layer.experts, -1, dtype=np.int32)
-        # Experts in memory, the one that was used last at the end.
+        # Experts in memory and their slots, least recently used first.
         self._used = OrderedDict[int, int]()
         self._free = list(range(slots))
         self._slots = slots
@@ -50,9 +50,9 @@ class DiskExperts(nn.Module):
         return self._in_turns(x, chosen, needed)
 
     def _in_turns(self, x: mx.array, chosen: NDArray[Any], needed: list[int]) -> mx.array:
-        """More experts than slots: as many at a time as there is room for, for the tokens that chose them."""
+        """Compute more experts than there are slots, in turns of as many as fit, for the tokens that chose them."""
         flat, pairs, count = x.reshape(-1, x.shape[-1]), chosen.reshape(-1), chosen.shape[-1]
-        # Those in memory first: what is brought for one turn is not dropped before it was used.
+        # Experts in memory come first, so that none is evicted by an earlier turn.
         needed = sorted(needed, key=lambda expert: self._slot_of[expert] < 0)
         order: list[NDArray[Any]] = []
         outputs: list[mx.array] = []
@@ -63,12 +63,12 @@ class DiskExperts(nn.Module):
             own = mx.array(self._slot_of[pairs[places]])[:, None]
             outputs.append(self.switch(flat[mx.array(places // count)], own)[:, 0])
             order.append(places)
-            mx.eval(outputs[-1])  # before its experts are dropped
+            mx.eval(outputs[-1])  # the next turn may overwrite these experts
         back = mx.array(np.argsort(np.concatenate(order)))
         return mx.concatenate(outputs)[back].reshape(*chosen.shape, -1)
 
     def _bring(self, needed: list[int]) -> None:
-        """Bring experts, no more than there are slots, into memory."""
+        """Load experts into memory, at most as many as there are slots."""
         missing = [expert for expert in needed if self._slot_of[expert] < 0]
         for expert in needed:
             if expert in self._used:
@@ -87,7 +87,7 @@ class DiskExperts(nn.Module):
         mx.eval([projection[tensor.name] for projection, tensor in zip(held, self._layer.tensors, strict=True)])
 
     def _slot(self, expert: int) -> int:
-        """A slot for an expert; the one that was used longest ago makes room, which is none of this turn."""
+        """Return a slot for an expert; evicts the least recently used expert, which this turn never needs."""
         if self._free:
             slot = self._free.pop()
         else:
@@ -103,7 +103,7 @@ def attach(model: Any, folder: Path, index: ExpertIndex, cache_bytes: int) -> St
     switches = dict(switches_of(model))
     if switches.keys() != {layer.path for layer in index.layers}:
         raise ValueError(f"the experts of {folder} are not those of its config.json")
-    counts, readers = Stats(), ThreadPoolExecutor(READERS, "experts")
+    counts, readers = Stats(), ThreadPoolExecutor(READ_THREADS, "experts")
     for layer in index.layers:
         slots = index.slots(layer, cache_bytes)
         counts.expert_cache_bytes += slots * layer.record_bytes
@@ -116,7 +116,7 @@ def attach(model: Any, folder: Path, index: ExpertIndex, cache_bytes: int) -> St
 
 
 def switches_of(model: Any) -> Iterator[tuple[str, Any]]:
-    """Layers that hold experts, by path. Raises `ValueError` for experts that are in no such layer."""
+    """Yield layers that hold experts, with their paths. Raises `ValueError` for experts outside such layers."""
     inside: set[int] = set()
     modules = list[tuple[str, Any]](model.named_modules())
     for path, module in modules:
@@ -143,7 +143,7 @@ def put(model: Any, path: str, module: nn.Module) -> None:
 
 
 def _check(folder: Path, switch: Any, layer: ExpertLayer) -> None:
-    """Raises `ValueError` for an index that is of another model: its router would name experts that are not there."""
+    """Raise `ValueError` for another model's index: the router would choose experts that do not exist."""
     counts = {
         name: int(each.weight.shape[0]) for name, each in switch.children().items() if isinstance(each, PROJECTIONS)
     }
@@ -152,7 +152,7 @@ def _check(folder: Path, switch: Any, layer: ExpertLayer) -> None:
 
 
 def _give_slots(switch: Any, layer: ExpertLayer, slots: int) -> None:
-    """Projections whose weights have a row for each slot."""
+    """Replace the projections by ones whose weights have a row per slot."""
     for name in dict.fromkeys(tensor.projection for tensor in layer.tensors):
         form = layer.quantization.get(name)
         projection = SwitchLinear(1, 1, 1, bias=False)

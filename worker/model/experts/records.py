@@ -1,4 +1,4 @@
-"""Records of experts: the arrays of one expert as bytes, and back."""
+"""Records of experts: conversion between the arrays of one expert and bytes."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 from protocol.experts import ExpertLayer, ExpertTensor
 
-# NumPy has no bfloat16 and MLX makes none of foreign bytes: both see such arrays as integers of their width.
+# NumPy has no bfloat16 and MLX cannot make it from bytes, so both use integers of the same width.
 _DTYPES: Final[dict[str, tuple[Any, Any]]] = {
     "float32": (np.float32, mx.float32),
     "float16": (np.float16, mx.float16),
@@ -19,23 +19,23 @@ _DTYPES: Final[dict[str, tuple[Any, Any]]] = {
     "uint32": (np.uint32, mx.uint32),
     "uint8": (np.uint8, mx.uint8),
 }
-# Reads that wait for the disk at once.
-READERS: Final = 4
+# Number of threads that read from the disk.
+READ_THREADS: Final = 4
 
 
 def name_of(dtype: mx.Dtype) -> str | None:
-    """The name in an index of an array's type; None where there is none."""
+    """Return the index's name of a dtype; None if it has none."""
     return next((name for name, (_, own) in _DTYPES.items() if own == dtype), None)
 
 
 def to_bytes(array: mx.array) -> bytes:
-    """An array's elements, little-endian, in row order."""
+    """Return an array's elements as bytes, little-endian, in row order."""
     kept, _ = _DTYPES[str(name_of(array.dtype))]
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).astype(kept, copy=False).tobytes()
 
 
 class Records:
-    """The open file of one layer, for as long as the process lives. Its reads may be made by several threads."""
+    """Open file of one layer, for the lifetime of the process. Several threads may read it."""
 
     def __init__(self, folder: Path, layer: ExpertLayer, readers: ThreadPoolExecutor) -> None:
         self._file = os.open(folder / layer.file, os.O_RDONLY)
@@ -43,7 +43,7 @@ class Records:
         self._readers = readers
 
     def read(self, experts: Sequence[int]) -> list[list[mx.array]]:
-        """The arrays of each expert, in the order of the layer's tensors. Raises `OSError`."""
+        """Read the arrays of each expert, in the order of the layer's tensors. Raises `OSError`."""
         return [self._arrays(record) for record in self._readers.map(self._record, experts)]
 
     def _record(self, expert: int) -> bytearray:

@@ -1,4 +1,4 @@
-"""An adapter's folder, as mlx-lm or PEFT write it, read and checked against the model: nothing here computes."""
+"""Files of an adapter as written by mlx-lm or PEFT, read and checked against the model without computing."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ PEFT_FILE: Final = "adapter_model.safetensors"
 CONFIG_BYTES_MAX: Final = 1 << 20
 FILE_BYTES_MAX: Final = 2 << 30
 RANK_MAX: Final = 512
-# The beginning of each name in a file of PEFT.
+# Every tensor name in a PEFT file has this prefix.
 _PEFT_BASE: Final = "base_model.model."
-# Ways to begin a training that change the weights of the base: what they leave fits no other.
-_CHANGES_BASE: Final = ("pissa", "olora", "loftq", "corda")
-# Names that a refusal quotes of many.
-_NAMED: Final = 3
+# These initializations change the weights of the base, so the adapter fits no other base.
+_BASE_CHANGING_INITS: Final = ("pissa", "olora", "loftq", "corda")
+# Maximum number of names that a refusal lists.
+_MAX_LISTED_NAMES: Final = 3
 
 Scale = Callable[[str, int], float]
 """The scale of an update by the name of its module and its rank."""
@@ -33,9 +33,9 @@ Scale = Callable[[str, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The update of one layer: `x @ a @ b`, times `scale`; with a `magnitude`, the layer's rows get these norms (DoRA).
+    """Update of one layer: `x @ a @ b`, times `scale`; with a `magnitude`, the layer's rows get these norms (DoRA).
 
-    `a` is `[inputs, rank]` and `b` `[rank, outputs]`, or the other way round where they are transposed.
+    `a` is `[inputs, rank]` and `b` `[rank, outputs]`, or the reverse if they are transposed.
     """
 
     place: LinearPlace
@@ -49,7 +49,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """An adapter as its files have it. `data` is the file of its tensors; the digest is of all that they say."""
+    """Checked files of an adapter. `data` is the file of its tensors; the digest covers all files."""
 
     path: str
     base: str
@@ -67,7 +67,7 @@ class Files:
 
 
 def read(folder: Path, linears: Linears) -> Files:
-    """The adapter in a folder, of which each tensor fits the model. Raises `UnusableAdapter`."""
+    """Read the adapter in a folder, and check that each tensor fits the model. Raises `UnusableAdapter`."""
     text = _bytes(folder / CONFIG, CONFIG_BYTES_MAX)
     config = _config(folder / CONFIG, text)
     is_peft = "peft_type" in config
@@ -84,7 +84,7 @@ def read(folder: Path, linears: Linears) -> Files:
 
 def _bytes(file: Path, most: int) -> bytes:
     try:
-        # A pipe would wait for its writer.
+        # The flag keeps a named pipe from blocking until it has a writer.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             status = os.fstat(descriptor)
@@ -120,7 +120,7 @@ def _config(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _check_kind(folder: Path, config: Mapping[str, Any], *, is_peft: bool) -> None:
-    """Refuse what is no low-rank update of this base alone. Raises `UnusableAdapter`."""
+    """Refuse anything except a low-rank update that leaves the base unchanged. Raises `UnusableAdapter`."""
     if not is_peft:
         kind = config.get("fine_tune_type", "lora")
         if kind == "full":
@@ -135,7 +135,7 @@ def _check_kind(folder: Path, config: Mapping[str, Any], *, is_peft: bool) -> No
     if config["peft_type"] != "LORA":
         raise UnusableAdapter(f"its peft_type is {config['peft_type']!r}; LORA, with DoRA or without, is served")
     initial = str(config.get("init_lora_weights") or "").lower()
-    if initial.startswith(_CHANGES_BASE):
+    if initial.startswith(_BASE_CHANGING_INITS):
         raise UnusableAdapter(
             f"it was begun with init_lora_weights = {initial!r}, which changes the base: convert it to LoRA"
         )
@@ -181,7 +181,7 @@ def _peft_updates(
 def _parts(
     tensors: Mapping[str, StoredTensor], leaves: Mapping[str, str], begin: str
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Tensors by their module and their part in its update. Raises `UnusableAdapter` for any other."""
+    """Group tensors by module and part of the update. Raises `UnusableAdapter` for any other tensor."""
     parts: dict[str, dict[str, StoredTensor]] = {}
     others: list[str] = []
     for name, tensor in tensors.items():
@@ -248,5 +248,5 @@ def _number(table: Mapping[str, Any], key: str) -> float:
 
 def _some(names: Iterable[str]) -> str:
     every = sorted(names)
-    more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
-    return ", ".join(name[:200] for name in every[:_NAMED]) + more
+    more = f" and {len(every) - _MAX_LISTED_NAMES} more" if len(every) > _MAX_LISTED_NAMES else ""
+    return ", ".join(name[:200] for name in every[:_MAX_LISTED_NAMES]) + more

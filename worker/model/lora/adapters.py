@@ -1,4 +1,4 @@
-"""The adapters of one loaded model, by name: loaded and let go of while its rows run."""
+"""Adapters of one loaded model, by name: loaded and unloaded while rows run."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,13 +26,13 @@ from worker.prefix_cache.salts import adapter_salt
 
 log = logging.getLogger("mlxd.worker")
 
-# Tokens that show whether a model can be run with an adapter.
-_TRIAL: Final = (1, 2, 3, 4)
+# Tokens of the trial run of an adapter.
+_TRIAL_TOKENS: Final = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A loaded adapter. `salt` keeps the KV of its rows apart from that of the base and of all others."""
+    """Loaded adapter. `salt` separates the KV of its rows from that of the base and of other adapters."""
 
     name: str
     slot: int
@@ -49,7 +49,7 @@ class Adapter:
 
 
 class Adapters:
-    """Owned by the engine thread; `find` is for any thread."""
+    """Registry of a model's adapters. Owned by the engine thread; `find` is for any thread."""
 
     def __init__(self, model: Any, linears: Linears, lane: BatchMode) -> None:
         self._model = model
@@ -59,9 +59,9 @@ class Adapters:
         self.slots = Slots(packing.turn if packing is not None else None)
         self._layers: dict[str, tuple[LinearPlace, AdaptedLinear]] = {}
         self._by_name: dict[str, Adapter] = {}
-        # Not to be asked for any more, and let go of when no row has them.
+        # Adapters that take no new requests, and are unloaded when no row uses them.
         self._retiring: list[Adapter] = []
-        # Paths of those that were asked for and cannot be served, and why.
+        # Requested adapters that cannot be served, with their paths and failures.
         self._failures: dict[str, tuple[str, Failure]] = {}
 
     @property
@@ -75,7 +75,7 @@ class Adapters:
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """All that were asked for."""
+        """Facts of all requested adapters, served or failed."""
         served = [
             AdapterInfo(each.name, each.path, each.rank, each.is_dora, each.nbytes, each.digest, each.base)
             for each in list(self._by_name.values())
@@ -84,7 +84,7 @@ class Adapters:
         return (*served, *failed)
 
     def find(self, name: str) -> Adapter:
-        """The adapter of a request. Raises `RequestInvalid`."""
+        """Return the adapter of a request. Raises `RequestInvalid`."""
         adapter = self._by_name.get(name)
         if adapter is None:
             _, failure = self._failures.get(name, ("", None))
@@ -96,13 +96,13 @@ class Adapters:
         return name in self._by_name
 
     def holds(self, adapter: Adapter) -> bool:
-        """Whether rows may still begin with it."""
+        """Whether new rows may use this adapter."""
         return self._by_name.get(adapter.name) is adapter
 
     def read(self, name: str, path: str) -> Files | Failure:
-        """The checked files of an adapter in a folder, or repository in the local cache, or why it is not served.
+        """Read and check an adapter in a folder, or a repository in the local cache; a failure if it cannot be served.
 
-        For any thread.
+        May be called from any thread.
         """
         if agreement_of(self._model) is not None:
             return refused(name, "a model that several processes run has no adapters")
@@ -112,17 +112,17 @@ class Adapters:
             return refused(name, str(reason))
         except LoadFailed as error:
             return refused(name, error.failure.message)
-        except Exception as error:  # the boundary to files of others
+        except Exception as error:  # files of others may cause any error
             log.exception("the adapter %s could not be read", name)
             return refused(name, f"its files could not be read: {type(error).__name__}")
 
     def missing(self, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Those that are not loaded from that folder. For any thread."""
+        """Return the adapters that are not loaded from this path. For any thread."""
         have = {(each.name, each.path) for each in list(self._by_name.values())}
         return [each for each in wanted if each not in have]
 
     def change(self, wanted: Sequence[tuple[str, str]], read: Mapping[tuple[str, str], Files | Failure]) -> None:
-        """Have these from now on, of which those that are new were read."""
+        """Replace the set of adapters; new ones were read before."""
         for info in self.infos:
             if info.failure is not None or (info.name, info.path) not in wanted:
                 self.retire(info.name)
@@ -131,13 +131,13 @@ class Adapters:
                 self.install(name, path, files)
 
     def give_up(self, name: str, path: str, failure: Failure) -> None:
-        """Retire an adapter that cannot be served after all."""
+        """Retire an adapter that turned out to be unusable."""
         log.error("%s", failure.message)
         self.retire(name)
         self._failures[name] = path, failure
 
     def install(self, name: str, path: str, files: Files | Failure) -> None:
-        """Load what was read of an adapter, under a name that has none; one that cannot be served changes nothing."""
+        """Load an adapter that was read, under a free name; one that cannot be served changes nothing."""
         result = files if isinstance(files, Failure) else self._tried(name, path, files)
         if isinstance(result, Failure):
             log.error("%s", result.message)
@@ -151,13 +151,13 @@ class Adapters:
             return self._install(name, path, files)
         except UnusableAdapter as reason:
             return refused(name, str(reason))
-        except (MemoryError, RuntimeError) as error:  # MLX raises the latter for memory that it cannot have
+        except (MemoryError, RuntimeError) as error:  # MLX raises RuntimeError if it cannot allocate
             if not is_allocation_failure(error):
                 raise
             return Failure(Code.OUT_OF_MEMORY, f"there is no memory for the adapter {name!r}", repr(error))
 
     def retire(self, name: str) -> None:
-        """Take no more requests for an adapter, or forget why it cannot be served."""
+        """Accept no more requests for an adapter, or forget its failure."""
         self._failures.pop(name, None)
         if (adapter := self._by_name.pop(name, None)) is not None:
             self._retiring.append(adapter)
@@ -167,7 +167,7 @@ class Adapters:
         return bool(self._retiring)
 
     def sweep(self, used: Callable[[], set[int]]) -> bool:
-        """Let go of retired adapters whose slots no row uses; whether there were any."""
+        """Unload retired adapters whose slots no row uses; returns whether there were any."""
         if not self._retiring:
             return False
         in_use = used()
@@ -178,7 +178,7 @@ class Adapters:
         return bool(free)
 
     def rows(self, slots: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> AbstractContextManager[None]:
-        """A forward pass in which the rows of each part have these slots."""
+        """Set the slots of the rows of each part during a forward pass."""
         return self.slots.rows(slots, shapes)
 
     def _install(self, name: str, path: str, files: Files) -> Adapter:
@@ -197,7 +197,7 @@ class Adapters:
         return Adapter(name, slot, path, files.base, files.digest, files.rank, files.is_dora, self.nbytes - before)
 
     def _bank(self, files: Files, at: int, slot: int) -> StackedWeights:
-        """The bank of the layer of an update, with that in the slot."""
+        """Return the weights of an update's layer for all slots, including the new one."""
         update = files.updates[at]
         _, adapted = self._layers.get(update.place.path, (None, None))
         linear = adapted.linear if adapted is not None else update.place.holder[update.place.key]
@@ -207,7 +207,7 @@ class Adapters:
         return bank
 
     def _put(self, place: LinearPlace, bank: StackedWeights | None) -> None:
-        """Give a layer other updates; without any it is again what it was."""
+        """Replace the updates of a layer; without any, the original layer is restored."""
         known = self._layers.get(place.path)
         if known is not None and bank is not None:
             known[1].bank = bank
@@ -225,7 +225,7 @@ class Adapters:
                 self._put(place, layer.bank.changed(slot, None))
 
     def _try(self, slot: int) -> None:
-        """Run a row with the adapter, beside one of the base if rows may run together, which must stay as it is."""
+        """Run a row with the adapter, beside a base row if the batch mode allows it; the base row must not change."""
         rows = [slot] if self._lane is BatchMode.SINGLE else [BASE, slot]
         try:
             base, adapted = self._logits([BASE] * len(rows)), self._logits(rows)
@@ -237,8 +237,8 @@ class Adapters:
             raise UnusableAdapter("beside it, rows of the base change")
 
     def _logits(self, slots: Sequence[int]) -> mx.array:
-        tokens = mx.array([_TRIAL] * len(slots))
-        with self.rows([slots], [(len(slots), len(_TRIAL))]):
+        tokens = mx.array([_TRIAL_TOKENS] * len(slots))
+        with self.rows([slots], [(len(slots), len(_TRIAL_TOKENS))]):
             logits: mx.array = self._model(tokens, cache=make_caches(self._model))
         mx.eval(logits)
         return logits
@@ -249,23 +249,23 @@ def refused(name: str, reason: str) -> Failure:
 
 
 def read_all(adapters: Adapters, wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Files | Failure]:
-    """Read those that are not loaded yet. For any thread."""
+    """Read the adapters that are not loaded yet. For any thread."""
     return {each: adapters.read(*each) for each in adapters.missing(wanted)}
 
 
 def attach(model: Any, linears: Linears, lane: BatchMode) -> Adapters:
-    """Make a model one that adapters may be loaded for."""
+    """Enable adapters for a model."""
     adapters = model.adapters = Adapters(model, linears, lane)
     return adapters
 
 
 def adapters_of(model: Any) -> Adapters | None:
-    """The adapters of a model that may have some."""
+    """Return the adapters of a model, None if they are not enabled."""
     adapters: Adapters | None = getattr(model, "adapters", None)
     return adapters
 
 
 def adapted(model: Any, slots: Callable[[], list[list[int]]], shapes: Sequence[Shape]) -> AbstractContextManager[None]:
-    """A forward pass in which the rows of each part have these slots; at no cost for a model without adapters."""
+    """Set the slots of rows during a forward pass; free of cost for a model without adapters."""
     adapters = adapters_of(model)
     return adapters.rows(slots(), shapes) if adapters is not None and adapters.is_on else nullcontext()

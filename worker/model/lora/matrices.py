@@ -1,4 +1,4 @@
-"""From the tensors of an adapter's files to the matrices of its updates, in the arithmetic of the model."""
+"""Conversion of an adapter's tensors to the matrices of its updates, in the dtype of the model."""
 
 from typing import Any, Final
 
@@ -15,9 +15,7 @@ _TYPES: Final[dict[str, Any]] = {"F32": np.float32, "F16": np.float16, "BF16": n
 
 
 def matrices(update: Update, data: bytes, linear: Any, dtype: Any) -> Matrices:
-    """The update of a layer whose output has `dtype`, evaluated. Raises `UnusableAdapter` for numbers that are not
-    finite.
-    """
+    """Return the evaluated update of a layer whose output has `dtype`. Raises `UnusableAdapter` if it is not finite."""
     a, b = _array(update.a, data), _array(update.b, data)
     if update.is_transposed:
         a, b = a.T, b.T
@@ -27,18 +25,18 @@ def matrices(update: Update, data: bytes, linear: Any, dtype: Any) -> Matrices:
         adapted = _weight(linear) + b.T @ a.T
         gain = _array(update.magnitude, data) / mx.linalg.norm(adapted, axis=1)
         b = b * gain
-    made = Matrices(
+    result = Matrices(
         mx.contiguous(a.astype(dtype)), mx.contiguous(b.astype(dtype)), None if gain is None else gain.astype(dtype)
     )
-    if not all(bool(mx.all(mx.isfinite(array)).item()) for array in made.arrays):
+    if not all(bool(mx.all(mx.isfinite(array)).item()) for array in result.arrays):
         raise UnusableAdapter(
             f"{update.place.path}: its numbers are not finite in the model's arithmetic ({_named(dtype)})"
         )
-    return made
+    return result
 
 
 def dtype_of(model: Any, linear: Any) -> Any:
-    """The type of what a layer makes, of a model whose activations have the type of its norms."""
+    """Return the dtype of a layer's output; a model's activations have the dtype of its norms."""
     own = (linear.get(name) for name in ("bias", "biases", "scales", "weight"))
     floating = (array.dtype for array in own if array is not None and mx.issubdtype(array.dtype, mx.floating))
     return next(floating, None) or _dtype_of_norms(model)
@@ -50,7 +48,7 @@ def _dtype_of_norms(model: Any) -> Any:
 
 
 def _array(tensor: StoredTensor, data: bytes) -> mx.array:
-    """In float32."""
+    """Return a tensor in float32."""
     kind = np.dtype(_TYPES[tensor.dtype])
     count = (tensor.end - tensor.begin) // kind.itemsize
     numbers = np.frombuffer(data, dtype=kind, count=count, offset=tensor.begin).reshape(tensor.shape)
@@ -59,7 +57,7 @@ def _array(tensor: StoredTensor, data: bytes) -> mx.array:
 
 
 def _weight(linear: Any) -> mx.array:
-    """`[outputs, inputs]` in float32."""
+    """Return the weight `[outputs, inputs]` in float32."""
     weight: mx.array = linear.weight
     if isinstance(linear, nn.QuantizedLinear):
         weight = mx.dequantize(

@@ -1,8 +1,8 @@
 """Linear layers with adapters: each row of a forward pass gets the update of its own adapter, or none.
 
-An adapter has a slot, the same in all layers; slot 0 is the base model. Of each layer that some adapter changes, the
-matrices of all slots lie in one array, zeros where a slot changes nothing, so that rows of different adapters are one
-multiplication. `Slots` says which row has which, and is set around each forward pass.
+An adapter has a slot, the same in all layers; slot 0 is the base model. For each adapted layer, the matrices of all
+slots are one array, with zeros where a slot changes nothing, so that rows of different adapters are one multiplication.
+`Slots` holds the slot of each row, and is set around each forward pass.
 """
 
 from collections.abc import Generator, Sequence
@@ -20,20 +20,20 @@ BASE: Final = 0
 
 
 class SlotChoice:
-    """Slots of the rows of one part of a pass, of which some are not the base's."""
+    """Slots of the rows of one part of a pass; not all of them are the base's."""
 
     __slots__ = ("_arrays", "_slots", "rows", "single", "used")
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.rows = len(slots)
         self.used = frozenset(slots) - {BASE}
-        # The slot that all rows have.
+        # The slot if all rows have the same one.
         self.single = slots[0] if len(set(slots)) == 1 else None
         self._slots = slots
         self._arrays: dict[int, mx.array] = {}
 
     def within(self, count: int) -> mx.array:
-        """`[rows]`, as an index of the first `count` slots: MLX checks no bounds, and beyond them nothing changes."""
+        """Return the slots `[rows]`, with those from `count` on replaced by the base: MLX checks no bounds."""
         array = self._arrays.get(count)
         if array is None:
             within = [slot if slot < count else BASE for slot in self._slots]
@@ -43,9 +43,9 @@ class SlotChoice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrices:
-    """The update of one layer by one adapter: `[inputs, rank]` and, with its scale, `[rank, outputs]`.
+    """Update of one layer by one adapter: `[inputs, rank]` and, with its scale, `[rank, outputs]`.
 
-    With DoRA what the layer makes is multiplied by `gain` `[outputs]`, which `b` has been already.
+    With DoRA, the layer's own output is multiplied by `gain` `[outputs]`, which `b` already includes.
     """
 
     a: mx.array
@@ -62,19 +62,19 @@ class Matrices:
 
 
 class Slots:
-    """The slots of the rows of the pass that is being built. Owned by the engine thread."""
+    """Slots of the rows of the pass under construction. Owned by the engine thread."""
 
     def __init__(self, turn: PackingTurn | None) -> None:
         self.turn = turn or PackingTurn()
-        # A row of the CPU's or CUDA's multiplications has a matrix of its own: only Metal gathers as it multiplies.
+        # Only Metal gathers during the multiplication; on a CPU or CUDA each row gets a copy of its matrix.
         self.gathers = mx.metal.is_available()
-        # None where all rows are of the base.
+        # None if all rows use the base.
         self.choices: Sequence[SlotChoice | None] | None = None
         self.shapes: Sequence[Shape] = ()
 
     @contextmanager
     def rows(self, slots: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> Generator[None]:
-        """A pass in which the rows of each part have these slots."""
+        """Set the slots of the rows of each part during a pass."""
         choices = [SlotChoice(part) if any(part) else None for part in slots]
         if any(choice is not None for choice in choices):
             self.choices, self.shapes = choices, shapes
@@ -86,9 +86,9 @@ class Slots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedWeights:
-    """The updates of one layer by slot, and the same as one array of all slots each, evaluated.
+    """Updates of one layer by slot, and evaluated arrays of all slots.
 
-    These are `[slots, inputs, rank]`, `[slots, rank, outputs]` and, where some have a gain, `[slots, outputs]`.
+    Their shapes are `[slots, inputs, rank]`, `[slots, rank, outputs]` and, if some have a gain, `[slots, outputs]`.
     """
 
     updates: dict[int, Matrices]
@@ -98,7 +98,7 @@ class StackedWeights:
 
     @classmethod
     def of(cls, updates: dict[int, Matrices]) -> "StackedWeights":
-        """Of at least one update. They become views of the arrays: nothing is kept twice."""
+        """Stack at least one update. The updates become views of the arrays, so nothing is stored twice."""
         first = next(iter(updates.values()))
         rank = max(each.rank for each in updates.values())
         every = [updates.get(slot) for slot in range(max(updates) + 1)]
@@ -127,7 +127,7 @@ class StackedWeights:
         return self.a.nbytes + self.b.nbytes + (self.gain.nbytes if self.gain is not None else 0)
 
     def changed(self, slot: int, matrices: Matrices | None) -> "StackedWeights | None":
-        """The bank with another update, or none, in a slot; None if that leaves no update."""
+        """Return a copy with another update, or none, in a slot; None if no update is left."""
         updates = {at: each for at, each in self.updates.items() if at != slot}
         if matrices is not None:
             updates[slot] = matrices
@@ -135,9 +135,9 @@ class StackedWeights:
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with the updates of adapters.
+    """Linear layer with the updates of adapters.
 
-    It shows nothing of the layer but its call: code that reads the weights past it would leave the adapter out.
+    It exposes nothing of the layer except its call: code that reads the weights directly would ignore the adapter.
     """
 
     def __init__(self, linear: Any, place: LinearPlace, slots: Slots, bank: StackedWeights) -> None:
@@ -145,7 +145,7 @@ class AdaptedLinear(nn.Module):
         self.linear = linear
         self._place = place
         self._slots = slots
-        # No parameter of the model.
+        # StackedWeights is no module, so its arrays are not parameters of the model.
         self.bank = bank
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -156,7 +156,7 @@ class AdaptedLinear(nn.Module):
     def _updated(self, x: mx.array, y: mx.array, choices: Sequence[SlotChoice | None]) -> mx.array:
         turn = self._slots.turn.at
         if len(choices) == 1 or self._place.is_head or turn is not None:
-            # The head is given tokens of the first part only.
+            # The head only gets tokens of the first part.
             return self._add(x, y, choices[0 if self._place.is_head else turn or 0])
         shapes = self._slots.shapes
         flat_x, flat_y = x.reshape(1, -1, x.shape[-1]), y.reshape(1, -1, y.shape[-1])
@@ -167,7 +167,7 @@ class AdaptedLinear(nn.Module):
         return mx.concatenate(added, axis=1).reshape(y.shape)
 
     def _add(self, x: mx.array, y: mx.array, choice: SlotChoice | None) -> mx.array:
-        """`y` with the updates of a part's rows, whose tokens follow one another in `x`."""
+        """Add the updates of a part's rows, whose tokens are consecutive in `x`, to `y`."""
         bank = self.bank
         if choice is None or choice.used.isdisjoint(bank.updates):
             return y
@@ -184,14 +184,14 @@ class AdaptedLinear(nn.Module):
         return (self._scaled(by_row, gain) + z.astype(y.dtype)).reshape(y.shape)
 
     def _scaled(self, y: mx.array, gain: mx.array | None) -> mx.array:
-        """The layer's own part. A gain of 1 leaves it as it is, to the last bit."""
+        """Scale the layer's own output. A gain of 1 leaves it bit-identical."""
         if gain is None:
             return y
         return y * gain + self.linear.bias * (1 - gain) if "bias" in self.linear else y * gain
 
 
 def _padded(matrix: mx.array | None, shape: tuple[int, int], dtype: Any) -> mx.array:
-    """A matrix of a smaller rank, or none, with zeros up to a shape."""
+    """Pad a matrix of a smaller rank with zeros to `shape`; None becomes zeros."""
     if matrix is None:
         return mx.zeros(shape, dtype=dtype)
     return mx.pad(matrix, [(0, want - have) for want, have in zip(shape, matrix.shape, strict=True)])

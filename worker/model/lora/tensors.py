@@ -1,4 +1,4 @@
-"""Tensors in the bytes of a safetensors file (github.com/huggingface/safetensors): none lies outside of them."""
+"""Tensors within the bytes of a safetensors file (github.com/huggingface/safetensors), checked against its bounds."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Final
 
 from worker.model.lora.unusable import UnusableAdapter
 
-# Bytes of a number of each type that an adapter may have.
+# Bytes per number of the dtypes that an adapter may have.
 WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _HEADER_BYTES_MAX: Final = 64 << 20
 _LFS_POINTER: Final = b"version https://git-lfs"
@@ -16,7 +16,7 @@ _LFS_POINTER: Final = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Its numbers are the file's bytes from `begin` to `end`."""
+    """Tensor in a file: its numbers are the bytes from `begin` to `end`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class StoredTensor:
 
 
 def read_header(data: bytes) -> dict[str, StoredTensor]:
-    """The tensors of a file by their names, each checked to lie inside of it. Raises `UnusableAdapter`."""
+    """Read the tensors of a file by name, each checked to lie within it. Raises `UnusableAdapter`."""
     if data.startswith(_LFS_POINTER):
         raise UnusableAdapter("its file is a git-lfs pointer, not the weights; run: git lfs pull")
     length = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0

@@ -1,5 +1,5 @@
-"""The refusal of an adapter."""
+"""Exception for adapters that cannot be served."""
 
 
 class UnusableAdapter(Exception):
-    """An adapter cannot be served; the reason, for the operator."""
+    """Raised with the operator's reason when an adapter cannot be served."""

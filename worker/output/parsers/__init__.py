@@ -1,4 +1,4 @@
-"""Generated text to events: reasoning, content and tool calls, for every model family. Imports no MLX."""
+"""Parsers from generated text to events (reasoning, content and tool calls) for every model family. Imports no MLX."""
 
 from worker.output.parsers.controls import NO_CONTROLS, Controls, is_markup
 from worker.output.parsers.detect import detect_family, reasoning_end, start_in_reasoning

@@ -1,4 +1,4 @@
-"""Base of all tool-call formats: announcing a call, its arguments, and abandoning it."""
+"""Common steps of all tool-call formats: announcing a call, its arguments, and abandoning it."""
 
 import json
 import re
@@ -31,7 +31,7 @@ from worker.output.parsers.reader import (
 from worker.output.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
-# A key may follow although the comma is missing.
+# A key may follow even if the comma is missing.
 _QUOTES: Final = ("'", '"')
 _NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
 _NAME = re.compile(r"[\w.\-:/@$]+")
@@ -39,7 +39,7 @@ _NAME = re.compile(r"[\w.\-:/@$]+")
 
 @dataclass(slots=True)
 class ParserContext:
-    """State that a format works on; one per parser."""
+    """State of one parser, which its formats work on."""
 
     r: MarkupReader
     out: ParsedOutput
@@ -47,16 +47,16 @@ class ParserContext:
 
 
 class CallFormat(Protocol):
-    """One way to write tool calls. Frozen and shared by all parsers."""
+    """Notation of tool calls. Frozen and shared by all parsers."""
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """The markers that may begin a call."""
+        """Markers that may begin a call."""
         ...
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The markers that end a broken call; without any, text follows it at once."""
+        """Markers that end a broken call; if there are none, text follows it directly."""
         ...
 
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
@@ -65,11 +65,11 @@ class CallFormat(Protocol):
 
 
 def drop(_: str) -> None:
-    """Text inside a call's markup that means nothing."""
+    """Ignore text inside a call's markup that has no meaning."""
 
 
 def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps[bool]:
-    """Read calls, or give what only looked like them to `text`. Returns whether there was a call."""
+    """Read calls; pass markup that turns out not to be a call to `text`. Returns whether there was a call."""
     r, out, before = ctx.r, ctx.out, ctx.out.calls
     r.trace = [hit]
     try:
@@ -79,20 +79,20 @@ def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps
             yield from _break_off(ctx, form, isinstance(error, Unclosed))
         else:
             raw = r.untrace()
-            # A marker on its own is prose about markers, and a bracket is anything; more was meant as a call.
+            # A lone marker or bracket is ordinary text; anything longer was probably an attempt at a call.
             out.malformed += len(raw.rstrip()) > len(hit) + 1 if len(hit) > 1 else '"name"' in raw
             text(raw)
     tail, r.trace = "".join(r.trace or ()), None
     if out.calls > before and (blank := tail[len(tail.rstrip()) :]):
-        # Behind the last marker, where another call might have begun: it may be inside of a text.
+        # Whitespace after the last marker, where another call might have begun, may be part of a text.
         out.text(blank)
     return out.calls > before
 
 
 def _break_off(ctx: ParserContext, form: CallFormat, is_unclosed: bool) -> Steps[None]:
-    """Give up on a call that was announced. What is left of it is dropped: arguments are never put together again.
+    """Abandon a call that was announced, and drop its remaining markup: arguments are never reassembled.
 
-    Arguments that the model itself left without their last brackets, and with nothing in their place, get those.
+    If the model ended the call without its last brackets and with nothing in their place, these are added.
     """
     r, left = ctx.r, list[str]()
     ctx.out.malformed += 1
@@ -106,7 +106,7 @@ def _break_off(ctx: ParserContext, form: CallFormat, is_unclosed: bool) -> Steps
 
 
 def checked(name: str) -> str:
-    """`name` where nothing but its shape tells a call from prose; raises `Malformed`."""
+    """Return `name` if it is well-formed, since only its form distinguishes a call from prose; raises `Malformed`."""
     name = name.strip().strip("\"'")
     if not _NAME.fullmatch(name):
         raise Malformed
@@ -114,7 +114,7 @@ def checked(name: str) -> str:
 
 
 def read_name(r: MarkupReader) -> Steps[str]:
-    """The longest name that the text goes on with; raises `Malformed` where it does not."""
+    """Read the longest name at the current position; raises `Malformed` if there is none."""
     parts: list[str] = []
     size = 0
     while size <= NAME_LIMIT:
@@ -131,7 +131,7 @@ def read_name(r: MarkupReader) -> Steps[str]:
 
 
 def begin(ctx: ParserContext, name: str, call_id: str = "") -> Parameters:
-    """Announce a call; from here on it cannot become text any more."""
+    """Announce a call; from here on it cannot be emitted as text."""
     name = ctx.tools.declared(name.strip())
     if not name or len(name) > NAME_LIMIT:
         raise Malformed
@@ -141,7 +141,7 @@ def begin(ctx: ParserContext, name: str, call_id: str = "") -> Parameters:
 
 
 def end(ctx: ParserContext) -> None:
-    """The call is complete; what follows may be another, or text."""
+    """Complete the call; another one or text may follow."""
     ctx.out.end()
     ctx.r.trace = []
 
@@ -154,7 +154,7 @@ def members(
     close: str = "}",
     separator: MarkerSet = markers(":"),  # noqa: B008 - immutable
 ) -> Steps[None]:
-    """Read `key: value` pairs up to `close`, which opened before, and emit them as a JSON object."""
+    """Read `key: value` pairs up to `close`, whose opening bracket is consumed, and emit them as a JSON object."""
     r = ctx.r
     emit("{")
     is_first = True
@@ -182,7 +182,7 @@ def _member_key(r: MarkupReader, char: str, dialect: LiteralSyntax, separator: M
         return json.loads(key)
     if not dialect.bare and ":" in separator.words:
         raise Malformed
-    # Not beyond the end of a broken call.
+    # The key must not extend beyond the end of a broken call.
     key, hit = yield from r.capture(markers(*separator.words, *_NOT_IN_KEYS), NAME_LIMIT, keep=True)
     if not key.strip() or hit not in separator.words:
         raise Malformed
@@ -211,7 +211,7 @@ def _member_value(r: MarkupReader, params: Parameters, key: str, emit: Emit, dia
 
 
 def json_arguments(ctx: ParserContext, params: Parameters, emit: Emit | None = None) -> Steps[None]:
-    """Read the JSON object that a call's arguments are; in a string, it is encoded once more."""
+    """Read the JSON object of a call's arguments; within a string it is encoded twice."""
     emit = emit or ctx.out.args
     if (yield from ctx.r.space()) == "{":
         ctx.r.take(1)

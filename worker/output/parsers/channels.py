@@ -1,4 +1,4 @@
-"""Outputs made of messages with headers: gpt-oss Harmony and Muse."""
+"""Outputs that consist of messages with headers: gpt-oss Harmony and Muse."""
 
 import re
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from worker.output.parsers.reader import Malformed, Steps, markers
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_NOBODY: Final = frozenset({"assistant", "user", "all", "self"})
+_NON_TOOL_RECIPIENTS: Final = frozenset({"assistant", "user", "all", "self"})
 _MESSAGE: Final = markers("<|message|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """`header` is what a header may begin with, `ends` what ends a message, `body` the format of calls, else JSON."""
+    """Markup of messages. A header may begin with `header`, a message ends with `ends`; calls are `body`, else JSON."""
 
     header: tuple[str, ...]
     ends: tuple[str, ...]
@@ -41,7 +41,7 @@ HARMONY: Final = Channels(
 
 
 class ChannelMessages:
-    """Reads one output."""
+    """Reader of one output."""
 
     def __init__(self, ctx: ParserContext, channels: Channels, parse_tools: bool) -> None:
         self._ctx = ctx
@@ -54,7 +54,7 @@ class ChannelMessages:
         self._text = markers(*channels.ends, *tokens, *body)
 
     def read(self, in_reasoning: bool) -> Steps[None]:
-        """The whole output; `in_reasoning` when the prompt has opened an analysis message."""
+        """Read the whole output; `in_reasoning` if the prompt has opened an analysis message."""
         r, out = self._ctx.r, self._ctx.out
         hit = ""
         if in_reasoning:
@@ -68,7 +68,7 @@ class ChannelMessages:
             if hit and hit != "<|message|>":
                 parts = [hit]
                 if not (yield from r.until(_MESSAGE, parts.append, NAME_LIMIT)):
-                    # No header after all. Its tokens are markup in any case, unless they are words.
+                    # This is not a header. Its tokens are still dropped as markup, unless they are words.
                     out.text(hit if hit.strip().startswith("to=") else "")
                     out.text("".join(parts[1:]) if not r.ended or hit.strip().startswith("to=") else "")
                     parts = [""]
@@ -78,21 +78,21 @@ class ChannelMessages:
                 return
 
     def _body(self, header: str) -> Steps[str]:
-        """One message, up to and with the marker that ends it, which is returned."""
+        """Read one message up to and including the marker that ends it, and return the marker."""
         r, out = self._ctx.r, self._ctx.out
         recipients, channels = _RECIPIENT.findall(header), _CHANNEL.findall(header)
         recipient = recipients[-1] if recipients else ""
-        if recipient == "self" or (recipient in ("", *_NOBODY) and channels[-1:] == ["analysis"]):
+        if recipient == "self" or (recipient in ("", *_NON_TOOL_RECIPIENTS) and channels[-1:] == ["analysis"]):
             out.open_reasoning()
             hit = yield from r.until(self._stop, out.reasoning)
             out.end_reasoning()
             return hit
-        if recipient and recipient not in _NOBODY and self._parse_tools and not self._channels.body:
+        if recipient and recipient not in _NON_TOOL_RECIPIENTS and self._parse_tools and not self._channels.body:
             if not (yield from attempt(self._ctx, _Call(recipient), "", out.text)):
                 out.malformed += 1
             return (yield from r.until(self._stop, out.text))
-        # What is said to the user may quote calls.
-        stop = self._stop if recipient in _NOBODY else self._text
+        # Messages to the user may quote calls.
+        stop = self._stop if recipient in _NON_TOOL_RECIPIENTS else self._text
         while True:
             hit = yield from r.until(stop, out.text)
             body = self._channels.body
@@ -103,7 +103,7 @@ class ChannelMessages:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The body of a message to a tool."""
+    """Format of the body of a message to a tool."""
 
     recipient: str
     starts: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""`python -m worker.output.parsers.cli`: the events of a raw model output, as JSON lines."""
+"""Command `python -m worker.output.parsers.cli`: prints the events of a raw model output as JSON lines."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options().parse_args(argv)
     try:
         family = resolve(options.parser)
-        # Bytes, because text mode would change line breaks.
+        # The file is read as bytes, because text mode would change line breaks.
         raw = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
         text = raw.decode("utf-8", errors="replace")
         tools = _tools(options.tools)
@@ -73,9 +73,9 @@ def _tools(path: str | None) -> list[dict[str, Any]]:
 
 
 def _start(family: str, text: str, tools: list[dict[str, Any]], options: argparse.Namespace) -> bool | None:
-    """Whether the output begins inside of reasoning; None leaves it to the family.
+    """Whether the output begins inside reasoning; None leaves it to the family.
 
-    The whole output is there, so where nothing tells, an end of reasoning before any start does.
+    The whole output is available, so in case of doubt, an end of reasoning before any start shows that it does.
     """
     if options.start_in_reasoning:
         return True
@@ -92,7 +92,7 @@ def _start(family: str, text: str, tools: list[dict[str, Any]], options: argpars
             print(f"parse: {options.template}: {error}", file=sys.stderr)
         else:
             opens = [start_in_reasoning(family, prompt) for prompt in prompts]
-            # A template that can do both does not tell which one this was.
+            # A template that supports both does not show which one this output used.
             return opens[0] if opens[0] == opens[1] else is_closed
     if is_closed and think and not think.is_explicit:
         return True

@@ -1,4 +1,4 @@
-"""Control tokens: markup that a tokenizer writes as single tokens. Spelled by ordinary tokens it is text."""
+"""Control tokens: markup that a tokenizer encodes as single tokens. The same spelling in ordinary tokens is text."""
 
 import re
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from typing import Final
 
 
 class Controls:
-    """The tokens of one vocabulary that markup consists of. Frozen, and shared by all its parsers.
+    """Control tokens of one vocabulary that occur in markup. Frozen, and shared by all its parsers.
 
-    `tokens` are their texts, and whether the tokenizer calls them special. Without any, all text is alike.
+    `tokens` maps their texts to whether the tokenizer marks them as special. If empty, only the text counts.
     """
 
     __slots__ = ("_found", "_pattern", "_tokens")
@@ -22,14 +22,14 @@ class Controls:
         return bool(self._tokens)
 
     def offsets(self, marker: str) -> tuple[int, ...]:
-        """Offsets at which tokens begin in `marker`."""
+        """Return the offsets at which control tokens begin in `marker`."""
         offsets = self._found.get(marker)
         if offsets is None:
             offsets = self._found[marker] = tuple(hit.start() for hit in self._pattern.finditer(marker))
         return offsets
 
     def are_special(self, marker: str) -> bool:
-        """Whether `marker` has such tokens and all of them are special, so that no text has them."""
+        """Whether `marker` contains control tokens and all of them are special, so that it cannot be text."""
         hits = self._pattern.findall(marker)
         return bool(hits) and all(self._tokens[hit] for hit in hits)
 
@@ -38,5 +38,5 @@ NO_CONTROLS: Final = Controls({})
 
 
 def is_markup(content: str, is_special: bool) -> bool:
-    """Whether a vocabulary's added token can be a piece of markup; some are indentation, or words."""
+    """Whether an added token of a vocabulary can be a part of markup; some are indentation or words."""
     return len(content) > 2 and not content.isspace() and (is_special or content[0] in "<[|｜◁]")

@@ -7,7 +7,7 @@ from typing import Final
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES, resolve
 
-# Read from the top: the first row whose words all stand in the chat template names the family.
+# Rows are tried in order: the first whose words all occur in the chat template gives the family.
 _TEMPLATES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("muse", ("<atem:function_calls>",)),
     ("step3", ("<steptml:invoke",)),
@@ -87,7 +87,7 @@ _MODEL_TYPES: Final = {
 }  # fmt: skip
 
 
-# Families that write the same markup with other habits.
+# Families that write the same markup with different conventions.
 _SIBLINGS: Final = {
     ("qwen3_coder", "step3p5"): "step3p5",
     ("qwen3_coder", "nemotron_h"): "nemotron_v3",
@@ -96,7 +96,7 @@ _SIBLINGS: Final = {
 
 
 def detect_family(chat_template: str | None, vocab: Container[str], model_type: str) -> str:
-    """The family of a model, from what its template writes, else its special tokens, else its type."""
+    """Detect the family of a model from its template, else from its type, else from its special tokens."""
     template = chat_template or ""
     for family, words in _TEMPLATES:
         if all(word in template for word in words):
@@ -110,19 +110,19 @@ def detect_family(chat_template: str | None, vocab: Container[str], model_type: 
 
 
 def reasoning_end(family: str) -> str:
-    """Text that closes the reasoning in the model's own markup, written when a budget is spent; "" if there is none."""
+    """Return the markup that ends reasoning, written when a budget is used up; "" if there is none."""
     grammar = FAMILIES[resolve(family)].grammar
     if isinstance(grammar, Channels):
         return grammar.reasoning_end
     return grammar.think.ends[0] if grammar.think else ""
 
 
-# What shows that a turn ended after a marker, which then was only quoted in a message.
+# A turn marker after a reasoning marker shows that a message only quoted the latter.
 _TURN: Final = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|\[/?INST\]|</?s>|<(?:start|end)_of_turn>|</?role>|<\|?turn\|?>")
 
 
 def start_in_reasoning(family: str, rendered_prompt: str) -> bool:
-    """Whether the prompt leaves the reasoning block open: its last start comes after its last end, in the last turn."""
+    """Whether the prompt leaves the reasoning open: in the last turn, its last start comes after its last end."""
     grammar = FAMILIES[resolve(family)].grammar
     if isinstance(grammar, Channels):
         return rendered_prompt.endswith("<|channel|>analysis<|message|>")

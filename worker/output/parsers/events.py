@@ -1,4 +1,4 @@
-"""Events of a parser: merges neighbours, numbers calls, and decides which white space is markup."""
+"""Event stream of a parser: merges adjacent events, numbers calls, and decides which whitespace is markup."""
 
 import json
 import re
@@ -10,15 +10,15 @@ import msgspec
 from protocol.messages import DeltaKind, ToolCallDelta
 from worker.output.encodable import encodable
 
-# A string that is never closed goes to the end, so that none is looked for inside of it.
+# A string without its closing quote extends to the end, so that no further one is searched inside it.
 _BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[][{}]')
 _CLOSERS: Final = {"{": "}", "[": "]"}
-# An id that a model has written and that every client can send back.
+# A call id from a model is kept if every client can send it back.
 _CALL_ID: Final = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One piece of output. `tool` is set on the three TOOL_* kinds; every TOOL_BEGIN has its TOOL_END."""
+    """Piece of output. `tool` is set on the three TOOL_* kinds; every TOOL_BEGIN has its TOOL_END."""
 
     kind: DeltaKind
     text: str = ""
@@ -26,10 +26,10 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class ParsedOutput:
-    """Collects events. White space at the edge of a block is held until it is known to be inside a text.
+    """Collector of events. Whitespace at the edge of a block is held until more text of the block follows.
 
-    Dropped: at both ends of reasoning, between blocks, and before the first content after one. `keep_gap` keeps it
-    between reasoning and content; `trim_before_tool` drops it between content and a call.
+    It is dropped at both ends of reasoning, between blocks, and before the first content after a block. `keep_gap`
+    keeps it between reasoning and content; `trim_before_tool` drops it between content and a call.
     """
 
     def __init__(self, new_id: Callable[[], str], keep_gap: bool, trim_before_tool: bool) -> None:
@@ -46,25 +46,25 @@ class ParsedOutput:
         self.calls = 0
         self._has_content = False
         self._after_block = False
-        self.is_blank = True  # nothing but white space since the last block
+        self.is_blank = True  # only whitespace since the last block
         self.is_line_start = True
         self.in_reasoning = False
         self.is_reasoning_open = False
         self.malformed = 0
-        self.is_broken = False  # the arguments of a call are no JSON
+        self.is_broken = False  # the arguments of a call are not valid JSON
 
     @property
     def in_call(self) -> bool:
         return self._tool is not None
 
     def drain(self) -> list[Event]:
-        """The events since the last call of this."""
+        """Return the events since the previous call."""
         self._flush()
         events, self._events = self._events, []
         return events
 
     def text(self, text: str) -> None:
-        """Content."""
+        """Add content."""
         if self.in_reasoning:
             self.end_reasoning()
         is_gap = self._after_block and not self._has_content and (self.calls > 0 or not self._keep_gap)
@@ -77,11 +77,11 @@ class ParsedOutput:
         self._spaced(DeltaKind.REASONING, text, True)
 
     def open_reasoning(self) -> None:
-        """The block begins; nothing is in it yet."""
+        """Mark the beginning of a reasoning block, which is still empty."""
         self.is_reasoning_open = True
 
     def end_reasoning(self, keep_space: bool = False) -> None:
-        """The block is over; also when nothing was in it."""
+        """End the reasoning block, even if it is empty."""
         self.is_reasoning_open = False
         if keep_space and self.in_reasoning and not self.is_blank:
             self._release()
@@ -90,12 +90,12 @@ class ParsedOutput:
             self.in_reasoning, self.is_blank, self.is_line_start, self._after_block = False, True, True, True
 
     def close_section(self) -> None:
-        """Markup without a meaning of its own ends here; white space at its edges belongs to it."""
+        """End markup that has no meaning itself; whitespace around it belongs to it."""
         self._held.clear()
         self.is_blank = self._after_block = True
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Announce a call. A `call_id` that is no plain name, or that another call has, is replaced by a new one."""
+        """Announce a call. A `call_id` that is malformed or already used is replaced by a new one."""
         if self.in_reasoning:
             self.end_reasoning()
         self.is_reasoning_open = False
@@ -115,7 +115,7 @@ class ParsedOutput:
             self._put(DeltaKind.TOOL_ARGS, text)
 
     def break_off(self, is_closable: bool) -> None:
-        """End a call that went wrong, with the brackets that its arguments lack if they may be added."""
+        """End a malformed call; add the missing brackets of its arguments if `is_closable`."""
         missing = _missing("".join(self._args))
         if missing and is_closable:
             self.args(missing)
@@ -174,7 +174,7 @@ class ParsedOutput:
 
 
 def _missing(arguments: str) -> str | None:
-    """The brackets that make this JSON; None if others than these are missing."""
+    """Return the brackets that complete this JSON; None if anything else is missing."""
     open_: list[str] = []
     for match in _BRACKET.finditer(arguments):
         if match[0] in _CLOSERS:

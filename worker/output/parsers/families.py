@@ -1,4 +1,4 @@
-"""Every model family that is known: how it writes and what else it is called."""
+"""Table of all known model families: their markup and their aliases."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -19,9 +19,9 @@ from worker.output.parsers.xml_calls import XmlCalls
 
 @dataclass(frozen=True, slots=True)
 class ParserFamily:
-    """One row. `opens`: its templates open the reasoning, so that is where an output begins unless one knows better.
+    """Family of the table. `opens`: its templates open the reasoning, so outputs begin inside it by default.
 
-    `undeclared` is the grammar when a request has no tools, where that differs. For the rest see `Output`.
+    `undeclared` is the grammar for requests without tools, if it differs. For the other fields see `ParsedOutput`.
     """
 
     grammar: MarkupGrammar | Channels
@@ -105,7 +105,7 @@ _KIMI_K2 = SectionCalls(
     separator=("<|tool_call_argument_begin|>",), ends=("<|tool_call_end|>",),
     section_end=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
 )  # fmt: skip
-# The tokenizer's own spelling, then those of converted vocabularies.
+# The tokenizer's own spelling comes first, then those of converted vocabularies.
 _DS = ("｜{}▁{}▁{}｜", "｜{}_{}_{}｜", "｜{} {} {}｜", "｜{}\\_{}\\_{}｜")
 _DEEPSEEK = SectionCalls(
     section=tuple(f"<{mark.format('tool', 'calls', 'begin')}>" for mark in _DS),
@@ -131,7 +131,7 @@ _GRANITE_THINK = Think(
     ("Here is my thought process:", "Here's my thought process:", "<think>"),
     ("Here is my response:", "Here's my response:", "</think>"),
 )
-# Broken arguments end where the list does.
+# Broken arguments end at the end of the list.
 _PYTHON_MESSAGE = PythonCalls(ends=(")]",), bare=True)
 _XLAM = JsonCalls(("[TOOL_CALLS]", "<tool_call>", "```json", "[", "{"), ("</tool_call>", "```"), bare=True)
 
@@ -311,11 +311,11 @@ ALIASES: Final[dict[str, str]] = {
 
 
 class UnknownFamily(ValueError):
-    """No parser has this name."""
+    """Raised when no parser has this name."""
 
 
 def resolve(name: str) -> str:
-    """The family that a name or alias stands for; raises `UnknownFamily`."""
+    """Return the family of a name or alias; raises `UnknownFamily`."""
     plain = name.strip().lower().replace("-", "_")
     for known in (plain, plain.replace(".", "_")):
         family = ALIASES.get(known, known)

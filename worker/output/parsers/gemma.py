@@ -1,4 +1,4 @@
-"""Calls as Gemma writes them: `call:name{key:<|"|>text<|"|>,other:1}` between special tokens."""
+"""Calls in Gemma's notation: `call:name{key:<|"|>text<|"|>,other:1}` between special tokens."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,15 +8,15 @@ from worker.output.parsers.literal import LiteralSyntax
 from worker.output.parsers.reader import Malformed, Steps, markers
 
 _WORDS: Final = markers("call:", "call ", "call\n")
-# The brace that follows a name, and what shows that it was none.
+# A name ends with the brace; any of the other characters shows that there is none.
 _NAME_ENDS: Final = markers("{", "\n", "<", "(")
 
 
 @dataclass(frozen=True, slots=True)
 class GemmaCalls:
-    """One call or more. Behind the marker, models leave out the word, its colon or both, or begin with the colon.
+    """Notation of one or more calls. After the marker, models may omit the word, the colon or both.
 
-    `bare`: the marker itself is left out, so that the word and a declared name are needed.
+    `bare`: the marker itself is missing, so the word and a declared name are required.
     """
 
     starts: tuple[str, ...]
@@ -36,7 +36,7 @@ class GemmaCalls:
         yield from r.literal(markers(*self.ends))
 
     def _name(self, ctx: ParserContext) -> Steps[str]:
-        """The name of the call that comes next, up to its brace."""
+        """Read the name of the next call, up to its brace."""
         r = ctx.r
         yield from r.space()
         yield from r.literal(markers(":"))

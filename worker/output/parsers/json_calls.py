@@ -17,9 +17,9 @@ _KNOWN: Final = _NAMES | _ARGUMENTS | _IDS | {"type"}
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """One object or a list of them, after one of `starts`.
+    """Notation of one object or a list of them, after one of `starts`.
 
-    `bare`: the marker is part of ordinary JSON, so the first key, both fields and a declared name are needed.
+    `bare`: the marker is part of ordinary JSON, so a known first key, both fields and a declared name are required.
     `late`: the id follows the arguments, so a call is announced at its end. `keyed`: objects are `{name: arguments}`.
     """
 
@@ -81,7 +81,7 @@ class JsonCalls:
                 depth -= 1
                 continue
             if call.is_announced and char not in ("'", '"'):
-                break  # Only closing braces were left to come.
+                break  # only closing braces may follow
             key = yield from _key(ctx, char)
             if self.keyed and not call.is_announced:
                 yield from json_arguments(ctx, begin(ctx, key))
@@ -107,7 +107,7 @@ class JsonCalls:
                 ctx.r.take(1)
                 yield from members(ctx, ctx.tools.parameters(call.name), ctx.out.args)
                 return
-            # These cannot be streamed: they stand before the name, or in a string.
+            # Arguments before the name, or in a string, cannot be streamed.
             params = ctx.tools.parameters(call.name)
             call.arguments = yield from collected(lambda emit: json_arguments(ctx, params, emit))
             return

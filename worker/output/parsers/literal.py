@@ -1,4 +1,4 @@
-"""Values as models write them (JSON, Python, Gemma), turned into JSON text while they arrive."""
+"""Values in the notations of models (JSON, Python, Gemma), converted to JSON text as they arrive."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from worker.output.parsers.reader import (
     stray,
 )
 
-# Deeper than any tool needs, and shallow enough for every client's JSON parser.
+# Maximum nesting: more than any tool needs, and within the limit of every client's JSON parser.
 MAX_DEPTH: Final = 128
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -29,7 +29,7 @@ _WORDS: Final = {
 }  # fmt: skip
 _CLOSERS: Final = {"[": "]", "(": "]", "{": "}"}
 _OPENS: Final = {"[": "]", "(": ")", "{": "}"}
-# Strings, up to what needs a look.
+# Characters of a string that need no conversion.
 _RUNS: Final = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
 _TOKEN = re.compile(r"[^\s,\[\](){}:=\"'<;]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -38,9 +38,9 @@ _HEX_ESCAPES: Final = {"x": 2, "u": 4, "U": 8}
 
 
 class LiteralSyntax(NamedTuple):
-    """`delimiter` quotes a raw string (Gemma). `bare` allows words without quotes, as keys and as values.
+    """Notation of literals. `delimiter` quotes a raw string (Gemma). `bare` allows keys and values without quotes.
 
-    `is_python`: it is a part of a Python call, where quotes inside of a string may not be escaped.
+    `is_python`: the literal is part of a Python call, whose strings may contain unescaped quotes.
     """
 
     delimiter: str = ""
@@ -55,18 +55,18 @@ FUNCTION_GEMMA: Final = LiteralSyntax("<escape>", bare=True)
 
 
 def quoted(text: str) -> str:
-    """A JSON string; control characters and half surrogates escaped, everything else as it is."""
+    """Return a JSON string with only control characters and lone surrogates escaped."""
     plain = json.dumps(text, ensure_ascii=False)
     return plain if plain.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", plain)
 
 
 def escaped(text: str) -> str:
-    """The inside of a JSON string."""
+    """Return the JSON escapes of a string, without its quotes."""
     return quoted(text)[1:-1]
 
 
 def number(token: str) -> str:
-    """The JSON spelling of a number or word as JSON or Python write it; raises `Malformed`."""
+    """Return the JSON spelling of a number or word of JSON or Python; raises `Malformed`."""
     if _NUMBER.fullmatch(token):
         return token
     if token in _WORDS:
@@ -83,28 +83,28 @@ def number(token: str) -> str:
 
 
 def is_padded(token: str) -> bool:
-    """Whether this is a number with zeros in front, which may be meant as text, such as a postcode."""
+    """Whether this is a number with leading zeros, which may be meant as text, such as a postcode."""
     match = _PADDED.fullmatch(token)
     return bool(match and _LOOSE_NUMBER.fullmatch(match[2]))
 
 
 def padded(token: str) -> str:
-    """As `number`, also of one with zeros in front."""
+    """Return the same as `number`, and also accept leading zeros."""
     return number(_PADDED.sub(r"\1\2", token) if is_padded(token) else token)
 
 
 def is_string_start(char: str, dialect: LiteralSyntax) -> bool:
-    """Whether a value that begins with `char` is a string in quotes."""
+    """Whether a value that begins with `char` is a quoted string."""
     return char in ("'", '"') or (bool(dialect.delimiter) and char == "<")
 
 
 def value(r: MarkupReader, emit: Emit, dialect: LiteralSyntax = LOOSE) -> Steps[None]:
     """Read one value of any depth and emit it as JSON. Python's tuples and sets become arrays.
 
-    A missing or trailing comma's worth of sloppiness is fine; what is emitted is strict JSON with one space after
-    `,` and `:`. Raises `Malformed`, possibly after a part was emitted.
+    Missing and trailing commas are accepted; the output is strict JSON with one space after `,` and `:`. Raises
+    `Malformed`, possibly after a part was emitted.
     """
-    open_: list[tuple[str, str]] = []  # what closes each level: in the input, in the output
+    open_: list[tuple[str, str]] = []  # closing bracket of each level in the input, and in the output
     want_value = True
     while want_value or open_:
         char = yield from r.space()
@@ -153,7 +153,7 @@ def _begin_value(
 
 
 def _brace(r: MarkupReader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: LiteralSyntax) -> Steps[bool]:
-    """After `{`: an object if its first item is a key, else a Python set."""
+    """Read the beginning after `{`: an object if its first item is a key, otherwise a Python set."""
     if dialect.bare:
         emit("{")
         yield from _key(r, emit, dialect, "")
@@ -177,7 +177,7 @@ def _brace(r: MarkupReader, char: str, emit: Emit, open_: list[tuple[str, str]],
 
 
 def _levels(dialect: LiteralSyntax, open_: list[tuple[str, str]]) -> str:
-    """Closing brackets of a Python call, from its own on; "" where quotes are always escaped."""
+    """Return the closing brackets of a Python call, with its own first; "" if quotes are always escaped."""
     return ")" + "".join(source for source, _ in open_) if dialect.is_python else ""
 
 
@@ -195,9 +195,9 @@ def _key(r: MarkupReader, emit: Emit, dialect: LiteralSyntax, levels: str) -> St
 def scalar(
     r: MarkupReader, char: str, emit: Emit, dialect: LiteralSyntax = LOOSE, levels: str = "", is_key: bool = False
 ) -> Steps[None]:
-    """Read a string, number or word that begins with `char` (which is not consumed yet).
+    """Read a string, number or word that begins with `char`, which is not consumed yet.
 
-    `levels` and `is_key` tell where a string ends whose quotes are not escaped: see `ends_string`.
+    `levels` and `is_key` determine where a string with unescaped quotes ends: see `ends_string`.
     """
     if dialect.delimiter and char == "<":
         delimiter = markers(dialect.delimiter)
@@ -227,7 +227,7 @@ def _bare(word: str) -> str:
 
 
 def token(r: MarkupReader) -> Steps[str]:
-    """Read what may be a number or word."""
+    """Read a run of characters that may be a number or word."""
     parts: list[str] = []
     while True:
         match = _TOKEN.match(r.buf, r.at)
@@ -239,9 +239,9 @@ def token(r: MarkupReader) -> Steps[str]:
 
 
 def string(r: MarkupReader, quote: str, emit: Emit, levels: str = "", is_key: bool = False) -> Steps[None]:
-    """Read a string in `quote`s, or in three of them as Python may, and emit it as JSON.
+    """Read a string in `quote`s, or in three of them as in Python, and emit it as JSON.
 
-    With `levels`, a quote behind which the call cannot go on belongs to the string.
+    With `levels`, a quote after which the call cannot continue belongs to the string.
     """
     opening = yield from r.peek(3)
     size = 3 if opening == quote * 3 else 1
@@ -274,7 +274,7 @@ def string(r: MarkupReader, quote: str, emit: Emit, levels: str = "", is_key: bo
 
 
 def _escape(r: MarkupReader) -> Steps[str]:
-    """The JSON spelling of the escape that follows a backslash; what is none keeps its backslash, as in Python."""
+    """Return the JSON spelling of the escape after a backslash; an unknown one keeps its backslash, as in Python."""
     char = yield from r.peek()
     if not char:
         raise Malformed

@@ -1,4 +1,4 @@
-"""Llama 3's calls: a JSON object anywhere in the text, after `<|python_tag|>`, or `name.call(…)` after that."""
+"""Llama 3's calls: a JSON object anywhere in the text or after `<|python_tag|>`, or `name.call(…)` after that tag."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +13,7 @@ _JSON: Final = JsonCalls((), bare=True)
 
 @dataclass(frozen=True, slots=True)
 class LlamaCalls:
-    """Text after `<|python_tag|>` that is no call is code, for a declared tool `python` or `code_interpreter`."""
+    """Notation of Llama 3. Other text after `<|python_tag|>` is code for a declared `python` or `code_interpreter`."""
 
     starts: tuple[str, ...] = ("<|python_tag|>", "functools[", "{", "[")
     ends: tuple[str, ...] = ()

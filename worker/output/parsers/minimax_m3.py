@@ -1,4 +1,4 @@
-"""MiniMax M3's calls: each parameter is a tag of its own name, and what is inside may be tags again."""
+"""MiniMax M3's calls: each parameter is a tag with its own name, and may contain nested tags."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,7 +14,7 @@ _MAX_DEPTH: Final = 32
 
 @dataclass(slots=True)
 class _Node:
-    """One tag: text, or more tags. `source` is everything up to its end, as written."""
+    """Tag that contains text or further tags. `source` is the raw text up to its end."""
 
     tag: str
     source: str = ""
@@ -60,10 +60,10 @@ def _tag(r: MarkupReader) -> Steps[str]:
 
 
 def _read(r: MarkupReader, tag: str) -> Steps[_Node]:
-    """Everything up to the end of the tag that was just opened."""
+    """Read everything up to the end of the tag that was just opened."""
     pieces: list[str] = []
     top = _Node(tag)
-    # With each open tag, how many pieces came before what is in it.
+    # Each open tag is stored with the number of pieces before its contents.
     open_ = [(top, 0)]
     while open_:
         if not (yield from r.until(markers(f"{_NS}<"), pieces.append)):
@@ -86,10 +86,10 @@ def _read(r: MarkupReader, tag: str) -> Steps[_Node]:
 
 
 def _json(node: _Node, schema: ValueSchema) -> str:
-    """The node as JSON; recursion is bounded by `_MAX_DEPTH`."""
+    """Return the node as JSON; recursion is bounded by `_MAX_DEPTH`."""
     types = schema.types
     if not node.children or _is_text(types):
-        # Tags inside of what can only be text belong to it.
+        # Tags inside a value that can only be text belong to the text.
         text = node.source
         if not text.strip() and types and "string" not in types:
             return "[]" if "array" in types else "{}" if "object" in types else coerced(text, types)
@@ -116,6 +116,6 @@ def _object(node: _Node, schema: ValueSchema, tags: set[str]) -> str:
     values: dict[str, list[str]] = {}
     for child in node.children:
         values.setdefault(child.tag, []).append(_json(child, members[child.tag]))
-    # A tag that is repeated holds a list.
+    # A repeated tag becomes a list.
     pairs = (f"{quoted(tag)}: {each[0] if len(each) == 1 else _array(each)}" for tag, each in values.items())
     return "{" + ", ".join(pairs) + "}"

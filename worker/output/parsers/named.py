@@ -19,7 +19,7 @@ from worker.output.parsers.reader import Malformed, Steps, markers
 
 @dataclass(frozen=True, slots=True)
 class MistralCalls:
-    """`[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`, or the older JSON list."""
+    """Notation `[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`, or the older JSON list."""
 
     starts: tuple[str, ...] = ("[TOOL_CALLS]",)
     ends: tuple[str, ...] = ()
@@ -46,10 +46,11 @@ _MISTRAL_LIST: Final = JsonCalls(("[TOOL_CALLS]",), late=True)
 
 @dataclass(frozen=True, slots=True)
 class SectionCalls:
-    """A section of calls, each `begin header sep arguments end`; the markers may have several spellings.
+    """Notation of a section of calls, each `begin header sep arguments end`; markers may have several spellings.
 
-    The header is `functions.name:index` (Kimi K2, where it is also the id) or a name (DeepSeek V3.1); DeepSeek V3 has
-    the call's type there, and the name and a fenced block after it. With `id_separator` it is the id, that, the name.
+    The header is `functions.name:index` (Kimi K2, where it is also the id) or a name (DeepSeek V3.1). For DeepSeek V3
+    it is the call's type, followed by the name and a fenced block. With `id_separator` it is the id, the separator, the
+    name.
     """
 
     section: tuple[str, ...]
@@ -68,7 +69,7 @@ class SectionCalls:
         is_open = hit in self.call
         while True:
             if not is_open:
-                # The outer marker alone may begin the first call.
+                # The outer marker may begin the first call without an inner one.
                 yield from r.space()
                 if (yield from r.literal(markers(*self.section_end))):
                     return
@@ -110,7 +111,7 @@ class SectionCalls:
 
 @dataclass(frozen=True, slots=True)
 class TaggedJson:
-    """`<function=name>{…}</function>` (Functionary v3.1)."""
+    """Notation `<function=name>{…}</function>` (Functionary v3.1)."""
 
     starts: tuple[str, ...] = ("<function=",)
     ends: tuple[str, ...] = ("</function>",)
@@ -127,7 +128,7 @@ class TaggedJson:
 
 @dataclass(frozen=True, slots=True)
 class RecipientJson:
-    """`>>>name`, a line break and arguments (Functionary v3.2); the recipient `all` is content."""
+    """Notation `>>>name`, a line break and arguments (Functionary v3.2); the recipient `all` is content."""
 
     starts: tuple[str, ...] = (">>>",)
     ends: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The parser of one output."""
+"""Parser of one output."""
 
 import hashlib
 import itertools
@@ -18,23 +18,23 @@ from worker.output.parsers.think_and_calls import Conversation
 
 
 def new_call_id() -> str:
-    """An id for a call that has none."""
+    """Return an id for a call that has none."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def call_ids(seed: str) -> Callable[[], str]:
-    """Makes the ids of one answer's calls: the same ones for the same `seed`, also in another process."""
+    """Return a generator of call ids for one answer, which depend only on `seed`, also in another process."""
     at = itertools.count()
     return lambda: f"call_{hashlib.sha256(f'{seed}:{next(at)}'.encode()).hexdigest()[:24]}"
 
 
 class Parser:
-    """Turns generated text into events, by a grammar that runs on the text that is there. No text ever makes it raise.
+    """Parser from generated text to events. It never raises, whatever the text is.
 
-    A call that breaks before its name and arguments are certain becomes TEXT, as it was written. One that breaks after
-    it was announced gets the brackets that it lacks, if nothing else is missing and the model itself has ended it. If
-    not, its arguments stay unclosed, so that they are no JSON and no client runs half a command, and the output is
-    `is_broken`. Either way it counts as `malformed`.
+    A call that breaks before its name and arguments are certain becomes TEXT, unchanged. A call that breaks after it
+    was announced gets its missing brackets, if nothing else is missing and the model itself ended it. Otherwise its
+    arguments stay unclosed, so that they are not valid JSON and no client runs half a command, and the output is
+    `is_broken`. In both cases it counts as `malformed`.
     """
 
     def __init__(self, ctx: ParserContext, steps: Steps[None]) -> None:
@@ -42,7 +42,7 @@ class Parser:
         self._out = ctx.out
         self._steps = steps
         self._is_over = False
-        # Up to the first wait for text, so that `in_reasoning` holds from the start.
+        # The grammar runs until it first waits for text, so that `in_reasoning` is correct from the start.
         self._advance()
 
     @property
@@ -52,12 +52,12 @@ class Parser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside of reasoning."""
+        """Whether the text so far ends inside reasoning."""
         return self._out.is_reasoning_open
 
     @property
     def is_broken(self) -> bool:
-        """Whether the arguments of a call are no JSON, so that the output must not finish as if it were whole."""
+        """Whether the arguments of a call are not valid JSON, so that the output must not be reported as complete."""
         return self._out.is_broken
 
     @property
@@ -66,15 +66,15 @@ class Parser:
         return self._out.malformed
 
     def note_control(self, at: int) -> None:
-        """At this character of all that is fed, which comes after this, a control token begins."""
+        """Note that a control token begins at this character of the whole text, which is fed afterwards."""
         self._r.note_control(at)
 
     def ignore_controls(self) -> None:
-        """From here on, go by the text alone."""
+        """Ignore control tokens from here on and parse by the text only."""
         self._r.controls = NO_CONTROLS
 
     def feed(self, text: str) -> list[Event]:
-        """The events that `text` completes."""
+        """Return the events that `text` completes."""
         if self._is_over or not text:
             return []
         self._r.push(text)
@@ -82,7 +82,7 @@ class Parser:
         return self._out.drain()
 
     def finish(self, is_cut: bool = False) -> list[Event]:
-        """The end of the output: everything that was held back. `is_cut`: it is not the model that has ended it."""
+        """End the output and return the events of all held text. `is_cut`: the model itself has not ended it."""
         if self._is_over:
             return []
         self._r.ended, self._r.is_cut = True, is_cut
@@ -95,7 +95,7 @@ class Parser:
         try:
             next(self._steps)
         except (StopIteration, Malformed):
-            # No grammar ends before its text; if one did, the rest is text.
+            # No grammar ends before its text; if one did, the rest would be text.
             self._out.text(self._r.take(len(self._r.buf) - self._r.at))
 
 
@@ -108,10 +108,10 @@ def make_parser(
     controls: Controls = NO_CONTROLS,
     new_id: Callable[[], str] = new_call_id,
 ) -> Parser:
-    """A parser for one output of a model of `family` (a name or an alias; raises `UnknownFamily`).
+    """Make a parser for one output of a model of `family` (a name or an alias; raises `UnknownFamily`).
 
-    `start_in_reasoning` None takes what the family's templates usually do. Without `parse_tools`, the markup of calls
-    stays in the text. Of markup that has one of `controls` in it, only what `note_control` was told of is markup.
+    `start_in_reasoning` None means the family's default. Without `parse_tools`, the markup of calls stays in the text.
+    Markup that contains one of `controls` only counts where `note_control` reported the token.
     """
     row = FAMILIES[resolve(family)]
     in_reasoning = row.opens if start_in_reasoning is None else start_in_reasoning

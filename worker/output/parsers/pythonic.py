@@ -1,4 +1,4 @@
-"""Calls as Python writes them, `[f(a=1), g(b='x')]`: Llama 4, LFM2, OLMo 3."""
+"""Calls in Python's notation, `[f(a=1), g(b='x')]`: Llama 4, LFM2, OLMo 3."""
 
 import re
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from worker.output.parsers.literal import PYTHON
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
 
 _NAME_START = re.compile(r"[^\W\d]")
-# What arguments begin with, and what may still become that.
+# The first pattern matches the beginning of arguments, the second one text that may still become it.
 _KEYWORDS = re.compile(r"\(\s*(?:\)|\w+\s*=[^=])")
 _KEYWORDS_BEGUN = re.compile(r"\(\s*(?:\w+\s*=?)?")
 
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """A list of calls, in brackets or, between markers, one a line. `bare`: it is the whole message."""
+    """Notation of a list of calls, in brackets or, between markers, one per line. `bare`: it is the whole message."""
 
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
@@ -30,13 +30,13 @@ class PythonCalls:
             r.take(1)
             char = yield from r.space()
             if char == "]" and not self.bare:
-                # No call at all.
+                # The list is empty.
                 yield from self._close(r)
                 return
         elif self.bare and char != "{":
             raise Malformed
         if char == "{":
-            # Some of these models were taught JSON as well.
+            # Some of these models were also trained on JSON.
             yield from JsonCalls((), self.ends, bare=self.bare).calls(ctx, "[" if is_list else hit)
             return
         while True:
@@ -71,7 +71,7 @@ class PythonCalls:
 
 
 def _keywords(r: MarkupReader) -> Steps[None]:
-    """Look ahead: arguments without names are no tool's, so this is no call."""
+    """Look ahead and raise `Malformed` for arguments without names, which no tool has."""
     for size in range(2, NAME_LIMIT):
         text = yield from r.peek(size)
         if _KEYWORDS.match(text):

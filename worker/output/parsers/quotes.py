@@ -1,8 +1,8 @@
-"""Strings in Python calls whose inner quotes are not escaped, as in `run(command="grep "x" y")`: which quote ends one.
+"""Strings in Python calls with unescaped inner quotes, as in `run(command="grep "x" y")`: which quote ends one.
 
-A quote ends its string if the call can go on behind it. Where Python could read the text, that is every quote (but
-between strings side by side, which only shells have), so only text that is no Python is read otherwise. The look ahead
-stops at the next quote at the latest.
+A quote ends its string if the call can continue after it. That is true of every quote in valid Python (except between
+adjacent strings, which only shells have), so only invalid Python is read differently. The lookahead stops at the next
+quote at the latest.
 """
 
 import re
@@ -10,8 +10,8 @@ from typing import Final
 
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps
 
-# Further than any model pads its calls.
-_LOOK_LIMIT: Final = 256
+# Maximum lookahead, which is more than the padding of any model's calls.
+_LOOKAHEAD_LIMIT: Final = 256
 _SPACE: Final = re.compile(r"\s*")
 _WORD: Final = re.compile(r"[\w.\-]*")
 _VALUE_START: Final = frozenset("\"'[({+-.0123456789")
@@ -20,10 +20,10 @@ _CONSTANTS: Final = frozenset({"True", "False", "None", "true", "false", "null",
 
 
 def ends_string(r: MarkupReader, levels: str, is_key: bool) -> Steps[bool]:
-    """Whether the quote that comes next ends its string. Consumes nothing.
+    """Whether the next quote ends its string. Consumes nothing.
 
-    `levels` are the brackets that close what is open, of which the first is the call's. `is_key`: a colon may follow.
-    Raises `Malformed` if the string is a part of an expression.
+    `levels` are the brackets that close the open levels; the first is the call's. `is_key`: a colon may follow. Raises
+    `Malformed` if the string is part of an expression.
     """
     at, char = yield from _skip(r, 1)
     if char and char in "+%.":
@@ -47,7 +47,7 @@ def ends_string(r: MarkupReader, levels: str, is_key: bool) -> Steps[bool]:
 
 
 def _refuse_expression(r: MarkupReader, at: int, char: str) -> Steps[None]:
-    """`"a" + b`, `"%s" % x` and `"a".join(b)` are values that cannot be known."""
+    """Raise `Malformed` for `"a" + b`, `"%s" % x` and `"a".join(b)`, whose values cannot be known."""
     if char != ".":
         if (yield from _char(r, at + 1)).isspace():
             raise Malformed
@@ -58,7 +58,7 @@ def _refuse_expression(r: MarkupReader, at: int, char: str) -> Steps[None]:
 
 
 def _follows_call(r: MarkupReader, at: int, char: str) -> Steps[bool]:
-    """Whether this may stand behind the bracket that closes a call."""
+    """Whether this may follow the bracket that closes a call."""
     if char == "<":
         return (yield from _is_marker(r, at))
     if char in ",;":
@@ -70,7 +70,7 @@ def _follows_call(r: MarkupReader, at: int, char: str) -> Steps[bool]:
     after, char = yield from _skip(r, at + 1)
     if char == "<" and (yield from _is_marker(r, after)):
         return True
-    # Text may follow the list, on a line of its own or without what goes on with a command.
+    # Text may follow the list, on its own line or without an operator that would continue a command.
     return not char or char not in _OPERATORS or "\n" in r.buf[r.at + at + 1 : r.at + after]
 
 
@@ -105,27 +105,27 @@ def _is_marker(r: MarkupReader, at: int) -> Steps[bool]:
 
 
 def _char(r: MarkupReader, at: int) -> Steps[str]:
-    """The character `at` so many after the next; "" behind the end of the text."""
+    """Return the character at offset `at` from the current position; "" after the end of the text."""
     while len(r.buf) - r.at <= at and not r.ended:
         yield
     return r.buf[r.at + at : r.at + at + 1]
 
 
 def _skip(r: MarkupReader, at: int) -> Steps[tuple[int, str]]:
-    """End of the white space, and the character there; "" at the end of the text or beyond the limit."""
+    """Return the end of the whitespace, and the character there; "" at the end of the text or beyond the limit."""
     return _run(r, at, _SPACE)
 
 
 def _word(r: MarkupReader, at: int) -> Steps[tuple[int, str]]:
-    """End of a word, and the word."""
+    """Return the end of a word, and the word."""
     end, _ = yield from _run(r, at, _WORD)
     return end, r.buf[r.at + at : r.at + end]
 
 
 def _run(r: MarkupReader, at: int, kind: re.Pattern[str]) -> Steps[tuple[int, str]]:
     while True:
-        match = kind.match(r.buf, r.at + at, r.at + at + _LOOK_LIMIT)
+        match = kind.match(r.buf, r.at + at, r.at + at + _LOOKAHEAD_LIMIT)
         end = match.end() if match else r.at + at
-        if end < len(r.buf) or r.ended or end - r.at - at >= _LOOK_LIMIT:
-            return end - r.at, r.buf[end : end + 1] if end - r.at - at < _LOOK_LIMIT else ""
+        if end < len(r.buf) or r.ended or end - r.at - at >= _LOOKAHEAD_LIMIT:
+            return end - r.at, r.buf[end : end + 1] if end - r.at - at < _LOOKAHEAD_LIMIT else ""
         yield

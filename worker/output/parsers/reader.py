@@ -1,8 +1,8 @@
-"""Text that arrives in pieces, read by grammars written as generators.
+"""Incremental reader of text for grammars that are written as generators.
 
 A grammar is a generator that yields when it needs more input, so it reads like a parser over the whole text. Every
-primitive waits until its answer can no longer change, which is why any split of the input gives the same result.
-A primitive consumes what it has decided on, so the buffer stays as short as the longest marker.
+primitive waits until its result can no longer change, which is why any split of the input gives the same result. A
+primitive consumes the text that it has decided on, so the buffer stays as short as the longest marker.
 """
 
 import re
@@ -20,20 +20,20 @@ _NOT_SPACE = re.compile(r"\S")
 
 
 class Malformed(Exception):
-    """The text does not follow the grammar, or ends inside of it. Never leaves the package."""
+    """Raised for text that does not follow the grammar, or ends within it. Never leaves the package."""
 
 
 class Unclosed(Malformed):
-    """Every value so far is whole: nothing but what closes them may be missing."""
+    """Raised when only closing brackets may be missing: every value so far is complete."""
 
 
 def stray(char: str) -> Malformed:
-    """For `char` where only a bracket or a comma may follow; at the end and before markup, it is the bracket."""
+    """Return the error for `char` in place of a bracket or comma; at the end or before markup, a bracket is missing."""
     return Unclosed() if char in ("", "<") else Malformed()
 
 
 class MarkerSet:
-    """A set of strings to look for; `prefixes` are those that may still become one of them."""
+    """Set of strings to search for; `prefixes` are the texts that may still become one of them."""
 
     __slots__ = ("first", "longest", "pattern", "prefixes", "words")
 
@@ -45,7 +45,7 @@ class MarkerSet:
         self.longest = len(self.words[0]) if self.words else 0
 
     def held(self, text: str, start: int) -> int:
-        """Start of the longest suffix of `text` that may still become a marker."""
+        """Return the start of the longest suffix of `text` that may still become a marker."""
         at = max(start, len(text) - self.longest + 1)
         if self.first.isdisjoint(text[at:]):
             return len(text)
@@ -55,7 +55,7 @@ class MarkerSet:
 
 
 def collected(read: Callable[[Emit], Steps[object]]) -> Steps[str]:
-    """Everything that `read` emits, as one string."""
+    """Return everything that `read` emits, as one string."""
     parts: list[str] = []
     yield from read(parts.append)
     return "".join(parts)
@@ -63,22 +63,22 @@ def collected(read: Callable[[Emit], Steps[object]]) -> Steps[str]:
 
 @lru_cache(maxsize=512)
 def markers(*words: str) -> MarkerSet:
-    """The same set is compiled once."""
+    """Return the marker set of these words, compiled once."""
     return MarkerSet(words)
 
 
 class MarkupReader:
-    """The text that is not consumed yet. `trace` keeps what was, for as long as a call may still degrade to text.
+    """Reader of the text that is not consumed yet.
 
-    `is_cut`: it has ended where the model would have gone on. A marker with tokens of `controls` in it is only found
-    where those were written.
+    `trace` records consumed text while a call may still degrade to text. `is_cut`: the text ended although the model
+    would have continued. A marker that contains tokens of `controls` is only found where these tokens were generated.
     """
 
     __slots__ = ("_base", "_written", "at", "buf", "controls", "ended", "is_cut", "trace")
 
     def __init__(self, controls: Controls = NO_CONTROLS) -> None:
         self.controls = controls
-        # Where in the whole text `buf` begins, and control tokens do.
+        # Offsets in the whole text: the beginning of `buf`, and control tokens.
         self._base = 0
         self._written: set[int] = set()
         self.buf = ""
@@ -88,7 +88,7 @@ class MarkupReader:
         self.trace: list[str] | None = None
 
     def note_control(self, at: int) -> None:
-        """A control token begins at this character of the whole text."""
+        """Note that a control token begins at this character of the whole text."""
         self._written.add(at)
 
     def push(self, text: str) -> None:
@@ -97,7 +97,7 @@ class MarkupReader:
         self.at = 0
 
     def take(self, size: int) -> str:
-        """Consume `size` characters that are known to be there."""
+        """Consume `size` characters that are known to be available."""
         text = self.buf[self.at : self.at + size]
         self.at += size
         if self.trace is not None:
@@ -105,18 +105,18 @@ class MarkupReader:
         return text
 
     def untrace(self) -> str:
-        """Stop recording; returns what was consumed since it began."""
+        """Stop recording and return the text consumed since the recording began."""
         text, self.trace = "".join(self.trace or ()), None
         return text
 
     def peek(self, size: int = 1) -> Steps[str]:
-        """The next `size` characters, fewer only at the end of the text. Consumes nothing."""
+        """Return the next `size` characters, fewer only at the end of the text. Consumes nothing."""
         while len(self.buf) - self.at < size and not self.ended:
             yield
         return self.buf[self.at : self.at + size]
 
     def space(self) -> Steps[str]:
-        """Consume white space, if any; returns the character after it, "" at the end of the text."""
+        """Consume whitespace, if any; returns the character after it, "" at the end of the text."""
         while True:
             match = _NOT_SPACE.search(self.buf, self.at)
             self.take((match.start() if match else len(self.buf)) - self.at)
@@ -127,7 +127,7 @@ class MarkupReader:
             yield
 
     def literal(self, words: MarkerSet) -> Steps[str]:
-        """Consume the longest of `words` if the text goes on with one; else "" and nothing is consumed."""
+        """Consume and return the longest of `words` that comes next; otherwise return "" and consume nothing."""
         while True:
             rest = self.buf[self.at : self.at + words.longest]
             if (not rest or rest in words.prefixes) and not self.ended:
@@ -138,10 +138,10 @@ class MarkupReader:
             return self.take(len(word)) if word else ""
 
     def until(self, words: MarkerSet, emit: Emit, limit: int = -1, keep: bool = False) -> Steps[str]:
-        """Give all text before the first of `words` to `emit`, as it comes, and consume that word unless `keep`.
+        """Emit all text before the first of `words` as it arrives, and consume that word unless `keep`.
 
-        Returns the word, or "" at the end of the text or, with `limit`, when more text than that comes before a word;
-        then exactly `limit` characters are consumed, so that the split of the input does not show.
+        Returns the word, or "" at the end of the text, or if more than `limit` characters precede a word. In the last
+        case exactly `limit` characters are consumed, so that the result does not depend on the split of the input.
         """
         while True:
             end, word = self._find(words)
@@ -161,7 +161,7 @@ class MarkupReader:
             yield
 
     def _find(self, words: MarkerSet) -> tuple[int, str]:
-        """Position of the first of `words`, and the word."""
+        """Return the position of the first of `words`, and the word."""
         match = words.pattern.search(self.buf, self.at)
         while match:
             if word := self._genuine(words, match):
@@ -170,7 +170,7 @@ class MarkupReader:
         return 0, ""
 
     def _genuine(self, words: MarkerSet, found: re.Match[str]) -> str:
-        """The longest of `words` at this place whose control tokens were written as such."""
+        """Return the longest of `words` at this match whose control tokens were generated as such."""
         if not self.controls:
             return found[0]
         start = found.start()
@@ -182,7 +182,7 @@ class MarkupReader:
         return ""
 
     def capture(self, words: MarkerSet, limit: int = 1024, keep: bool = False) -> Steps[tuple[str, str]]:
-        """The text before the first of `words` and that word. Raises `Malformed` when there is none within `limit`."""
+        """Return the text before the first of `words`, and that word. Raises `Malformed` if none is within `limit`."""
         parts: list[str] = []
         hit = yield from self.until(words, parts.append, limit, keep)
         if not hit:
@@ -190,7 +190,7 @@ class MarkupReader:
         return "".join(parts), hit
 
     def expect(self, words: MarkerSet) -> Steps[str]:
-        """Consume white space and one of `words`, or raise `Malformed`."""
+        """Consume whitespace and one of `words`, or raise `Malformed`."""
         yield from self.space()
         hit = yield from self.literal(words)
         if not hit:

@@ -1,4 +1,4 @@
-"""Arguments by the tools' JSON schemas: the expected types, and text converted to them."""
+"""Conversion of arguments by the tools' JSON schemas: expected types, and text converted to them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,12 @@ _LITERALS: Final[dict[type, str]] = {
 }
 _UNIONS: Final = ("anyOf", "oneOf", "allOf")
 _MAX_DEPTH: Final = 16
-# Of one value: tools come from clients.
+# Maximum number of alternatives of one value; schemas come from clients.
 _ALTERNATIVES_MAX: Final = 64
 
 
 class Tools:
-    """The declared tools by name. Takes OpenAI's shape, with or without the outer `function`."""
+    """Declared tools by name, in OpenAI's form, with or without the outer `function`."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._schemas: dict[str, Schema] = {}
@@ -51,7 +51,7 @@ class Tools:
         return bool(self._schemas)
 
     def declared(self, name: str) -> str:
-        """The name that is meant by `name`: a template that lists tools as `name.*` makes models double it."""
+        """Return the declared name for `name`: a template that lists tools as `name.*` makes models repeat the name."""
         head, _, tail = name.partition(".")
         return head if head == tail and head in self and name not in self else name
 
@@ -60,23 +60,23 @@ class Tools:
 
 
 class Parameters:
-    """One tool's parameters."""
+    """Parameters of one tool."""
 
     def __init__(self, schema: Schema, root: Schema | None = None) -> None:
         self._root = schema if root is None else root
         self.names: Schema = mapping(schema.get("properties"))
 
     def types(self, name: str) -> Types:
-        """The JSON types that parameter `name` may have; empty when nothing is known."""
+        """Return the JSON types that parameter `name` may have; empty if unknown."""
         return self.value(name).types
 
     def value(self, name: str) -> "ValueSchema":
-        """The schema of parameter `name`."""
+        """Return the schema of parameter `name`."""
         return ValueSchema(self.names.get(name), self._root)
 
 
 class ValueSchema:
-    """The schema of a value inside of the document `root`, which its references are about."""
+    """Schema of a value within the document `root`, to which its references refer."""
 
     def __init__(self, schema: Any, root: Schema) -> None:
         self._schema = schema
@@ -84,17 +84,19 @@ class ValueSchema:
 
     @property
     def types(self) -> Types:
-        """The JSON types that it may have; empty when nothing is known."""
+        """JSON types that the value may have; empty if unknown."""
         return _types(self._schema, self._root, 0, set()) or ANY
 
     @property
     def items(self) -> "ValueSchema":
-        """The schema of the items, where it is an array: of each of its alternatives."""
+        """Schema of the items if the value is an array, over all alternatives."""
         return self._any_of([form["items"] for form in self._alternatives() if "items" in form])
 
     def members(self, texts: Mapping[str, str]) -> "dict[str, ValueSchema]":
-        """The schemas of the members, where it is an object with these keys and texts: of the alternatives that have
-        them all, and of those the ones whose constants the texts are."""
+        """Return the schemas of the members of an object with these keys and texts.
+
+        They come from the alternatives that have all keys, and of those, from the ones whose constants match the texts.
+        """
         forms = self._alternatives()
         likely = [form for form in forms if _has_members(form, texts.keys())] or forms
         likely = [form for form in likely if _has_constants(form, texts)] or likely
@@ -104,7 +106,7 @@ class ValueSchema:
         return ValueSchema(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, self._root)
 
     def _alternatives(self) -> list[Schema]:
-        """It, and what its unions and references name, each once."""
+        """Return the schema and everything that its unions and references name, each once."""
         forms: list[Schema] = []
         waiting: list[Any] = [self._schema]
         seen: set[str] = set()
@@ -123,12 +125,12 @@ class ValueSchema:
 
 
 def mapping(value: Any) -> Schema:
-    """`value` if it is a JSON object, else an empty one."""
+    """Return `value` if it is a JSON object, otherwise an empty one."""
     return cast(Schema, value) if isinstance(value, Mapping) else {}
 
 
 def referred(ref: str, root: Schema) -> Schema:
-    """Target of a `$ref` into the same document (RFC 6901); empty, and so any value, if there is none."""
+    """Return the target of a local `$ref` (RFC 6901); empty, which means any value, if there is none."""
     target = root
     for step in unquote(ref).removeprefix("#").split("/")[1:]:
         target = mapping(target.get(step.replace("~1", "/").replace("~0", "~")))
@@ -136,14 +138,14 @@ def referred(ref: str, root: Schema) -> Schema:
 
 
 def _has_members(schema: Schema, keys: AbstractSet[str]) -> bool:
-    """Whether an object with these keys is one of a schema that names its keys."""
+    """Whether a schema that names its keys allows an object with exactly these keys."""
     names, required = mapping(schema.get("properties")), schema.get("required")
     wanted = {str(each) for each in cast("list[Any]", required)} if isinstance(required, list) else set[str]()
     return bool(names) and wanted <= keys <= names.keys()
 
 
 def _has_constants(schema: Schema, texts: Mapping[str, str]) -> bool:
-    """Whether members that may only be one of some values are one of them, as the kind of a tagged union is."""
+    """Whether the members match the constants and enums of a schema, such as the kind of a tagged union."""
     names = mapping(schema.get("properties"))
     for key, text in texts.items():
         member = mapping(names.get(key))
@@ -161,7 +163,7 @@ def _member(schema: Schema, key: str) -> list[Any]:
 
 
 def _types(found: Any, root: Schema, depth: int, seen: set[str]) -> Types | None:
-    """The types of a schema; None for a reference that was followed before, which adds none."""
+    """Return the types of a schema; None for a reference that was already followed, which adds none."""
     schema = mapping(found)
     if depth > _MAX_DEPTH:
         return ANY
@@ -191,7 +193,7 @@ def _types(found: Any, root: Schema, depth: int, seen: set[str]) -> Types | None
 
 
 def json_text(text: str) -> str | None:
-    """`text` as strict JSON if it is one JSON or Python value, else None."""
+    """Return `text` as strict JSON if it is one JSON or Python value, otherwise None."""
     reader, parts = MarkupReader(), list[str]()
     reader.push(text)
     reader.ended = True
@@ -204,13 +206,13 @@ def json_text(text: str) -> str | None:
 
 
 def json_type(text: str) -> str:
-    """The JSON type of strict JSON `text`."""
+    """Return the JSON type of strict JSON `text`."""
     simple = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}.get(text[0])
     return simple or ("number" if set(text) & set(".eE") else "integer")
 
 
 def coerced(text: str, types: Types) -> str:
-    """The JSON for a parameter written as plain `text`: the first of its types that fits, else a string."""
+    """Return the JSON of a parameter written as plain `text`: the first of its types that fits, otherwise a string."""
     if types == STRING:
         return quoted(text)
     bare = text.strip()
@@ -220,10 +222,10 @@ def coerced(text: str, types: Types) -> str:
     if literal is not None:
         kind = json_type(literal)
         if kind == "string":
-            # Quotes around a string belong to it, unless no string is wanted there.
+            # Quotes around a string belong to it, unless the type is not a string.
             return quoted(text) if not types or "string" in types else coerced_string(literal, types)
         if not types:
-            # A guess: `+41` and `1_000` are not meant as numbers.
+            # This is a guess: `+41` and `1_000` are not meant as numbers.
             is_plain = kind in ("array", "object") or bare in (literal, "True", "False", "None")
             return literal if is_plain else quoted(text)
         if kind in types or (kind == "integer" and "number" in types):
@@ -239,7 +241,7 @@ def coerced(text: str, types: Types) -> str:
 
 
 def coerced_string(found: str, types: Types) -> str:
-    """The JSON string `found`, where the schema wants something else: what is in it, if that fits."""
+    """Convert a JSON string if the schema requires another type and its content fits one; otherwise return it."""
     inner: str = json.loads(found)
     if types == ANY or "string" in types:
         return found

@@ -1,16 +1,16 @@
-"""Chat templates, rendered without a tokenizer: what they write, and what they leave open at the end."""
+"""Rendering of chat templates without a tokenizer: their text, and whether it leaves reasoning open."""
 
 import json
 import re
 from datetime import UTC, datetime
 from typing import Any, Final
 
-# Marks the assistant's turns for training; means nothing for text.
+# This tag marks the assistant's turns for training and has no effect on text.
 _GENERATION: Final = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 class BrokenTemplate(ValueError):
-    """The template does not render."""
+    """Raised when the template does not render."""
 
 
 def render(
@@ -21,8 +21,8 @@ def render(
     thinking: bool,
     opens_answer: bool = True,
 ) -> str:
-    """The messages as text, with every common switch for thinking set. Raises `BrokenTemplate`."""
-    # Imported here because it costs more than the rest of the package.
+    """Render the messages with every common switch for thinking set. Raises `BrokenTemplate`."""
+    # The import is local because it costs more than the rest of the package.
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -1,4 +1,4 @@
-"""The outer grammar of most models: text, with reasoning and calls between markers."""
+"""Outer grammar of most models: text with reasoning and calls between markers."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -6,8 +6,8 @@ from typing import Final, Literal
 from worker.output.parsers.call import CallFormat, ParserContext, attempt
 from worker.output.parsers.reader import Steps, markers
 
-# Ends of a turn as text, where a tokenizer does not take them out: markup at the very end, and only there. Those that
-# might be a user's own markup are so only behind a call.
+# Ends of a turn, in case the tokenizer does not remove them: they are markup only at the very end. Plain ones could be
+# a user's own markup, so they only count directly after a block.
 _PLAIN_END: Final = ("</s>", "<eos>", "<sep>", "</assistant>", "<end_of_sentence>")
 _END_OF_TURN: Final = (
     *_PLAIN_END, "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<turn|>",
@@ -21,7 +21,7 @@ _END_OF_TURN: Final = (
 class Think:
     """Markup of reasoning. `prefix` is a line that may follow the start marker and belongs to it.
 
-    `is_explicit`: the model always writes the start itself, so that an end without it is noise.
+    `is_explicit`: the model always writes the start itself, so an end without a start is noise.
     """
 
     starts: tuple[str, ...]
@@ -32,9 +32,10 @@ class Think:
 
 @dataclass(frozen=True, slots=True)
 class MarkupGrammar:
-    """Markup of a family. `drop` is markup without a meaning of its own; `opening` is tried where content begins.
+    """Markup of a family. `drop` is markup without meaning; `opening` is tried where content begins.
 
-    `tool_ends_think`: a call inside of reasoning ends it `always`, if it begins a `line`, or `never` (it is a thought).
+    `tool_ends_think`: a call inside reasoning ends it `always`, only at the beginning of a `line`, or `never` (the call
+    is part of the reasoning).
     """
 
     formats: tuple[CallFormat, ...] = ()
@@ -45,7 +46,7 @@ class MarkupGrammar:
 
 
 class Conversation:
-    """Reads one output."""
+    """Reader of one output."""
 
     def __init__(self, ctx: ParserContext, grammar: MarkupGrammar) -> None:
         self._ctx = ctx
@@ -57,7 +58,7 @@ class Conversation:
         self._reasoning = markers(*self._starts, *self._ends, *calls)
 
     def read(self, in_reasoning: bool) -> Steps[None]:
-        """The whole output; `in_reasoning` when the prompt has opened the block."""
+        """Read the whole output; `in_reasoning` if the prompt has opened the block."""
         if in_reasoning and self._grammar.think:
             yield from self._read_reasoning()
         yield from self._open()
@@ -72,7 +73,7 @@ class Conversation:
                 else:
                     out.text(hit)
             elif hit in self._ends:
-                # A close without an opening; in the middle of a text it is the user's subject.
+                # An end marker without a start is ordinary text if it is inside text.
                 if out.is_blank:
                     out.end_reasoning()
                 elif not self._is_special(hit):
@@ -85,7 +86,7 @@ class Conversation:
                 yield from self._end_of_turn(hit)
 
     def _end_of_turn(self, hit: str) -> Steps[None]:
-        """Drop the marker if nothing but more of them follows; else it is text."""
+        """Drop the marker if only further ones follow; otherwise it is text."""
         r, first = self._ctx.r, hit
         r.trace = []
         while hit:
@@ -107,7 +108,7 @@ class Conversation:
             if hit in self._ends:
                 break
             if hit in self._starts:
-                # The model repeats what the prompt has opened.
+                # The model may repeat the marker that the prompt has written.
                 if not out.in_reasoning or out.is_blank:
                     yield from self._prefix()
                 else:
@@ -117,16 +118,16 @@ class Conversation:
             elif (yield from attempt(ctx, self._by_start[hit], hit, out.reasoning)):
                 return
             elif not out.in_reasoning:
-                return  # `Verbatim` has ended the block.
+                return  # `Verbatim` has ended the block
         out.end_reasoning()
 
     def _prefix(self) -> Steps[None]:
         if self._grammar.think and (prefix := self._grammar.think.prefix):
             text = yield from self._ctx.r.peek(len(prefix) + 1)
-            # Where nothing was thought, the line may not be ended.
+            # The line may lack its line break if the reasoning is empty.
             if text == prefix or (text.startswith(prefix) and text[-1] in "\r\n<"):
                 self._ctx.r.take(len(prefix))
 
     def _is_special(self, marker: str) -> bool:
-        """Whether only a model's special token looks like this, so that it cannot be part of a text."""
+        """Whether only a model's special token looks like this, so that it cannot be ordinary text."""
         return "|" in marker or "｜" in marker or marker.startswith("[") or self._ctx.r.controls.are_special(marker)

@@ -1,4 +1,4 @@
-"""Markup that is recognised only to end reasoning, and stays in the content."""
+"""Markup that only ends reasoning, and stays in the content."""
 
 from dataclasses import dataclass
 

@@ -13,7 +13,7 @@ from worker.output.parsers.schema import ANY, STRING, Parameters, Types, coerced
 _ATTRIBUTE = re.compile(r"([\w:]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
 _CDATA: Final = "<![CDATA["
-# A value of unknown type that begins like this may be something else than a string.
+# A value of unknown type that begins with one of these may be something other than a string.
 _MAYBE_JSON: Final = frozenset('{["-0123456789tfnTFN+.(')
 _TYPES: Final[dict[str, Types]] = {
     "string": STRING,
@@ -27,12 +27,12 @@ _TYPES: Final[dict[str, Types]] = {
 
 @dataclass(frozen=True, slots=True)
 class XmlCalls:
-    """`wrap` `call` name `head_end` (`param` key `key_end` value `param_end`)* `call_end` `wrap_end`.
+    """Notation `wrap` `call` name `head_end` (`param` key `key_end` value `param_end`)* `call_end` `wrap_end`.
 
-    A name or key is what stands in its tag, or its attribute `name`, `tool` or `key`. An empty `wrap` means that a call
-    stands alone; with `call_alone` it may although it has a wrapper. With `strip_line`, a value's first and last line
-    break belong to the markup; with `inline`, the last only if the first is there. `json_block` holds all arguments as
-    one object; `json` means that the call may be JSON.
+    A name or key is the text of its tag, or its attribute `name`, `tool` or `key`. An empty `wrap` means that calls
+    have no wrapper; `call_alone` makes the wrapper optional. With `strip_line`, the first and last line break of a
+    value belong to the markup; with `inline`, the last does only if the first is present. `json_block` holds all
+    arguments as one object; `json` means that the call may be JSON.
     """
 
     wrap: tuple[str, ...]
@@ -88,7 +88,7 @@ class XmlCalls:
             yield from r.literal(markers(closing))
         name = checked(_attribute(head, "name", "tool") or head.strip().removeprefix("="))
         known = markers(self.param, self.call_end, *self.wrap_end, *((self.json_block,) if self.json_block else ()))
-        # Only what goes on like a call is announced as one; with a wrapper around it, stray text may come first.
+        # A call is announced only once its parameters or its end follow; within a wrapper, stray text may come first.
         if is_alone or not self.call:
             hit = yield from r.expect(known)
         else:
@@ -102,7 +102,7 @@ class XmlCalls:
                 yield from r.capture(markers(self.key_end), NAME_LIMIT)
                 yield from json_arguments(ctx, params)
                 arguments.is_raw = True
-            # Stray text between parameters means nothing, unless nothing follows it.
+            # Stray text between parameters is ignored, unless nothing follows it.
             stray = list[str]()
             hit = yield from r.until(known, stray.append)
             if not hit:
@@ -121,7 +121,7 @@ class XmlCalls:
             types = {"true": STRING, "false": ANY}.get(kind) or _TYPES.get(kind, ANY)
         ends = [self.param_end]
         if self.strip_line:
-            # A missing end tag shows by what follows it.
+            # The text after a value shows that its end tag is missing.
             ends += ["\n" + self.param, *("\n" + end for end in self.ends)]
             if (yield from r.literal(markers("\n"))) or not self.inline:
                 ends.append("\n" + self.param_end)
@@ -135,14 +135,14 @@ class XmlCalls:
 
 @dataclass(slots=True)
 class _Arguments:
-    """The JSON object that the parameters of one call become."""
+    """JSON object of the parameters of one call."""
 
     ctx: ParserContext
     keys: int = 0
     is_raw: bool = False
 
     def add(self, key: str, types: Types, params: Parameters, ends: tuple[str, ...]) -> Steps[str]:
-        """Read one value up to one of `ends`, which stays; a string is emitted as it comes."""
+        """Read one value up to one of `ends`, which is not consumed; a string is emitted as it arrives."""
         r, out = self.ctx.r, self.ctx.out
         stop = markers(*ends)
         lead = ("{" if not self.keys else ", ") + quoted(key) + ": "
@@ -163,7 +163,7 @@ class _Arguments:
     def _emit(self, key: str, text: str, types: Types, params: Parameters, lead: str) -> None:
         out = self.ctx.out
         if key in _WRAPPERS and key not in params.names and not self.keys:
-            # Some models wrap all arguments once more.
+            # Some models wrap all arguments in another object.
             inner = json_text(text.strip())
             if inner is not None and inner.startswith("{"):
                 out.args(inner)
@@ -178,7 +178,7 @@ class _Arguments:
 
 
 def _attribute(head: str, *names: str) -> str:
-    """The first of these attributes in a tag, with XML's two common entities resolved."""
+    """Return the first of these attributes in a tag, with XML's two common entities resolved."""
     if "=" not in head:
         return ""
     for match in _ATTRIBUTE.finditer(head):

@@ -1,4 +1,4 @@
-"""From a family, its tools and what is asked for to one grammar."""
+"""Assembly of one grammar from a family, its tools and the requested calls."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from worker.structured.tool_grammar.values import whole_json
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Tools that may be called, in OpenAI's shape. Those of `loose_names` take any arguments."""
+    """Tools that may be called, in OpenAI's form. The tools in `loose_names` take any arguments."""
 
     tools: Sequence[Mapping[str, Any]]
     is_parallel: bool = True
@@ -37,9 +37,10 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """`text` is Lark. `trigger` is what begins a call, where only calls are ruled. The ends: see `Shape`.
+    """Grammar of calls. `text` is Lark; `trigger` begins a call if only calls are constrained; for the ends see
+    `Shape`.
 
-    It holds less than the schemas of the tools in `unheld` say.
+    For the tools in `unheld`, it enforces less than their schemas.
     """
 
     text: str
@@ -50,13 +51,13 @@ class CallGrammar:
 
 
 def has_calls(family: str) -> bool:
-    """Whether this family has a way to write calls."""
+    """Whether the family has a notation for calls."""
     grammar = FAMILIES[family].grammar
     return isinstance(grammar, Channels) or bool(grammar.formats or grammar.opening)
 
 
 def call_grammar(family: str, calls: Calls, marks: MarkupTokens, prompt_end: str = "") -> CallGrammar:
-    """An answer that consists of calls, after any reasoning."""
+    """Return the grammar of an answer that consists of calls, after any reasoning."""
     lark = Lark(marks)
     tools = calls.checked()
     grammar = FAMILIES[family].grammar
@@ -70,27 +71,27 @@ def call_grammar(family: str, calls: Calls, marks: MarkupTokens, prompt_end: str
 
 
 def strict_grammar(family: str, calls: Calls, marks: MarkupTokens) -> CallGrammar | None:
-    """The rest of a call once it has begun; None where nothing but a call's shape tells that it has."""
+    """Return the grammar of a call after its marker; None for a format that has no marker."""
     lark, grammar = Lark(marks), FAMILIES[family].grammar
     form = grammar.body if isinstance(grammar, Channels) else _format(family, marks)
     if form is None or family in HEADS:
         return None
     shape = _shape(lark, form, family, calls.checked())
-    if len(shape.start) < _TRIGGER_MIN:
+    if len(shape.start) < _TRIGGER_MIN_CHARS:
         return None
     text = lark.source(_all(shape, calls.is_parallel and bool(shape.tail), family))
     return CallGrammar(text, shape.value_ends, shape.ends, shape.start, frozenset(lark.unheld))
 
 
 def rest_of_call(family: str, calls: Calls, marks: MarkupTokens) -> CallGrammar:
-    """Grammar of the text after the head of a call of the one tool in `calls`, in a family of `HEADS`."""
+    """Return the grammar of the text after the head of a call of the only tool in `calls`, in a family of `HEADS`."""
     lark = Lark(marks)
     [tool] = calls.checked()
     return CallGrammar(lark.source(HEADS[family].rest(lark, tool)), unheld=frozenset(lark.unheld))
 
 
-# Shorter ones are ordinary punctuation.
-_TRIGGER_MIN: Final = 4
+# Shorter markers are ordinary punctuation.
+_TRIGGER_MIN_CHARS: Final = 4
 
 
 def _all(shape: Shape, is_parallel: bool, family: str) -> str:
@@ -105,13 +106,13 @@ def _all(shape: Shape, is_parallel: bool, family: str) -> str:
 
 
 def _format(family: str, marks: MarkupTokens) -> CallFormat:
-    """The format that the family writes: with control tokens that the vocabulary has, where there are several."""
+    """Return the format that the family writes; of several, the first whose control tokens are in the vocabulary."""
     grammar = FAMILIES[family].grammar
     assert not isinstance(grammar, Channels)
     if family == "pythonic" or not grammar.formats:
         assert grammar.opening is not None
         return grammar.opening
-    # Beside others, Llama's is for code.
+    # Where a family has several formats, Llama's is for code.
     usual = [form for form in grammar.formats if not isinstance(form, LlamaCalls)] or grammar.formats
     known = [form for form in usual if any(marks.has(start) for start in form.starts)]
     if not known and isinstance(grammar.opening, PythonCalls):
@@ -148,7 +149,7 @@ def _shape(lark: Lark, form: CallFormat, family: str, tools: Sequence[ToolSchema
 def _message(
     lark: Lark, channels: Channels, family: str, tools: Sequence[ToolSchema], is_parallel: bool
 ) -> CallGrammar:
-    """A message to a tool, after one of reasoning if the model likes."""
+    """Return the grammar of a message to a tool, after an optional message of reasoning."""
     opening = next_message(family)
     value_ends: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
@@ -164,7 +165,7 @@ def _message(
         header = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
         calls = [f"{lark.text(header.format(tool.name))} {whole_json(lark, tool)}" for tool in tools]
     if lark.marks.is_plain(opening):
-        # Nothing could tell the end of a thought from its text.
+        # The end of the reasoning cannot be distinguished from its text if it is not a control token.
         return CallGrammar(lark.source(either(calls)), value_ends, ends, unheld=frozenset(lark.unheld))
     reasoning = f"({lark.text(thought)} {lark.ordinary()} {lark.text(opening)})?"
     text = lark.source(f"{reasoning} {either(calls)}")
@@ -172,7 +173,7 @@ def _message(
 
 
 def next_message(family: str) -> str:
-    """Text that ends a message of reasoning and begins the next, where outputs are messages; "" where they are not."""
+    """Return the text between a reasoning message and the next one; "" for a family whose output is not messages."""
     grammar = FAMILIES[family].grammar
     if not isinstance(grammar, Channels):
         return ""

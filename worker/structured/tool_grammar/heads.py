@@ -1,4 +1,4 @@
-"""Strict calls in formats without a marker: the head of a call, with the tool's name in it, is what begins its rule."""
+"""Strict calls in formats without a marker: the rule begins after a call's head, which contains the tool's name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from worker.structured.tool_grammar.lark import Lark
 from worker.structured.tool_grammar.schemas import ToolSchema
 from worker.structured.tool_grammar.values import PYTHON, Values, whole_json
 
-# What stands between a name and its arguments: of JSON after the name's colon and before the next key, …
+# Separators of a JSON call: after the key "name", and between the name and the next key.
 _JSON_GAPS: Final = ((": ", ", "), (":", ","), (": ", ","), (": ", ",\n"), (": ", ",\n  "), (": ", ",\n    "))
-# … and of a message to a function.
-_TYPES: Final = (
+# Header text between the function name and the body of a Harmony message.
+_HARMONY_HEADERS: Final = (
     " <|constrain|>json", "<|constrain|>json", " json", "", " code",
     "<|channel|>commentary <|constrain|>json", "<|channel|>commentary json",
     "<|channel|>analysis <|constrain|>json", "<|channel|>analysis json",
@@ -20,7 +20,7 @@ _TYPES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class CallHead:
-    """`triggers` are the ways in which a call of one tool may begin; `rest` writes what follows, as an expression."""
+    """Head of a call: `triggers` returns the ways to begin a call of a tool, `rest` the expression after the head."""
 
     triggers: Callable[[str], Sequence[str]]
     rest: Callable[[Lark, ToolSchema], str]
@@ -43,7 +43,9 @@ _JSON: Final = CallHead(_json_triggers, _json_rest)
 _PYTHON: Final = CallHead(lambda name: [f"{before}{name}(" for before in ("[", ", ", ",", "[ ", "\n")], _python_rest)
 HEADS: Final[dict[str, CallHead]] = {
     "functionary_v32": CallHead(lambda name: [f">>>{name}\n"], whole_json),
-    "harmony": CallHead(lambda name: [f"to=functions.{name}{kind}<|message|>" for kind in _TYPES], whole_json),
+    "harmony": CallHead(
+        lambda name: [f"to=functions.{name}{kind}<|message|>" for kind in _HARMONY_HEADERS], whole_json
+    ),
     "llama3_json": _JSON,
     "llama4_pythonic": _PYTHON,
     "pythonic": _PYTHON,

@@ -1,4 +1,4 @@
-"""Lark text for llguidance: exact text, text up to a marker, and rules by name."""
+"""Writer of Lark text for llguidance: exact text, text up to a marker, and named rules."""
 
 import json
 import re
@@ -12,9 +12,9 @@ _PUNCTUATION: Final = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
 class MarkupTokens:
-    """Spelling of markup in one model's vocabulary: control tokens can only be named by their ids.
+    """Spelling of markup in one model's vocabulary: a grammar must name control tokens by their ids.
 
-    `specials` are the tokens that a grammar cannot spell. One in `eos_ids` ends the answer, so it is never asked for.
+    `specials` are those control tokens. A token in `eos_ids` ends the answer, so no grammar asks for it.
     """
 
     def __init__(self, vocabulary: Collection[str], specials: Mapping[str, int], eos_ids: Collection[int]) -> None:
@@ -26,7 +26,7 @@ class MarkupTokens:
         self._split = re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
     def pieces(self, text: str) -> list[str | int]:
-        """Plain text and ids of control tokens, up to one that ends the answer."""
+        """Split into plain text and ids of control tokens, up to the first that ends the answer."""
         pieces: list[str | int] = []
         at = 0
         for hit in self._split.finditer(text):
@@ -40,54 +40,54 @@ class MarkupTokens:
         return [*pieces, text[at:]] if at < len(text) else pieces
 
     def is_plain(self, text: str) -> bool:
-        """Whether a text of ordinary tokens could be this."""
+        """Whether ordinary tokens alone can spell the text."""
         return not self._split.search(text)
 
     def known(self, options: Sequence[str]) -> str:
-        """The first spelling that this vocabulary has as a token of its own, else the first; "" of none."""
+        """Return the first spelling that is a token of the vocabulary, else the first spelling; "" if there is none."""
         return next((option for option in options if self.has(option)), options[0] if options else "")
 
     def has(self, text: str) -> bool:
-        """Whether this is a token of its own, or begins with a control token."""
+        """Whether the text is a token of the vocabulary, or begins with a control token."""
         return text in self._vocabulary or self._split.match(text) is not None
 
 
 class Lark:
-    """A grammar that is being written. Expressions are strings; equal rules share a name."""
+    """Grammar under construction. Expressions are strings; equal rules share a name."""
 
     def __init__(self, marks: MarkupTokens) -> None:
         self.marks = marks
-        # Tools whose schemas say more than the grammar holds.
+        # Names of tools whose schemas are stricter than the grammar.
         self.unheld: set[str] = set()
         self._rules: dict[str, str] = {}
         self._names: dict[str, str] = {}
 
     def text(self, text: str) -> str:
-        """Exactly this text."""
+        """Return an expression for exactly this text."""
         return " ".join(
             f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False)
             for piece in self.marks.pieces(text)
         )
 
     def until(self, end: str, banned: Sequence[str] = (), *, body: str = r"(?s:.*)") -> str:
-        """Text that fits `body`, then `end`, which is not in it, and neither is anything `banned`."""
+        """Return an expression for text that fits `body` without `end` and the `banned` texts, followed by `end`."""
         pieces = self.marks.pieces(end)
         plain = self.without(body, (end, *banned))
         if not pieces or isinstance(pieces[0], int):
-            # A lexeme is never empty.
+            # llguidance's lexemes are never empty.
             some = self.terminal(f"{plain} & /(?s:.+)/")
             return f"({some})? {self.text(end)}"
         head, rest = self.terminal(f"({plain}) {self.text(pieces[0])}"), end[len(pieces[0]) :]
         return f"{head} {self.text(rest)}" if rest else head
 
     def parameters(self, tool: ToolSchema) -> Schema:
-        """Those of a tool, to be written one by one: what is said of several is not held then."""
+        """Return a tool's parameters to write one by one, which ignores conditions on several parameters."""
         if not tool.is_plain:
             self.unheld.add(tool.name)
         return tool.properties
 
     def ordinary(self) -> str:
-        """Any tokens but control tokens; a character may be left half written, unlike in `until`."""
+        """Return an expression for any tokens except control tokens; unlike `until`, it may end within a character."""
         ids = self.marks.controls
         starts = [at for at, before in zip(ids, [None, *ids[:-1]], strict=True) if before != at - 1]
         ends = [at for at, after in zip(ids, [*ids[1:], None], strict=True) if after != at + 1]
@@ -95,7 +95,7 @@ class Lark:
         return f"(<[^{','.join(ranges)}]>)*"
 
     def without(self, body: str, banned: Sequence[str]) -> str:
-        """A terminal's expression: what fits the regex and holds none of these texts."""
+        """Return a terminal's expression for text that fits the regex and contains none of the `banned` texts."""
         words = sorted({escape(word) for word in banned if word and self.marks.is_plain(word)})
         return f"/{body}/" + (f" & ~/(?s:.*({'|'.join(words)}).*)/" if words else "")
 
@@ -106,7 +106,7 @@ class Lark:
         return self._named(body, "T")
 
     def reserve(self) -> str:
-        """The name of a rule that is defined later, so that it can hold itself."""
+        """Return the name of a rule that is defined later, so that it can refer to itself."""
         name = f"r{len(self._rules)}"
         self._rules[name] = ""
         return name
@@ -126,7 +126,7 @@ class Lark:
 
 
 def escape(text: str) -> str:
-    """A regex for exactly this text, fit to stand between slashes."""
+    """Return a regex for exactly this text, for use between slashes."""
     return "".join("\\n" if char == "\n" else "\\" + char if char in _PUNCTUATION else char for char in text)
 
 

@@ -1,4 +1,4 @@
-"""Tools' JSON schemas, made ready for a grammar: closed, bounded, and read without trust."""
+"""Tools' JSON schemas prepared for a grammar: closed, bounded, and validated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,27 +6,27 @@ from typing import Any, Final, cast
 
 from worker.output.parsers.schema import Schema, mapping, referred
 
-# JSON's numbers that every client can hold.
+# JSON clients with doubles hold every integer up to this one.
 INTEGER_MAX: Final = 2**53 - 1
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAPS: Final = ("properties", "$defs", "definitions")
-# Say what is valid, and are held where arguments are JSON; other keywords are refused there.
-_LIMITS: Final = frozenset(
+# These keywords restrict values.
+_VALIDATING: Final = frozenset(
     {
         "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "format", "items", "maxItems", "maxLength",
         "maxProperties", "minItems", "minLength", "minProperties", "oneOf", "pattern", "patternProperties",
         "prefixItems", "properties", "required", "type", *_BOUNDS,
     }
 )  # fmt: skip
-# Says nothing about what is valid.
-_PROSE: Final = frozenset({"description", "title", "default", "examples", "$schema", "$comment"})
+# These keywords restrict nothing.
+_ANNOTATIONS: Final = frozenset({"description", "title", "default", "examples", "$schema", "$comment"})
 _MAX_DEPTH: Final = 64
 _NO_PARAMETERS: Final[Schema] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool that may be called."""
+    """Name and parameters of a tool that may be called."""
 
     name: str
     parameters: Schema
@@ -41,13 +41,13 @@ class ToolSchema:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is said of each parameter is all that is said."""
+        """Whether the schema has no conditions except those on single parameters."""
         of_keys = ("type", "properties", "required", "additionalProperties", "patternProperties")
         return only(self.parameters, *of_keys) and self.required <= self.properties.keys()
 
 
 def tool_of(declared: Mapping[str, Any]) -> ToolSchema:
-    """From OpenAI's shape."""
+    """Read a tool in OpenAI's form."""
     function = mapping(declared.get("function")) or declared
     parameters = mapping(function.get("parameters"))
     if not parameters.keys() & {"properties", "anyOf", "oneOf", "allOf", "$ref", "additionalProperties"}:
@@ -56,18 +56,18 @@ def tool_of(declared: Mapping[str, Any]) -> ToolSchema:
 
 
 def anything(tool: ToolSchema) -> ToolSchema:
-    """The same tool with any arguments: of any type in formats that name them, any object in the others."""
+    """Return the same tool with any arguments: of any type in formats that name them, any object in the others."""
     open_ = {key: {} for key in tool.properties}
     return ToolSchema(tool.name, {"type": "object", "properties": open_, "additionalProperties": True})
 
 
 def closed(schema: Any, depth: int = 0) -> Any:
-    """The same schema without undeclared parameters, and integers within what JSON clients can hold."""
+    """Return the same schema without undeclared parameters, and with integers in the range that JSON clients hold."""
     if isinstance(schema, list):
         return [closed(item, depth + 1) for item in cast("list[Any]", schema)]
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return schema
-    fields = {key: value for key, value in cast(Schema, schema).items() if key not in _PROSE}
+    fields = {key: value for key, value in cast(Schema, schema).items() if key not in _ANNOTATIONS}
     if (
         isinstance(every := fields.get("allOf"), list)
         and len(cast("list[Any]", every)) == 1
@@ -87,7 +87,7 @@ def closed(schema: Any, depth: int = 0) -> Any:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """Behind `$ref`s into the same document; what cannot be found may be anything."""
+    """Follow local `$ref`s. An unresolved reference allows any value."""
     target = mapping(schema)
     for _ in range(_MAX_DEPTH):
         if not isinstance(ref := target.get("$ref"), str):
@@ -97,7 +97,7 @@ def resolved(schema: Any, root: Schema) -> Schema:
 
 
 def types_of(schema: Schema) -> tuple[str, ...]:
-    """The declared types; empty for any."""
+    """Return the declared types; empty if any type is allowed."""
     declared = schema.get("type")
     if isinstance(declared, str):
         return (declared,)
@@ -109,12 +109,12 @@ def types_of(schema: Schema) -> tuple[str, ...]:
 
 
 def only(schema: Schema, *keywords: str) -> bool:
-    """Whether nothing but these keywords says what is valid."""
-    return schema.keys() & _LIMITS <= set(keywords)
+    """Whether no other keywords than these restrict the schema."""
+    return schema.keys() & _VALIDATING <= set(keywords)
 
 
 def constants(schema: Schema) -> list[Any]:
-    """The only values that are allowed: those of its types, if there are any."""
+    """Return the values of `const` or `enum` that have a declared type; all of them if none has."""
     if "const" in schema:
         values: list[Any] = [schema["const"]]
     else:

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from typing import Final
 
-# Calls in one answer, at most, where the grammar alone decides.
+# Maximum number of calls in one answer, if the grammar is the only limit.
 MANY: Final = 16
-# Where each call has its number, every further one makes the grammar longer.
+# Maximum number of calls where each contains its index, because each one makes the grammar longer.
 NUMBERED: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One answer of calls: `start` first `more` × n `tail`.
+    """Grammar of one answer of calls: `start` first `more` × n `tail`.
 
-    `start` is text; the others are expressions. For an answer that must come to its end, `value_ends` are
-    texts that end a value, and `ends` such that end a call or all of them, the most of them first.
+    `start` is text; the others are expressions. Early finish uses `value_ends`, texts that end a value, and `ends`,
+    texts that end a call or all calls, ordered from the longest to the shortest reach.
     """
 
     start: str

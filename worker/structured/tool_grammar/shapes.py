@@ -19,8 +19,8 @@ from worker.structured.tool_grammar.values import PYTHON, Style, Values, whole_j
 class JsonShape:
     """Shape of a family's calls as JSON objects.
 
-    `many` is a `list` in brackets, objects between the same markers, or markers around `each`. `gap` stands inside of
-    the markers; `before` are fields in front of the name, with `{index}` for the call's number.
+    `many` is a `list` in brackets, objects between the `same` markers, or markers around `each`. `gap` is written
+    inside the markers; `before` are fields in front of the name, with `{index}` for the call's number.
     """
 
     many: str = "each"
@@ -66,9 +66,9 @@ def json_shape(lark: Lark, form: JsonCalls, family: str, tools: Sequence[ToolSch
     start = "" if form.bare else lark.marks.known(form.starts)
     end = lark.marks.known(form.ends)
     if shape is _LIST and start == "<tool_call>":
-        shape = JsonShape()  # Granite 4
+        shape = JsonShape()  # Granite 4 writes separate objects
     is_list = shape.many == "list"
-    # One marker has the bracket in it.
+    # The start marker of one format includes the bracket.
     has_bracket = is_list and not start.endswith("[")
     open_, close = shape.gap + "[" * has_bracket, "]" * is_list + shape.gap + end
 
@@ -134,7 +134,7 @@ def recipient_shape(lark: Lark, form: RecipientJson, tools: Sequence[ToolSchema]
 
 def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
     start, end = lark.marks.known(form.starts), "" if form.bare else lark.marks.known(form.ends)
-    # OLMo writes one call a line.
+    # OLMo writes one call per line.
     is_lines = family == "olmo3_pythonic"
     open_, between, close = ("\n", "\n", "\n" + end) if is_lines else ("[", ", ", "]" + end)
     calls: list[str] = []

@@ -1,4 +1,4 @@
-"""Calls whose parameters are text between tags, as grammars."""
+"""Grammars of calls whose parameters are text between tags."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from worker.structured.tool_grammar.values import JSON, Values
 
 @dataclass(frozen=True, slots=True)
 class XmlShape:
-    """Text between a format's markers: `{name}`, `{key}`, `{index}`, `{type}` and `{is_string}` are filled in.
+    """Text between a format's markers: `{name}`, `{key}`, `{index}`, `{type}` and `{is_string}` are placeholders.
 
-    `head` follows the marker that ends the head, `value` what opens a value, `after` each parameter, `end` a call.
+    `head` follows the marker that ends the head, `value` opens a value, `after` follows each parameter, `end` a call.
     """
 
     name: str = "{name}"
@@ -61,7 +61,7 @@ XML_SHAPES: Final[dict[str, XmlShape]] = {
     "step3": _TIGHT_ATTRIBUTES,
     "step3p5": _QWEN,
 }  # fmt: skip
-# Written with the second of their format's wrappers.
+# These families use the second wrapper of their format.
 _SECOND_WRAP: Final = frozenset({"deepseek_v4"})
 
 
@@ -70,7 +70,7 @@ def xml_shape(lark: Lark, form: XmlCalls, family: str, tools: Sequence[ToolSchem
 
 
 class _XmlWriter:
-    """Writes the calls of one family."""
+    """Writer of the calls of one family."""
 
     def __init__(self, lark: Lark, form: XmlCalls, look: XmlShape, family: str) -> None:
         self._lark = lark
@@ -79,7 +79,7 @@ class _XmlWriter:
         at = 1 if family in _SECOND_WRAP else 0
         self._wrap = form.wrap[at] if form.wrap else ""
         self._wrap_end = form.wrap_end[at] if form.wrap_end else ""
-        # Where a value's end is not written, these would end it as well.
+        # Texts that would also end a value, so no value may contain them.
         self._banned = (
             form.param_end, form.call_end, *form.wrap_end, "\n" + form.param, *(("<![CDATA[",) if form.cdata else ()),
         )  # fmt: skip
@@ -91,7 +91,7 @@ class _XmlWriter:
         ends = (*wrap_end, look.after + form.call_end, form.call_end)
         numbers = NUMBERED if look.is_numbered else MANY
         if not form.call or not self._wrap:
-            # The wrapper is the call, or there is none.
+            # The wrapper is the call, or the format has no wrapper.
             start = self._wrap or form.call
             one = self._call(tools, 0)
             return Shape(
@@ -100,7 +100,7 @@ class _XmlWriter:
         opening = lark.text(look.wrap + form.call)
         first = f"{opening} {self._call(tools, 0)}"
         if look == _QWEN:
-            # One call to each wrapper.
+            # Each wrapper holds one call.
             one = f"{first} {lark.text(look.end + self._wrap_end)}"
             more = lark.rule(f"{lark.text(chr(10) + self._wrap)} {one}")
             return Shape(self._wrap, one, (more,) * numbers, value_ends=values, ends=ends)
@@ -112,10 +112,10 @@ class _XmlWriter:
         return either([self._one(tool, index) for tool in tools])
 
     def _one(self, tool: ToolSchema, index: int) -> str:
-        """A call after its marker, up to the end of it."""
+        """Return the expression of one call, from after its marker to its end."""
         lark, form, look = self._lark, self._form, self._look
         name = look.name.replace("{name}", tool.name).replace("{index}", str(index + 1))
-        # In some families a line break or the first parameter ends the head.
+        # A line break or the first parameter ends the head in some families.
         head_end = "" if form.head_end[0] == "\n" else form.head_end[0]
         params = [self._param(tool, key, schema) for key, schema in lark.parameters(tool).items()]
         return f"{lark.text(name + head_end + look.head)} {' '.join(params)} {lark.text(form.call_end)}"
@@ -136,7 +136,7 @@ class _XmlWriter:
 
 
 def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[ToolSchema]) -> Shape:
-    """Objects and lists are written as JSON, which is read as well; the model itself nests tags."""
+    """Return the shape of MiniMax M3's calls, with objects and lists as JSON; the parser also reads nested tags."""
     start, end = form.starts[0], form.ends[0]
     mark = start.removesuffix("<tool_call>")
 
@@ -154,13 +154,13 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[ToolSchem
 
 
 def parameter(lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
-    """The value of a parameter and the `end` behind it. A string is plain text, everything else JSON."""
+    """Return the expression of a parameter's value and the `end` after it. Strings are plain text, other types JSON."""
     options = _options(resolved(schema, tool.parameters))
     return either([_option(lark, tool, key, option, end, banned) for option in options or [schema]])
 
 
 def _options(fields: Schema) -> list[Any]:
-    """Alternatives for a value, one level deep."""
+    """Return the alternatives of a value, one level deep."""
     for keyword in ("anyOf", "oneOf"):
         if isinstance(options := fields.get(keyword), list) and only(fields, keyword):
             return cast("list[Any]", options)

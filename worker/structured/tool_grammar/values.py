@@ -1,4 +1,4 @@
-"""Arguments as a grammar: each parameter as its schema wants it, written as a family writes values."""
+"""Arguments as a grammar: each parameter as its schema requires it, in a family's notation of values."""
 
 import json
 from collections.abc import Sequence
@@ -22,11 +22,13 @@ from worker.structured.tool_grammar.schemas import (
 
 _INTEGER: Final = r"/-?(0|[1-9][0-9]{0,14})/"
 _NUMBER: Final = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][+\-]?[0-9]{1,2})?/"
-# Half surrogates are escapes that nothing can encode.
+# The pattern excludes escapes of lone surrogates, which cannot be encoded.
 _ESCAPE: Final = r"\\([\"\\\/bfnrt]|u([0-9a-cA-Ce-fE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"
 _CHAR: Final = rf"([^\"\\\x00-\x1F\x7F]|{_ESCAPE})"
-# What llguidance knows better.
-_FOREIGN: Final = frozenset({"allOf", "patternProperties", "prefixItems", "minProperties", "maxProperties"})
+# llguidance compiles schemas with these keywords.
+_COMPILED_BY_LLGUIDANCE: Final = frozenset(
+    {"allOf", "patternProperties", "prefixItems", "minProperties", "maxProperties"}
+)
 _TYPES: Final = ("string", "number", "boolean", "null", "array", "object")
 
 
@@ -44,12 +46,12 @@ PYTHON: Final = Style(words=("True", "False", "None"))
 
 
 def whole_json(lark: Lark, tool: ToolSchema) -> str:
-    """A tool's arguments as one JSON object."""
+    """Return the rule of a tool's arguments as one JSON object."""
     return lark.rule(lark_json(dict(tool.parameters), is_lenient=True))
 
 
 class Values:
-    """Writes the values of one tool. No text in `banned` occurs in a value that the grammar lets through."""
+    """Writer of the values of one tool. No value that the grammar allows contains a text of `banned`."""
 
     def __init__(self, lark: Lark, tool: ToolSchema, style: Style, banned: Sequence[str] = ()) -> None:
         self._lark = lark
@@ -57,12 +59,12 @@ class Values:
         self._root = tool.parameters
         self._style = style
         self._banned = tuple(banned)
-        # Rules of schemas behind references, which may hold themselves.
+        # Rules of referenced schemas by `$ref`; a rule may refer to itself.
         self._references: dict[str, str] = {}
         self._any = ""
 
     def value(self, schema: Any) -> str:
-        """An expression for a value of `schema`."""
+        """Return the expression of a value of `schema`."""
         fields = mapping(schema)
         if isinstance(ref := fields.get("$ref"), str):
             return self._reference(ref, schema) if only(fields, "$ref") else self._foreign(fields)
@@ -76,7 +78,10 @@ class Values:
                 if not only(fields, key):
                     return self._foreign(fields)
                 return either([self.value(option) for option in cast("list[Any]", options)])
-        if fields.keys() & _FOREIGN or not names(fields.get("required")) <= mapping(fields.get("properties")).keys():
+        if (
+            fields.keys() & _COMPILED_BY_LLGUIDANCE
+            or not names(fields.get("required")) <= mapping(fields.get("properties")).keys()
+        ):
             return self._foreign(fields)
         if schema is False:
             self._lark.unheld.add(self._name)
@@ -84,9 +89,9 @@ class Values:
         return either([self._typed(kind, fields) for kind in kinds]) if kinds else self._anything()
 
     def members(self, properties: Schema, required: frozenset[str], key: str) -> str:
-        """The properties, in order, with commas between them; `key` is the form of a key, such as `{}=`."""
+        """Return the rule of properties in order, separated by commas; `key` is the form of a key, such as `{}=`."""
         comma = self._lark.text("," + self._style.space)
-        # From the end: the rest after something was written, and before.
+        # The loop runs backwards: `after` is the rest after a written property, `first` the rest before any.
         after, first = "", ""
         for name, schema in reversed(list(properties.items())):
             pair = f"{self._lark.text(key.format(name))} {self.value(schema)}"
@@ -134,7 +139,7 @@ class Values:
             return f"{self._lark.text(mark)} {self._lark.until(mark, self._banned, body=f'(?s:.{quantifier(schema)})')}"
         if schema.keys() & {"pattern", "format"}:
             return self._foreign({**schema, "type": "string"})
-        # As one lexeme, from quote to quote.
+        # The string is one lexeme, including its quotes.
         body = self._lark.without(rf"\"{_CHAR}{quantifier(schema)}\"", self._banned)
         return self._lark.terminal(body)
 
@@ -177,7 +182,7 @@ class Values:
         return name if self._style.delimiter else json.dumps(name, ensure_ascii=False)[1:-1]
 
     def _free(self, value: str) -> str:
-        """An object with keys of any name."""
+        """Return the rule of an object with arbitrary keys."""
         plain = Style(space=self._style.space)
         key = Values(self._lark, ToolSchema("", {}), plain, self._banned).value({"type": "string", "minLength": 1})
         colon, comma = self._lark.text(":" + self._style.space), self._lark.text("," + self._style.space)
@@ -192,6 +197,6 @@ class Values:
         return self._any
 
     def _foreign(self, schema: Schema) -> str:
-        """Rule for a value as JSON, compiled by llguidance from the schema."""
+        """Return the rule of a JSON value that llguidance compiles from the schema."""
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return self._lark.rule(lark_json({**definitions, **schema}, is_lenient=True))

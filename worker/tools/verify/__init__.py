@@ -1,3 +1,1 @@
-"""Checks that a request's output is its own, however it is run: `python -m worker.tools.verify`, for `mlxctl
-verify`.
-"""
+"""Checks that a request's output does not depend on how it is run: `python -m worker.tools.verify`."""

@@ -1,8 +1,8 @@
-"""`python -m worker.tools.verify`: is a request's output its own, however it is run?
+"""Command `python -m worker.tools.verify`: checks that a request's output does not depend on how it is run.
 
-Runs the same requests alone, then batched, chunked, from caches, preempted, resumed and with drafts, and compares
-every token. Prints a `protocol.verify.VerifyCheck` a line. Exit statuses: 0 all equal · 1 a difference, or a check that
-proved nothing · else as a worker's.
+It runs the same requests alone, then batched, chunked, from caches, preempted, resumed and with drafts, and compares
+every token. It prints a `protocol.verify.VerifyCheck` per line. Exit statuses: 0 all equal · 1 a difference, or a check
+that proved nothing · otherwise a worker's.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from worker.start.checked_model import load_checked
 from worker.tools.verify.reader_checks import reader_checks
 from worker.tools.verify.verifier import LONGEST_WORDS, Verifier
 
-DIFFERENT: Final = 1
+EXIT_DIFFERENT: Final = 1
 
 
 def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[VerifyCheck]:
-    """Those of the model's kind. Raises `LoadFailed`, `RequestInvalid`, and `PartnerLost`."""
+    """Run the checks for the model's kind. Raises `LoadFailed`, `RequestInvalid`, and `PartnerLost`."""
     kind = kind_of_spec(spec)
     if kind == AUDIO:
-        # It loads mlx-audio, which may not be installed.
+        # The module imports mlx-audio, which may not be installed.
         from worker.tools.verify.audio_checks import audio_checks, load_silently
 
         yield from audio_checks(load_silently(spec))
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for check in _checks(spec, options.tokens, options.words):
             print(msgspec.json.encode(check).decode(), flush=True)
             if not check.is_good:
-                status = DIFFERENT
+                status = EXIT_DIFFERENT
     except LoadFailed as error:
         print(error.failure.message, file=sys.stderr)
         return error.exit_status

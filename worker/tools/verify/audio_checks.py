@@ -1,4 +1,4 @@
-"""Check of a model of audio: the same clip or text gives the same answer again, and every number of it is finite."""
+"""Check of an audio model: the same clip or text gives the same answer again, and all its numbers are finite."""
 
 from collections.abc import Generator
 from typing import Final
@@ -14,15 +14,15 @@ from worker.audio.audio_model import AudioModel, load_audio_model
 from worker.audio.sound_writer import SoundWriter
 
 _RATE: Final = 16_000
-# Longer than one window of any family.
+# The clip is longer than one window of any family.
 _CLIP_S: Final = 35.0
 _TEXT: Final = "One, two."
 
 
 def audio_checks(model: AudioModel) -> Generator[VerifyCheck]:
-    """One request before and after another. Raises `RequestInvalid`."""
+    """Run one request before and after another. Raises `RequestInvalid`."""
     prompt = TranscribePrompt(_tone()) if model.hearer is not None else SpeechPrompt(_TEXT, format="pcm")
-    # At a temperature, so that a random draw that is not of the seed alone shows.
+    # The temperature makes random draws visible that do not depend only on the seed.
     requests = [Generate(1, prompt, Sampling(temperature=0.2, seed=seed)) for seed in (1, 2, 1)]
     intake = AudioIntake(model, lambda: None)
     answers = [_pieces(intake.job_now(request)) for request in requests]
@@ -38,7 +38,7 @@ def audio_checks(model: AudioModel) -> Generator[VerifyCheck]:
 
 
 def load_silently(spec: WorkerSpec) -> AudioModel:
-    """The model to check. Raises `LoadFailed`."""
+    """Load the model to check. Raises `LoadFailed`."""
     return load_audio_model(spec, lambda _stage, _done, _total: None)
 
 
@@ -51,7 +51,7 @@ def _common(one: list[AudioPiece], other: list[AudioPiece]) -> int:
 
 
 def _tone() -> bytes:
-    """A clip of a tone that comes and goes, as a file."""
+    """Return a file with a tone of varying volume."""
     at = np.arange(int(_CLIP_S * _RATE)) / _RATE
     samples = 0.3 * np.sin(2 * np.pi * 440 * at) * np.sin(2 * np.pi * 0.3 * at)
     writer = SoundWriter("wav", _RATE, 1.0)

@@ -49,7 +49,7 @@ class VerifiedOutput:
 
 
 class EngineSession:
-    """One engine from warm-up to shutdown, on the calling thread."""
+    """Engine from warm-up to shutdown, on the calling thread."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class EngineSession:
         self._open: set[int] = set()
 
     def run(self, waves: Sequence[Sequence[Generate]]) -> list[VerifiedOutput]:
-        """Each wave together, one wave after the other. Returns the newest output of each request."""
+        """Run the requests of each wave together, one wave after another. Returns the newest output of each request."""
         self._engine.warm_up([1] * 8)
         self._waves = list(waves)
         self._next_wave()
@@ -101,7 +101,7 @@ class EngineSession:
 
     def _next_wave(self) -> None:
         if not self._waves:
-            # What the last rows leave is handed to the disk after this.
+            # The engine hands the last rows' cache entries to the disk only after this.
             threading.Thread(target=self._stop_when_written, daemon=True).start()
             return
         wave = self._waves.pop(0)

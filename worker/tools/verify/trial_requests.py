@@ -16,20 +16,20 @@ from protocol.messages import (
 )
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
-from worker.sparse.selected_tokens import BLOCK
+from worker.sparse.selected_tokens import BLOCK_TOKENS
 from worker.vision.samples import picture
 
 PARTS: Final = (0.02, 0.15, 0.5, 1.0)
 SHARED_PART: Final = 0.375
-# Rows of this many tokens outgrow what admission counts on, so that memory for fewer makes one of them leave. The
-# first part of their output is given to them: what they say of it themselves crosses the border.
+# Rows of this many tokens outgrow the estimate of admission, so that one is preempted if memory is short. The first
+# part of their output is given, so that the part that they generate crosses the limit.
 CROWD: Final = 3
 CROWD_PROMPT: Final = 240
 CROWD_GIVEN: Final = 250
 CROWD_OUTPUT: Final = 290
-# Sparse prompts: of ten blocks eight are kept.
+# Eight of the ten blocks of a sparse prompt are kept.
 SPARSE_ROWS: Final = 3
-SPARSE_PROMPT: Final = 10 * BLOCK
+SPARSE_PROMPT: Final = 10 * BLOCK_TOKENS
 SPARSE_KEEP: Final = 0.8
 SPARSE_OUTPUT: Final = 12
 WORDS: Final = (
@@ -39,7 +39,7 @@ WORDS: Final = (
 
 
 def text_requests(tokens: int, words: int, max_context: int) -> list[Generate]:
-    """Greedy and seeded, short and long, half of them with a common beginning."""
+    """Return greedy and seeded requests, short and long, half of them with a common beginning."""
     rng = random.Random(0)
     shared = math.ceil(SHARED_PART * words)
     common = rng.choices(WORDS, k=shared)
@@ -56,7 +56,7 @@ def text_requests(tokens: int, words: int, max_context: int) -> list[Generate]:
 
 
 def adapter_requests(loaded: LoadedModel, requests: Sequence[Generate]) -> list[Generate]:
-    """The first requests, greedy and sampled, of each adapter that is served."""
+    """Return the first two requests, greedy and sampled, for each adapter that is served."""
     adapters = adapters_of(loaded.model)
     names = [info.name for info in adapters.infos if info.failure is None] if adapters is not None else []
     pairs = [(name, request) for name in names for request in requests[:2]]
@@ -65,7 +65,7 @@ def adapter_requests(loaded: LoadedModel, requests: Sequence[Generate]) -> list[
 
 
 def picture_requests(rid: int, tokens: int) -> list[Generate]:
-    """Pictures in messages: two under the same text, one of them with another question, and both at once."""
+    """Return messages with pictures: two with the same text, one of them with another question, and both together."""
     first, second = picture(1), picture(2, 8, 4)
     made: list[Generate] = []
     for media, question in (((first,), 0), ((second,), 0), ((first,), 1), ((first, second), 2)):
@@ -79,7 +79,7 @@ def picture_requests(rid: int, tokens: int) -> list[Generate]:
 
 
 def sparse_requests(vocab_size: int) -> list[Generate]:
-    """Prompts of which two blocks are left out."""
+    """Return prompts of which two blocks are skipped."""
     rng = random.Random(2)
     return [
         Generate(
@@ -95,7 +95,7 @@ def sparse_requests(vocab_size: int) -> list[Generate]:
 
 
 def crowd_requests(vocab_size: int) -> list[Generate]:
-    """Rows of which one has to make room, where memory is for fewer."""
+    """Return rows of which one must be preempted if memory is short."""
     requests: list[Generate] = []
     for rid in range(1, CROWD + 1):
         ids = tuple((20 + rid * 31 + at * 7) % vocab_size for at in range(CROWD_PROMPT + CROWD_GIVEN))

@@ -1,4 +1,4 @@
-"""Verifier of one model: each way of running a request beside the same request alone."""
+"""Verifier of one model: compares each way of running a request with the same request run alone."""
 
 import random
 import tempfile
@@ -34,18 +34,18 @@ from worker.tools.verify.trial_requests import (
     text_requests,
 )
 
-# Words of the longest prompt. The others are parts of that; every other request continues a beginning that they share.
+# Words of the longest prompt. The others are parts of it; every other request begins with a shared text.
 LONGEST_WORDS: Final = 160
 SMALL_CHUNK: Final = 32
-# Tokens of a draft that a model's head is asked for.
-DRAFTED: Final = 3
+# Number of tokens requested per draft.
+DRAFT_TOKENS: Final = 3
 CACHE_BYTES: Final = 1 << 30
 DISK_BYTES: Final = 4 << 30
 CROWD_TOKENS: Final = 512
 
 
 class Verifier:
-    """All checks of one model. The first one, alone and without caches, is what the others are compared with."""
+    """All checks of one model. The first, alone and without caches, gives the expected outputs of the others."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class Verifier:
         self._partners = partners
         self._loaded = loaded
         self._intake = Intake(loaded, spec.parser, sparse=SparseLimits(spec.sparse_keep))
-        # Nothing is kept from one request to the next, unless a check says so.
+        # Caches are off, unless a check needs them.
         self._spec = replace(
             spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16, speculate="off"
         )
         self._requests = text_requests(tokens, words, loaded.max_context)
-        # Each adapter under the first of the texts.
+        # Requests that repeat the first text with each adapter.
         self._adapted = adapter_requests(loaded, self._requests)
         self._requests += self._adapted
-        # The first two show two pictures under the same text.
+        # The first two requests have two pictures with the same text.
         self._pictured: list[Generate] = []
         if "image" in self._intake.modalities:
             self._pictured = picture_requests(len(self._requests) + 1, tokens)
@@ -101,7 +101,7 @@ class Verifier:
             yield self._dequantized()
 
     def _adapters_told_apart(self) -> VerifyCheck:
-        """Each adapter must be served, and say something with another certainty than the base."""
+        """Check that each adapter is served, and changes the likelihoods of the base model."""
         adapters = adapters_of(self._loaded.model)
         infos = adapters.infos if adapters is not None else ()
         notes = [info.failure.message for info in infos if info.failure is not None]
@@ -115,7 +115,7 @@ class Verifier:
         return VerifyCheck("adapters", len(self._adapted), tokens, note="; ".join(notes))
 
     def _told_apart(self) -> VerifyCheck:
-        """Of two pictures under the same text the model must not say the same with the same certainty."""
+        """Check that two pictures with the same text give different likelihoods."""
         first, second = self._alone[-len(self._pictured) :][:2]
         likelihoods = [[each.logprob for each in output.logprobs] for output in (first, second)]
         note = "another picture under the same text changes nothing" if likelihoods[0] == likelihoods[1] else ""
@@ -146,7 +146,7 @@ class Verifier:
         session = self._session(replace(self._spec, kv_bytes=limit))
         outputs = session.run([crowd])
         if not session.gauges.preemptions:
-            # Memory does not grow with the length, or all of it fits.
+            # Memory does not grow with the length, or all rows fit.
             return VerifyCheck("preempted", note="no row ever had to make room", is_skipped=True)
         return compare("preempted", outputs, expected)
 
@@ -163,7 +163,7 @@ class Verifier:
         return self._compare("resumed", rest)
 
     def _speculated(self) -> VerifyCheck:
-        """With drafts of which some are right, so that rows keep different numbers of a block's tokens."""
+        """Check drafts that are partly right, so that rows accept different numbers of a block's tokens."""
         drafter = NoisyDrafts(self._loaded.vocab_size)
         for request, output in zip(self._requests, self._alone, strict=True):
             drafter.learn([*self._intake.row(request, 0.0).prompt, *output.ids])
@@ -173,23 +173,23 @@ class Verifier:
         return self._compare("speculated", outputs)
 
     def _drafted(self, proposer: Proposer) -> VerifyCheck:
-        """With the drafts of the head, drafter or model that the worker has, at each step."""
+        """Check the drafts of the worker's own head, drafter or draft model, at each step."""
         name = f"drafted by {proposer.source}"
-        drafter = EagerDrafts(proposer, DRAFTED)
+        drafter = EagerDrafts(proposer, DRAFT_TOKENS)
         outputs = EngineSession(self._loaded, self._intake, self._spec, drafter).run([self._requests])
         if not drafter.drafted:
             return VerifyCheck(name, note="it drafted nothing", is_skipped=True)
         return self._compare(name, outputs)
 
     def _dequantized(self) -> VerifyCheck:
-        """With quantized KV dequantized for each step, where steps read its codes: they stand for the same numbers."""
+        """Check quantized KV dequantized for each step, if steps read its codes directly: both must be equal."""
         with without_codes(self._loaded.model) as is_other:
             if is_other:
                 return self._compare("dequantized", self._session(self._spec).run([self._requests]))
         return VerifyCheck("dequantized", note="no step reads codes on this machine", is_skipped=True)
 
     def _sparse(self) -> VerifyCheck:
-        """Prompts of which a part is run, together and gone on with from some place, beside each alone."""
+        """Check sparse prompts, together and resumed at some token, against each alone."""
         if self._loaded.max_context < SPARSE_PROMPT + SPARSE_OUTPUT:
             return VerifyCheck("sparse prefill", note="the context is too short", is_skipped=True)
         requests = sparse_requests(self._loaded.vocab_size)

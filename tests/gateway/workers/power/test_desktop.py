@@ -26,7 +26,7 @@ from gateway.workers.power.desktop import (
 )
 from gateway.workers.supervisor.state import State
 from protocol.messages import MINOR, SetPace
-from protocol.minors import PACE
+from protocol.minors import SET_PACE_MINOR
 
 pytestmark = pytest.mark.anyio
 
@@ -182,7 +182,7 @@ async def test_workers_are_told_once_and_again_when_it_changes_and_new_ones_when
 
 
 async def test_a_worker_that_could_not_be_reached_is_told_later_and_an_old_one_never() -> None:
-    mac, models = Mac(), [Model("a"), Model("old", minor=PACE - 1)]
+    mac, models = Mac(), [Model("a"), Model("old", minor=SET_PACE_MINOR - 1)]
     watch, wire = watched(mac, models, [True])
     wire.gone = {"a"}
     await watch.look()

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from protocol.messages import Generate, Sampling, TokensPrompt
-from protocol.prediction_heads import RUN, is_head, unused
+from protocol.prediction_heads import SUPPORTED_TYPES, is_head, unused
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, write
 from tests.worker.engine.test_exact import requests, tokens
@@ -145,8 +145,8 @@ def write_head(kind: str, folder: Path, model: Any, *, scale: float) -> dict[str
 
 
 def test_the_families_are_those_that_are_told_to_be_run() -> None:
-    assert set(FORMS) == RUN
-    assert all(unused(kind) == "" for kind in RUN)
+    assert set(FORMS) == SUPPORTED_TYPES
+    assert all(unused(kind) == "" for kind in SUPPORTED_TYPES)
     assert unused("kimi_k3") == "its head is there and not used: those of kimi_k3 are not run"
     for name in ("mtp.fc.weight", "model.mtp_layers.0.input_proj.weight", "model.layers.61.eh_proj.weight"):
         assert is_head(name)
