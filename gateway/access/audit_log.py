@@ -1,8 +1,8 @@
-"""Audit log: `logs/audit.log` in the home, mode 0600, one JSON object a line: changes of keys, orders of the operator,
-reloads of the configuration, and each address that a key is first used from.
+"""Audit log: `logs/audit.log` in the home, mode 0600, one JSON object a line. It records changes of keys, commands of
+the operator, reloads of the configuration, and each address that a key is first used from.
 
-The daemon and every `mlxctl` append to it, without a lock: a line is one write at the end of the file. Only a rotation
-is locked. No request without a key adds a line, so strangers cannot make it roll.
+The daemon and every `mlxctl` append to it without a lock, since a line is one write at the end of the file; only a
+rotation is locked. Requests without a key add no lines, so unauthenticated clients cannot make it roll.
 """
 
 import fcntl
@@ -53,7 +53,7 @@ Fact = str | int | float | bool | list[str] | None
 
 
 class AuditActor(Struct, frozen=True):
-    """Process that gave an order. `sudo_uid` is the account behind root, as sudo tells it."""
+    """Process that gave an order. `sudo_uid` is the account that used sudo."""
 
     uid: int | None = None
     pid: int | None = None
@@ -61,7 +61,7 @@ class AuditActor(Struct, frozen=True):
 
 
 class AuditEntry(Struct, frozen=True, kw_only=True):
-    """One line. `target` is a key, model or request; `client` an address or `unix`; `outcome` ok or an error's code."""
+    """One line. `target` is a key, model or request; `client` an address or `unix`; `outcome` ok or an error code."""
 
     time: str
     action: Action
@@ -75,7 +75,7 @@ class AuditEntry(Struct, frozen=True, kw_only=True):
 
 
 class AuditUnwritable(CommandFailed):
-    """A line could not be written; the message says why."""
+    """A line could not be written; the message gives the reason."""
 
 
 class Audit:
@@ -87,7 +87,7 @@ class Audit:
         self._max_bytes = max_bytes
 
     def record(self, entry: AuditEntry) -> None:
-        """Append one line, on the disk when this returns. Raises `AuditUnwritable`."""
+        """Append one line, which is on the disk when this returns. Raises `AuditUnwritable`."""
         line = msgspec.json.encode(entry) + b"\n"
         try:
             with self._folder.made() as folder:
@@ -106,7 +106,7 @@ class Audit:
                 os.close(full)
                 size = os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":
-                line = b"\n" + line  # after half a line of a full disk
+                line = b"\n" + line  # ends the partial line that a full disk left
             written = os.write(file, line)
             os.fsync(file)
         finally:
@@ -125,7 +125,7 @@ def entry(
     facts: Mapping[str, Fact] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> AuditEntry:
-    """A line of now. Without an `actor` it is this process."""
+    """Make a line with the current time. The default `actor` is this process."""
     actor = this_process() if actor is None else actor
     return AuditEntry(
         time=datetime.fromtimestamp(clock(), UTC).isoformat(timespec="milliseconds"),
@@ -141,7 +141,7 @@ def entry(
 
 
 def _rotate(folder: int, name: str, file: int) -> bool:
-    """Rename the full `file` and the older ones, unless another process has; False if one does at this moment."""
+    """Rename the full `file` and older ones, unless another process did; False if one is doing so."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -160,6 +160,6 @@ def _rotate(folder: int, name: str, file: int) -> bool:
 
 
 def this_process() -> AuditActor:
-    """The user who runs this program, and who became root for it."""
+    """Return the user of this program, and the account behind sudo."""
     sudo_uid = os.environ.get("SUDO_UID", "") if os.geteuid() == 0 else ""
     return AuditActor(os.getuid(), os.getpid(), int(sudo_uid) if sudo_uid.isdecimal() else None)

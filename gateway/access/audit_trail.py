@@ -1,4 +1,4 @@
-"""Audit trail of the daemon: a thread writes its lines, so that neither a request nor the loop waits for the disk."""
+"""Audit trail of the daemon, written by a thread, so that neither requests nor the event loop wait for the disk."""
 
 import logging
 import threading
@@ -9,12 +9,12 @@ from gateway.access.audit_log import Audit, AuditEntry, AuditUnwritable
 
 log = logging.getLogger(__name__)
 
-# Lines that wait for the disk; what comes while there are as many is lost, and counted.
+# Pending lines; further ones are lost and counted.
 PENDING_MAX: Final = 1000
 
 
 class AuditTrail:
-    """Lines in the order in which they were recorded. A line that is lost is counted, and the log has it."""
+    """Lines in the order in which they were recorded. A lost line is counted, and is written to the daemon's log."""
 
     def __init__(self, audit: Audit) -> None:
         self._audit = audit
@@ -23,14 +23,14 @@ class AuditTrail:
         self.lost = 0
 
     def record(self, entry: AuditEntry) -> None:
-        """Write a line, soon."""
+        """Queue a line to be written."""
         if self._room.acquire(blocking=False):
             self._thread.submit(self._write, entry)
         else:
             self._lose(entry, "the disk does not keep up")
 
     def close(self) -> None:
-        """Finish writing. The last call."""
+        """Write all pending lines. Must be the last call."""
         self._thread.shutdown()
 
     def _write(self, entry: AuditEntry) -> None:

@@ -1,4 +1,4 @@
-"""API key: its limits, its rights and the hash of its secret."""
+"""API key with its limits, its rights and the hash of its secret."""
 
 import hashlib
 import hmac
@@ -8,21 +8,21 @@ from msgspec import Meta, Struct
 
 Limit = Annotated[int, Meta(ge=0, le=10**12)]
 Percent = Annotated[int, Meta(ge=0, le=100)]
-# A date of the year 5138: no table has room for the digits of much later ones.
+# The limit is in the year 5138; tables have no room for the digits of much later dates.
 EXPIRY_MAX_S: Final = 1e11
-# Seconds since 1970.
+# Expiry is a Unix time.
 Expiry = Annotated[float, Meta(ge=0, le=EXPIRY_MAX_S)]
 
 
 class Key(Struct, frozen=True, kw_only=True):
-    """One key. `models` empty means all; limits of 0 mean none; times are seconds since 1970.
+    """One key. `models` empty means all; limits of 0 mean none; times are Unix times.
 
-    A request is counted as its sequences: prompts times choices. Requests of a lower `priority` run first. `cache_salt`
-    keeps the prefix cache of one key from the others, who could otherwise tell by the time of an answer what has been
-    asked before; empty means the common cache.
+    A request counts as its sequences: prompts times choices. Requests of a lower `priority` run first. `cache_salt`
+    separates a key's prefix cache from the others', who could otherwise infer earlier prompts from response times;
+    empty means the common cache.
 
-    Fields that a later mlxd has written are ignored here and kept on every change. Where ignoring one would let the key
-    do more than it may, that mlxd names it in `requires`: a key that requires what is unknown here opens nothing.
+    Fields of a later mlxd are ignored here and preserved by every change. If ignoring a field would extend a key's
+    rights, that mlxd lists it in `requires`: a key that requires an unknown field grants nothing.
     """
 
     name: str
@@ -35,28 +35,28 @@ class Key(Struct, frozen=True, kw_only=True):
     concurrency: Limit = 0
     expires: float | None = None
     is_admin: bool = False
-    # May read `/metrics`, and nothing else.
+    # This key may read `/metrics`, and nothing else.
     is_metrics_only: bool = False
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     cache_salt: str = ""
     created: float = 0.0
     is_disabled: bool = False
-    # Sequences of one request, and tokens of one answer.
+    # Maximum sequences of one request, and maximum tokens of one answer.
     max_sequences: Limit = 0
     max_tokens: Limit = 0
-    # How much of a model's queue the key may fill while there are others, in percent; 0 is the server's.
+    # Percent of a model's queue that the key may fill while there are other keys; 0 uses the server's setting.
     queue_share: Percent = 0
     requests_per_day: Limit = 0
     tokens_per_day: Limit = 0
     requests_per_month: Limit = 0
     tokens_per_month: Limit = 0
-    # The part of a day's or a month's budget, in percent, from which on its use is told; 0 is never.
+    # Percent of a daily or monthly budget from which its use is logged; 0 logs only a spent one.
     alert_at: Percent = 80
-    # Of another mlxd that sends requests of its clients here: opens `/internal/`, and nothing else.
+    # The key of another mlxd that forwards its clients' requests: opens `/internal/`, and nothing else.
     is_peer: bool = False
-    # Whether its requests may leave for an upstream where a model's do.
+    # Whether its requests may be sent to an upstream if their model allows it.
     may_leave: bool = False
-    # Names of fields without which the key must not be used.
+    # Names of fields that a mlxd must know to accept this key.
     requires: tuple[str, ...] = ()
 
     def is_expired(self, now: float) -> bool:
@@ -64,7 +64,7 @@ class Key(Struct, frozen=True, kw_only=True):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it opens anything, its expiry aside."""
+        """Whether it grants anything, apart from its expiry."""
         return not self.is_disabled and KNOWN.issuperset(self.requires)
 
     @property
@@ -76,13 +76,13 @@ class Key(Struct, frozen=True, kw_only=True):
         return any(getattr(self, name) for name in LIMITS)
 
     def is_opened_by(self, secret: bytes) -> bool:
-        """Whether this is the key's secret; takes the same time whatever the answer."""
+        """Whether this is the key's secret, compared in constant time."""
         return hmac.compare_digest(digest(self.salt, secret), self.hash)
 
 
 # Fields that this version knows.
 KNOWN: Final = frozenset(Key.__struct_fields__)
-# What an admin key has none of.
+# An admin key must have none of these.
 LIMITS: Final = (
     "rpm",
     "tpm",

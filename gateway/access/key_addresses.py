@@ -1,4 +1,4 @@
-"""Addresses that API keys are used from: the first use of a key at each is a line of the audit log, and known by it."""
+"""Addresses that API keys are used from, each recorded in the audit log at its first use and reloaded from there."""
 
 import logging
 from collections import defaultdict
@@ -15,19 +15,19 @@ from gateway.telemetry.log_file import last_lines
 
 log = logging.getLogger(__name__)
 
-# Of one secret. Its holder must not be able to fill the audit log.
+# Addresses recorded for one secret; more are not, so that its holder cannot fill the audit log.
 ADDRESSES_MAX: Final = 256
-# Lines that are read at the start.
+# Maximum lines that are read at the start.
 _LINES_MAX: Final = 100_000
 
 _decoder = msgspec.json.Decoder(AuditEntry)
 
 
 class KeyAddresses:
-    """By the prefix of the secret, so that a new secret begins without any. Owned by the event loop."""
+    """Addresses by the secret's prefix, so that a new secret starts without any. Owned by the event loop."""
 
     def __init__(self, trail: AuditTrail, path: Path, prefixes: Collection[str]) -> None:
-        """`path` is the audit log, `prefixes` those of the keys in force."""
+        """`path` is the audit log, `prefixes` are those of the keys in force."""
         self._trail = trail
         self._seen: defaultdict[str, set[str]] = defaultdict(set)
         for line in _lines(path):
@@ -41,7 +41,7 @@ class KeyAddresses:
                 self._seen[prefix].add(network)
 
     def use(self, key: str, prefix: str, address: Address) -> None:
-        """Note a use of a key, and record it if it is the first from its address."""
+        """Record a use of a key in the audit log if it is the first from its address."""
         seen = self._seen[prefix]
         network = address.network
         if network in seen or not address.host or len(seen) > ADDRESSES_MAX:

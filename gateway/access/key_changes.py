@@ -1,4 +1,4 @@
-"""Changes of API keys, as lines of the audit log: told from the keys before and after, so that none is left out."""
+"""Changes of API keys as lines of the audit log, derived from the keys before and after, so that none is missed."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -8,14 +8,14 @@ import msgspec
 from gateway.access.audit_log import AuditEntry, Fact, entry
 from gateway.access.key import Key
 
-# What a secret could be told by, and what follows from other fields or from the time of the line.
+# These fields could identify a secret, or follow from other fields or from the line's time.
 _HIDDEN: Final = frozenset({"name", "salt", "hash", "cache_salt", "requires", "created"})
-# Of the secret itself.
+# These fields change with the secret.
 _SECRET: Final = frozenset({"prefix", "hash"})
 
 
 def key_changes(before: Iterable[Key], after: Iterable[Key]) -> Iterator[AuditEntry]:
-    """One line for each key that was made, changed, given a new secret or revoked."""
+    """Yield one line for each key that was created, changed, rotated or revoked."""
     old, new = ({key.name: key for key in keys} for keys in (before, after))
     for name, key in new.items():
         was = old.get(name)
@@ -31,7 +31,7 @@ def key_changes(before: Iterable[Key], after: Iterable[Key]) -> Iterator[AuditEn
 
 
 def _made(key: Key) -> dict[str, Fact]:
-    """Facts of a new key: the fields that differ from the defaults."""
+    """Return the fields of a new key that differ from the defaults."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(key)}
     shown = [name for name in defaults if name not in _HIDDEN and getattr(key, name) != defaults[name]]
     facts: dict[str, Fact] = {name: _fact(getattr(key, name)) for name in shown}
@@ -39,7 +39,7 @@ def _made(key: Key) -> dict[str, Fact]:
 
 
 def _changed(was: Key, key: Key) -> dict[str, Fact]:
-    """Each field that differs, as it was and as it is."""
+    """Return each field that differs, with its old and its new value."""
     names = [name for name in was.__struct_fields__ if name not in _HIDDEN | _SECRET]
     facts: dict[str, Fact] = {
         name: f"{_text(getattr(was, name))} -> {_text(getattr(key, name))}"

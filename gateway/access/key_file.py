@@ -1,7 +1,7 @@
-"""API keys at rest: `keys/keys.json` in the home, mode 0600, with a salted hash of each secret.
+"""File of the API keys: `keys/keys.json` in the home, mode 0600, with a salted hash of each secret.
 
-A secret is 256 random bits. A slow hash protects what can be guessed; here nothing can, and each request would pay for
-it. The salt keeps two files from being compared. The file is replaced as a whole, under a lock, so that a reader sees
+A secret has 256 random bits, so it needs no slow hash, which protects guessable secrets and would slow down each
+request. The salt prevents comparing two files. The file is replaced atomically, under a lock, so that a reader sees
 it before or after a change and never in between.
 """
 
@@ -27,17 +27,17 @@ from gateway.state_dir.private_file import write_private_in
 
 log = logging.getLogger(__name__)
 
-# `sk-` because some clients look for it.
+# Some clients require the prefix `sk-`.
 SECRET_START: Final = "sk-mlxd-"
 SECRET_BYTES: Final = 32
-# What is kept of a secret in the clear, to recognise it by; 208 random bits remain.
+# These characters are stored in the clear to recognise a secret by; 208 random bits remain.
 PREFIX_CHARS: Final = len(SECRET_START) + 8
 SECRET_CHARS_MAX: Final = 256
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 FILE_VERSION: Final = 1
 
 _DEFAULTS: Final[dict[str, Any]] = msgspec.to_builtins(Key(name="", prefix="", salt="", hash=""))
-# A mlxd that does not know these would let the key do more.
+# A mlxd that does not know these fields would grant the key more rights.
 _RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only", "is_peer"})
 
 
@@ -48,21 +48,21 @@ class _Contents(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The file as it is: the keys, and all that it says, with what only another version knows."""
+    """The parsed file: its keys, and its raw content with fields of other versions."""
 
     keys: tuple[Key, ...] = ()
     raw: dict[str, Any] | None = None
 
 
 class KeysUnusable(CommandFailed):
-    """The file cannot be read, or is none of ours."""
+    """The file cannot be read, or is no key file."""
 
 
 class KeyRefused(CommandFailed):
-    """A key cannot be made or found."""
+    """A key cannot be created or found."""
 
 
-# Changes whenever the file does: a replaced file has another inode.
+# The stamp changes with the file, because a replaced file has another inode.
 Stamp = tuple[int, int, int]
 
 _decoder = msgspec.json.Decoder(_Contents)
@@ -74,10 +74,10 @@ def has_keys(path: Path) -> bool:
 
 
 class KeyFile:
-    """The keys of one home. Without the file there has never been a key; with it, even empty, keys are required."""
+    """The keys of one home. Without a file there has never been a key; with one, even empty, keys are required."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time, client: str = "") -> None:
-        """`client` is what the audit log says of who changes keys by this object, beside the process."""
+        """`client` is recorded in the audit log, with the process, as the author of changes."""
         self.path = path
         self._client = client
         self._folder = HomeFolder(path.parent)
@@ -85,7 +85,7 @@ class KeyFile:
         self._clock = clock
 
     def stamp(self) -> Stamp | None:
-        """None without a file. Raises `OSError` when that cannot be known."""
+        """Return the file's stamp; None without a file. Raises `OSError` if that is unknown."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -93,16 +93,16 @@ class KeyFile:
         return (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def read(self) -> tuple[Key, ...]:
-        """All keys; none without a file. Raises `KeysUnusable`."""
+        """Return all keys; none without a file. Raises `KeysUnusable`."""
         return self._read().keys
 
     def unknown(self) -> list[str]:
-        """The names of fields that another version has written and this one ignores. Raises `KeysUnusable`."""
+        """Return the fields of other versions, which this one ignores. Raises `KeysUnusable`."""
         raw = self._read().raw or {}
         return sorted((_fields(raw, "keys") - KNOWN) | (raw.keys() - set(_Contents.__struct_fields__)))
 
     def _read(self, folder: int | None = None) -> _Read:
-        """From the open folder, or from one that is opened for it."""
+        """Read the file from an open folder, or open the folder for it."""
         try:
             if folder is None:
                 with self._folder.reading() as opened:
@@ -120,7 +120,7 @@ class KeyFile:
             raise KeysUnusable(f"{self.path}: {error}") from None
 
     def create(self, key: Key, *, shares_cache: bool = False) -> tuple[Key, str]:
-        """Keep a key like `key`, with a secret of its own. Returns both. Raises `KeyRefused`, `KeysUnusable`."""
+        """Store a key like `key` with a new secret, and return both. Raises `KeyRefused`, `KeysUnusable`."""
         with self._changing() as keys:
             if key.name in keys:
                 raise KeyRefused(f"there is a key {key.name!r} already; revoke or rotate it, or choose another name")
@@ -145,14 +145,14 @@ class KeyFile:
         return key
 
     def rotate(self, name: str) -> tuple[Key, str]:
-        """A new secret for a key; the old one ends. Raises `KeyRefused`, `KeysUnusable`."""
+        """Replace a key's secret. Raises `KeyRefused`, `KeysUnusable`."""
         with self._changing() as keys:
             key, secret = _with_secret(_find(keys, name))
             keys[name] = key
         return key, secret
 
     def revoke(self, name: str) -> int:
-        """Remove a key. Returns how many are left. Raises `KeyRefused`, `KeysUnusable`."""
+        """Remove a key, and return the number of keys left. Raises `KeyRefused`, `KeysUnusable`."""
         with self._changing() as keys:
             _find(keys, name)
             del keys[name]
@@ -160,7 +160,7 @@ class KeyFile:
 
     @contextmanager
     def _changing(self) -> Generator[dict[str, Key], None, None]:
-        """The keys by name; what they are at the end is written, unless an exception ends it."""
+        """Yield the keys by name, and write them at the end unless there is an exception."""
         try:
             with self._folder.changing() as folder:
                 before = self._read(folder)
@@ -173,7 +173,7 @@ class KeyFile:
             raise self._unusable(error) from None
 
     def _record(self, before: Iterable[Key], after: Iterable[Key]) -> None:
-        """Write the audit log. What was changed stays so if that fails: a key must be revocable on a full disk."""
+        """Write the audit log. A failure does not undo the change, since a key must be revocable on a full disk."""
         try:
             for entry in key_changes(before, after):
                 self._audit.record(msgspec.structs.replace(entry, client=self._client))
@@ -199,7 +199,7 @@ def _decode(data: bytes) -> tuple[Key, ...]:
 
 
 def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
-    """The file with these keys, and with what others than this version have written of them and beside them."""
+    """Encode the file with these keys, preserving the keys' and the file's fields of other versions."""
     others = {raw["name"]: {name: raw[name] for name in raw.keys() - KNOWN} for raw in before.get("keys", ())}
     written = [_written(key) | others.get(key.name, {}) for key in keys]
     whole = before | {"keys": written, "version": FILE_VERSION}
@@ -207,7 +207,7 @@ def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
 
 
 def _written(key: Key) -> dict[str, Any]:
-    """The fields of a key that differ from their defaults. Of the others an older mlxd need not know."""
+    """Return the fields of a key that differ from their defaults; an older mlxd need not know the others."""
     return {name: value for name, value in msgspec.to_builtins(key).items() if value != _DEFAULTS[name]}
 
 
@@ -216,7 +216,7 @@ def _fields(raw: dict[str, Any], name: str) -> set[str]:
 
 
 def _marked(key: Key) -> Key:
-    """The key, requiring of an older mlxd that it knows what restricts it."""
+    """Set `requires`, so that an older mlxd refuses a key whose restrictions it does not know."""
     needed = {name for name in _RESTRICTIONS if getattr(key, name)} | (set(key.requires) - _RESTRICTIONS)
     return msgspec.structs.replace(key, requires=tuple(sorted(needed)))
 
@@ -251,7 +251,7 @@ def _check(key: Key) -> None:
     if key.may_leave and (key.is_peer or key.is_metrics_only):
         raise KeyRefused(f"key {key.name!r}: requests of a peer or of a scraper never leave")
     try:
-        # Constructing a struct checks nothing, and what is written must be readable.
+        # Constructing a struct validates nothing, and the written file must be readable.
         msgspec.convert(msgspec.to_builtins(key), Key)
     except msgspec.ValidationError as error:
         raise KeyRefused(f"key {key.name!r}: {error}") from None
@@ -262,6 +262,6 @@ def _check(key: Key) -> None:
 
 
 def _check_expiry(key: Key) -> None:
-    """Check an expiry that is written now. A file of a version that took any must stay readable."""
+    """Check an expiry at its change only, as older versions wrote files with any expiry."""
     if key.expires is not None and not key.expires <= EXPIRY_MAX_S:
         raise KeyRefused(f"key {key.name!r}: it would expire after the year 5138; let it never expire")

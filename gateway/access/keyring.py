@@ -1,4 +1,4 @@
-"""The API keys in force, and the caller that each of them makes."""
+"""API keys in force, each with the caller that it authenticates."""
 
 import logging
 import time
@@ -26,16 +26,16 @@ UNKNOWN: Final[Stamp] = (-1, -1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A key in force, and what is derived from it."""
+    """A key in force, with its caller."""
 
     key: Key
     caller: Caller
 
 
 class Keyring:
-    """The keys in force. Looks at the file's stamp before each request: a change holds from the next one on.
+    """Keys in force. The file's stamp is checked before each request, so that a change applies to the next one.
 
-    A file that cannot be read leaves the last good one in force; without one every request is refused.
+    An unreadable file leaves the last good keys in force; without any, every request is refused.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Keyring:
         wall: Callable[[], float] = time.time,
         ledger: Ledger | None = None,
     ) -> None:
-        """Raises `KeysUnusable`."""
+        """Read the keys. Raises `KeysUnusable`."""
         self._file = file
         self._ledger = ledger
         self._metrics = metrics
@@ -54,33 +54,33 @@ class Keyring:
         self._wall = wall
         self._stamp: Stamp | None = None
         self._by_prefix: dict[bytes, list[Account]] = {}
-        # By name, and kept: a key that is made again, or rotated, does not start afresh.
+        # Meters are kept by name, so that a rotated or recreated key keeps its usage.
         self.meters: dict[str, Meter] = {}
-        # Whether there has never been a key.
+        # Set while there has never been a key.
         self.is_open = True
-        # Whether several keys may send requests.
+        # Set if several keys may send requests.
         self.has_others = False
         self._apply(self._look())
 
     @property
     def prefixes(self) -> set[str]:
-        """Of the secrets of all keys."""
+        """Prefixes of the secrets of all keys."""
         return {prefix.decode() for prefix in self._by_prefix}
 
     def refresh(self) -> None:
-        """Take over what has changed since the last look."""
+        """Load the file if it has changed."""
         stamp = self._look()
         if stamp == self._stamp:
             return
         try:
             self._apply(stamp)
         except KeysUnusable as error:
-            # There is a key by now, whichever it is: a door that was open is not left so.
+            # The file exists but is unreadable, so there may be a key: an open daemon is closed.
             self.is_open = False
             log.error("API keys not reloaded, the previous ones stay in force: %s", error)
 
     def caller(self, secret: bytes) -> Caller | None:
-        """The caller with the key `secret`. Raises `Unauthorized` when the key has expired or is disabled."""
+        """Return the caller of a secret. Raises `Unauthorized` if its key has expired or is disabled."""
         account = self._account(secret)
         if account is None:
             return None
@@ -95,7 +95,7 @@ class Keyring:
         return account.caller
 
     def named(self, name: str | None) -> Caller | None:
-        """The caller of the key of this name, if it is in force, or of no key: for what an earlier daemon was asked."""
+        """Return the caller of a named key in force, or the owner for None, for requests of an earlier daemon."""
         if name is None:
             return OWNER
         for accounts in self._by_prefix.values():
@@ -109,7 +109,7 @@ class Keyring:
         accounts = self._by_prefix.get(secret[:PREFIX_CHARS], ()) if len(secret) <= SECRET_CHARS_MAX else ()
         opened = [account for account in accounts if account.key.is_opened_by(secret)]
         if not accounts:
-            # As long as it takes when there is one of this prefix.
+            # This takes as long as comparing with a key of this prefix.
             digest(_NO_SALT, secret[:SECRET_CHARS_MAX])
         return opened[0] if opened else None
 
@@ -117,10 +117,10 @@ class Keyring:
         try:
             return self._file.stamp()
         except OSError:
-            return UNKNOWN  # reading it will say why
+            return UNKNOWN  # reading the file will report the error
 
     def _apply(self, stamp: Stamp | None) -> None:
-        # Noted first: a bad file is complained about once, not at each request.
+        # The stamp is stored first, so that an unusable file is logged once, not at each request.
         self._stamp = stamp
         keys = self._file.read()
         by_prefix: dict[bytes, list[Account]] = {}

@@ -1,7 +1,7 @@
-"""Usage by day, key and model, in a file for each month.
+"""Ledger of usage by day, key and model, in a file for each month.
 
-The month that runs is in memory, and written now and then and at the end; older ones are read when they are asked for.
-A request is booked once, on the day on which it ends.
+The current month is in memory, and is written periodically and at the end; older months are read on request. A request
+is booked once, on the day on which it ends.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from gateway.state_dir.snapshot import WriteOrder
 
 log = logging.getLogger(__name__)
 
-# What a crash may lose.
+# A crash loses at most the usage of this time.
 PERIOD_S: Final = 30.0
 DIMENSIONS: Final = ("day", "key", "model")
 
 
 class LedgerLine(Struct, array_like=True):
-    """The use of one day, key and model; `requests` are sequences. The key is empty where there was none."""
+    """Usage of one day, key and model; `requests` counts sequences. The key is empty for requests without one."""
 
     day: str
     key: str
@@ -45,7 +45,7 @@ class LedgerLine(Struct, array_like=True):
 
 
 class LedgerSpending(Struct):
-    """One key's use of a period."""
+    """One key's usage in a period."""
 
     requests: int = 0
     tokens: int = 0
@@ -64,7 +64,7 @@ class _Month:
 
 
 class Ledger:
-    """Owned by the event loop."""
+    """Usage of all keys. Owned by the event loop."""
 
     def __init__(
         self,
@@ -77,21 +77,19 @@ class Ledger:
         self._zone = zone
         self._keep_months = keep_months
         self._clock = clock
-        # Files that should go and cannot be removed, as the log has said.
+        # Expired files that could not be removed, which was logged.
         self._kept: set[Path] = set()
         self._begins = self._ends = 0.0
         self._day = date.min
         self._by_day: dict[str, LedgerSpending] = {}
         self._by_month: dict[str, LedgerSpending] = {}
         self._month = _Month("", WriteOrder(folder))
-        # A month that has ended, until it is written for the last time.
+        # Ended months that are not yet written for the last time.
         self._past: list[_Month] = []
         self._roll()
 
-    # -- counting ----------------------------------------------------------------------------------------------------
-
     def book(self, key: str, model: str, requests: int, prompt: int, cached: int, completion: int) -> None:
-        """Count what a request has used."""
+        """Count the usage of a request."""
         self._roll()
         line = LedgerLine(self._day.isoformat(), key, model, requests, prompt, cached, completion)
         self._add(self._month, line)
@@ -99,23 +97,23 @@ class Ledger:
             _spend(spent, line)
 
     def day(self, key: str) -> LedgerSpending:
-        """Usage of a key today."""
+        """Return a key's usage today."""
         self._roll()
         return self._by_day.get(key) or LedgerSpending()
 
     def month(self, key: str) -> LedgerSpending:
-        """Usage of a key this month."""
+        """Return a key's usage this month."""
         self._roll()
         return self._by_month.get(key) or LedgerSpending()
 
     def left_s(self, period: str) -> float:
-        """Seconds until the `day` or the `month` ends."""
+        """Return the seconds until the `day` or the `month` ends."""
         self._roll()
         first = next_day(self._day) if period == "day" else next_month(self._day)
         return max(1.0, begin_of(first, self._zone()) - self._clock())
 
     def _roll(self) -> None:
-        """Begin another day or month when the clock says so, also when it was set back."""
+        """Begin another day or month by the clock, even if the clock was set back."""
         now, zone = self._clock(), self._zone()
         if self._begins <= now < self._ends:
             return
@@ -146,10 +144,8 @@ class Ledger:
         month.file.written = month.encoded()
         return month
 
-    # -- reporting ---------------------------------------------------------------------------------------------------
-
     async def lines(self, first: date, last: date, by: Sequence[str]) -> list[LedgerLine]:
-        """The use of the days from `first` to `last`, one line for each that differs in what is in `by`."""
+        """Return the usage of the days from `first` to `last`, grouped by the dimensions in `by`."""
         self._roll()
         held = [*self._past, self._month]
         lines = [msgspec.structs.replace(line) for month in held for line in month.lines.values()]
@@ -163,10 +159,8 @@ class Ledger:
         self._roll()
         return self._day
 
-    # -- keeping -----------------------------------------------------------------------------------------------------
-
     async def run(self) -> None:
-        """Write what has changed, until cancelled."""
+        """Write changes periodically, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             for file, number, data in self._changed():
@@ -174,7 +168,7 @@ class Ledger:
             await asyncio.to_thread(self._forget)
 
     def close(self) -> None:
-        """Write once more, now."""
+        """Write all changes now."""
         for file, number, data in self._changed():
             file.write(number, data)
 
@@ -188,7 +182,7 @@ class Ledger:
         return sorted(self._folder.glob("[0-9][0-9][0-9][0-9]-[0-9][0-9].json"))
 
     def _forget(self) -> None:
-        """Keep the newest months. By number and not by date: a clock that was wrong for a moment costs one of them."""
+        """Delete old months, counted by number and not by date, so that a wrong clock costs one month at most."""
         for path in self._older()[: -self._keep_months()]:
             try:
                 path.unlink(missing_ok=True)
@@ -199,7 +193,7 @@ class Ledger:
 
 
 def grouped(lines: Iterable[LedgerLine], by: Sequence[str]) -> list[LedgerLine]:
-    """The sums of the lines that agree in what is in `by`, in its order; what is not in it is empty."""
+    """Sum up lines that agree in the dimensions of `by`, in its order; other dimensions are empty."""
     sums: dict[tuple[str, ...], LedgerLine] = {}
     for line in lines:
         day, key, model = (getattr(line, name) if name in by else "" for name in DIMENSIONS)
@@ -215,7 +209,7 @@ def _spend(spent: dict[str, LedgerSpending], line: LedgerLine) -> None:
 
 
 def _read(path: Path, *, is_kept: bool = False) -> list[LedgerLine]:
-    """The lines of a month's file; none when it is damaged. One that will be written over is set aside before."""
+    """Read a month's file; a damaged one has no lines, and is set aside if it will be overwritten."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[LedgerLine])
     except FileNotFoundError:

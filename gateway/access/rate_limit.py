@@ -1,10 +1,10 @@
-"""Rate limits and budgets of a key: token buckets on a monotonic clock, and what the ledger has of its days.
+"""Rate limits and budgets of a key: token buckets on a monotonic clock, and usage from the ledger.
 
-A request counts as its sequences, prompts times choices: for the worker each is as much work as a request of its own.
+A request counts as its sequences, prompts times choices, since each costs the worker as much as a request.
 
-A bucket holds a minute's worth and refills evenly, so what remains, and when it is full again, can be told exactly.
-Tokens are taken by estimate when a request begins and settled when it ends; a bucket that is overdrawn refuses until
-its debt is refilled, so that the mean holds even where every estimate is wrong.
+A bucket holds a minute's worth and refills evenly, so that its level and the time until it is full are exact. Tokens
+are taken by estimate when a request begins and settled when it ends. An overdrawn bucket refuses requests until its
+debt is refilled, so that the mean rate holds even if every estimate is wrong.
 """
 
 import logging
@@ -24,30 +24,30 @@ log = logging.getLogger(__name__)
 Header = tuple[bytes, bytes]
 
 BUSY_RETRY_AFTER_S: Final = 1.0
-# Completion tokens that a sequence is expected to use before any of this key has ended.
+# Completion tokens that a sequence is expected to use, before any of this key has ended.
 EXPECTED_COMPLETION: Final = 256.0
-# What refills in this time is the largest debt of a bucket, and the longest wait that a client is told.
+# The largest debt of a bucket refills in this time, which is also the longest Retry-After.
 DEBT_MAX_S: Final = 86400.0
-# What a question about tokens takes of the tokens per minute: to count one is less work than to process it.
-QUESTION_PART: Final = 0.1
-# How much the newest sequence says about how long one is.
+# Counting tokens takes this part of them from the tokens per minute, because it costs less than processing them.
+COUNTING_PART: Final = 0.1
+# Weight of the newest sequence in the expected length.
 SMOOTHING: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """0 means none."""
+    """Limits of a key; 0 means none."""
 
     rpm: int = 0
     tpm: int = 0
     concurrency: int = 0
-    # Of one request.
+    # Maximum sequences of one request.
     sequences: int = 0
     requests_per_day: int = 0
     tokens_per_day: int = 0
     requests_per_month: int = 0
     tokens_per_month: int = 0
-    # Percent of these from which on their use is told.
+    # Percent of a budget from which its use is logged.
     alert_at: int = 80
 
     @property
@@ -62,12 +62,12 @@ class Budget:
         self._name = name
         self.limits = limits
         self._ledger = ledger
-        # The budgets that were told of, each with its period and the percent that it had reached.
-        self._told: dict[tuple[str, str], tuple[str, int]] = {}
+        # Logged budgets, each with its period and the percent that was reached.
+        self._logged: dict[tuple[str, str], tuple[str, int]] = {}
 
     def check(self, running: int, sequences: int, reserved: float) -> None:
-        """Raises `BudgetSpent` when a budget has no room for so many more sequences, or for no token beyond those
-        that running requests have reserved."""
+        """Raises `BudgetSpent` if a budget has no room for `sequences` more, or for any token beyond those reserved by
+        running requests."""
         for period, kind, limit, spent in self._budgets():
             used = spent + (running + sequences if kind == "requests" else reserved)
             if used > limit or (kind == "tokens" and used >= limit):
@@ -76,18 +76,18 @@ class Budget:
                 )
 
     def used(self) -> list[tuple[str, str, float]]:
-        """The period, the kind and the used part of each budget."""
+        """Return the period, the kind and the used part of each budget."""
         return [(period, kind, spent / limit) for period, kind, limit, spent in self._budgets()]
 
     def tell(self) -> None:
-        """Log once in a period that a budget is used up to where its use is told, and once that it is spent."""
+        """Log once per period that a budget has reached its alert level, and once that it is spent."""
         today = self._ledger.today()
         for period, kind, limit, spent in self._budgets():
             begun = today.isoformat() if period == "day" else f"{today:%Y-%m}"
             marks = sorted({self.limits.alert_at or 100, 100})
             reached = max((mark for mark in marks if 100 * spent >= mark * limit), default=0)
-            if reached and self._told.get((period, kind), ("", 0)) < (begun, reached):
-                self._told[period, kind] = (begun, reached)
+            if reached and self._logged.get((period, kind), ("", 0)) < (begun, reached):
+                self._logged[period, kind] = (begun, reached)
                 log.warning(
                     "key %s has used %d of its %d %s of this %s (%d %%)",
                     self._name, spent, limit, kind, period, 100 * spent // limit,
@@ -110,7 +110,7 @@ class Budget:
 
 
 class TokenBucket:
-    """`per_minute` at most, refilled evenly. Its level may be below zero: that is a debt."""
+    """Bucket of `per_minute` tokens that refills evenly. A level below zero is a debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.capacity = per_minute
@@ -124,15 +124,15 @@ class TokenBucket:
         return self._level
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` is available, 0 if it is. An amount above the capacity needs a full bucket."""
+        """Return the seconds until `amount` is available. An amount above the capacity needs a full bucket."""
         return self._refill_s(min(amount, self.capacity), now)
 
     def take(self, amount: float, now: float) -> None:
-        """Take, or with a negative `amount` give back."""
+        """Take an amount, or give back a negative one."""
         self._level = min(float(self.capacity), self.level(now) - amount)
 
     def settle(self, amount: float, now: float) -> None:
-        """Take what was used beyond a reservation, into no more than the largest debt: it may be a false number."""
+        """Take usage beyond a reservation. The debt is bounded, as the number may be wrong."""
         self.take(amount, now)
         self._level = max(self._level, -DEBT_MAX_S * self._rate)
 
@@ -145,7 +145,7 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class UsageCharge:
-    """The tokens of one request: what was reserved, and in the end what was used. Owned by its generation."""
+    """Tokens of one request: those reserved, and in the end those used. Owned by its generation."""
 
     reserved: float
     sequences: int = 1
@@ -154,7 +154,7 @@ class UsageCharge:
 
 
 class Meter:
-    """One key's use, against its limits. Everything happens on the event loop, without a wait."""
+    """One key's use, checked against its limits. All calls are on the event loop and never wait."""
 
     def __init__(
         self,
@@ -171,16 +171,16 @@ class Meter:
         self._requests = _bucket(limits.rpm, clock())
         self._tokens = _bucket(limits.tpm, clock())
         self._expected_completion = EXPECTED_COMPLETION
-        # Requests whose body is on its way.
+        # Requests whose body is being received.
         self._receiving = 0
-        # Tokens that running requests will probably use.
+        # Tokens that running requests are expected to use.
         self._reserved = 0.0
         self._budget = None if ledger is None else Budget(name, limits, ledger)
         if self._budget is not None:
             numbers.budget = self._budget.used
 
     def limit(self, limits: KeyLimits) -> None:
-        """From now on these. What was used of a limit counts on under the one that takes its place."""
+        """Replace the limits. Usage of a limit counts against its replacement."""
         now = self._clock()
         if limits.rpm != self._limits.rpm:
             self._requests = _resized(self._requests, limits.rpm, now)
@@ -191,7 +191,7 @@ class Meter:
             self._budget.limits = limits
 
     def missing(self) -> dict[str, float]:
-        """Amounts missing from the buckets that are not full."""
+        """Return the amounts missing from buckets that are not full."""
         now = self._clock()
         missing = {kind: bucket.capacity - bucket.level(now) for kind, bucket in self._buckets()}
         return {kind: amount for kind, amount in missing.items() if amount > 0}
@@ -207,11 +207,11 @@ class Meter:
         return self._limits.has_any
 
     def request(self) -> None:
-        """Book one request. Raises `RateLimited`."""
+        """Count one request. Raises `RateLimited`."""
         self._admit_requests(1)
 
     def check(self, sequences: int) -> None:
-        """Raises `BadRequest` for a request of more sequences than the key may ever have."""
+        """Raises `BadRequest` for a request of more sequences than the key may ever run."""
         for most, text in (
             (self._limits.sequences, "in one request"),
             (self._limits.concurrency, "at once"),
@@ -233,7 +233,7 @@ class Meter:
         self._requests.take(count, now)
 
     def check_running(self) -> None:
-        """Raises `RateLimited` when there is no room for one more sequence: a body need not be read to know that."""
+        """Raises `RateLimited` if not even one sequence may start, which is known before the body is read."""
         self._check_concurrency(1)
 
     def _check_concurrency(self, sequences: int) -> None:
@@ -245,7 +245,7 @@ class Meter:
 
     @contextmanager
     def receiving(self) -> Generator[None, None, None]:
-        """Be one of the requests whose body is on its way: no more of them than may run. Raises `RateLimited`."""
+        """Count a request whose body is being received; as many may be as may run. Raises `RateLimited`."""
         concurrency = self._limits.concurrency
         if concurrency and self._receiving >= concurrency:
             self._reject("concurrency")
@@ -258,51 +258,51 @@ class Meter:
             self._receiving -= 1
 
     def expected(self, max_tokens: int | None) -> float:
-        """Completion tokens that a sequence will probably have: clients ask for far more than they use."""
+        """Return the expected completion tokens of a sequence; clients request far more than they use."""
         return self._expected_completion if max_tokens is None else min(max_tokens, self._expected_completion)
 
     @contextmanager
     def hold(self, estimate: float, sequences: int = 1) -> Generator[UsageCharge, None, None]:
-        """Be so many of the concurrent sequences, and reserve `estimate` tokens.
+        """Count running sequences, and reserve `estimate` tokens.
 
         Raises `BadRequest`, `RateLimited` and `BudgetSpent`.
 
-        What the bill says at the end is booked in place of the estimate.
+        The usage in the charge replaces the estimate at the end.
         """
         self.check(sequences)
         self._check_concurrency(sequences)
         self._check_budget(self._numbers.sequences, sequences, self._reserved)
         self._check_tokens(estimate)
-        # One was booked when the request came in.
+        # The first sequence was counted when the request arrived.
         self._admit_requests(sequences - 1)
         self._take_tokens(estimate)
-        bill = UsageCharge(estimate, sequences)
+        charge = UsageCharge(estimate, sequences)
         self._numbers.running += 1
         self._numbers.sequences += sequences
         self._reserved += estimate
         try:
-            yield bill
+            yield charge
         finally:
             self._numbers.running -= 1
             self._numbers.sequences -= sequences
             self._reserved -= estimate
-            self._settle(bill)
+            self._settle(charge)
 
     @contextmanager
     def question(self, estimate: float) -> Generator[UsageCharge, None, None]:
-        """Ask about so many tokens: a part of them is taken of what a minute has. Raises `RateLimited`, `BudgetSpent`.
+        """Charge a part of `estimate` for counting tokens. Raises `RateLimited`, `BudgetSpent`.
 
-        A question that is not answered is charged its estimate: it may have been counted all the same. It takes nothing
-        of a budget, but a key that has spent one does no more work of any kind.
+        A failed request is charged its estimate, as its tokens may have been counted all the same. Counting uses no
+        budget, but a key with a spent budget may not even count.
         """
         self._check_budget(0, 1, 0.0)
-        self._check_tokens(estimate * QUESTION_PART)
-        self._take_tokens(estimate * QUESTION_PART)
-        bill = UsageCharge(estimate, prompt=int(estimate))
+        self._check_tokens(estimate * COUNTING_PART)
+        self._take_tokens(estimate * COUNTING_PART)
+        charge = UsageCharge(estimate, prompt=int(estimate))
         try:
-            yield bill
+            yield charge
         finally:
-            self._take_tokens((bill.prompt - bill.reserved) * QUESTION_PART)
+            self._take_tokens((charge.prompt - charge.reserved) * COUNTING_PART)
 
     def _check_budget(self, running: int, sequences: int, reserved: float) -> None:
         if self._budget is None:
@@ -320,23 +320,23 @@ class Meter:
             raise RateLimited(message, "tokens", wait_s)
 
     def _take_tokens(self, amount: float) -> None:
-        # The bucket of now: the limit may have changed since the check.
+        # The limit, and with it the bucket, may have changed since the check.
         if self._tokens is not None:
             self._tokens.take(amount, self._clock())
 
-    def _settle(self, bill: UsageCharge) -> None:
-        self._numbers.prompt_tokens += bill.prompt
-        self._numbers.generation_tokens += bill.completion
+    def _settle(self, charge: UsageCharge) -> None:
+        self._numbers.prompt_tokens += charge.prompt
+        self._numbers.generation_tokens += charge.completion
         if self._tokens is not None:
-            self._tokens.settle(bill.prompt + bill.completion - bill.reserved, self._clock())
+            self._tokens.settle(charge.prompt + charge.completion - charge.reserved, self._clock())
         if self._budget is not None:
             self._budget.tell()
-        if bill.completion:
-            mean = bill.completion / bill.sequences
+        if charge.completion:
+            mean = charge.completion / charge.sequences
             self._expected_completion += SMOOTHING * (mean - self._expected_completion)
 
     def openai_headers(self) -> list[Header]:
-        """`x-ratelimit-*`."""
+        """Return the headers `x-ratelimit-*`."""
         headers: list[Header] = []
         for kind, bucket in self._buckets():
             now = self._clock()
@@ -348,7 +348,7 @@ class Meter:
         return headers
 
     def anthropic_headers(self) -> list[Header]:
-        """`anthropic-ratelimit-*`, with points in time where OpenAI has durations."""
+        """Return the headers `anthropic-ratelimit-*`, which have points in time instead of OpenAI's durations."""
         headers: list[Header] = []
         for kind, bucket in self._buckets():
             now = self._clock()
@@ -373,7 +373,7 @@ def _bucket(per_minute: int, now: float) -> TokenBucket | None:
 
 
 def _resized(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBucket | None:
-    """A bucket from which as much is missing as from the one before."""
+    """Return a bucket of another size with the same missing amount."""
     fresh = _bucket(per_minute, now)
     if fresh is not None and bucket is not None:
         fresh.settle(bucket.capacity - bucket.level(now), now)
@@ -381,12 +381,12 @@ def _resized(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBu
 
 
 def _whole(level: float) -> int:
-    # A refill in floating point may end a hair below a whole number.
+    # A refill in floating point may end slightly below a whole number.
     return max(0, int(level + 1e-6))
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: `6m0s`, `1.2s`, `20ms`."""
+    """Format a duration as OpenAI does: `6m0s`, `1.2s`, `20ms`."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     minutes, left = divmod(seconds, 60)

@@ -1,5 +1,5 @@
-"""Strangers: requests without a valid key, by the address of their client. Failed attempts are slowed down, and their
-lines in the log are sampled, so that neither grows with what strangers send.
+"""Requests without a valid key, by their client's address. Failed attempts are rate-limited and their log lines are
+sampled, so that neither memory nor the log grows with them.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from gateway.errors import RateLimited
 
 log = logging.getLogger(__name__)
 
-# Addresses whose failures are remembered; a further one takes the place of the one that failed longest ago.
+# Addresses with remembered failures; a new one replaces the one that failed longest ago.
 ADDRESSES_MAX: Final = 4096
 PERIOD_S: Final = 60.0
-# In a period: of one address, of all, and how many addresses are counted one by one.
-LINES: Final = 3
+# Bounds for one period: lines of one address, lines of all, and addresses that are counted separately.
+LINES_BY_ADDRESS: Final = 3
 LINES_IN_ALL: Final = 60
-COUNTED_MAX: Final = 1024
-# Addresses whose counts have a line of their own at the end of a period.
-TOLD_MAX: Final = 20
+COUNTED_ADDRESSES_MAX: Final = 1024
+# Addresses whose counts are logged separately at the end of a period.
+LOGGED_ADDRESSES_MAX: Final = 20
 
 
 class Throttle:
-    """Failed attempts of each address, as a bucket that refills evenly. A valid key never meets it."""
+    """Failed attempts of each address, in a bucket that refills evenly. Requests with a valid key never use it."""
 
     def __init__(self, settings: Callable[[], ServerConfig], clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -36,7 +36,7 @@ class Throttle:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def fail(self, address: Address) -> None:
-        """Book one failed attempt. Raises `RateLimited` beyond what `[server] unauthorized_rpm` allows."""
+        """Count one failed attempt. Raises `RateLimited` beyond `[server] unauthorized_rpm`."""
         per_minute = self._settings().unauthorized_rpm
         if not per_minute or not address.host:
             return
@@ -58,7 +58,7 @@ class Throttle:
 
 
 class LogSample:
-    """Sample of the lines of strangers: a few a minute of each address, and then how many more there were."""
+    """Sample of log lines: a few per minute of each address, and then the number of others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -66,32 +66,32 @@ class LogSample:
         self._seen: dict[str, int] = {}
         self._shown = 0
         self._more: dict[str, int] = {}
-        # Of addresses beyond those that are counted one by one.
+        # Requests of addresses that are not counted separately.
         self._others = 0
 
     def takes(self, address: Address) -> bool:
-        """Whether the line of this request is logged; else it is counted."""
+        """Whether this request is logged; otherwise it is counted."""
         if self._clock() - self._began >= PERIOD_S:
             self.tell()
         network = address.network
         seen = self._seen.get(network)
-        if seen is None and len(self._seen) >= COUNTED_MAX:
+        if seen is None and len(self._seen) >= COUNTED_ADDRESSES_MAX:
             self._others += 1
             return False
         self._seen[network] = (seen or 0) + 1
-        if (seen or 0) < LINES and self._shown < LINES_IN_ALL:
+        if (seen or 0) < LINES_BY_ADDRESS and self._shown < LINES_IN_ALL:
             self._shown += 1
             return True
         self._more[network] = self._more.get(network, 0) + 1
         return False
 
     def tell(self) -> None:
-        """Log what was counted, and begin the next period."""
+        """Log the counts, and begin the next period."""
         ranked = sorted(self._more.items(), key=lambda item: item[1], reverse=True)
-        for network, count in ranked[:TOLD_MAX]:
+        for network, count in ranked[:LOGGED_ADDRESSES_MAX]:
             fields = {"client": network, "requests": count}
             log.info("%d more requests without a valid key from this address", count, extra={"fields": fields})
-        rest = ranked[TOLD_MAX:]
+        rest = ranked[LOGGED_ADDRESSES_MAX:]
         if count := sum(count for _, count in rest) + self._others:
             fields = {"requests": count}
             log.info("%d more requests without a valid key from other addresses", count, extra={"fields": fields})
@@ -99,7 +99,7 @@ class LogSample:
         self._seen, self._more, self._shown, self._others = {}, {}, 0, 0
 
     async def run(self) -> None:
-        """Tell at the end of each period, also without new requests, until cancelled."""
+        """Log counts at the end of each period, even without new requests, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             self.tell()

@@ -1,4 +1,4 @@
-"""Usage counters of each key, kept over restarts: a small file, written now and then and at the end."""
+"""Usage counters of each key, kept over restarts in a small file that is written periodically and at the end."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from gateway.telemetry.metrics import KeyMetrics, Metrics
 
 log = logging.getLogger(__name__)
 
-# What a crash may lose.
+# A crash loses at most the counts of this time.
 PERIOD_S: Final = 30.0
 
 
@@ -28,22 +28,22 @@ class KeyTotals(Struct, frozen=True):
     rejections: dict[str, int] = {}
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    # Seconds since 1970; 0 is never.
+    # Unix time of the last use; 0 is never.
     last_used: float = 0.0
-    # What was missing from the buckets of its limits, and when, in seconds since 1970.
+    # Amounts missing from the buckets of its limits, as of the Unix time `as_of`.
     missing: dict[str, float] = {}
     as_of: float = 0.0
 
 
 class Totals(Struct, frozen=True):
-    """The file. `since` is when counting began, in seconds since 1970."""
+    """The file. `since` is the Unix time at which counting began."""
 
     since: float
     keys: dict[str, KeyTotals] = {}
 
 
 def last_used(path: Path) -> dict[str, float]:
-    """Time of each key's last use, as of the newest write of the file; empty when usage is not kept."""
+    """Return the time of each key's last use, as of the newest write of the file; empty without a usable file."""
     try:
         totals = msgspec.json.decode(path.read_bytes(), type=Totals)
     except (OSError, msgspec.DecodeError):
@@ -52,7 +52,7 @@ def last_used(path: Path) -> dict[str, float]:
 
 
 class UsageFile:
-    """The counters of the keys in `metrics`, and their file. Owned by the event loop."""
+    """Counters of the keys in `metrics`, with their file. Owned by the event loop."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class UsageFile:
         clock: Callable[[], float] = time.time,
         meters: Mapping[str, Meter] | None = None,
     ) -> None:
-        """Goes on from the file, for the keys that there still are. One that cannot be read is begun again."""
+        """Load the counters of existing keys from the file. An unreadable file is replaced."""
         self._file = WriteOrder(path)
         self._metrics = metrics
         self._clock = clock
-        # The mapping of a daemon that starts without keys is empty, and gets them later.
+        # An empty mapping must be kept, as a daemon without keys may get some later.
         self._meters = {} if meters is None else meters
         self.since = clock()
         self._restore()
@@ -80,7 +80,7 @@ class UsageFile:
             return
         self.since = totals.since
         for name, kept in totals.keys.items():
-            # A key that is gone takes its counters with it, so that the file does not grow forever.
+            # Counters of removed keys are dropped, so that the file does not grow forever.
             if (numbers := self._metrics.keys.get(name)) is not None:
                 numbers.requests += Counter(kept.requests)
                 numbers.rejections += Counter(kept.rejections)
@@ -91,7 +91,7 @@ class UsageFile:
                     meter.restore(kept.missing, max(0.0, self._clock() - kept.as_of))
 
     async def run(self) -> None:
-        """Write what has changed, until cancelled."""
+        """Write changes periodically, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             number, data = self._file.take(), self._look()
@@ -99,11 +99,11 @@ class UsageFile:
                 await asyncio.to_thread(self._file.write, number, data)
 
     def close(self) -> None:
-        """Write once more, now."""
+        """Write now."""
         self._file.write(self._file.take(), self._look())
 
     def _look(self) -> bytes:
-        """The file as it should be now."""
+        """Return the file's current content."""
         keys = {name: self._totals(name, numbers) for name, numbers in self._metrics.keys.items()}
         return msgspec.json.encode(Totals(self.since, keys)) if keys else b""
 

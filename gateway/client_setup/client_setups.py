@@ -1,4 +1,4 @@
-"""Settings of each client for this mlxd, as docs/clients.md has them and `make test-clients` runs them."""
+"""Settings of each client for this mlxd, equal to those in docs/clients.md and tested by `make test-clients`."""
 
 import os
 import sys
@@ -10,19 +10,18 @@ from msgspec import Struct
 from gateway.client_setup.config_edit import ConfigEdit, FileFormat
 from gateway.failed import CommandFailed
 
-# Of a model whose context is not known yet: agents need as much.
-CONTEXT: Final = 32768
-# Any text does while mlxd has no keys.
+DEFAULT_CONTEXT: Final = 32768
+# Clients require some key even while mlxd has none.
 NO_KEY: Final = "x"
 _ANSWER_MAX: Final = 8192
 
 
 class Endpoint(Struct, frozen=True):
-    """Address of mlxd, a model of it and a key; an empty key where it has none. `sees`: the model takes images."""
+    """Address of mlxd, a model and a key, which may be empty. `sees` holds if the model takes images."""
 
     url: str
     model: str
-    context: int = CONTEXT
+    context: int = DEFAULT_CONTEXT
     key: str = ""
     sees: bool = False
 
@@ -45,7 +44,7 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def answer(self) -> int:
-        """Most tokens of an answer; the rest of the context is the prompt's."""
+        """Maximum tokens of an answer; the prompt has the rest of the context."""
         return min(_ANSWER_MAX, self.context // 4)
 
 
@@ -59,7 +58,7 @@ class Setup(Struct, frozen=True):
 
 
 def setup(client: str, endpoint: Endpoint) -> Setup:
-    """The settings of a client by its name. Raises `CommandFailed` for one that is not known."""
+    """Make the settings of a named client. Raises `CommandFailed` for an unknown one."""
     try:
         make = CLIENTS[client]
     except KeyError:
@@ -203,6 +202,6 @@ CLIENTS: Final[Mapping[str, Callable[[Endpoint], Setup]]] = {
 
 
 def as_data(setup: Setup) -> dict[str, Any]:
-    """For JSON: each file with the text that is merged into it."""
+    """Convert to JSON: each file with the text that is merged into it."""
     files = [{"path": edit.path, "form": edit.form, "text": edit.fragment()} for edit in setup.edits]
     return {"client": setup.client, "files": files, "command": setup.command, "note": setup.note}

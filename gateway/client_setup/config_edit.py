@@ -1,4 +1,4 @@
-"""Merge of settings into a configuration file: other content stays, and comments where the format has them."""
+"""Merge of settings into a configuration file, which keeps its other content, and comments if the format has them."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from tomlkit.exceptions import TOMLKitError
 
-# Of YAML: a value is never broken over lines.
+# YAML values are never wrapped.
 _WIDTH: Final = 4096
 _INDENT: Final = 2
 
@@ -28,14 +28,14 @@ class FileFormat(StrEnum):
 
 
 class NotEditable(Exception):
-    """A file has another form than its name says; the reason, for its owner."""
+    """A file's content does not fit its format; the message gives its owner the reason."""
 
 
 class ConfigEdit(Struct, frozen=True):
-    """Change of one file. Mappings are merged into those that it has, at any depth; other values replace its own.
+    """Change of one file. Mappings are merged at any depth; other values are replaced.
 
-    Items of a list replace those of equal `item_key`, or are appended. `defaults` are set where it has no such key.
-    With `has_key` an API key is in the content, so that the file becomes its owner's alone.
+    Items of a list replace those of equal `item_key`, or are appended. `defaults` are set only if their key is missing.
+    `has_key` means that the content has an API key, so that only the owner may read the file.
     """
 
     path: str
@@ -46,11 +46,11 @@ class ConfigEdit(Struct, frozen=True):
     has_key: bool = False
 
     def fragment(self) -> str:
-        """The text of a file that has nothing else."""
+        """Return the text of a file with this content alone."""
         return self.merged("")
 
     def merged(self, text: str) -> str:
-        """The text of the file after the change; `text` itself where nothing is to change. Raises `NotEditable`."""
+        """Return the file's text after the change; `text` itself if nothing changes. Raises `NotEditable`."""
         match self.form:
             case FileFormat.JSON:
                 return self._json(text)
@@ -98,7 +98,7 @@ class ConfigEdit(Struct, frozen=True):
 
     def _env(self, text: str) -> str:
         assert isinstance(self.content, dict)
-        # No other character ends a line of such a file; Python knows seven more.
+        # Only newlines end lines of such a file, whereas `splitlines` knows seven more characters.
         lines = text.removesuffix("\n").split("\n") if text else []
         for name, value in self.content.items():
             wanted = f"{name}={value}"
@@ -115,7 +115,7 @@ class ConfigEdit(Struct, frozen=True):
         return [] if isinstance(self.content, list) else {}
 
     def _changed(self, data: Any, text: str, dump: Any) -> str:
-        """Merge into `data`, and dump it where that has changed something. Raises `NotEditable`."""
+        """Merge into `data`, and dump it if anything changed. Raises `NotEditable`."""
         if not isinstance(data, list if isinstance(self.content, list) else dict):
             raise NotEditable("it holds something else at its top")
         is_changed = False
@@ -151,7 +151,7 @@ def _set(data: Any, name: str, value: Any, item_key: str) -> bool:
 
 
 def _put(data: Any, item: dict[str, Any], item_key: str) -> bool:
-    """An item of a list in the place of one with its key, or at the end."""
+    """Replace the list item of equal key, or append the item."""
     for own in data:
         if isinstance(own, Mapping) and own.get(item_key) == item[item_key]:  # type: ignore[reportUnknownMemberType]
             return _merge(own, item, item_key)
@@ -164,13 +164,13 @@ def _is_items(value: Any, item_key: str) -> bool:
 
 
 def _indent(text: str) -> int | str:
-    """The indentation of a JSON file, so that only what changes does."""
+    """Detect the indentation of a JSON file, so that only changed lines differ."""
     first = re.search(r"\n([ \t]+)\S", text)
     return first[1] if first else _INDENT
 
 
 def _yaml_indents(text: str) -> tuple[int, int | None]:
-    """The steps of a YAML file from a key to its keys and to the dashes of its list; None without a list."""
+    """Detect a YAML file's indentation of keys and of list dashes; None for dashes without a list."""
     step = offset = None
     last = 0
     for line in text.splitlines():
@@ -180,7 +180,7 @@ def _yaml_indents(text: str) -> tuple[int, int | None]:
         depth = len(line) - len(content)
         if content.startswith("- "):
             offset = depth - last if offset is None and depth >= last else offset
-            # The keys of an item stand behind its dash.
+            # An item's keys are indented behind its dash.
             depth += _INDENT
         elif depth > last and step is None:
             step = depth - last

@@ -1,4 +1,4 @@
-"""Write of an edit to a client's file: its text before is kept beside it, and it is replaced as a whole."""
+"""Atomic write of an edit to a client's file, with a backup of its previous text."""
 
 import os
 import tempfile
@@ -16,7 +16,7 @@ _OWNERS: Final = 0o700
 
 
 class WrittenFile(Struct, frozen=True):
-    """One file. `backup` is empty where there was none before; nothing was written where it `is_unchanged`."""
+    """One file. `backup` is empty for a new file; nothing was written if `is_unchanged`."""
 
     path: str
     backup: str
@@ -24,20 +24,20 @@ class WrittenFile(Struct, frozen=True):
 
 
 def write(edit: ConfigEdit) -> WrittenFile:
-    """Merge it into its file. Raises `CommandFailed`, and then the file is as it was."""
+    """Merge an edit into its file. Raises `CommandFailed`, and leaves the file as it was."""
     return rewrite(Path(edit.path), edit.merged, is_private=edit.has_key)
 
 
 def rewrite(file: Path, change: Callable[[str], str], *, is_private: bool = False) -> WrittenFile:
-    """Put what `change` makes of its text into a file, which `is_private` takes from all but its owner.
+    """Replace a file's text by what `change` returns for it; `is_private` removes others' permissions.
 
-    Raises `CommandFailed`, and then the file is as it was.
+    Raises `CommandFailed`, and leaves the file as it was.
     """
-    # The file itself and not a link to it, which may be of a folder of dot files.
+    # The target of a symbolic link is written, as it may be in a folder of dot files.
     path = file.expanduser().resolve()
     try:
         kept = path.read_bytes() if path.exists() else None
-        # A carriage return alone ends no line.
+        # A carriage return alone does not end a line.
         before = (kept or b"").decode().replace("\r\n", "\n")
         after = change(before)
         if after == before:
@@ -58,7 +58,7 @@ def rewrite(file: Path, change: Callable[[str], str], *, is_private: bool = Fals
 
 
 def _keep(path: Path, data: bytes) -> str:
-    """A copy with the time in its name, for the owner alone as keys may be in it."""
+    """Copy the old text to a file with the time in its name, readable by its owner alone as it may have keys."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     backup = path.with_name(f"{path.name}.before-mlxd-{stamp}")
     number = 1
@@ -71,7 +71,7 @@ def _keep(path: Path, data: bytes) -> str:
 
 
 def _replace(path: Path, data: bytes, mask: int) -> None:
-    """Write a file with those permissions of it that are in `mask`; a new one is its owner's alone."""
+    """Write a file with its old permissions within `mask`; a new file is private to its owner."""
     mode = path.stat().st_mode & mask if path.exists() else 0o600
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

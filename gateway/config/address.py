@@ -1,4 +1,4 @@
-"""Addresses of clients: of the connection, or as a trusted proxy tells it in `X-Forwarded-For`."""
+"""Addresses of clients, taken from the connection or from a trusted proxy's `X-Forwarded-For`."""
 
 import ipaddress
 import re
@@ -10,20 +10,20 @@ from typing import Final
 from starlette.types import Scope
 
 FORWARDED: Final = b"x-forwarded-for"
-# Proxies in a row that a header is followed through.
+# A header is followed through at most this many proxies in a row.
 HOPS_MAX: Final = 16
-# What one customer of a provider has of IPv6.
+# An IPv6 provider assigns a prefix of this length to each customer.
 _CUSTOMER_BITS: Final = 64
 _WITH_PORT: Final = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}")
-# It has a path where a proxy serves it below one, and nothing that means something else in a client's file.
+# The path allows a proxy to serve mlxd below one. No character may have a meaning in a client's settings file.
 _DAEMON_URL: Final = re.compile(r"https?://[A-Za-z0-9._~\[\]:-]{1,255}(?:/[A-Za-z0-9._~/-]{0,200})?")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`host` is an IP address, `unix` or, where nothing is known, empty. A forwarded one has no port.
+    """Address of a client. `host` is an IP address, `unix` or, if unknown, empty. A forwarded address has no port.
 
-    A hidden one is that of a trusted proxy, which tells in its header no address of the client.
+    `is_hidden` marks the address of a trusted proxy whose header gives no address of the client.
     """
 
     host: str
@@ -38,7 +38,7 @@ class Address:
 
     @property
     def network(self) -> str:
-        """By which clients are told apart: the address, of IPv6 what belongs to one customer."""
+        """Return the network that identifies a client: the IPv4 address, or the IPv6 prefix of one customer."""
         if ":" not in self.host:
             return self.host
         address = IPv6Address(self.host.partition("%")[0])
@@ -46,7 +46,7 @@ class Address:
 
     @property
     def is_own(self) -> bool:
-        """Whether the client itself made the connection, or is on the loopback of its proxy."""
+        """Whether the client made the connection itself, or is on the loopback of its proxy."""
         return not self.is_hidden and (not self.is_forwarded or self.is_loopback)
 
     @property
@@ -62,16 +62,16 @@ UNKNOWN: Final = Address("")
 
 
 class Proxies:
-    """Proxies that are believed: `[server] trusted_proxies`."""
+    """Trusted proxies: `[server] trusted_proxies`."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
-        """Addresses or networks. Raises ValueError."""
+        """Parse addresses or networks. Raises ValueError."""
         self._networks = tuple(ipaddress.ip_network(address) for address in addresses)
 
     def client(self, scope: Scope) -> Address:
-        """The client of a request: its connection's other end; behind trusted proxies the last address before them.
+        """Return the client of a request: the peer or, behind trusted proxies, the last address before them.
 
-        Headers of other clients are ignored. With a value that is no address in it, the client is hidden.
+        Headers of untrusted peers are ignored. The client is hidden if the header has a value that is no address.
         """
         peer = scope.get("client")
         if peer is None:
@@ -88,7 +88,7 @@ class Proxies:
         return address
 
     def trusts(self, host: str) -> bool:
-        """Whether it is one of them."""
+        """Whether a host is a trusted proxy."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
@@ -97,14 +97,14 @@ class Proxies:
 
 
 def from_here(url: str) -> str:
-    """The address for programs of this machine: one that stands for all addresses is none to connect to."""
+    """Rewrite a URL for programs of this machine: a wildcard address, which accepts no connection, becomes loopback."""
     for every in ("//0.0.0.0:", "//[::]:"):
         url = url.replace(every, "//127.0.0.1:")
     return url
 
 
 def bad_proxy(address: str) -> str | None:
-    """Error of an address in `[server] trusted_proxies`."""
+    """Return the error of an address in `[server] trusted_proxies`, if any."""
     try:
         ipaddress.ip_network(address)
     except ValueError:
@@ -113,7 +113,7 @@ def bad_proxy(address: str) -> str | None:
 
 
 def _last_hops(scope: Scope) -> list[str]:
-    """Client addresses as reported by each proxy, the nearest first."""
+    """List the client addresses that the proxies report, the nearest first."""
     lines = [value for name, value in scope["headers"] if name == FORWARDED]
     if not lines:
         return []
@@ -122,7 +122,7 @@ def _last_hops(scope: Scope) -> list[str]:
 
 
 def _ip(hop: str) -> str | None:
-    """The address of a hop, which some proxies write with its port; None if it is none."""
+    """Parse a hop's address, which some proxies write with its port; None if it is invalid."""
     match = _WITH_PORT.fullmatch(hop)
     try:
         address = ipaddress.ip_address(hop if match is None else match[1] or match[2])
@@ -136,5 +136,5 @@ def _ip(hop: str) -> str | None:
 
 
 def is_daemon_url(text: str) -> bool:
-    """Whether it can be the URL of a daemon in a client's settings."""
+    """Whether a text can be the URL of a daemon in a client's settings."""
     return _DAEMON_URL.fullmatch(text) is not None

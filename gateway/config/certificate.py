@@ -1,4 +1,4 @@
-"""TLS certificate and its key: read from their PEM files, checked, and made into the context of new connections."""
+"""TLS certificate and its key, read from PEM files, checked, and loaded into the context of new connections."""
 
 import ssl
 import stat
@@ -17,19 +17,19 @@ _FORMATS: Final = {_UTC_TIME: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
 
 
 class CertificateUnusable(Exception):
-    """The certificate or its key cannot be used; the message says why, for a human."""
+    """The certificate or its key cannot be used; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A checked certificate: what new connections are served with, and until when it is valid (seconds since 1970)."""
+    """A checked certificate: the context of new connections, and the Unix time at which it expires."""
 
     context: ssl.SSLContext
     expires: float
 
 
 def load(certificate: Path, key: Path) -> Certificate:
-    """Both files, checked against each other and the clock. Raises `CertificateUnusable`."""
+    """Load both files, and check them against each other and the clock. Raises `CertificateUnusable`."""
     begins, expires = _validity(_read(certificate), certificate)
     _read(key)
     context = _context(certificate, key)
@@ -50,7 +50,7 @@ def is_exposed(key: Path) -> bool:
 
 
 def date(at: float) -> str:
-    """A day, for a human."""
+    """Format a time for people."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
@@ -61,7 +61,7 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
     context.set_alpn_protocols(ALPN)
 
     def password() -> str:
-        # Without it OpenSSL asks on the terminal.
+        # OpenSSL would prompt on the terminal without this callback.
         raise CertificateUnusable(f"the key in {key} is encrypted; mlxd needs it without a passphrase")
 
     try:
@@ -86,11 +86,12 @@ def _read(path: Path) -> str:
 
 
 def _validity(pem: str, path: Path) -> tuple[float, float]:
-    """From when and until when the first certificate of a file, which is the server's own, is valid."""
+    """Return when the first certificate of a file, which is the server's own, becomes valid and when it expires."""
     begin, end = pem.find(ssl.PEM_HEADER), pem.find(ssl.PEM_FOOTER)
     try:
         der = ssl.PEM_cert_to_DER_cert(pem[begin : end + len(ssl.PEM_FOOTER)] if 0 <= begin < end else "")
-        # Certificate and TBSCertificate are sequences; version, which may be absent, serialNumber, signature, issuer.
+        # Certificate and TBSCertificate are sequences. The fields before the dates are the optional version,
+        # serialNumber, signature and issuer.
         fields = _value(_value(der)[1])[1]
         for _ in range(4 if fields[0] == _VERSION else 3):
             fields = _value(fields)[2]
@@ -101,7 +102,7 @@ def _validity(pem: str, path: Path) -> tuple[float, float]:
 
 
 def _value(der: bytes) -> tuple[int, bytes, bytes]:
-    """The tag and the content of the first value, and what follows it."""
+    """Split off the first value: its tag, its content, and the bytes after it."""
     tag, size, at = der[0], der[1], 2
     if size & 0x80:
         at += size & 0x7F
@@ -114,7 +115,7 @@ def _value(der: bytes) -> tuple[int, bytes, bytes]:
 def _time(der: bytes) -> float:
     tag, text, _ = _value(der)
     at = datetime.strptime(text.decode("ascii"), _FORMATS[tag]).replace(tzinfo=UTC)
-    # Two digits of a year are 1950 to 2049 here, and 1969 to 2068 for Python.
+    # RFC 5280 reads two-digit years as 1950 to 2049, Python as 1969 to 2068.
     if tag == _UTC_TIME and at.year >= 2050:
         at = at.replace(year=at.year - 100)
     return at.timestamp()

@@ -1,6 +1,6 @@
-"""The configuration as a file shows it: the effective one as TOML, every key with its default, and a JSON schema.
+"""The effective configuration as TOML or JSON with all defaults filled in, and the JSON schema of the file.
 
-All of it is read from the structs of `gateway.config.settings`, so that a new key appears here by itself.
+Everything is derived from the structs of `gateway.config.settings`, so that a new key appears automatically.
 """
 
 import json
@@ -23,7 +23,7 @@ _SIZE_PATTERN: Final = r"^\s*\d+(\.\d+)?\s*([Bb]|[KkMmGgTt][Ii]?[Bb])?\s*$"
 
 
 def to_toml(config: Config) -> str:
-    """The effective configuration; read back, it gives the same one."""
+    """Format the effective configuration as TOML, which reads back as the same configuration."""
     tables: list[str] = []
     for name in _fields(Config):
         value = getattr(config, name)
@@ -35,7 +35,7 @@ def to_toml(config: Config) -> str:
 
 
 def to_json(config: Config) -> dict[str, object]:
-    """The effective configuration with the keys of the file, sizes in bytes and durations in seconds."""
+    """Convert the effective configuration to JSON with the file's keys, sizes in bytes and durations in seconds."""
     return {
         "home": str(config.home),
         "file": str(config.config_path),
@@ -44,7 +44,7 @@ def to_json(config: Config) -> dict[str, object]:
 
 
 def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
-    """Each key of a table and its default as the file would spell it; empty without one that can be written."""
+    """Yield each key of a table and its default as the file would spell it; empty if no default can be written."""
     for field in msgspec.structs.fields(table):
         if field.name in _NOT_IN_FILE:
             continue
@@ -54,11 +54,11 @@ def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the file, for editors."""
+    """Return the JSON schema of the file, for editors."""
     (root,), components = msgspec.json.schema_components([Config], schema_hook=lambda _: {"type": "string"})
     tables = {name: _file_spelling(table) for name, table in components.items()}
     top = tables.pop(root["$ref"].rpartition("/")[2])
-    # The file and each of its tables may be absent.
+    # The file and each of its tables are optional.
     for key in ("required", "description", "title"):
         top.pop(key, None)
     return {
@@ -75,7 +75,7 @@ def _fields(struct: type[Struct]) -> list[str]:
 
 
 def _tables(path: tuple[str, ...], body: Struct) -> Iterator[str]:
-    """The table of `body`, and those that it holds by name."""
+    """Format the table of `body`, and the named tables inside of it."""
     yield _table(path, body)
     for name in _fields(type(body)):
         value: object = getattr(body, name)
@@ -88,19 +88,19 @@ def _table(path: tuple[str, ...], body: Struct) -> str:
     lines = [f"[{'.'.join(map(_key, path))}]"]
     for name in _fields(type(body)):
         value = getattr(body, name)
-        # TOML has no null; a key that is not there means the same.
+        # TOML has no null; a missing key means the same.
         if value is not None and not _is_blank(value) and not _is_tables(value):
             lines.append(f"{_key(file_key(name))} = {_literal(name, value)}")
     return "\n".join(lines) + "\n"
 
 
 def _is_tables(value: object) -> TypeGuard[dict[str, Struct]]:
-    """Tables by name, which stand below their own; a map of plain values is one value."""
+    """Whether a value holds named tables, which are written below their own; a map of plain values is one value."""
     return isinstance(value, dict) and all(isinstance(inner, Struct) for inner in value.values())  # pyright: ignore[reportUnknownVariableType]
 
 
 def _is_blank(value: object) -> bool:
-    """A nested table with nothing set."""
+    """Whether a value is a nested table with nothing set."""
     return isinstance(value, Struct) and all(getattr(value, name) is None for name in value.__struct_fields__)
 
 
@@ -138,7 +138,7 @@ def _key(name: str) -> str:
 
 
 def _string(text: str) -> str:
-    # JSON's strings are TOML's basic strings but for this one character.
+    # JSON strings are TOML basic strings, except for this one character.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -153,13 +153,13 @@ def _plain(value: object) -> object:
 
 
 def _file_spelling(table: dict[str, Any]) -> dict[str, Any]:
-    """One object of the schema with the keys of the file, where durations and sizes may be text."""
+    """Rename the properties of a schema object to the file's keys, where durations and sizes may be text."""
     properties = {
         file_key(name): _accept_text(name, body)
         for name, body in table.get("properties", {}).items()
         if name not in _NOT_IN_FILE
     }
-    # The structs' docstrings speak of fields; the file has keys.
+    # The structs require fields that the file may omit.
     spelled = {key: value for key, value in table.items() if key not in ("required", "title")}
     return spelled | {"properties": properties}
 

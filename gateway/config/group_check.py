@@ -79,7 +79,7 @@ def _missing_link(group: GroupConfig) -> str:
 
 
 def _conflict(model: ModelConfig) -> str:
-    """A setting that a group does not honour."""
+    """Return a setting that a group does not support."""
     conflicts = {
         "draft": bool(model.draft),
         "deterministic": model.deterministic,
@@ -96,7 +96,7 @@ def _conflict(model: ModelConfig) -> str:
 
 
 def model_problem(model: ModelConfig) -> str:
-    """The reason why a model's files cannot be divided so; empty where they can, or are not there to be asked."""
+    """Return the reason why a model's files cannot be split this way; empty if they can, or are not here."""
     try:
         folder = find(model.path)
         config = read_config(folder)
@@ -106,6 +106,6 @@ def model_problem(model: ModelConfig) -> str:
     if kind != TEXT:
         return "models of embeddings and scores run in one process"
     group = model.group
-    # Without CUDA `auto` is a ring; with it, the worker has the last word.
+    # `auto` is a ring without CUDA; with CUDA the worker decides.
     parallel, backend = resolve(config, group.parallel, group.backend, has_cuda=False)
     return refusal(config, parallel, len(group.ranks), group.split, backend)

@@ -1,4 +1,4 @@
-"""Addresses at which events of a prefix cache may be published."""
+"""Addresses at which a prefix cache may publish its events."""
 
 import ipaddress
 import re
@@ -10,7 +10,7 @@ _ADDRESS: Final = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5})")
 
 
 def bad_kv_events(config: KvEventsConfig) -> str:
-    """The reason why events cannot be published so; empty for none."""
+    """Return the reason why events cannot be published under these settings; empty if they can."""
     if config.replay and not config.endpoint:
         return "replay: without an endpoint nothing is published"
     for key, address in (("endpoint", config.endpoint), ("replay", config.replay)):

@@ -1,4 +1,4 @@
-"""From the configuration file to `Config`, checked. What is wrong in it is a `ConfigError` that names the line."""
+"""Reader of the configuration file, checked into a `Config`. Errors are `ConfigError`s with their line."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,7 +48,7 @@ from gateway.state_dir.home_paths import keys_path
 from protocol.experts import RUNNING_MAX
 from protocol.spec import ADAPTERS_MAX
 
-# A chat template is kept in the configuration and in a worker's state file. The longest known have 20 KiB.
+# A chat template is stored in the configuration and in a worker's state file. The longest known have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
 _TABLES: Final[dict[str, type[Struct]]] = {
     "sampling": SamplingDefaults,
@@ -72,8 +72,8 @@ def load_config(
 ) -> Config:
     """Read `path` (default: `home/mlxd.toml`, which may be absent) and apply the command line's overrides.
 
-    `has_keys` says of the folder of keys whether there is one: a daemon that others can reach needs one.
-    Raises `ConfigError`. Without any model configured: `demo`, and every model that the Hugging Face cache holds.
+    `has_keys` returns whether the folder of keys has any: a daemon that other machines can reach needs one.
+    Raises `ConfigError`. If no model is configured, there are `demo` and every model in the Hugging Face cache.
     """
     source = ConfigSource(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
@@ -115,7 +115,7 @@ def _refuse_nodes(source: ConfigSource, raw: dict[str, Any]) -> None:
 
 
 def _media(source: ConfigSource, raw: Any) -> MediaConfig:
-    """With absolute folders. Raises `ConfigError`."""
+    """Read `[media]`, with absolute folders. Raises `ConfigError`."""
     media = source.convert(source.table(raw, MediaConfig, ("media",)), MediaConfig, ("media",))
     folders = tuple(str(source.path_of(folder)) for folder in media.folders)
     for folder in folders:
@@ -164,7 +164,7 @@ def _server(source: ConfigSource, raw: Any, overrides: dict[str, Any]) -> Server
 
 
 def _tls(source: ConfigSource, raw: Any) -> TlsConfig:
-    """Checked with the files that it names. Raises `ConfigError`."""
+    """Read `tls` and check the files that it names. Raises `ConfigError`."""
     where = ("server", "tls")
     tls = source.convert(source.table(raw, TlsConfig, where), TlsConfig, where)
     if not tls.certificate and not tls.key:
@@ -180,7 +180,7 @@ def _tls(source: ConfigSource, raw: Any) -> TlsConfig:
 
 
 def _need_keys(source: ConfigSource, host: str, has_keys: Callable[[], bool], *, is_override: bool) -> None:
-    """A daemon that others can reach must know who asks. Raises `ConfigError`."""
+    """Require an API key of a daemon that other machines can reach. Raises `ConfigError`."""
     try:
         has_one = has_keys()
     except CommandFailed as error:
@@ -226,7 +226,7 @@ def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
 
 
 def _bad_experts(model: ModelConfig) -> str:
-    """The reason why a model's experts cannot be where it says; empty for none."""
+    """Return the reason why a model's experts cannot be stored as configured; empty if they can."""
     if model.experts == "memory":
         return "" if model.expert_cache_bytes == "auto" else "expert_cache is for experts = 'disk'"
     if model.max_running == "auto" or model.max_running > RUNNING_MAX:
@@ -259,7 +259,7 @@ def _model(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -
 
 
 def _nested(source: ConfigSource, table: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
-    """`table` with the tables inside of it renamed as well."""
+    """Rename the keys of the tables inside of `table` to fields, and return it."""
     for key, struct in _TABLES.items():
         if isinstance(table.get(key), dict):
             table[key] = source.table(table[key], struct, (*where, key), hidden=("launch",))
@@ -280,7 +280,7 @@ def _profiles(source: ConfigSource, raw: Any, where: tuple[str, ...]) -> dict[st
 
 
 def _adapters(source: ConfigSource, raw: Any, kind: str, where: tuple[str, ...]) -> dict[str, str]:
-    """Paths of adapters by name. What is in a folder is checked by the worker, against the model."""
+    """Read paths of adapters by name. The worker checks the folders' content against the model."""
     if not isinstance(raw, dict):
         raise source.error('adapters must be a table: write [models.NAME.adapters] and ADAPTER = "path"', where)
     if raw and kind not in ("auto", "text"):
@@ -299,7 +299,7 @@ def _adapters(source: ConfigSource, raw: Any, kind: str, where: tuple[str, ...])
 
 
 def _template(source: ConfigSource, given: str, where: tuple[str, ...]) -> str:
-    """The text of a chat template that is given as such, or by its file. Raises `ConfigError`."""
+    """Return a chat template that is given as text or by its file. Raises `ConfigError`."""
     if not given:
         return ""
     text = given if _is_jinja(given) else source.text(given, where)
@@ -347,7 +347,7 @@ def _refuse_taken_adapters(source: ConfigSource, models: dict[str, ModelConfig])
 
 
 def _check_references(source: ConfigSource, server: ServerConfig, models: dict[str, ModelConfig]) -> None:
-    """`default` and `small` must be what a client could ask for."""
+    """Check that `default` and `small` are names that a client could request."""
     names = Names(models)
     for key, name in (("default", server.default), ("small", server.small)):
         if not name:
@@ -359,12 +359,12 @@ def _check_references(source: ConfigSource, server: ServerConfig, models: dict[s
 
 
 def bad_adapter_name(name: str) -> str | None:
-    """The reason why an adapter cannot have this name."""
+    """Return the reason why an adapter cannot have this name."""
     return "must not contain ':'" if ":" in name else bad_name(name)
 
 
 def taken_name(models: Mapping[str, ModelConfig]) -> tuple[str, str, str] | None:
-    """A model, the adapter of it whose name is taken, and what has it already; None where each name is one's own."""
+    """Return a model, its adapter whose name is taken, and the owner of that name; None if all names are unique."""
     owners = {name: f"the model {model.name!r}" for model in models.values() for name in model.names}
     owners |= {
         f"{model.name}:{name}": f"a profile of {model.name!r}" for model in models.values() for name in model.profiles
@@ -379,7 +379,7 @@ def taken_name(models: Mapping[str, ModelConfig]) -> tuple[str, str, str] | None
 
 
 def bad_name(name: str) -> str | None:
-    """The reason why a table cannot have this name."""
+    """Return the reason why a table cannot have this name."""
     if "*" in name:
         return "must not contain '*': patterns belong in aliases"
     if name.startswith("-"):

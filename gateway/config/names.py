@@ -1,10 +1,9 @@
-"""Names of models: from the name that a client sends to a model, an adapter of it, and the profile that it was asked
-for with.
+"""Names of models: a client's name is resolved to a model, with its adapter and the requested profile.
 
-An exact name, then an alias, then an adapter's name or `NAME:ADAPTER`, then `NAME:PROFILE` of any of them, then the
-most specific pattern: the longest text before its first `*`, then the most text. `NAME:latest`, as Ollama's clients
-say it, is NAME. `[server] small` has patterns of its own for the small models of vendors; where one is as specific as
-a model's alias, the alias wins.
+An exact name comes first, then an alias, then an adapter's name or `NAME:ADAPTER`, then `NAME:PROFILE` of any of them,
+then the most specific pattern: the one with the longest text before its first `*`, then with the most text.
+`NAME:latest`, which Ollama's clients send, is NAME. `[server] small` has patterns of its own for the small models of
+vendors; if one is as specific as a model's alias, the alias wins.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from gateway.config.patterns import Pattern
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, ModelNotFound
 
-# What Claude Code, Codex and others ask for in the background: titles, summaries, topics.
+# Claude Code, Codex and other clients request these models for background work: titles, summaries, topics.
 SMALL: Final = (
     "claude-haiku-*",
     "claude-*-haiku",
@@ -28,15 +27,15 @@ SMALL: Final = (
     "gpt-*-nano-*",
 )
 DEFAULT: Final = "default"
-# The tag of a name that has none, in Ollama's words.
+# Ollama's clients append this tag to a name without one.
 LATEST: Final = "latest"
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedName:
-    """A model, with the adapter if a name is of one, and the profile it was asked for with, empty without one.
+    """A model, with the adapter if the name includes one, and the requested profile, empty without one.
 
-    The profile may not exist.
+    The model may lack that profile.
     """
 
     model: ModelConfig
@@ -44,13 +43,13 @@ class ResolvedName:
 
 
 class Names:
-    """The names of one configuration."""
+    """Lookup of the names of one configuration."""
 
     def __init__(self, models: Mapping[str, ModelConfig], default: str = "", small: str = "") -> None:
-        """`default` and `small` are names that `find` finds, or empty."""
+        """`default` and `small` are empty or names that `find` resolves."""
         self._models = models
         self._aliases: dict[str, ModelConfig] = {}
-        # With the adapter that the name is of.
+        # Names of adapters map to the model with that adapter.
         self._adapted = {name: each for model in models.values() for each in model.adapted for name in each.names}
         patterns: list[tuple[Pattern, ResolvedName]] = []
         for model in models.values():
@@ -67,9 +66,9 @@ class Names:
             self._patterns = _ordered([*patterns, *((Pattern(text), chosen) for text in SMALL)])
 
     def locate(self, name: str, may_use: Callable[[ModelConfig], bool] = lambda _: True) -> ResolvedName:
-        """The model behind `name`, which must be one that may be used, and its profile.
+        """Resolve a client's `name` to a model that `may_use` allows, and a profile.
 
-        Raises `ModelNotFound`, for a model that may not be used just as for none, and `BadRequest` without a name.
+        Raises `ModelNotFound`, alike for an unknown and for a forbidden model, and `BadRequest` without a name.
         """
         match = self.find(name)
         if match is None and not name:
@@ -82,7 +81,7 @@ class Names:
         return match
 
     def find(self, name: str) -> ResolvedName | None:
-        """The model behind `name` without checking access."""
+        """Resolve `name` without checking access."""
         if (model := self._exact(name)) is not None:
             return ResolvedName(model)
         if name in ("", DEFAULT) and self._default is not None:
@@ -108,5 +107,5 @@ class Names:
 
 
 def _ordered(patterns: list[tuple[Pattern, ResolvedName]]) -> list[tuple[Pattern, ResolvedName]]:
-    """The most specific first; then the order in which they came."""
+    """Sort patterns, the most specific first, otherwise in their given order."""
     return sorted(patterns, key=lambda item: item[0].specificity, reverse=True)

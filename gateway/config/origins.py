@@ -1,4 +1,4 @@
-"""Hosts and web origins that are this machine's own, and how the configuration writes them."""
+"""Hosts and web origins that belong to this machine, and their syntax in the configuration."""
 
 import ipaddress
 import re
@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import Final
 from urllib.parse import urlsplit
 
-# scheme://host:port, or what extensions and desktop apps have; no path, no user.
+# An origin is scheme://host:port, or the scheme and id of an extension or desktop app; it has no path and no user.
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._~\[\]:-]+")
-# A name or an address with its port, as a client that follows RFC 9110 sends it.
+# A Host header is a name or an address with an optional port (RFC 9110).
 _HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._~-]+)(?::[0-9]{0,5})?")
 _HOST_NAME: Final = re.compile(r"\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*")
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
@@ -46,7 +46,7 @@ def is_address(host: str) -> bool:
 
 
 def bad_host(host: str) -> str | None:
-    """Error of a name in `[server] hosts`."""
+    """Return the error of a name in `[server] hosts`, if any."""
     if "*" in host:
         return "must not contain '*': list the names"
     if not _HOST_NAME.fullmatch(host):
@@ -55,7 +55,7 @@ def bad_host(host: str) -> str | None:
 
 
 def is_own(origin: str) -> bool:
-    """Whether it is a page of this machine, or no page at all but an app or an extension, that asks."""
+    """Whether an origin is a page of this machine, or an app or extension instead of a page."""
     try:
         parts = urlsplit(origin)
         host = parts.hostname
@@ -63,18 +63,18 @@ def is_own(origin: str) -> bool:
         return False
     if parts.scheme in ("http", "https"):
         return host is not None and is_loopback(host)
-    # `null` is what a page in a sandboxed frame is called.
+    # Pages in sandboxed frames send `null`.
     return bool(parts.scheme)
 
 
 def is_same(origin: str, host: str) -> bool:
-    """Whether it is a page of the very host and port that a `Host` header names."""
+    """Whether an origin is the very host and port that a `Host` header names."""
     scheme, _, rest = origin.partition("://")
     return bool(rest) and scheme.lower() in _DEFAULT_PORTS and rest.lower() == host.strip().lower()
 
 
 def bad_origin(origin: str) -> str | None:
-    """The error of an origin in the configuration, if any."""
+    """Return the error of an origin in the configuration, if any."""
     if "*" in origin:
         return "must not contain '*': list the origins"
     if not _ORIGIN.fullmatch(origin):

@@ -1,4 +1,4 @@
-"""OTLP endpoint of traces: whether traces can be sent to it, and with what is installed."""
+"""OTLP endpoint of traces, checked with the packages that sending needs."""
 
 import importlib.util
 from typing import Final
@@ -8,7 +8,7 @@ PACKAGES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto
 
 
 def bad_endpoint(endpoint: str) -> str | None:
-    """The error of an OTLP endpoint, if any."""
+    """Return the error of an OTLP endpoint, if any."""
     if not endpoint:
         return None
     try:

@@ -1,9 +1,9 @@
-"""The names of the worker's parsers, so that a wrong one is found before a worker starts."""
+"""Names of the worker's parsers, so that a wrong one is reported before a worker starts."""
 
 import difflib
 from typing import Final
 
-# As in `worker.output.parsers`, which nothing here imports; a test keeps the two alike.
+# The gateway must not import `worker.output.parsers`, which has the same names; a test compares them.
 PARSERS: Final = frozenset({
     "apertus", "apriel", "apriel1.6", "apriel16", "bielik", "cohere", "command_a", "command_r", "command_r7b",
     "command_r_plus", "deepseek_r1", "deepseek_v3", "deepseek_v3.1", "deepseek_v3.2", "deepseek_v31",
@@ -23,7 +23,7 @@ PARSERS: Final = frozenset({
 
 
 def bad_parser(name: str) -> str | None:
-    """The error of a parser's name, if any; an empty name is the model's own parser."""
+    """Return the error of a parser's name, if any; an empty name selects the model's own parser."""
     plain = name.strip().lower().replace("-", "_")
     if not plain or plain in PARSERS or plain.replace(".", "_") in PARSERS:
         return None

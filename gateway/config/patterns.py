@@ -1,15 +1,15 @@
-"""Names with `*` for any text: aliases of models, and the models of a key."""
+"""Patterns with `*` for any text, used for aliases of models and for the models of a key."""
 
 
 class Pattern:
-    """Matching is linear in the name, so no pattern can make a request slow."""
+    """A pattern. Matching is linear in the name's length, so that no pattern can make a request slow."""
 
     __slots__ = ("_pieces", "specificity", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._pieces = text.split("*")
-        # The longest literal prefix is the most specific; then the most literal text.
+        # The pattern with the longest literal prefix is the most specific, then the one with the most literal text.
         self.specificity = (len(self._pieces[0]), sum(map(len, self._pieces)))
 
     def matches(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""`[peers.NAME]` and `[upstreams.NAME]`: other daemons and endpoints, checked with the files that they name."""
+"""The tables `[peers.NAME]` and `[upstreams.NAME]`: other daemons and endpoints, checked with their files."""
 
 import ssl
 from collections.abc import Callable, Container, Mapping
@@ -17,7 +17,7 @@ from gateway.config.source import ConfigSource
 def read_peers(
     source: ConfigSource, raw: Any, models: Container[str], bad_name: Callable[[str], str | None]
 ) -> dict[str, PeerConfig]:
-    """All of them, with absolute paths. Raises `ConfigError`."""
+    """Read all peers, with absolute paths. Raises `ConfigError`."""
     if not isinstance(raw, dict):
         raise source.error("peers must be a table: write [peers.NAME]", ("peers",))
     peers: dict[str, PeerConfig] = {}
@@ -43,7 +43,7 @@ def _peer(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) ->
 
 
 def read_upstreams(source: ConfigSource, raw: Any, models: Mapping[str, ModelConfig]) -> dict[str, UpstreamConfig]:
-    """All of them, with absolute paths, and what models fall back to. Raises `ConfigError`."""
+    """Read all upstreams, with absolute paths, and check the models' fallbacks. Raises `ConfigError`."""
     if not isinstance(raw, dict):
         raise source.error("upstreams must be a table: write [upstreams.NAME]", ("upstreams",))
     upstreams = {name: _upstream(source, name, body, ("upstreams", name)) for name, body in raw.items()}
@@ -69,7 +69,7 @@ def _upstream(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]
 def _checked(
     source: ConfigSource, far: PeerConfig | UpstreamConfig, where: tuple[str, ...], *, has_path: bool
 ) -> tuple[str, str, str]:
-    """URL, and the paths of the key and of the authorities. Raises `ConfigError`."""
+    """Return the URL and the paths of the key and of the certificate authorities. Raises `ConfigError`."""
     if reason := _bad_url(far, has_path=has_path):
         raise source.error(f"url: {far.url!r} {reason}", (*where, "url"))
     key_file = ""
@@ -89,7 +89,7 @@ def _checked(
 
 
 def read_secret(path: Path) -> str:
-    """The key in a file of its own. Raises `OSError`, and `ValueError` for what cannot be a key."""
+    """Read the API key in a file. Raises `OSError`, or `ValueError` if it cannot be a key."""
     secret = path.read_text(encoding="utf-8").strip()
     if not secret:
         raise ValueError("is empty")
@@ -99,7 +99,7 @@ def read_secret(path: Path) -> str:
 
 
 def _bad_url(peer: PeerConfig | UpstreamConfig, *, has_path: bool) -> str:
-    """The reason why the URL cannot be a daemon's or an endpoint's, or must not be used."""
+    """Return the reason why the URL is not that of a daemon or endpoint, or must not be used."""
     try:
         url = urlsplit(peer.url)
         port = url.port

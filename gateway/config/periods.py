@@ -1,11 +1,11 @@
-"""Days and months of one time zone, as the periods of budgets and usage."""
+"""Days and months in a time zone, the periods of budgets and usage."""
 
 from datetime import date, datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo
 
 
 def zone_of(name: str) -> tzinfo | None:
-    """A time zone of the IANA database; None, the machine's own, for an empty name. Raises `ValueError`."""
+    """Look up an IANA time zone; an empty name gives None, the machine's own. Raises `ValueError`."""
     if not name:
         return None
     try:
@@ -15,12 +15,12 @@ def zone_of(name: str) -> tzinfo | None:
 
 
 def day_of(now: float, zone: tzinfo | None) -> date:
-    """The day of a time in seconds since 1970."""
+    """Return the day of a Unix time."""
     return datetime.fromtimestamp(now, zone).date()
 
 
 def begin_of(day: date, zone: tzinfo | None) -> float:
-    """Start of a day, in seconds since 1970; correct for days on which the clock changes."""
+    """Return the Unix time at which a day starts, correct also when clocks change on that day."""
     return datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()
 
 
@@ -29,5 +29,5 @@ def next_day(day: date) -> date:
 
 
 def next_month(day: date) -> date:
-    """The first day of the month after."""
+    """Return the first day of the following month."""
     return date(day.year + day.month // 12, day.month % 12 + 1, 1)

@@ -11,27 +11,27 @@ class PeerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[peers.NAME]`: another mlxd, whose models are served here as well. Paths are relative to this file."""
 
     name: str
-    # Where it listens: `https://studio2.local:8484`.
+    # The URL at which it listens, such as `https://studio2.local:8484`.
     url: str
-    # The file of the key that it has made for us, of role `peer`.
+    # File of the key of role `peer` that the other daemon has made for this one.
     key_file: str
-    # PEM file of the authorities that its certificate is checked with; empty: those of the system.
+    # PEM file of the authorities that its certificate is checked with; empty uses the system's.
     ca: str = ""
-    # Whether plain HTTP may be used beyond the loopback: keys, prompts and answers can be read on the network then.
+    # Whether plain HTTP may be used beyond the loopback, which exposes keys, prompts and answers to the network.
     plain_http: bool = False
 
 
 class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[upstreams.NAME]`: an endpoint of others, to which requests leave. Paths are relative to this file."""
+    """`[upstreams.NAME]`: a remote endpoint to which requests may fall back. Paths are relative to this file."""
 
     name: str
-    # With its version for `openai` (`https://openrouter.ai/api/v1`), without for `anthropic`.
+    # The base URL includes the version for `openai` (`https://openrouter.ai/api/v1`) but not for `anthropic`.
     url: str
     dialect: Literal["openai", "anthropic"] = "openai"
     key_file: str = ""
-    # From names here to names there.
+    # Local names of models, mapped to the upstream's names.
     models: dict[str, str] = {}
-    # The longest wait for the first byte of an answer, and between two.
+    # The longest waits for an answer's first byte, and between two parts of it.
     first_byte_s: Seconds = 60.0
     silence_s: Seconds = 120.0
     ca: str = ""

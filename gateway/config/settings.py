@@ -15,7 +15,7 @@ from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 from protocol.spec import LOCAL, USUAL_RUNNING
 
 CONFIG_NAME: Final = "mlxd.toml"
-# A name travels in argv and in a ZeroMQ routing id, which holds 255 bytes with its epoch.
+# A worker's ZeroMQ routing id holds 255 bytes, the model's name and its epoch; the name is also in argv.
 NAME_BYTES_MAX: Final = 200
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -24,17 +24,17 @@ Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
 Connections = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PreventSleep = Literal["busy", "always", "never"]
-# Whether workers leave a display its part of the machine; `auto` is while a person is seen at it.
+# Whether workers leave the display its part of the GPU; `auto` does so while a person uses the machine.
 Desktop = Literal["auto"] | bool
-# By `ioreg` and `pmset`.
+# The desktop is observed through `ioreg` and `pmset`.
 CAN_SEE_DESKTOP: Final = sys.platform == "darwin"
-# By `caffeinate`.
+# The machine is kept awake by `caffeinate`.
 CAN_HOLD_AWAKE: Final = sys.platform == "darwin"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ConfigError(CommandFailed):
-    """The configuration cannot be used; with file and line when known."""
+    """The configuration cannot be used; the message has the file and line if they are known."""
 
     def __init__(self, message: str, path: Path | None = None, line: int | None = None) -> None:
         place = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
@@ -44,7 +44,7 @@ class ConfigError(CommandFailed):
 
 
 class TlsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`tls` of the server: PEM files, that of the certificate with its chain. Empty: plain HTTP."""
+    """`tls` of the server: PEM files of the certificate with its chain, and of its key. Empty means plain HTTP."""
 
     certificate: str = ""
     key: str = ""
@@ -55,66 +55,67 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8484
-    # Where Ollama's clients look for it, beside `port` and in all else the same; 0 is nowhere.
+    # A second port with the same API, where Ollama's clients look for it; 0 opens none.
     ollama_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     tls: TlsConfig = TlsConfig()
     log_level: LogLevel = "info"
-    # Of what goes to stderr; `auto` is for people on a terminal and JSON elsewhere. The file is always JSON.
+    # Format of stderr; `auto` is for people on a terminal and JSON elsewhere. The log file is always JSON.
     log_format: Literal["auto", "json", "console"] = "auto"
-    # In `home/logs`; this many older files of this size are kept.
+    # The log file is in `home/logs`; this many older files of this size are kept.
     log_file: bool = True
     log_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 16 * 1024 * 1024
     log_keep: Annotated[int, Meta(ge=0, le=1000)] = 8
     drain_s: Seconds = 30.0
     # Whether a Mac is kept awake: while requests run or a model loads, always, or never.
     prevent_sleep: PreventSleep = "busy"
-    # Short submissions and rests of the GPU, for a machine that somebody works at.
+    # Whether GPU submissions are short and with pauses, for a machine that a person works at.
     desktop: Desktop = "auto"
     write_timeout_s: Seconds = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
-    # Of all bodies together, from their first byte to their request's end; `auto` is a part of the machine's memory.
+    # Bound of all bodies together, each held until its request ends; `auto` is a part of the machine's memory.
     body_memory_bytes: Bytes = "auto"
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
-    # By which days and months of budgets and usage begin, of the IANA database; empty is the machine's.
+    # IANA time zone of the days and months of budgets and usage; empty is the machine's.
     time_zone: str = ""
-    # Months of usage that are kept, the one that runs included.
+    # Months of usage that are kept, including the current one.
     usage_months: Annotated[int, Meta(ge=1, le=1200)] = 13
     # Percent of a model's queue that one key may fill while there are other keys.
     queue_share: Annotated[int, Meta(ge=1, le=100)] = 50
-    # Of the Responses API, for clients that come back to an answer: for each key. 0 bytes keeps none.
+    # Stored answers of the Responses API, for each key, which clients may continue from. 0 bytes keeps none.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     response_store_age_s: Seconds = 30 * 86400.0
-    # Of background responses that run, for a daemon that goes on with them after a restart: in all. 0 bytes keeps none.
+    # Journal of running background responses, with which a restarted daemon continues them. 0 bytes keeps none.
     response_journal_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
-    # Proxies whose X-Forwarded-For tells the client's address.
+    # Proxies whose X-Forwarded-For header is trusted.
     trusted_proxies: tuple[str, ...] = ()
-    # Requests without a valid key, a minute and address; more are a 429, and 0 is no limit.
+    # Requests without a valid key, per minute and address; more are answered with 429, and 0 is no limit.
     unauthorized_rpm: Annotated[int, Meta(ge=0, le=1_000_000)] = 300
-    # At once, in all and from one address; `auto` is what the limit of open files leaves, and half of that.
+    # Maximum of connections in all, and from one address; `auto` is what the limit of open files leaves, and half of
+    # that.
     max_connections: Connections = "auto"
     max_connections_per_address: Connections = "auto"
     cors: tuple[str, ...] = ()
-    # Names of this machine beside the loopback's that clients may use; with any, `Host` is checked for all of them.
+    # Names of this machine that clients may use, besides the loopback's; with any, every `Host` header is checked.
     hosts: tuple[str, ...] = ()
-    # From the first key on, `/metrics` needs one that may read it.
+    # Once there is a key, `/metrics` requires one that may read it.
     metrics_auth: bool = True
-    # `vllm`: also under vLLM's names.
+    # `vllm` also exports metrics under vLLM's names.
     metrics_compat: Literal["", "vllm"] = ""
-    # What answers a request that names no model, and one that asks for a vendor's small model. Empty: nothing does.
+    # Models for requests that name no model, or a vendor's small model. Empty refuses such requests.
     default: str = ""
     small: str = ""
-    # A request that takes longer is warned of, with where its time went; 0 warns of none.
+    # A slower request is logged as a warning with the time of each phase; 0 logs none.
     slow_request_s: Seconds = 30.0
-    # The newest requests, with all that was asked and answered, kept in `home/captures` for debugging; 0 keeps none.
+    # The newest requests and their answers are kept whole in `home/captures` for debugging; 0 keeps none.
     capture: Annotated[int, Meta(ge=0, le=10_000)] = 0
     capture_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 64 * 1024 * 1024
     capture_age_s: Seconds = 86400.0
-    # Beside `home/adapters`: folders below which an adapter may lie that is loaded while the daemon runs.
+    # Folders, besides `home/adapters`, whose adapters may be loaded while the daemon runs.
     adapter_folders: tuple[str, ...] = ()
-    # Where traces go, as OTLP over HTTP; empty makes none.
+    # Traces are sent here, as OTLP over HTTP; empty makes none.
     otlp_endpoint: str = ""
-    # Name of this machine in a fleet; empty is its host name.
+    # Name of this machine in a fleet; empty is the host name.
     node: Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z0-9._-]*$")] = ""
 
     @property
@@ -123,7 +124,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Sampling of requests that do not set it; None leaves the model's own default, and then the API's."""
+    """Sampling defaults of requests; None leaves the model's own default, then the API's."""
 
     temperature: Temperature | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -136,7 +137,7 @@ class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Thinking of requests that do not set it; None leaves it to the API and the model."""
+    """Thinking defaults of requests; None leaves it to the API and the model."""
 
     enabled: bool | None = None
     effort: Effort | None = None
@@ -144,7 +145,7 @@ class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[models.NAME.profiles.PROFILE]`, asked for as `NAME:PROFILE`; where it is silent, the model counts."""
+    """`[models.NAME.profiles.PROFILE]`, requested as `NAME:PROFILE`; settings that it lacks are the model's."""
 
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()
@@ -153,7 +154,7 @@ class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`cache` of a model: bytes of prefix cache in memory and on disk; 0 is off, None a part of its share of memory.
 
-    On disk all models share one folder, whose cap is the largest that any of them names. Prefixes of fewer tokens than
+    All models share one folder on disk, whose cap is the largest that any of them sets. Prefixes of fewer tokens than
     `disk_min_tokens` are not written: computing them again takes no longer, and every write wears the disk.
     """
 
@@ -163,17 +164,17 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SparsePrefillConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`sparse_prefill` of a model: requests that ask for it run this part of a prompt of so many tokens or more, which
-    its draft model chooses; 0 is off."""
+    """`sparse_prefill` of a model. Requests that ask for it run this part of a long prompt, chosen by its draft model;
+    0 is off."""
 
     keep: Annotated[float, Meta(ge=0, le=1)] = 0.0
     from_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 8192
 
 
 class KvEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_events` of a model: addresses at which its worker publishes what its prefix cache holds, for routers.
+    """`kv_events` of a model: addresses at which its worker publishes changes of its prefix cache, for routers.
 
-    They tell prompts as token ids, to all that connect: so beyond this machine only where `plain` says so.
+    Events reveal prompts as token ids to every subscriber, so `plain` must allow addresses beyond this machine.
     """
 
     endpoint: str = ""
@@ -183,10 +184,10 @@ class KvEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`fallback` of a model: upstreams, in order, to which its requests go when they cannot be served here."""
+    """`fallback` of a model: upstreams, in order, for requests that cannot be served here."""
 
     to: tuple[str, ...] = ()
-    # The model cannot be served, its queue is full or too slow, or the prompt is longer than its context.
+    # Reasons to fall back: the model is unavailable, its queue is full or slow, or the prompt exceeds its context.
     when: tuple[Literal["unavailable", "queue", "context"], ...] = ("unavailable",)
 
 
@@ -195,10 +196,10 @@ class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     # `local` for each rank, of a group on this machine alone.
     nodes: tuple[str, ...] = ()
-    # A part of each layer a rank, or some layers.
+    # Whether each rank has a part of every layer, or all of some layers.
     parallel: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
-    # Layers by rank of a pipeline.
+    # Number of layers of each rank in a pipeline.
     split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     # A file of mlx.launch, of a group over several machines, relative to this file; this machine is its first host.
     hosts: str = ""
@@ -224,105 +225,105 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     preload: bool = False
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     context: Annotated[int, Meta(ge=0)] = 0
-    # Sequences generated at once; `auto` is as many as a calibration has found to be of use.
+    # Maximum of concurrently generated sequences; `auto` is the useful number that a calibration found.
     max_running: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = USUAL_RUNNING
     max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024
     prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
-    # How rows share a forward pass; `auto` is as the self-check of the load finds them exact.
+    # How rows share a forward pass; `auto` is the mode that the load's self-check found exact.
     batching: Literal["auto", "together", "equal", "single"] = "auto"
-    # The same request computes the same shapes in every run: alone, in chunks by position, from its first token.
+    # Whether a request computes the same shapes in every run: alone, in chunks by position, from its first token.
     deterministic: bool = False
-    # Drafts of next tokens, from text that is known already, where they are measured to pay.
+    # Whether drafts are made from known text, where they are measured to be faster.
     speculate: Literal["auto", "off"] = "auto"
-    # A smaller model of the same tokens, or a drafter made for this one, as a folder or repository; empty is none.
+    # Folder or repository of a smaller model with the same tokens, or of a drafter for this model; empty is none.
     draft: str = ""
     sparse_prefill: SparsePrefillConfig = SparsePrefillConfig()
-    # What it is for: text that it generates, embeddings, scores of pairs, or audio; `auto` is as its files say.
+    # Task of the model: text generation, embeddings, scores of pairs, or audio; `auto` follows its files.
     kind: Literal["auto", "text", "embed", "rerank", "audio"] = "auto"
-    # Its embeddings may be cut to fewer dimensions, also where its files do not declare that it was trained for it.
+    # Whether embeddings may be shortened even if the model's files do not declare it as trained for that.
     matryoshka: bool = False
     load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()
     profiles: dict[str, ProfileConfig] = {}
-    # Folders, or repositories, of LoRA adapters by name: asked for as `NAME:ADAPTER`, or by the adapter's name alone.
+    # Folders or repositories of LoRA adapters by name, requested as `NAME:ADAPTER` or by the adapter's name alone.
     adapters: dict[str, str] = {}
     trust_remote_code: bool = False
-    # Which family's reasoning and tool calls the model writes; empty is by its template and vocabulary.
+    # The family whose reasoning and tool calls the model writes; empty is detected by its template and vocabulary.
     parser: str = ""
-    # Jinja, in place of the model's own; in the file it may also be the path of a file that holds it.
+    # Jinja template that replaces the model's own; the file may also give the path of a template.
     chat_template: str = ""
     cache: CacheConfig = CacheConfig()
-    # Bytes of KV for running requests; None is most of what the weights leave of its share of memory.
+    # Bytes of KV for running requests; None is most of the memory share that the weights leave.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None
-    # Bits of a number of KV; None is as the model computes it. Fewer change answers, which name them.
+    # Bits of a quantized KV cache; None is the model's own precision. Fewer bits change answers, which report them.
     kv_bits: Literal[8, 4] | None = None
-    # Of its worker; None is the server's.
+    # Log level of the model's worker; None is the server's.
     log_level: LogLevel | None = None
-    # Its share of the memory budget.
+    # The model's share of the memory budget.
     memory_bytes: Bytes = "auto"
-    # Where its experts are: in memory, or on disk, in a folder that `mlxctl repack` has made.
+    # Experts on disk need a folder that `mlxctl repack` has made.
     experts: Literal["memory", "disk"] = "memory"
-    # Of the experts in memory where they are on disk.
+    # Bytes of experts that are cached in memory if they are on disk.
     expert_cache_bytes: Bytes = "auto"
-    # Never unloaded to make room.
+    # A pinned model is never unloaded to make room.
     pin: bool = False
-    # Unloaded after this long without a request; 0 is never.
+    # Time without a request after which the model is unloaded; 0 is never.
     ttl_s: Seconds = 0.0
     fallback: FallbackConfig = FallbackConfig()
     group: GroupConfig = GroupConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
-    # Of a request: the one of its adapters that it names.
+    # The adapter that a request names; never in the file.
     adapter: str = ""
 
     @property
     def full_name(self) -> str:
-        """The name of the model, or of the adapter of it that a request names."""
+        """The model's name, or the full name of the requested adapter."""
         return f"{self.name}:{self.adapter}" if self.adapter else self.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that it has: its own and its aliases, or those of the adapter."""
+        """All names: the model's own and its aliases, or those of the requested adapter."""
         own = (self.name, *self.aliases)
         return (self.full_name, self.adapter, *(f"{name}:{self.adapter}" for name in own[1:])) if self.adapter else own
 
     @property
     def root(self) -> str:
-        """Path of what answers: the model, or the adapter."""
+        """Path of the model, or of the requested adapter."""
         return self.adapters.get(self.adapter, "") if self.adapter else self.path
 
     @property
     def adapted(self) -> "list[ModelConfig]":
-        """The model with each of its adapters, as requests see it."""
+        """The model once for each of its adapters, as requests see it."""
         return [structs.replace(self, adapter=name) for name in self.adapters]
 
     @property
     def slots(self) -> int:
-        """Sequences generated at once, as far as that is known before its worker says."""
+        """Concurrent sequences, as far as is known before the worker reports them."""
         return USUAL_RUNNING if self.max_running == "auto" else self.max_running
 
 
 class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[memory]`: what all models may take together, and when one makes room for another."""
+    """`[memory]`: the budget of all models together, and when one may replace another."""
 
     budget_bytes: Bytes = "auto"
-    # Models in memory at once; 0 is no limit.
+    # Number of models in memory at once; 0 is no limit.
     max_loaded: Annotated[int, Meta(ge=0, le=10_000)] = 0
     # A loaded model stays at least this long, whatever other models are requested.
     min_residency_s: Seconds = 10.0
 
 
 class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[media]`: bounds of images, video and audio in requests, and where they may be fetched from."""
+    """`[media]`: bounds of images, video and audio in requests, and the sources they may be fetched from."""
 
-    # Of one medium, and how many a request may have.
+    # Bytes of one medium, and the number that a request may have.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
     max_count: Annotated[int, Meta(ge=0, le=4096)] = 64
-    # Of an image, as its header says; nothing larger is decoded.
+    # Pixels of an image by its header; a larger one is never decoded.
     max_pixels: Annotated[int, Meta(ge=1024, le=1 << 30)] = 64_000_000
-    # Of all requests together, until they have ended.
+    # Bytes of the media of all running requests together.
     in_flight_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 512 * 1024 * 1024
-    # Whether an http or https URL is fetched: never, or from addresses of the public internet.
+    # Whether http and https URLs are fetched: never, or from addresses of the public internet.
     urls: Literal["off", "public"] = "off"
     fetch_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
     # Folders below which a `file:` URL may point.
@@ -332,10 +333,10 @@ class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class AudioConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[audio]`: bounds of transcriptions, translations and speech."""
 
-    # Of a file that is sent, as it is and as it sounds.
+    # Bounds of an uploaded file: its bytes, and its duration.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 25 * 1024 * 1024
     max_duration_s: Annotated[float, Meta(gt=0, le=86400)] = 7200.0
-    # Characters of a text to speak, and how long its speech may get.
+    # Characters of a text to speak, and the duration of its speech.
     max_input: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     max_speech_s: Annotated[float, Meta(gt=0, le=7200)] = 900.0
 
@@ -347,7 +348,7 @@ class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(Struct, frozen=True):
-    """All of it, checked. `models` keeps the order of the file."""
+    """The whole configuration, checked. `models` keeps the order of the file."""
 
     home: Path
     server: ServerConfig
@@ -370,7 +371,7 @@ class Config(Struct, frozen=True):
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """The cap of the folder that all models share."""
+        """The cap of the cache folder that all models share."""
         return max((model.cache.disk_bytes for model in self.models.values()), default=0)
 
     @property
@@ -412,12 +413,12 @@ class Config(Struct, frozen=True):
 
 
 def url_of(server: ServerConfig, host: str = "", port: int = 0) -> str:
-    """The base URL of a server, as configured, or where it really listens."""
+    """Return the base URL of a server, as configured, or for the given address that it listens on."""
     host = host or server.host
     scheme = "https" if server.tls.certificate else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or server.port}"
 
 
 def file_key(field: str) -> str:
-    """The key of a field as the file spells it best: without its unit."""
+    """Return a field's preferred key in the file, which has no unit."""
     return field.removesuffix("_s").removesuffix("_bytes") if field.endswith(("_s", "_bytes")) else field

@@ -1,4 +1,4 @@
-"""One TOML file as plain tables with the fields of structs, and the line of what is wrong in it."""
+"""A TOML file as tables with the fields of structs; errors have the line of the wrong key."""
 
 import difflib
 import os
@@ -30,7 +30,7 @@ from gateway.config.syntax import Locator, parse_duration, parse_size
 
 T = TypeVar("T", bound=Struct)
 
-# Where a key may have been meant to stand.
+# A key that is unknown in one table may belong to one of these.
 _TABLES: Final[dict[str, type[Struct]]] = {
     "server": ServerConfig,
     "server.tls": TlsConfig,
@@ -49,7 +49,7 @@ _TABLES: Final[dict[str, type[Struct]]] = {
 
 
 class ConfigSource:
-    """One configuration file: its path and, once read, where each key stands."""
+    """One configuration file: its path and, once read, the line of each key."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +89,7 @@ class ConfigSource:
     def table(
         self, raw: Any, struct: type[Struct], where: tuple[str, ...], hidden: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """`raw` with its keys renamed to the fields of `struct` and its durations and sizes as numbers."""
+        """Rename the keys of `raw` to the fields of `struct`, with durations and sizes as numbers."""
         if not isinstance(raw, dict):
             raise self.error(f"{'.'.join(where)} must be a table", where)
         names = [name for name in struct.__struct_fields__ if name not in hidden]
@@ -119,7 +119,7 @@ class ConfigSource:
     def convert(
         self, table: dict[str, Any], struct: type[T], where: tuple[str, ...], overridden: frozenset[str] = frozenset()
     ) -> T:
-        """Check types and ranges. Raises `ConfigError` at the line of the value that is wrong."""
+        """Check types and ranges. Raises `ConfigError` with the line of the wrong value."""
         try:
             return msgspec.convert(table, struct)
         except msgspec.ValidationError as error:
@@ -132,11 +132,11 @@ class ConfigSource:
             raise ConfigError(f"{file_key(field)}: {_sentence(what)}", self.path, line) from None
 
     def path_of(self, path: str) -> Path:
-        """The path that a key names, relative to this file's folder."""
+        """Resolve a path in the file, relative to the file's folder."""
         return self.path.absolute().parent / Path(path).expanduser()
 
     def text(self, path: str, where: tuple[str, ...]) -> str:
-        """Content of a file that a key names, relative to this one. Raises `ConfigError`."""
+        """Read a text file whose path is in this file. Raises `ConfigError`."""
         file = self.path_of(path)
         try:
             return file.read_text(encoding="utf-8")
@@ -145,7 +145,7 @@ class ConfigSource:
             raise self.error(f"{where[-1]}: cannot read {file}: {reason}", where) from None
 
     def model_path(self, path: Any) -> Any:
-        """A folder becomes absolute (relative to the file's folder); a repository id stays as it is."""
+        """Make a folder absolute, relative to the file's folder; a repository id stays as it is."""
         if not isinstance(path, str):
             return path
         if path.startswith("~"):
@@ -156,7 +156,7 @@ class ConfigSource:
 
 
 def _hint(key: str, known: tuple[str, ...]) -> str:
-    """Suggestion for a key that is unknown in its table."""
+    """Suggest a correction for a key that is unknown in its table."""
     homes = [
         f"[{table}]"
         for table, struct in _TABLES.items()

@@ -1,4 +1,4 @@
-"""Lines of a TOML file on which its keys stand; durations and sizes as people write them. `tomllib` tells neither."""
+"""Line numbers of the keys in a TOML file, and readable durations and sizes. `tomllib` provides neither."""
 
 import re
 import tomllib
@@ -19,7 +19,7 @@ _BYTES_BINARY: Final = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_duration(text: str) -> float:
-    """`30s`, `5m`, `1.5h`, `250ms`, `2d`, or plain seconds. Raises `ValueError`."""
+    """Parse `30s`, `5m`, `1.5h`, `250ms`, `2d`, or plain seconds. Raises `ValueError`."""
     match = _NUMBER_UNIT.match(text)
     unit = _SECONDS.get((match[2] or "s").lower()) if match else None
     if match is None or unit is None:
@@ -28,7 +28,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """`32MiB`, `8GB`, or plain bytes. Raises `ValueError`."""
+    """Parse `32MiB`, `8GB`, or plain bytes. Raises `ValueError`."""
     match = _NUMBER_UNIT.match(text)
     unit = (_BYTES | _BYTES_BINARY).get((match[2] or "b").lower()) if match else None
     if match is None or unit is None:
@@ -37,7 +37,7 @@ def parse_size(text: str) -> int:
 
 
 class Locator:
-    """The line of each key of a TOML text, good enough for an error message (a multi-line string may mislead it)."""
+    """Lines of the keys of a TOML text, good enough for error messages; multi-line strings may mislead it."""
 
     def __init__(self, text: str) -> None:
         self._lines: dict[tuple[str, ...], int] = {}
@@ -57,7 +57,7 @@ class Locator:
             self._lines.setdefault(key[:length], number)
 
     def line(self, *spellings: tuple[str, ...]) -> int | None:
-        """The line of the first of `spellings` that stands in the text, else of the nearest table around the last."""
+        """Return the line of the first of `spellings` that exists, else of the nearest table around the last."""
         for key in spellings:
             if key in self._lines:
                 return self._lines[key]
@@ -68,7 +68,7 @@ class Locator:
 
     @staticmethod
     def syntax_error(error: tomllib.TOMLDecodeError) -> tuple[str, int | None]:
-        """The message of `tomllib` and its line, apart."""
+        """Split a message of `tomllib` into the error and its line."""
         text = str(error)
         match = _AT_LINE.search(text)
         return (text[: match.start()], int(match[1])) if match else (text, None)

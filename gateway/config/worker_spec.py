@@ -1,4 +1,4 @@
-"""Specification of a worker, as the settings of its model say."""
+"""Specification of a worker, made from the settings of its model."""
 
 from typing import Final
 
@@ -8,14 +8,14 @@ from gateway.config.host_file import devices_of
 from gateway.config.settings import Config, ModelConfig
 from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
 
-# Admission is the bound; a successor is handed at once all that ran and waited, under whatever bound.
+# The gateway bounds admission. A new worker gets all running and waiting sequences at once, so its bound is loose.
 WAITING_MAX: Final = 1 << 20
 
 
 def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = "") -> WorkerSpec:
-    """The specification of a model's worker; without addresses, of a process that only loads the model as it does.
+    """Return the specification of a model's worker; without addresses, that of a process that only loads the model.
 
-    Its epoch, its share of memory and its rank are those of a start, and are set there.
+    The supervisor sets epoch, memory share and rank at each start.
     """
     # Ranks of a group have other parts of a prefix, which no file holds together.
     has_disk = not model.group.ranks and model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
@@ -64,8 +64,8 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
 def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
     """Whether a worker of one configuration serves the other without a restart.
 
-    How much it logs is no reason, nor is the cap of the cache folder that all share: that counts from its next start.
-    Adapters are loaded and unloaded while it runs.
+    The log level and the cap of the shared cache folder may differ: they count from its next start. Adapters are loaded
+    and unloaded while it runs.
     """
     changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0, "adapters": ()}
     return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)

@@ -1,20 +1,20 @@
-"""`mlxctl`: what runs, and what should. Imports little, so that it starts at once.
+"""`mlxctl`, the command line of mlxd. It imports little, so that it starts quickly.
 
-Exit statuses: 0 done · 1 the daemon said no · 2 bad command line · 3 the daemon does not run · 130 Ctrl-C.
+Exit statuses: 0 done · 1 the daemon refused · 2 bad command line · 3 the daemon does not run · 130 Ctrl-C.
 """
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """The console script. What a verb raises as `CommandFailed` is one line on stderr and an exit status."""
+    """Run the console script. A verb's `CommandFailed` becomes one line on stderr and an exit status."""
     import sys
 
     try:
         from gateway.ctl.cli import app
         from gateway.failed import CommandFailed
     except KeyboardInterrupt:
-        # As a verb that is stopped ends, where it has begun.
+        # Verbs exit with the same status on Ctrl-C.
         sys.exit(130)
 
     try:

@@ -51,7 +51,8 @@ def load(
 
     Example: mlxctl adapter load sql sql-v2 --model coder
     """
-    # A shell's folder is not the daemon's; a name is below the home's adapters.
+    # A relative path is resolved here, because the daemon has another working folder; a bare name is below the home's
+    # adapters.
     folder = str(Path(path).expanduser().absolute()) if path.startswith((".", "~")) else path
     body = {"lora_name": name, "lora_path": folder, "model": model}
     loaded = client.post("/v1/load_lora_adapter", body, AdapterStatus)

@@ -1,4 +1,4 @@
-"""`mlxctl cache`: the prefix cache on disk. Works on the files, whether the daemon runs or not."""
+"""`mlxctl cache`: the prefix cache on disk. It reads the files directly, with or without a running daemon."""
 
 from typing import Annotated
 

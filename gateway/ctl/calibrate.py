@@ -1,4 +1,4 @@
-"""`mlxctl calibrate`: measures a model in a process of its own and keeps the results for its next worker."""
+"""`mlxctl calibrate`: measures a model in a process of its own and stores the results for the model's next worker."""
 
 import os
 import subprocess
@@ -53,13 +53,12 @@ def calibrate(
 
 
 def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[CalibrationResult]:
-    """Every measurement, as it is made. Raises `CommandFailed`."""
+    """Yield each measurement as soon as it is taken. Raises `CommandFailed`."""
     argv = [sys.executable, "-P", "-m", "worker.tools.calibrate", "--spec", STDIN, "--seconds", str(seconds)]
     environment = {**os.environ, FOLDER_ENV: str(wisdom_dir(config.home))}
     with tempfile.TemporaryFile() as stdin:
         stdin.write(msgspec.json.encode(worker_spec(config, model)))
         stdin.seek(0)
-        # The arguments are ours.
         process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=environment)
     with process:
         assert process.stdout is not None
@@ -69,7 +68,7 @@ def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Cal
 
 
 def line(finding: CalibrationResult) -> str:
-    """One line of the results, for people."""
+    """Format one measurement as a line for people."""
     from gateway.ctl.tables import size
 
     match finding.kind:

@@ -188,7 +188,7 @@ def parse(context: typer.Context) -> None:
     """
     import subprocess
 
-    # The parsers are the worker's, which nothing here imports; `--help` is answered there as well.
+    # The parsers belong to the worker, which mlxctl does not import; the process answers `--help` as well.
     command = [sys.executable, "-P", "-m", "worker.output.parsers.cli", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 

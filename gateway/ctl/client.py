@@ -1,4 +1,4 @@
-"""Talks to the daemon over its admin socket."""
+"""Client of the daemon's admin socket."""
 
 import json
 from collections.abc import Generator, Iterator
@@ -18,44 +18,44 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=msgspec.Struct)
 
 NOT_RUNNING: Final = 3
-# A load may take long; it says itself when it gives up.
+# A load may take long; the daemon reports its own timeout.
 COMMAND_TIMEOUT_S: Final = 3600.0
 STATUS_TIMEOUT_S: Final = 10.0
-# The daemon waits shorter for a token.
+# The daemon's own deadline for the probe token is shorter.
 PROBE_TIMEOUT_S: Final = 30.0
 
 
 def admin_socket() -> Path:
-    """The admin socket of this home's daemon."""
+    """Return the path of the admin socket of this home's daemon."""
     return home_paths.admin_socket(home_paths.default_home())
 
 
 def get(path: str, kind: type[T]) -> T:
-    """Ask the admin API. Raises `CommandFailed`, as do all of these."""
+    """Send a GET request to the admin API. Raises `CommandFailed`, as every function here does."""
     with _admin(STATUS_TIMEOUT_S) as client:
         return _read(client.get(path), kind)
 
 
 def status() -> DaemonStatus:
-    """The daemon's status."""
+    """Return the daemon's status."""
     return get("/v1/status", DaemonStatus)
 
 
 def deep_health() -> DeepHealth:
-    """Let each loaded model say a token. One that does not is no reason to raise."""
+    """Have each loaded model generate one token. A model that fails is in the result, and raises nothing."""
     with _admin(PROBE_TIMEOUT_S) as client:
         return _read(client.get("/healthz?deep=1"), DeepHealth, (200, 503))
 
 
 def post(path: str, body: dict[str, Any], kind: type[T]) -> T:
-    """Tell the admin API."""
+    """Send a POST request to the admin API."""
     with _admin(COMMAND_TIMEOUT_S) as client:
         return _read(client.post(path, json=body), kind)
 
 
 def stream_chat(request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-    """The deltas of a chat, as they come. Raises also when the stream ends early."""
-    # Over the socket of the daemon's owner, so that no key is needed.
+    """Stream the deltas of a chat completion. Also raises if the stream ends early."""
+    # The socket belongs to the daemon's owner, so that no key is needed.
     with _admin(None) as client, client.stream("POST", "/v1/chat/completions", json=request) as response:
         if response.status_code != 200:
             response.read()

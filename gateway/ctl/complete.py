@@ -1,4 +1,4 @@
-"""Shell completion of model names, from the files alone, so that it is quick and needs no daemon."""
+"""Shell completion of model names. It reads files alone, so that it is quick and needs no daemon."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -9,8 +9,8 @@ from gateway.ctl.model_verbs.offline import readable_config
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Names and aliases of the configuration."""
-    # A shell has no place to say that it is broken; the verb itself will.
+    """Complete names and aliases from the configuration."""
+    # A broken file completes nothing: the shell cannot show an error here, and the verb will.
     config = readable_config()
     models = config.models.values() if config is not None else ()
     names = [name for model in models for name in model.names if "*" not in name]
@@ -18,7 +18,7 @@ def complete_models(incomplete: str) -> list[str]:
 
 
 def complete_downloaded(incomplete: str) -> list[str]:
-    """Names of the configuration, and repositories in the Hugging Face cache."""
+    """Complete names of the configuration and repositories in the Hugging Face cache."""
     from gateway.model_files.hub_cache import cached_models
 
     names = [*complete_models(incomplete), *(name for name in cached_models() if name.startswith(incomplete))]
@@ -26,7 +26,7 @@ def complete_downloaded(incomplete: str) -> list[str]:
 
 
 def a_model(help: str, metavar: str | None = None, complete: Callable[[str], list[str]] = complete_models) -> Any:
-    """An argument that names a model."""
+    """Declare an argument that names a model."""
     return typer.Argument(help=help, show_default=False, metavar=metavar, autocompletion=complete)
 
 

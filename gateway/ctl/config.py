@@ -1,4 +1,4 @@
-"""`mlxctl config`: what the file says, and whether it can be used; and giving a changed one to the daemon."""
+"""`mlxctl config`: checks and prints the configuration file, and has the daemon reload it."""
 
 from pathlib import Path
 from typing import Annotated, Final
@@ -41,7 +41,7 @@ def check(file: File = None, json: Json = False) -> None:
     if json:
         print_json({"ok": True, "file": str(config.config_path), "models": list(config.models), "absent": absent})
         return
-    # Only the file in the home may be absent.
+    # Only the default file may be missing.
     source = config.config_path if config.config_path.exists() else f"no {config.config_path}: the defaults"
     count = len(config.models)
     typer.echo(f"{source}: good, {count} model{'' if count == 1 else 's'}")
@@ -95,7 +95,7 @@ def schema() -> None:
 
 
 def _absent(config: Config) -> dict[str, str]:
-    """Models that are not on this machine, and why. No error: they may be downloaded before the first request."""
+    """Models that are not on this machine, and why. That is no error: a pull may come before the first request."""
     from gateway.model_files.metadata import Unreadable
 
     absent: dict[str, str] = {}

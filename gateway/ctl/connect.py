@@ -22,7 +22,7 @@ _DEMOS: Final = ("demo", "demo-vision")
 
 
 def complete_clients(incomplete: str) -> list[str]:
-    """Names of clients."""
+    """Complete names of clients."""
     from gateway.client_setup.client_setups import CLIENTS
 
     return [name for name in CLIENTS if name.startswith(incomplete)]
@@ -90,14 +90,14 @@ def _tell_command(setup: "Setup") -> None:
 
 
 def _endpoint(model: str | None, url: str | None) -> "Endpoint":
-    """Of the daemon, or of the one that the configuration describes. Raises `CommandFailed`."""
-    from gateway.client_setup.client_setups import CONTEXT, Endpoint
+    """Build the endpoint of the running daemon, or the one that the configuration describes. Raises `CommandFailed`."""
+    from gateway.client_setup.client_setups import DEFAULT_CONTEXT, Endpoint
     from gateway.media.modalities import modalities
 
     status = daemon()
     chosen = _chosen(served_models(), model)
     key = os.environ.get(KEY_VARIABLE, "").strip()
-    # With the file, even an empty one, keys are required.
+    # The key file makes keys mandatory, even when it is empty.
     if not key and keys_path(default_home()).exists():
         raise CommandFailed(
             f"mlxd has API keys: put one of this client into {KEY_VARIABLE}, such as "
@@ -109,14 +109,14 @@ def _endpoint(model: str | None, url: str | None) -> "Endpoint":
     return Endpoint(
         url=address.rstrip("/").removesuffix("/v1"),
         model=chosen.name,
-        context=_context(chosen) or CONTEXT,
+        context=_context(chosen) or DEFAULT_CONTEXT,
         key=key,
         sees="image" in modalities(chosen.path, None),
     )
 
 
 def _chosen(models: Sequence[ServedModel], wanted: str | None) -> ServedModel:
-    """Raises `CommandFailed`."""
+    """Return the wanted model, or else the default one. Raises `CommandFailed`."""
     if wanted is not None:
         for model in models:
             if wanted in (model.name, *model.aliases):
@@ -125,13 +125,13 @@ def _chosen(models: Sequence[ServedModel], wanted: str | None) -> ServedModel:
         raise CommandFailed(f"there is no model {wanted!r}; models here: {names or 'none'}")
     if not models:
         raise CommandFailed("no model is configured or downloaded: mlxctl recommend lists some that fit")
-    # Without a configuration, `default` is the demo's, whatever else is downloaded.
+    # The demo has the alias `default` as long as there is no configuration, even if other models are downloaded.
     real = [model for model in models if model.name not in _DEMOS] or models
     return next((model for model in real if "default" in model.aliases), real[0])
 
 
 def _context(model: ServedModel) -> int:
-    """As loaded or configured, or as its files say; 0 where that is not known."""
+    """Return the context length as loaded, as configured or from the model's files; 0 if it is unknown."""
     from gateway.ctl.model_verbs.offline import available_bytes
     from gateway.model_files.metadata import Unreadable, find, inspect
 

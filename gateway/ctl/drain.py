@@ -1,4 +1,4 @@
-"""`mlxctl drain`: the end of the daemon, after the last answer."""
+"""`mlxctl drain`: finishes running requests, then ends the daemon."""
 
 import time
 from typing import Annotated, Final
@@ -13,12 +13,12 @@ from gateway.ctl.printing import Json, print_json, seconds, tell
 from gateway.failed import CommandFailed
 
 POLL_S: Final = 0.05
-# After the last request: workers with much memory take their time.
+# Workers that hold much memory take long to exit after the last request.
 STOP_S: Final = 600.0
 
 
 class Result(Struct, frozen=True):
-    """`cut_off`: requests that were still running when the time was over, or that waited for a model's load."""
+    """Result of a drain. `cut_off` counts requests that were still running, or waiting for a load, at the deadline."""
 
     pid: int
     took_s: float
@@ -78,7 +78,7 @@ def _drain(timeout_s: float | None, *, is_quiet: bool) -> Result:
         typer.echo(f"{counted} running or waiting; new ones are refused from now on", err=True)
     began = time.monotonic()
     done = client.post("/v1/drain", {"timeout_s": timeout_s}, DrainResult)
-    # However long the requests took: from here on only workers have to end.
+    # The deadline starts after the last request: from here on only workers have to exit.
     deadline = time.monotonic() + STOP_S
     while is_running(status.pid):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""`mlxctl info`: what a model needs, whether it is here or still on the hub."""
+"""`mlxctl info`: the memory and disk needs of a model on this machine or on the hub."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final
@@ -39,14 +39,14 @@ def info(
     if json:
         print_json(info)
     else:
-        say(model, info)
+        print_info(model, info)
     if not info.fits or info.obstacles:
         raise typer.Exit(1)
 
 
-def say(name: str, found: "ModelMetadata", tell: Callable[[str], None] = typer.echo) -> None:
-    """Print it for people, line by line."""
-    from gateway.ctl.tables import MADE, measured, size
+def print_info(name: str, found: "ModelMetadata", tell: Callable[[str], None] = typer.echo) -> None:
+    """Print a model's needs for people, line by line."""
+    from gateway.ctl.tables import OUTPUT_UNITS, measured, size
     from gateway.media.modalities import SETUP, has_towers_library
 
     kv = "not computed for this attention"
@@ -57,8 +57,8 @@ def say(name: str, found: "ModelMetadata", tell: Callable[[str], None] = typer.e
     if found.tokens_max is not None and found.context and found.tokens_max < found.context:
         context += f", of which memory holds {found.tokens_max}"
     tell(f"{name}: {found.model_type or '?'}, {place}")
-    if found.kind in MADE:
-        tell(f"makes      {MADE[found.kind]}")
+    if found.kind in OUTPUT_UNITS:
+        tell(f"makes      {OUTPUT_UNITS[found.kind]}")
     tell(f"weights    {size(found.weights_bytes)} in memory, {size(found.disk_bytes)} on disk")
     if found.expert_bytes:
         held, total = size(found.expert_cache_bytes), size(found.expert_bytes)
@@ -83,7 +83,7 @@ def say(name: str, found: "ModelMetadata", tell: Callable[[str], None] = typer.e
 
 
 def _measured(config: Config, model: ModelConfig) -> Speeds | None:
-    """Speeds that workers have measured of a model on this machine."""
+    """Return the speeds that workers have measured for a model on this machine."""
     from gateway.model_files.known_times import KnownTimes, speeds
     from protocol.timing_profile import wisdom_dir
 
@@ -97,7 +97,7 @@ def _adapters(model: ModelConfig) -> dict[str, int]:
 
 
 def _look(model: ModelConfig) -> "ModelMetadata":
-    """Here, or else on the hub. Raises `CommandFailed`."""
+    """Inspect the model's files here, or else on the hub. Raises `CommandFailed`."""
     from gateway.model_files.metadata import Unreadable, inspect
 
     try:
@@ -124,5 +124,5 @@ def _on_hub(model: ModelConfig, here: Exception) -> "ModelMetadata":
 
 
 def is_repository(path: str) -> bool:
-    """Whether a path could be the name of a repository of the hub."""
+    """Whether a path could be the name of a repository on the hub."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))

@@ -1,6 +1,6 @@
-"""`mlxctl keys`: who may use mlxd. Works on the file itself, whether the daemon runs or not; a running one sees it.
+"""`mlxctl keys`: API keys. It edits the key file itself, with or without a daemon; a running daemon reads the change.
 
-Only what must be caught is on stdout, so `KEY=$(mlxctl keys create NAME)` holds the secret and nothing else.
+The secret alone is written to stdout, so that `KEY=$(mlxctl keys create NAME)` holds nothing else.
 """
 
 import time
@@ -244,19 +244,19 @@ def _file() -> "KeyFile":
 
 
 def _last_used() -> dict[str, float]:
-    """Time of each key's last use: from a running daemon, or as of the newest write of the usage file."""
+    """Return the time of each key's last use, from a running daemon or else from the usage file."""
     from gateway.access.usage import last_used
 
     used = last_used(usage_path(default_home()))
     try:
         report = get("/v1/keys/usage", UsageReport)
-    except CommandFailed:  # the keys can be listed without a daemon
+    except CommandFailed:  # listing keys needs no daemon
         return used
     return used | {key.name: key.last_used for key in report.keys if key.last_used}
 
 
 def _asked(options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a key that these options of a verb set."""
+    """Return the fields of a key that the options of a verb set."""
     from gateway.access.key import Key
 
     models, more, expires, role = (options[name] for name in ("models", "more", "expires", "role"))

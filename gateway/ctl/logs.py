@@ -1,4 +1,4 @@
-"""`mlxctl logs`: the daemon's log files, for people or as they are. Needs no daemon."""
+"""`mlxctl logs`: the daemon's log files, formatted or raw. It needs no daemon."""
 
 import time
 from collections.abc import Iterable
@@ -46,7 +46,7 @@ def logs(
                 shown += 1
         return shown
 
-    # Begun first: a line that is written meanwhile comes twice rather than never.
+    # Following starts before the last lines are read: a line written in between is shown twice rather than never.
     newer = log_file.follow(path, lambda: time.sleep(POLL_S))
     shown = show(log_file.last_lines(path, lines, lambda line: model is None or is_about(line, model)))
     if model is not None and not shown and lines and not follow:
@@ -59,7 +59,7 @@ def logs(
 
 
 def plain(line: str) -> str:
-    """One JSON line as one for people; what is no such line stays as it is."""
+    """Format one JSON log line for people. A line that is no JSON object is returned unchanged."""
     fields = read_line(line)
     if fields is None:
         return line
@@ -67,12 +67,12 @@ def plain(line: str) -> str:
     text = f"{fields.get('time', '')} {fields.get('level', ''):<7} {str(fields.get('message', '')).rstrip()}{rest}"
     if trace := fields.get("exception"):
         text += f"\n{trace}"
-    # A client or a worker wrote parts of it.
+    # A client or a worker may have written parts of it.
     return escaped(text)
 
 
 def plain_audit(line: str) -> str:
-    """The same of a line of the audit log."""
+    """Format one line of the audit log for people."""
     fields = read_line(line)
     if fields is None:
         return escaped(line)

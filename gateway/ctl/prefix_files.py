@@ -1,4 +1,4 @@
-"""The folder of the prefix cache on disk, from outside: what is in it, and how to empty it while workers use it.
+"""The prefix cache's folder on disk, measured and emptied while workers may be using it.
 
 The layout is the worker's (`worker/prefix_cache/disk.py`): `<key>/<edge>.safetensors` for each form of a model,
 `<key>/.model` with the path of that model, `quarantine/`, and `.total`, which holds the bytes of all files and is
@@ -20,10 +20,10 @@ LEDGER: Final = ".total"
 
 
 class PrefixFolder(Struct, frozen=True):
-    """The files of one model in one form: another version of mlx or other weights have a folder of their own."""
+    """The files of one model in one form. Another version of mlx, or other weights, have a folder of their own."""
 
     key: str
-    # The path that the model was loaded from; empty when it was not recorded.
+    # `model` is the path that the model was loaded from, or empty if it was not recorded.
     model: str
     files: int
     size_bytes: int
@@ -38,13 +38,13 @@ class DeletedFiles(Struct, frozen=True):
 
 
 def measure(root: Path) -> list[PrefixFolder]:
-    """Every folder that holds files, the largest first."""
+    """Measure every folder that holds files, the largest first."""
     folders = [_measure(folder) for folder in _folders(root)]
     return sorted((folder for folder in folders if folder.files), key=lambda folder: -folder.size_bytes)
 
 
 def clear(root: Path, model: str | None = None) -> DeletedFiles:
-    """Delete what was kept for the model with this path, or everything. Running workers notice and go on."""
+    """Delete the files of the model with this path, or all files. Running workers notice and continue."""
     with _locked(root) as ledger:
         files = size_bytes = 0
         for folder in _folders(root):
@@ -56,14 +56,14 @@ def clear(root: Path, model: str | None = None) -> DeletedFiles:
                     path.unlink()
                     files, size_bytes = files + 1, size_bytes + nbytes
         if ledger is not None:
-            # Without a number in it, the next writer counts what is there.
+            # The next writer counts the files if the ledger is empty.
             os.ftruncate(ledger, 0)
     return DeletedFiles(files, size_bytes)
 
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Generator[int | None]:
-    """No name changes meanwhile; None when there is no cache yet."""
+    """Lock names against changes, and yield the ledger's descriptor; None when there is no cache yet."""
     try:
         ledger = os.open(root / LEDGER, os.O_RDWR)
     except FileNotFoundError:

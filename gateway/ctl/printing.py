@@ -28,7 +28,7 @@ def tell(value: object, text: str, json: bool) -> None:
 
 
 def records(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
-    """Records that a process of ours prints, one a line. Other lines, of a model's own code, go to standard error."""
+    """Decode the records that a child process prints, one a line. Other lines, from a model's code, go to stderr."""
     for line in lines:
         try:
             yield decoder.decode(line)
@@ -37,19 +37,19 @@ def records(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterato
 
 
 def console() -> "Console":
-    """For tables: a pipe has no width, so nothing is cut off there."""
+    """Return a console for tables. A pipe has no width, so a wide one is assumed and nothing is cut off."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=240)
 
 
 def harmless(text: str) -> str:
-    """Without what would command the terminal: a client or a model may write anything."""
+    """Remove control characters: text of a client or a model must not control the terminal."""
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def seconds(text: str, option: str) -> float:
-    """A duration of the command line, such as 5m."""
+    """Parse a duration of the command line, such as 5m."""
     from gateway.config.syntax import parse_duration
 
     try:

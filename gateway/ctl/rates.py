@@ -1,4 +1,4 @@
-"""Sample of running models and their speed: two looks at the daemon, a while apart. Read by `ps` and `top`."""
+"""Running models and their speed, sampled twice a short while apart. Used by `ps` and `top`."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from msgspec import Struct
 
 from gateway.control_types import DaemonStatus, ModelStatus, Speeds
 
-# Default time between the two samples.
 SPAN_S: Final = 0.5
 
 
@@ -31,27 +30,27 @@ class ModelSample(Struct, frozen=True):
     kv_bytes: int
     tokens_per_s: float
     cache_hit_rate: float | None
-    # Of a model that is being loaded, from 0 to 1.
+    # `loaded` is the progress of a load, from 0 to 1.
     loaded: float
-    # What it gave up to be exact, and why.
+    # `lane_reason` is the reason for a slower batch mode, which keeps results exact; empty for the fastest.
     lane_reason: str
-    # Drafts of next tokens: `auto` or `off`, their tokens, and what they win.
+    # `speculation` is the state of drafting, `auto` or `off`; `draft_gain` is its measured speed-up.
     speculation: str
     drafted_tokens: int
     accepted_tokens: int
     draft_gain: float
-    # Prompts of sparse prefills, their tokens and the kept ones.
+    # Sparse prefills are counted in prompts, in their tokens, and in the tokens that were kept.
     sparse_prompts: int
     sparse_prompt_tokens: int
     sparse_kept_tokens: int
-    # Speeds that its workers have measured on this machine.
+    # `measured` holds the speeds that the model's workers have measured on this machine.
     measured: Speeds | None = None
     # `kernel`, or `mlx` with the reason.
     attention: str = ""
 
 
 class RateSample(Struct, frozen=True):
-    """All of it. `waiting` counts those for models without a process, too."""
+    """All running models. `waiting` also counts requests for models without a process."""
 
     version: str
     url: str
@@ -67,7 +66,7 @@ class RateSample(Struct, frozen=True):
 
 
 def take(look: Callable[[], DaemonStatus], span_s: float) -> RateSample:
-    """Two looks. Where nothing is generated one is enough."""
+    """Take two samples, or only one when no model has a request."""
     before = look()
     if not any(model.inside for model in before.models):
         return compare(before, before, 0.0)
@@ -77,7 +76,7 @@ def take(look: Callable[[], DaemonStatus], span_s: float) -> RateSample:
 
 
 def compare(before: DaemonStatus, after: DaemonStatus, span_s: float) -> RateSample:
-    """Rates between two samples."""
+    """Compute rates between two samples."""
     old = {model.name: model for model in before.models}
     models = [_model(old.get(model.name), model, span_s) for model in after.models if model.pid]
     return RateSample(
@@ -96,12 +95,12 @@ def compare(before: DaemonStatus, after: DaemonStatus, span_s: float) -> RateSam
 
 
 def waiting(model: ModelStatus) -> int:
-    """Inside the worker, or for it."""
+    """Count the requests that wait inside the worker or for it."""
     return max(model.waiting, model.inside - model.running)
 
 
 def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> ModelSample:
-    # The counter is the gateway's, and goes on over a worker's restart.
+    # The counter belongs to the gateway, so it survives a worker's restart.
     tokens = max(0, after.generation_tokens - (before or after).generation_tokens)
     own: dict[str, Any] = {
         "uptime_s": _uptime_s(after.pid),

@@ -1,4 +1,4 @@
-"""`mlxctl requests` and `mlxctl cancel`: what is being served, what was captured, and an end to one of them."""
+"""`mlxctl requests` and `mlxctl cancel`: running and captured requests, and how to end one."""
 
 from contextlib import suppress
 from datetime import datetime
@@ -90,7 +90,7 @@ def _table(found: RequestList) -> None:
     if found.requests:
         rows = table(("ID", "MODEL", "KEY", "PATH", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
         for request in found.requests:
-            # What a client may choose is data: never markup.
+            # Text that a client may choose is escaped: it is never markup.
             words = (
                 request.id,
                 request.model,
@@ -135,7 +135,7 @@ def _print(captured: CapturedRequest) -> None:
 def _message(headers: list[tuple[str, str]], body: str, is_cut: bool) -> None:
     for name, value in headers:
         typer.echo(harmless(f"{name}: {value}"))
-    # A stream of events, or what was cut, stays as it is.
+    # Event streams and truncated bodies are printed unformatted.
     with suppress(msgspec.DecodeError):
         body = msgspec.json.format(body, indent=2)
     typer.echo("\n" + harmless(body) + ("\n[cut here]" if is_cut else ""))

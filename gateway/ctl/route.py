@@ -1,4 +1,4 @@
-"""`mlxctl route`: the place that would serve a model's next request, and why; without a model, the peers."""
+"""`mlxctl route`: the place that would serve a model's next request, and the reason; without a model, the peers."""
 
 from typing import TYPE_CHECKING, Annotated
 

@@ -1,4 +1,4 @@
-"""`mlxctl service`: mlxd under launchd or systemd, before any login or with a user's session."""
+"""`mlxctl service`: mlxd under launchd or systemd, started at boot or with a user's session."""
 
 import os
 import sys

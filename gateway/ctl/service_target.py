@@ -1,4 +1,4 @@
-"""Installed service that a verb is about, and how its actions are carried out."""
+"""The installed service that a verb acts on, and the execution of its actions."""
 
 import os
 import sys
@@ -25,20 +25,20 @@ DryRun = Annotated[
 
 
 def carry_out(actions: "list[Action]", dry_run: bool, json: bool) -> None:
-    """Do them, or with `--dry-run` print them. Raises `CommandFailed`."""
+    """Carry out the actions, or print them with `--dry-run`. Raises `CommandFailed`."""
     from gateway.service import executor
 
     if not dry_run:
         executor.carry_out(actions, executor.RealMachine())
     if json:
-        # Paths are nothing that JSON knows.
+        # msgspec encodes no paths.
         print_json({"done": not dry_run, "actions": msgspec.to_builtins(actions, enc_hook=str)})
     elif dry_run:
         typer.echo(executor.describe(actions))
 
 
 def manager_of(kind: Kind | None) -> "Manager":
-    """The named manager's module, or that of this system's."""
+    """Return the module of the named service manager, or of this system's."""
     from gateway.service import launchd, systemd
 
     manager = kind or ("launchd" if sys.platform == "darwin" else "systemd")
@@ -46,7 +46,7 @@ def manager_of(kind: Kind | None) -> "Manager":
 
 
 def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
-    """Raises `CommandFailed`."""
+    """Return the service that a verb acts on. Raises `CommandFailed`."""
     import pwd
 
     from gateway.service.description import SYSTEM_PREFIX, Scope, Service
@@ -81,13 +81,13 @@ def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
 
 
 def needs_root(verb: str) -> None:
-    """Raises `CommandFailed` for any other user."""
+    """Raises `CommandFailed` unless the user is root."""
     if os.geteuid() != 0:
         raise CommandFailed(f"--system needs root: sudo mlxctl service {verb} --system")
 
 
 def _drain_s(home: Path) -> float:
-    """The configured drain deadline, if the configuration can be read by now."""
+    """Return the configured drain deadline, or the default if the configuration cannot be read."""
     from gateway.access.key_file import has_keys
     from gateway.config.load import load_config
 

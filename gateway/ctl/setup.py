@@ -1,4 +1,4 @@
-"""`mlxctl setup`: libraries for media and for audio, into the environment of this mlxctl."""
+"""`mlxctl setup`: installs libraries for media and audio into mlxctl's environment."""
 
 import importlib.util
 import shutil
@@ -50,7 +50,7 @@ def audio(
 
 
 def _install(part: str, library: str, advice: str, find: str, *, show: bool) -> None:
-    """Install the pinned libraries of a folder of the worker. Raises `CommandFailed`."""
+    """Install the libraries that a folder of the worker pins. Raises `CommandFailed`."""
     command = command_of(sys.executable, shutil.which("uv"), find, part)
     if show:
         typer.echo(" ".join(command))
@@ -65,7 +65,7 @@ def _install(part: str, library: str, advice: str, find: str, *, show: bool) -> 
 
 
 def command_of(python: str, uv: str | None, find: str, part: str = "vision") -> list[str]:
-    """The command of pip, or of uv where that is installed: an environment that uv made has no pip."""
+    """Build the install command: uv's if uv is there, because an environment made by uv has no pip."""
     has_pip = importlib.util.find_spec("pip") is not None
     if uv is not None:
         command = [uv, "pip", "install", "--quiet", "--python", python]
@@ -78,7 +78,7 @@ def command_of(python: str, uv: str | None, find: str, part: str = "vision") -> 
 
 
 def requirements(part: str = "vision") -> Path:
-    """The file that pins the libraries of a part, in the worker's package. Raises `CommandFailed`."""
+    """Return the file that pins the libraries of a part, in the worker's package. Raises `CommandFailed`."""
     spec = importlib.util.find_spec("worker")
     if spec is None or spec.origin is None:
         raise CommandFailed("the worker's package is not installed: install mlxd again")

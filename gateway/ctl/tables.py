@@ -20,8 +20,8 @@ from gateway.control_types import (
 from gateway.ctl.prefix_files import PrefixFolder
 from gateway.ctl.rates import ModelSample, RateSample, waiting
 
-# By models that generate nothing.
-MADE = {"embed": "embeddings", "rerank": "scores of pairs", "audio": "transcripts or speech"}
+# Models of these kinds generate no tokens.
+OUTPUT_UNITS = {"embed": "embeddings", "rerank": "scores of pairs", "audio": "transcripts or speech"}
 STATE_COLORS = {
     "ready": "green",
     "loading": "yellow",
@@ -33,7 +33,7 @@ STATE_COLORS = {
 
 
 def status(status: DaemonStatus, console: Console) -> None:
-    """One line for the daemon, one row for each model."""
+    """Print one line for the daemon and one row for each model."""
     console.print(headline(status), highlight=False, soft_wrap=True)
     if status.memory is not None:
         console.print(_memory(status.memory), highlight=False, soft_wrap=True, markup=False)
@@ -52,9 +52,9 @@ def status(status: DaemonStatus, console: Console) -> None:
         if model.group is not None:
             ranks(model.name, model.group, console)
     for model in status.models:
-        if model.kind in MADE:
+        if model.kind in OUTPUT_UNITS:
             length = f" of {model.dimensions} numbers" if model.dimensions else ""
-            console.print(f"{model.name}: makes {MADE[model.kind]}{length}", highlight=False, markup=False)
+            console.print(f"{model.name}: makes {OUTPUT_UNITS[model.kind]}{length}", highlight=False, markup=False)
     for model in status.models:
         if model.last_failure and model.state not in ("ready", "draining"):
             again = f" (next try in {duration(model.retry_after_s)})" if model.retry_after_s else ""
@@ -72,7 +72,7 @@ def ranks(name: str, group: GroupStatus, console: Console) -> None:
 
 
 def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None:
-    """Print the restrictions of models' lanes to stay exact, and what drafts win."""
+    """Print lost batch modes, the state and gain of drafting, and measured speeds of models."""
     for model in models:
         if model.lane_reason:
             console.print(f"{model.name}: {model.lane_reason}", style="yellow", highlight=False, markup=False)
@@ -96,14 +96,14 @@ def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None
 
 
 def sparse(model: ModelStatus | ModelSample) -> str:
-    """Sparse prefills of a model, in one line."""
+    """Format the sparse prefills of a model as one line."""
     part = 100 * model.sparse_kept_tokens // max(1, model.sparse_prompt_tokens)
     prompts = f"{model.sparse_prompts} prompt{'' if model.sparse_prompts == 1 else 's'}"
     return f"{model.name}: {prompts} prefilled sparsely, {part} % of {model.sparse_prompt_tokens} tokens kept"
 
 
 def measured(name: str, speeds: Speeds) -> str:
-    """Speeds that were measured of a model, in one line."""
+    """Format the measured speeds of a model as one line."""
     parts = [f"{rate:.0f} tok/s with {rows} row{'' if rows == 1 else 's'}" for rows, rate in speeds.decode]
     if speeds.prefill:
         parts.append(f"prompts {speeds.prefill:.0f} tok/s")
@@ -136,7 +136,7 @@ def _row(model: ModelStatus) -> list[str | Text]:
     if model.is_pinned:
         state += ", pinned"
     return [
-        # Names are data: never markup.
+        # Names are data and never markup.
         Text(model.name),
         state_text(model.state, state),
         str(model.pid or "-"),
@@ -153,7 +153,7 @@ def _row(model: ModelStatus) -> list[str | Text]:
 
 
 def state_text(state: str, said: str = "") -> Text:
-    """A state in its colour, or what is said of it."""
+    """Colour a state; `said` replaces its text."""
     return Text(said or state, style=STATE_COLORS.get(state, "red"))
 
 
@@ -162,7 +162,7 @@ def size_or_dash(count: int) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in binary units, three figures."""
+    """Format bytes in binary units with three figures."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
@@ -171,13 +171,13 @@ def size(count: float) -> str:
 
 
 def bar(part: int, whole: int, width: int = 30) -> str:
-    """A share as blocks; what is not nothing is never shown as nothing."""
+    """Draw a share as blocks. A share above zero gets at least one block."""
     full = min(width, -(-part * width // whole)) if part > 0 and whole > 0 else 0
     return "█" * full + "░" * (width - full)
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: `3d 4h`, `5m 2s`."""
+    """Format a duration by its two largest units: `3d 4h`, `5m 2s`."""
     left = int(seconds)
     parts: list[str] = []
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
@@ -188,7 +188,7 @@ def duration(seconds: float) -> str:
 
 
 def keys(found: Sequence[Key], used: Mapping[str, float], now: float, console: Console) -> None:
-    """One row for each API key; what only some have is below."""
+    """Print one row for each API key; rarer limits are listed below the table."""
     rows = table(
         ("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "STATE", "EXPIRES", "AGE", "LAST USED")
     )
@@ -246,7 +246,7 @@ def _more_limits(key: Key) -> str:
 
 
 def usage(report: UsageReport, console: Console) -> None:
-    """One row for each API key that was in force since the daemon started."""
+    """Print one row for each API key that was in force since the daemon started."""
     rows = table(("NAME",), ("REQUESTS", "RUNNING", "PROMPT", "COMPLETION", "REJECTED"))
     for key in report.keys:
         rejected = ", ".join(f"{reason} {count}" for reason, count in sorted(key.rejections.items()))
@@ -259,7 +259,7 @@ def usage(report: UsageReport, console: Console) -> None:
 
 
 def usage_lines(report: UsageLines, console: Console) -> None:
-    """One row for each line of usage, and one for all."""
+    """Print one row for each line of usage, and one for their sum."""
     rows = table([name.upper() for name in report.by], ("REQUESTS", "PROMPT", "CACHED", "COMPLETION"))
     for line in report.lines:
         names = [str(getattr(line, name)) or "(no key)" for name in report.by]
@@ -276,7 +276,7 @@ def _usage_numbers(line: UsageLine) -> tuple[int, int, int, int]:
 
 
 def cache(folders: Sequence[PrefixFolder], now: float, console: Console) -> None:
-    """One row for each folder of the prefix cache on disk."""
+    """Print one row for each folder of the prefix cache on disk."""
     rows = table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"))
     for folder in folders:
         used = f"{duration(max(0.0, now - folder.used))} ago"
@@ -285,7 +285,7 @@ def cache(folders: Sequence[PrefixFolder], now: float, console: Console) -> None
 
 
 def table(texts: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()) -> Table:
-    """An empty one: columns of text, of numbers, and of text again."""
+    """Make an empty table with columns of text, of numbers, and of text again."""
     columns = Table(box=None, pad_edge=False, header_style="bold")
     for name in texts:
         columns.add_column(name, overflow="fold")

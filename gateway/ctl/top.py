@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
-# Of requests, the oldest: a screen is no list.
+# Only the oldest requests are shown, as many as a screen can hold.
 STREAMS_MAX: Final = 20
 
 
@@ -50,18 +50,18 @@ def top(
     elif once or not sys.stdout.isatty():
         console().print(render(look(interval)))
     else:
-        # Ctrl-C may come at any moment, and is an end like q.
+        # Ctrl-C may come at any moment and ends the view as q does.
         with suppress(KeyboardInterrupt):
             _live(interval)
 
 
 def look(span_s: float) -> View:
-    """Two looks at the daemon. Raises `Failed`."""
+    """Take two samples of the daemon. Raises `CommandFailed`."""
     return View(budget_bytes(client.status()), take(client.status, span_s), _requests())
 
 
 def render(view: View) -> "Group":
-    """For people."""
+    """Render a view for people."""
     from rich.console import Group
     from rich.text import Text
 
@@ -92,7 +92,7 @@ def _streams(requests: list[RequestView]) -> "Table":
 
     rows = table(("REQUEST", "MODEL", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
     for request in requests:
-        # Ids may be a client's: never markup.
+        # Ids may be chosen by a client, and are never markup.
         rows.add_row(
             Text(request.id),
             Text(request.model),
@@ -105,7 +105,7 @@ def _streams(requests: list[RequestView]) -> "Table":
 
 
 def _live(interval: float) -> None:
-    """Update until interrupted. Raises `Failed` when the daemon ends, or does not run."""
+    """Update the view until it is interrupted. Raises `CommandFailed` if the daemon does not run, or ends."""
     from rich.live import Live
 
     before, began = client.status(), time.monotonic()
@@ -120,14 +120,14 @@ def _live(interval: float) -> None:
 
 @contextmanager
 def _keys() -> Generator[Callable[[float], bool], None, None]:
-    """A function that waits for so many seconds, or until q: then it is true."""
+    """Yield a function that waits for a number of seconds or for q, and returns whether q was pressed."""
     if not sys.stdin.isatty():
         yield _unpressed
         return
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     try:
-        # Keys at once, and unseen; Ctrl-C stays what it is.
+        # cbreak mode delivers keys unbuffered and unechoed, and leaves Ctrl-C as it is.
         tty.setcbreak(terminal)
         yield _pressed
     finally:

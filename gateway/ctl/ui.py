@@ -1,4 +1,4 @@
-"""`mlxctl ui`: open the page in the browser, logged in by a code from the daemon's unix socket; end its sessions."""
+"""`mlxctl ui`: opens the web page, logged in by a code from the daemon's unix socket, and ends its sessions."""
 
 import sys
 from typing import Annotated
@@ -34,7 +34,7 @@ def ui(
 
 
 def _is_opened(url: str) -> bool:
-    """Whether a browser took it. In a pipe, or over SSH, there is no person before one."""
+    """Whether a browser was opened. In a pipe, or over SSH, there is no person to see one."""
     import os
     import webbrowser
 

@@ -1,4 +1,4 @@
-"""`mlxctl usage`: what keys and models have used, by day."""
+"""`mlxctl usage`: usage by key, model and day."""
 
 import csv
 import sys
@@ -16,7 +16,7 @@ from gateway.ctl.printing import Json, console, print_json
 
 
 class UsageFormat(StrEnum):
-    """Forms of output."""
+    """Output formats."""
 
     TABLE = "table"
     CSV = "csv"

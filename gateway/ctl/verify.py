@@ -26,12 +26,12 @@ from protocol.verify import Difference, VerifyCheck
 
 STREAMS: Final = 6
 STREAM_TOKENS: Final = 256
-# Where every stream had ended before its worker could be killed.
+# Longer streams are used if all streams ended before their worker could be killed.
 LONGER_TOKENS: Final = 1536
-# What a stopped worker had sent has arrived after it.
+# Output that a stopped worker had sent arrives within this time.
 SETTLE_S: Final = 1.0
 FIRST_DELTA_TIMEOUT_S: Final = 600.0
-# From the end of a verification to that of the other ranks.
+# The other ranks have this long to exit after a verification.
 FOLLOWER_S: Final = 15.0
 NOTHING_WRONG: Final = frozenset({0, 1})
 
@@ -39,7 +39,7 @@ _check = msgspec.json.Decoder(VerifyCheck)
 
 
 def checks(config: Config, model: ModelConfig, tokens: int, *, kill: bool) -> Generator[VerifyCheck, None, None]:
-    """Every check, as it is done. Raises `CommandFailed`."""
+    """Yield the result of each check as soon as it is done. Raises `CommandFailed`."""
     yield from in_process(config, model, tokens)
     if kill:
         yield through_daemon(model.name)
@@ -91,7 +91,7 @@ def _following(spec: WorkerSpec) -> Generator[None, None, None]:
 
 
 def through_daemon(name: str) -> VerifyCheck:
-    """Kill the model's worker in the running daemon amid streams, which go on elsewhere. Raises `CommandFailed`."""
+    """Kill the model's worker in the running daemon during streams, which must resume. Raises `CommandFailed`."""
     check = _killed(name, STREAM_TOKENS)
     return _killed(name, LONGER_TOKENS) if check.note and not check.differences else check
 
@@ -134,18 +134,18 @@ def _answer(name: str, index: int, tokens: int, has_begun: Event) -> str:
             if text:
                 has_begun.set()
     finally:
-        # Also when it failed: no caller waits for it any longer.
+        # The event is set after a failure too, so that its waiter is never left hanging.
         has_begun.set()
     return text
 
 
 def _pid(name: str) -> int:
-    """Process of the model's worker; 0 where it has none."""
+    """Return the process id of the model's worker; 0 if it has none."""
     return next((model.pid for model in client.status().models if model.name == name), 0)
 
 
 def _kill_amid(pid: int, answers: Sequence[Future[str]]) -> bool:
-    """Kill a worker, unless it has ended all of these: it is stopped, so that what it had sent can arrive before."""
+    """Kill a worker unless all answers are complete. It is stopped first, so that what it has sent can arrive."""
     if not pid:
         return False
     with suppress(ProcessLookupError):
@@ -162,7 +162,7 @@ def _common(one: str, other: str) -> int:
 
 
 def row(check: VerifyCheck) -> str:
-    """One line of the table."""
+    """Format a check as one line of the table."""
     if check.is_skipped:
         verdict = f"left out: {check.note}"
     elif check.differences:
@@ -173,7 +173,7 @@ def row(check: VerifyCheck) -> str:
 
 
 def encode(check: VerifyCheck) -> str:
-    """One line of JSON."""
+    """Encode a check as one line of JSON."""
     return msgspec.json.encode(check).decode()
 
 

@@ -1,6 +1,6 @@
-"""The newest requests as they were asked and answered, for debugging: private files, off unless configured.
+"""Captures of the newest requests and their answers, for debugging: private files, off unless configured.
 
-What is kept is bounded by number, size and age. Headers that may hold a secret are never written.
+Captures are bounded by number, size and age. Headers that may hold a secret are never written.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Of a request, and again of its answer.
+# The bound applies to a request's body, and separately to its answer's.
 BODY_BYTES_MAX: Final = 4 * 1024 * 1024
-# Captures that wait for the disk; what comes while there are as many is not kept.
+# Captures that wait for the disk; further ones are dropped.
 PENDING_MAX: Final = 64
-SWEEP_S: Final = 60.0
+SWEEP_INTERVAL_S: Final = 60.0
 REDACTED: Final = "[redacted]"
-# Content types of bodies that are told by size and digest.
+# Bodies of these content types are replaced by their size and digest.
 _AUDIO: Final = b"audio/"
 _SECRET_WORDS: Final = ("auth", "cookie", "credential", "key", "password", "secret", "session", "token")
 
@@ -45,7 +45,7 @@ _line = msgspec.json.Decoder(CapturedLine)
 
 
 class Recorder:
-    """Listens to one request: stands in for its `receive` and `send`."""
+    """Recorder of one request, which wraps its `receive` and `send`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._headers: list[Header] = scope["headers"]
@@ -72,7 +72,7 @@ class Recorder:
         await self._send(message)
 
     def captured(self, record: RequestRecord) -> CapturedRequest:
-        """All of it, once the request has ended."""
+        """Return the complete capture, once the request has ended."""
         elapsed_s = time.perf_counter() - record.started
         return CapturedRequest(
             id=record.id,
@@ -94,7 +94,7 @@ class Recorder:
 
 
 class _Body:
-    """The beginning of a body. With `media`, those in it are told by their digests."""
+    """The beginning of a body. With `media`, base64 data in it is replaced by digests."""
 
     def __init__(self, media: MediaDigests | None = None) -> None:
         self._media = media
@@ -113,14 +113,14 @@ class _Body:
             self._size += len(self._chunks[-1])
 
     def text(self) -> str:
-        """All of it. The last call."""
+        """Return the recorded text. Must be the last call."""
         if self._media is not None:
             self._keep(self._media.finish())
         return b"".join(self._chunks).decode(errors="replace")
 
 
 class _Bytes:
-    """Size and digest of a body that is no text: a form with a file, or a file of audio."""
+    """Size and digest of a body that is no text: a form with a file, or an audio file."""
 
     is_cut = False
 
@@ -133,12 +133,12 @@ class _Bytes:
         self._size += len(chunk)
 
     def text(self) -> str:
-        """Both in words. The last call."""
+        """Format size and digest. Must be the last call."""
         return f"[{self._size} bytes, {self._digest.hexdigest()[:16]}]"
 
 
 def _redacted(headers: list[Header]) -> list[tuple[str, str]]:
-    """With what may be a secret left out."""
+    """Replace values of headers that may be secrets."""
     named = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
     return [(name, REDACTED if any(word in name for word in _SECRET_WORDS) else value) for name, value in named]
 
@@ -153,7 +153,7 @@ class _Kept:
 
 
 class Captures:
-    """The ring: one file for each request, all work on files in one thread, in the order of the calls."""
+    """Ring of captures, one file for each request. One thread does all work on files, in the order of the calls."""
 
     def __init__(self, folder: Path, settings: Callable[[], ServerConfig], clock: WallClock | None = None) -> None:
         self._folder = folder
@@ -162,50 +162,50 @@ class Captures:
         self._thread = ThreadPoolExecutor(1, "captures")
         self._room = threading.Semaphore(PENDING_MAX)
         self._is_failing = False
-        # The thread's own, the oldest first; None until the folder was looked at.
-        self._kept: list[_Kept] | None = None
+        # The thread owns this list, the oldest first; None until the folder was read.
+        self._ring: list[_Kept] | None = None
 
     @property
     def is_on(self) -> bool:
         return self._settings().capture > 0
 
     def put(self, captured: CapturedRequest) -> None:
-        """Keep a request, soon. One that cannot be kept is logged."""
+        """Queue a request to be stored. A failure is logged."""
         if self._room.acquire(blocking=False):
             self._thread.submit(self._put, captured)
         else:
             self._note_failure("the disk does not keep up")
 
     async def lines(self) -> list[CapturedLine]:
-        """Captured lines, oldest first."""
+        """List the captures, oldest first."""
         return await self._call(lambda: [kept.line for kept in self._swept()])
 
     async def find(self, request_id: str) -> CapturedRequest | None:
-        """The newest of this id."""
+        """Return the newest capture with this id."""
         return await self._call(lambda: self._find(request_id))
 
     async def run(self) -> None:
-        """Delete expired captures also without new requests, until cancelled."""
+        """Delete expired captures periodically, until cancelled."""
         while True:
             await self.sweep()
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(SWEEP_INTERVAL_S)
 
     async def sweep(self) -> None:
-        """Delete what is too old, or too much by now."""
+        """Delete captures that exceed the bounds."""
         await self._call(self._swept)
 
     async def clear(self) -> int:
-        """Delete everything. Returns how many there were."""
+        """Delete all captures and return their number."""
         return await self._call(self._clear)
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Finish the queued work."""
         self._thread.shutdown()
 
     async def _call(self, action: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, action)
 
-    # In the thread.
+    # These run on the thread.
 
     def _put(self, captured: CapturedRequest) -> None:
         self._room.release()
@@ -227,7 +227,7 @@ class Captures:
         self._swept()
 
     def _note_failure(self, why: str) -> None:
-        # Once, not for each request: the disk is full for all of them.
+        # A failure is logged once, not for each request: a full disk affects all of them.
         if not self._is_failing:
             log.warning("requests cannot be captured in %s: %s", self._folder, why)
         self._is_failing = True
@@ -246,7 +246,7 @@ class Captures:
         return count
 
     def _swept(self) -> list[_Kept]:
-        """Captured requests, after expired ones are deleted."""
+        """Delete captures that exceed the bounds, and return the others."""
         settings = self._settings()
         kept = self._load()
         oldest = self._now() - settings.capture_age_s
@@ -267,19 +267,19 @@ class Captures:
         del kept[:count]
 
     def _load(self) -> list[_Kept]:
-        if self._kept is None:
-            self._kept = []
+        if self._ring is None:
+            self._ring = []
             for path in sorted(self._folder.glob("*.json")) if self._folder.is_dir() else ():
                 try:
                     data = path.read_bytes()
-                    self._kept.append(_Kept(path, len(data), _line.decode(data)))
+                    self._ring.append(_Kept(path, len(data), _line.decode(data)))
                 except (OSError, msgspec.DecodeError):
-                    # Half written when the power went, or not ours any more.
+                    # A power cut may leave a partial file; other files do not belong here.
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
-            if self._kept:
-                self._now.resume(max(one.line.at for one in self._kept))
-        return self._kept
+            if self._ring:
+                self._now.resume(max(one.line.at for one in self._ring))
+        return self._ring
 
 
 def _private(path: str, flags: int) -> int:

@@ -1,14 +1,14 @@
-"""uvicorn's HTTP protocol with limits that it lacks: sizes and times of all that a client sends and takes, and one
-answer for each request.
+"""uvicorn's HTTP protocol with the limits that it lacks: bounds on sizes and times of all that a client sends and
+reads, and one answer for each request.
 
-| of | bound |
+| item | bound |
 |---|---|
 | a head | 64 KiB, 75 s |
 | trailers, which are dropped | 8 KiB |
 | a piece of a head, of trailers or of framing that does not end | 64 KiB |
-| requests ahead of their answers | 100, and 64 KiB beyond the packet that brought the first of them |
-| a body whose request was answered | 10 s, parsed up to 256 KiB, dropped up to 64 MiB |
-| an answer that is not taken | `write_timeout` |
+| pipelined requests | 100, and 64 KiB beyond the packet that brought the first of them |
+| the rest of a body after its answer | 10 s, parsed up to 256 KiB, dropped up to 64 MiB |
+| an answer that is not read | `write_timeout` |
 """
 
 import asyncio
@@ -29,27 +29,28 @@ log = logging.getLogger(__name__)
 # uvicorn warns of each malformed request: any client that can connect could fill the log.
 log.setLevel(logging.ERROR)
 
-# Claude Code and Codex send about 4 KiB.
+# The limit is generous: Claude Code and Codex send about 4 KiB.
 HEAD_BYTES_MAX: Final = 64 * 1024
 TRAILER_BYTES_MAX: Final = 8 * 1024
-# What a field costs beside its text, as HTTP/2 counts it. https://www.rfc-editor.org/rfc/rfc9113#section-6.5.2
+# The overhead of a header field in addition to its text, as HTTP/2 counts it.
+# https://www.rfc-editor.org/rfc/rfc9113#section-6.5.2
 FIELD_BYTES: Final = 32
-# From the connection, or the answer before, to the last header.
+# This time runs from the connection or the previous answer to the last header.
 HEAD_TIMEOUT_S: Final = 75.0
-# For the rest of a body whose request was answered already: a client that would hear of it must first finish sending.
+# The rest of a body may arrive after its answer: many clients read the answer only once all is sent.
 LINGER_S: Final = 10.0
 LATE_BYTES_MAX: Final = 256 * 1024
 DROPPED_BYTES_MAX: Final = 64 * 1024 * 1024
 PIPELINED_MAX: Final = 100
-BEHIND_BYTES_MAX: Final = 64 * 1024
+PIPELINED_BYTES_MAX: Final = 64 * 1024
 
-# Between two looks at whether a client that closed its half is still there; the last one is repeated.
+# Delays between probes whether a half-closed client is still there; the last delay repeats.
 PROBES_S: Final = (0.01, 0.05, 0.25, 1.0, 5.0)
-# Looks in a row at which a client has taken nothing.
+# A client is stalled after this many checks in a row at which it has read nothing.
 STALLS_MAX: Final = 2
 READ_BYTES: Final = 65536
 
-# Every client skips as many of these as come before its answer, also http.client, which takes 102 for the answer.
+# Clients skip any number of 100s before an answer, whereas http.client would take a 102 for the answer.
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT: Final = b"3\r\n:\n\n\r\n"
 
@@ -73,7 +74,7 @@ _NO_TUNNEL: Final = _answer(b"405 Method Not Allowed", b"CONNECT is not allowed 
 
 
 class RefusedConnection(Exception):
-    """Ends the parsing of a connection: what it is answered if no other answer is under way, and why."""
+    """Ends the parsing of a connection; holds the answer to send unless another one is in progress, and the reason."""
 
     def __init__(self, answer: bytes, reason: str) -> None:
         super().__init__(reason)
@@ -87,7 +88,7 @@ _HEAD_TOO_LARGE: Final = (_TOO_LARGE, "headers")
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. Its parser keeps an unfinished head in memory, so the bytes fed to it are counted.
 
-    One timer at a time, which never ends a connection while an answer is being written.
+    There is one timer at a time, which never ends a connection while an answer is being written.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -106,32 +107,30 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.logger = log
         self._registry = connections
-        # None on plain TCP and on the unix socket.
+        # The handshake is None on plain TCP and on the unix socket.
         self._handshake = handshake
         self._is_in_head = True
-        # What is left for the text of a head, or of trailers.
-        self._field_room = HEAD_BYTES_MAX
-        # Whether the parser got through a head, or some of a body, with what it was fed last; what it was fed since.
-        self._has_moved = False
-        self._still_bytes = 0
+        # Bytes left for the text of a head, or of trailers.
+        self._field_bytes_left = HEAD_BYTES_MAX
+        # Whether the last input completed a head or part of a body, and the bytes fed since that last happened.
+        self._has_progressed = False
+        self._bytes_without_progress = 0
         self._refused: RefusedConnection | None = None
-        # An upgrade was offered with the head that has just been parsed.
+        # Set if the head that was just parsed offers an upgrade.
         self._is_offered = False
-        # What is answered while newer requests wait behind it: uvicorn knows only of the newest.
+        # The request that is being answered while newer ones wait; uvicorn knows only the newest.
         self._answered: RequestResponseCycle | None = None
-        self._behind_bytes = 0
+        self._pipelined_bytes = 0
         self._late_bytes = 0
-        # Nothing of what comes is parsed any more.
-        self._is_deaf = False
+        # Set once all further input is dropped unparsed.
+        self._drops_input = False
         self._dropped_bytes = 0
         self._prober: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
         self._stalls = 0
-        # Looks in a row at which no more could be written.
-        self._full_looks = 0
-
-    # The connection.
+        # Checks in a row at which the write buffer was full.
+        self._full_checks = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -153,18 +152,18 @@ class GuardedProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that closed its half may still read the answer, and looks like one that has left.
+        """Keep a half-closed connection, whose client may still read the answer, and probe whether the client has left.
 
-        What tells them apart is how they take something that means nothing: the machine of one that has left resets
-        the connection, and the write after that fails.
+        A half-closed client and one that has left look alike until data that means nothing is sent: the machine of a
+        client that has left resets the connection, and the next write fails.
         """
         if self._handshake is not None:
-            # TLS has no half of a connection to close.
+            # TLS connections cannot be half-closed.
             return False
         cycle = self._answered
         if cycle is None or cycle.response_complete or cycle.more_body or cycle.scope["http_version"] != "1.1":
             return False
-        if not self._is_deaf:
+        if not self._drops_input:
             self._stop_listening()
         self._probe(0)
         return True
@@ -174,13 +173,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def look(self) -> None:
         size = self._unsent()
-        # What is written to grows although its client reads. It is looked at when it is full.
+        # A growing buffer does not mean that the client is stalled, so it is judged only once it is full.
         is_growing = self._is_answering and not self.flow.write_paused and not self.transport.is_closing()
         self._stalls = self._stalls + 1 if 0 < self._unsent_bytes <= size and not is_growing else 0
         self._unsent_bytes = size
-        self._full_looks = self._full_looks + 1 if self.flow.write_paused else 0
-        if self._full_looks == STALLS_MAX:
-            # A client that takes its answer as slowly as it likes must not keep others out.
+        self._full_checks = self._full_checks + 1 if self.flow.write_paused else 0
+        if self._full_checks == STALLS_MAX:
+            # The connection counts as idle now, so that a slow reader does not keep new clients out.
             self._registry.rest(self)
         if self._stalls == STALLS_MAX:
             self._drop("write_timeout")
@@ -189,21 +188,21 @@ class GuardedProtocol(HttpToolsProtocol):
         size = self.transport.get_write_buffer_size()
         if self._handshake is not None:
             size += self._handshake.unsent()
-        # The system asks for more only when a third of what it holds is taken, which may be megabytes.
+        # The system reports writability only when a third of its buffer, which may be megabytes, is free.
         return size and size + queued_bytes(self.transport.get_extra_info("socket"))
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._full_looks = 0
+        self._full_checks = 0
         if self._is_answering:
             self._registry.work(self)
 
     def _turn_away(self) -> None:
-        # The transport would write a moment later, and keep the descriptor until then.
+        # The transport would write later, and keep the descriptor until then.
         if self.scheme == "http":
             descriptor = self.transport.get_extra_info("socket").fileno()
             with contextlib.suppress(OSError):
-                # What was sent and not read would reset the connection, and the answer with it.
+                # Unread input would make closing reset the connection and lose the answer.
                 os.read(descriptor, READ_BYTES)
             with contextlib.suppress(OSError):
                 os.write(descriptor, _FULL)
@@ -217,25 +216,23 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.write(_CONTINUE)
         elif cycle.chunked_encoding:
             outlet = outlet_of(cycle.scope)  # type: ignore[reportArgumentType]  # uvicorn's type is narrower
-            # Only streams of events are chunked.
+            # Only event streams are chunked.
             if outlet is not None and not outlet.is_within_event:
                 self.transport.write(_COMMENT)
         delay_s = PROBES_S[min(number, len(PROBES_S) - 1)]
         self._prober = self.loop.call_later(delay_s, self._probe, number + 1)
 
-    # What comes.
-
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._is_deaf:
+        if self._drops_input:
             self._dropped_bytes += len(data)
             if self._dropped_bytes > DROPPED_BYTES_MAX:
                 self._drop("late_body")
             return
         self._unset_keepalive_if_required()
         was_ahead = bool(self.pipeline)
-        self._has_moved = False
+        self._has_progressed = False
         try:
             self._feed(data)
             self._count(len(data), was_ahead)
@@ -254,9 +251,9 @@ class GuardedProtocol(HttpToolsProtocol):
                 return
 
     def _decline(self, rest: bytes) -> bytes:
-        """Begin the request again without its offer, as RFC 9110 7.8 lets a server do. Returns what is to be fed.
+        """Parse the request again without its upgrade offer (RFC 9110 7.8 allows that). Returns the bytes to parse.
 
-        The parser takes what follows the head for another protocol's, and cannot be told otherwise.
+        The parser would leave all that follows the head to the other protocol, and has no switch for that.
         """
         version = self.parser.get_http_version().encode()
         head = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
@@ -267,29 +264,29 @@ class GuardedProtocol(HttpToolsProtocol):
         return b"".join([*head, b"\r\n", rest])
 
     def _count(self, size: int, was_ahead: bool) -> None:
-        """Bound what neither ends nor is asked for. Raises `RefusedConnection`."""
-        self._still_bytes = 0 if self._has_moved else self._still_bytes + size
-        if self._still_bytes > HEAD_BYTES_MAX:
+        """Bound input that never ends or was not requested. Raises `RefusedConnection`."""
+        self._bytes_without_progress = 0 if self._has_progressed else self._bytes_without_progress + size
+        if self._bytes_without_progress > HEAD_BYTES_MAX:
             raise RefusedConnection(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
         if self.pipeline:
-            self._behind_bytes += size if was_ahead else 0
-            if self._behind_bytes > BEHIND_BYTES_MAX:
+            self._pipelined_bytes += size if was_ahead else 0
+            if self._pipelined_bytes > PIPELINED_BYTES_MAX:
                 raise RefusedConnection(b"", "pipelined")
-            # uvicorn stops reading, and would not hear of a client that leaves.
+            # uvicorn pauses reading here, and would not notice that the client leaves.
             self.flow.resume_reading()
         elif self._is_in_head:
-            if not self._has_moved and self._deadline is None:
+            if not self._has_progressed and self._deadline is None:
                 self._arm(self.head_timeout_s)
         elif self.cycle.response_complete:
             self._late_bytes += size
             if self._late_bytes > LATE_BYTES_MAX:
-                # A client that looks before it uses the connection again sees that it is over.
-                self._is_deaf = True
+                # A client that checks its connection before using it again sees that it is closed.
+                self._drops_input = True
                 if self.transport.can_write_eof():
                     self.transport.write_eof()
 
     def _refuse(self, refused: RefusedConnection) -> None:
-        """Parse no more: answer, unless that would be the second answer to a request, or come before another's."""
+        """Stop parsing, and answer unless a request would get two answers or answers would change order."""
         self._registry.dropped(refused.reason)
         if self._is_answering and (self._is_in_head or self.pipeline):
             self._stop_listening()
@@ -297,35 +294,33 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_in_head or not self.cycle.response_started:
             self.transport.write(refused.answer)
         if self._is_answering:
-            # Its task must not answer as well.
+            # The request's task must not answer as well.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
 
     def _stop_listening(self) -> None:
-        """Answer the requests that have come as a whole, and close. What else comes is dropped, so that it is seen
-        whether the client is there."""
+        """Answer the requests that have arrived completely, then close. Further input is dropped, and read only to
+        notice that the client leaves."""
         if self.pipeline and not self._is_in_head:
-            # Nothing has begun to answer it.
+            # No answer to the incomplete request has begun.
             self.pipeline.popleft()
             assert self._answered is not None
             self.cycle = self.pipeline[0][0] if self.pipeline else self._answered
         self.cycle.keep_alive = False
-        self._is_deaf = True
+        self._drops_input = True
         self.flow.resume_reading()
-
-    # What the parser says.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._field_room = HEAD_BYTES_MAX
+        self._field_bytes_left = HEAD_BYTES_MAX
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._take_room(len(url))
+        self._use_field_bytes(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._take_room(len(name) + len(value) + FIELD_BYTES)
+        self._use_field_bytes(len(name) + len(value) + FIELD_BYTES)
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -342,8 +337,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self.app = CloseDelimited(self.config.loaded_app)  # type: ignore[arg-type]  # uvicorn's types are narrower
         super().on_headers_complete()
         self._is_in_head = False
-        self._has_moved = True
-        self._field_room = TRAILER_BYTES_MAX
+        self._has_progressed = True
+        self._field_bytes_left = TRAILER_BYTES_MAX
         self._late_bytes = 0
         self._disarm()
         self._registry.work(self)
@@ -351,33 +346,31 @@ class GuardedProtocol(HttpToolsProtocol):
             self._answered = self.cycle
         if not is_current:
             self.cycle.keep_alive = False
-        # Its task has not had a turn yet.
+        # The request's task has not started yet.
         self.scope[KEY] = DirectWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
-        self._has_moved = True
+        self._has_progressed = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._is_offered:
             return
         super().on_message_complete()
-        self._is_in_head = self._has_moved = True
+        self._is_in_head = self._has_progressed = True
         if self.cycle.response_complete:
-            # uvicorn's own timer for an idle connection was ended by the bytes of this late body.
+            # The bytes of this late body ended uvicorn's own timer for idle connections.
             self._arm(self.head_timeout_s)
 
-    def _take_room(self, size: int) -> None:
-        self._field_room -= size
-        if self._field_room < 0:
+    def _use_field_bytes(self, size: int) -> None:
+        self._field_bytes_left -= size
+        if self._field_bytes_left < 0:
             raise self._refusal(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
 
     def _refusal(self, answer: bytes, reason: str) -> RefusedConnection:
-        # The parser makes an error of its own of it.
+        # The parser replaces this error with one of its own.
         self._refused = RefusedConnection(answer, reason)
         return self._refused
-
-    # What is answered.
 
     @property
     def _is_answering(self) -> bool:
@@ -388,7 +381,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if has_more:
             self._answered = self.pipeline[-1][0]
         else:
-            self._behind_bytes = 0
+            self._pipelined_bytes = 0
             self._registry.rest(self)
         super().on_response_complete()
         if self.cycle.response_complete and not self._is_in_head and not self.transport.is_closing():

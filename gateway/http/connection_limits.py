@@ -1,4 +1,4 @@
-"""Open connections of one listener: how many there may be, in all and from one address, and which gives way."""
+"""Open connections of one listener: their limits, in all and per address, and which one is closed for a new one."""
 
 import logging
 import time
@@ -14,62 +14,61 @@ from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# Descriptors that no client may take: sockets, logs, databases and the admin socket's clients, and those of each
-# worker (two ZeroMQ connections, a pipe, a descriptor of its process, and what starting it takes for a moment).
-# libzmq ends the process when its accept finds none left.
-FILES_OWN: Final = 128
+# These descriptors are reserved for sockets, logs, databases and admin clients, and for each worker: two ZeroMQ
+# connections, a pipe, a process descriptor, and some while it starts. libzmq ends the process if its accept finds none
+# left.
+RESERVED_FILES: Final = 128
 FILES_PER_WORKER: Final = 8
 WORKERS_COUNTED: Final = 16
-# Of a large limit a larger part: nothing else has a use for it.
-FILES_PART: Final = 16
-# With fewer a daemon is of no use.
+# A large limit has a large reserve, since nothing else needs those descriptors.
+RESERVED_FILES_PART: Final = 16
+# A daemon for fewer clients than this would be useless.
 CLIENTS_MIN: Final = 64
-# Inside of the reserve.
+# Admin connections are part of the reserve.
 ADMIN_MAX: Final = 32
 
-# Between two lines of the log that tell of refusals.
-LOG_S: Final = 60.0
-# Where a write deadline is switched off.
-LOOK_S: Final = 15.0
-LOOK_S_MIN: Final = 0.01
-# About a millisecond.
-LOOKS_A_TURN: Final = 1000
+REFUSAL_LOG_INTERVAL_S: Final = 60.0
+# This interval applies if the write timeout is switched off.
+CHECK_INTERVAL_S: Final = 15.0
+CHECK_INTERVAL_MIN_S: Final = 0.01
+# A batch of this size takes about a millisecond.
+CHECKS_PER_TURN: Final = 1000
 
 PUBLIC: Final = "public"
 ADMIN: Final = "admin"
 
 
 class TooFewFiles(Exception):
-    """The limit of open files leaves too few for clients; the message says so, for a human."""
+    """The limit of open files leaves too few for clients; the message explains it."""
 
 
 class LimitedConnection(Protocol):
-    """As much of a connection as is needed to end it."""
+    """Port to a connection that may be ended."""
 
     def give_way(self) -> None:
-        """End now. It is idle."""
+        """End now; the connection is idle."""
         ...
 
     def look(self) -> None:
-        """End if the client takes nothing of what waits for it, at this look as at those before."""
+        """End if the client is stalled: it has read nothing of its pending data, now and at previous checks."""
         ...
 
 
 class Opening(LimitedConnection, Protocol):
-    """A TLS handshake: a connection that is another one when it is done."""
+    """A TLS handshake, which is replaced by another connection when it is done."""
 
     def finish(self, transport: Transport) -> None:
-        """Leave the place to the protocol of `transport`."""
+        """Leave the place in the registry to the protocol of `transport`."""
         ...
 
     def unsent(self) -> int:
-        """Bytes beneath TLS that the system has not taken."""
+        """Return the bytes beneath TLS that the system has not accepted."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Connections in all and of one address, and how long a client may take nothing of an answer (0: forever)."""
+    """Limits of connections in all and per address, and how long an answer may stay unread (0: forever)."""
 
     total: int
     per_address: int
@@ -78,19 +77,19 @@ class Bounds:
 
 @dataclass(slots=True)
 class _Peer:
-    """An address with a connection."""
+    """An address with connections."""
 
     count: int = 0
-    # Longest idle first.
+    # The longest idle comes first.
     idle: dict[LimitedConnection, None] = field(default_factory=dict[LimitedConnection, None])
 
 
 class Connections:
-    """The connections of one listener, all on the event loop.
+    """Connections of one listener, all on the event loop.
 
-    When there is no room, the connection that has been idle for longest is closed for the new one: an idle client
-    connects again when it has something to ask. A new one is refused only where every other has a request, and takes
-    its answer.
+    If the limit is reached, the connection that has been idle for longest is closed for the new one: an idle client
+    will connect again for its next request. A new one is refused only if every other has a request and reads its
+    answer.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Connections:
         is_shared: Callable[[str], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_shared`: whether many clients have an address, which is then not counted by itself."""
+        """`is_shared` returns whether many clients share an address, which then has no limit of its own."""
         self._listener = listener
         self._bounds = bounds
         self._metrics = metrics
@@ -116,7 +115,7 @@ class Connections:
         metrics.connections_max[listener] = lambda: bounds().total
 
     def admit(self, connection: LimitedConnection, address: str) -> bool:
-        """Count a new connection, which is idle. False when there is no room for it."""
+        """Count a new, idle connection. Returns False if it must be refused."""
         bounds = self._bounds()
         most = bounds.total if self._is_shared(address) else bounds.per_address
         address = Address(address).network
@@ -125,7 +124,7 @@ class Connections:
             return self._refuse("address", f"{peer.count} connections of {address}")
         if len(self._open) >= bounds.total and not self._make_room(self._idle):
             return self._refuse("total", f"{len(self._open)} connections")
-        # Making room may have removed the address.
+        # Closing an idle connection may have removed the address.
         peer = self._peers.setdefault(address, _Peer())
         peer.count += 1
         self._open[connection] = address
@@ -135,7 +134,7 @@ class Connections:
         return True
 
     def remove(self, connection: LimitedConnection) -> None:
-        """It has ended, or was never admitted."""
+        """Remove a connection that has ended, or was never admitted."""
         address = self._open.pop(connection, None)
         if address is None:
             return
@@ -147,19 +146,19 @@ class Connections:
             del self._peers[address]
 
     def work(self, connection: LimitedConnection) -> None:
-        """It has a request: it does not give way."""
+        """Mark a connection as busy, so that it is not closed for another."""
         if connection in self._idle:
             del self._idle[connection]
             del self._peers[self._open[connection]].idle[connection]
 
     def rest(self, connection: LimitedConnection) -> None:
-        """It has no request, from now on."""
+        """Mark a connection as idle."""
         address = self._open.get(connection)
         if address is not None:
             self._idle[connection] = self._peers[address].idle[connection] = None
 
     def dropped(self, reason: str) -> None:
-        """A connection was ended by us for what its client did, or did not."""
+        """Count a connection that was ended for its client's behaviour."""
         self._metrics.connections_dropped[reason] += 1
 
     def _make_room(self, idle: dict[LimitedConnection, None]) -> bool:
@@ -173,27 +172,27 @@ class Connections:
 
     def _refuse(self, reason: str, text: str) -> bool:
         self._metrics.connections_refused[self._listener, reason] += 1
-        if self._clock() - self._logged >= LOG_S:
+        if self._clock() - self._logged >= REFUSAL_LOG_INTERVAL_S:
             self._logged = self._clock()
             log.warning("connections to the %s socket are refused: %s, all with requests", self._listener, text)
         return False
 
     def _arm(self) -> None:
-        wait_s = max(LOOK_S_MIN, self._bounds().write_timeout_s / 2 or LOOK_S)
+        wait_s = max(CHECK_INTERVAL_MIN_S, self._bounds().write_timeout_s / 2 or CHECK_INTERVAL_S)
         self._timer = get_running_loop().call_later(wait_s, self._look)
 
     def _look(self) -> None:
-        # One timer for all of them.
+        # One timer serves all connections.
         self._timer = None
         if self._open:
             self._look_at(list(self._open) if self._bounds().write_timeout_s else [])
 
     def _look_at(self, connections: list[LimitedConnection]) -> None:
-        # A few in one turn of the loop: streams go on in between.
-        for connection in connections[-LOOKS_A_TURN:]:
+        # Connections are checked in small batches, so that streams continue between them.
+        for connection in connections[-CHECKS_PER_TURN:]:
             if connection in self._open:
                 connection.look()
-        del connections[-LOOKS_A_TURN:]
+        del connections[-CHECKS_PER_TURN:]
         if connections:
             self._timer = get_running_loop().call_later(0, self._look_at, connections)
         else:
@@ -201,7 +200,7 @@ class Connections:
 
 
 def public_connections(live: LiveConfig, metrics: Metrics, files: int) -> Connections:
-    """Those of the API, as configured, of a process that may have `files` open files. Raises `TooFewFiles`."""
+    """Make the registry of the API's connections for a process with a limit of `files`. Raises `TooFewFiles`."""
     room = room_for_clients(files, len(live.config.models))
     if room < CLIENTS_MIN:
         raise TooFewFiles(
@@ -219,18 +218,18 @@ def public_connections(live: LiveConfig, metrics: Metrics, files: int) -> Connec
 
 
 def admin_connections(live: LiveConfig, metrics: Metrics) -> Connections:
-    """Those of the admin socket: few, and not counted by address, which they do not have."""
+    """Make the registry of the admin socket's connections: few, and without addresses to count by."""
     return Connections(ADMIN, lambda: Bounds(ADMIN_MAX, ADMIN_MAX, live.config.server.write_timeout_s), metrics)
 
 
 def room_for_clients(files: int, models: int) -> int:
-    """Connections that a limit of open files leaves for clients."""
-    return files - max(FILES_OWN + FILES_PER_WORKER * min(models, WORKERS_COUNTED), files // FILES_PART)
+    """Return the number of connections that a limit of open files leaves for clients."""
+    return files - max(RESERVED_FILES + FILES_PER_WORKER * min(models, WORKERS_COUNTED), files // RESERVED_FILES_PART)
 
 
 def _bounds(server: ServerConfig, models: int, files: int) -> Bounds:
     room = room_for_clients(files, models)
     total = room if server.max_connections == "auto" else min(room, server.max_connections)
-    # One address cannot shut out all others.
+    # One address must not shut out all others.
     own = total // 2 if server.max_connections_per_address == "auto" else server.max_connections_per_address
     return Bounds(total, own, server.write_timeout_s)

@@ -1,4 +1,4 @@
-"""Bodies on their way to the socket: the short way of a streamed piece, and those of HTTP/1.0, which has no chunks."""
+"""Body bytes written straight to the transport: pieces of streams, and HTTP/1.0 bodies, which have no chunks."""
 
 import fcntl
 import socket
@@ -11,14 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 KEY: Final = "mlxd.outlet"
-# macOS's option for what Linux's TIOCOUTQ tells; Python has no name for it.
+# macOS's equivalent of Linux's TIOCOUTQ, for which Python has no name.
 SO_NWRITE: Final = 0x1024
 
 
 class DirectWriter:
-    """Plain call that writes a piece of a chunked body as ASGI's `send` does. Made by the connection's protocol.
+    """Writer of pieces of a chunked body, a plain call instead of ASGI's `send`. Made by the connection's protocol.
 
-    Only while no task waits in `send`, and after the first piece has gone through it.
+    It may be used only while no task waits in `send`, and after the first piece has gone through `send`.
     """
 
     __slots__ = ("_cycle", "_flow", "_transport", "is_within_event")
@@ -27,43 +27,42 @@ class DirectWriter:
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
-        # Nothing may be put behind what was written but the rest of its event.
+        # Whether an event is written in part, so that only the rest of it may follow.
         self.is_within_event = False
 
     @property
     def socket(self) -> socket.socket:
-        """The connection's, to ask who is at its other end."""
+        """The connection's socket, used to identify its peer."""
         return self._transport.get_extra_info("socket")
 
     @property
     def is_open(self) -> bool:
-        """False when a write would have to wait for the client, or it has left: `send` knows what to do then."""
+        """False if a write would have to wait for the client, or it has left; `send` handles both."""
         cycle = self._cycle
         return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete) and bool(
             cycle.chunked_encoding
         )
 
     def write(self, data: bytes) -> None:
-        """One chunk, not empty. https://www.rfc-editor.org/rfc/rfc9112#section-7.1"""
+        """Write one chunk, which must not be empty. https://www.rfc-editor.org/rfc/rfc9112#section-7.1"""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def cut_off(self) -> None:
-        """Close the connection behind what was written, without an end of the body: its client knows that more was to
-        come."""
+        """Close the connection without ending the body, so that the client sees that it is incomplete."""
         self._cycle.disconnected = True
         self._transport.close()
 
     def write_plainly(self) -> None:
-        """Send what follows without chunks. Before the body's first piece."""
+        """Send the body without chunks. Must be called before its first piece."""
         self._cycle.chunked_encoding = False
 
     def expect(self, size: int) -> None:
-        """Let this much more of a body without chunks pass."""
+        """Allow this many more bytes of a body without chunks."""
         self._cycle.expected_content_length += size
 
 
 class CloseDelimited:
-    """The app for a request of HTTP/1.0: a body of no stated length ends with the connection.
+    """ASGI app for a request of HTTP/1.0, whose body of unknown length ends with the connection.
 
     https://www.rfc-editor.org/rfc/rfc9112#section-6.1
     """
@@ -89,12 +88,12 @@ class CloseDelimited:
 
 
 def outlet_of(scope: Scope) -> DirectWriter | None:
-    """The connection's outlet; None where the server is not ours."""
+    """Return the connection's direct writer; None under another server."""
     return scope.get(KEY)
 
 
 def queued_bytes(connection: socket.socket) -> int:
-    """Bytes that the system holds for a client which has not acknowledged them; 0 where it does not tell."""
+    """Return the bytes that the system holds unacknowledged for a client; 0 if it does not report them."""
     try:
         if sys.platform == "darwin":
             return connection.getsockopt(socket.SOL_SOCKET, SO_NWRITE)

@@ -1,4 +1,4 @@
-"""The seam between a generation and a dialect: events in, bytes of that dialect out."""
+"""Ports between a generation and a dialect, which turn events into bytes of that dialect."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,44 +8,44 @@ from protocol.messages import Delta
 
 
 class StreamEncoder(Protocol):
-    """Events of a request's stream. Never sees a delta that ended in ERROR or ABORT: those come as `error`."""
+    """Encoder of a request's stream. Deltas that ended in ERROR or ABORT never reach it: those become `error`."""
 
     def bind(self, rids: Sequence[int]) -> None:
-        """Map rids to choices. Called before `encode`, again when a request moves to another worker."""
+        """Map rids to choices. Called before `encode`, and again when a request moves to another worker."""
         ...
 
     def begin(self, prompt_tokens: int) -> bytes:
-        """Events before the first delta. `prompt_tokens` is 0 while it is not known."""
+        """Return the events before the first delta. `prompt_tokens` is 0 while it is unknown."""
         ...
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
-        """The events of these deltas, possibly none."""
+        """Return the events of these deltas, possibly none."""
         ...
 
     def keepalive(self) -> bytes:
-        """Something that resets an idle timer and means nothing."""
+        """Return bytes that reset a client's idle timer and mean nothing."""
         ...
 
     def error(self, error: ApiError) -> bytes | None:
-        """The last event of a stream that failed; None where it has no place for one, and must be cut off."""
+        """Return the last event of a failed stream; None if the dialect has none, and the stream must be cut off."""
         ...
 
     def end(self) -> bytes:
-        """Events after the last delta: usage, if requested, and the end mark."""
+        """Return the events after the last delta: usage, if requested, and the end mark."""
         ...
 
 
 class Fold(Protocol):
-    """The same events as one answer."""
+    """Encoder of the same events as one whole answer."""
 
     def bind(self, rids: Sequence[int]) -> None:
         """Map rids to choices."""
         ...
 
     def add(self, deltas: Sequence[Delta]) -> None:
-        """Take these deltas in."""
+        """Add these deltas."""
         ...
 
     def result(self) -> bytes:
-        """The whole body. Called once, after every choice has finished."""
+        """Return the whole body. Called once, after every choice has finished."""
         ...

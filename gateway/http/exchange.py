@@ -1,4 +1,4 @@
-"""HTTP that all endpoints share: a body within a limit and one whole answer."""
+"""HTTP parts that all endpoints share: a body within a limit, and one whole answer."""
 
 import asyncio
 from contextlib import nullcontext
@@ -12,20 +12,20 @@ from gateway.request.bodies import LARGE_BYTES
 from gateway.request.record import ClientLeft, Dialect, Header, RequestRecord, record_of
 
 JSON: Final = b"application/json"
-# No body is taken for a page that it is not, whatever text it quotes.
+# Browsers must not treat an answer as a page, whatever text it quotes.
 _NO_SNIFF: Final[Header] = (b"x-content-type-options", b"nosniff")
 BODY_TIMEOUT_S: Final = 120.0
-# Of a body that is announced, so much has room before it has come: a whole one that is small.
-AHEAD_BYTES: Final = LARGE_BYTES
+# Memory for this much of an announced body is reserved before it arrives; small bodies fit whole.
+ADVANCE_RESERVE_BYTES: Final = LARGE_BYTES
 _LENGTH_DIGITS: Final = 18
-# The transport keeps what its client has not taken, so that it gets a large answer in slices.
+# The transport buffers what its client has not read, so a large answer is sent in slices.
 SLICE_BYTES: Final = 64 * 1024
-# What a client that has left is said to have got; nginx's number.
+# nginx's status for a client that has left before its answer.
 CLIENT_CLOSED: Final = 499
 
 
 class ResponseSender:
-    """`send`, with the headers of the middleware added and the status noted."""
+    """Wrapper of `send` that adds the middleware's headers and records the status."""
 
     __slots__ = ("_record", "inner", "is_started")
 
@@ -50,7 +50,7 @@ class ResponseSender:
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole body, in the room that its request holds: for what has come, and `AHEAD_BYTES` of what is announced.
+    """Read the whole body. Its memory is reserved as it arrives, and `ADVANCE_RESERVE_BYTES` of it in advance.
 
     Raises `BodyTooLarge` as soon as it is known to be, `ClientLeft`, `ApiError` 408, `RateLimited` or `Unavailable`.
     """
@@ -58,11 +58,11 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     length = Headers(scope=scope).get("content-length", "")
     announced = 0
     if length.isdigit():
-        # A thousand digits are no number to Python.
+        # Python refuses to parse a number of thousands of digits.
         if len(length) > _LENGTH_DIGITS or int(length) > limit_bytes:
             raise BodyTooLarge(limit_bytes)
         announced = int(length)
-        await reserve(record, min(announced, AHEAD_BYTES))
+        await reserve(record, min(announced, ADVANCE_RESERVE_BYTES))
     meter = record.caller.meter
     with nullcontext() if meter is None else meter.receiving():
         try:
@@ -73,7 +73,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     record.body_bytes = len(body)
     if Headers(scope=scope).get("content-encoding", "identity") != "identity":
         raise BadRequest("Compressed request bodies are not supported.")
-    # Some Windows tools put a byte order mark before JSON.
+    # Some Windows tools write a byte order mark before JSON.
     return body.removeprefix(b"\xef\xbb\xbf")
 
 
@@ -89,21 +89,21 @@ async def _receive_all(record: RequestRecord, receive: Receive, limit_bytes: int
         if size > limit_bytes:
             raise BodyTooLarge(limit_bytes)
         if record.lease is not None and size > record.lease.size_bytes:
-            await reserve(record, max(size, min(announced, size + AHEAD_BYTES)))
+            await reserve(record, max(size, min(announced, size + ADVANCE_RESERVE_BYTES)))
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
 
 
 async def reserve(record: RequestRecord, size_bytes: int) -> None:
-    """Have room for this much of a request's body in all. Raises `Unavailable` or `BodyTooLarge`."""
+    """Reserve memory for this much of a request's body in all. Raises `Unavailable` or `BodyTooLarge`."""
     if record.lease is not None:
         record.lease.owner = record.caller.key or ""
         await record.lease.reach(size_bytes)
 
 
 def came_to(scope: Scope, port: int) -> bool:
-    """Whether the request came to this port of ours; to none if it is 0."""
+    """Whether a request arrived at this port of the daemon; False for port 0."""
     server = scope.get("server")
     return bool(port) and server is not None and server[1] == port
 
@@ -111,7 +111,7 @@ def came_to(scope: Scope, port: int) -> bool:
 async def send_body(
     send: Send, status: int, body: bytes, headers: list[Header] | None = None, kind: bytes = JSON
 ) -> None:
-    """One whole answer."""
+    """Send one whole answer."""
     sent: list[Header] = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": sent})
     last = max(0, len(body) - 1) // SLICE_BYTES * SLICE_BYTES

@@ -1,4 +1,4 @@
-"""TLS handshake of a new connection: counted as a connection from its first moment, and ended at its deadline."""
+"""TLS handshake of a new connection, counted as a connection from its first moment and ended at its deadline."""
 
 import asyncio
 import ssl
@@ -9,8 +9,8 @@ from typing import Any, Final
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-# What uvloop itself puts between a socket and a protocol. Its `start_tls` cannot: reading has begun before its first
-# step, and what has been read then is lost.
+# uvloop itself puts this class between socket and protocol. Its `start_tls` cannot be used: data that was read before
+# its first step would be lost.
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # its stub leaves it out
 
 from gateway.http.connection import GuardedProtocol
@@ -18,14 +18,14 @@ from gateway.http.connection_limits import Connections
 from gateway.http.tls import Tls
 
 HANDSHAKE_S: Final = 10.0
-# What a connection may hold of an answer that is not taken, as on plain TCP: the default of TLS is eight times that.
+# An unread answer may buffer this much, as on plain TCP; the default for TLS is eight times that.
 UNSENT_BYTES: Final = 64 * 1024
 
 
 class Handshake(asyncio.Protocol):
-    """The protocol of a TCP connection, which gives way to TLS and `GuardedProtocol` over it.
+    """Protocol of a new TCP connection, which is replaced by TLS and `GuardedProtocol` above it.
 
-    A handshake that fails, or takes longer than the deadline, ends the connection and is counted; nothing is logged.
+    A handshake that fails or exceeds the deadline ends the connection and is counted, but not logged.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Handshake(asyncio.Protocol):
         self._transport = transport
         peer = transport.get_extra_info("peername")
         if not self._registry.admit(self, str(peer[0]) if peer else ""):
-            # It cannot be told: an answer would need the handshake.
+            # The client gets no reason, since an answer would need the handshake.
             transport.abort()
             return
-        self._server_connections.add(self)  # type: ignore[arg-type]  # uvicorn calls `shutdown`, and nothing else
+        self._server_connections.add(self)  # type: ignore[arg-type]  # uvicorn only calls `shutdown`
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         waiter.add_done_callback(self._end)
@@ -67,32 +67,32 @@ class Handshake(asyncio.Protocol):
             server_side=True,
             ssl_handshake_timeout=self._handshake_s,
         )
-        # Before anything is read.
+        # The protocol must change before anything is read.
         transport.set_protocol(secured)
         secured.connection_made(transport)
 
     def finish(self, transport: asyncio.Transport) -> None:
-        """Leave the place in the registry to the protocol that `transport`, which is TLS, now has."""
+        """Leave the place in the registry to the protocol above `transport`, which is TLS."""
         self._leave()
         transport.set_write_buffer_limits(UNSENT_BYTES)
 
     def unsent(self) -> int:
-        """Bytes that TLS has handed on and the system has not taken."""
+        """Return the bytes that TLS has handed on and the system has not accepted."""
         return self._transport.get_write_buffer_size()
 
     def give_way(self) -> None:
         self._transport.abort()
 
     def shutdown(self) -> None:
-        """The server ends."""
+        """End with the server."""
         self._transport.abort()
 
     def look(self) -> None:
-        """Nothing waits for the client."""
+        """Do nothing: no data is pending for the client."""
 
     def _end(self, waiter: asyncio.Future[None]) -> None:
         self._leave()
-        # A client that has left is no error; the deadline aborts.
+        # A client that has left is no error; exceeding the deadline aborts.
         if isinstance(waiter.exception(), ssl.SSLError | ConnectionAbortedError):
             self._registry.dropped("handshake")
 
@@ -102,7 +102,7 @@ class Handshake(asyncio.Protocol):
 
 
 def listener_protocol(connections: Connections, tls: Tls | None) -> Callable[..., asyncio.Protocol]:
-    """The protocol of a listener's connections, for uvicorn."""
+    """Return uvicorn's protocol factory for a listener's connections."""
     if tls is None:
         return partial(GuardedProtocol, connections=connections)
     return partial(Handshake, connections=connections, tls=tls)

@@ -1,4 +1,4 @@
-"""The daemon's listening sockets, and plain sentences when one cannot be had."""
+"""The daemon's listening sockets, with readable errors if one cannot be opened."""
 
 import errno
 import os
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Final
 
 BACKLOG: Final = 4096
-# Each client costs one descriptor; macOS refuses more than its own maximum even when the hard limit is infinite.
+# Each client needs one descriptor. macOS refuses more than its own maximum even if the hard limit is infinite.
 FILES_WANTED: Final = (65536, 10240)
 
 
 class CannotListen(Exception):
-    """The address cannot be used; the message says why, for a human."""
+    """The address cannot be used; the message gives the reason."""
 
 
 def listen_tcp(host: str, port: int) -> list[socket.socket]:
-    """One socket for each address of `host`, all on one port. Raises `CannotListen`."""
+    """Open one socket for each address of `host`, all on one port. Raises `CannotListen`."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
@@ -27,7 +27,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         try:
             listener = socket.socket(family, kind, protocol)
         except OSError:
-            continue  # an address family that this machine does not have
+            continue  # this machine lacks the address family
         sockets.append(listener)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,7 +38,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         except OSError as error:
             close_all(sockets)
             raise CannotListen(_why(error, host, port)) from error
-        # Port 0 is chosen by the system for the first address, and kept for the others.
+        # The system chooses a port for 0 on the first address; the others use the same.
         port = listener.getsockname()[1]
     if not sockets:
         raise CannotListen(f"no address of {host!r} is available on this machine")
@@ -46,9 +46,9 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """A socket file of mode 0600, in place of a stale one. The home's lock must be held. Raises `CannotListen`."""
+    """Open a socket file of mode 0600 in place of a stale one. The home's lock must be held. Raises `CannotListen`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # Created private: between bind and chmod any user could connect.
+    # The umask makes it private from the start: between bind and chmod any user could connect.
     mask = os.umask(0o177)
     try:
         path.unlink(missing_ok=True)
@@ -68,12 +68,12 @@ def close_all(sockets: list[socket.socket]) -> None:
 
 
 def file_limit() -> int:
-    """Limit of this process's open files."""
+    """Return the limit of this process's open files."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def raise_file_limit() -> int:
-    """As many open files as the system gives. Returns the limit."""
+    """Raise the limit of open files as far as the system allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in FILES_WANTED:
         target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -1,6 +1,6 @@
-"""Long runs of base64 in a body, as it comes in pieces: in their place stand their size and the digest of their bytes.
+"""Filter for bodies in pieces that replaces long runs of base64 by their size and the digest of their bytes.
 
-The digest is the one of the request's media, by which logs and caches name them.
+Logs and caches name a request's media by the same digest.
 """
 
 import binascii
@@ -8,9 +8,9 @@ import hashlib
 import re
 from typing import Final
 
-# What is shorter stays as it is: keys, hashes, words.
+# Shorter runs, such as keys, hashes and words, stay unchanged.
 RUN_MIN: Final = 1024
-# A match begins where a run does: begun at each of its bytes, the work would grow with the square of its length.
+# A match must begin where a run does; otherwise the work would grow with the square of its length.
 _TAIL: Final = re.compile(rb"(?<![A-Za-z0-9+/_=-])[A-Za-z0-9+/_=-]*\Z")
 _RUN: Final = re.compile(rb"(?<![A-Za-z0-9+/_=-])[A-Za-z0-9+/_=-]{%d,}" % RUN_MIN)
 _HEAD: Final = re.compile(rb"[A-Za-z0-9+/_=-]*")
@@ -18,7 +18,7 @@ _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 
 
 class MediaDigests:
-    """A filter of one body. `feed` returns what may be kept of the pieces so far, `finish` the rest."""
+    """Filter of one body. `feed` returns the text to keep of the pieces so far, `finish` the rest."""
 
     def __init__(self) -> None:
         self._tail = b""
@@ -31,23 +31,23 @@ class MediaDigests:
             self._run.add(head[0])
             if head.end() == len(piece):
                 return b""
-            kept, self._run = self._run.told(), None
+            kept, self._run = self._run.placeholder(), None
             return kept + self.feed(piece[head.end() :])
         text = self._tail + piece
         tail = _TAIL.search(text)
         assert tail is not None, "it matches nothing as well"
         whole, self._tail = text[: tail.start()], tail[0]
-        kept = _RUN.sub(lambda found: _told(found[0]), whole)
+        kept = _RUN.sub(lambda found: _placeholder(found[0]), whole)
         if len(self._tail) >= RUN_MIN:
             self._run, self._tail = _Run(self._tail), b""
         return kept
 
     def finish(self) -> bytes:
-        return self._run.told() if self._run is not None else self._tail
+        return self._run.placeholder() if self._run is not None else self._tail
 
 
 class _Run:
-    """One run: only what is too little to decode is held."""
+    """One run, of which only a few undecoded characters are held."""
 
     def __init__(self, beginning: bytes) -> None:
         self._digest = hashlib.blake2b(digest_size=32)
@@ -68,12 +68,12 @@ class _Run:
         self._digest.update(data)
         self._size += len(data)
 
-    def told(self) -> bytes:
+    def placeholder(self) -> bytes:
         if self._held:
             self.add(b"=" * (4 - len(self._held)))
         digest = f", blake2b-256 {self._digest.hexdigest()}" if self._is_base64 else ""
         return f"[{self._size} bytes of base64 not kept{digest}]".encode()
 
 
-def _told(run: bytes) -> bytes:
-    return _Run(run).told()
+def _placeholder(run: bytes) -> bytes:
+    return _Run(run).placeholder()

@@ -1,4 +1,4 @@
-"""Forms of `multipart/form-data` (RFC 7578): plain fields, and one file, as bytes."""
+"""Parser of `multipart/form-data` (RFC 7578): plain fields, and one file as bytes."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,9 +10,8 @@ from gateway.errors import BadRequest
 
 FORM: Final = b"multipart/form-data"
 PARTS_MAX: Final = 64
-# Of a field that is no file.
 FIELD_BYTES_MAX: Final = 256 * 1024
-# Beside a file: the other fields, and what stands between parts.
+# Room for the fields other than the file, and for the bytes between parts.
 ROOM_BYTES: Final = 1024 * 1024
 _HEADERS_MAX: Final = 8
 _HEADER_BYTES_MAX: Final = 4096
@@ -20,14 +19,14 @@ _HEADER_BYTES_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class MultipartForm:
-    """Fields in the order of their parts; a name may come several times. `file` is None where there is none."""
+    """Fields in the order of their parts; a name may occur several times. `file` is None without one."""
 
     fields: tuple[tuple[str, str], ...]
     file: bytes | None
 
 
 def read_form(body: bytes, content_type: str, file_field: str) -> MultipartForm:
-    """The parts of a body, of which `file_field` is the file's name. Raises `BadRequest`."""
+    """Parse a body, in which `file_field` names the file. Raises `BadRequest`."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
     if kind != FORM or not boundary:
@@ -59,7 +58,7 @@ def read_form(body: bytes, content_type: str, file_field: str) -> MultipartForm:
 
 
 class _Reader:
-    """The part that is being read, and all before it."""
+    """State of the parser: the current part, and all parts before it."""
 
     def __init__(self, file_field: str) -> None:
         self.fields: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""Answers that are kept and may be read by many clients at once: one copy of each, in the room for bodies."""
+"""Stored answers that many clients may read at once: one copy of each, in the memory for bodies."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
@@ -11,13 +11,13 @@ from gateway.http.exchange import SLICE_BYTES, reserve
 from gateway.request.bodies import Bodies, BodyLease
 from gateway.request.record import RequestRecord
 
-# Slices that one reader holds: those in the transport, whose high-water mark is one slice, and the one that waits.
+# A reader holds two slices in the transport, whose high-water mark is one slice, and the next one.
 READER_BYTES: Final = 3 * SLICE_BYTES
 
 
 @dataclass(slots=True)
 class _SharedAnswer:
-    """One answer, which its first reader makes. Owned by its `SharedAnswers`."""
+    """One answer, made by its first reader. Owned by its `SharedAnswers`."""
 
     lease: BodyLease
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -29,8 +29,8 @@ class _SharedAnswer:
 class SharedAnswers:
     """Answers that are being read. Each is made once for all its readers, and leased while it has any.
 
-    A reader holds its slices on a lease of its own, that of its request: so readers are bounded by the room for bodies
-    and by the share of their key. Belongs to the event loop.
+    A reader leases memory for its slices with its request, so readers are bounded by the memory for bodies and by the
+    share of their key. Belongs to the event loop.
     """
 
     def __init__(self, bodies: Bodies) -> None:
@@ -41,9 +41,9 @@ class SharedAnswers:
     async def reading(
         self, record: RequestRecord, key: Hashable, size_bytes: int, make: Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[bytes]:
-        """The answer of this key, which takes about so many bytes. Equal keys stand for equal bytes.
+        """Yield the answer of this key, which takes about `size_bytes`. Equal keys must mean equal bytes.
 
-        Raises `Unavailable` where there is no room, and what `make` raises.
+        Raises `Unavailable` if there is no memory, and whatever `make` raises.
         """
         answer = self._answers.get(key)
         if answer is None:
@@ -61,7 +61,7 @@ class SharedAnswers:
                 answer.lease.close()
 
     async def _body(self, answer: _SharedAnswer, size_bytes: int, make: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Made by the first reader that does not leave meanwhile; a refusal is everybody's who waited for it."""
+        """Make the answer in the first reader that stays; all readers that wait for it share a failure."""
         async with answer.lock:
             if answer.failure is not None:
                 raise answer.failure
@@ -76,5 +76,5 @@ class SharedAnswers:
             return answer.body
 
     async def _reach(self, lease: BodyLease, size_bytes: int) -> None:
-        # What is kept can be had, though it alone is larger than the room: an answer has more in it than its request.
+        # An answer may be larger than all memory for bodies, as it holds more than its request; it is still readable.
         await lease.reach(min(size_bytes, self._bodies.largest_bytes()))

@@ -1,5 +1,5 @@
-"""Streams of events over raw ASGI, server-sent or lines of JSON: who left, who does not read, what keeps an idle client
-waiting."""
+"""Streams over raw ASGI, as server-sent events or lines of JSON, with detection of clients that leave or stall, and
+keep-alives for idle ones."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -17,12 +17,11 @@ from gateway.request.generation import Generation
 from gateway.request.record import ChunkWriter, Header, RequestRecord
 
 STALLS_MAX: Final = 2
-# Content types of a stream.
 EVENTS: Final = b"text/event-stream; charset=utf-8"
 JSON_LINES: Final = b"application/x-ndjson"
 _UNBUFFERED: Final[tuple[Header, ...]] = (
     (b"cache-control", b"no-cache"),
-    # Tells nginx not to buffer.
+    # nginx does not buffer an answer with this header.
     (b"x-accel-buffering", b"no"),
 )
 HEADERS: Final[tuple[Header, ...]] = ((b"content-type", EVENTS), *_UNBUFFERED)
@@ -30,8 +29,8 @@ HEADERS: Final[tuple[Header, ...]] = ((b"content-type", EVENTS), *_UNBUFFERED)
 
 @dataclass(frozen=True, slots=True)
 class StreamTiming:
-    """Timing of a stream: the longest wait of the status line for the first event, so that a refusal is a status and
-    not an event, and the interval of keep-alives."""
+    """Timing of a stream. The status line waits up to `hold_s` for the first event, so that a refusal can be a status;
+    `keepalive_s` is the interval of keep-alives."""
 
     hold_s: float = 1.0
     keepalive_s: float = 10.0
@@ -41,20 +40,20 @@ DEFAULT_PACE: Final = StreamTiming()
 
 
 class StreamWatch:
-    """Cuts off the task that enters it when its client leaves, or does not read for `write_timeout_s`.
+    """Context that cancels its task when the client leaves, or reads nothing for `write_timeout_s`.
 
-    uvicorn's `send` returns silently after a disconnect, so `receive` is watched. Being cut off cancels the task; the
-    context swallows that cancellation, and no other, and `reason` says why.
+    uvicorn's `send` returns silently after a disconnect, so `receive` is watched. The context swallows its own
+    cancellation, and no other; `reason` is its cause.
     """
 
     def __init__(self, receive: Receive, write_timeout_s: float) -> None:
         self.reason: str | None = None
         self._receive = receive
         self._write_timeout_s = write_timeout_s
-        # Set around every `send`: a client that does not read blocks it.
+        # Set during every `send`, which blocks while the client does not read.
         self.is_sending = False
         self.sent = 0
-        # All is sent: that the connection ends now is no news, and it may be heard before this task goes on.
+        # Set once all is sent, when the end of the connection means nothing; it may arrive before this task continues.
         self.is_over = False
         self._sent_before = -1
         self._stalls = 0
@@ -84,14 +83,14 @@ class StreamWatch:
         return self._task.uncancel() == 0 and kind is asyncio.CancelledError
 
     async def _watch(self) -> None:
-        # What is left of the request's body is dropped.
+        # The rest of the request's body is dropped.
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._cut("disconnect")
 
     def _arm(self) -> None:
-        # One timer for the whole stream, none per event: a `send` found unchanged at two looks in a row has blocked
-        # for at least the limit.
+        # One timer serves the whole stream, instead of one per event: a `send` found unchanged at two checks in a row
+        # has blocked for at least the limit.
         self._timer = self._loop.call_later(self._write_timeout_s / 2, self._check)
 
     def _check(self) -> None:
@@ -110,7 +109,7 @@ class StreamWatch:
 
 
 class _Stream:
-    """One response being written."""
+    """One response that is being written."""
 
     def __init__(
         self,
@@ -134,9 +133,9 @@ class _Stream:
         self._is_started = False
 
     async def run(self) -> ApiError | None:
-        """Write all of it. Raises `ApiError` when nothing was written; returns the one that went in-band.
+        """Write the whole stream. Raises `ApiError` if nothing was written yet; returns one that the stream contains.
 
-        A fault of ours is raised too, after an event that says so: an end without one could be taken for the answer's.
+        An internal error is raised too, after its event: without one the stream could look complete.
         """
         try:
             while not self._generation.is_done:
@@ -148,7 +147,7 @@ class _Stream:
                 raise
             await self._end_with(error)
             return error
-        except Exception:  # The root of a stream's task: raised again behind its last event.
+        except Exception:  # root of a stream's task: raised after the stream's last event
             if self._is_started and not self._watch.is_over:
                 await self._end_with(InternalError())
             raise
@@ -160,7 +159,7 @@ class _Stream:
             await self._write(last, more=False)
 
     async def _open(self) -> None:
-        """Join the load of a cold model; the client hears of us in the meantime."""
+        """Wait for the load of a cold model, with keep-alives for the client."""
         if self._generation.open_now():
             return
         opening = asyncio.create_task(self._generation.open())
@@ -172,7 +171,7 @@ class _Stream:
             opening.cancel()
 
     async def _flow(self) -> None:
-        """Pass on what is new, until it is anything but more text: the loop that every token goes through."""
+        """Forward new text until something else happens: the loop that every token passes through."""
         generation, encode, watch = self._generation, self._encoder.encode, self._watch
         while True:
             on_unread = self._write_unread if self._is_started and self._writer is not None else None
@@ -197,10 +196,10 @@ class _Stream:
         return True
 
     async def _turn(self, data: bytes, is_silent: bool) -> None:
-        """A beginning, an end, a failure, or silence."""
+        """Handle a beginning, an end, a failure, or silence."""
         generation = self._generation
         if generation.failure is not None:
-            # Before the first byte it is still a status; after it, what was generated is delivered first.
+            # A failure before the first byte becomes a status; a later one follows the text generated so far.
             if data and self._is_started:
                 await self._write(data)
             raise generation.failure
@@ -209,7 +208,7 @@ class _Stream:
         elif data or (is_silent and generation.is_open and not self._is_started):
             await self._write(data)
         elif is_silent and generation.is_open and generation.shows_life():
-            # A worker that makes no progress is not kept alive: the client may give up on it.
+            # Nothing is sent if the worker makes no progress, so that the client may time out.
             await self._write(self._encoder.keepalive())
 
     def _patience_s(self) -> float:
@@ -222,9 +221,9 @@ class _Stream:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             data = self._encoder.begin(self._generation.prompt_tokens) + data
             if not data and more:
-                # Headers alone are no sign of life to a client that reads events.
+                # Headers alone do not reset the idle timer of a client that reads events.
                 data = self._encoder.keepalive()
-            # Nothing above us looks at the body: one call less for each event.
+            # No middleware inspects the body, so each event skips this wrapper.
             if isinstance(self._send, ResponseSender):
                 self._send = self._send.inner
         if data or not more:
@@ -248,11 +247,11 @@ async def respond_stream(
 ) -> ApiError | None:
     """Answer with the events of `generation`, in a stream of this content type.
 
-    Raises `ApiError` only while the status can still say so; returns a later one.
+    Raises `ApiError` only before the status is sent; returns a later error.
     """
     error: ApiError | None = None
     async with StreamWatch(receive, write_timeout_s) as watch:
-        # A task of its own: what wakes up for a token passes through a few frames, not through the whole app.
+        # The stream runs in a task of its own, so that each token wakes a few frames instead of the whole app.
         stream = _Stream(generation, encoder, send, watch, pace, record.writer, kind)
         error = await asyncio.create_task(stream.run())
         if error is not None:
@@ -272,7 +271,7 @@ async def respond_whole(
 
 
 async def folded(generation: Generation, fold: Fold) -> bytes:
-    """The answer that `fold` makes of all events of `generation`. Raises `ApiError`."""
+    """Fold all events of `generation` into one answer. Raises `ApiError`."""
 
     def fold_unread() -> bool:
         fold.add(generation.read_now())
@@ -289,7 +288,7 @@ async def folded(generation: Generation, fold: Fold) -> bytes:
 
 @asynccontextmanager
 async def cut_off(record: RequestRecord, receive: Receive) -> AsyncGenerator[None]:
-    """Ends what is inside when its client leaves, and goes on behind it."""
+    """Cancel the body of the context when its client leaves, and continue after it."""
     async with StreamWatch(receive, 0) as watch:
         yield
     if watch.reason is not None:
@@ -297,6 +296,6 @@ async def cut_off(record: RequestRecord, receive: Receive) -> AsyncGenerator[Non
 
 
 def note_cut(record: RequestRecord, reason: str) -> None:
-    """Record that the client left, or did not read."""
+    """Record that the client left or stalled."""
     record.outcome = reason
     record.status = record.status or CLIENT_CLOSED

@@ -1,4 +1,4 @@
-"""TLS of the public listener: the certificate in force, which is replaced when its files have changed."""
+"""TLS of the public listener, with a certificate that is reloaded when its files change."""
 
 import asyncio
 import logging
@@ -13,18 +13,17 @@ from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# Between two looks at the files.
-LOOK_S: Final = 60.0
+CHECK_INTERVAL_S: Final = 60.0
 
-# What tells that a file is another one: device, inode, size and time of its change.
+# A stamp identifies a version of a file by device, inode, size and modification time.
 Stamp = tuple[int, int, int, int] | None
 
 
 class Tls:
-    """The certificate that new connections get. Connections keep the one that they began with."""
+    """The certificate of new connections. Open connections keep the one that they began with."""
 
     def __init__(self, config: TlsConfig, metrics: Metrics) -> None:
-        """Raises `CertificateUnusable`."""
+        """Load the certificate. Raises `CertificateUnusable`."""
         self._certificate_path = Path(config.certificate)
         self._key_path = Path(config.key)
         self._metrics = metrics
@@ -35,19 +34,19 @@ class Tls:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For one new connection."""
+        """The context for one new connection."""
         return self._certificate.context
 
     async def run(self) -> None:
-        """Look at the files again and again."""
+        """Check the files periodically, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Put files that have changed into force. Bad ones change nothing: they are logged and counted, once."""
+        """Load changed files. Unusable ones change nothing, and are logged and counted once."""
         async with self._lock:
-            # Noted before the files are read: what changes meanwhile is seen at the next look.
+            # Stamps are taken before the files are read, so that a change in between is found at the next check.
             stamps = await asyncio.to_thread(self._look)
             if stamps == self._stamps:
                 return
@@ -75,7 +74,7 @@ class Tls:
 
 def _stamp(path: Path) -> Stamp:
     try:
-        # Through links: renewing a certificate often changes only where one leads.
+        # Links are followed: renewing a certificate often changes only their target.
         facts = os.stat(path)
     except OSError:
         return None

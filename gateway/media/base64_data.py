@@ -1,4 +1,4 @@
-"""Bytes of media that a request holds itself: base64 and data URIs, decoded in a thread when they are large."""
+"""Media inside of a request: base64 and data URIs, decoded in a thread if they are large."""
 
 import binascii
 from typing import Final
@@ -7,7 +7,7 @@ from gateway.errors import BadRequest
 from gateway.media.reference import AUDIO, IMAGE, Reference
 
 DATA: Final = "data:"
-# vLLM's form of a video without a decoder: JPEG files one after the other, with commas between them.
+# vLLM's form of a video without a decoder is a list of JPEG files with commas between them.
 FRAMES: Final = "data:video/jpeg;base64,"
 FRAMES_MAX: Final = 2048
 _SPACE: Final = str.maketrans("", "", " \t\r\n")
@@ -16,19 +16,19 @@ _SHOWN_MAX: Final = 40
 
 
 def invalid(reference: Reference, reason: str) -> BadRequest:
-    """The refusal of a medium that is none."""
+    """Return the error of a medium that is invalid."""
     kind = reference.kind if reference.kind in (IMAGE, AUDIO) else "video"
     return BadRequest(f"'{reference.param}': {reason}.", reference.param, f"invalid_{kind}")
 
 
 def too_large(reference: Reference, limit_bytes: int) -> BadRequest:
-    """The refusal of a medium with more bytes than one may have."""
+    """Return the error of a medium with too many bytes."""
     code = "image_too_large" if reference.kind == IMAGE else f"invalid_{reference.kind}"
     return BadRequest(f"'{reference.param}' is larger than {limit_bytes} bytes.", reference.param, code)
 
 
 def decode(reference: Reference, limit_bytes: int) -> tuple[bytes, int]:
-    """The bytes of a medium, and of how many frames they are a list (0: of none). Raises `BadRequest`."""
+    """Return the bytes of a medium, and the number of frames if they are a list (else 0). Raises `BadRequest`."""
     if reference.encoded:
         return _bytes(reference, reference.encoded, limit_bytes), 0
     if reference.url[: len(FRAMES)].lower() == FRAMES and reference.kind == "video":
@@ -69,7 +69,7 @@ def _bytes(reference: Reference, encoded: str, limit_bytes: int) -> bytes:
 
 
 def _strict(encoded: str) -> bytes:
-    """Decoded, once more without what some encoders add or leave out: line ends, padding, the alphabet of URLs.
+    """Decode base64, and retry without line ends, with padding and with the URL-safe alphabet, as encoders differ.
 
     Raises `ValueError`.
     """

@@ -1,7 +1,7 @@
-"""DNS lookups of the hosts of media by URL, in daemon threads of their own.
+"""DNS lookups of the hosts of media URLs, in daemon threads of their own.
 
-The event loop's own lookups share a few threads with those of upstreams and peers, cannot be cancelled, and are waited
-for when the daemon ends: a client could fill them with names whose servers never answer.
+The event loop's own lookups share a few threads with those of upstreams and peers, cannot be cancelled, and delay the
+daemon's exit: a client could block them with names whose servers never answer.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from typing import Final
 from gateway.errors import Unavailable
 from gateway.media.reference import FetchFailed
 
-# Lookups that run at once: of all keys, and of one, whose others wait.
+# Concurrent lookups of all keys, and of one key; more of one key wait.
 LOOKUPS_MAX: Final = 16
 LOOKUPS_OF_KEY_MAX: Final = 2
-# The longest wait for a place, and for a lookup, which goes on until the system gives it up. Its name is refused for a
-# while.
-LOOKUP_S: Final = 5.0
+# A request waits this long for a place, and as long for its lookup. A lookup that takes longer runs
+# until the system gives up, and its name is refused for `UNANSWERED_S`.
+LOOKUP_TIMEOUT_S: Final = 5.0
 UNANSWERED_S: Final = 60.0
 RETRY_AFTER_S: Final = 2.0
 
@@ -29,30 +29,30 @@ Lookup = Callable[[str, int], list[str]]
 
 
 def look_up(host: str, port: int) -> list[str]:
-    """All addresses of a name, as the system knows them. Blocks. Raises `OSError` and `UnicodeError`."""
+    """Return all addresses of a name from the system's resolver. Blocks. Raises `OSError` and `UnicodeError`."""
     entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 class HostNames:
-    """Lookups that run, and names whose servers do not answer. Owned by the event loop.
+    """Running lookups, and names whose servers do not answer. Owned by the event loop.
 
-    A lookup holds its place until it has ended, however long its request waits for it.
+    A lookup keeps its place until it ends, even if its request no longer waits.
     """
 
     def __init__(
-        self, look_up: Lookup = look_up, lookup_s: float = LOOKUP_S, clock: Callable[[], float] = time.monotonic
+        self, look_up: Lookup = look_up, lookup_s: float = LOOKUP_TIMEOUT_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._look_up = look_up
         self._lookup_s = lookup_s
         self._clock = clock
         self._running = 0
         self._places: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(LOOKUPS_OF_KEY_MAX))
-        # Names, and until when they are refused.
+        # Refused names, each with the end of its refusal.
         self._unanswered: dict[str, float] = {}
 
     async def resolve(self, owner: str, host: str, port: int) -> list[str]:
-        """All addresses of a name, for a key. Raises `FetchFailed`, `OSError`, `UnicodeError` and `Unavailable`."""
+        """Resolve a name to all its addresses. Raises `FetchFailed`, `OSError`, `UnicodeError`, `Unavailable`."""
         host = host.lower()
         place = self._places[owner]
         try:
@@ -61,7 +61,7 @@ class HostNames:
         except TimeoutError:
             raise _full("Names of hosts of this key's media are being looked up, without an answer yet.") from None
         with ExitStack() as undo:
-            undo.callback(place.release)  # until a thread has been started, which releases the place
+            undo.callback(place.release)  # until a thread has started, which then releases the place
             if self._unanswered.get(host, 0.0) > self._clock():
                 raise self._no_answer()
             if self._running >= LOOKUPS_MAX:
@@ -79,7 +79,7 @@ class HostNames:
             place.release()
             overdue.cancel()
             if addresses.done():
-                return  # given up, or its request has ended
+                return  # timed out, or the request has ended
             if isinstance(outcome, Exception):
                 addresses.set_exception(outcome)
             else:
@@ -88,9 +88,9 @@ class HostNames:
         def run() -> None:
             try:
                 outcome = self._look_up(host, port)
-            except Exception as error:  # The root of a thread; the waiting request gets it.
+            except Exception as error:  # root of a thread; the waiting request gets it
                 outcome = error
-            # A loop that is closed: the daemon has ended without waiting.
+            # A closed loop means that the daemon has exited without waiting.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(finish, outcome)
 

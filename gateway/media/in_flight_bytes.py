@@ -1,4 +1,4 @@
-"""Bytes of the media of all requests together, from when they are read until their requests have ended."""
+"""Bytes of the media of all requests, counted from reading them to the requests' end."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,15 +12,15 @@ RETRY_AFTER_S: Final = 2.0
 
 
 def share_bytes(limit_bytes: int, has_others: bool) -> int:
-    """Limit of one key's media: half while there are other keys, and always as much as one request can send."""
+    """Return the limit of one key: half if there are other keys, but always as much as one request can send."""
     return max(limit_bytes // 2, min(limit_bytes, MAX_FRAME_BYTES)) if has_others else limit_bytes
 
 
 class InFlightBytes:
-    """The count, and its limits. Owned by the event loop."""
+    """The count, with its limits. Owned by the event loop."""
 
     def __init__(self, limit_bytes: Callable[[], int], has_others: Callable[[], bool] = bool) -> None:
-        """`limit_bytes` is for all; `has_others` says whether there are several owners to share it."""
+        """`limit_bytes` is for all owners; `has_others` returns whether several owners share it."""
         self._limit_bytes = limit_bytes
         self._has_others = has_others
         self._held: Counter[str] = Counter()
@@ -30,7 +30,7 @@ class InFlightBytes:
         return MediaLease(self)
 
     def take(self, owner: str, size_bytes: int) -> None:
-        """Raises `Unavailable` when there is no room."""
+        """Count bytes of an owner. Raises `Unavailable` if they exceed a limit."""
         limit = self._limit_bytes()
         if self.numbers.used_bytes + size_bytes > limit:
             self._refuse("The media of the requests that run fill the memory set aside for them. Try again later.")
@@ -51,18 +51,18 @@ class InFlightBytes:
 
 
 class MediaLease:
-    """The bytes of one request. Owned by its record; closed when the request has ended."""
+    """Bytes of one request's media. Owned by its record, and closed when the request has ended."""
 
     __slots__ = ("_counted", "owner", "size_bytes")
 
     def __init__(self, counted: InFlightBytes) -> None:
         self._counted = counted
-        # The key whose share it is of. Set before the first byte.
+        # The key whose share is used; set before the first byte.
         self.owner = ""
         self.size_bytes = 0
 
     def grow(self, more_bytes: int) -> None:
-        """Raises `Unavailable`."""
+        """Count more bytes. Raises `Unavailable`."""
         self._counted.take(self.owner, more_bytes)
         self.size_bytes += more_bytes
 

@@ -1,4 +1,4 @@
-"""Media in files of this machine: `file:` URLs below the folders that the configuration names."""
+"""Media in local files: `file:` URLs below configured folders."""
 
 import os
 import stat
@@ -11,11 +11,11 @@ FILE: Final = "file:"
 
 
 class NotReadable(Exception):
-    """The file is not below a folder that may be read, or is none that can be."""
+    """The file is outside of the configured folders, or cannot be read."""
 
 
 def read_file(url: str, folders: Sequence[str], limit_bytes: int) -> bytes:
-    """At most one byte more than `limit_bytes` of a file. Links are followed before its place is checked.
+    """Read a file up to one byte beyond `limit_bytes`. Links are followed before its folder is checked.
 
     Raises `NotReadable`.
     """
@@ -26,7 +26,7 @@ def read_file(url: str, folders: Sequence[str], limit_bytes: int) -> bytes:
         path = Path(unquote(parts.path)).resolve(strict=True)
         if not any(path.is_relative_to(Path(folder).resolve()) for folder in folders):
             raise NotReadable
-        # A pipe would wait for its writer.
+        # Opening a pipe would block until it has a writer, without O_NONBLOCK.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""Modalities of a model: what a prompt for it may hold beside text, by its worker, or by its files before a load."""
+"""Modalities of a model other than text, as reported by its worker, or by its files before a load."""
 
 import importlib.util
 import json
@@ -11,13 +11,13 @@ from protocol.messages import Media, Ready
 
 TEXT: Final = "text"
 SETUP: Final = "mlxctl setup vision"
-# A guess before the worker has counted, for rate limits.
+# Estimates for rate limits, until the worker has counted.
 TOKENS: Final = {"image": 1024, "video": 4096, "audio": 512}
 _PLURALS: Final = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def expected(path: str) -> tuple[str, ...] | None:
-    """Modalities that the files of a model promise; its worker may serve fewer. None where they cannot be read."""
+    """Return the modalities that a model's files have towers for; its worker may serve fewer. None if unreadable."""
     try:
         config: Any = json.loads((find(path) / "config.json").read_bytes())
     except (Unreadable, OSError, ValueError, RecursionError):
@@ -28,24 +28,24 @@ def expected(path: str) -> tuple[str, ...] | None:
 
 
 def modalities(path: str, ready: Ready | None) -> tuple[str, ...]:
-    """All that a prompt may hold: as the worker says, or before a load what can be served of the files' promise."""
+    """Return all modalities of prompts, as the worker reports; before a load those of the files that can be served."""
     if ready is not None:
         return (TEXT, *ready.modalities)
     return (TEXT, *(expected(path) or ())) if has_towers_library() else (TEXT,)
 
 
 def has_towers_library() -> bool:
-    """Whether mlx-vlm, which has the encoders of all media, is installed."""
+    """Whether mlx-vlm is installed, which has the encoders of all media."""
     return importlib.util.find_spec("mlx_vlm") is not None
 
 
 def likely_tokens(media: Iterable[Media]) -> int:
-    """About as many tokens as these will be in a prompt."""
+    """Estimate the tokens of media in a prompt."""
     return sum(TOKENS[each.kind] for each in media)
 
 
 def check(name: str, path: str, ready: Ready | None, media: Iterable[Media]) -> None:
-    """Raises `BadRequest` for a medium that the model does not take, as far as that is known before it is loaded."""
+    """Raises `BadRequest` for a medium that the model does not take, as far as that is known before its load."""
     first = {each.kind: each.param for each in reversed(list(media))}
     if not first:
         return

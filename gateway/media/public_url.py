@@ -1,7 +1,7 @@
-"""Fetches of media by URL, guarded: public addresses only, each redirect checked, bounded in bytes and in time.
+"""Guarded fetches of media by URL: public addresses only, each redirect checked, bytes and time bounded.
 
-A name is resolved once, and one of the addresses that were checked is dialled: a DNS server that answers otherwise
-the next time changes nothing. No proxy of the environment, no cookies, no credentials; a refusal names no address.
+A name is resolved once, and one of its checked addresses is dialled, so a later answer of its DNS server cannot change
+the target. Proxies of the environment, cookies and credentials are not used. An error contains no address.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ URL_CHARS_MAX: Final = 8192
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _HEADERS: Final = [
     ("accept", "image/*, video/*, audio/*, */*;q=0.5"),
-    # What is sent compressed could grow beyond every bound.
+    # A compressed answer could grow beyond every bound.
     ("accept-encoding", "identity"),
     ("user-agent", "mlxd"),
 ]
 _NAT64: Final = IPv6Network("64:ff9b::/96")
-# All that is given out. Outside of it are addresses that hold an IPv4 one in ways of their own.
+# All global unicast addresses are in this range; other ranges embed IPv4 addresses in ways of their own.
 _GLOBAL: Final = IPv6Network("2000::/3")
 
 IPAddress = IPv4Address | IPv6Address
@@ -39,7 +39,7 @@ Resolver = Callable[[str, int], Awaitable[Iterable[str]]]
 
 
 def is_public(address: IPAddress) -> bool:
-    """Whether an address is one of the public internet, and so is the IPv4 address that it may stand for."""
+    """Whether an address is public, and so is the IPv4 address that it may embed."""
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address in _NAT64:
@@ -52,7 +52,7 @@ def is_public(address: IPAddress) -> bool:
 
 
 def is_own(address: IPAddress, interfaces: Interfaces = psutil.net_if_addrs) -> bool:
-    """Whether an address is on a network that this machine is on, whose addresses may be public ones."""
+    """Whether an address is on a network of this machine, whose addresses may be public ones."""
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     for entries in interfaces().values():
@@ -60,14 +60,14 @@ def is_own(address: IPAddress, interfaces: Interfaces = psutil.net_if_addrs) -> 
             if entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             host = ip_interface(f"{entry.address.partition('%')[0]}{_prefix(entry.netmask)}")
-            # A mask of nothing would make the whole internet its own.
+            # An empty mask would make the whole internet this machine's network.
             if address == host.ip or (host.network.prefixlen and address in host.network):
                 return True
     return False
 
 
 def _prefix(netmask: str | None) -> str:
-    """The mask as a suffix; without one (of a tunnel) the address is alone."""
+    """Convert the mask to a suffix; without a mask, as in a tunnel, the address is alone."""
     if not netmask:
         return ""
     return f"/{int(ip_address(netmask)).bit_count()}"
@@ -79,19 +79,19 @@ def may_dial(address: IPAddress) -> bool:
 
 
 class Fetcher:
-    """Fetches over connections of its own. Tests have a `resolve` and a `may_dial` of their own."""
+    """Fetcher with connections of its own. Tests replace `resolve` and `may_dial`."""
 
     def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool] = may_dial) -> None:
         self._backend = _Guarded(resolve, may_dial)
 
     async def fetch(self, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
-        """The body behind a URL. `take` is told of each piece before it is kept, and may raise.
+        """Fetch the body of a URL. `take` is called with the size of each piece before it is kept, and may raise.
 
-        Raises `FetchFailed`, of which `TooManyBytes` is one.
+        Raises `FetchFailed` or its subclass `TooManyBytes`.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                # The first reads the authorities from disk.
+                # The first call reads the certificate authorities from disk.
                 tls = await asyncio.to_thread(_tls)
                 async with httpcore.AsyncConnectionPool(ssl_context=tls, network_backend=self._backend) as pool:
                     return await self._follow(pool, url, limit_bytes, take)
@@ -119,12 +119,12 @@ class Fetcher:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Of all fetches: it takes 50 ms to make."""
+    """Return the TLS context that all fetches share, as it takes 50 ms to make."""
     return ssl.create_default_context(cafile=certifi.where())
 
 
 def check_url(url: str) -> None:
-    """Raises `FetchFailed` for what is not a plain URL of the web."""
+    """Raises `FetchFailed` unless a URL is a plain web URL."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -170,7 +170,7 @@ def _header(answer: httpcore.Response, name: bytes) -> str:
 
 
 class _Guarded(httpcore.AsyncNetworkBackend):
-    """Dials only addresses that may be dialled, of names of which every address may."""
+    """Network backend that dials only permitted addresses, and no name with any other address."""
 
     def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool]) -> None:
         self._resolve = resolve

@@ -1,4 +1,4 @@
-"""References to media become bytes with a digest: decoded, fetched or read, within the bounds of the configuration."""
+"""Resolution of media references to bytes with a digest: decoded, fetched or read, within configured bounds."""
 
 import asyncio
 import hashlib
@@ -20,29 +20,29 @@ from gateway.media.reference import STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.messages import ChatPrompt, Media
 
-# Fetches of one request at a time.
+# Concurrent fetches of one request.
 FETCHES_MAX: Final = 4
-# And of all requests, each of which has a descriptor: of all keys, and of one.
+# Concurrent fetches of all keys, and of one key; each needs a descriptor.
 FETCHES_OF_ALL_MAX: Final = 32
 FETCHES_OF_KEY_MAX: Final = 8
 DIGEST_BYTES: Final = 32
 
 Stored = Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]
-# Key, URL, most bytes, seconds, and what takes the size of each piece.
+# The arguments are key, URL, maximum bytes, seconds, and a callback for the size of each piece.
 Fetch = Callable[[str, str, int, float, Callable[[int], None]], Awaitable[bytes]]
 
 
 def digest_of(data: bytes) -> bytes:
-    """BLAKE2b-256: the digest by which prefixes, features and stored media are found."""
+    """Return the BLAKE2b-256 digest, the key of prefixes, features and stored media."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def fetch_public() -> Fetch:
-    """Fetches of URLs of the public internet, which share their lookups of names. They raise `FetchFailed`."""
+    """Return a function that fetches public URLs with shared DNS lookups. It raises `FetchFailed`."""
     names = HostNames()
 
     async def fetch(owner: str, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
-        # Most daemons fetch nothing: the HTTP client is loaded with the first.
+        # Most daemons fetch nothing, so the HTTP client is imported by the first fetch.
         from gateway.media.public_url import Fetcher
 
         return await Fetcher(partial(names.resolve, owner)).fetch(url, limit_bytes, timeout_s, take)
@@ -53,7 +53,7 @@ def fetch_public() -> Fetch:
 def bounded(
     fetch: Fetch, numbers: MediaNumbers, of_all: int = FETCHES_OF_ALL_MAX, of_key: int = FETCHES_OF_KEY_MAX
 ) -> Fetch:
-    """The same, counted, of which so many run at once; the others wait, as long as their requests do."""
+    """Wrap `fetch` so that fetches are counted and their number is bounded; others wait as long as their requests."""
     places = asyncio.Semaphore(of_all)
     places_of: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(of_key))
 
@@ -72,9 +72,9 @@ def bounded(
 
 @dataclass(frozen=True, slots=True)
 class MediaReader:
-    """Bounds and means of reading one request's media. `offload` runs work on many bytes in a thread.
+    """Bounds and means of reading one request's media. `offload` runs expensive work in a thread.
 
-    `stored` gives the bytes of digests that were kept for the request's tenant, as many as there are.
+    `stored` returns the bytes that the request's tenant has stored for digests, if any.
     """
 
     settings: MediaConfig
@@ -85,7 +85,7 @@ class MediaReader:
 
 
 async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
-    """The prompt with the bytes of all its media. Raises `ApiError`."""
+    """Return the prompt with the bytes of all its media. Raises `ApiError`."""
     references = cast(tuple[Reference, ...], prompt.media)
     limit = reading.settings.max_count
     if len(references) > limit:
@@ -95,9 +95,9 @@ async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
     kept = await _stored(references, reading)
     fetched = await _fetched(references, reading)
     media: list[Media] = []
-    # Stored media that were hashed already, which may be named often.
+    # Stored media that were already hashed, since a prompt may refer to them often.
     hashed: set[bytes] = set()
-    # One after the other, each counted as its bytes come: a request for which there is no room ends early.
+    # Media are read one by one and counted as their bytes arrive, so that a request without room ends early.
     for index, reference in enumerate(references):
         medium = await reading.offload(partial(_read, reference, index, kept, fetched, hashed, reading))
         if index not in fetched and not reference.url.startswith(STORED):
@@ -202,12 +202,12 @@ def _file(reference: Reference, folders: Sequence[str], limit_bytes: int) -> byt
 
 
 async def _stored(references: Sequence[Reference], reading: MediaReader) -> dict[bytes, bytes]:
-    """The bytes of what was kept of an earlier response; the digests are checked as those of all others are."""
+    """Read stored media of earlier responses; their digests are verified like all others."""
     wanted = [digest for reference in references if (digest := _digest(reference)) is not None]
     if not wanted or reading.stored is None:
         return {}
     kept = await reading.stored(wanted)
-    # Each time that it is named: the prompt has it as often.
+    # Each reference counts, since the prompt contains the bytes as often.
     reading.lease.grow(sum(len(kept.get(digest, b"")) for digest in wanted))
     return kept
 

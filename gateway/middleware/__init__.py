@@ -1,1 +1,1 @@
-"""Middleware around every endpoint: records, keys, CORS, access log and traces."""
+"""Middleware around every endpoint: request records, authentication, CORS, access log and traces."""

@@ -1,4 +1,4 @@
-"""One line for each request, and a warning for a slow one: ids, timings and outcome, never a prompt or a key."""
+"""Access log: one line for each request and a warning for a slow one, with ids and timings but no prompts or keys."""
 
 import logging
 import time
@@ -11,16 +11,16 @@ from protocol.peering import STATUS_PATH
 
 log = logging.getLogger(__name__)
 
-# Polled by machines: their lines would drown the others.
+# Machines poll these paths, and their lines would drown the others.
 QUIET: Final = frozenset(
     {"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/", STATUS_PATH}
 )
 
 
 def write(record: RequestRecord, slow_s: float, sample: LogSample, trace_id: str = "") -> None:
-    """The lines of a request that has ended; `sample` takes those of strangers.
+    """Log a request that has ended; `sample` selects the lines of unauthenticated clients.
 
-    `slow_s` 0 warns of none; `trace_id` is that of its exported trace.
+    `slow_s` 0 disables warnings; `trace_id` is that of its exported trace.
     """
     elapsed_s = time.perf_counter() - record.started
     if slow_s and elapsed_s >= slow_s and record.model is not None:
@@ -58,7 +58,7 @@ def _fields(record: RequestRecord, elapsed_s: float, trace_id: str) -> dict[str,
             "completion_tokens": record.completion_tokens,
         }
         if record.media:
-            # Of the bytes, their digests alone: a picture is no more for a log than a prompt is.
+            # Media are logged by digest, since a picture does not belong in a log any more than a prompt.
             fields["media"] = [f"{each.kind}:{each.digest.hex()[:16]}" for each in record.media]
             fields["media_bytes"] = record.media_bytes
         if record.finishes:

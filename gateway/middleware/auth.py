@@ -1,11 +1,11 @@
-"""Authentication: one middleware before every route, which denies what it does not know.
+"""Authentication: one middleware before every route, which refuses unknown callers.
 
-| keys | asked without a valid key |
+| keys | access without a valid key |
 |---|---|
-| never one | on the loopback every client is the owner, web pages excepted; elsewhere as below |
-| one, now or once | only the daemon's health, without names, and `/metrics` where the configuration says so |
+| never any | every client on the loopback is the owner, except web pages; other addresses as below |
+| at least one, now or earlier | only the daemon's health, without names, and `/metrics` if so configured |
 
-Below `/internal/` only a key of role `peer` is served, whether there are other keys or not, and it opens nothing else.
+Paths below `/internal/` accept only keys of role `peer`, even if there are no other keys; these keys open nothing else.
 """
 
 from typing import Final, NoReturn, Protocol
@@ -28,13 +28,13 @@ from gateway.telemetry.metrics import Metrics
 
 HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 METRICS: Final = "/metrics"
-# Between daemons.
+# Daemons use these paths among themselves.
 INTERNAL: Final = "/internal/"
-# A client with two of them has one from its settings and one from its environment; more is noise.
+# Clients may send two secrets, one from their settings and one from their environment; more are ignored.
 SECRETS_MAX: Final = 4
-# These take none of a key's concurrency.
-_ASKING: Final = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
-# By a page of another site, or of another port or name of this one: `same-origin` and `none` are what is left.
+# Requests that only count tokens use none of a key's concurrency.
+_TOKEN_COUNTING: Final = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
+# Browsers send these for pages of other sites, ports and names; the other values are `same-origin` and `none`.
 _CROSS_SITE: Final = ("cross-site", "same-site")
 _REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired", DISABLED: "disabled"}
 _SCRAPERS: Final = (
@@ -48,12 +48,12 @@ class PageSessions(Protocol):
     """Port to the sessions of the page, which the owner opens through the unix socket."""
 
     def opens(self, scope: Scope) -> bool:
-        """Whether the request has one; False for one that presents none. Raises `ApiError` for any other."""
+        """Whether the request has a valid session; False if it presents none. Raises `ApiError` for an invalid one."""
         ...
 
 
 class Auth:
-    """Pure ASGI. Notes the caller on the record; raises `Unauthorized`, `Forbidden` or `RateLimited`."""
+    """ASGI app that sets the caller on the record. Raises `Unauthorized`, `Forbidden` or `RateLimited`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Auth:
             is_anthropic = record.dialect is Dialect.ANTHROPIC
             record.late_headers = meter.anthropic_headers if is_anthropic else meter.openai_headers
             if is_counted(scope["method"], path):
-                if not path.endswith(_ASKING):
+                if not path.endswith(_TOKEN_COUNTING):
                     meter.check_running()
                 meter.request()
         await self._app(scope, receive, send)
@@ -99,12 +99,12 @@ class Auth:
             return OWNER
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)
-        # A proxy on this machine must not make others of its clients the owner.
+        # A proxy on this machine must not make its remote clients owners.
         is_local = self._is_loopback and record.client.is_own
-        is_everybodys = keyring.is_open and is_local and not is_internal
-        if is_everybodys or self._live.config.server.hosts:
-            self._check_host(Headers(scope=scope), is_everybodys)
-        if is_everybodys:
+        is_open_to_all = keyring.is_open and is_local and not is_internal
+        if is_open_to_all or self._live.config.server.hosts:
+            self._check_host(Headers(scope=scope), is_open_to_all)
+        if is_open_to_all:
             self._check_page(Headers(scope=scope))
             return ANONYMOUS
         try:
@@ -127,7 +127,7 @@ class Auth:
         return caller
 
     def _refuse(self, error: Unauthorized, record: RequestRecord) -> NoReturn:
-        """Only now that no key was valid: those of others behind the same address are not held up."""
+        """Count a failure. Only requests without a valid key do, so others behind their address are not slowed."""
         try:
             self._throttle.fail(record.client)
         except RateLimited:
@@ -150,27 +150,27 @@ class Auth:
             raise Unauthorized("There is no API key yet. Make one with: mlxctl keys create NAME", None)
         raise Unauthorized("An API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.", None)
 
-    def _check_host(self, headers: Headers, is_everybodys: bool) -> None:
-        """Refuse the name by which a page of the web may reach this machine: its owner makes it resolve to us, and
-        then the page is of our origin for the browser. Raises `Misdirected`."""
+    def _check_host(self, headers: Headers, is_open_to_all: bool) -> None:
+        """Refuse foreign host names: an attacker may resolve one to this machine, and its page would have this origin
+        for the browser. Raises `Misdirected`."""
         server = self._live.config.server
         for host in headers.getlist("host"):
             if not is_served(host, (*server.hosts, server.host)):
                 self._metrics.auth_failures["host"] += 1
-                advice = ", or make an API key: mlxctl keys create NAME" if is_everybodys else ""
+                advice = ", or make an API key: mlxctl keys create NAME" if is_open_to_all else ""
                 raise Misdirected(
                     f"mlxd is not served as {host[:200]!r}. Add that name to [server] hosts in mlxd.toml{advice}."
                 )
 
     def _check_page(self, headers: Headers) -> None:
-        """Refuse pages of the web: the open loopback is for programs. Raises `Forbidden`."""
+        """Refuse web pages, as an open loopback is for programs. Raises `Forbidden`."""
         origin = headers.get("origin")
         if origin is not None:
-            # A page of the host that was asked is ours: by then that is known to be a name of this machine.
+            # A page of the requested host is this daemon's own, because that name was checked before.
             is_ours = is_own(origin) or is_same(origin, headers.get("host", ""))
             is_foreign = origin not in self._live.config.server.cors and not is_ours
         else:
-            # A browser names no origin for what a page merely shows, such as an image.
+            # Browsers send no origin for passive content, such as an image.
             is_foreign = headers.get("sec-fetch-site", "").lower() in _CROSS_SITE
         if is_foreign:
             self._metrics.auth_failures["origin"] += 1
@@ -178,7 +178,7 @@ class Auth:
 
 
 class TrustedClient:
-    """In place of `Auth` on the unix socket: a client that can open it is the owner."""
+    """ASGI app used instead of `Auth` on the unix socket, whose every client is the owner."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -189,7 +189,7 @@ class TrustedClient:
 
 
 def _secrets(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
-    """Secrets that the request presents as keys, in either header."""
+    """Return the secrets in the headers `x-api-key` and `authorization`."""
     secrets: list[bytes] = []
     for name, value in headers:
         if name == b"x-api-key":

@@ -1,6 +1,6 @@
-"""Web pages of the origins in `[server] cors` may use mlxd; without any, no answer says a word of CORS.
+"""CORS for the web origins in `[server] cors`; without any, no answer has CORS headers.
 
-Keys travel in headers, never in cookies, so credentials are never allowed, and origins are listed one by one.
+Keys are sent in headers, never in cookies, so credentials are never allowed, and origins are listed one by one.
 """
 
 import re
@@ -23,7 +23,7 @@ _HEADER_NAMES: Final = re.compile(r"[A-Za-z0-9_\-, ]{0,2000}")
 
 
 class Cors:
-    """Pure ASGI. A preflight is answered here, before a key is asked for: browsers send none with it."""
+    """ASGI app that answers preflights before authentication, since browsers send no key with them."""
 
     def __init__(self, app: ASGIApp, live: LiveConfig) -> None:
         self._app = app
@@ -37,7 +37,7 @@ class Cors:
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
         record = record_of(scope)
-        # Caches must not give one origin the answer to another.
+        # Caches must not serve one origin's answer to another.
         record.always.append((b"vary", b"Origin"))
         if origin not in origins:
             await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The outermost layer: a request id, one access line, and the one place where exceptions become answers."""
+"""Outermost middleware: it assigns request ids, writes the access log, and turns exceptions into answers."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 class EntryMiddleware:
-    """Pure ASGI. Everything below may raise `ApiError`; what else it raises is a 500, logged once and counted."""
+    """ASGI app below which anything may raise `ApiError`; any other exception is a 500, logged once and counted."""
 
     def __init__(self, app: ASGIApp, services: Services, is_public: bool) -> None:
         self._app = app
@@ -57,7 +57,7 @@ class EntryMiddleware:
         record.lease = self._services.bodies.lease()
         record.media_lease = self._services.media.lease()
         scope["mlxd.record"] = record
-        # Makes starlette raise HTTPException instead of answering in plain text.
+        # starlette raises HTTPException instead of answering in plain text if this is set.
         scope["app"] = self
         tape = None
         if self._is_public and self._services.captures.is_on and is_of_api(record.method, record.path):
@@ -79,7 +79,7 @@ class EntryMiddleware:
         except ClientLeft:
             record.status = CLIENT_CLOSED
             record.outcome = "disconnect"
-        except Exception as error:  # The root of a request's task.
+        except Exception as error:  # root of a request's task
             self._services.metrics.unhandled_errors += 1
             log.error("request failed", exc_info=error, extra={"fields": {"request": record.id, "path": record.path}})
             await self._refuse(answer, record, InternalError())
@@ -119,7 +119,7 @@ def _error_body(error: ApiError, record: RequestRecord) -> bytes:
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's id, if a log line can carry it; else one of ours."""
+    """Return the client's id if it is safe for a log line; otherwise a new one."""
     given = headers.get("x-request-id", "")
     return given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
@@ -135,7 +135,7 @@ def _from_http(error: HTTPException, scope: Scope) -> ApiError:
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Start and stop belong to the daemon, not to the app."""
+    """Complete lifespan events; the daemon, not the app, does the work of start and stop."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

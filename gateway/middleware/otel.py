@@ -1,6 +1,6 @@
-"""Spans of finished requests, sent as OTLP over HTTP. Imported only where traces are configured.
+"""Spans of finished requests, sent as OTLP over HTTP. Imported only if traces are configured.
 
-One span for a request, by OpenTelemetry's conventions for generative AI, and one below it for each phase of it.
+A request has one span, by OpenTelemetry's conventions for generative AI, and a child span for each of its phases.
 """
 
 import logging
@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 
 TRACES_PATH: Final = "/v1/traces"
 EXPORT_TIMEOUT_S: Final = 5.0
-# A collector that did not answer is left alone for this long; the spans of that time are lost.
+# Export pauses for this long after a collector did not answer; spans of that time are lost.
 PAUSE_S: Final = 60.0
 
 _OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 
 
 class OtelTracer:
-    """Makes spans of requests that have ended; a thread of OpenTelemetry's sends them."""
+    """Tracer that makes spans of ended requests; a thread of OpenTelemetry's sends them."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` with or without its path. The environment may add headers (`OTEL_EXPORTER_OTLP_HEADERS`)."""
+        """`endpoint` may lack its path. The environment may add headers (`OTEL_EXPORTER_OTLP_HEADERS`)."""
         url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
         exporter = PatientExporter(OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S), url)
         resource = Resource.create({"service.name": "mlxd", "service.version": protocol.__version__})
@@ -54,7 +54,7 @@ class OtelTracer:
         self._tracer = self._provider.get_tracer("mlxd", protocol.__version__)
 
     def export(self, record: RequestRecord) -> str:
-        """Queue the spans of a request that has ended. Returns the trace's id."""
+        """Queue the spans of an ended request, and return the trace's id."""
         now_ns = time.time_ns()
         began_ns = now_ns - round((time.perf_counter() - record.started) * 1e9)
         name = f"{_operation(record)} {record.model}"
@@ -73,12 +73,12 @@ class OtelTracer:
         return f"{span.get_span_context().trace_id:032x}"
 
     def close(self) -> None:
-        """Send what is queued, within a few seconds."""
+        """Send queued spans, within a few seconds."""
         self._provider.shutdown()
 
 
 class PatientExporter(SpanExporter):
-    """Leaves a collector that does not answer alone for a while, and says so once. Owned by the thread that exports."""
+    """Exporter that pauses after a failure, and logs it once. Owned by the exporting thread."""
 
     def __init__(self, inner: SpanExporter, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._inner = inner
@@ -88,7 +88,7 @@ class PatientExporter(SpanExporter):
         self._is_failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Raises nothing: what is lost is lost."""
+        """Export spans. Never raises; failed spans are lost."""
         if self._clock() < self._resume_at:
             return SpanExportResult.FAILURE
         result = self._inner.export(spans)
@@ -107,7 +107,7 @@ class PatientExporter(SpanExporter):
 
 
 def _operation(record: RequestRecord) -> str:
-    """One of the operations that OpenTelemetry's conventions know."""
+    """Return the operation's name in OpenTelemetry's conventions."""
     return _OPERATIONS.get(record.path, "chat")
 
 

@@ -1,4 +1,4 @@
-"""Sizes of adapters' files, before their model is loaded."""
+"""Sizes of adapters' files, known before their model is loaded."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,7 +10,7 @@ _FILES: Final = ("adapters.safetensors", "adapter_model.safetensors")
 
 
 def adapter_sizes(paths: Mapping[str, str]) -> dict[str, int]:
-    """Bytes of each adapter's file, by its name; 0 where there is none."""
+    """Return the bytes of each adapter's file by name; 0 for a missing file."""
     return {name: _size(path) for name, path in paths.items()}
 
 

@@ -1,9 +1,9 @@
-"""Into the Hugging Face cache, and on from where an earlier attempt stopped.
+"""Downloads into the Hugging Face cache, resumed where an earlier attempt stopped.
 
-The hub's own library begins each file again in the next process, which is hours for a large model: huggingface_hub 2.4
-by the names of its partial files, and hf_xet 1.8, whose cache of chunks is off, transfers all of it. So large files are
-fetched here, to where that library would put them (`blobs/SHA256`), and are compared with their checksum; it then finds
-them there and does the rest: small files, links, references. Until then no process sees an incomplete model.
+The hub's own library restarts each file in a new process, which costs hours for a large model: huggingface_hub 2.4
+names its partial files anew, and hf_xet 1.8, whose cache of chunks is off, transfers all of it. So large files are
+fetched here to where that library would put them (`blobs/SHA256`), and are verified by their checksum. The library then
+finds them there and adds the small files, links and references. Until then no process sees an incomplete model.
 """
 
 import fcntl
@@ -26,17 +26,17 @@ from msgspec import Struct
 from gateway.model_files.hub import HubFailed, RemoteFile, Repository, speaking_of, token
 from gateway.model_files.hub_cache import cache_dir, folder_of
 
-AT_ONCE: Final = 4
-# In a row, without a byte between them.
+TRANSFERS_MAX: Final = 4
+# A transfer is given up after this many failures in a row without a byte between them.
 ATTEMPTS: Final = 6
-RETRY_S: Final = 1.0
-# Left free beside what is downloaded: a full disk breaks more than this.
+RETRY_DELAY_S: Final = 1.0
+# This much must stay free, because a full disk breaks more than the download.
 RESERVE_BYTES: Final = 256 * 1024 * 1024
-_PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class DownloadPlan(Struct, frozen=True):
-    """Plan of a download. `here_bytes` are those of files that are present already, in whole or in part."""
+    """Plan of a download. `here_bytes` counts files that are present already, in whole or in part."""
 
     repository: Repository
     files: tuple[RemoteFile, ...]
@@ -50,7 +50,7 @@ class DownloadPlan(Struct, frozen=True):
 
 
 class Space(Struct, frozen=True):
-    """Of the disk that holds the cache."""
+    """Free space on the disk that holds the cache."""
 
     folder: str
     free_bytes: int
@@ -62,12 +62,12 @@ class Space(Struct, frozen=True):
 
 
 def plan(repository: Repository, patterns: Sequence[str]) -> DownloadPlan:
-    """Files of a repository that are wanted, and those that the cache lacks. Raises `HubFailed`."""
+    """Select the wanted files of a repository and those that the cache lacks. Raises `HubFailed`."""
     files = repository.matching(patterns)
     if not files:
         raise HubFailed(f"no file of {repository.id} matches {', '.join(patterns)}")
     lacking = [file for file in files if not _is_here(repository, file)]
-    # Also one that came whole, and was not yet compared with its checksum.
+    # Complete large files that were not yet verified are included.
     large = tuple(filter(_is_ours, lacking))
     total = sum(file.size_bytes for file in files)
     to_come = sum(file.size_bytes for file in lacking) - sum(_size_so_far(repository, file) for file in large)
@@ -75,37 +75,37 @@ def plan(repository: Repository, patterns: Sequence[str]) -> DownloadPlan:
 
 
 def space(plan: DownloadPlan) -> Space:
-    """Whether the disk takes it."""
+    """Compare the plan's missing bytes with the free space of the cache's disk."""
     folder = cache_dir()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return Space(str(folder), shutil.disk_usage(there).free, plan.missing_bytes)
 
 
 def fetch(plan: DownloadPlan, arrived: Callable[[int], None]) -> Path:
-    """Download all of it and return the snapshot. Raises `HubFailed`. `arrived` is told bytes, from several threads."""
+    """Download all files and return the snapshot. Raises `HubFailed`. `arrived` gets byte counts on several threads."""
     disable_progress_bars()
     stop = threading.Event()
-    pool = ThreadPoolExecutor(AT_ONCE, "pull")
+    pool = ThreadPoolExecutor(TRANSFERS_MAX, "pull")
     try:
-        # The largest first, so that they do not come last one by one.
+        # The largest files start first, so that they are not left over to be transferred one by one.
         files = sorted(plan.large, key=lambda file: file.size_bytes, reverse=True)
         transfers = [pool.submit(_transfer, plan.repository, file, arrived, stop) for file in files]
         done, _ = wait(transfers, return_when=FIRST_EXCEPTION)
         for transfer in done:
             transfer.result()
     finally:
-        # Also when the user interrupts: the partial download stays.
+        # An interrupt also stops the transfers; partial files stay.
         stop.set()
         pool.shutdown(cancel_futures=True)
     return _complete(plan)
 
 
 def _complete(plan: DownloadPlan) -> Path:
-    """The rest of the files and the links by the hub's library. The reference moves last, to what is then whole."""
+    """Have the hub's library add the other files and the links. Raises `HubFailed`."""
     repository = plan.repository
     names = [glob.escape(file.name) for file in plan.files]
     path = ""
-    # By the commit first, which moves no reference.
+    # The commit is downloaded first, since that moves no reference; the reference moves last, to a complete snapshot.
     for revision in dict.fromkeys((repository.commit, repository.revision)):
         with speaking_of(repository.id, repository.revision), _readable_errors():
             path = snapshot_download(
@@ -115,14 +115,14 @@ def _complete(plan: DownloadPlan) -> Path:
 
 
 def _transfer(repository: Repository, file: RemoteFile, arrived: Callable[[int], None], stop: threading.Event) -> None:
-    """To its place in the cache, from where an earlier attempt stopped. Raises `HubFailed`."""
+    """Download a file to its place in the cache, from where an earlier attempt stopped. Raises `HubFailed`."""
     blob = _blob(repository, file)
     part = _part(blob)
     with _readable_errors():
         blob.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as out:
             _lock(out, file)
-            if blob.exists():  # by another process, a moment ago
+            if blob.exists():  # another process has just finished it
                 part.unlink(missing_ok=True)
                 return
             if out.tell() > file.size_bytes:
@@ -139,7 +139,7 @@ def _transfer(repository: Repository, file: RemoteFile, arrived: Callable[[int],
 def _receive(
     repository: Repository, file: RemoteFile, out: BinaryIO, arrived: Callable[[int], None], stop: threading.Event
 ) -> None:
-    """Until the file is whole: a connection that breaks is opened again. Raises `HubFailed`."""
+    """Receive until the file is complete; a broken connection is opened again. Raises `HubFailed`."""
     url = hf_hub_url(repository.id, file.name, revision=repository.commit)
     failures = 0
     while (have := out.tell()) < file.size_bytes and not stop.is_set():
@@ -147,18 +147,18 @@ def _receive(
             try:
                 _stream(url, file.size_bytes, out, arrived, stop)
             except (httpx2.TransportError, HfHubHTTPError) as error:
-                if isinstance(error, HfHubHTTPError) and error.response.status_code not in _PASSING:
+                if isinstance(error, HfHubHTTPError) and error.response.status_code not in _TRANSIENT_STATUSES:
                     raise
                 failures = 1 if out.tell() > have else failures + 1
                 if failures >= ATTEMPTS:
                     raise
-                stop.wait(RETRY_S * failures)
+                stop.wait(RETRY_DELAY_S * failures)
 
 
 def _stream(url: str, size: int, out: BinaryIO, arrived: Callable[[int], None], stop: threading.Event) -> None:
-    """One request for what is missing."""
+    """Send one request for the missing bytes."""
     have = out.tell()
-    # Compressed, it could not be counted.
+    # A compressed answer's bytes could not be counted.
     headers = build_hf_headers(token=token()) | {"accept-encoding": "identity"}
     if have:
         headers["range"] = f"bytes={have}-"
@@ -185,7 +185,7 @@ def _sha256(path: Path) -> str:
 
 
 def _lock(out: BinaryIO, file: RemoteFile) -> None:
-    """Two who append to one file would spoil it. Held until it is closed. Raises `HubFailed`."""
+    """Lock a partial file until it is closed, because two writers would corrupt it. Raises `HubFailed`."""
     try:
         fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -193,24 +193,24 @@ def _lock(out: BinaryIO, file: RemoteFile) -> None:
 
 
 def _empty(out: BinaryIO) -> None:
-    # Truncating alone leaves the position, and with it the count of what is here, where it was.
+    # Truncating alone leaves the file position, which counts the received bytes.
     out.seek(0)
     out.truncate()
 
 
 @contextmanager
 def _readable_errors() -> Generator[None, None, None]:
-    """A disk that is full or may not be written. Raises `HubFailed`."""
+    """Translate errors of a full or read-only disk. Raises `HubFailed`."""
     try:
         yield
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled):  # OSErrors, but not of the disk
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled):  # OSErrors, but not the disk's
         raise
     except OSError as error:
         raise HubFailed(f"the cache {cache_dir()} cannot be written: {error.strerror or error}") from None
 
 
 def _is_ours(file: RemoteFile) -> bool:
-    """Larger ones the hub gives only to its own library's protocol."""
+    """Whether a file is downloaded here. The hub serves larger files only through its library's own protocol."""
     return bool(file.sha256) and file.size_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
@@ -224,7 +224,7 @@ def _size_so_far(repository: Repository, file: RemoteFile) -> int:
         size = _part(_blob(repository, file)).stat().st_size
     except OSError:
         return 0
-    # A file that is too long is begun again.
+    # A file that is too long is downloaded from its beginning.
     return size if size <= file.size_bytes else 0
 
 
@@ -233,5 +233,5 @@ def _blob(repository: Repository, file: RemoteFile) -> Path:
 
 
 def _part(blob: Path) -> Path:
-    """Called as the hub's tools call theirs, so that these see and clean it as well."""
+    """Name a partial file as the hub's tools do, so that they find it and clean it up."""
     return blob.with_name(f"{blob.name}.incomplete")

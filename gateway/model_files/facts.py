@@ -1,4 +1,4 @@
-"""Facts about a model from its files, as clients ask for them: parameters, size, context, quantization, template."""
+"""Facts about a model that clients request: parameters, size, context, quantization, template."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gateway.model_files.metadata import TensorEntry, Unreadable, find, own_context, read_config, read_tensors
 
-# The first tokens of prompts to fill in the middle; workers have the whole forms.
+# Each mark is the first token of one prompt format for filling in the middle; workers know the whole formats.
 FILL_MARKS: Final = ("<|fim_prefix|>", "<fim_prefix>", "▁<PRE>", "<｜fim▁begin｜>", "<[fim-suffix]>", "[SUFFIX]")
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _PACKED: Final = "U32"
@@ -19,7 +19,7 @@ _BITS: Final = frozenset({2, 3, 4, 5, 6, 8})
 
 
 class ModelFacts(Struct, frozen=True):
-    """None and empty are what the files do not say. `bits` are those of most weights of a quantized model."""
+    """Facts of one model; None or empty if its files lack them. `bits` are those of most quantized weights."""
 
     architecture: str = ""
     context: int | None = None
@@ -27,20 +27,20 @@ class ModelFacts(Struct, frozen=True):
     size_bytes: int | None = None
     bits: int | None = None
     chat_template: str = ""
-    # Its vocabulary has tokens to fill in the middle of a text.
+    # Whether the vocabulary has tokens for filling in the middle of a text.
     fills_middle: bool = False
-    # Of the files, in seconds since the epoch; 0 where there are none.
+    # Modification time of the files in seconds since the epoch; 0 without files.
     modified_s: float = 0.0
 
 
 class FactsReader:
-    """Reader of model folders. Weights' headers are read once for each version of a folder."""
+    """Reader of model folders. The headers of weights are read once for each version of a folder."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[int, ModelFacts]] = {}
 
     def read(self, path: str) -> ModelFacts:
-        """All None for a model that is not on this machine. Reads files: not for the event loop."""
+        """Read a model's facts, all None for a model that is not on this machine. Blocks on files."""
         try:
             folder = find(path)
             stamp = (folder / "config.json").stat().st_mtime_ns
@@ -50,7 +50,7 @@ class FactsReader:
             facts = replace(_read(folder), modified_s=stamp / 1e9)
         except (Unreadable, OSError):
             return ModelFacts()
-        # A download may still bring the weights.
+        # Facts without a size are not cached, since a download may still bring the weights.
         if facts.size_bytes is not None:
             self._known[folder] = (stamp, facts)
         return facts
@@ -76,7 +76,7 @@ def _read(folder: Path) -> ModelFacts:
 
 
 def parameters(tensors: Mapping[str, TensorEntry], quantization: Mapping[str, Any]) -> int | None:
-    """Number of parameters, those of MLX's quantized layers as they were before; None for other packed forms."""
+    """Count parameters. MLX's quantized layers count unpacked; the result is None for other packed formats."""
     total = 0
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
@@ -115,7 +115,7 @@ def _elements(tensor: TensorEntry) -> int:
 
 
 def _fills_middle(folder: Path) -> bool:
-    """Whether the tokenizer's files name the first token of one of the ways to fill in the middle."""
+    """Whether the tokenizer's files contain the first token of a format for filling in the middle."""
     marks = [json.dumps(mark, ensure_ascii=is_ascii).encode() for mark in FILL_MARKS for is_ascii in (True, False)]
     for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"):
         try:
@@ -128,7 +128,7 @@ def _fills_middle(folder: Path) -> bool:
 
 
 def _template(folder: Path) -> str:
-    """The default chat template, from the files in the order in which the tokenizer looks for it."""
+    """Return the default chat template, from the files in the tokenizer's own order."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

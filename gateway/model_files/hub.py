@@ -1,6 +1,6 @@
-"""Repositories of the Hugging Face hub: what one holds and needs, before anything of it is downloaded.
+"""Repositories of the Hugging Face hub: their files and memory needs, known before a download.
 
-The token is that of `HF_TOKEN` and no other; it is sent to the hub and nowhere else.
+The token is taken only from `HF_TOKEN`, and is sent only to the hub.
 """
 
 import json
@@ -35,8 +35,8 @@ from protocol.prediction_heads import is_head
 from protocol.towers import is_tower
 
 MAIN: Final = "main"
-# Files that mlx-lm and the tokenizers read, the steps behind the transformer of a model of embeddings, and what makes
-# sound of the codes of one that speaks.
+# These are the files that mlx-lm and the tokenizers read, the dense layers of embedding models, and the audio decoder
+# of speech models.
 WANTED: Final = (
     "*.json", "model*.safetensors", "mtp.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model",
     "*.txt", "*.jsonl", "*.jinja", "*_Dense/model.safetensors", "speech_tokenizer/*.safetensors",
@@ -47,11 +47,11 @@ _CONFIG_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
 class HubFailed(CommandFailed):
-    """The hub did not give what was asked."""
+    """The hub could not answer a request."""
 
 
 class RemoteFile(Struct, frozen=True):
-    """`sha256` is empty for a small file, which the hub keeps in git itself."""
+    """A file in a repository. `sha256` is empty for a small file, which the hub keeps in git itself."""
 
     name: str
     size_bytes: int
@@ -59,7 +59,7 @@ class RemoteFile(Struct, frozen=True):
 
 
 class Repository(Struct, frozen=True):
-    """One revision. `revision` as asked for, `commit` as the hub resolved it."""
+    """One revision of a repository. `revision` is as requested, `commit` as the hub resolved it."""
 
     id: str
     revision: str
@@ -70,18 +70,18 @@ class Repository(Struct, frozen=True):
         return next((file for file in self.files if file.name == name), None)
 
     def matching(self, patterns: Sequence[str]) -> tuple[RemoteFile, ...]:
-        """Those of its files that one of `patterns` names."""
+        """Return the files that match one of `patterns`."""
         names = set(filter_repo_objects((file.name for file in self.files), allow_patterns=list(patterns)))
         return tuple(file for file in self.files if file.name in names)
 
 
 def token() -> str | bool:
-    """`HF_TOKEN`; False, which is none at all, without it."""
+    """Return `HF_TOKEN`, or False, which makes requests without any token."""
     return os.environ.get("HF_TOKEN", "").strip() or False
 
 
 def split(name: str) -> tuple[str, str]:
-    """`ORG/NAME@REVISION` in its two parts; the revision is `main` when it is not given."""
+    """Split `ORG/NAME@REVISION`; the revision defaults to `main`."""
     repository, _, revision = name.partition("@")
     return repository, revision or MAIN
 
@@ -98,7 +98,7 @@ def look(repository: str, revision: str = MAIN) -> Repository:
 
 
 def read_config(repository: Repository) -> dict[str, Any] | None:
-    """Its config.json; None without one. Raises `HubFailed`."""
+    """Fetch config.json; None without one. Raises `HubFailed`."""
     file = repository.file("config.json")
     if file is None or file.size_bytes > _CONFIG_BYTES_MAX:
         return None
@@ -116,7 +116,7 @@ def read_config(repository: Repository) -> dict[str, Any] | None:
 
 
 def read_weights(repository: Repository, dtype: str) -> Weights:
-    """From the headers of its safetensors files, of which nothing else is read. Raises `HubFailed`."""
+    """Measure weights from the headers of the safetensors files, without downloading more. Raises `HubFailed`."""
     names = sorted(file.name for file in repository.files if is_weights(file.name))
     if not names:
         raise HubFailed(f"{repository.id} holds no model*.safetensors file")
@@ -139,7 +139,7 @@ def read_weights(repository: Repository, dtype: str) -> Weights:
 def inspect(
     repository: Repository, dtype: str, context: int, available_bytes: int, kv_bits: int = 0
 ) -> ModelMetadata | None:
-    """Memory that a model needs, and whether it fits; None if unknown: see `obstacles`. Raises `HubFailed`."""
+    """Estimate a model's memory and whether it fits; None if unknown (see `obstacles`). Raises `HubFailed`."""
     config = read_config(repository)
     if config is None or not any(is_weights(file.name) for file in repository.files):
         return None
@@ -151,7 +151,7 @@ def inspect(
 
 
 def obstacles(repository: Repository) -> list[str]:
-    """Reasons why it cannot be loaded. Raises `HubFailed`."""
+    """List the reasons why a repository cannot be loaded. Raises `HubFailed`."""
     return _obstacles(repository, read_config(repository))
 
 
@@ -161,7 +161,7 @@ def _obstacles(repository: Repository, config: dict[str, Any] | None) -> list[st
 
 @contextmanager
 def speaking_of(repository: str, revision: str = MAIN) -> Generator[None, None, None]:
-    """Says in a sentence what the hub's libraries raise. Raises `HubFailed`."""
+    """Translate the errors of the hub's libraries into one sentence each. Raises `HubFailed`."""
     endpoint = constants.ENDPOINT
     try:
         yield

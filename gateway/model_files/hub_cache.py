@@ -1,4 +1,4 @@
-"""Models in the local Hugging Face cache, from its folders alone: nothing is fetched."""
+"""Models in the local Hugging Face cache, found in its folders without any network request."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cached_models(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Repository ids, sorted, of text models whose config and safetensors weights are all here."""
+    """List the ids of repositories, sorted, whose config and safetensors weights are both in the cache."""
     hub = cache_dir(environ)
     if not hub.is_dir():
         return []
@@ -15,7 +15,7 @@ def cached_models(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """The hub cache, found as huggingface_hub finds it."""
+    """Return the hub cache's folder, found as huggingface_hub finds it."""
     if hub := environ.get("HF_HUB_CACHE"):
         return Path(hub).expanduser()
     default = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -27,27 +27,26 @@ def folder_of(repository: str) -> Path:
 
 
 def repository_of(folder: str) -> str:
-    """The other way round, of the folder's name. The hub allows no `--` in a name."""
+    """Return the repository id for a cache folder's name. The hub allows no `--` in a name."""
     return folder.removeprefix("models--").replace("--", "/")
 
 
 def is_cached(repository: str) -> bool:
-    """Whether anything of a repository is here, be it a part."""
+    """Whether any part of a repository is in the cache."""
     return folder_of(repository).is_dir()
 
 
 def repository_bytes(repository: str) -> int:
-    """Bytes of a repository on the disk, with remains of broken downloads."""
+    """Count a repository's bytes on the disk, including remains of broken downloads."""
     return sum(_blobs(repository).values())
 
 
 def remove(repository: str) -> int:
-    """Delete all of a repository, broken downloads too. Returns the bytes that are free again."""
-    # Slow to import, and needed here only.
+    """Delete a repository, including broken downloads, and return the freed bytes."""
     from huggingface_hub import DeleteCacheStrategy
 
     blobs, nothing = _blobs(repository), frozenset[Path]()
-    # Not by its commits: of two repositories that share one, both would go.
+    # Deleting by commit would also delete another repository with the same commit.
     DeleteCacheStrategy(
         expected_freed_size=sum(blobs.values()),
         blobs=nothing,
@@ -56,18 +55,18 @@ def remove(repository: str) -> int:
         snapshots=nothing,
         cache_dir=cache_dir(),
     ).execute()
-    # What another repository shares is still there.
+    # Blobs that another repository shares still exist.
     return sum(size for blob, size in blobs.items() if not blob.exists())
 
 
 def _blobs(repository: str) -> dict[Path, int]:
-    """Blob files of a repository, and their sizes."""
+    """Map the blob files of a repository to their sizes."""
     paths = (path.resolve() for path in folder_of(repository).glob("blobs/*"))
     return {path: path.stat().st_size for path in paths if path.is_file()}
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether the snapshot of `main`, which a loader would take, is a text model."""
+    """Whether the snapshot of `main`, which a loader uses, is a text model."""
     try:
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         config = json.loads((snapshot / "config.json").read_bytes())

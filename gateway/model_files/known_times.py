@@ -1,4 +1,4 @@
-"""Times that workers have measured of models on this machine, for estimates before a model is loaded."""
+"""Timing profiles that workers have measured on this machine, read for estimates before a model is loaded."""
 
 import logging
 import time
@@ -11,15 +11,14 @@ from protocol.timing_profile import TimingProfile, UnusableProfile, newest
 
 log = logging.getLogger(__name__)
 
-# How long an answer stands before the folder is looked at again.
-LOOK_S: Final = 5.0
-_SHORT: Final = 0
+CACHE_TTL_S: Final = 5.0
+_SHORT_BAND: Final = 0
 
 
 class KnownTimes:
-    """Reads the files of one folder. For the event loop, and for threads: an answer is replaced as a whole.
+    """Reader of one folder's profiles. Callable on the event loop and on threads: an answer is replaced as a whole.
 
-    A file that cannot be used is logged once, and counts as none.
+    An unusable file is logged once and ignored.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,10 +28,10 @@ class KnownTimes:
         self._told: set[str] = set()
 
     def of(self, model: str, path: str) -> TimingProfile | None:
-        """Newest times of a model that is loaded from `path`."""
+        """Return the newest profile of a model that is loaded from `path`."""
         now = self._clock()
         at, answer = self._answers.get((model, path), (0.0, None))
-        if (model, path) in self._answers and now - at < LOOK_S:
+        if (model, path) in self._answers and now - at < CACHE_TTL_S:
             return answer
         try:
             answer = newest(self._folder, model, path)
@@ -45,13 +44,13 @@ class KnownTimes:
         return answer
 
     def load_s(self, model: str, path: str) -> float:
-        """Seconds that the newest load of a model took; 0 where none is known."""
+        """Return how many seconds the newest load of a model took; 0 if unknown."""
         wisdom = self.of(model, path)
         return wisdom.load.seconds if wisdom is not None and wisdom.load is not None else 0.0
 
 
 def speeds(wisdom: TimingProfile | None) -> Speeds | None:
-    """Speeds for people: of a calibration, or else of what was seen at short contexts."""
+    """Summarize speeds for people, from a calibration or else from measurements at short contexts."""
     if wisdom is None:
         return None
     load_s = wisdom.load.seconds if wisdom.load is not None else 0.0
@@ -60,7 +59,9 @@ def speeds(wisdom: TimingProfile | None) -> Speeds | None:
         decode = tuple((each.size, each.tokens_per_s) for each in calibration.decode)
         prefill = max((each.tokens_per_s for each in calibration.prefill), default=0.0)
         return Speeds(load_s, decode, prefill, calibration.at, calibration.max_running)
-    plain = {each.rows: each.rows / each.seconds for each in wisdom.steps if each.width == 1 and each.band == _SHORT}
-    chunks = [each for each in wisdom.chunks if not each.is_riding and each.band == _SHORT]
+    plain = {
+        each.rows: each.rows / each.seconds for each in wisdom.steps if each.width == 1 and each.band == _SHORT_BAND
+    }
+    chunks = [each for each in wisdom.chunks if not each.is_riding and each.band == _SHORT_BAND]
     prefill = max((each.tokens / each.seconds for each in chunks), default=0.0)
     return Speeds(load_s, tuple(sorted(plain.items())), prefill)

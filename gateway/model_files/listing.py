@@ -1,4 +1,4 @@
-"""Models on this machine, configured or only downloaded, with what each needs and whether it would fit."""
+"""Models on this machine, configured or only downloaded, with their needs and whether they would fit."""
 
 from msgspec import Struct
 
@@ -9,7 +9,7 @@ NOT_CONFIGURED = "not configured"
 
 
 class ListedModel(Struct, frozen=True):
-    """One model. `state` is `stopped` without a daemon, and `not configured` where only the cache has it."""
+    """One model. `state` is `stopped` without a daemon, and `not configured` for one that is only in the cache."""
 
     name: str
     aliases: tuple[str, ...]
@@ -23,7 +23,7 @@ class ListedModel(Struct, frozen=True):
 
 
 class ConfiguredModel(Struct, frozen=True):
-    """A model that is configured, as far as its listing needs."""
+    """The settings of a configured model that its listing needs."""
 
     name: str
     path: str
@@ -35,7 +35,7 @@ class ConfiguredModel(Struct, frozen=True):
 
 
 def list_models(known: list[ConfiguredModel], available_bytes: int) -> list[ListedModel]:
-    """Those that are known, and those that only the cache has. Reads files: blocks."""
+    """List the known models, then those that are only in the cache. Blocks on files."""
     paths = {model.path for model in known}
     more = (ConfiguredModel(name, name, state=NOT_CONFIGURED) for name in cached_models() if name not in paths)
     return [_listed(model, available_bytes) for model in (*known, *more)]

@@ -1,4 +1,4 @@
-"""Size and shape of a model, from its files alone: nothing of MLX is imported, and no weight is read."""
+"""Size and shape of a model, read from its files without MLX and without reading weights."""
 
 import importlib.metadata
 import importlib.util
@@ -24,26 +24,26 @@ from protocol.prediction_heads import is_head, unused
 from protocol.quantized_kv import group_of, number_bits, obstacle
 from protocol.towers import AUDIO_SECTIONS, VISION_SECTIONS, has_section, is_tower
 
-# As the loader takes them.
+# mlx-lm's loader uses the same pattern.
 WEIGHTS: Final = "model*.safetensors"
-# A head for multi-token prediction beside them.
+# The weights of a head for multi-token prediction may be in a file of their own.
 HEAD: Final = "mtp.safetensors"
 METADATA: Final = "__metadata__"
-# Models that come with mlxd, in folders of the worker's package.
+# These models come with mlxd, in folders of the worker's package.
 DEMOS: Final = {"demo": "demo_model", "demo-vision": "demo_vision"}
-# An adapter of the first, in such a folder too.
+# An adapter of the demo model, in such a folder too.
 DEMO_ADAPTER: Final = "demo-adapter"
-_OWN: Final = DEMOS | {DEMO_ADAPTER: "demo_adapter"}
+_BUILT_IN: Final = DEMOS | {DEMO_ADAPTER: "demo_adapter"}
 _FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class Unreadable(Exception):
-    """A model's files cannot be read; the reason, for the operator."""
+    """A model's files cannot be read; the message gives the operator the reason."""
 
 
 class TensorEntry(Struct, frozen=True):
-    """An entry of a safetensors header, and whether its name is one of a tower's, or of a head's."""
+    """An entry of a safetensors header; `is_tower` and `is_head` follow from the tensor's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,9 +53,9 @@ class TensorEntry(Struct, frozen=True):
 
 
 class Weights(Struct, frozen=True):
-    """Of all files: bytes on disk, bytes once loaded, the size of one number of the KV, and bytes of towers in it.
+    """Sizes of all weight files: bytes on disk, bytes once loaded, bytes of one number of the KV, bytes of towers.
 
-    `has_head`: a head for multi-token prediction is among them.
+    `has_head` is set if there is a head for multi-token prediction.
     """
 
     disk_bytes: int
@@ -72,12 +72,12 @@ class Attention(Struct, frozen=True):
     window_bytes: int = 0
 
     def tokens(self, budget: int) -> int | None:
-        """Tokens that fit; None when the budget does not limit them."""
+        """Return how many tokens fit into a budget; None if it does not limit them."""
         return max(0, budget - self.window_bytes) // self.token_bytes if self.token_bytes else None
 
 
 class ModelMetadata(Struct, frozen=True):
-    """The output of `mlxctl info`. `kv_1k_bytes` is None for attention that is not computed here."""
+    """The output of `mlxctl info`. `kv_1k_bytes` is None if the formula for this attention is unknown."""
 
     path: str
     model_type: str
@@ -86,40 +86,40 @@ class ModelMetadata(Struct, frozen=True):
     kv_1k_bytes: int | None
     context: int | None
     available_bytes: int
-    # Of one sequence in half of what is left beside the weights.
+    # Maximum tokens of one sequence that has half of the memory left by the weights.
     tokens_max: int | None
     fits: bool
     verdict: str
     is_downloaded: bool = True
-    # Why it cannot be loaded, however much memory there is.
+    # Reasons why it cannot be loaded, whatever the memory.
     obstacles: tuple[str, ...] = ()
-    # KV of one sequence whose sliding windows are full, beside what grows with it.
+    # KV bytes of full sliding windows in one sequence, in addition to the KV that grows.
     kv_window_bytes: int = 0
-    # Beside text, by its files; and of `weights_bytes` those of the towers that encode it.
+    # Modalities other than text, by the model's files, and the bytes of their towers, a part of `weights_bytes`.
     modalities: tuple[str, ...] = ()
     tower_bytes: int = 0
-    # One of `protocol.kinds`, by its files.
+    # One of `protocol.kinds`.
     kind: str = ""
-    # For multi-token prediction: empty where there is none, `run`, or why it is not.
+    # State of the head for multi-token prediction: `run`, the reason why it is not run, or empty without a head.
     head: str = ""
-    # Speeds that workers have measured of it on this machine.
+    # Speeds that workers have measured on this machine.
     measured: Speeds | None = None
-    # Of a number of KV, as configured; 0 is as the model computes it.
+    # Configured bits of the quantized KV cache; 0 leaves it unquantized.
     kv_bits: int = 0
-    # Of `weights_bytes` and `disk_bytes` those of experts, where they are on disk.
+    # Bytes of experts that stay on disk: the cache's part of `weights_bytes`, and the experts' part of `disk_bytes`.
     expert_cache_bytes: int = 0
     expert_bytes: int = 0
-    # Bytes of its adapters' files, by name; 0 for one that is not here.
+    # Bytes of each adapter's file by name; 0 for a missing file.
     adapters: dict[str, int] = {}
 
 
 def find(path: str) -> Path:
-    """The folder of a model or an adapter. Raises `Unreadable`."""
-    if path in _OWN:
+    """Return the folder of a model or an adapter. Raises `Unreadable`."""
+    if path in _BUILT_IN:
         spec = importlib.util.find_spec("worker")
         if spec is None or spec.origin is None:
             raise Unreadable("the demo model is not installed")
-        return Path(spec.origin).parent / _OWN[path]
+        return Path(spec.origin).parent / _BUILT_IN[path]
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()
@@ -134,7 +134,7 @@ def find(path: str) -> Path:
 
 
 def kind_of_files(path: str) -> str:
-    """The kind of a model by its files; empty where they cannot be read."""
+    """Return the kind of a model by its files; empty if they cannot be read."""
     try:
         folder = find(path)
         return kind_of(read_config(folder), {file.name for file in folder.iterdir()}, path)
@@ -145,7 +145,7 @@ def kind_of_files(path: str) -> str:
 def inspect(
     folder: Path, dtype: str, context: int, available_bytes: int, kv_bits: int = 0, expert_cache_bytes: int = -1
 ) -> ModelMetadata:
-    """Raises `Unreadable`. `dtype`, `context`, `kv_bits` and `expert_cache_bytes` as configured."""
+    """Inspect a model's folder under its configured settings. Raises `Unreadable`."""
     config, weights = read_config(folder), read_weights(folder, dtype)
     files = [file.name for file in folder.iterdir()]
     if not has_index(folder):
@@ -169,7 +169,7 @@ def estimate(
     files: Container[str] = (),
     kv_bits: int = 0,
 ) -> ModelMetadata:
-    """From what was read, here or elsewhere; `files` are the names of those beside config.json."""
+    """Estimate memory from a configuration and its weights. `files` are the names of the files next to config.json."""
     kv = attention(config, weights.number_bytes, kv_bits)
     own = own_context(config)
     longest = min(own, context) if own and context else own or context or None
@@ -199,26 +199,26 @@ def estimate(
 
 
 def _head(config: dict[str, Any], weights: Weights, files: Container[str]) -> str:
-    """As `ModelMetadata.head`: one beside the weights has a form that is run with any model."""
+    """Return the value of `ModelMetadata.head`. A head in a file of its own runs with any model."""
     if not weights.has_head:
         return ""
     return (HEAD not in files and unused(str(config.get("model_type", "")))) or "run"
 
 
 def promised(config: dict[str, Any]) -> tuple[str, ...]:
-    """Modalities beside text for which a configuration has a tower; a load may find that fewer are served."""
+    """List the modalities other than text that a configuration has towers for; a load may be able to serve fewer."""
     seen = ("image", "video") if has_section(config, VISION_SECTIONS) else ()
     return (*seen, "audio") if has_section(config, AUDIO_SECTIONS) else seen
 
 
 def read_weights(folder: Path, dtype: str) -> Weights:
-    """From the headers; of a head beside the weights as well. Raises `Unreadable`."""
+    """Measure the weights by their headers, including a separate head file. Raises `Unreadable`."""
     head = folder / HEAD
     return measure([*read_tensors(folder).values(), *(_header(head).values() if head.exists() else ())], dtype)
 
 
 def read_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """All tensors of a model by name, from the headers. Raises `Unreadable`."""
+    """Read the headers of all tensors of a model by name. Raises `Unreadable`."""
     files = sorted(file for file in folder.glob(WEIGHTS) if file.exists())
     if not files:
         raise Unreadable(f"{folder} holds no {WEIGHTS} file")
@@ -226,7 +226,7 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
 
 
 def measure(tensors: Iterable[TensorEntry], dtype: str) -> Weights:
-    """Sizes of tensors in all files of a model."""
+    """Sum up tensors of all files of a model."""
     target = _target(dtype)
     disk = loaded = tower = 0
     has_head = False
@@ -246,9 +246,9 @@ def measure(tensors: Iterable[TensorEntry], dtype: str) -> Weights:
 
 
 def attention(config: dict[str, Any], number_bytes: int, kv_bits: int = 0) -> Attention | None:
-    """Layers of full attention grow, those with a window do not beyond it; None for what is neither.
+    """Compute KV bytes: full attention grows with each token, sliding windows stop growing; None for other attention.
 
-    Quantized are only layers that grow.
+    Only layers that grow are quantized.
     """
     text = _text(config)
     layers, heads = _first(text, ("num_hidden_layers", "n_layer")), _first(text, ("num_attention_heads", "n_head"))
@@ -262,7 +262,7 @@ def attention(config: dict[str, Any], number_bytes: int, kv_bits: int = 0) -> At
     kinds: list[str] = text.get("layer_types") or []
     window = _first(text, ("sliding_window",))
     if not kinds:
-        # Without a list, a window may be of all layers, of some, or switched off.
+        # A window without a list of layers may apply to all, to some, or to none of them.
         if window and text.get("use_sliding_window") is not False:
             return None
         return Attention(layers * whole)
@@ -296,7 +296,7 @@ def _gib(count: int) -> str:
 
 
 def _target(dtype: str) -> str | None:
-    """Target dtype of floating-point weights; None keeps theirs. MLX on a CPU computes in float32."""
+    """Return the dtype that floats are loaded in; None keeps theirs. MLX on a CPU computes in float32."""
     if dtype == "auto":
         return "F32" if sys.platform != "darwin" and not _has_cuda() else None
     return _DTYPES[dtype]
@@ -319,16 +319,16 @@ def _header(file: Path) -> dict[str, TensorEntry]:
         }
     except (OSError, struct.error, msgspec.DecodeError) as error:
         raise Unreadable(f"{file} cannot be read: {error}") from None
-    return {name: _told(name, tensor) for name, tensor in tensors.items()}
+    return {name: _classified(name, tensor) for name, tensor in tensors.items()}
 
 
-def _told(name: str, tensor: TensorEntry) -> TensorEntry:
+def _classified(name: str, tensor: TensorEntry) -> TensorEntry:
     tower, head = is_tower(name), is_head(name)
     return replace(tensor, is_tower=tower, is_head=head) if tower or head else tensor
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Raises `Unreadable`."""
+    """Read config.json. Raises `Unreadable`."""
     try:
         content = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -339,13 +339,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def own_context(config: dict[str, Any]) -> int | None:
-    """Context for which the model was made, where its configuration says so."""
+    """Return the context length that the model's configuration states, if any."""
     named = context_of(config)
     return int(named[1]) if named and isinstance(named[1], int | float) and named[1] >= 1 else None
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a configuration."""
+    """Return the language model's part of a configuration."""
     inner = config.get("text_config")
     return config | inner if isinstance(inner, dict) else config
 

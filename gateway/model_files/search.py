@@ -16,24 +16,24 @@ from gateway.model_files.hub import HubFailed
 from gateway.model_files.metadata import ModelMetadata
 from gateway.model_files.shortlist import SHORTLIST, HubEntry
 
-LIMIT: Final = 10
-# Repositories of MLX models carry it.
+DEFAULT_LIMIT: Final = 10
+# Repositories of MLX models have this tag.
 _TAG: Final = "mlx"
 _PUBLISHER: Final = "mlx-community"
-# One page of the hub's answer.
+# This is one page of the hub's list.
 _LISTED_MAX: Final = 100
-# Times the limit: models that are judged for a list of those that can be used.
+# A list inspects at most this many times its limit to find usable models.
 _JUDGED_MAX: Final = 3
 _AT_ONCE: Final = 8
-# A recommended model leaves memory for prompts of agents.
+# A recommended model must leave memory for the long prompts of agents.
 _TOKENS_MIN: Final = 8192
 _WEIGHTS_PART: Final = 0.8
 
 
 class FoundRepository(Struct, frozen=True):
-    """One repository. `downloads` are those of the last month, None where the hub was not asked.
+    """One repository. `downloads` are those of the last month, or None if the hub was not queried.
 
-    `is_usable` is what `mlxctl info` ends with 0 for: it fits and can be loaded. `reason` says it, or why not.
+    `is_usable` holds if it fits and can be loaded (`mlxctl info` exits with 0). `reason` explains the verdict.
     """
 
     repository: str
@@ -42,29 +42,29 @@ class FoundRepository(Struct, frozen=True):
     downloads: int | None = None
     is_downloaded: bool = False
     purpose: str = ""
-    # None where nothing is known of its needs.
+    # None if its needs are unknown.
     info: ModelMetadata | None = None
 
 
 class Recommendation(Struct, frozen=True):
-    """Models that can be used here. `offline` is why the hub was not asked, empty where it was."""
+    """Models that can be used here. `offline` is the reason why the hub was not queried, or empty."""
 
     candidates: list[FoundRepository]
     offline: str = ""
 
 
 class _Listed(Struct, frozen=True):
-    """An entry of the hub's own list."""
+    """An entry of the hub's list of models."""
 
     repository: str = field(name="id")
     downloads: int | None = None
     config: dict[str, Any] | None = None
 
 
-def search(words: Sequence[str], available_bytes: int, limit: int = LIMIT) -> list[FoundRepository]:
-    """Repositories whose name has all of `words`, the most downloaded first. Raises `HubFailed`.
+def search(words: Sequence[str], available_bytes: int, limit: int = DEFAULT_LIMIT) -> list[FoundRepository]:
+    """Find repositories whose name has all of `words`, the most downloaded first. Raises `HubFailed`.
 
-    Up to `limit` of them can be used; those between them that cannot be are in the list with their reasons.
+    The list has up to `limit` usable ones, and the unusable ones between them with their reasons.
     """
     listed = _list(max(words, key=len, default=""))
     named = [model for model in listed if all(word.lower() in model.repository.lower() for word in words)]
@@ -72,13 +72,13 @@ def search(words: Sequence[str], available_bytes: int, limit: int = LIMIT) -> li
 
 
 def search_shortlist(words: Sequence[str], available_bytes: int) -> list[FoundRepository]:
-    """The same of mlxd's own list, without the hub."""
+    """Search mlxd's own list, without the hub."""
     named = [known for known in SHORTLIST if all(word.lower() in known.repository.lower() for word in words)]
     return [_offline(known, available_bytes) for known in named]
 
 
-def recommend(available_bytes: int, limit: int = LIMIT) -> Recommendation:
-    """Models for this machine: mlxd's own list, the largest first, then the most downloaded of the hub."""
+def recommend(available_bytes: int, limit: int = DEFAULT_LIMIT) -> Recommendation:
+    """Recommend models for this machine: mlxd's own list, the largest first, then the hub's most downloaded."""
     try:
         popular = _list("", _PUBLISHER)
     except HubFailed as error:
@@ -96,13 +96,13 @@ def recommend(available_bytes: int, limit: int = LIMIT) -> Recommendation:
 
 
 def inspect_one(repository: str, available_bytes: int) -> FoundRepository:
-    """One repository by its name."""
+    """Judge one repository by its name."""
     return _judge(_Listed(repository), available_bytes)
 
 
 def _list(word: str, author: str = "") -> list[_Listed]:
-    """MLX models of the hub, the most downloaded first. Raises `HubFailed`."""
-    # By a request of our own: the hub's library would try again for half a minute where there is no network.
+    """Fetch the hub's list of MLX models, the most downloaded first. Raises `HubFailed`."""
+    # The request does not use the hub's library, which would retry for half a minute without a network.
     asked = {"filter": _TAG, "sort": "downloads", "limit": str(_LISTED_MAX)}
     asked |= {name: value for name, value in (("search", word), ("author", author)) if value}
     with hub.speaking_of("the list of models"):
@@ -120,7 +120,7 @@ def _list(word: str, author: str = "") -> list[_Listed]:
 
 
 def _judged(listed: Sequence[_Listed], available_bytes: int, limit: int) -> list[FoundRepository]:
-    """In order, until `limit` can be used or enough were looked at."""
+    """Judge models in order, until `limit` are usable or enough were judged."""
     judged: list[FoundRepository] = []
     for first in range(0, min(len(listed), limit * _JUDGED_MAX), limit):
         judged += _judge_all(listed[first : first + limit], available_bytes)
@@ -135,12 +135,12 @@ def _judge_all(listed: Iterable[_Listed], available_bytes: int) -> list[FoundRep
 
 
 def _judge(listed: _Listed, available_bytes: int) -> FoundRepository:
-    """By its files here, or else by those on the hub."""
+    """Judge a model by its files here, or else by those on the hub."""
     name = listed.repository
     try:
         info = metadata.inspect(metadata.find(name), "auto", 0, available_bytes)
     except metadata.Unreadable:
-        # The list has parts of config.json: an architecture that no library has costs no request more.
+        # The list includes parts of config.json, so that an unsupported architecture needs no further request.
         known = listed.config or {}
         if "model_type" in known and (reasons := support.architecture_obstacles(known)):
             return FoundRepository(name, False, f"cannot be loaded: {'; '.join(reasons)}", listed.downloads)
@@ -177,7 +177,7 @@ def _offline(known: HubEntry, available_bytes: int) -> FoundRepository:
 
 
 def _is_roomy(model: FoundRepository) -> bool:
-    """Whether it can be used and leaves memory for long prompts."""
+    """Whether a model can be used and leaves memory for long prompts."""
     info = model.info
     if not model.is_usable or info is None or info.weights_bytes > info.available_bytes * _WEIGHTS_PART:
         return False

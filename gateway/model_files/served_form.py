@@ -1,4 +1,4 @@
-"""Form of a served model: one digest of all that an answer depends on, equal on hosts that serve the same model."""
+"""Form of a served model: one digest of all that its answers depend on, equal on hosts that serve the same model."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,20 +10,20 @@ from protocol.model_digest import PROCESSOR_FILES, TOKENIZER_FILES, digest, file
 
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 
-# Name, size and time of each file of a folder: what tells that it must be read again.
+# A stamp holds the name, size and time of each file of a folder; a changed stamp means that it must be read again.
 _Stamp = tuple[tuple[str, int, int], ...]
 
 
 class FormReader:
-    """Reader of forms. The files of a folder are read again when a size or a time has changed."""
+    """Reader of forms. A folder is read again when the size or time of a file has changed."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, tuple[str, ...]], tuple[_Stamp, str]] = {}
 
     def read(self, path: str, settings: Iterable[str]) -> str:
-        """The form of the model at `path`; empty for one that is not on this machine. Not for the event loop.
+        """Return the form of the model at `path`; empty if it is not on this machine. Blocks on files.
 
-        `settings` are those of the configuration on which an answer depends.
+        `settings` are the configured ones that an answer depends on.
         """
         key = path, tuple(settings)
         try:

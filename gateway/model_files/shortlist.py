@@ -1,6 +1,6 @@
-"""Short list of models that mlxd recommends by itself, with their sizes: it needs no network.
+"""Short list of models that mlxd recommends without a network, with their sizes.
 
-Bytes are those that the repositories publish, shapes those of their config.json. The hub is asked where it answers.
+Bytes are as published by the repositories, shapes as in their config.json.
 """
 
 from typing import Any, Final
@@ -19,8 +19,8 @@ class HubEntry(Struct, frozen=True):
     config: dict[str, Any]
 
     def inspect(self, available_bytes: int) -> ModelMetadata:
-        """Needs and fit of it, by the estimate that `mlxctl info` makes of its files."""
-        # Of four bits in groups of 64, one part in nine are scales and biases; these are what a dtype changes.
+        """Estimate the needs and fit of a model, as `mlxctl info` does from files."""
+        # A ninth of a model with four bits in groups of 64 is scales and biases, the floats that a dtype changes.
         floats = self.disk_bytes // 9
         packed = self.disk_bytes - floats
         tensors = (
@@ -38,7 +38,7 @@ def _config(model_type: str, layers: int, heads: int, kv_heads: int, width: int,
 
 
 def _hybrid(model_type: str, context: int) -> dict[str, Any]:
-    """Of recurrent and attention layers, whose KV is not computed."""
+    """Configuration of a model with recurrent and attention layers, whose KV is not computed."""
     return {"model_type": model_type, "max_position_embeddings": context}
 
 
@@ -47,7 +47,6 @@ def _gpt_oss(layers: int) -> dict[str, Any]:
     return _config("gpt_oss", layers, 64, 8, 64, 131072) | {"layer_types": kinds, "sliding_window": 128}
 
 
-# The largest first.
 SHORTLIST: Final = (
     HubEntry("mlx-community/Qwen3-235B-A22B-Instruct-2507-4bit", "the most capable here", 141_733_920_768,
           _config("qwen3_moe", 94, 64, 4, 128, 262144)),

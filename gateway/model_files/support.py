@@ -1,4 +1,4 @@
-"""Architectures that the installed MLX libraries can load, by the names in their packages: none of them is imported."""
+"""Architectures that the installed MLX libraries can load, found by file names without importing the libraries."""
 
 import ast
 import importlib.util
@@ -9,12 +9,12 @@ from typing import Any, Final
 from protocol.kinds import ENCODERS, audio_family
 
 LIBRARIES: Final = ("mlx_lm", "mlx_vlm")
-# What mlx-lm's loader knows besides MLX's own quantization.
+# mlx-lm's loader knows these methods besides MLX's own quantization.
 _QUANT_METHODS: Final = frozenset({"awq", "bitnet", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8"})
 
 
 def obstacles(config: dict[str, Any] | None, files: Sequence[str]) -> list[str]:
-    """Reasons why a repository cannot be loaded, as clauses; empty when it can. `files` by name."""
+    """List the reasons why a repository cannot be loaded, as clauses. `files` are its files' names."""
     if config is None:
         return ["it holds no config.json"]
     reasons: list[str] = []
@@ -30,7 +30,7 @@ def obstacles(config: dict[str, Any] | None, files: Sequence[str]) -> list[str]:
 
 
 def architecture_obstacles(config: dict[str, Any]) -> list[str]:
-    """Reasons that its architecture alone gives, as clauses."""
+    """List the reasons that an architecture cannot be loaded, as clauses."""
     if audio_family(config, ""):
         has_library = importlib.util.find_spec("mlx_audio") is not None
         return [] if has_library else ["mlx-audio, which hears and speaks, is not installed: mlxctl setup audio"]
@@ -44,7 +44,7 @@ def architecture_obstacles(config: dict[str, Any]) -> list[str]:
 
 
 def is_weights(name: str) -> bool:
-    """Whether the loader takes a file: `model*.safetensors`, not in a folder below."""
+    """Whether the loader reads a file: `model*.safetensors` in the top folder."""
     return name.startswith("model") and name.endswith(".safetensors") and "/" not in name
 
 
@@ -60,7 +60,7 @@ def _without_weights(files: Sequence[str]) -> str:
 
 
 def _is_known(model_type: str) -> bool:
-    """True when unsure: a library that is not there says nothing."""
+    """Whether an installed library has an architecture; also True if no library is installed."""
     folders = [folder for library in LIBRARIES if (folder := _folder(library)) is not None]
     if not folders:
         return True
@@ -77,7 +77,7 @@ def _folder(library: str) -> Path | None:
 
 
 def _renamed(folder: Path, model_type: str) -> str:
-    """As `MODEL_REMAPPING` of the library's utils.py has it, read as text."""
+    """Resolve `MODEL_REMAPPING` of the library's utils.py, read as text."""
     try:
         tree = ast.parse((folder / "utils.py").read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Description of a service, and the actions that install, start and end it. Nothing here touches the machine."""
+"""Description of a service, and the actions that install, start and end it. Pure: it does not touch the machine."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,27 +6,27 @@ from typing import Final, Protocol
 
 from msgspec import Struct
 
-# launchd's own default, 256, is used up by a few dozen clients.
+# A few dozen clients use up launchd's own default of 256.
 FILES: Final = 8192
-# Ending a large worker gently takes this long at worst; killing it may strand wired memory until the next boot.
+# Ending a large worker may take this long; killing it may leave wired memory allocated until the next boot.
 TEARDOWN_S: Final = 90
 STOP_S_MIN: Final = 120
 COMMAND_TIMEOUT_S: Final = 300.0
-# Of the machine's service. Not in its home: what root installs there, the service's user could change.
+# Prefix of the system service. It is not in the home, where the service's user could change what root installs.
 SYSTEM_PREFIX: Final = Path("/opt/mlxd")
-# /usr/sbin for sysctl; a service has no shell profile.
+# /usr/sbin has sysctl; a service reads no shell profile.
 PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
 
 class Scope(StrEnum):
-    """Owner of the service: the machine (runs before any login), or the user who is logged in."""
+    """Owner of the service: the machine (runs before any login), or the logged-in user."""
 
     SYSTEM = "system"
     USER = "user"
 
 
 class Service(Struct, frozen=True):
-    """One installation. No secrets: what is rendered from it can be read by every user."""
+    """One installation. It holds no secrets, because every user can read the files rendered from it."""
 
     program: tuple[str, ...]
     home: Path
@@ -38,17 +38,17 @@ class Service(Struct, frozen=True):
 
     @property
     def stop_s(self) -> int:
-        """From SIGTERM to SIGKILL."""
+        """Seconds from SIGTERM to SIGKILL."""
         return max(STOP_S_MIN, round(self.drain_s) + TEARDOWN_S)
 
     @property
     def prefix(self) -> Path:
-        """Folder of the link to the installed environment, and of what later verbs must know."""
+        """Folder of the link to the installed environment, and of the file that records the owner."""
         return SYSTEM_PREFIX if self.scope is Scope.SYSTEM else self.home
 
     @property
     def environment(self) -> dict[str, str]:
-        """All of it; everything else belongs in the configuration file."""
+        """The complete environment; every other setting belongs in the configuration file."""
         return {"HOME": str(self.user_home), "PATH": PATH, "MLXD_HOME": str(self.home)}
 
 
@@ -71,7 +71,7 @@ class RemovePath(Struct, frozen=True, tag=True):
 
 
 class SymbolicLink(Struct, frozen=True, tag=True):
-    """A symbolic link, there at every moment: an older one is replaced in one step."""
+    """A symbolic link that exists at every moment: an older one is replaced atomically."""
 
     path: Path
     target: Path
@@ -85,7 +85,7 @@ class RunCommand(Struct, frozen=True, tag=True):
 
 
 class WaitUntil(Struct, frozen=True, tag=True):
-    """Until what a command prints no longer matches."""
+    """Wait until a command's output no longer matches."""
 
     argv: tuple[str, ...]
     pattern: str
@@ -96,7 +96,7 @@ Action = WriteFile | PrivateFolder | RemovePath | SymbolicLink | RunCommand | Wa
 
 
 class HostFacts(Struct, frozen=True):
-    """State of the service, as observed from the service manager."""
+    """State of the service, as reported by the service manager."""
 
     is_installed: bool
     state: str
@@ -105,14 +105,14 @@ class HostFacts(Struct, frozen=True):
 
 
 class ServiceState(HostFacts, frozen=True):
-    """The same with the versions: of the installed environment, and of the daemon that answers."""
+    """State with versions: of the installed environment, and of the running daemon."""
 
     version: str = ""
     running: str = ""
 
 
 class Manager(Protocol):
-    """launchd's module, or systemd's."""
+    """Port to the module of launchd or systemd."""
 
     def install(self, service: Service) -> list[Action]: ...
     def uninstall(self, service: Service) -> list[Action]: ...
@@ -120,4 +120,4 @@ class Manager(Protocol):
     def stop(self, service: Service) -> list[Action]: ...
     def restart(self, service: Service) -> list[Action]: ...
     def ask(self, service: Service) -> tuple[str, ...]: ...
-    def facts(self, said: str) -> HostFacts: ...
+    def facts(self, output: str) -> HostFacts: ...

@@ -1,4 +1,4 @@
-"""Carries actions out, or tells what would be done. The one place that touches the machine."""
+"""Execution of actions, or their description for a dry run. Only this module touches the machine."""
 
 import pwd
 import re
@@ -25,14 +25,14 @@ POLL_S: Final = 0.2
 
 
 class ServiceFailed(CommandFailed):
-    """An action on the machine, or what it was for, went wrong."""
+    """An action on the machine, or the purpose of one, failed."""
 
 
 class InstallMachine(Protocol):
-    """Port of the install actions to the machine; tests have one of their own, for there is no launchd here."""
+    """Port of the install actions to the machine; tests implement it, since they have no launchd."""
 
     def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
-        """Exit status, and what was printed."""
+        """Run a command, and return its exit status and output."""
         ...
 
     def write(self, path: Path, content: str) -> None: ...
@@ -43,7 +43,7 @@ class InstallMachine(Protocol):
 
 
 def carry_out(actions: Iterable[Action], machine: InstallMachine) -> None:
-    """In their order. Raises `ServiceFailed` at the first that fails."""
+    """Carry out actions in their order. Raises `ServiceFailed` at the first failure."""
     for action in actions:
         try:
             _carry_out(action, machine)
@@ -80,7 +80,7 @@ def _carry_out(action: Action, machine: InstallMachine) -> None:
 
 
 def describe(actions: Iterable[Action]) -> str:
-    """The actions as a person would do them."""
+    """Describe the actions as a person would do them."""
     lines: list[str] = []
     for action in actions:
         match action:
@@ -102,7 +102,7 @@ def describe(actions: Iterable[Action]) -> str:
 
 
 class RealMachine:
-    """This one."""
+    """The machine that mlxctl runs on."""
 
     def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
         pipe, both = subprocess.PIPE, subprocess.STDOUT

@@ -1,4 +1,4 @@
-"""Installed service's environment: the link to it, the owner of the service, and who else can change it.
+"""Environment of the installed service: the link to it, the service's owner, and the users who can change it.
 
 `PREFIX/current` is a link to the Python environment that `mlxctl service install` ran from.
 """
@@ -18,14 +18,14 @@ EVERYBODY: Final = -1
 
 
 class Owner(Struct, frozen=True):
-    """Owner of the service installed at a prefix, for the verbs that come after `install`."""
+    """Owner of the service installed at a prefix, recorded for the verbs that follow `install`."""
 
     home: str
     user: str
 
 
 class Installation:
-    """Link and owner of the service at one prefix. Reads folders, changes nothing."""
+    """Link and owner of the service at one prefix. It reads folders and changes nothing."""
 
     def __init__(self, prefix: Path) -> None:
         self._owner_file = prefix / SERVICE_FILE
@@ -43,7 +43,7 @@ class Installation:
             return None
 
     def link(self, env: Path, owner: Owner) -> list[Action]:
-        """Make this environment that of the service."""
+        """Return the actions that make this environment the service's."""
         return [
             WriteFile(self._owner_file, json.encode(owner).decode() + "\n"),
             SymbolicLink(self._link, env.resolve()),
@@ -55,23 +55,23 @@ class Installation:
 
 
 def launcher(prefix: Path) -> tuple[str, ...]:
-    """Program that a service manager starts: the linked environment's own python, by its real path.
+    """Return the program that a service manager starts: the linked environment's own python, by its real path.
 
-    A running daemon keeps its own modules when another `install` moves the link. A missing link is a bad
-    configuration, which is not started again.
+    A running daemon keeps its own modules when another `install` moves the link. A missing link exits with the status
+    of a bad configuration, which is not restarted.
     """
     script = 'home=$(cd -P "$0" && pwd -P) || exit 78; exec "$home/bin/python3" -P -m gateway.main "$@"'
     return ("/bin/sh", "-c", script, str(prefix / "current"))
 
 
 def version_of(env: Path | None) -> str:
-    """Version of mlxd in an environment, by its installer's metadata; empty when there is none."""
+    """Return the version of mlxd in an environment, by its installer's metadata; empty if there is none."""
     folders = sorted(env.glob(f"lib*/python3*/site-packages/{PACKAGE}-*.dist-info")) if env is not None else []
     return folders[-1].name.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info") if folders else ""
 
 
 def writers(env: Path) -> set[int]:
-    """The users but root who can change what runs from an environment; `EVERYBODY` where every user can."""
+    """Return the users other than root who can change code of an environment; `EVERYBODY` if all can."""
     program = (env / "bin" / "python3").resolve()
     sites = env.glob("lib*/python3*/site-packages")
     owners: set[int] = set()
@@ -89,9 +89,9 @@ def writers(env: Path) -> set[int]:
 
 
 def check_writers(env: Path, uid: int) -> str:
-    """A warning where another user can change what root runs as `mlxctl`; empty when only root can.
+    """Return a warning if another user can change what root runs as `mlxctl`; empty if only root can.
 
-    Raises `CommandFailed` where the service's own user, `uid`, can: that user would be root at the next `sudo mlxctl`.
+    Raises `CommandFailed` if the service's own user, `uid`, can: that user would be root at the next `sudo mlxctl`.
     """
     others = writers(env)
     if others & {uid, EVERYBODY}:

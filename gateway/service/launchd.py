@@ -1,4 +1,4 @@
-"""launchd: the property list, and the commands of `launchctl`."""
+"""launchd: the property list of the service, and its `launchctl` commands."""
 
 import plistlib
 import re
@@ -24,21 +24,21 @@ WIRED_PATH: Final = Path("/Library/LaunchDaemons") / f"{WIRED_LABEL}.plist"
 
 
 def render(service: Service) -> str:
-    """The property list, for `/Library/LaunchDaemons` or `~/Library/LaunchAgents`."""
+    """Render the property list for `/Library/LaunchDaemons` or `~/Library/LaunchAgents`."""
     output = str(service.home / "logs" / "service.log")
     body: dict[str, Any] = {
         "Label": LABEL,
         "ProgramArguments": [*service.program, "--launchd"],
         "EnvironmentVariables": service.environment,
-        # Implies RunAtLoad. A daemon that was asked to stop, or has a bad configuration, stays stopped.
+        # KeepAlive implies RunAtLoad. A daemon that was stopped, or has a bad configuration, stays stopped.
         "KeepAlive": {"SuccessfulExit": False},
         "ExitTimeOut": service.stop_s,
-        # Standard, also the default, puts light limits on processor time and disk throughput; Interactive puts none.
+        # The default type, Standard, has light limits on processor time and disk throughput; Interactive has none.
         "ProcessType": "Interactive",
         "SoftResourceLimits": {"NumberOfFiles": FILES},
         "HardResourceLimits": {"NumberOfFiles": FILES},
         "Umask": 0o027,
-        # launchd never rotates these: only the start, the end and fatal errors go there.
+        # launchd never rotates this file, so only the start, the end and fatal errors are written to it.
         "StandardOutPath": output,
         "StandardErrorPath": output,
     }
@@ -57,7 +57,7 @@ def path(service: Service) -> Path:
 
 
 def install(service: Service) -> list[Action]:
-    """Also over an older installation."""
+    """Return the actions that install the service, which replace an older installation."""
     return [
         PrivateFolder(service.home, service.user),
         PrivateFolder(service.home / "logs", service.user),
@@ -73,20 +73,20 @@ def uninstall(service: Service) -> list[Action]:
 
 
 def start(service: Service) -> list[Action]:
-    """Also one that has ended by itself, which is still known and cannot be booted in again."""
+    """Return the actions that start the service. One that exited is still loaded, so `bootstrap` may fail."""
     return [_bootstrap(service, may_fail=True), RunCommand(("launchctl", "kickstart", _target(service)))]
 
 
 def stop(service: Service, *, may_fail: bool = False) -> list[Action]:
-    """`bootout` returns before the daemon has ended."""
+    """Return the actions that stop the service. They wait, as `bootout` returns before the daemon has exited."""
     gone = WaitUntil(("launchctl", "print", _target(service)), r"state = ", service.stop_s + 10)
     return [RunCommand(("launchctl", "bootout", _target(service)), may_fail), gone]
 
 
 def restart(service: Service) -> list[Action]:
-    """The workers keep their models: the daemon hands them over to the next one."""
+    """Return the actions that restart the daemon, which hands its workers and their models to the next one."""
     return [
-        # One that has ended has nothing to hand over.
+        # A daemon that has already exited has no workers to hand over.
         RunCommand(("launchctl", "kill", "SIGUSR2", _target(service)), may_fail=True),
         WaitUntil(("launchctl", "print", _target(service)), r"\bpid = \d", service.stop_s),
         RunCommand(("launchctl", "kickstart", _target(service))),
@@ -94,7 +94,7 @@ def restart(service: Service) -> list[Action]:
 
 
 def set_wired_limit(megabytes: int) -> list[Action]:
-    """The GPU's share of memory, now and at each boot, which forgets it."""
+    """Return the actions that set the GPU's share of memory, now and at each boot, which resets it."""
     body = {
         "Label": WIRED_LABEL,
         "ProgramArguments": ["/usr/sbin/sysctl", f"iogpu.wired_limit_mb={megabytes}"],
@@ -108,7 +108,7 @@ def set_wired_limit(megabytes: int) -> list[Action]:
 
 
 def drop_wired_limit() -> list[Action]:
-    """Back to the system's own share."""
+    """Return the actions that restore the system's own share."""
     return [
         RunCommand(("launchctl", "bootout", f"system/{WIRED_LABEL}"), may_fail=True),
         RemovePath(WIRED_PATH),
@@ -120,11 +120,11 @@ def ask(service: Service) -> tuple[str, ...]:
     return ("launchctl", "print", _target(service))
 
 
-def facts(said: str) -> HostFacts:
-    """From what `launchctl print` says; nothing when the service is not there."""
-    state = re.search(r"^\s*state = (.+)$", said, re.MULTILINE)
-    pid = re.search(r"^\s*pid = (\d+)$", said, re.MULTILINE)
-    last = re.search(r"^\s*last exit code = (.+)$", said, re.MULTILINE)
+def facts(output: str) -> HostFacts:
+    """Parse the output of `launchctl print`; it is empty if there is no service."""
+    state = re.search(r"^\s*state = (.+)$", output, re.MULTILINE)
+    pid = re.search(r"^\s*pid = (\d+)$", output, re.MULTILINE)
+    last = re.search(r"^\s*last exit code = (.+)$", output, re.MULTILINE)
     return HostFacts(
         is_installed=state is not None,
         state=state[1] if state else "not loaded",

@@ -1,4 +1,4 @@
-"""systemd: the unit, and the commands of `systemctl`."""
+"""systemd: the unit of the service, and its `systemctl` commands."""
 
 from pathlib import Path
 from typing import Final
@@ -45,7 +45,8 @@ NoNewPrivileges=true
 WantedBy={target}
 """
 
-# Not ProtectClock or PrivateDevices, which hide the GPU, nor MemoryDenyWriteExecute: MLX compiles kernels as it runs.
+# The unit omits ProtectClock and PrivateDevices, which hide the GPU, and MemoryDenyWriteExecute, since MLX compiles
+# kernels at run time.
 _SANDBOX: Final = """\
 # No rights of root's, and no file to write but these. Workers that outlive the daemon would lose a private /tmp when it
 # ends, so that theirs is in the home. A drop-in with ReadWritePaths= adds folders.
@@ -73,7 +74,7 @@ SystemCallErrorNumber=EPERM
 
 
 def render(service: Service) -> str:
-    """The unit, for the system's manager or the user's."""
+    """Render the unit for the system's manager or the user's."""
     is_system = service.scope is Scope.SYSTEM
     return _TEMPLATE.format(
         program=" ".join(_quote(word).replace("$", "$$") for word in service.program),
@@ -81,7 +82,7 @@ def render(service: Service) -> str:
         environment="\n".join(f"Environment={_quote(f'{key}={value}')}" for key, value in service.environment.items()),
         stop_s=service.stop_s,
         files=FILES,
-        # The user's own manager may not set up most of it.
+        # The user's manager may not set up most of the sandbox.
         sandbox=_sandbox(service) if is_system else "",
         target="multi-user.target" if is_system else "default.target",
     )
@@ -90,7 +91,7 @@ def render(service: Service) -> str:
 def _sandbox(service: Service) -> str:
     return _SANDBOX.format(
         home=_quote(str(service.home)),
-        # Models, and the code of those that have some of their own. `-`: it need not be there.
+        # The cache holds models and their remote code. `-` makes it optional.
         cache=_quote(f"-{service.user_home / '.cache'}"),
         tmp=_quote(f"TMPDIR={_tmp(service)}"),
     )
@@ -106,7 +107,7 @@ def path(service: Service) -> Path:
 
 
 def install(service: Service) -> list[Action]:
-    """Also over an older installation."""
+    """Return the actions that install the service, which replace an older installation."""
     is_system = service.scope is Scope.SYSTEM
     return [
         PrivateFolder(service.home, service.user),
@@ -135,9 +136,9 @@ def stop(service: Service) -> list[Action]:
 
 
 def restart(service: Service) -> list[Action]:
-    """The workers keep their models: the daemon hands them over to the next one."""
+    """Return the actions that restart the daemon, which hands its workers and their models to the next one."""
     return [
-        # One that has ended has nothing to hand over.
+        # A daemon that has already exited has no workers to hand over.
         RunCommand(_systemctl(service, "kill", "--kill-who=main", "--signal=SIGUSR2", UNIT), may_fail=True),
         WaitUntil(_systemctl(service, "is-active", UNIT), r"^(active|deactivating)", service.stop_s),
         *start(service),
@@ -148,9 +149,9 @@ def ask(service: Service) -> tuple[str, ...]:
     return _systemctl(service, "show", "--property=LoadState,ActiveState,MainPID,ExecMainStatus", UNIT)
 
 
-def facts(said: str) -> HostFacts:
-    """From what `systemctl show` says."""
-    fields = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+def facts(output: str) -> HostFacts:
+    """Parse the output of `systemctl show`."""
+    fields = dict(line.split("=", 1) for line in output.splitlines() if "=" in line)
     return HostFacts(
         is_installed=fields.get("LoadState") == "loaded",
         state=fields.get("ActiveState", "unknown"),
@@ -164,6 +165,6 @@ def _systemctl(service: Service, *words: str) -> tuple[str, ...]:
 
 
 def _quote(word: str) -> str:
-    # `%` begins a specifier; the rest is systemd's C-style quoting.
+    # `%` begins a specifier; the other characters need systemd's C-style quoting.
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"' if any(c in word for c in " \t\"'\\=;") else escaped

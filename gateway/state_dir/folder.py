@@ -1,8 +1,8 @@
-"""Folders of a home, opened so that root, who works in the homes of services, follows nothing of the service's user.
+"""Folders of a home, opened so that root can safely work in the homes of services.
 
-The user of a service may be an attacker's program by now. Root therefore goes through no symbolic link of that user,
-opens the folder once and works in what it has opened, changes the owner of nothing but what it has just made, and
-touches no file that has another name elsewhere. Every other user works with its own rights, and links are its affair.
+The program of a service's user may have been taken over by an attacker. Root therefore follows no symbolic link of
+that user, opens the folder once and works inside the open folder, changes only the owner of files that it has just
+made, and touches no file with another hard link. Other users work with their own rights and may use links as they like.
 """
 
 import contextlib
@@ -20,25 +20,25 @@ from gateway.failed import CommandFailed
 LOCK: Final = "lock"
 LOCK_TIMEOUT_S: Final = 10.0
 _LOCK_POLL_S: Final = 0.02
-# As many as the kernel itself follows in one path.
+# The kernel follows as many links in one path.
 LINKS_MAX: Final = 40
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE: Final = os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class FolderRefused(CommandFailed):
-    """The folder, or a file in it, is not what its home's owner would have made."""
+    """The folder, or a file in it, is not as its home's owner would have made it."""
 
 
 class HomeFolder:
-    """`keys/` or `logs/` in a home."""
+    """The folder `keys/` or `logs/` in a home."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextlib.contextmanager
     def reading(self) -> Generator[int, None, None]:
-        """The open folder. Raises `OSError`, `FolderRefused`."""
+        """Yield the open folder. Raises `OSError`, `FolderRefused`."""
         home = open_folder(self.path.parent)
         with _closing(home):
             folder = self._opened(home)
@@ -47,7 +47,7 @@ class HomeFolder:
 
     @contextlib.contextmanager
     def changing(self) -> Generator[int, None, None]:
-        """The open folder, made if need be, with no other change of it under way. Raises `OSError`, `FolderRefused`."""
+        """Yield the open folder, made if need be, locked against other changes. Raises `OSError`, `FolderRefused`."""
         with self.made() as folder:
             lock = self._lock(folder)
             try:
@@ -57,7 +57,7 @@ class HomeFolder:
 
     @contextlib.contextmanager
     def made(self) -> Generator[int, None, None]:
-        """The open folder, made if need be. Raises `OSError`, `FolderRefused`."""
+        """Yield the open folder, made if need be. Raises `OSError`, `FolderRefused`."""
         home = open_folder(self.path.parent, make=True)
         with _closing(home):
             folder = self._made(home)
@@ -65,7 +65,7 @@ class HomeFolder:
             yield folder
 
     def file(self, folder: int, name: str, flags: int) -> int:
-        """A file in the open folder, made if need be: its descriptor. Raises `OSError`, `FolderRefused`."""
+        """Open a file in the open folder, made if need be. Raises `OSError`, `FolderRefused`."""
         flags |= os.O_NOFOLLOW | _FILE
         try:
             file = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
@@ -81,7 +81,7 @@ class HomeFolder:
         return file
 
     def read(self, folder: int, name: str) -> tuple[int, bytes]:
-        """The mode and the content of a file in the open folder. Raises `OSError`, `FolderRefused`."""
+        """Return the mode and the content of a file in the open folder. Raises `OSError`, `FolderRefused`."""
         flags = os.O_RDONLY | _FILE
         if _is_foreign(os.fstat(folder)):
             flags |= os.O_NOFOLLOW
@@ -94,7 +94,7 @@ class HomeFolder:
         try:
             folder = os.open(self.path.name, _FOLDER | (os.O_NOFOLLOW if _is_foreign(owner) else 0), dir_fd=home)
         except OSError as error:
-            # Linux says ENOTDIR of a link that is not followed, macOS ELOOP.
+            # Opening a link that is not followed fails with ENOTDIR on Linux and with ELOOP on macOS.
             if error.errno in (errno.ELOOP, errno.ENOTDIR) and self.path.is_symlink():
                 raise FolderRefused(f"{self.path} is a symbolic link, which root does not follow") from None
             raise
@@ -112,7 +112,7 @@ class HomeFolder:
         if _is_foreign(owner):
             folder = os.open(self.path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=home)
             try:
-                # What lies there now need not be what was made: an empty folder of root's is given away, nothing else.
+                # The folder may have been swapped since, so only an empty folder of root's is given away.
                 if os.fstat(folder).st_uid == 0 and not os.listdir(folder):
                     os.fchown(folder, owner.st_uid, owner.st_gid)
             finally:
@@ -151,7 +151,7 @@ class HomeFolder:
 
 
 def open_folder(path: Path, *, make: bool = False) -> int:
-    """A folder, made if need be, opened through no symbolic link but root's own in folders of root's, if this is root.
+    """Open a folder, made if need be. Root follows only links of root's own in folders of root's.
 
     Raises `OSError`, `FolderRefused`.
     """
@@ -162,7 +162,7 @@ def open_folder(path: Path, *, make: bool = False) -> int:
     at, left = Path("/"), list(path.absolute().parts[1:])
     folder, links = os.open(at, _FOLDER), 0
     with contextlib.ExitStack() as undo:
-        undo.callback(lambda: os.close(folder))  # the one that is open then
+        undo.callback(lambda: os.close(folder))  # closes the folder that is open at the end
         while left:
             name = left.pop(0)
             if (target := _root_link(folder, at, name)) is not None:
@@ -183,7 +183,7 @@ def open_folder(path: Path, *, make: bool = False) -> int:
 
 
 def private_folder(path: Path, uid: int, gid: int) -> None:
-    """Make `path` a folder that only `uid` may enter. One that is there must be that user's, and no symbolic link.
+    """Make `path` a folder that only `uid` may enter. An existing one must belong to that user, and be no link.
 
     Raises `OSError`, `FolderRefused`.
     """
@@ -201,7 +201,7 @@ def private_folder(path: Path, uid: int, gid: int) -> None:
         os.close(parent)
     try:
         owner = os.fstat(folder).st_uid
-        # What lies there now need not be what was made: an empty folder of root's is given away, nothing else.
+        # The folder may have been swapped since, so only an empty folder of root's is given away.
         if is_new and owner == 0 == os.geteuid() and not os.listdir(folder):
             os.fchown(folder, uid, gid)
         elif owner != uid:
@@ -212,7 +212,7 @@ def private_folder(path: Path, uid: int, gid: int) -> None:
 
 
 def _root_link(folder: int, at: Path, name: str) -> Path | None:
-    """The target of a symbolic link that root has put into an open folder of its own; None when it is no link."""
+    """Return the target of a symbolic link that root has made in a folder of its own; None if it is no link."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -226,7 +226,7 @@ def _root_link(folder: int, at: Path, name: str) -> Path | None:
 
 
 def _is_foreign(owner: os.stat_result) -> bool:
-    """Whether this is root in what belongs to another."""
+    """Whether this process is root, and the owner is another user."""
     return os.geteuid() == 0 and owner.st_uid != 0
 
 

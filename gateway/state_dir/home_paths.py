@@ -9,35 +9,35 @@ DEFAULT_HOME: Final = "~/.mlxd"
 
 
 def default_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """`MLXD_HOME`, or `~/.mlxd`."""
+    """Return `MLXD_HOME`, or `~/.mlxd`."""
     return Path(environ.get("MLXD_HOME") or DEFAULT_HOME).expanduser().absolute()
 
 
 def run_dir(home: Path) -> Path:
-    """The folder of a daemon's sockets and lock."""
+    """Return the folder of a daemon's sockets and lock."""
     return home / "run"
 
 
 def admin_socket(home: Path) -> Path:
-    """The unix socket on which a home's daemon listens to mlxctl."""
+    """Return the unix socket on which a home's daemon listens for mlxctl."""
     return run_dir(home) / "admin.sock"
 
 
 def keys_path(home: Path) -> Path:
-    """The file of a home's API keys."""
+    """Return the file of a home's API keys."""
     return home / "keys" / "keys.json"
 
 
 def usage_path(home: Path) -> Path:
-    """The file of the usage of a home's API keys."""
+    """Return the file of the usage of a home's API keys."""
     return home / "state" / "usage.json"
 
 
 def log_path(home: Path) -> Path:
-    """The log file of a home; older ones are beside it."""
+    """Return the log file of a home, next to older ones."""
     return home / "logs" / "mlxd.log"
 
 
 def audit_path(home: Path) -> Path:
-    """The audit log of a home; older ones are beside it."""
+    """Return the audit log of a home, next to older ones."""
     return home / "logs" / "audit.log"

@@ -1,4 +1,4 @@
-"""The home folder while a daemon runs in it: private, and locked."""
+"""Lock of a home, which makes it private while a daemon runs in it."""
 
 import contextlib
 import fcntl
@@ -12,11 +12,11 @@ log = logging.getLogger(__name__)
 
 
 class HomeUnusable(Exception):
-    """The home cannot be used now; the message says why, for a human."""
+    """The home cannot be used now; the message gives the reason."""
 
 
 class RunDir:
-    """`home/run`, mode 0700, with a lock that only one daemon can hold. The kernel drops it when we die."""
+    """`home/run`, mode 0700, with a lock that only one daemon can hold. The kernel releases it at the process's end."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -24,7 +24,7 @@ class RunDir:
         self._lock_fd = -1
 
     def __enter__(self) -> Self:
-        """Create and lock. Raises `HomeUnusable`."""
+        """Create and lock the folder. Raises `HomeUnusable`."""
         try:
             self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_private(self.home)
@@ -47,7 +47,7 @@ class RunDir:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The file stays: removing it would let two daemons lock two files of one name.
+        # The file stays: if it were removed, two daemons could lock two files of the same name.
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock_fd, 0)
         self._close()
@@ -58,7 +58,7 @@ class RunDir:
 
 
 def _make_private(home: Path) -> None:
-    """Let no other user enter a home that another program has made. Raises `HomeUnusable`, `OSError`."""
+    """Remove other users' access to a home that another program has made. Raises `HomeUnusable`, `OSError`."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         status = os.fstat(folder)

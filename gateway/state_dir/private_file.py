@@ -1,4 +1,4 @@
-"""Files that only their owner may read, replaced as a whole or not at all."""
+"""Atomic writes of files that only their owner may read."""
 
 import os
 import secrets
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file atomically: readers see the old content or the new one, also after a power cut. Raises `OSError`."""
+    """Write a file atomically: readers see the old content or the new, even after a power cut. Raises `OSError`."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         write_private_in(folder, path.name, data)
@@ -16,15 +16,15 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def write_private_in(folder: int, name: str, data: bytes) -> None:
-    """The same in a folder that is open: a link that is put in its place meanwhile leads nowhere. Raises `OSError`."""
+    """Write a file atomically in an open folder, so that a swapped path has no effect. Raises `OSError`."""
     new = f".{name.partition('.')[0]}-{secrets.token_hex(8)}"
-    # Created private: between open and chmod any user could read it.
+    # The file is created private: between open and chmod any user could read it.
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     with ExitStack() as undo:
-        undo.callback(_remove, new, folder)  # no half of a file stays, whatever it was: ^C too
+        undo.callback(_remove, new, folder)  # no partial file is left behind, even on Ctrl-C
         with open(file, "wb") as out:
             if os.geteuid() == 0:
-                # Root works in the homes of others, and whose folder it is must be able to read it.
+                # Root may work in another user's home, and the folder's owner must be able to read the file.
                 owner = os.fstat(folder)
                 os.fchown(file, owner.st_uid, owner.st_gid)
             out.write(data)
@@ -32,7 +32,7 @@ def write_private_in(folder: int, name: str, data: bytes) -> None:
             os.fsync(out.fileno())
         os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
         undo.pop_all()
-    # Makes the rename survive a power cut.
+    # This makes the rename survive a power cut.
     os.fsync(folder)
 
 

@@ -1,4 +1,4 @@
-"""A private file that holds the newest of what its owner has counted, written by whichever thread comes first."""
+"""Snapshots of counters in a private file, written by several threads in order."""
 
 import logging
 import threading
@@ -10,11 +10,11 @@ log = logging.getLogger(__name__)
 
 
 class WriteOrder:
-    """Numbers what is to be written, so that a thread that comes late never writes over what is newer."""
+    """Numbers snapshots, so that a late thread never overwrites a newer one."""
 
     def __init__(self, path: Path, written: bytes = b"") -> None:
         self.path = path
-        # The content as of the newest write.
+        # The content of the newest write.
         self.written = written
         self._is_failing = False
         self._taken = 0
@@ -22,12 +22,12 @@ class WriteOrder:
         self._newest = 0
 
     def take(self) -> int:
-        """The number of what is made now. For the one thread that counts."""
+        """Return the number of the next snapshot. Only the counting thread may call it."""
         self._taken += 1
         return self._taken
 
     def write(self, number: int, data: bytes) -> None:
-        """Replace the file, unless it is newer. What cannot be written is said once, and costs nothing else."""
+        """Replace the file, unless it is newer. A failure is logged once and otherwise ignored."""
         with self._lock:
             if number <= self._newest or data == self.written:
                 return
@@ -36,7 +36,7 @@ class WriteOrder:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_private(self.path, data)
             except OSError as error:
-                # Once, not every half minute: what is counted stays in memory.
+                # A failure is logged once, not every half minute; the counters stay in memory.
                 if not self._is_failing:
                     log.warning("usage is not kept: %s: %s", self.path, error.strerror or error)
                 self._is_failing = True

@@ -1,1 +1,1 @@
-"""The page: its files, its log-in, and the JSON routes and the feed behind it."""
+"""The web page: its files, its login, and the JSON routes and the feed that it uses."""

@@ -1,4 +1,4 @@
-"""Everything behind the page: its gate, its routes, its feed and its downloads, made once for an app."""
+"""Server side of the page: its gate, its routes, its feed and its downloads, made once for an app."""
 
 from typing import Final
 
@@ -27,7 +27,7 @@ PREFIX: Final = "/ui/api"
 
 
 class Backend:
-    """Part of the public app. `routes` are all those of `/ui/api`."""
+    """Part of the public app that serves the page. `routes` are all routes of `/ui/api`."""
 
     def __init__(self, services: Services) -> None:
         self.gate = Gate(Sessions(), services.live, services.throttle, services.metrics)
@@ -57,11 +57,11 @@ class Backend:
         self.api: ASGIApp = AuditedCommand(router, services.audit, lambda scope: session_of(scope).id)
 
     def read_with(self, reloader: Reloader) -> None:
-        """Let the page check and reload the configuration."""
+        """Enable the page to check and reload the configuration."""
         self._configuration.reloader = reloader
 
     async def close(self) -> None:
-        """End every stream and download, for the end of the daemon."""
+        """End every stream and download when the daemon ends."""
         self.feed.close()
         await self.downloads.close()
 

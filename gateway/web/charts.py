@@ -1,4 +1,4 @@
-"""Ten minutes of numbers of each model, one a second: charts are full as soon as the page is opened."""
+"""Ten minutes of one sample per second of each model, so that charts are full as soon as the page is opened."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ POINTS: Final = 600
 
 @dataclass(slots=True)
 class Rates:
-    """Tokens a second of one model, over the newest interval."""
+    """Tokens per second of one model in the newest interval."""
 
     tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
@@ -33,7 +33,7 @@ class _Point:
 
 @dataclass(slots=True)
 class _Series:
-    """One model's points, and its counters at the newest of them. Owned by `Sampler`."""
+    """One model's samples, and its counters at the newest. Owned by `Sampler`."""
 
     generated: int
     prompted: int
@@ -42,7 +42,7 @@ class _Series:
 
 
 class Sampler:
-    """Samples while the daemon runs. What it costs does not depend on requests or viewers."""
+    """Samples models while the daemon runs. Its cost does not depend on requests or viewers."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -51,13 +51,13 @@ class Sampler:
         self._until = time.time()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Sample periodically, until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             self.sample()
 
     def sample(self) -> None:
-        """Add one point for each model."""
+        """Add one sample for each model."""
         services, now = self._services, time.monotonic()
         span_s, self._newest, self._until = max(now - self._newest, 1e-3), now, time.time()
         memory = services.pool.memory().models
@@ -69,12 +69,12 @@ class Sampler:
             del self._series[gone]
 
     def rates(self, model: str) -> Rates:
-        """The newest of a model."""
+        """Return a model's newest rates."""
         series = self._series.get(model)
         return Rates() if series is None else series.rates
 
     def charts(self) -> Charts:
-        """All points. A model that is new has fewer."""
+        """Return all samples. A new model has fewer."""
         models = {name: _chart(series.points) for name, series in self._series.items()}
         return Charts(self._until, INTERVAL_S, models)
 
@@ -84,7 +84,7 @@ class Sampler:
         if series is None:
             series = self._series[view.name] = _Series(numbers.generation_tokens, numbers.prompt_tokens)
         rates = series.rates
-        # The counters begin again where a model was removed and added.
+        # Counters restart if a model was removed and added again.
         rates.tokens_per_s = round(max(0, numbers.generation_tokens - series.generated) / span_s, 1)
         rates.prompt_tokens_per_s = round(max(0, numbers.prompt_tokens - series.prompted) / span_s, 1)
         series.generated, series.prompted = numbers.generation_tokens, numbers.prompt_tokens

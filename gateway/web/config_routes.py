@@ -1,4 +1,4 @@
-"""The configuration on the page: shown, checked and reloaded, with the difference. It is never written here."""
+"""The configuration on the page: shown, checked and reloaded, with its difference. The page never writes it."""
 
 import difflib
 from typing import Final
@@ -20,20 +20,20 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Configuration:
-    """State that the three endpoints share. The daemon gives the `reloader` once it has made one."""
+    """State that the three endpoints share. The daemon sets `reloader` once it has made one."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
         self.reloader: Reloader | None = None
 
     def reading(self) -> Reloader:
-        """Raises `Unavailable` without one."""
+        """Return the reloader. Raises `Unavailable` without one."""
         if self.reloader is None:
             raise Unavailable("This mlxd has no configuration file to read.", code="no_reloader")
         return self.reloader
 
     def routes(self, prefix: str) -> list[Route]:
-        """All of them."""
+        """Return all routes."""
         return [
             Route(f"{prefix}/config", ShowConfig(self), methods=["GET"]),
             Route(f"{prefix}/config/check", CheckEndpoint(self), methods=["POST"]),
@@ -71,7 +71,7 @@ class CheckEndpoint:
 
 
 class ReloadEndpoint:
-    """`POST /ui/api/config/reload`. A bad file is a 400, and changes nothing."""
+    """`POST /ui/api/config/reload`. An invalid file is answered with 400 and changes nothing."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration

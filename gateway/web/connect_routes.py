@@ -1,4 +1,4 @@
-"""Settings of clients for this mlxd, on the page: the same that `mlxctl connect` prints. Nothing is written."""
+"""Settings of clients for this mlxd, shown on the page as by `mlxctl connect`. Nothing is written."""
 
 import asyncio
 from typing import Final
@@ -15,7 +15,7 @@ from gateway.http.exchange import send_body
 from gateway.services import Services
 from gateway.web.schemas import ClientSetup
 
-# In place of a key, which only its owner has.
+# This placeholder stands for a key, whose secret only its owner has.
 YOUR_KEY: Final = "YOUR-KEY"
 
 
@@ -43,8 +43,8 @@ class Connect:
 
 
 def _setup(client: str, url: str, model: str, context: int, key: str) -> ClientSetup:
-    # The libraries that keep comments of TOML and YAML take a while to import.
-    from gateway.client_setup.client_setups import CLIENTS, CONTEXT, Endpoint, as_data, setup
+    # The libraries that preserve comments of TOML and YAML are slow to import.
+    from gateway.client_setup.client_setups import CLIENTS, DEFAULT_CONTEXT, Endpoint, as_data, setup
 
-    data = as_data(setup(client or next(iter(CLIENTS)), Endpoint(url, model, context or CONTEXT, key)))
+    data = as_data(setup(client or next(iter(CLIENTS)), Endpoint(url, model, context or DEFAULT_CONTEXT, key)))
     return msgspec.convert(data | {"clients": list(CLIENTS)}, ClientSetup)

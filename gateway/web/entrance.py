@@ -1,4 +1,4 @@
-"""Log-in and log-out of the page, who its visitor is, and the codes that the owner makes over the unix socket."""
+"""Login and logout of the page, the visitor's identity, and login codes made over the unix socket."""
 
 from collections.abc import Callable
 from typing import Final
@@ -48,14 +48,14 @@ class LogInOrOut:
         await send_body(send, 200, _encode(LoggedIn(opened[0], IDLE_S, protocol.__version__)))
 
     def _record(self, scope: Scope, session: WebSession | None) -> None:
-        # A wrong code adds no line: strangers must not make the audit log roll.
+        # Wrong codes are not logged, so that unauthenticated clients cannot roll the audit log.
         if session is not None:
             client = str(record_of(scope).client)
             self._services.audit.record(entry("ui.login", session.id, client=client, actor=AuditActor()))
 
 
 class WhoAmI:
-    """`GET /ui/api/me`, of the caller on the record."""
+    """`GET /ui/api/me`, which describes the request's caller."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -82,7 +82,7 @@ class WhoAmI:
 
 
 class MakeCode:
-    """`POST /v1/ui/code` of the unix socket."""
+    """`POST /v1/ui/code` on the unix socket."""
 
     def __init__(self, gate: Gate, services: Services, url: Callable[[], str]) -> None:
         self._gate = gate
@@ -99,7 +99,7 @@ class MakeCode:
 
 
 class Revoke:
-    """`POST /v1/ui/revoke` of the unix socket."""
+    """`POST /v1/ui/revoke` on the unix socket."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -112,7 +112,7 @@ class Revoke:
 
 
 def socket_routes(gate: Gate, services: Services, url: Callable[[], str]) -> list[Route]:
-    """Routes of the admin app."""
+    """Return the routes of the admin app."""
     return [
         Route("/v1/ui/code", MakeCode(gate, services, url), methods=["POST"]),
         Route("/v1/ui/revoke", Revoke(gate), methods=["POST"]),
@@ -120,7 +120,7 @@ def socket_routes(gate: Gate, services: Services, url: Callable[[], str]) -> lis
 
 
 def session_of(scope: Scope) -> WebSession:
-    """The session that the gate has found."""
+    """Return the session that the gate has set."""
     session = scope["mlxd.session"]
     assert isinstance(session, WebSession)
     return session

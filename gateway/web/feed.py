@@ -1,6 +1,6 @@
-"""The feed of the page: what runs, once a second, as server-sent events that are encoded once for all viewers.
+"""Feed of the page: the daemon's state once a second, as server-sent events encoded once for all viewers.
 
-It works only while there are viewers. What it costs grows with models and requests, never with tokens.
+It runs only while there are viewers. Its cost grows with models and requests, never with tokens.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from gateway.web.session import Sessions, WebSession
 INTERVAL_S: Final = 1.0
 PING_S: Final = 15.0
 VIEWERS_MAX: Final = 32
-# Events that wait for one viewer; with one more it gets a snapshot in their place.
+# Pending events of one viewer; a viewer with more gets a snapshot in their place.
 QUEUE_MAX: Final = 4
 REQUESTS_MAX: Final = 50
-# Between two lists of requests of which only the counters have changed; looks are not exactly a second apart.
-REQUESTS_S: Final = 1.5
+# Minimum interval between lists of requests that differ only in counters; below two ticks, since ticks vary.
+REQUEST_LIST_INTERVAL_S: Final = 1.5
 _OWN: Final = frozenset({"tokens_per_s", "prompt_tokens_per_s"})
 _TICK_FIELDS: Final = tuple(name for name in ModelTick.__struct_fields__ if name not in _OWN)
 
@@ -42,22 +42,22 @@ _encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 
 @dataclass(slots=True, eq=False)
 class _Viewer:
-    """One open stream. Owned by its request's task; the feed puts events in."""
+    """One open stream. Owned by its request's task; the feed adds events."""
 
     session: WebSession
     wants_log: bool
-    # Writes straight to the connection while the task waits: no task's turn for each viewer and event.
+    # Writes straight to the connection while the task waits, which saves waking a task for each viewer and event.
     writer: ChunkWriter | None
     queue: list[bytes] = field(default_factory=list[bytes])
     needs_snapshot: bool = True
     is_over: bool = False
-    # Its first bytes are sent, and its task waits for news.
+    # Set once the first bytes are sent and the task waits for events.
     is_idle: bool = False
     wrote_at: float = 0.0
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def offer(self, event: bytes) -> None:
-        """Send an event at once to one that reads. One that does not loses all that wait, and starts again from a
+        """Send an event at once to a viewer that reads. One that does not loses its pending events, and restarts from a
         snapshot."""
         if self.is_idle and self.writer is not None and self.writer.is_open:
             self.writer.write(event)
@@ -75,14 +75,14 @@ class _Viewer:
         self._wake()
 
     def _wake(self) -> None:
-        # What follows must come after what now waits.
+        # Later events must be queued behind those that now wait.
         self.is_idle = False
         self.news.set()
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Contents of the newest tick, with which the next is compared."""
+    """State at the newest tick, with which the next one is compared."""
 
     models: dict[str, ModelTick] = field(default_factory=dict[str, ModelTick])
     memory: MemoryStatus | None = None
@@ -114,9 +114,9 @@ class Feed:
         self._snapshot: bytes | None = None
         self._task: asyncio.Task[None] | None = None
         self._ui = services.config.ui
-        # The look whose requests were told last, and when.
-        self._told = self._seen
-        self._told_at = 0.0
+        # The state whose requests were sent last, and when.
+        self._sent = self._seen
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if len(self._viewers) >= VIEWERS_MAX:
@@ -138,16 +138,14 @@ class Feed:
         return len(self._viewers)
 
     def close(self) -> None:
-        """End every stream, for the end of the daemon."""
+        """End every stream when the daemon ends."""
         for viewer in self._viewers:
             viewer.end()
 
-    # -- one viewer --------------------------------------------------------------------------------------------------
-
     def _join(self, viewer: _Viewer) -> None:
         self._ui = self._services.config.ui if not self._viewers else self._ui
-        # All compare with the same look from here on.
-        self._tell()
+        # The new viewer must start from the same state as all others.
+        self._send_changes()
         self._viewers.add(viewer)
         if viewer.wants_log:
             self._log.watch()
@@ -181,7 +179,7 @@ class Feed:
             watch.is_over = is_over
 
     async def _next(self, viewer: _Viewer) -> bytes:
-        """Events that wait for the viewer, or a ping."""
+        """Wait for events of the viewer, or return a ping."""
         if not (viewer.queue or viewer.needs_snapshot or viewer.is_over):
             viewer.news.clear()
             viewer.is_idle = True
@@ -199,13 +197,11 @@ class Feed:
             return self._newest_snapshot()
         return b"".join(queue)
 
-    # -- all of them -------------------------------------------------------------------------------------------------
-
     async def _run(self) -> None:
         while self._viewers:
             await asyncio.sleep(INTERVAL_S)
             self._end_some()
-            self._tell()
+            self._send_changes()
             if (lines := self._log.take()) is not None:
                 event = _event("log", lines)
                 for viewer in self._viewers:
@@ -213,15 +209,15 @@ class Feed:
                         viewer.offer(event)
 
     def _end_some(self) -> None:
-        """End streams whose session has ended; all, when a reload changes who may have one."""
+        """End streams of ended sessions, or all streams if a reload changes who may have a session."""
         ui = self._services.config.ui
         for viewer in self._viewers:
             if ui != self._ui or not self._sessions.is_alive(viewer.session):
                 viewer.end()
         self._ui = ui
 
-    def _tell(self) -> None:
-        """Look, and offer what has changed since the last look."""
+    def _send_changes(self) -> None:
+        """Compare with the previous state, and send what has changed."""
         status = self._status()
         tick, self._seen = self._compare(status)
         self._snapshot = None
@@ -252,11 +248,11 @@ class Feed:
         return tick, seen
 
     def _has_new_requests(self, seen: _Seen) -> bool:
-        """At once for one that comes, goes or changes its state; counters wait, for they are most of the bytes."""
-        told, now = self._told, time.monotonic()
-        is_other = seen.requests_in_all != told.requests_in_all or _states(seen.requests) != _states(told.requests)
-        if is_other or (seen.requests != told.requests and now - self._told_at >= REQUESTS_S):
-            self._told, self._told_at = seen, now
+        """Whether to send requests: at once if one starts, ends or changes state, later if only counters differ."""
+        sent, now = self._sent, time.monotonic()
+        is_other = seen.requests_in_all != sent.requests_in_all or _states(seen.requests) != _states(sent.requests)
+        if is_other or (seen.requests != sent.requests and now - self._sent_at >= REQUEST_LIST_INTERVAL_S):
+            self._sent, self._sent_at = seen, now
             return True
         return False
 
@@ -266,7 +262,7 @@ class Feed:
         return ModelTick(tokens_per_s=rates.tokens_per_s, prompt_tokens_per_s=rates.prompt_tokens_per_s, **fields)
 
     def _newest_snapshot(self) -> bytes:
-        """Made once for all who need one before the next look, from the same look as the ticks."""
+        """Return the snapshot, made once per tick and from the same state as the tick."""
         if self._snapshot is None:
             status, seen = self._status(), self._seen
             assert status.memory is not None
@@ -299,7 +295,7 @@ def _states(requests: list[RequestView]) -> list[tuple[str, str]]:
 
 
 def _is_emptied(tick: FeedTick) -> bool:
-    """Whether something is told to be none any more."""
+    """Whether a list has become empty, or draining has ended."""
     return tick.requests is not None or tick.pulls is not None or tick.is_draining is not None
 
 

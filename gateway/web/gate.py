@@ -1,4 +1,4 @@
-"""Checks of a request to the page: its host, its origin, its peer and its session."""
+"""Checks of the page's requests: host, origin, address and session."""
 
 import socket
 from typing import Final
@@ -16,13 +16,13 @@ from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 from gateway.web.session import TOKEN_START, Sessions, WebSession
 
-# Of what the browser says about where a fetch comes from: our own page, or no page at all.
+# The page's own requests carry these values of Sec-Fetch-Site; `none` is a request without a page.
 _OWN_SITE: Final = ("same-origin", "none")
 NOT_A_SESSION: Final = "Open the page with 'mlxctl ui': its session has ended, or there is none."
 
 
 class Gate:
-    """Every check but the last raises before the token is looked at."""
+    """Gate of the page. Every check but the last raises before the token is read."""
 
     def __init__(self, sessions: Sessions, live: LiveConfig, throttle: Throttle, metrics: Metrics) -> None:
         self.sessions = sessions
@@ -34,9 +34,9 @@ class Gate:
         self._names = frozenset({name, bare, f"{bare}.local"})
 
     def check_host(self, scope: Scope) -> None:
-        """Refuse a name that is none of this machine's: its owner may make it resolve to us. Raises `Misdirected`.
+        """Refuse a foreign host name, which an attacker may resolve to this machine. Raises `Misdirected`.
 
-        An address needs no such check, for it cannot be made to resolve to another.
+        Addresses need no check, as they cannot be made to resolve to another.
         """
         server = self._live.config.server
         names = (*server.hosts, server.host, *self._names)
@@ -48,7 +48,7 @@ class Gate:
                 )
 
     def check_visitor(self, scope: Scope) -> None:
-        """Refuse where administration is off, other machines unless it is on the network, and pages of other origins.
+        """Refuse if administration is off, other machines unless they are allowed, and other origins.
 
         Raises `Forbidden` or `Misdirected`.
         """
@@ -63,7 +63,7 @@ class Gate:
         self._check_origin(Headers(scope=scope))
 
     def session(self, scope: Scope) -> WebSession:
-        """The session that a request has. Raises `Unauthorized`, `Forbidden`, `Misdirected` or `RateLimited`."""
+        """Return the session of a request. Raises `Unauthorized`, `Forbidden`, `Misdirected` or `RateLimited`."""
         self.check_visitor(scope)
         token = bearer(scope)
         session = self.sessions.use(token) if token.startswith(TOKEN_START) else None
@@ -75,19 +75,19 @@ class Gate:
         return session
 
     def opens(self, scope: Scope) -> bool:
-        """Whether the request has a session; False without a token of the page. Raises as `session` does."""
+        """Whether the request has a session; False without a session token. Raises as `session` does."""
         if not has_session_token(scope):
             return False
         self.session(scope)
         return True
 
     def fail(self, scope: Scope) -> None:
-        """Count an attempt without a valid code or token. Raises `RateLimited`."""
+        """Count a request without a valid code or token. Raises `RateLimited`."""
         self._metrics.auth_failures["ui"] += 1
         self._throttle.fail(record_of(scope).client)
 
     def _check_origin(self, headers: Headers) -> None:
-        """The page's own origin has the host that was asked, port included. Raises `Forbidden`."""
+        """Check that the origin equals the requested host, including the port. Raises `Forbidden`."""
         origin = headers.get("origin")
         if origin is not None:
             is_own = is_same(origin, headers.get("host", ""))
@@ -99,7 +99,7 @@ class Gate:
 
 
 def _is_here(client: Address, scope: Scope) -> bool:
-    """Whether the client is on this machine: on the loopback, or connected from the address that it connected to."""
+    """Whether the client is on this machine: on the loopback, or connected from the address it connected to."""
     if client.is_hidden:
         return False
     server = scope.get("server")
@@ -107,11 +107,11 @@ def _is_here(client: Address, scope: Scope) -> bool:
 
 
 def bearer(scope: Scope) -> str:
-    """The token of `Authorization: Bearer`; empty without one."""
+    """Return the token of `Authorization: Bearer`; empty without one."""
     value = Headers(scope=scope).get("authorization", "")
     return value[7:].strip() if value[:7].lower() == "bearer " else ""
 
 
 def has_session_token(scope: Scope) -> bool:
-    """Whether the request presents a token of the page, valid or not."""
+    """Whether the request has a session token, valid or not."""
     return bearer(scope).startswith(TOKEN_START)

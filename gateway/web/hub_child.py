@@ -1,7 +1,7 @@
-"""Program that asks the hub for the daemon: one order as JSON on its standard input, one answer on its output.
+"""Child process that queries the hub: one order as JSON on its standard input, one answer on its output.
 
-A process of its own, because the hub's library and the headers of weights keep the interpreter busy for long.
-The daemon does not import it, whose start would take half as long again.
+It is a process of its own, because the hub's library and the headers of weights block the interpreter for long.
+The daemon does not import it either, as that would make its start half as long again.
 """
 
 import sys

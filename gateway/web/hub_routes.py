@@ -1,4 +1,4 @@
-"""Models on the page: those of this machine, and those of the hub, which a child process asks."""
+"""Models on the page: those of this machine, and those of the hub, which a child process queries."""
 
 import asyncio
 import os
@@ -19,8 +19,8 @@ from gateway.workers.memory.host import ThisMachine
 
 CHILD: Final = (sys.executable, "-P", "-m", "gateway.web.hub_child")
 TIMEOUT_S: Final = 90.0
-# Questions to the hub at once; one more is refused.
-AT_ONCE: Final = 2
+# Concurrent queries of the hub; one more is refused.
+QUERIES_MAX: Final = 2
 WORDS_MAX: Final = 16
 _TEXT_MAX: Final = 200
 
@@ -29,7 +29,7 @@ _answer: Final = msgspec.json.Decoder(HubAnswer)
 
 
 def routes(services: Services, prefix: str) -> list[Route]:
-    """All of them."""
+    """Return all routes."""
     hub = Hub(services)
     return [
         Route(f"{prefix}/models", ModelFiles(services), methods=["GET"]),
@@ -40,7 +40,7 @@ def routes(services: Services, prefix: str) -> list[Route]:
 
 
 def available_bytes(services: Services) -> int:
-    """Memory for one model if all others were unloaded for it."""
+    """Return the memory that one model could have if all others were unloaded for it."""
     memory = services.pool.memory()
     return min(memory.budget_bytes, ThisMachine().available() + memory.footprint_bytes)
 
@@ -72,15 +72,15 @@ class ModelFiles:
 
 
 class Hub:
-    """The child processes that ask."""
+    """Queries of the hub in child processes."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._running = 0
 
     async def ask(self, verb: str, words: list[str] = [], repository: str = "") -> HubModels:  # noqa: B006
-        """One question. Raises `ApiError` with what the hub, or the lack of it, says."""
-        if self._running >= AT_ONCE:
+        """Run one query. Raises `ApiError` with the hub's error."""
+        if self._running >= QUERIES_MAX:
             raise Overloaded("Other questions to the hub are running. Try again in a moment.", 1.0)
         order = {
             "verb": verb,

@@ -1,4 +1,4 @@
-"""API keys on the page: list, create, rotate, revoke. Admin keys are the command line's alone."""
+"""API keys on the page: list, create, rotate, revoke. Admin keys are changed by the command line only."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _ref: Final = msgspec.json.Decoder(KeyRef)
 
 
 def routes(services: Services, prefix: str) -> list[Route]:
-    """All of them."""
+    """Return all routes."""
     keys = Keys(services)
     return [
         Route(f"{prefix}/keys", keys.list, methods=["GET"]),
@@ -38,7 +38,7 @@ def routes(services: Services, prefix: str) -> list[Route]:
 
 
 class Keys:
-    """ASGI endpoints on the file of keys, which is read and changed in a thread: it has a lock, and the disk waits."""
+    """ASGI endpoints on the key file, which is read and changed in a thread because locks and disks block."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -82,7 +82,7 @@ class Keys:
         await send_body(send, 200, _encode(KeyRevoked(name, left)))
 
     def _file(self, scope: Scope) -> KeyFile:
-        """The file, whose changes are in the audit log as this visitor's."""
+        """Return the key file, which records its changes in the audit log as this visitor's."""
         return KeyFile(self._services.config.keys_path, client=f"ui {session_of(scope).id} {record_of(scope).client}")
 
     def _view(self, key: Key) -> KeyView:
@@ -106,7 +106,7 @@ class Keys:
 
 
 class _Endpoint:
-    """A method as an ASGI app; a bare one Starlette would take for a function of a request."""
+    """A method as an ASGI app; Starlette would call a bare one with a request."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], object]) -> None:
         self._app = app
@@ -122,7 +122,7 @@ def _refuse_admin(file: KeyFile, name: str) -> None:
 
 
 async def _carry_out(action: Callable[[], T]) -> T:
-    """In a thread. Raises `BadRequest` with what the file says of it."""
+    """Run an action in a thread. Raises `BadRequest` with the key file's error."""
     try:
         return await asyncio.to_thread(action)
     except KeyRefused as error:

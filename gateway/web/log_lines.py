@@ -1,4 +1,4 @@
-"""Lines of the daemon's log for the page: the last ones of its files, and new ones while the feed is watched."""
+"""Lines of the daemon's log on the page: the last lines of its files, and new ones for watching viewers."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from gateway.web.schemas import LogLine, LogLines
 
 LINES_DEFAULT: Final = 200
 LINES_MAX: Final = 1000
-# In one event of the feed, which is sent once a second.
+# Lines in one event of the feed, which is sent once a second.
 EVENT_LINES_MAX: Final = 50
 _HEAD: Final = frozenset({"time", "level", "logger", "message", "exception"})
 _TEXT_MAX: Final = 200
@@ -45,7 +45,7 @@ class LogsEndpoint:
 
 
 class _Wanted:
-    """Filter of lines, by the query. Raises `BadRequest`."""
+    """Filter of lines by the query. Raises `BadRequest`."""
 
     def __init__(self, query: QueryParams) -> None:
         level = query.get("level", "debug")
@@ -65,9 +65,9 @@ class _Wanted:
 
 
 class LogTail(logging.Handler):
-    """New lines of every thread, for the next event of the feed; beyond its size they are counted.
+    """New lines of all threads for the next event of the feed; lines beyond its size are only counted.
 
-    Installed only while a viewer asks for them.
+    The handler is installed only while a viewer watches the log.
     """
 
     def __init__(self) -> None:
@@ -77,14 +77,14 @@ class LogTail(logging.Handler):
         self._viewers = 0
 
     def watch(self) -> None:
-        """One viewer more."""
+        """Add a viewer."""
         self._viewers += 1
         if self._viewers == 1:
             for name in OURS:
                 logging.getLogger(name).addHandler(self)
 
     def leave(self) -> None:
-        """One viewer less."""
+        """Remove a viewer."""
         self._viewers -= 1
         if self._viewers == 0:
             for name in OURS:
@@ -92,7 +92,7 @@ class LogTail(logging.Handler):
             self.take()
 
     def take(self) -> LogLines | None:
-        """Lines since the last call; None without any."""
+        """Return the lines since the last call; None without any."""
         self.acquire()
         try:
             lines, self._lines = list(self._lines), deque[LogLine]()
@@ -102,7 +102,7 @@ class LogTail(logging.Handler):
         return LogLines(lines, dropped) if lines else None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Under the handler's lock, in the thread that logs."""
+        """Add a record. Runs under the handler's lock, on the logging thread."""
         if len(self._lines) >= EVENT_LINES_MAX:
             self._dropped += 1
             return

@@ -1,4 +1,4 @@
-"""Orders for models by the page: they are accepted at once, and carried out by a task of their own."""
+"""Orders for models from the page, which are accepted at once and carried out by a task."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal
@@ -23,7 +23,7 @@ _model_ref: Final = msgspec.json.Decoder(ModelRef)
 
 
 def routes(services: Services, prefix: str) -> list[Route]:
-    """One for each verb."""
+    """Return one route for each verb."""
     pool = services.pool
     verbs: tuple[tuple[Verb, Action, Callable[[str], Awaitable[None]]], ...] = (
         ("load", "model.load", pool.load),
@@ -40,14 +40,14 @@ def routes(services: Services, prefix: str) -> list[Route]:
 
 
 class ModelOrders:
-    """Orders that are being carried out: one that is given again joins the one before."""
+    """Orders in progress; a repeated order joins the running one."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._running: set[tuple[str, str]] = set()
 
     def start(self, verb: Verb, model: str, run: Callable[[str], Awaitable[None]]) -> None:
-        """Carry out an order, soon. Why it fails is the model's `last_failure`."""
+        """Start an order. Its failure is shown as the model's `last_failure`."""
         key = (verb, model)
         if key not in self._running:
             self._running.add(key)
@@ -57,7 +57,7 @@ class ModelOrders:
         try:
             await run(model)
         except ModelUnavailable:
-            pass  # the model's state machine has logged it, and tells it to all viewers
+            pass  # the model's state machine has logged it, and reports it to all viewers
         finally:
             self._running.discard(key)
 

@@ -1,6 +1,6 @@
-"""Files of the page, from memory and compressed once, under headers by which it runs no code but its own.
+"""Files of the page, served from memory and compressed once, under headers that forbid foreign code.
 
-No work is done for a file again until it changes on the disk: who needs no key must not be able to keep the loop busy.
+Unchanged files cost no further work, because clients without a key must not be able to load the event loop.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from gateway.request.record import Header, record_of
 
 FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"
-# A name of the folder's, or of one below it: no part begins with a dot.
+# The name of a file in the folder or below it; no part begins with a dot.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*){0,7}")
 _NAME_MAX: Final = 200
 _TYPES: Final = {
@@ -39,31 +39,31 @@ _POLICY: Final = (
     "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-# On every answer below `/ui`, refusals included.
+# Every answer below `/ui` has these headers, refusals included.
 HEADERS: Final[tuple[Header, ...]] = (
     (b"content-security-policy", _POLICY.encode()),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),
 )
-# A browser asks whether its copy is still the newest.
+# The browser must revalidate its copy before each use.
 _CACHE: Final[Header] = (b"cache-control", b"no-cache")
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file as it is sent. `stamp` tells whether the one on the disk is still this one."""
+    """One file as it is sent. `stamp` identifies its version on the disk."""
 
     stamp: tuple[int, int]
     etag: bytes
     kind: bytes
     plain: bytes
-    # Empty where compression gains nothing.
+    # The compressed form is empty if compression gains nothing.
     compressed: bytes
 
 
 class Page:
-    """Pure ASGI below a prefix. Files are public: they hold nothing of this machine."""
+    """ASGI app for files below a prefix. They are public and contain nothing of this machine."""
 
     def __init__(self, prefix: str, folder: Path = FOLDER) -> None:
         self._prefix = prefix

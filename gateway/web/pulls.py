@@ -1,4 +1,4 @@
-"""Downloads that the page orders: child processes `mlxctl pull`, one at a time, whose parts are kept and resumed."""
+"""Downloads ordered by the page: child processes `mlxctl pull`, one at a time, which resume partial files."""
 
 import asyncio
 import os
@@ -24,11 +24,9 @@ from gateway.web.schemas import PullOrder, Pulls, PullStatus
 
 COMMAND: Final = (sys.executable, "-P", "-c", "from gateway.ctl import main; main()", "pull", "--yes", "--events", "--")
 WAITING_MAX: Final = 16
-# Ended ones that are still listed.
-ENDED_MAX: Final = 20
-# From SIGTERM to SIGKILL.
-GRACE_S: Final = 5.0
-# The rate is that of the newest seconds.
+ENDED_LISTED_MAX: Final = 20
+SIGTERM_GRACE_S: Final = 5.0
+# The rate is measured over this time.
 RATE_SPAN_S: Final = 10.0
 _ERROR_BYTES_MAX: Final = 4096
 
@@ -39,7 +37,7 @@ _order: Final = msgspec.json.Decoder(PullOrder)
 
 
 class PullEvent(Struct, frozen=True):
-    """One line of the child: how much there is, and at the end where it is."""
+    """One line of the child's output: its progress, and at the end the model's folder."""
 
     downloaded_bytes: int = 0
     total_bytes: int = 0
@@ -52,7 +50,7 @@ _event: Final = msgspec.json.Decoder(PullEvent)
 
 @dataclass(slots=True)
 class _Download:
-    """One order. Owned by `PullQueue`."""
+    """One ordered download. Owned by `PullQueue`."""
 
     repository: str
     id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -61,7 +59,7 @@ class _Download:
     message: str = ""
     is_cancelled: bool = False
     process: Process | None = None
-    # Time and bytes of the newest events.
+    # Time and bytes of the newest events, for the rate.
     marks: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     @property
@@ -98,7 +96,7 @@ class _Download:
 
 
 class PullQueue:
-    """In the order in which they were ordered; the first that has not ended runs."""
+    """Queue of downloads in the order in which they were ordered, of which the first unfinished one runs."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -106,11 +104,11 @@ class PullQueue:
         self._is_running = False
 
     def views(self) -> list[PullStatus]:
-        """All that are listed, the newest last."""
+        """List all downloads, the newest last."""
         return [download.view() for download in self._all]
 
     def order(self, repository: str) -> PullStatus:
-        """Download a repository, after those ordered before. Raises `Overloaded`."""
+        """Queue a download. Raises `Overloaded`."""
         for download in self._all:
             if download.repository == repository and not download.has_ended:
                 return download.view()
@@ -119,7 +117,7 @@ class PullQueue:
         download = _Download(repository)
         self._all.append(download)
         ended = [each for each in self._all if each.has_ended]
-        for each in ended[: len(ended) - ENDED_MAX]:
+        for each in ended[: len(ended) - ENDED_LISTED_MAX]:
             self._all.remove(each)
         if not self._is_running:
             self._is_running = True
@@ -127,7 +125,7 @@ class PullQueue:
         return download.view()
 
     def cancel(self, pull_id: str) -> PullStatus:
-        """Stop one; what has come of it is kept. Raises `ApiError`."""
+        """Stop a download, and keep its partial files. Raises `ApiError`."""
         download = next((each for each in self._all if each.id == pull_id), None)
         if download is None:
             raise ApiError(404, f"There is no download {pull_id[:40]!r}.", code="pull_not_found")
@@ -140,7 +138,7 @@ class PullQueue:
         return download.view()
 
     async def close(self) -> None:
-        """Stop all, for the end of the daemon."""
+        """Stop all downloads when the daemon ends."""
         for download in self._all:
             download.is_cancelled = True
             if download.process is not None:
@@ -212,7 +210,7 @@ class CancelPull:
 
 
 def routes(downloads: PullQueue, prefix: str) -> list[Route]:
-    """All of them."""
+    """Return all routes."""
     return [
         Route(f"{prefix}/pulls", ListPulls(downloads), methods=["GET", "POST"]),
         Route(f"{prefix}/pulls/{{id}}", CancelPull(downloads), methods=["DELETE"]),
@@ -220,7 +218,7 @@ def routes(downloads: PullQueue, prefix: str) -> list[Route]:
 
 
 async def _follow(process: Process, download: _Download) -> tuple[int, str]:
-    """The child's exit status, and the last of what it said on stderr."""
+    """Return the child's exit status and the end of its stderr."""
     assert process.stdout is not None
     assert process.stderr is not None
     saying = asyncio.create_task(_tail(process.stderr))
@@ -229,7 +227,7 @@ async def _follow(process: Process, download: _Download) -> tuple[int, str]:
             try:
                 download.add(_event.decode(line))
             except msgspec.DecodeError:
-                continue  # of a library that prints
+                continue  # output of a library
         status = await process.wait()
         said = await saying
     finally:
@@ -238,7 +236,7 @@ async def _follow(process: Process, download: _Download) -> tuple[int, str]:
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """The end of a stream, all of which is read, so that its writer never waits."""
+    """Return the end of a stream, which is read to its end so that its writer never blocks."""
     end = b""
     while chunk := await stream.read(_ERROR_BYTES_MAX):
         end = (end + chunk)[-_ERROR_BYTES_MAX:]
@@ -250,7 +248,7 @@ async def _stop(process: Process) -> None:
         return
     process.terminate()
     try:
-        async with asyncio.timeout(GRACE_S):
+        async with asyncio.timeout(SIGTERM_GRACE_S):
             await process.wait()
     except TimeoutError:
         process.kill()

@@ -1,4 +1,4 @@
-"""Bodies of `/ui/api`, and the events of its feed. Those that `mlxctl` reads too are in `gateway.control_types`."""
+"""Bodies of `/ui/api`, and events of its feed. Those that `mlxctl` also reads are in `gateway.control_types`."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,14 +9,12 @@ from gateway.control_types import MemoryStatus, ModelStatus, ReloadResult, Reque
 from gateway.model_files.listing import ListedModel
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
-# No part begins with a dot or a dash.
+# No part of a name may begin with a dot or a dash.
 _PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
-# ORG/NAME or ORG/NAME@REVISION of the hub.
+# A repository is ORG/NAME or ORG/NAME@REVISION.
 RepositoryName = Annotated[str, Meta(max_length=300, pattern=rf"^{_PART}/{_PART}(@{_PART}(/{_PART})*)?\Z")]
-# A key keeps its role, and no key of the page's is an admin's.
+# The page cannot create admin keys, and a key keeps its role.
 Role = Literal["user", "metrics"]
-
-# -- the visitor -------------------------------------------------------------------------------------------------------
 
 
 class LogIn(Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,7 +24,7 @@ class LogIn(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoggedIn(Struct, frozen=True):
-    """`token` goes into `Authorization: Bearer`, of `/ui/api` and of `/v1`; it ends when unused for `idle_s`."""
+    """Answer to a login. `token` is a bearer token for `/ui/api` and `/v1`, which expires if unused for `idle_s`."""
 
     token: str
     idle_s: float
@@ -48,7 +46,7 @@ class Me(Struct, frozen=True):
 
     visitor: Literal["session", "key", "open"]
     may_administer: bool
-    # [ui] admin of the configuration.
+    # The configured [ui] admin.
     admin: Literal["loopback", "network", "off"]
     version: str
     models: list[str]
@@ -56,25 +54,22 @@ class Me(Struct, frozen=True):
     usage: OwnUsage | None = None
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
 class OrderAccepted(Struct, frozen=True):
-    """202: the order is carried out; the feed has its progress, and `last_failure` of the model how it failed."""
+    """202: the order was accepted. The feed has its progress, and the model's `last_failure` its failure."""
 
     model: str
     order: Literal["load", "unload", "restart", "pin", "unpin"]
 
 
 class ModelFilesList(Struct, frozen=True):
-    """`GET models`. `state` of a model is `not configured` where only the cache has it."""
+    """`GET models`. The `state` of a model that is only in the cache is `not configured`."""
 
     models: list[ListedModel]
     available_bytes: int
 
 
 class HubModel(Struct, frozen=True):
-    """A repository of the hub; None is what the hub does not tell, `obstacles` are why it cannot be loaded."""
+    """A repository of the hub; unknown facts are None. `obstacles` are the reasons why it cannot be loaded."""
 
     repository: str
     downloads: int | None
@@ -89,7 +84,7 @@ class HubModel(Struct, frozen=True):
 
 
 class HubModels(Struct, frozen=True):
-    """`GET hub/search` and `GET hub/recommend`. `is_offline`: the hub was not reached, and this is mlxd's own list."""
+    """`GET hub/search` and `GET hub/recommend`. `is_offline`: this is mlxd's own list, as the hub was not reached."""
 
     models: list[HubModel]
     available_bytes: int
@@ -97,7 +92,7 @@ class HubModels(Struct, frozen=True):
 
 
 class HubOrder(Struct, frozen=True):
-    """A question for `gateway.web.hub_child`, a process that asks the hub: words to search for, or a repository."""
+    """A query for the process `gateway.web.hub_child`: words to search for, or a repository."""
 
     verb: Literal["search", "recommend", "info"]
     available_bytes: int
@@ -106,7 +101,7 @@ class HubOrder(Struct, frozen=True):
 
 
 class HubAnswer(Struct, frozen=True):
-    """Its answer: the models, or why there are none."""
+    """The answer to a `HubOrder`: models, or an error."""
 
     models: HubModels | None = None
     error: str = ""
@@ -119,9 +114,9 @@ class PullOrder(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PullStatus(Struct, frozen=True):
-    """One download. `waiting` for the one before; `failed` and `cancelled` ones keep what has come: order it again.
+    """One download. `waiting` follows another; `failed` and `cancelled` keep partial files, resumed by a new order.
 
-    `left_s` is None while the rate is not known. `message` is the end's sentence; `path` the folder of a finished one.
+    `left_s` is None while the rate is unknown. `message` describes the end, and `path` is the finished folder.
     """
 
     id: str
@@ -136,12 +131,9 @@ class PullStatus(Struct, frozen=True):
 
 
 class Pulls(Struct, frozen=True):
-    """`GET pulls`: the newest last, ended ones included."""
+    """`GET pulls`: all downloads, the newest last, ended ones included."""
 
     pulls: list[PullStatus]
-
-
-# -- configuration and keys --------------------------------------------------------------------------------------------
 
 
 class ConfigShown(Struct, frozen=True):
@@ -153,8 +145,8 @@ class ConfigShown(Struct, frozen=True):
 
 
 class ConfigChecked(Struct, frozen=True):
-    """`POST config/check`: whether the file could be used, and what a reload would change. `diff` is a unified diff of
-    the effective configurations, empty where nothing changes."""
+    """`POST config/check`: whether the file is valid, and what a reload would change. `diff` is a unified diff of the
+    effective configurations, empty without changes."""
 
     ok: bool
     error: str = ""
@@ -171,7 +163,7 @@ class ConfigReloaded(Struct, frozen=True):
 
 
 class KeyFields(Struct, frozen=True, kw_only=True):
-    """Limits of a key, as `mlxctl keys create` has them; 0 is none, `models` empty all."""
+    """Limits of a key, as in `mlxctl keys create`. 0 is no limit; empty `models` allows all."""
 
     models: tuple[Name, ...] = ()
     rpm: Limit = 0
@@ -186,7 +178,7 @@ class KeyFields(Struct, frozen=True, kw_only=True):
     tokens_per_month: Limit = 0
     alert_at: Percent = 80
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    # None is never.
+    # None never expires.
     expires: Expiry | None = None
 
 
@@ -205,7 +197,7 @@ class KeyRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyView(KeyFields, frozen=True, kw_only=True):
-    """A key without its secret; usage since counting began, times in seconds since 1970 (0 for never)."""
+    """A key without its secret. Usage counts since counting began; times are Unix times, 0 for never."""
 
     name: str
     prefix: str
@@ -222,28 +214,28 @@ class KeyView(KeyFields, frozen=True, kw_only=True):
 
 
 class KeyList(Struct, frozen=True):
-    """`GET keys`. `is_open`: there has never been a key, so that every program of this machine may use mlxd."""
+    """`GET keys`. `is_open`: there has never been a key, so every program of this machine may use mlxd."""
 
     keys: list[KeyView]
     is_open: bool
 
 
 class KeySecret(Struct, frozen=True):
-    """Answer to `keys/create` and `keys/rotate`: the only time that the secret is shown."""
+    """Answer to `keys/create` and `keys/rotate`, which shows the secret this once."""
 
     key: KeyView
     secret: str
 
 
 class KeyRevoked(Struct, frozen=True):
-    """Answer to `keys/revoke`. With none left, every request without a session is refused until one is made."""
+    """Answer to `keys/revoke`. If no key is left, every request without a session is refused until one is made."""
 
     name: str
     left: int
 
 
 class ClientFile(Struct, frozen=True):
-    """A part of a client's configuration file, as it is to be there."""
+    """A part of a client's configuration file."""
 
     path: str
     form: str
@@ -251,7 +243,7 @@ class ClientFile(Struct, frozen=True):
 
 
 class ClientSetup(Struct, frozen=True):
-    """`GET connect`: one client's settings, and the names of all `clients`. A key is never in it: `YOUR-KEY` is."""
+    """`GET connect`: one client's settings, and the names of all `clients`. `YOUR-KEY` stands for the key."""
 
     client: str
     files: list[ClientFile]
@@ -260,11 +252,8 @@ class ClientSetup(Struct, frozen=True):
     clients: list[str]
 
 
-# -- charts and logs ---------------------------------------------------------------------------------------------------
-
-
 class Chart(Struct, frozen=True):
-    """One model: a number for each `interval_s`, the newest last; all lists are equally long."""
+    """One model's samples, one per `interval_s`, the newest last; all lists have the same length."""
 
     tokens_per_s: list[float]
     prompt_tokens_per_s: list[float]
@@ -274,7 +263,7 @@ class Chart(Struct, frozen=True):
 
 
 class Charts(Struct, frozen=True):
-    """`GET history`: up to ten minutes. `until` is the time of the newest number, in seconds since 1970."""
+    """`GET history`: up to ten minutes. `until` is the Unix time of the newest sample."""
 
     until: float
     interval_s: float
@@ -282,7 +271,7 @@ class Charts(Struct, frozen=True):
 
 
 class LogLine(Struct, frozen=True):
-    """One line of the log; `fields` stand beside its message in the file."""
+    """One line of the log; `fields` are the additional ones of its line in the file."""
 
     time: str
     level: str
@@ -293,17 +282,14 @@ class LogLine(Struct, frozen=True):
 
 
 class LogLines(Struct, frozen=True):
-    """`GET logs`, and the feed's event `log`: the oldest first. `dropped` lines were too many for one event."""
+    """`GET logs`, and the feed's event `log`: the oldest first. `dropped` counts lines beyond the size of an event."""
 
     lines: list[LogLine]
     dropped: int = 0
 
 
-# -- the feed ----------------------------------------------------------------------------------------------------------
-
-
 class ModelTick(Struct, frozen=True):
-    """Changing numbers of a model; names are those of `ModelStatus`. Rates are of the last second."""
+    """Changing numbers of a model, named as in `ModelStatus`. Rates are those of the last second."""
 
     name: str
     state: str
@@ -333,7 +319,7 @@ class ModelTick(Struct, frozen=True):
 
 
 class FeedSnapshot(Struct, frozen=True):
-    """Event `snapshot`: the first one, and again for a viewer that has missed some."""
+    """Event `snapshot`: the first event, repeated for a viewer that has missed some."""
 
     time: float
     version: str
@@ -349,10 +335,10 @@ class FeedSnapshot(Struct, frozen=True):
 
 
 class FeedTick(Struct, frozen=True, omit_defaults=True):
-    """Event `tick`, once a second: what has changed, and nothing else.
+    """Event `tick`, once a second, with changes only.
 
-    `models` are those with changed numbers, `removed` names that are gone, `requests` all of the oldest 50 as soon as
-    one comes, goes or changes its state, every other second while only counters change; `pulls` as soon as one differs.
+    `models` have changed numbers, `removed` are names of removed models. `requests` are the oldest 50, sent as soon as
+    one starts, ends or changes state, and every other second if only counters change; `pulls` as soon as one differs.
     """
 
     time: float
@@ -366,7 +352,7 @@ class FeedTick(Struct, frozen=True, omit_defaults=True):
 
 
 class StateChange(Struct, frozen=True):
-    """Event `state`, at once: a model's state, `time` in seconds since 1970."""
+    """Event `state`, sent at once: a model's new state; `time` is a Unix time."""
 
     time: float
     model: str
@@ -374,6 +360,6 @@ class StateChange(Struct, frozen=True):
 
 
 class FeedPing(Struct, frozen=True):
-    """Event `ping`, when nothing else was sent for 15 s."""
+    """Event `ping`, sent when nothing else was sent for 15 s."""
 
     time: float

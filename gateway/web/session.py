@@ -1,6 +1,6 @@
-"""Sessions of the page: one-time codes from the unix socket, and the bearer tokens that they are exchanged for.
+"""Sessions of the page: one-time codes from the unix socket, exchanged for bearer tokens.
 
-Codes and tokens are 256 random bits, of which only hashes are kept, in memory: sessions end with the daemon.
+Codes and tokens have 256 random bits. Only their hashes are kept, in memory, so sessions end with the daemon.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-# By which a token is told from an API key.
+# This prefix distinguishes tokens from API keys.
 TOKEN_START: Final = "mlxd-ui-"
 SECRET_BYTES: Final = 32
 CODE_S: Final = 60.0
@@ -19,18 +19,18 @@ CODES_MAX: Final = 8
 IDLE_S: Final = 12 * 3600.0
 SESSIONS_MAX: Final = 32
 _SECRET_CHARS_MAX: Final = 128
-# Goes on while the machine sleeps: a session of yesterday is not one of today.
+# The clock counts while the machine sleeps, so that sessions expire overnight.
 _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def boot_time() -> float:
-    """Seconds since the boot, sleep included."""
+    """Return the seconds since the boot, including sleep."""
     return time.clock_gettime(_CLOCK)
 
 
 @dataclass(slots=True)
 class WebSession:
-    """One log-in. `id` is for the audit log, and opens nothing. Owned by `Sessions`."""
+    """One login. `id` identifies it in the audit log, and grants no access. Owned by `Sessions`."""
 
     id: str
     used: float
@@ -38,17 +38,17 @@ class WebSession:
 
 
 class Sessions:
-    """Codes and sessions that are alive. Both are bounded: a new one takes the place of the oldest."""
+    """Valid codes and sessions. Both are bounded: a new one replaces the oldest."""
 
     def __init__(self, clock: Callable[[], float] = boot_time) -> None:
         self._clock = clock
-        # Hash of a code -> when it ends.
+        # The hash of each code maps to its expiry.
         self._codes: OrderedDict[bytes, float] = OrderedDict()
-        # Hash of a token -> its session, the least recently used first.
+        # The hash of each token maps to its session, the least recently used first.
         self._sessions: OrderedDict[bytes, WebSession] = OrderedDict()
 
     def make_code(self) -> str:
-        """A new code, which logs in once, within `CODE_S`."""
+        """Make a code, which logs in once, within `CODE_S`."""
         self._forget_old()
         if len(self._codes) >= CODES_MAX:
             self._codes.popitem(last=False)
@@ -57,7 +57,7 @@ class Sessions:
         return code
 
     def redeem(self, code: str) -> tuple[str, WebSession] | None:
-        """Token and session for a code, which ends with it; None for a code that is unknown, used or too old."""
+        """Exchange a code for a token and session; None for a code that is unknown, used or expired."""
         self._forget_old()
         if len(code) > _SECRET_CHARS_MAX or self._codes.pop(_digest(code), None) is None:
             return None
@@ -69,7 +69,7 @@ class Sessions:
         return token, session
 
     def use(self, token: str) -> WebSession | None:
-        """The session of a token, whose idle time begins again; None when it has none."""
+        """Return the session of a token and reset its idle time; None for an invalid token."""
         self._forget_old()
         key = _digest(token) if len(token) <= _SECRET_CHARS_MAX else b""
         session = self._sessions.get(key)
@@ -79,16 +79,16 @@ class Sessions:
         return session
 
     def is_alive(self, session: WebSession) -> bool:
-        """Whether it has neither ended nor been idle for too long. Asking is no use of it."""
+        """Whether a session has neither ended nor expired. Does not reset its idle time."""
         return not session.is_over and self._clock() - session.used < IDLE_S
 
     def end(self, session: WebSession) -> None:
-        """Log out."""
+        """End a session."""
         session.is_over = True
         self._sessions = OrderedDict((key, kept) for key, kept in self._sessions.items() if kept is not session)
 
     def revoke(self) -> int:
-        """End every session and every code. Returns how many sessions there were."""
+        """End every session and code. Returns the number of sessions."""
         self._forget_old()
         count = len(self._sessions)
         for session in self._sessions.values():

@@ -1,4 +1,4 @@
-"""The page's place in the public app: `/ui/` and `/ui/api/`, and the way there from `/`."""
+"""Routing of the page in the public app: `/ui/`, `/ui/api/`, and a redirect from `/`."""
 
 from typing import Final
 
@@ -22,8 +22,8 @@ _BODIES: Final = ("POST", "PUT", "PATCH")
 
 
 class Site:
-    """Pure ASGI. `app` gets all that is not below `/ui`; `api` what has a session; `me` asks who the visitor is, which
-    clients with an API key, and those of an open loopback, may as well."""
+    """ASGI app. `app` gets all requests outside of `/ui`, `api` those with a session. `me` also serves clients with an
+    API key, and those of an open loopback."""
 
     def __init__(self, app: ASGIApp, api: ASGIApp, me: ASGIApp, gate: Gate, live: LiveConfig) -> None:
         self._live = live
@@ -44,13 +44,13 @@ class Site:
                 await self._page(scope, receive, send)
         elif path == "/ui" or (path == "/" and _is_browser(scope) and not self._is_ollamas(scope)):
             self._gate.check_host(scope)
-            # Relative, so that a proxy may serve us below a path of its own.
+            # The redirect is relative, so that a proxy may serve mlxd below a path of its own.
             await _redirect(send, b"ui/")
         else:
             await self._app(scope, receive, send)
 
     def _is_ollamas(self, scope: Scope) -> bool:
-        """Whether `/` says that Ollama is running."""
+        """Whether `/` must answer as Ollama does."""
         return came_to(scope, self._live.config.server.ollama_port)
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +74,7 @@ def _is_browser(scope: Scope) -> bool:
 
 
 def _check_type(scope: Scope) -> None:
-    """No form of another page's sends JSON. Raises `ApiError`."""
+    """Require JSON, which no form of another page can send. Raises `ApiError`."""
     kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON:
         raise ApiError(415, f"The body must be {_JSON}.", code="unsupported_media_type")

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from gateway.http.connection import BEHIND_BYTES_MAX
+from gateway.http.connection import PIPELINED_BYTES_MAX
 from tests.support.scale import patient
 
 DEADLINE_S: Final = 60
@@ -246,7 +246,7 @@ async def well_formed(port: int, maker: Maker, findings: Findings) -> None:
 def _compare(client: Client, requests: list[Request], findings: Findings) -> None:
     sent = b"".join(request.data for request in requests)[:3000]
     # Then what is left is not answered, if it comes too early.
-    is_long = sum(len(request.data) for request in requests[1:]) > BEHIND_BYTES_MAX
+    is_long = sum(len(request.data) for request in requests[1:]) > PIPELINED_BYTES_MAX
     try:
         answers = client.answers()
     except ValueError as error:

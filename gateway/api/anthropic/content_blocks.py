@@ -1,4 +1,4 @@
-"""Messages of Anthropic's conversations, and the blocks that their content is made of."""
+"""Messages of Anthropic's conversations, and the blocks of their content."""
 
 from typing import Annotated, Any, Final
 
@@ -13,9 +13,9 @@ BLOCKS: Final = (
 
 
 class Block(Struct, frozen=True):
-    """A content block of any type: which fields it has depends on `type`."""
+    """A content block of any type, which determines the fields that it has."""
 
-    # Others are an error of the user's, and nothing in what the assistant has said.
+    # Unknown types are an error in user messages, and are skipped in assistant messages.
     type: Annotated[str, known(*BLOCKS)]
     text: str | None = None
     id: str | None = None

@@ -16,14 +16,14 @@ _TURNS: Final = "thinking_turns"
 
 
 class ThinkingTurns(Struct, frozen=True):
-    """Turns whose thinking stays."""
+    """Number of turns whose thinking is kept."""
 
     type: Annotated[str, words(_ALL, _TURNS)]
     value: Annotated[int, Meta(ge=1, le=1 << 40)] = 1
 
 
 class ContextEdit(Struct, frozen=True):
-    """Without `keep`, the thinking of the newest turn stays."""
+    """An edit that clears thinking. Without `keep`, the thinking of the newest turn is kept."""
 
     type: Annotated[str, words(_EDIT)]
     keep: ThinkingTurns | Annotated[str, words(_ALL)] | None = None
@@ -34,7 +34,7 @@ class ContextManagement(Struct, frozen=True):
 
 
 def edited(messages: Sequence[MessageParam], management: ContextManagement | None) -> Sequence[MessageParam]:
-    """The conversation as the model is to read it. Raises `BadRequest`."""
+    """Return the conversation after all edits. Raises `BadRequest`."""
     for index, edit in enumerate(management.edits or () if management is not None else ()):
         kept = _kept_turns(edit, f"context_management.edits.{index}")
         if kept is not None:
@@ -44,7 +44,7 @@ def edited(messages: Sequence[MessageParam], management: ContextManagement | Non
 
 
 def _kept_turns(edit: ContextEdit, where: str) -> int | None:
-    """The number of turns whose thinking stays; None for all of them."""
+    """Return the number of turns whose thinking is kept; None for all."""
     if edit.type != _EDIT:
         message = f"{where}: edits of type {edit.type[:40]!r} are not supported; '{_EDIT}' is."
         raise Unsupported(message, where)
@@ -57,7 +57,7 @@ def _kept_turns(edit: ContextEdit, where: str) -> int | None:
 
 
 def _thinking_turns(messages: Sequence[MessageParam]) -> Iterator[list[int]]:
-    """The messages with thinking, by turn: a turn goes on over results of tools, until the user says something."""
+    """Yield the messages with thinking by turn. A turn continues over tool results, until another user message."""
     turn: list[int] = []
     for at, message in enumerate(messages):
         if _types(message) & _THINKING:

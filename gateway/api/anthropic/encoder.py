@@ -1,4 +1,4 @@
-"""Canonical events as Anthropic's stream events, and folded into one message."""
+"""Anthropic's messages: the canonical events encoded as stream events, or folded into one message."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _EMPTY: Final = Usage(0, 0, 0)
 
 
 class MessageStream:
-    """A `StreamEncoder`: one sequence as content blocks, each opened, filled and closed in order."""
+    """`StreamEncoder` of one sequence as content blocks, each opened, filled and closed in order."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id
@@ -46,7 +46,7 @@ class MessageStream:
 
     def end(self) -> bytes:
         events = self._close()
-        if not self._blocks:  # clients expect some content
+        if not self._blocks:  # clients require at least one block
             events += self._start(DeltaKind.TEXT, out.TextBlock("")) + self._close()
         return (
             events + _sse(out.MessageDelta(self._ending, out.AnthropicUsage.of(self._usage))) + _sse(out.MessageStop())
@@ -103,7 +103,7 @@ class MessageStream:
 
 
 class MessageFold:
-    """A `Fold`: what `MessageStream` would have sent, in one piece."""
+    """`Fold` of one message: the content of `MessageStream` as one answer."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id
@@ -158,7 +158,7 @@ class MessageFold:
 
 
 def ending(delta: Delta) -> out.MessageEnd:
-    """Stop reason and stop sequence of a message, in Anthropic's terms."""
+    """Return the stop reason and stop sequence of a message, in Anthropic's terms."""
     assert delta.finish is not None
     if delta.finish is Finish.STOP and delta.stop:
         return out.MessageEnd("stop_sequence", delta.stop)
@@ -166,7 +166,7 @@ def ending(delta: Delta) -> out.MessageEnd:
 
 
 def signature(thought: "hashlib.blake2b") -> str:
-    """Something opaque to send back with a thinking block, as the real API does; nothing here depends on it."""
+    """Return an opaque signature for a thinking block, as the real API has one; nothing here depends on it."""
     return thought.hexdigest()
 
 
@@ -177,7 +177,7 @@ def _content(kind: DeltaKind, text: str, call_id: str, name: str) -> out.Content
         return out.ThinkingBlock(text, signature(hashlib.blake2b(text.encode(), digest_size=32)))
     try:
         return out.ToolUseBlock(call_id, name, msgspec.json.decode(text or "{}", type=dict))
-    except msgspec.DecodeError:  # cut off by max_tokens: a client that folds the stream has nothing better either
+    except msgspec.DecodeError:  # cut off by max_tokens; a client that folds the stream gets no more either
         return out.ToolUseBlock(call_id, name, {})
 
 

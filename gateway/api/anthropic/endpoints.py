@@ -19,7 +19,7 @@ BETAS_MAX: Final = 50
 
 
 class MessagesEndpoint:
-    """An ASGI endpoint."""
+    """ASGI endpoint of messages, streamed or whole."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -42,7 +42,7 @@ class MessagesEndpoint:
 
 
 class CountTokens:
-    """An ASGI endpoint."""
+    """ASGI endpoint of token counts."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -58,6 +58,6 @@ class CountTokens:
 
 
 def _betas(scope: Scope) -> list[str]:
-    """The betas that a client asks for. What they would change in a request's body is taken without them."""
+    """List the betas that a client requests. Their changes of the body are accepted without them."""
     asked = ",".join(Headers(scope=scope).getlist("anthropic-beta")).split(",")
     return [f"beta.{name.strip()}" for name in asked[:BETAS_MAX] if name.strip()]

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: the request, and its lowering. As lenient as the real API with what clients send along."""
+"""Request of Anthropic's Messages API and its lowering, as lenient with extra fields as the real API."""
 
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Final
@@ -31,13 +31,13 @@ from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import IMAGE, by_base64, by_url
 from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
 
-# Claude Code's first system block; its value changes with every session and would spoil every cached prefix.
+# Claude Code's first system block begins so; its value changes with every session, which would defeat the prefix cache.
 VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
-# Blocks and messages are joined the same way whether they come as a list or as a string.
+# Blocks and messages are joined in the same way, whether they arrive as a list or as a string.
 JOINT: Final = "\n\n"
 CHOICES: Final = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}
 
-# Accepted because they ask for nothing that a local server does.
+# These fields are accepted because they request nothing from a local server.
 NO_ACTION: Final = frozenset(
     {
         "metadata",
@@ -55,7 +55,7 @@ StopSequence = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 
 
 class ToolParam(Struct, frozen=True):
-    """A client tool, or by its `type` one that Anthropic's servers run."""
+    """A client tool, or a tool of Anthropic's servers, which `type` names."""
 
     hint: ClassVar = {"required": ["name"], "properties": {"name": TEXT}}
 
@@ -89,7 +89,7 @@ class OutputConfig(Struct, frozen=True):
 
 
 class CountRequest(Struct, frozen=True, kw_only=True):
-    """`POST /v1/messages/count_tokens`: the part of a request that is the prompt."""
+    """`POST /v1/messages/count_tokens`: the part of a request that forms the prompt."""
 
     model: str = ""
     messages: Annotated[list[MessageParam], Meta(min_length=1)]
@@ -111,9 +111,9 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    # Ours: whether next tokens are drafted, and at most how many at a time.
+    # mlxd's field: whether tokens are drafted, and the maximum number of a draft.
     speculate: Speculate | None = None
-    # Ours: whether of a long prompt only what matters most is run, and how much of it.
+    # mlxd's field: whether a long prompt is prefilled sparsely, and how much of it is kept.
     sparse_prefill: SparsePrefill | None = None
 
 
@@ -133,18 +133,18 @@ _count = Schema(CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fie
 
 
 def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
-    """The request, and the names of its unknown fields. Raises `BadRequest`."""
+    """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     request, unknown = _messages.decode(body)
     return request, unknown + _skipped_tools(request)
 
 
 def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
-    """Takes a whole Messages request too: clients send it unchanged. Raises `BadRequest`."""
+    """Decode a count request or a whole Messages request, which clients send unchanged. Raises `BadRequest`."""
     return _count.decode(body)
 
 
 def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None) -> tuple[ChatPrompt, ThinkingBudget]:
-    """The prompt of a request. Raises `BadRequest`."""
+    """Lower the prompt of a request. Raises `BadRequest`."""
     turns: list[dict[str, Any]] = []
     system = _system(request.system)
     if system:
@@ -153,8 +153,8 @@ def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None)
         turns += _turns(message, f"messages.{index}")
     tool_use = _tool_use(request)
     thinking = _thinking(request, of_config(default))
-    _constraint(request)  # what could not be answered is not counted either
-    # A last turn of the assistant is the beginning of the answer; one that says nothing is none.
+    _constraint(request)  # an invalid constraint makes counting fail too
+    # A last turn of the assistant is the beginning of the answer, unless it is empty.
     continues = request.messages[-1].role == "assistant" and "tool_calls" not in turns[-1]
     if continues and not turns[-1]["content"]:
         del turns[-1]
@@ -168,7 +168,7 @@ def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None)
 def lower_messages(
     request: MessagesRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> Generate:
-    """Raises `BadRequest`."""
+    """Lower a request. Raises `BadRequest`."""
     prompt, thinking = lower_prompt(request, model.thinking)
     stops = tuple(stop for stop in request.stop_sequences or () if stop)
     defaults = model.sampling
@@ -196,9 +196,6 @@ def lower_messages(
     )
 
 
-# -- the prompt ------------------------------------------------------------------------------------------------------
-
-
 def _system(system: str | list[Block] | None) -> str:
     if isinstance(system, str):
         return _lasting(system)
@@ -207,12 +204,12 @@ def _system(system: str | list[Block] | None) -> str:
 
 
 def _lasting(text: str) -> str:
-    """Without the line that differs from one session to the next."""
+    """Remove the first line if it differs between sessions."""
     return text.partition("\n")[2].lstrip("\n") if text.startswith(VOLATILE_SYSTEM) else text
 
 
 def _turns(message: MessageParam, where: str) -> list[dict[str, Any]]:
-    """The turns that one message stands for: results of tools are turns of their own."""
+    """Lower one message to turns: tool results become turns of their own."""
     blocks = [Block("text", message.content)] if isinstance(message.content, str) else message.content
     match message.role:
         case "user":
@@ -220,7 +217,7 @@ def _turns(message: MessageParam, where: str) -> list[dict[str, Any]]:
         case "assistant":
             return [_assistant_turn(blocks)]
         case "system":
-            # Other blocks tell of tools that come and go; the list of tools says so too.
+            # Other blocks announce changes of tools, which the list of tools contains as well.
             texts = [block.text or "" for block in blocks if block.type == "text"]
             return [canonical.system(JOINT.join(texts))]
         case role:
@@ -258,7 +255,7 @@ def _assistant_turn(blocks: list[Block]) -> dict[str, Any]:
             case "text":
                 texts.append(block.text or "")
             case _:
-                pass  # what another server thought or did; nothing here could show it
+                pass  # other servers' own thinking and tool use cannot be shown to the model
     return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
 
 
@@ -281,7 +278,7 @@ def _content(block: Block, where: str) -> Content:
 
 
 def _part(block: Block, where: str) -> str | dict[str, Any]:
-    """Text of a block, or the part of a turn that shows its image."""
+    """Lower a block to its text, or to the part of its image."""
     return _image(block, where) if block.type == "image" else _text(block, where)
 
 
@@ -319,9 +316,6 @@ def _text(block: Block, where: str) -> str:
             raise Unsupported(f"{where}: content blocks of type {kind[:40]!r} are not supported.", where)
 
 
-# -- tools and thinking ----------------------------------------------------------------------------------------------
-
-
 def _tool_use(request: CountRequest) -> ToolPolicy:
     tools: list[FunctionTool] = []
     for spec in _shown(request):
@@ -337,11 +331,11 @@ def _tool_use(request: CountRequest) -> ToolPolicy:
 
 
 def _shown(request: CountRequest) -> list[ToolParam]:
-    """Tools that wait to be found come last, and once they are: so what comes before them keeps its cached prefix."""
+    """List the tools to show. Deferred ones are shown once found, and last, so that earlier ones stay cached."""
     specs = [spec for spec in request.tools or () if not _is_skipped(spec)]
     waiting = {spec.name: spec for spec in specs if spec.defer_loading}
     if len(specs) < len(request.tools or ()) or not waiting:
-        # The model cannot find them where the search itself is one of the tools left out.
+        # The model cannot find deferred tools if the search tool itself was skipped, so all are shown.
         return specs
     found = dict.fromkeys(name for message in request.messages for name in _found_tools(message))
     if request.tool_choice is not None and request.tool_choice.name:
@@ -350,7 +344,7 @@ def _shown(request: CountRequest) -> list[ToolParam]:
 
 
 def _found_tools(message: MessageParam) -> Iterator[str]:
-    """The names of tools that a message calls or tells of."""
+    """Yield the names of tools that a message calls or references."""
     for block in () if isinstance(message.content, str) else message.content:
         if block.type == "tool_use" and block.name:
             yield block.name
@@ -360,7 +354,7 @@ def _found_tools(message: MessageParam) -> Iterator[str]:
 
 
 def _is_skipped(spec: ToolParam) -> bool:
-    """Tools that Anthropic's servers run cannot be run here; without a schema a model could not call them either."""
+    """Whether a tool runs on Anthropic's servers; without a schema the model could not call it either."""
     return spec.input_schema is None and spec.type not in (None, "custom", "function")
 
 
@@ -373,7 +367,8 @@ def _thinking(request: CountRequest, default: ThinkingBudget) -> ThinkingBudget:
     if request.output_config is not None and request.output_config.effort is not None:
         wish = ThinkingBudget.of_effort(request.output_config.effort, "output_config.effort")
     if request.thinking is None:
-        # As the real API does: who does not ask reads the answer from the first block. Effort by itself does not ask.
+        # Thinking must be requested, as in the real API: other clients read the answer from the first block. An effort
+        # alone does not request it.
         asked = ThinkingBudget(default.is_enabled or False, wish.effort)
         return asked.under(default)
     match request.thinking.type:
@@ -388,7 +383,7 @@ def _thinking(request: CountRequest, default: ThinkingBudget) -> ThinkingBudget:
 
 
 def _constraint(request: CountRequest) -> Constraint | None:
-    """The constraint on the answer's text."""
+    """Return the constraint on the answer's text."""
     wanted = request.output_format or (request.output_config.format if request.output_config else None)
     if wanted is None or not wanted.type:
         return None

@@ -1,4 +1,4 @@
-"""Answers of Anthropic's Messages API: bodies, stream events, errors. A struct's tag is its `type`."""
+"""Answers of Anthropic's Messages API: bodies, stream events and errors. A struct's tag is its `type`."""
 
 from typing import Any, Final
 
@@ -33,8 +33,8 @@ class OutputDetails(Struct, frozen=True):
 
 
 class AnthropicUsage(Struct, frozen=True):
-    """`input_tokens` are those that were not read from the cache; `kept_input_tokens`, ours, those of all that a sparse
-    prefill kept."""
+    """Usage. `input_tokens` excludes tokens read from the cache; `kept_input_tokens`, mlxd's own field, counts all
+    tokens that a sparse prefill kept."""
 
     input_tokens: int
     output_tokens: int
@@ -153,14 +153,14 @@ def event_name(event: Event) -> str:
 
 
 def anthropic_body(error: ApiError, request_id: str) -> bytes:
-    """The JSON body of an error answer."""
+    """Return the JSON body of an error answer."""
     return msgspec.json.encode(msgspec.structs.replace(error_body(error), request_id=request_id))
 
 
 def error_body(error: ApiError) -> AnthropicErrorBody:
-    """The data of an in-band `error` event."""
+    """Return the data of an in-band `error` event."""
     message = error.message
     if error.code == "context_length_exceeded" and len(error.numbers) == 2:
-        # Claude Code reads these words, and offers to compact the conversation.
+        # Claude Code recognises this text, and offers to compact the conversation.
         message = f"prompt is too long: {error.numbers[0]} tokens > {error.numbers[1]} maximum"
     return AnthropicErrorBody(AnthropicErrorDetail(_ERROR_TYPES.get(error.status, "api_error"), message))

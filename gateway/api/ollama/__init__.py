@@ -1,1 +1,1 @@
-"""Ollama's dialect: chats, completions, embeddings and pulls, as lines of JSON."""
+"""Ollama's dialect: chats, completions, embeddings and pulls, streamed as lines of JSON."""

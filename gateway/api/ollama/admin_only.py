@@ -1,4 +1,4 @@
-"""Orders among Ollama's requests: what takes a model from others or brings a new one needs an admin key.
+"""Authorization of Ollama requests that unload a model or download one: they need an admin key.
 
 Without keys every program on this machine may use the models, and none may administer them.
 """
@@ -10,7 +10,7 @@ from gateway.services import Services
 
 
 def order(services: Services, record: RequestRecord, action: Action, target: str, what: str) -> None:
-    """Check that the caller may order it, and note it in the audit log. Raises `Forbidden`."""
+    """Check that the caller may give an order, and record it in the audit log. Raises `Forbidden`."""
     caller = record.caller
     if caller.key is None or not caller.is_admin:
         raise Forbidden(f"{what} needs an admin key: mlxctl keys create NAME --admin")

@@ -1,7 +1,7 @@
-"""`context` of a completion: the conversation so far as whole numbers, which a client sends back without looking at it.
+"""`context` of a completion: the conversation as integers, which a client sends back unread.
 
-Ollama's are token ids. These are the turns themselves, three bytes of their JSON in each number, so that a client may
-come back to any worker, with or without its cache, and the turns go through the chat template like all others.
+Ollama's own are token ids. Here they are the turns, with three bytes of their JSON in each integer, so that any worker
+can continue, with or without its cache, and the turns pass through the chat template like all others.
 """
 
 import struct
@@ -13,12 +13,12 @@ from msgspec import Struct
 
 from gateway.errors import BadRequest
 
-# Begins what was written here: token ids of Ollama's are all smaller.
+# This mark is larger than any token id of Ollama's own contexts.
 MARK: Final = 0x6D6C7864
-# Fits into a signed integer of 32 bits, as some clients keep them.
+# Three bytes fit into a signed 32-bit integer, which some clients use.
 _WIDTH: Final = 3
 _WORD: Final = 1 << (8 * _WIDTH)
-# Of a number as it is packed.
+# Each integer is packed into this many bytes.
 _BYTES: Final = 4
 
 
@@ -33,11 +33,11 @@ _turns: Final = msgspec.json.Decoder(list[ConversationTurn])
 
 
 def write_context(turns: Sequence[ConversationTurn]) -> list[int]:
-    """The turns as numbers: the mark, the length in bytes, and the bytes."""
+    """Encode turns as integers: the mark, the length in bytes, and the bytes."""
     data = msgspec.json.encode(turns)
     count = len(data) // _WIDTH
     whole = count * _WIDTH
-    # Without a step of Python's for each number: there may be a million.
+    # Slices avoid a Python step for each of perhaps a million integers.
     words = bytearray(count * _BYTES)
     for at in range(_WIDTH):
         words[_WIDTH - 1 - at :: _BYTES] = data[at:whole:_WIDTH]
@@ -46,7 +46,7 @@ def write_context(turns: Sequence[ConversationTurn]) -> list[int]:
 
 
 def read_context(numbers: Sequence[int]) -> list[ConversationTurn]:
-    """The turns that `write_context` has written. Raises `BadRequest`."""
+    """Decode the turns that `write_context` has encoded. Raises `BadRequest`."""
     if not numbers:
         return []
     if len(numbers) < 2 or numbers[0] != MARK or min(numbers) < 0 or max(numbers[1:]) >= _WORD:

@@ -22,14 +22,14 @@ from protocol.kinds import EMBED
 from protocol.messages import EmbedPrompt, Generate, Sampling
 
 INPUTS_MAX: Final = 2048
-# Inputs are cut to what the model takes.
+# Inputs are truncated to the model's limit.
 _TO_CONTEXT: Final = -1
 
 _encode: Final = msgspec.json.Encoder().encode
 
 
 class EmbedFields(Struct, frozen=True, kw_only=True):
-    """Fields of both forms. `truncate` is true where it is left out, as in Ollama; false makes a long input a 400."""
+    """Fields of both forms. `truncate` defaults to true, as in Ollama; false refuses a long input with 400."""
 
     model: str = ""
     options: OptionsField | None = None
@@ -39,19 +39,19 @@ class EmbedFields(Struct, frozen=True, kw_only=True):
 
 
 class EmbedRequest(EmbedFields, frozen=True, kw_only=True):
-    """`POST /api/embed`. Without an input it loads the model, or unloads it where `keep_alive` is 0."""
+    """`POST /api/embed`. Without an input it loads the model, or unloads it if `keep_alive` is 0."""
 
     input: str | list[str] | None = None
 
 
 class OllamaEmbeddingsRequest(EmbedFields, frozen=True, kw_only=True):
-    """`POST /api/embeddings`. Without a prompt it loads the model, or unloads it where `keep_alive` is 0."""
+    """`POST /api/embeddings`. Without a prompt it loads the model, or unloads it if `keep_alive` is 0."""
 
     prompt: str | None = None
 
 
 class EmbedResponse(Struct, frozen=True):
-    """The vectors of all inputs. Durations are in nanoseconds."""
+    """Vectors of all inputs. Durations are in nanoseconds."""
 
     model: str
     embeddings: list[list[float]]
@@ -61,7 +61,7 @@ class EmbedResponse(Struct, frozen=True):
 
 
 class OneEmbedding(Struct, frozen=True):
-    """The vector of a prompt."""
+    """Vector of a prompt."""
 
     embedding: list[float]
 
@@ -71,7 +71,7 @@ _embeddings: Final = Schema(OllamaEmbeddingsRequest)
 
 
 class Embed:
-    """An ASGI endpoint for the newer form, or with `is_old` the older one."""
+    """ASGI endpoint of embeddings in the newer form, or with `is_old` in the older one."""
 
     def __init__(self, services: Services, *, is_old: bool) -> None:
         self._services = services
@@ -100,19 +100,19 @@ class Embed:
         return request, unknown + ignored + (["keep_alive"] if request.keep_alive is not None else [])
 
     def _render(self, vectors: Vectors, model: str, record: RequestRecord) -> bytes:
-        """The answer, vector by vector: all numbers at once would take ten times the memory."""
+        """Encode the answer vector by vector, since all numbers at once would take ten times the memory."""
         rows = [_encode(vectors.numbers(at)) for at in range(vectors.count)]
         if self._is_old:
             return _encode(OneEmbedding([])).replace(b"[]", rows[0] if rows else b"[]")
         total, load = perf_counter() - record.started, record.phases.load
         empty = _encode(EmbedResponse(model, [], nanoseconds(total), nanoseconds(load), vectors.prompt_tokens))
-        # Quotes inside of a name are escaped, so this can only be the key itself.
+        # Quotes inside a name are escaped, so only the key itself can match.
         before, key, after = empty.partition(b'"embeddings":[')
         return before + key + b",".join(rows) + after
 
 
 def _inputs(request: EmbedRequest | OllamaEmbeddingsRequest) -> tuple[str, ...]:
-    """The texts to embed, none for a request about loading. Raises `BadRequest`."""
+    """Return the texts to embed, none for a request to load or unload. Raises `BadRequest`."""
     given = request.input if isinstance(request, EmbedRequest) else request.prompt
     if isinstance(given, str) or given is None:
         return (given,) if given else ()

@@ -1,4 +1,4 @@
-"""Canonical events as lines of Ollama's streams, and folded into one answer."""
+"""Ollama's answers: the canonical events encoded as lines of a stream, or folded into one answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class StreamEnd(Struct, frozen=True):
 
 
 class LineForm(ABC):
-    """Form of the lines of one endpoint. `key` is the field that holds the text."""
+    """Form of one endpoint's lines. `key` is the field that holds the text."""
 
     key: str
 
@@ -62,10 +62,10 @@ class LineForm(ABC):
 
     @abstractmethod
     def line(self, said: SentText, ending: StreamEnd | None, answer: str = "") -> OllamaLine:
-        """One line; the last with its `ending`, and all the text that was said."""
+        """Make one line. The last one has its `ending`, and the whole text in `answer`."""
 
-    def _told(self, said: SentText, ending: StreamEnd | None) -> dict[str, Any]:
-        """The fields that both endpoints have."""
+    def _shared_fields(self, said: SentText, ending: StreamEnd | None) -> dict[str, Any]:
+        """Return the fields that both endpoints have."""
         shared: dict[str, Any] = {"model": self._model, "created_at": self._created_at, "done": ending is not None}
         if said.logprobs:
             shared["logprobs"] = list(said.logprobs)
@@ -92,11 +92,11 @@ class ChatForm(LineForm):
     def line(self, said: SentText, ending: StreamEnd | None, answer: str = "") -> OllamaLine:
         calls = list(said.calls) if said.calls else UNSET
         message = OllamaMessage("assistant", said.text, said.thinking or UNSET, calls)
-        return ChatLine(message=message, **self._told(said, ending))
+        return ChatLine(message=message, **self._shared_fields(said, ending))
 
 
 class GenerateForm(LineForm):
-    """Lines of `/api/generate`. `turns` are those of the conversation before the answer; None has no context."""
+    """Lines of `/api/generate`. `turns` are those of the conversation before the answer; None omits the context."""
 
     key = "response"
 
@@ -108,23 +108,23 @@ class GenerateForm(LineForm):
         context: list[int] | UnsetType = UNSET
         if ending is not None and self._turns is not None:
             context = write_context([*self._turns, ConversationTurn("assistant", answer)])
-        shared = self._told(said, ending)
+        shared = self._shared_fields(said, ending)
         return GenerateLine(response=said.text, thinking=said.thinking or UNSET, context=context, **shared)
 
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer so far, without its pieces of thinking. Owned by its encoder."""
+    """An answer so far, without its thinking. Owned by its encoder."""
 
     texts: list[str] = field(default_factory=list[str])
-    # Of the call that is open.
+    # The call that is incomplete, and pieces of its arguments.
     call: OllamaToolCall | None = None
     arguments: list[str] = field(default_factory=list[str])
     finish: Finish = Finish.STOP
     usage: Usage = _EMPTY
 
     def take(self, delta: Delta) -> SentText | None:
-        """The content that a delta adds; None for none. A call counts once it is whole."""
+        """Return the content that a delta adds, or None. A call is returned once it is complete."""
         if delta.finish is not None:
             self.finish, self.usage = delta.finish, delta.usage or _EMPTY
         logprobs = tuple(chat_logprobs(delta.logprobs)) if delta.logprobs is not None else ()
@@ -164,7 +164,7 @@ _NOTHING: Final = SentText()
 
 
 class LineStream:
-    """A `StreamEncoder`. The common line, a piece of text, is a prebuilt prefix and suffix around the encoded text."""
+    """`StreamEncoder` of lines. The common line, a piece of text, is a prebuilt prefix and suffix around the text."""
 
     def __init__(self, form: LineForm, record: RequestRecord) -> None:
         self._form = form
@@ -172,7 +172,7 @@ class LineStream:
         self._answer = _Answer()
         blank = _encode(form.line(_NOTHING, None)) + b"\n"
         self._blank = blank
-        # Quotes inside a string are escaped, so this can only be the key itself.
+        # Quotes inside a string are escaped, so only the key itself can match.
         head, key, self._after = blank.partition(f'"{form.key}":""'.encode())
         self._before = head + key[:-2]
 
@@ -194,7 +194,7 @@ class LineStream:
         return b"".join(parts)
 
     def keepalive(self) -> bytes:
-        # Some clients decode every line, also an empty one.
+        # An empty line would break clients that decode every line.
         return self._blank
 
     def error(self, error: ApiError) -> bytes:
@@ -206,7 +206,7 @@ class LineStream:
 
 
 class LineFold:
-    """A `Fold`: what `LineStream` would have sent, in one line."""
+    """`Fold` of one line with the content of `LineStream`."""
 
     def __init__(self, form: LineForm, record: RequestRecord) -> None:
         self._form = form

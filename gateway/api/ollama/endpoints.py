@@ -1,4 +1,4 @@
-"""`POST /api/chat` and `POST /api/generate`: answers, and with nothing to answer the load or unload of a model."""
+"""`POST /api/chat` and `POST /api/generate`: answers, or without a prompt the load or unload of a model."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ from protocol.messages import Generate
 
 
 class Chat:
-    """An ASGI endpoint."""
+    """ASGI endpoint of `POST /api/chat`."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -41,7 +41,7 @@ class Chat:
 
 
 class Complete:
-    """An ASGI endpoint."""
+    """ASGI endpoint of `POST /api/generate`."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -76,7 +76,7 @@ def _rid(services: Services) -> Callable[[], int]:
 async def _job(
     services: Services, record: RequestRecord, model: ModelConfig, action: Callable[[int], Generate]
 ) -> serve.PreparedRequest:
-    """A request, lowered with `action` of its deadline. Raises `ApiError`."""
+    """Lower a request by `action`, which is given its deadline. Raises `ApiError`."""
     deadline_ms = serve.deadline_ms(services)
     generates = await serve.lower(services, record, model, lambda: action(deadline_ms))
     return serve.PreparedRequest(services, record, model, generates)

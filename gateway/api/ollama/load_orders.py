@@ -1,4 +1,4 @@
-"""Load and unload of a model by a request that has nothing to answer, as Ollama's clients ask for them."""
+"""Load and unload of a model by Ollama requests without a prompt."""
 
 import asyncio
 from contextlib import ExitStack
@@ -24,18 +24,18 @@ UNLOADED: Final = "unload"
 
 
 class LoadOrder:
-    """Any caller of a model may have it loaded, as any request does; unloading takes it from all others."""
+    """Load or unload of a model. Any caller may load it, as any request does; unloading affects all callers."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def run(self, record: RequestRecord, model: ModelConfig, receive: Receive, *, is_last: bool) -> str:
-        """Load the model, or unload it where this is its last request; return the reason by which Ollama tells of it.
+        """Load the model, or unload it if `is_last`; return Ollama's `done_reason`.
 
         Raises `ApiError` and `ClientLeft`.
         """
         if model.name not in self._services.config.models:
-            # A model of a peer: that loads it with its first answer, and unloads it by its own orders.
+            # A peer loads its models with their first answers; only its own operator may unload them.
             if is_last:
                 usable = record.caller.usable(self._services.config.models.values())
                 raise ModelNotFound(model.name, [each.name for each in usable], "Models that are loaded here")
@@ -48,7 +48,7 @@ class LoadOrder:
         return reason
 
     async def tell(self, record: RequestRecord, line: OllamaLine, request: GenerationFields, send: Send) -> None:
-        """Answer with one line, which is a whole stream too."""
+        """Answer with one line, which is also a whole stream."""
         body = msgspec.json.encode(line)
         kind = JSON_LINES if request.is_stream else JSON
         await send_body(send, 200, body + b"\n" if request.is_stream else body, record.headers, kind)

@@ -1,4 +1,4 @@
-"""From Ollama's requests to `protocol.Generate`."""
+"""Lowering of Ollama's requests to `protocol.Generate`."""
 
 from collections import deque
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, 
 def lower_chat(
     request: OllamaChatRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> Generate:
-    """Raises `BadRequest`."""
+    """Lower a chat. Raises `BadRequest`."""
     messages = request.messages or []
     turns = _Turns().lower(messages)
     thinking = _thinking(request, model)
@@ -45,7 +45,7 @@ def lower_chat(
 def lower_generate(
     request: GenerateRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> Generate:
-    """Raises `BadRequest`."""
+    """Lower a completion. Raises `BadRequest`."""
     if request.raw or request.suffix:
         prompt = TextPrompt(request.prompt or "", Infill(request.suffix) if request.suffix else None)
         return _generate(request, prompt, model, next_rid, seed, deadline_ms, None)
@@ -64,12 +64,12 @@ def lower_generate(
 
 
 def conversation_of(request: GenerateRequest) -> list[ConversationTurn]:
-    """The turns of a completion, without images and without its answer. Raises `BadRequest`."""
+    """Return the turns of a completion, without images and without its answer. Raises `BadRequest`."""
     return [*_before(request), ConversationTurn("user", request.prompt or "")]
 
 
 def _before(request: GenerateRequest) -> list[ConversationTurn]:
-    """The turns before the prompt: a `system` takes the place of that of the conversation."""
+    """Return the turns before the prompt; a `system` replaces that of the conversation."""
     turns = read_context(request.context or ())
     if not request.system:
         return turns
@@ -111,7 +111,7 @@ def _thinking(request: GenerationFields, model: ModelConfig) -> ThinkingBudget:
 
 
 def _constraint(wanted: Any, *, after_reasoning: bool) -> Constraint | None:
-    """`json`, or a schema, which is held as far as a grammar can."""
+    """Lower a format: `json`, or a schema, which is enforced as far as a grammar can."""
     match wanted:
         case None | "":
             return None
@@ -125,7 +125,7 @@ def _constraint(wanted: Any, *, after_reasoning: bool) -> Constraint | None:
 
 
 def _content(text: str, images: list[str] | None, where: str) -> Content:
-    """Images come before the text."""
+    """Lower text and images; the images come first."""
     parts = [_image(image, f"{where}[{index}]") for index, image in enumerate(images or ())]
     return canonical.content([*parts, text] if text or not parts else parts, "")
 
@@ -135,12 +135,12 @@ def _image(image: str, where: str) -> dict[str, Any]:
 
 
 class _Turns:
-    """Turns of a chat. Calls without an id get one, and each result is that of the next call that waits for one."""
+    """Turns of a chat. Calls without an id get one, and each result is matched with the next call without a result."""
 
     def __init__(self) -> None:
         self._count = 0
-        # Calls without a result, as id and name, by their number; the numbers of all calls by id and by name, in order;
-        # and the names of all.
+        # Calls without a result by number, as id and name; numbers of all calls by id and by name, in order; names of
+        # all calls.
         self._waiting: dict[int, tuple[str, str]] = {}
         self._by_id: dict[str, deque[int]] = {}
         self._by_name: dict[str, deque[int]] = {}
@@ -179,7 +179,7 @@ class _Turns:
         return Call(call_id, name, text)
 
     def _answered(self, message: OllamaTurn) -> str:
-        """The id of the call that a result belongs to."""
+        """Return the id of the call that a result belongs to."""
         wanted_id, wanted_name = message.tool_call_id, message.tool_name
         if wanted_id:
             number = self._first(self._by_id.get(wanted_id))
@@ -192,7 +192,7 @@ class _Turns:
         return self._waiting.pop(number)[0]
 
     def _first(self, numbers: deque[int] | None) -> int | None:
-        """The first of these calls that waits. Those that do not are forgotten, so that each is looked at once."""
+        """Return the first of these calls without a result, and drop the others, so that each is checked once."""
         while numbers:
             number = numbers.popleft()
             if number in self._waiting:

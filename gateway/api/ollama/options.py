@@ -1,4 +1,4 @@
-"""`options` of Ollama's requests: sampling, and the settings of Ollama's runner, which nothing here has."""
+"""`options` of Ollama's requests: sampling, and ignored settings of Ollama's runner."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
@@ -17,7 +17,7 @@ from protocol.messages import Sampling
 
 _WHOLE_MAX: Final = 1 << 40
 _SEED_MAX: Final = (1 << 63) - 1
-# Some clients write whole numbers with a fraction.
+# Some clients write whole numbers as fractions.
 Whole = Annotated[int, Meta(ge=-1, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-1, le=_WHOLE_MAX)]
 Limit = Annotated[int, Meta(ge=-2, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-2, le=_WHOLE_MAX)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=_SEED_MAX)] | Annotated[float, Meta(ge=-(2**62), le=2**62)]
@@ -25,7 +25,7 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopText = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 
-# Of how Ollama's runner loads a model and cuts its context: nothing here depends on them.
+# These options control how Ollama's runner loads a model and truncates its context, and have no effect here.
 NO_ACTION: Final = frozenset(
     {
         *("numa", "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram", "f16_kv", "logits_all", "vocab_only"),
@@ -37,7 +37,7 @@ _REFUSED: Final = REFUSED_FIELDS | SAMPLER_FIELDS | constraint_fields("format", 
 
 
 class OllamaOptions(Struct, frozen=True):
-    """Options that have an effect or are refused. Below zero is no limit, and a random seed."""
+    """Options that have an effect or are refused. A negative limit is none, and a negative seed is random."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: Whole | None = None
@@ -47,7 +47,7 @@ class OllamaOptions(Struct, frozen=True):
     stop: StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)] | None = None
     num_predict: Limit | None = None
     repeat_penalty: RepetitionPenalty | None = None
-    # Tokens that the penalties look back at: 0 is none, -1 all.
+    # The number of tokens that penalties look back at: 0 is none, -1 all.
     repeat_last_n: Whole | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -55,7 +55,7 @@ class OllamaOptions(Struct, frozen=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings, without empty ones, which say nothing."""
+        """Stop strings without empty ones."""
         texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return tuple(text for text in texts if text)
 
@@ -65,13 +65,13 @@ class OllamaOptions(Struct, frozen=True):
         return None if self.seed is None or self.seed < 0 else int(self.seed)
 
     def most_tokens(self, default: int | None) -> int | None:
-        """The limit of the answer's tokens; None up to the end of the context."""
+        """Return the maximum tokens of the answer; None is up to the end of the context."""
         if self.num_predict is None:
             return default
         return int(self.num_predict) if self.num_predict > 0 else None
 
     def sampling(self, defaults: SamplingDefaults, seed: int) -> Sampling:
-        """Sampling of a request: where the options say nothing, the model's own defaults count, not Ollama's."""
+        """Return the sampling of a request. Options that it lacks are the model's own defaults, not Ollama's."""
         looks_back = self.repeat_last_n is None or self.repeat_last_n != 0
         repetition = first(self.repeat_penalty, defaults.repetition_penalty, 1.0)
         return Sampling(
@@ -89,7 +89,7 @@ class OllamaOptions(Struct, frozen=True):
 
 
 def _properties() -> dict[str, Any]:
-    """The schema of `OllamaOptions` without a component of its own: the field is decoded as any object."""
+    """Return the properties of `OllamaOptions` inline, as the field is decoded as any object."""
     _, components = msgspec.json.schema_components([OllamaOptions])
     return {"type": "object", "properties": components[OllamaOptions.__name__]["properties"]}
 
@@ -98,7 +98,7 @@ OptionsField = Annotated[dict[str, Any], shape(_properties())]
 
 
 def read_options(raw: Mapping[str, Any] | None) -> tuple[OllamaOptions, list[str]]:
-    """The options, and the names of those that are ignored. Raises `BadRequest`."""
+    """Read the options. Returns them with the names of ignored ones. Raises `BadRequest`."""
     known = OllamaOptions.__struct_fields__
     given = {name: value for name, value in (raw or {}).items() if value is not None}
     options = converted({name: given[name] for name in known if name in given}, OllamaOptions, "options")

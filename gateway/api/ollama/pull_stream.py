@@ -1,4 +1,4 @@
-"""`POST /api/pull`: the progress of a download, as lines of Ollama's. The downloads are those that the page orders."""
+"""`POST /api/pull`: the progress of a download as Ollama's lines. Downloads share the queue of the page."""
 
 import asyncio
 import re
@@ -21,10 +21,10 @@ from gateway.request.headers import ignored_header
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 
-# How often progress is looked at; it is written where it has changed, and else as often as other streams say something.
-LOOK_S: Final = 0.5
+# Progress is checked this often, and written when it has changed or a keep-alive is due.
+CHECK_INTERVAL_S: Final = 0.5
 KEEPALIVE_S: Final = 10.0
-# Ollama's ways to name a repository of the hub.
+# Ollama's clients may put these hosts before a repository's name.
 _HOSTS: Final = ("hf.co/", "huggingface.co/")
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}/[A-Za-z0-9][\w.\-]{0,95}")
 _SUCCESS: Final = PullLine("success")
@@ -33,7 +33,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Download(Protocol):
-    """One order as it stands."""
+    """Port to the state of one download."""
 
     @property
     def id(self) -> str: ...
@@ -50,19 +50,19 @@ class Download(Protocol):
 
 
 class DownloadQueue(Protocol):
-    """Port to the downloads of the daemon."""
+    """Port to the daemon's downloads."""
 
     def order(self, repository: str) -> Download:
-        """Download a repository, after those ordered before. Raises `Overloaded`."""
+        """Queue a download after those ordered before. Raises `Overloaded`."""
         ...
 
     def views(self) -> Sequence[Download]:
-        """All, those that have ended for a while included."""
+        """List all downloads, including those that ended recently."""
         ...
 
 
 class PullEndpoint:
-    """An ASGI endpoint. A client that leaves does not end the download: the page and another pull show it."""
+    """ASGI endpoint of pulls. A download continues if its client leaves, and the page or another pull can follow it."""
 
     def __init__(self, services: Services, downloads: DownloadQueue) -> None:
         self._services = services
@@ -83,7 +83,7 @@ class PullEndpoint:
             await self._stream(download, record, receive, send)
 
     def _path_to_download(self, name: str, record: RequestRecord) -> str | None:
-        """The path of a model, or the name where the caller has no such model; None for files that are here."""
+        """Return a model's path, or the name if the caller has no such model; None if its files are here."""
         try:
             path = self._services.router.locate_here(name, record.caller).model.path
         except ModelNotFound:
@@ -97,7 +97,7 @@ class PullEndpoint:
     async def _whole(self, download: Download | None, record: RequestRecord, receive: Receive, send: Send) -> None:
         async with StreamWatch(receive, 0) as watch:
             while download is not None and not _has_ended(download):
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
                 download = self._now(download)
             if download is not None and download.state != "done":
                 raise Unavailable(_failure(download), code="pull_failed")
@@ -119,8 +119,8 @@ class PullEndpoint:
                     last, silent_s = line, 0.0
                 if _has_ended(download):
                     break
-                await asyncio.sleep(LOOK_S)
-                silent_s += LOOK_S
+                await asyncio.sleep(CHECK_INTERVAL_S)
+                silent_s += CHECK_INTERVAL_S
                 try:
                     download = self._now(download)
                 except ApiError as error:
@@ -134,7 +134,7 @@ class PullEndpoint:
             note_cut(record, watch.reason)
 
     def _now(self, download: Download) -> Download:
-        """The same download later. Raises `ApiError` once it is not listed any more."""
+        """Return the current state of a download. Raises `ApiError` once it is no longer listed."""
         for view in self._downloads.views():
             if view.id == download.id:
                 return view
@@ -142,7 +142,7 @@ class PullEndpoint:
 
 
 def repository_of(name: str) -> str:
-    """The repository of the hub behind a name in Ollama's words. Raises `BadRequest`."""
+    """Return the repository that a name in Ollama's spelling stands for. Raises `BadRequest`."""
     for host in _HOSTS:
         name = name.removeprefix(host)
     name = name.removesuffix(":latest")

@@ -1,4 +1,4 @@
-"""Routes of Ollama's that are refused: models are files of the hub here, and the configuration names them."""
+"""Ollama's routes that are refused, since models are files of the hub here, named by the configuration."""
 
 from typing import Final
 
@@ -6,7 +6,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
 
-# Method, path, and the way to do it here.
+# Each entry has the method, the path, and advice on mlxd's own way.
 REFUSED: Final = (
     ("POST", "/api/create", "Give a model its sampling, template and profiles in mlxd.toml."),
     ("POST", "/api/copy", "Give a model another name with 'aliases' in mlxd.toml."),
@@ -18,7 +18,7 @@ REFUSED: Final = (
 
 
 class Refusal:
-    """An ASGI endpoint."""
+    """ASGI endpoint that answers 501 with advice."""
 
     def __init__(self, advice: str) -> None:
         self._advice = advice

@@ -1,4 +1,4 @@
-"""Bodies of Ollama's requests. As lenient as Ollama with what clients send along, and honest about what is ignored."""
+"""Bodies of Ollama's requests, as lenient with extra fields as Ollama, which are reported as ignored."""
 
 import re
 from typing import Annotated, Any, Final
@@ -15,8 +15,8 @@ from gateway.api.openai.tools import ToolSpec
 from gateway.errors import BadRequest, Unsupported
 
 ROLES: Final = ("system", "user", "assistant", "tool")
-# How long nothing lasts, in Go's words or as a number of seconds.
-# Only the unit ends a number of several: else a regular expression takes exponential time for a row of zeros.
+# This matches zero durations, in Go's notation or as seconds. Only the unit may end a number in a sequence, because a
+# row of zeros would otherwise take exponential time.
 _ZERO: Final = re.compile(r"[-+]?(0+(\.0*)?|(0+(\.0*)?(ns|us|µs|μs|ms|s|m|h))+)")
 
 Think = bool | Annotated[str, Meta(max_length=32), words(*EFFORTS)]
@@ -33,14 +33,14 @@ class OllamaCalledFunction(Struct, frozen=True):
 
 
 class OllamaCall(Struct, frozen=True):
-    """A call of an earlier turn."""
+    """A call in an earlier turn."""
 
     function: OllamaCalledFunction
     id: str | None = None
 
 
 class OllamaTurn(Struct, frozen=True):
-    """A turn. A result of a tool belongs to the call with its `tool_call_id`, or the next one of `tool_name`."""
+    """A turn. A tool's result belongs to the call with its `tool_call_id`, or to the next call of `tool_name`."""
 
     role: Annotated[str, words(*ROLES)]
     content: str | None = None
@@ -54,7 +54,7 @@ class OllamaTurn(Struct, frozen=True):
 class GenerationFields(Struct, frozen=True, kw_only=True):
     """Fields that chats and completions share."""
 
-    # Empty is `[server] default`, as on all routes.
+    # An empty name is `[server] default`, as on all routes.
     model: str = ""
     stream: bool | None = None
     format: Format = None
@@ -63,13 +63,13 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
     keep_alive: KeepAlive | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    # Whether the oldest turns of what does not fit are left out: where it is not asked for, a 400 says so.
+    # Whether the oldest turns are dropped if the prompt is too long; unless requested, it is refused with 400.
     truncate: bool | None = None
-    # Ollama's cutting amid an answer: one that is too long ends here.
+    # Ollama's truncation during an answer, which is ignored: a long answer ends at the context's limit.
     shift: bool | None = None
-    # Ours: whether next tokens are drafted, and at most how many at a time.
+    # mlxd's field: whether tokens are drafted, and the maximum number of a draft.
     speculate: Speculate | None = None
-    # Ours: whether of a long prompt only what matters most is run, and how much of it.
+    # mlxd's field: whether a long prompt is prefilled sparsely, and how much of it is kept.
     sparse_prefill: SparsePrefill | None = None
 
     @property
@@ -78,24 +78,24 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
 
     @property
     def is_last(self) -> bool:
-        """Whether the model is to be unloaded after it."""
+        """Whether the model must be unloaded after this request."""
         return is_zero(self.keep_alive)
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Alternatives to each token; None for no log-probabilities."""
+        """Number of alternatives to each token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class OllamaChatRequest(GenerationFields, frozen=True, kw_only=True):
-    """`POST /api/chat`. Without messages it loads the model, or unloads it where `keep_alive` is 0."""
+    """`POST /api/chat`. Without messages it loads the model, or unloads it if `keep_alive` is 0."""
 
     messages: list[OllamaTurn] | None = None
     tools: list[ToolSpec] | None = None
 
 
 class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
-    """`POST /api/generate`. Without a prompt it loads the model, or unloads it where `keep_alive` is 0."""
+    """`POST /api/generate`. Without a prompt it loads the model, or unloads it if `keep_alive` is 0."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -107,7 +107,7 @@ class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class ModelName(Struct, frozen=True):
-    """A model, in the newer field or the older one."""
+    """A model's name, in the newer field or the older one."""
 
     model: str = ""
     name: str = ""
@@ -129,7 +129,7 @@ class PullRequest(ModelName, frozen=True):
     stream: bool | None = None
 
 
-# The old way to say how a model is loaded for one question.
+# These legacy fields change how a model is loaded for one query.
 SHOW_NO_ACTION: Final = frozenset({"system", "template", "options"})
 PULL_NO_ACTION: Final = frozenset({"insecure", "username", "password"})
 
@@ -142,13 +142,13 @@ _pull = Schema(PullRequest, PULL_NO_ACTION)
 
 
 def decode_chat(body: bytes) -> tuple[OllamaChatRequest, list[str]]:
-    """The request, and the names of what is ignored. Raises `BadRequest`."""
+    """Decode a chat. Returns it with the names of ignored fields. Raises `BadRequest`."""
     request, unknown = _chat.decode(body)
     return request, unknown + _ignored(request, is_empty=not request.messages)
 
 
 def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
-    """The request, and the names of what is ignored. Raises `BadRequest`."""
+    """Decode a completion. Returns it with the names of ignored fields. Raises `BadRequest`."""
     request, unknown = _generate.decode(body)
     if request.template:
         message = "'template' is not supported: set chat_template of the model in mlxd.toml, or send 'raw': true."
@@ -160,35 +160,35 @@ def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
     if request.raw and request.images:
         raise Unsupported("'images' are not supported with 'raw'.", "images")
     ignored = _ignored(request, is_empty=is_empty(request))
-    if (request.raw or request.suffix) and request.think:  # which a template would be asked for
+    if (request.raw or request.suffix) and request.think:  # no template is applied that could enable thinking
         ignored.append("think")
-    if request.suffix and request.truncate:  # it has no turns that could be left out
+    if request.suffix and request.truncate:  # there are no turns that could be dropped
         ignored.append("truncate")
     return request, unknown + ignored
 
 
 def decode_show(body: bytes) -> tuple[ShowRequest, list[str]]:
-    """The request, and the names of its unknown fields. Raises `BadRequest`."""
+    """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     return _show.decode(body)
 
 
 def decode_pull(body: bytes) -> tuple[PullRequest, list[str]]:
-    """The request, and the names of its unknown fields. Raises `BadRequest`."""
+    """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     return _pull.decode(body)
 
 
 def is_zero(keep_alive: float | str | None) -> bool:
-    """Whether a time to keep a model is none at all."""
+    """Whether a `keep_alive` is zero."""
     return bool(_ZERO.fullmatch(keep_alive.strip())) if isinstance(keep_alive, str) else keep_alive == 0
 
 
 def is_empty(request: GenerateRequest) -> bool:
-    """Whether a completion has nothing to complete, and so is about loading."""
+    """Whether a completion has no prompt, and so loads or unloads its model."""
     return not request.prompt and not request.images and not request.suffix
 
 
 def _ignored(request: GenerationFields, *, is_empty: bool) -> list[str]:
-    """Fields that are not honoured here: times of loading are the server's, and no answer is cut."""
+    """List ignored fields: loading times are configured by the server, and no answer is truncated."""
     _, ignored = read_options(request.options)
     if request.keep_alive is not None and not is_empty:
         ignored.append("keep_alive")

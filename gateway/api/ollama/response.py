@@ -1,4 +1,4 @@
-"""Answers of Ollama's API: each is one line of JSON, and a stream several of them. Durations are in nanoseconds."""
+"""Answers of Ollama's API: one line of JSON each, several lines in a stream. Durations are in nanoseconds."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ DONE_REASONS: Final = {Finish.STOP: "stop", Finish.TOOL_CALLS: "stop", Finish.LE
 
 
 class OllamaFunction(Struct, frozen=True):
-    """A function and its arguments, an object."""
+    """A function with its arguments, which are an object."""
 
     index: int
     name: str
@@ -61,7 +61,7 @@ class ChatLine(OllamaLine, frozen=True, kw_only=True):
 
 
 class GenerateLine(OllamaLine, frozen=True, kw_only=True):
-    """A line of `POST /api/generate`, or its whole answer. `context` holds the conversation, for the next request."""
+    """A line of `POST /api/generate`, or its whole answer. `context` is the conversation, for the next request."""
 
     response: str
     done: bool
@@ -85,12 +85,12 @@ class ErrorLine(Struct, frozen=True):
 
 
 def ollama_body(error: ApiError) -> bytes:
-    """The JSON body of an error answer."""
+    """Return the JSON body of an error answer."""
     return msgspec.json.encode(ErrorLine(error.message))
 
 
 def timestamp(at: datetime | None = None) -> str:
-    """A time as Ollama writes it; without one it is now."""
+    """Format a time as Ollama does; the default is now."""
     return (at or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -99,7 +99,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def arguments_of(text: str) -> Mapping[str, Any] | None:
-    """A call's arguments; None where they are no object, because the answer was cut off amid them."""
+    """Decode a call's arguments; None if they are incomplete because the answer was cut off."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except msgspec.DecodeError:

@@ -12,7 +12,7 @@ from gateway.services import Services
 
 
 class ChatCompletions:
-    """An ASGI endpoint."""
+    """ASGI endpoint of chat completions, streamed or whole."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -33,7 +33,7 @@ class ChatCompletions:
             choices,
             choices,
             is_legacy=bool(request.functions),
-            tells_ids=bool(request.return_token_ids),
+            sends_ids=bool(request.return_token_ids),
         )
         job = serve.PreparedRequest(services, record, model, generates)
         if request.stream:

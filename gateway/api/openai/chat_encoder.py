@@ -1,4 +1,4 @@
-"""Canonical events as OpenAI chat chunks, and folded into one chat completion."""
+"""OpenAI chat completions: the canonical events encoded as chunks, or folded into one answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,15 +26,15 @@ from protocol.messages import Delta, DeltaKind, Finish, ToolCallDelta
 
 
 class ChatStream(ChoiceStream[ChatChunkChoice]):
-    """One chunk for each thing that happens."""
+    """Encoder of a chat stream, with one chunk for each event."""
 
     def __init__(self, heading: Heading, include_usage: bool) -> None:
         super().__init__(heading, include_usage, ChatChunk, "content")
         # Choices whose first chunk waits for the ids of their prompt.
-        self._unopened = set(range(heading.choices)) if heading.tells_ids else set[int]()
+        self._unopened = set(range(heading.choices)) if heading.sends_ids else set[int]()
 
     def begin(self, prompt_tokens: int) -> bytes:
-        if self._heading.tells_ids:
+        if self._heading.sends_ids:
             return b""
         return b"".join(self._event(_opening(index)) for index in range(self._heading.choices))
 
@@ -51,11 +51,11 @@ class ChatStream(ChoiceStream[ChatChunkChoice]):
     def _blank(self, index: int) -> ChatChunkChoice:
         return ChatChunkChoice(index, ChatDelta(content=""))
 
-    def _said(self, index: int, delta: Delta) -> ChatChunkChoice | None:
+    def _choice_for(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         piece = _piece(delta, self._heading.is_legacy)
         if delta.logprobs is None:
             return None if piece is None else ChatChunkChoice(index, piece)
-        # The text may be held back, or there is none: the log-probabilities are not.
+        # Log-probabilities are sent even while their text is held back or empty.
         return ChatChunkChoice(index, piece or ChatDelta(content=""), ChatLogprobs(chat_logprobs(delta.logprobs)))
 
     def _ended(self, index: int, finish: Finish) -> ChatChunkChoice:
@@ -67,7 +67,7 @@ def _reason(finish: Finish, heading: Heading) -> str:
 
 
 def _piece(delta: Delta, is_legacy: bool) -> ChatDelta | None:
-    """Message fields of a delta; None for a delta that is not sent to clients."""
+    """Return the message fields of a delta; None for a delta that is not sent to clients."""
     match delta.kind:
         case DeltaKind.TEXT:
             return ChatDelta(content=delta.text) if delta.text else None
@@ -75,7 +75,7 @@ def _piece(delta: Delta, is_legacy: bool) -> ChatDelta | None:
             return ChatDelta(reasoning_content=delta.text, reasoning=delta.text) if delta.text else None
         case DeltaKind.TOOL_BEGIN:
             tool = _tool(delta)
-            # The name goes out once: clients concatenate what they get.
+            # The name is sent once, because clients concatenate the pieces.
             function = FunctionBody(name=tool.name, arguments="")
             if is_legacy:
                 return ChatDelta(function_call=function)
@@ -96,9 +96,6 @@ def _tool(delta: Delta) -> ToolCallDelta:
     return delta.tool
 
 
-# -- one answer ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Call:
     id: str
@@ -115,7 +112,7 @@ class _Partial(Partial):
 
 
 class ChatFold(ChoiceFold[ChatChoice, _Partial]):
-    """A whole chat completion, with the same content as `ChatStream`."""
+    """Fold of a whole chat completion, with the same content as `ChatStream`."""
 
     def __init__(self, heading: Heading) -> None:
         super().__init__(heading, ChatCompletion, _Partial)

@@ -1,4 +1,4 @@
-"""Numbered choices of chat completions and completions, streamed side by side or folded into one."""
+"""Numbered choices of chat and text completions, streamed in parallel or folded into one answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,22 +14,22 @@ from gateway.api.openai.response import TokenIds, UsageBody, sum_usage
 from gateway.errors import ApiError, openai_body
 from protocol.messages import Delta, DeltaKind, Finish, Usage
 
-# A choice as it is written.
+# `C` is a choice as it is encoded.
 C = TypeVar("C", bound=Struct)
-# One that is not whole yet.
+# `P` is a choice that is still incomplete.
 P = TypeVar("P", bound="Partial")
 
 DONE: Final = b"data: [DONE]\n\n"
 
 encode: Final = msgspec.json.Encoder().encode
-# Looking up a member of an enum takes as long as encoding a word.
+# Looking up an enum's member takes as long as encoding a word.
 _TEXT: Final = DeltaKind.TEXT
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Fields common to every chunk and the whole answer. `is_legacy`: calls have the shape from before tools.
-    `tells_ids`: ids of the prompt and of the output stand beside the text."""
+    """Fields common to every chunk and the whole answer. `is_legacy`: calls have the shape that preceded tools.
+    `sends_ids`: token ids of the prompt and of the output are included."""
 
     id: str
     created: int
@@ -37,25 +37,25 @@ class Heading:
     choices: int
     choices_per_prompt: int = 1
     is_legacy: bool = False
-    tells_ids: bool = False
+    sends_ids: bool = False
 
 
 @dataclass(slots=True)
 class Partial:
-    """One choice so far. Owned by its fold."""
+    """One incomplete choice. Owned by its fold."""
 
     finish: Finish = Finish.STOP
     usage: Usage | None = None
     token_ids: list[int] = field(default_factory=list[int])
-    # Of its prompt: ids, and log-probabilities as JSON.
+    # Ids of its prompt, and the prompt's log-probabilities as JSON.
     prompt_ids: tuple[int, ...] = ()
     prompt_logprobs: list[bytes] = field(default_factory=list[bytes])
 
 
 class ChoiceStream(ABC, Generic[C]):
-    """A `StreamEncoder`. The common chunk, a piece of text, is a prebuilt prefix and suffix around the encoded text.
+    """`StreamEncoder` of choices. The common chunk, a piece of text, is a prebuilt prefix and suffix around the text.
 
-    `shape` makes a chunk of id, time, model, choices and usage; `key` is the field of a choice that holds its text.
+    `shape` makes a chunk of id, time, model, choices and usage; `key` is the choice's field that holds its text.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class ChoiceStream(ABC, Generic[C]):
         self._include_usage = include_usage
         self._shape = shape
         self._key = f'"{key}":""'.encode()
-        self._tells_ids = heading.tells_ids
+        self._tells_ids = heading.sends_ids
         self._usages: dict[int, Usage] = {}
         self._choices: dict[int, int] = {}
-        # rid -> the bytes before a piece of text; the bytes after it are the same for all.
+        # Each rid maps to the bytes before its text; the bytes after it are the same for all.
         self._before: dict[int, bytes] = {}
         self._after = b""
 
     def bind(self, rids: Sequence[int]) -> None:
         self._choices = {rid: index for index, rid in enumerate(rids)}
         for rid, index in self._choices.items():
-            # Quotes inside a string are escaped, so this can only be the key itself.
+            # Quotes inside a string are escaped, so only the key itself can match.
             head, key, self._after = self._event(self._blank(index)).partition(self._key)
             self._before[rid] = head + key[:-2]
 
@@ -104,25 +104,25 @@ class ChoiceStream(ABC, Generic[C]):
 
     @abstractmethod
     def _blank(self, index: int) -> C:
-        """A choice that says an empty text."""
+        """Make a choice with an empty text."""
 
     @abstractmethod
-    def _said(self, index: int, delta: Delta) -> C | None:
-        """The chunk's choice for a delta; None for a delta that is not sent to clients."""
+    def _choice_for(self, index: int, delta: Delta) -> C | None:
+        """Make the choice of a delta's chunk; None for a delta that is not sent to clients."""
 
     @abstractmethod
     def _ended(self, index: int, finish: Finish) -> C:
-        """The last of a choice: why it ended."""
+        """Make the last choice, with the reason for its end."""
 
     @abstractmethod
     def _opened(self, index: int, ids: Sequence[int]) -> bytes:
-        """The first chunk of a choice whose prompt's ids are told."""
+        """Encode the first chunk of a choice, with its prompt's ids."""
 
     def _encode_any(self, delta: Delta) -> bytes:
         index = self._choices[delta.rid]
         if delta.prompt is not None:
             return self._opened(index, delta.prompt.ids)
-        choice = self._said(index, delta)
+        choice = self._choice_for(index, delta)
         if self._tells_ids:
             choice = self._with_ids(index, choice, delta.token_ids)
         events = b"" if choice is None else self._event(choice)
@@ -134,7 +134,7 @@ class ChoiceStream(ABC, Generic[C]):
         return events
 
     def _with_ids(self, index: int, choice: C | None, ids: Sequence[int]) -> C | None:
-        """A choice with its ids, which are sent even where the text is held back."""
+        """Add ids to a choice, even if its text is held back."""
         if choice is None and not ids:
             return None
         return replace(self._blank(index) if choice is None else choice, token_ids=ids)
@@ -149,12 +149,12 @@ class ChoiceStream(ABC, Generic[C]):
 
 
 def event(chunk: Struct) -> bytes:
-    """A chunk as a server-sent event."""
+    """Encode a chunk as a server-sent event."""
     return b"data: " + encode(chunk) + b"\n\n"
 
 
 class ChoiceFold(ABC, Generic[C, P]):
-    """A `Fold`: what the stream would have sent, in one piece."""
+    """`Fold` of choices: the content of a stream as one answer."""
 
     def __init__(
         self,
@@ -187,33 +187,35 @@ class ChoiceFold(ABC, Generic[C, P]):
 
     def result(self) -> bytes:
         heading = self._heading
-        self._prompts = [self._told(each) for each in list(self._choices.values())[:: heading.choices_per_prompt]]
+        self._prompts = [
+            self._prompt_fields(each) for each in list(self._choices.values())[:: heading.choices_per_prompt]
+        ]
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices.values())]
         usages = [choice.usage for choice in self._choices.values() if choice.usage is not None]
         usage = sum_usage(usages, heading.choices_per_prompt)
         return encode(self._answer(self._shape(heading.id, heading.created, heading.model, choices, usage)))
 
     def _answer(self, answer: Struct) -> Struct:
-        """The answer with all that is told of the prompt beside its choices."""
+        """Add the prompt's fields to the answer, where chat completions have them."""
         return answer
 
     def _ids_of(self, choice: P) -> TokenIds:
-        """The ids of a choice, if they are told."""
-        return choice.token_ids if self._heading.tells_ids else UNSET
+        """Return the output ids of a choice, if they were requested."""
+        return choice.token_ids if self._heading.sends_ids else UNSET
 
     def _prompt_of(self, index: int) -> tuple[Raw | UnsetType, TokenIds]:
-        """Log-probabilities and ids of a choice's prompt, as far as they are told: with the first of its choices."""
+        """Return the requested log-probabilities and ids of a choice's prompt, kept with its first choice."""
         return self._prompts[index // self._heading.choices_per_prompt]
 
-    def _told(self, first: P) -> tuple[Raw | UnsetType, TokenIds]:
+    def _prompt_fields(self, first: P) -> tuple[Raw | UnsetType, TokenIds]:
         logprobs = whole(first.prompt_logprobs) if first.prompt_logprobs else UNSET
         first.prompt_logprobs.clear()
-        return logprobs, first.prompt_ids if self._heading.tells_ids else UNSET
+        return logprobs, first.prompt_ids if self._heading.sends_ids else UNSET
 
     @abstractmethod
     def _take(self, choice: P, delta: Delta) -> None:
-        """Add what a delta says to its choice."""
+        """Add a delta to its choice."""
 
     @abstractmethod
     def _whole(self, index: int, choice: P) -> C:
-        """A choice with all that was said."""
+        """Make the complete choice."""

@@ -12,7 +12,7 @@ from gateway.services import Services
 
 
 class Completions:
-    """An ASGI endpoint."""
+    """ASGI endpoint of text completions, streamed or whole."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -32,7 +32,7 @@ class Completions:
             model.full_name,
             len(generates),
             request.n or 1,
-            tells_ids=bool(request.return_token_ids),
+            sends_ids=bool(request.return_token_ids),
         )
         job = serve.PreparedRequest(services, record, model, generates, repeats=request.n or 1)
         if request.stream:

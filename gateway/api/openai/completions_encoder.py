@@ -1,4 +1,4 @@
-"""Canonical events as OpenAI text completion chunks, and folded into one completion."""
+"""OpenAI text completions: the canonical events encoded as chunks, or folded into one answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from protocol.messages import Delta, Finish
 
 
 class TextStream(ChoiceStream[TextChoice]):
-    """Whatever kind a delta is of, a completion shows its text."""
+    """Encoder of a completion stream, which shows the text of deltas of every kind."""
 
     def __init__(self, heading: Heading, include_usage: bool) -> None:
         super().__init__(heading, include_usage, TextCompletion, "text")
@@ -30,7 +30,7 @@ class TextStream(ChoiceStream[TextChoice]):
     def _blank(self, index: int) -> TextChoice:
         return TextChoice(index, "")
 
-    def _said(self, index: int, delta: Delta) -> TextChoice | None:
+    def _choice_for(self, index: int, delta: Delta) -> TextChoice | None:
         if delta.logprobs is None:
             return TextChoice(index, delta.text) if delta.text else None
         builder = self._builders.setdefault(index, TextLogprobsBuilder())
@@ -50,7 +50,7 @@ class _Partial(Partial):
 
 
 class TextFold(ChoiceFold[TextChoice, _Partial]):
-    """A whole text completion, with the same content as `TextStream`."""
+    """Fold of a whole text completion, with the same content as `TextStream`."""
 
     def __init__(self, heading: Heading) -> None:
         super().__init__(heading, TextCompletion, _Partial)
@@ -68,5 +68,5 @@ class TextFold(ChoiceFold[TextChoice, _Partial]):
 
 
 def _reason(finish: Finish) -> str:
-    # Completions know no tools.
+    # Text completions have no tools.
     return "stop" if finish is Finish.TOOL_CALLS else finish_reason(finish)

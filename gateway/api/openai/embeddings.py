@@ -18,12 +18,12 @@ from gateway.services import Services
 from protocol.kinds import EMBED
 from protocol.messages import EmbedPrompt, Generate, Sampling
 
-# As OpenAI has it; PROMPTS of the completions allows fewer.
+# OpenAI allows this many inputs; completions (PROMPTS) allow fewer.
 INPUTS_MAX: Final = 2048
 _INPUTS: Final = PROMPTS | {"maxItems": INPUTS_MAX}
 _QUERY: Final = ("query", "search_query")
 _DOCUMENT: Final = ("document", "passage", "search_document")
-# What an input is for does not change an embedding, but where the model has prompts for it.
+# These types change an embedding only if the model has prompts for them.
 _OTHERS: Final = ("classification", "clustering")
 Truncate = Annotated[int, Meta(ge=-1, le=1 << 31)]
 
@@ -35,16 +35,16 @@ class EmbeddingsRequest(Struct, frozen=True, kw_only=True):
     input: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(_INPUTS)]
     encoding_format: Annotated[str, words("float", "base64")] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    # By which one of the model's prompts is put before each text; as others spell them.
+    # Selects one of the model's prompts that precedes each text; the values are those of other servers.
     input_type: Annotated[str, known(*_QUERY, *_DOCUMENT, *_OTHERS)] | None = None
     prompt_name: Annotated[str, Meta(max_length=256)] | None = None
-    # As vLLM has it: longer inputs are cut, with -1 to what the model takes.
+    # vLLM's field: longer inputs are truncated, with -1 to the model's limit.
     truncate_prompt_tokens: Truncate | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
 
 
 class Embedding(Struct, frozen=True):
-    """`embedding` is a list of numbers, or little-endian float32 in base64."""
+    """One vector. `embedding` is a list of numbers, or little-endian float32 in base64."""
 
     index: int
     embedding: list[float] | str
@@ -63,7 +63,7 @@ class EmbeddingList(Struct, frozen=True):
     object: str = "list"
 
 
-# Of llama.cpp, TEI, Jina, Voyage and vLLM, which would be other vectors.
+# llama.cpp, TEI, Jina, Voyage and vLLM have these fields, which would give other vectors.
 _REFUSED: Final = {
     "normalize": RefusedField("vectors are as the model's files say", (True,)),
     "embd_normalize": RefusedField("vectors are as the model's files say", (2,)),
@@ -80,7 +80,7 @@ _schema = Schema(EmbeddingsRequest, NO_ACTION, "input", refused=_REFUSED)
 
 
 def decode_embeddings(body: bytes) -> tuple[EmbeddingsRequest, list[str]]:
-    """The request, and the names of its unknown fields. Raises `BadRequest`."""
+    """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     request, unknown = _schema.decode(body)
     if request.encoding_format not in (None, "float", "base64"):
         message = f"Invalid value for 'encoding_format': {request.encoding_format[:40]!r} is none of float, base64."
@@ -93,7 +93,7 @@ def decode_embeddings(body: bytes) -> tuple[EmbeddingsRequest, list[str]]:
 
 
 def inputs_of(request: EmbeddingsRequest) -> tuple[str | tuple[int, ...], ...]:
-    """The inputs, each as text or token ids. Raises `BadRequest`."""
+    """Return the inputs, each as text or token ids. Raises `BadRequest`."""
     given = request.input
     if isinstance(given, str):
         given = [given]
@@ -112,7 +112,7 @@ def inputs_of(request: EmbeddingsRequest) -> tuple[str | tuple[int, ...], ...]:
 def lower_embeddings(
     request: EmbeddingsRequest, inputs: tuple[str | tuple[int, ...], ...], rid: int, deadline_ms: int
 ) -> Generate:
-    """The message that asks a worker for the vectors of `inputs`."""
+    """Make the worker's message for the vectors of `inputs`."""
     prompt = EmbedPrompt(
         inputs,
         prompt_name=request.prompt_name or "",
@@ -133,7 +133,7 @@ def lower_embeddings(
 
 
 class Embeddings:
-    """An ASGI endpoint."""
+    """ASGI endpoint of embeddings."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -153,7 +153,7 @@ class Embeddings:
 
 
 def _render(vectors: Vectors, model: str, is_base64: bool) -> bytes:
-    """An `EmbeddingList`, vector by vector: all numbers at once would take ten times the memory."""
+    """Encode an `EmbeddingList` vector by vector, since all numbers at once would take ten times the memory."""
     usage = EmbeddingUsage(vectors.prompt_tokens, vectors.prompt_tokens)
     empty = msgspec.json.encode(EmbeddingList([], model, usage))
     before, _, after = empty.partition(b"[]")

@@ -1,4 +1,4 @@
-"""From a request body to `protocol.Generate`: the one place where OpenAI's words become the engine's."""
+"""Lowering of OpenAI's request bodies to `protocol.Generate`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -22,13 +22,13 @@ from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
 from protocol.messages import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, TokensPrompt
 
-# What the worker itself passes to the template, and what would change how it is called.
+# The worker itself sets these arguments of the template, or they would change how it is called.
 RESERVED_KWARGS: Final = frozenset(
     {
         "messages",
         "conversation",
         "conversations",
-        # The receiver of the template's own methods.
+        # `self` is the receiver of the template's own methods.
         "self",
         "tools",
         "documents",
@@ -45,9 +45,9 @@ RESERVED_KWARGS: Final = frozenset(
         "tokenizer_kwargs",
     }
 )
-# Each choice is sent all of them.
+# All biases are sent with each choice.
 BIAS_MAX: Final = 16_384
-# Each is encoded by the worker.
+# The worker encodes each of these texts.
 BIAS_TEXTS_MAX: Final = 256
 BIAS_TEXT_CHARS_MAX: Final = 16_384
 _Biases = tuple[dict[int, float], tuple[tuple[str, float], ...]]
@@ -58,7 +58,7 @@ _MASK64: Final = (1 << 64) - 1
 def lower_chat(
     request: ChatCompletionRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> list[Generate]:
-    """One `Generate` per choice. Raises `BadRequest`."""
+    """Make one `Generate` per choice. Raises `BadRequest`."""
     messages = turns(request.messages, media_options(request))
     continues = bool(request.continue_final_message or request.messages[-1].prefix)
     if request.add_generation_prompt is not None and request.add_generation_prompt is continues:
@@ -92,7 +92,7 @@ def lower_chat(
 def lower_completion(
     request: CompletionRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> list[Generate]:
-    """One `Generate` per prompt and choice, the choices of a prompt side by side. Raises `BadRequest`."""
+    """Make one `Generate` per prompt and choice, with a prompt's choices in a row. Raises `BadRequest`."""
     echo = bool(request.echo)
     max_tokens, is_silent = request.token_limit, request.max_tokens is None and request.n_predict is None
     if max_tokens == 0 and not echo:
@@ -103,7 +103,7 @@ def lower_completion(
         _prompts(request.prompt, request.suffix, adds_special=request.add_special_tokens is not False),
         next_rid,
         seed,
-        # OpenAI's completions default.
+        # 16 is OpenAI's default for completions.
         max_tokens=16 if is_silent and model.sampling.max_tokens is None else max_tokens,
         top_logprobs=request.logprobs,
         echo=echo,
@@ -121,14 +121,14 @@ def lower_texts(
     max_tokens: int | None,
     deadline_ms: int = 0,
 ) -> list[Generate]:
-    """One `Generate` per prompt and choice, for endpoints that have OpenAI's sampling fields. Raises `BadRequest`."""
+    """Make one `Generate` per prompt and choice, for other endpoints with sampling fields. Raises `BadRequest`."""
     return _generates(
         request, model, prompts, next_rid, seed, max_tokens=max_tokens, top_logprobs=None, deadline_ms=deadline_ms
     )
 
 
 def derive_seed(seed: int, choice: int) -> int:
-    """The seed of one choice, from the request's: the request's own for the first (splitmix64 for the others)."""
+    """Derive the seed of a choice: the request's own for the first, splitmix64 of it for the others."""
     if choice == 0:
         return seed & _MASK63
     z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK64
@@ -160,7 +160,7 @@ def _generates(
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     bias = _biases(request.logit_bias or {})
     truncate = (about.truncate_prompt_tokens or 0) if about is not None else 0
-    tells_ids = about is not None and bool(about.return_token_ids)
+    sends_ids = about is not None and bool(about.return_token_ids)
     scored = about.scored if about is not None else None
     return [
         Generate(
@@ -184,8 +184,8 @@ def _generates(
             shows_special=request.skip_special_tokens is False,
             truncate=truncate,
             cuts_tokens=bool(truncate) and isinstance(prompts[index // choices], ChatPrompt),
-            # Choices of one prompt are told of it once, but each in a stream.
-            prompt_ids=tells_ids and (bool(request.stream) or index % choices == 0),
+            # A whole answer has the prompt's ids once per prompt, a stream once per choice.
+            prompt_ids=sends_ids and (bool(request.stream) or index % choices == 0),
             prompt_logprobs=scored if index % choices == 0 else None,
         )
         for index in range(len(prompts) * choices)
@@ -215,26 +215,26 @@ def _sampling(request: SamplingFields, model: SamplingDefaults, bias: _Biases, s
 
 
 def _sooner(deadline_ms: int, timeout_s: float | None) -> int:
-    """The server's limit or the request's own, whichever ends first; 0 is none."""
+    """Return the server's deadline or the request's own, whichever is earlier; 0 is none."""
     asked_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
     return min(deadline_ms, asked_ms) if deadline_ms and asked_ms else deadline_ms or asked_ms
 
 
 def first(asked: float | None, configured: float | None, default: float) -> Any:
-    """The value that a request asks for, else the configured one, else the API's."""
+    """Return the requested value, else the configured one, else the API's default."""
     if asked is not None:
         return asked
     return default if configured is None else configured
 
 
 def _biases(given: Mapping[str, float] | Sequence[tuple[int | str, float]]) -> _Biases:
-    """Biases by id, and those of texts. Raises `BadRequest`."""
+    """Return biases by token id, and biases of texts. Raises `BadRequest`."""
     ids: dict[int, float] = {}
     texts: list[tuple[str, float]] = []
     if len(given) > BIAS_MAX:
         raise BadRequest(f"'logit_bias' has {len(given)} entries; at most {BIAS_MAX} are taken.", "logit_bias")
     for key, value in given.items() if isinstance(given, Mapping) else given:
-        # int() alone would take "+1", " 1" and "1_0". In a list a number that is text is text.
+        # int() alone would accept "+1", " 1" and "1_0". A text in a list is always text, even if it is a number.
         if isinstance(key, int) or (isinstance(given, Mapping) and key.isascii() and key.isdigit() and len(key) <= 10):
             ids[int(key)] = value
         elif not key or (isinstance(given, Mapping) and key.lstrip("+-").isdigit()):
@@ -246,9 +246,6 @@ def _biases(given: Mapping[str, float] | Sequence[tuple[int | str, float]]) -> _
         message = f"'logit_bias' names more than {BIAS_TEXTS_MAX} texts, or longer ones: send token ids."
         raise BadRequest(message, "logit_bias", "invalid_value")
     return ids, tuple(texts)
-
-
-# -- prompts ---------------------------------------------------------------------------------------------------------
 
 
 def _prompts(raw: str | list[Any], suffix: str | None, *, adds_special: bool) -> list[Prompt]:
@@ -284,7 +281,7 @@ def _text_prompt(text: str, param: str, infill: Infill | None, adds_special: boo
 
 
 def template_kwargs(asked: dict[str, Any] | None) -> dict[str, Any]:
-    """Arguments of the chat template besides the conversation. Raises `BadRequest`."""
+    """Return arguments of the chat template besides the conversation. Raises `BadRequest`."""
     kwargs = dict(asked or {})
     if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
         raise BadRequest(f"'chat_template_kwargs' must not set {reserved[0]!r}.", "chat_template_kwargs")

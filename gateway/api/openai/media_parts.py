@@ -1,4 +1,4 @@
-"""Parts of a message that hold an image, a video or audio, in OpenAI's words and in those of other servers."""
+"""Message parts that hold an image, a video or audio, as OpenAI and other servers spell them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from gateway.api.openai.request import AudioData, ChatCompletionRequest, MediaLi
 from gateway.errors import BadRequest
 from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, merged
 
-# The kind of each type of part, and the fields in which clients put its URL: the first is the usual one.
+# Each type of part has its kind of medium, and the fields that may hold its URL, the usual one first.
 MEDIA_PARTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "image_url": (IMAGE, ("image_url",)),
     "input_image": (IMAGE, ("image_url", "image")),
@@ -25,7 +25,7 @@ Options = dict[str, int | float]
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """Options that a request sets for all its media of a kind."""
+    """Options of a request for all its media of a kind."""
 
     image: Options = field(default_factory=dict[str, int | float])
     video: Options = field(default_factory=dict[str, int | float])
@@ -35,7 +35,7 @@ NO_OPTIONS: Final = MediaOptions()
 
 
 def media_options(request: ChatCompletionRequest) -> MediaOptions:
-    """From `mm_processor_kwargs`, and over it `media_io_kwargs`. Raises `BadRequest`."""
+    """Merge `media_io_kwargs` over `mm_processor_kwargs`. Raises `BadRequest`."""
     processing, reading = request.mm_processor_kwargs, request.media_io_kwargs
     pixels = {} if processing is None else _set(min_pixels=processing.min_pixels, max_pixels=processing.max_pixels)
     if pixels.get("min_pixels", 0) > pixels.get("max_pixels", 1 << 30):
@@ -48,7 +48,7 @@ def media_options(request: ChatCompletionRequest) -> MediaOptions:
 
 
 def media_part(part: MessagePart, where: str, options: MediaOptions) -> dict[str, Any]:
-    """The part of a turn, for a part whose type is one of `MEDIA_PARTS`. Raises `BadRequest`."""
+    """Lower a part whose type is one of `MEDIA_PARTS`. Raises `BadRequest`."""
     kind, fields = MEDIA_PARTS[part.type]
     given = next((value for name in fields if (value := getattr(part, name)) is not None), None)
     if isinstance(given, AudioData):

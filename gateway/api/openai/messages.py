@@ -1,4 +1,4 @@
-"""OpenAI's messages, as every version of the API has spelled them, as the turns that chat templates expect."""
+"""Lowering of OpenAI's messages, in every version's spelling, to the turns that chat templates expect."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from gateway.errors import BadRequest, Unsupported
 
 
 def turns(messages: Sequence[RequestMessage], options: MediaOptions = NO_OPTIONS) -> list[dict[str, Any]]:
-    """A conversation with the name of its call on each result; `options` are of all its media. Raises `BadRequest`."""
+    """Lower a conversation. Each result gets its call's name; `options` are for all media. Raises `BadRequest`."""
     lowered: list[dict[str, Any]] = []
-    # Calls of the time before tools have no ids: each gets one, by which its result finds it.
+    # Legacy function calls have no ids: each gets one, which matches its result.
     legacy: dict[str, str] = {}
     for index, message in enumerate(messages):
         lowered.append(_turn(message, index, legacy, options))
@@ -50,7 +50,7 @@ def _turn(message: RequestMessage, index: int, legacy: dict[str, str], options: 
         raise _missing(f"{where}.content")
     content = _content(message.content, where, options)
     is_user = message.role == "user"
-    # Templates know "system"; "developer" is OpenAI's newer name of the same.
+    # Templates expect "system", which OpenAI now calls "developer".
     turn = canonical.user(content) if is_user else canonical.system(canonical.only_text(content, where))
     return turn if message.name is None else {**turn, "name": message.name}
 
@@ -76,7 +76,7 @@ def _call(spec: CallSpec, where: str) -> Call:
 
 
 def _arguments(function: CalledFunction) -> str:
-    """JSON text, also from clients that send the object itself."""
+    """Return arguments as JSON text, also if a client sends the object itself."""
     given = function.arguments
     return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
 

@@ -1,4 +1,4 @@
-"""The request bodies of OpenAI's chat completions and completions: typed, ranged, and honest about what is unknown."""
+"""Request bodies of OpenAI's chat and text completions, with types, ranges and the fields that are not served."""
 
 from typing import Annotated, Any, ClassVar, Final
 
@@ -39,7 +39,7 @@ StopText = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
 Effort = Annotated[str, Meta(max_length=32), words(*EFFORTS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-# Several texts, the ids of one prompt, or those of several.
+# A prompt may be several texts, the ids of one prompt, or those of several.
 _ID: Final = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
 _IDS: Final = {"type": "array", "items": _ID, "minItems": 1}
 PROMPT_LOGPROBS_MAX: Final = 20
@@ -56,14 +56,14 @@ class StreamOptions(Struct, frozen=True):
 
 
 class MediaLink(Struct, frozen=True):
-    """Location of a medium: a data URI, or a URL where these are fetched. `detail` is of images."""
+    """Location of a medium: a data URI, or a URL if URLs are fetched. `detail` applies to images."""
 
     url: Annotated[str, shape(TEXT)]
     detail: Annotated[str, words(*DETAILS)] | None = None
 
 
 class AudioData(Struct, frozen=True):
-    """Audio in base64. Its format is found by its bytes."""
+    """Audio in base64. Its format is detected from its bytes."""
 
     data: Annotated[str, shape(TEXT)]
     format: str = ""
@@ -77,7 +77,7 @@ _LINKED: Final = {"anyOf": [TEXT, {"type": "object", "required": ["url"]}]}
 
 
 class MessagePart(Struct, frozen=True):
-    """One part of a message's content, in OpenAI's words, and those of other servers for images, video and audio."""
+    """One part of a message's content, with OpenAI's fields and those of other servers for images, video and audio."""
 
     hint: ClassVar = {
         "anyOf": [
@@ -105,7 +105,7 @@ class MessagePart(Struct, frozen=True):
 
 
 class VideoReading(Struct, frozen=True, forbid_unknown_fields=True):
-    """Frames to take of a video: how many, or how many a second of it."""
+    """Frames to take from a video, as a number or per second."""
 
     num_frames: Annotated[int, Meta(ge=1, le=2048)] | None = None
     fps: Annotated[float, Meta(gt=0, le=240)] | None = None
@@ -118,7 +118,7 @@ class MediaReading(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Processing(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's `mm_processor_kwargs`: bounds of an image's pixels, and frames a second of a video."""
+    """vLLM's `mm_processor_kwargs`: bounds of an image's pixels, and frames per second of a video."""
 
     min_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
@@ -131,7 +131,7 @@ class CalledFunction(Struct, frozen=True):
 
 
 class CallSpec(Struct, frozen=True):
-    """A call of an earlier turn."""
+    """A call in an earlier turn."""
 
     hint: ClassVar = case(("function",), function={"type": "object"})
 
@@ -181,19 +181,19 @@ class RequestMessage(Struct, frozen=True):
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
     audio: Annotated[Any, UNSERVED] = None
-    # Of the last message, the assistant's: it is continued, as DeepSeek and Mistral say it.
+    # DeepSeek's and Mistral's field: the last message, which must be the assistant's, is continued.
     prefix: bool | None = None
 
 
 class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     """Sampling fields of both bodies."""
 
-    # Empty is `[server] default`, as on all routes.
+    # An empty name is `[server] default`, as on all routes.
     model: str = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
-    # llama.cpp's; -1 is no limit.
+    # llama.cpp's field; -1 is no limit.
     n_predict: Annotated[int, Meta(ge=-1, le=1 << 40)] | None = None
     n: Choices | None = None
     seed: Seed | None = None
@@ -205,46 +205,47 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    # The same, as llama.cpp and LM Studio spell it.
+    # llama.cpp's and LM Studio's name for the repetition penalty.
     repeat_penalty: RepetitionPenalty | None = None
-    # By id, in OpenAI's words; or texts, each of whose tokens gets it, in llama.cpp's.
+    # OpenAI's form maps token ids; llama.cpp's also has texts, whose tokens all get the bias.
     logit_bias: dict[str, Bias] | list[tuple[TokenId | BiasText, Bias]] | None = None
     ignore_eos: bool | None = None
-    # Ours and vLLM's: lower runs first; seconds until the request is given up; whom to share cached prefixes with.
+    # mlxd's and vLLM's fields: a lower priority runs first; the timeout is in seconds; the salt separates cached
+    # prefixes.
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=7 * 86400)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    # Ours: whether next tokens are drafted, and at most how many at a time.
+    # mlxd's field: whether tokens are drafted, and the maximum number of a draft.
     speculate: Speculate | None = None
-    # Ours: whether of a long prompt only what matters most is run, and how much of it.
+    # mlxd's field: whether a long prompt is prefilled sparsely, and how much of it is kept.
     sparse_prefill: SparsePrefill | None = None
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of an answer; None where the request has no limit."""
+        """Maximum tokens of an answer; None if the request has no limit."""
         if self.max_tokens is not None or self.n_predict is None:
             return self.max_tokens
         return self.n_predict if self.n_predict >= 0 else None
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk that tells its cost."""
+        """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class PromptFields(SamplingFields, frozen=True, kw_only=True):
     """vLLM's fields of both bodies about the tokens of the prompt."""
 
-    # The last tokens of a prompt that are kept, -1 for as many as fit.
+    # The number of last tokens of a prompt that are kept; -1 keeps as many as fit.
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
-    # Likeliest tokens to tell at each position of the prompt, beside its own.
+    # The number of likeliest tokens to return at each position of the prompt, in addition to its own token.
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=1 << 31), shape(PROMPT_LOGPROBS)] | None = None
-    # The ids of the prompt and of the output beside the text.
+    # Whether token ids of the prompt and of the output are returned.
     return_token_ids: bool | None = None
 
     @property
     def scored(self) -> int | None:
-        """Likeliest tokens of each position of the prompt to find; None where nothing is told of it."""
+        """Number of likeliest tokens per position of the prompt; None if no log-probabilities of it are returned."""
         return None if self.stream else self.prompt_logprobs
 
 
@@ -256,14 +257,14 @@ class PredictedPart(Struct, frozen=True):
 
 
 class Prediction(Struct, frozen=True):
-    """Text that the client expects much of the answer to be. It changes the time, never a token."""
+    """Text that the client expects in much of the answer. It changes the time, never a token."""
 
     type: Annotated[str, words("content")]
     content: str | list[PredictedPart]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -275,27 +276,27 @@ class ChatCompletionRequest(PromptFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: Effort | None = None
-    # As vLLM and SGLang spell them.
+    # vLLM's and SGLang's fields for templates and thinking.
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     continue_final_message: bool | None = None
-    # vLLM's; false is the same as continuing the final message, and only together with it.
+    # vLLM's field: false means the same as continuing the final message, and is accepted only together with it.
     add_generation_prompt: bool | None = None
-    # Others' spellings of the same; `thinking` puts them in order.
+    # Other servers' fields for thinking, which `thinking` puts in order.
     reasoning: ReasoningSpec | None = None
     thinking: AnthropicThinking | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Annotated[Any, shape(TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
-    # Tools as they once were.
+    # OpenAI's fields that preceded tools.
     functions: list[FunctionSpec] | None = None
     function_call: Annotated[Any, shape(FUNCTION_CALL)] = None
-    # Of images and video, as vLLM spells them.
+    # vLLM's fields for images and video.
     media_io_kwargs: MediaReading | None = None
     mm_processor_kwargs: Processing | None = None
     prediction: Prediction | None = None
-    # Known, not served yet.
+    # These fields are known but not served.
     modalities: list[Annotated[str, words("text")]] | None = None
     audio: Annotated[Any, UNSERVED] = None
     web_search_options: Annotated[Any, UNSERVED] = None
@@ -307,11 +308,11 @@ class CompletionRequest(PromptFields, frozen=True, kw_only=True):
     prompt: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(PROMPTS)]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
-    # The text behind what is to be filled in, for models that were trained for it.
+    # The text after the gap to be filled in, for models that were trained for it.
     suffix: str | None = None
-    # vLLM's: false leaves out those that the tokenizer puts around a text.
+    # vLLM's field: false omits the tokens that the tokenizer puts around a text.
     add_special_tokens: bool | None = None
-    # Known, not served yet.
+    # This field is known but only served for one choice.
     best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
 
     @property
@@ -321,7 +322,7 @@ class CompletionRequest(PromptFields, frozen=True, kw_only=True):
         return (1 if is_one else len(self.prompt)) * (self.n or 1)
 
 
-# Accepted because they ask for nothing that a local server does, whatever their value.
+# These fields are accepted with any value, since they request nothing from a local server.
 NO_ACTION: Final = frozenset(
     {
         "user",
@@ -343,14 +344,14 @@ _completion = Schema(CompletionRequest, NO_ACTION, refused=REFUSED_FIELDS)
 
 
 def decode_chat(body: bytes) -> tuple[ChatCompletionRequest, list[str]]:
-    """The request, and the names of its unknown fields. Raises `BadRequest`."""
+    """Decode a chat request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     request, unknown = _chat.decode(body)
     _refuse_unserved_chat(request)
     return request, unknown + _ignored(request)
 
 
 def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
-    """The request, and the names of its unknown fields. Raises `BadRequest`."""
+    """Decode a completion request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     request, unknown = _completion.decode(body)
     if request.suffix and request.echo:
         raise Unsupported("'echo' together with 'suffix' is not supported.", "echo")
@@ -366,7 +367,7 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
 
 
 def _ignored(request: PromptFields) -> list[str]:
-    """Known fields that do nothing here. Raises `BadRequest` as vLLM does, and at the limit that it has by default."""
+    """List known fields that have no effect. Raises `BadRequest` as vLLM does, at its default limit."""
     asked = request.prompt_logprobs
     if asked is None:
         return []
@@ -387,6 +388,6 @@ def _refuse_unserved_chat(request: ChatCompletionRequest) -> None:
     if request.prediction is not None and request.prediction.type != "content":
         raise Unsupported("Only predictions of the type 'content' are supported.", "prediction.type")
     for name in ("audio", "web_search_options"):
-        # An empty object asks for it too.
+        # Even an empty object requests the feature.
         if getattr(request, name) is not None:
             raise Unsupported(f"'{name}' is not supported.", name)

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's chat completions and completions. A struct's tag is its first field on the wire."""
+"""Answers of OpenAI's chat and text completions. A struct's tag is its first field on the wire."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,12 @@ from protocol.messages import Finish, TokenLogprob, Usage
 
 _encode: Final = msgspec.json.Encoder().encode
 
-# vLLM's, of answers whose request asks for ids.
+# vLLM's field, in answers whose request asks for ids.
 TokenIds = Sequence[int] | UnsetType
 
 
 class PromptTokens(Struct, frozen=True, omit_defaults=True):
-    """Parts of a prompt's tokens; those of media are told where there are any, and those that a sparse prefill kept."""
+    """Parts of a prompt's tokens: cached ones, those of media if any, and those that a sparse prefill kept."""
 
     cached_tokens: int
     image_tokens: int = 0
@@ -27,7 +27,7 @@ class PromptTokens(Struct, frozen=True, omit_defaults=True):
 
 
 class CompletionTokens(Struct, frozen=True, omit_defaults=True):
-    """Parts of an answer's tokens, and tokens of the request's prediction that were right or wrong, if it had one."""
+    """Parts of an answer's tokens, and accepted and rejected tokens of the request's prediction, if it had one."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int = 0
@@ -66,15 +66,12 @@ class FunctionBody(Struct, frozen=True, omit_defaults=True):
 
 
 class ToolCall(Struct, frozen=True, omit_defaults=True):
-    """A whole call in a message, or a piece of one in a chunk; only chunks carry `index`."""
+    """A whole call in a message, or a piece of one in a chunk; only chunks have `index`."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
     function: FunctionBody | UnsetType = UNSET
-
-
-# -- chat ------------------------------------------------------------------------------------------------------------
 
 
 class ChatDelta(Struct, frozen=True, omit_defaults=True):
@@ -96,7 +93,7 @@ class ChatChunkChoice(Struct, frozen=True):
 
 
 class ChatChunk(Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
-    """`usage` is there only when the client asked for it: null in every chunk but the last."""
+    """One chunk. `usage` is present only if requested: null in every chunk but the last."""
 
     id: str
     created: int
@@ -133,11 +130,8 @@ class ChatCompletion(Struct, frozen=True, tag_field="object", tag="chat.completi
     prompt_token_ids: TokenIds = UNSET
 
 
-# -- completions -----------------------------------------------------------------------------------------------------
-
-
 class TextLogprobs(Struct, frozen=True):
-    """One entry for each token; the first of a prompt has no log-probabilities."""
+    """Log-probabilities with one entry per token; a prompt's first token has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -165,11 +159,8 @@ class TextCompletion(Struct, frozen=True, tag_field="object", tag="text_completi
     usage: UsageBody | UnsetType | None = UNSET
 
 
-# -- from the wire ---------------------------------------------------------------------------------------------------
-
-
 def finish_reason(finish: Finish) -> str:
-    """OpenAI's word for an end that is not an error."""
+    """Return OpenAI's finish reason of an end without error."""
     match finish:
         case Finish.STOP:
             return "stop"
@@ -182,7 +173,7 @@ def finish_reason(finish: Finish) -> str:
 
 
 def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
-    """The cost of all sequences, in the order of their choices; a prompt with several choices is counted once."""
+    """Sum up usage in the order of choices; a prompt with several choices counts once."""
     prompt = cached = completion = reasoning = image = video = audio = accepted = rejected = kept = 0
     for index, usage in enumerate(usages):
         if index % choices_per_prompt == 0:
@@ -217,7 +208,7 @@ def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[ContentLogprob]:
 
 
 class TextLogprobsBuilder:
-    """The legacy shape, token by token; `text_offset` counts characters of the text so far, tokens cut in bytes too."""
+    """Builder of the legacy shape, token by token; `text_offset` counts characters even if tokens split them."""
 
     def __init__(self) -> None:
         self._offset = 0
@@ -235,7 +226,7 @@ class TextLogprobsBuilder:
                 continue
             body.token_logprobs.append(max(token.logprob, LOGPROB_MIN))
             top = {_token_text(text): max(value, LOGPROB_MIN) for text, value in token.top}
-            # The sampled token is always among them, likely or not.
+            # The sampled token is always included, however unlikely.
             top.setdefault(_token_text(token.token), max(token.logprob, LOGPROB_MIN))
             body.top_logprobs.append(top)
         return body
@@ -247,7 +238,7 @@ class TextLogprobsBuilder:
 
 
 class TextLogprobsParts:
-    """The same of a whole choice, kept as JSON: entries of a long prompt would be many times as large as objects."""
+    """Legacy log-probabilities of a whole choice, kept as JSON, which is much smaller than objects."""
 
     def __init__(self) -> None:
         self._builder = TextLogprobsBuilder()
@@ -262,15 +253,15 @@ class TextLogprobsParts:
             parts.append(_encode(getattr(body, name))[1:-1])
 
     def whole(self) -> TextLogprobs:
-        """All of it, encoded. The last call."""
+        """Return all entries, encoded. Must be the last call."""
         fields = {name: Raw(b"[" + b",".join(parts) + b"]") for name, parts in self._parts.items()}
         self._parts.clear()
-        # What encodes an answer looks at the values themselves; the types are for its schema.
+        # Encoding uses only the values; the declared types are for the schema.
         return TextLogprobs(**cast("dict[str, Any]", fields))
 
 
 def _token_text(token: bytes) -> str:
-    """A token as text; one that is cut inside a character is written as OpenAI does, `bytes:\\xe2\\x9c`."""
+    """Decode a token; one that ends inside a character is written as OpenAI does, `bytes:\\xe2\\x9c`."""
     try:
         return token.decode("utf-8")
     except UnicodeDecodeError:

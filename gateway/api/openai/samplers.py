@@ -1,4 +1,4 @@
-"""Fields beyond OpenAI's that choose tokens, in the words of vLLM, llama.cpp, text-generation-webui and mlx-lm."""
+"""Sampling fields beyond OpenAI's, as vLLM, llama.cpp, text-generation-webui and mlx-lm spell them."""
 
 from typing import Annotated, Any, Final
 
@@ -22,18 +22,18 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 
 
 class SamplerFields(FormatFields, frozen=True, kw_only=True):
-    """Forms, limits of tokens, samplers. Windows are in tokens: -1, and for penalties 0 too, is all of the context."""
+    """Formats, token limits and samplers. Windows are in tokens: -1, and for penalties also 0, is the whole context."""
 
     min_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_LISTED_MAX)] | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[Annotated[Text, shape(TEXT)]], Meta(max_length=_LISTED_MAX)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=_IDS_MAX)] | None = None
-    # One window in the words of llama.cpp and of mlx-lm.
+    # llama.cpp's and mlx-lm's names of the same window.
     repeat_last_n: Window | None = None
     repetition_context_size: Window | None = None
     typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    # Below zero is off, as zero is.
+    # Negative values switch it off, as zero does.
     top_n_sigma: Annotated[float, Meta(ge=-1, le=100)] | None = None
     xtc_probability: Unit | None = None
     xtc_threshold: Unit | None = None
@@ -41,18 +41,18 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
     dry_base: Annotated[float, Meta(ge=1, le=4)] | None = None
     dry_allowed_length: Annotated[int, Meta(ge=0, le=1024)] | None = None
     dry_penalty_last_n: Window | None = None
-    # A list, or the list as JSON text.
+    # The value is a list, or a list as JSON text.
     dry_sequence_breakers: (
         Annotated[list[Text], Meta(max_length=_LISTED_MAX)]
         | Annotated[str, Meta(max_length=_LISTED_MAX * _WORD_CHARS_MAX)]
         | None
     ) = None
-    # False leaves the special tokens of the output in its text.
+    # False keeps special tokens in the text of the output.
     skip_special_tokens: bool | None = None
 
     @property
     def penalty_window(self) -> int | None:
-        """Tokens that penalties look back at: 0 is all of them, and None none at all."""
+        """Number of tokens that penalties look back at: 0 is all, and None is none."""
         window = self.repeat_last_n if self.repeat_last_n is not None else self.repetition_context_size
         if self.repeat_last_n == 0:
             return None
@@ -60,7 +60,7 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
 
 
 def sampler_values(request: SamplerFields) -> dict[str, Any]:
-    """The fields of `protocol.Sampling` that a request sets beyond the usual ones. Raises `BadRequest`."""
+    """Return the fields of `protocol.Sampling` that a request sets beyond the usual ones. Raises `BadRequest`."""
     named = {
         "min_tokens": request.min_tokens,
         "stop_ids": tuple(request.stop_token_ids or ()) or None,

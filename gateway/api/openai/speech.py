@@ -20,7 +20,7 @@ from gateway.services import Services
 from protocol.kinds import AUDIO
 from protocol.messages import Delta, Generate, Sampling, SpeechPrompt, Usage
 
-# Content type of each.
+# Each format has its content type.
 FORMATS: Final = {
     "mp3": b"audio/mpeg",
     "opus": b"audio/ogg",
@@ -30,7 +30,7 @@ FORMATS: Final = {
     "pcm": b"audio/pcm",
 }
 STREAMS: Final = ("audio", "sse")
-# A refusal must be a status: the bytes of a file have no place for it. Nothing else is sent before the first of them.
+# An audio file cannot contain an error, so nothing is sent before its first bytes, and a refusal can be a status.
 _PACE: Final = StreamTiming(hold_s=7 * 86400.0)
 Voice = Annotated[str, Meta(max_length=256)]
 
@@ -40,7 +40,7 @@ class VoiceId(Struct, frozen=True):
 
 
 class SpeechRequest(Struct, frozen=True, kw_only=True):
-    """`POST /v1/audio/speech`. `voice` is one of the model's; empty is its own choice."""
+    """`POST /v1/audio/speech`. `voice` is one of the model's; an empty one is the model's default."""
 
     model: str = ""
     input: Annotated[str, shape(TEXT)]
@@ -54,7 +54,7 @@ class SpeechRequest(Struct, frozen=True, kw_only=True):
 
 
 class SpeechUsage(Struct, frozen=True):
-    """Tokens of the text, and of its speech, twenty a second."""
+    """Tokens of the text, and of its speech at twenty per second."""
 
     input_tokens: int
     output_tokens: int
@@ -75,7 +75,7 @@ _schema = Schema(SpeechRequest, frozenset({"user"}))
 
 
 class SpeechEndpoint:
-    """An ASGI endpoint."""
+    """ASGI endpoint of speech, as a file or as events."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -111,7 +111,7 @@ class SpeechEndpoint:
 
 
 def _checked(request: SpeechRequest, most_chars: int) -> str:
-    """The format of the file. Raises `BadRequest`."""
+    """Return the format of the file. Raises `BadRequest`."""
     if not request.input.strip():
         raise BadRequest("'input' is empty.", "input", "invalid_value")
     if len(request.input) > most_chars:
@@ -128,10 +128,10 @@ def _checked(request: SpeechRequest, most_chars: int) -> str:
 
 
 class SpeechFile:
-    """The bytes of a file as they are made. One that fails is cut off: its client sees that more was to come."""
+    """Encoder of a file's bytes as they are made. A failed file is cut off, so that its client sees it incomplete."""
 
     def bind(self, rids: Sequence[int]) -> None:
-        """One request, one rid."""
+        """Ignore the rid, as a request has only one."""
 
     def begin(self, prompt_tokens: int) -> bytes:
         return b""
@@ -150,13 +150,13 @@ class SpeechFile:
 
 
 class SpeechEvents:
-    """The same bytes as server-sent events."""
+    """Encoder of a file as server-sent events."""
 
     def __init__(self) -> None:
         self._usage: Usage | None = None
 
     def bind(self, rids: Sequence[int]) -> None:
-        """One request, one rid."""
+        """Ignore the rid, as a request has only one."""
 
     def begin(self, prompt_tokens: int) -> bytes:
         return b""

@@ -1,4 +1,4 @@
-"""Tools and the choice among them, in OpenAI's words old and new, as one `ToolPolicy`."""
+"""Lowering of OpenAI's tools and tool choice, in the new and the legacy form, to one `ToolPolicy`."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from gateway.api.common.decode import converted
 from gateway.api.common.doc_hints import NAMED, NULL, TEXT, shape, typed, words
 from gateway.errors import BadRequest, Unsupported
 
-# What a parser takes for a name: more than OpenAI allows, since gateways to other servers put paths into theirs.
+# Parsers accept longer and other names than OpenAI, since gateways to other servers put paths into theirs.
 _NAME: Final = re.compile(r"[\w.\-:/@$]{1,128}")
 
 
@@ -46,7 +46,7 @@ class _ChoiceSpec(Struct, frozen=True):
 
 
 class ToolFields(Protocol):
-    """The fields of a request that are about tools."""
+    """Port to the fields of a request about tools."""
 
     @property
     def tools(self) -> list[ToolSpec] | None: ...
@@ -61,7 +61,7 @@ class ToolFields(Protocol):
 
 
 _MODES: Final = {"auto": ToolMode.AUTO, "none": ToolMode.NONE, "required": ToolMode.REQUIRED, "any": ToolMode.REQUIRED}
-# As the document tells of them.
+# The API document describes `allowed_tools` by this schema.
 _ALLOWED: Final = {
     "type": "object",
     "properties": {"mode": {"enum": list(_MODES)}, "tools": {"type": "array", "items": {"type": "object"}}},
@@ -79,7 +79,7 @@ FUNCTION_CALL: Final = {"anyOf": [{"enum": ["none", "auto"]}, NAMED, NULL]}
 
 
 def lower_tools(request: ToolFields) -> ToolPolicy:
-    """Raises `BadRequest`."""
+    """Lower tools and their choice. Raises `BadRequest`."""
     if request.functions:
         if request.tools:
             raise BadRequest("'functions' and 'tools' exclude each other.", "functions", "invalid_value")
@@ -92,7 +92,7 @@ def lower_tools(request: ToolFields) -> ToolPolicy:
 
 
 def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolPolicy:
-    """The way before tools: one call at most."""
+    """Lower legacy functions, which allow one call at most."""
     tools = tuple(_function(spec, f"functions[{index}]") for index, spec in enumerate(functions))
     if isinstance(call, dict):
         name = converted(call, _Named, "function_call").name
@@ -103,7 +103,7 @@ def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolPolicy:
 
 
 def lower_tool(spec: ToolSpec, where: str) -> FunctionTool:
-    """A function that the model may call. Raises `BadRequest`."""
+    """Lower a function that the model may call. Raises `BadRequest`."""
     if spec.type != "function":
         raise Unsupported(f"Tools of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
     if spec.function is None:
@@ -142,7 +142,7 @@ def _choose(tools: list[FunctionTool], choice: Any, is_parallel: bool) -> ToolPo
 
 
 def _allow(tools: list[FunctionTool], allowed: _Allowed, is_parallel: bool) -> ToolPolicy:
-    """Only these tools are shown."""
+    """Show only the allowed tools to the model."""
     where = "tool_choice.allowed_tools"
     names: set[str] = set()
     for index, raw in enumerate(allowed.tools):

@@ -1,4 +1,4 @@
-"""Transcripts as OpenAI's API writes them: JSON, plain text, subtitles as SRT and WebVTT."""
+"""Transcripts in the forms of OpenAI's API: JSON, plain text, and subtitles as SRT and WebVTT."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from protocol.messages import Delta, Usage
 
 
 class AudioTokens(Struct, frozen=True):
-    """Parts of the tokens of a transcript's input."""
+    """Parts of the tokens of a transcription's input."""
 
     audio_tokens: int
     text_tokens: int = 0
 
 
 class TokenUsage(Struct, frozen=True, tag_field="type", tag="tokens"):
-    """Tokens of a clip, ten a second, and of its transcript."""
+    """Tokens of a clip, at ten per second, and of its transcript."""
 
     input_tokens: int
     input_token_details: AudioTokens
@@ -33,7 +33,7 @@ class DurationUsage(Struct, frozen=True, tag_field="type", tag="duration"):
 
 
 class TranscriptSegment(Struct, frozen=True):
-    """A segment; of `tokens` and the numbers behind it, models other than Whisper tell nothing."""
+    """A segment; `tokens` and the numbers after it are known for Whisper only."""
 
     id: int
     seek: int
@@ -54,9 +54,9 @@ class TranscriptWord(Struct, frozen=True):
 
 
 class Transcription(Struct, frozen=True):
-    """Text and usage for the `response_format` `json`, all of it for `verbose_json`.
+    """Text and usage for the `response_format` `json`, and all fields for `verbose_json`.
 
-    `language` is empty where the model does not tell it.
+    `language` is empty if the model does not report it.
     """
 
     text: str
@@ -69,7 +69,7 @@ class Transcription(Struct, frozen=True):
 
 
 class Transcript:
-    """Transcript so far. Grows with the deltas of one request."""
+    """Transcript so far, which grows with the deltas of one request."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -79,7 +79,7 @@ class Transcript:
         self.usage: Usage | None = None
 
     def add(self, deltas: Sequence[Delta]) -> str:
-        """Take these in; the text that is new."""
+        """Add deltas, and return their text."""
         new = ""
         for delta in deltas:
             new += delta.text
@@ -94,7 +94,7 @@ class Transcript:
         return new
 
     def tokens(self) -> TokenUsage | UnsetType:
-        """Usage by tokens."""
+        """Usage in tokens."""
         usage = self.usage
         if usage is None:
             return UNSET
@@ -108,7 +108,7 @@ class Transcript:
         return self.text.strip().encode() + b"\n"
 
     def verbose(self, task: str, granularities: Sequence[str]) -> bytes:
-        """With segments, words or both."""
+        """Encode with segments, words or both."""
         segments = [
             TranscriptSegment(
                 at,
@@ -138,7 +138,7 @@ class Transcript:
         )
 
     def srt(self) -> bytes:
-        """SubRip, as players read it."""
+        """Encode as SubRip."""
         blocks = [
             f"{at}\n{_time(each.start, ',')} --> {_time(each.end, ',')}\n{_line(each.text, '->')}\n"
             for at, each in enumerate(self.segments, start=1)
@@ -146,7 +146,7 @@ class Transcript:
         return "\n".join(blocks).encode() + b"\n"
 
     def vtt(self) -> bytes:
-        """WebVTT (https://www.w3.org/TR/webvtt1), with its three marks escaped."""
+        """Encode as WebVTT (https://www.w3.org/TR/webvtt1), with its three special characters escaped."""
         blocks = [
             f"{_time(each.start, '.')} --> {_time(each.end, '.')}\n{_line(_escaped(each.text), '')}\n"
             for each in self.segments
@@ -162,7 +162,7 @@ def _time(seconds: float, mark: str) -> str:
 
 
 def _line(text: str, arrow: str) -> str:
-    """One line: an empty one would end the block, and an arrow would be a time."""
+    """Join a text to one line: an empty line would end its block, and an arrow would be read as a time."""
     line = " ".join(text.split())
     return line.replace("-->", arrow) if arrow else line
 

@@ -25,7 +25,7 @@ from protocol.messages import Delta, Generate, Sampling, TranscribePrompt
 
 JSON, PLAIN, SRT, VERBOSE, VTT = "json", "text", "srt", "verbose_json", "vtt"
 FORMATS: Final = (JSON, PLAIN, SRT, VERBOSE, VTT)
-# How a format is told to a client.
+# Each format has its content type.
 _TYPES: Final = {
     JSON: b"application/json",
     VERBOSE: b"application/json",
@@ -35,14 +35,13 @@ _TYPES: Final = {
 }
 FILE: Final = "file"
 GRANULARITIES: Final = ("segment", "word")
-# Of forms, where a list is a name that comes several times.
+# Fields that are lists, which a form spells as a repeated name.
 _LISTS: Final = {
     "timestamp_granularities": "timestamp_granularities[]",
     "timestamp_granularities[]": "timestamp_granularities[]",
     "include": "include[]",
     "include[]": "include[]",
 }
-# A clip is always heard in windows that end at pauses: what OpenAI calls `auto`.
 NO_ACTION: Final = frozenset({"user"})
 _PROMPT_CHARS_MAX: Final = 8192
 Language = Annotated[str, Meta(max_length=64)]
@@ -53,7 +52,7 @@ Binary = Annotated[str, shape({"contentMediaType": "application/octet-stream"})]
 class TranslationRequest(Struct, frozen=True, kw_only=True):
     """`POST /v1/audio/translations`, as a form."""
 
-    # Here for the document: the bytes travel apart.
+    # This field is for the API document; the file's bytes are passed separately.
     file: Binary = ""
     model: str = ""
     prompt: PromptText = ""
@@ -64,7 +63,7 @@ class TranslationRequest(Struct, frozen=True, kw_only=True):
 
 
 class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
-    """`POST /v1/audio/transcriptions`, as a form. `language` is an ISO 639-1 code; without it the model hears which."""
+    """`POST /v1/audio/transcriptions`, as a form. `language` is an ISO 639-1 code; without it the model detects it."""
 
     language: Language = ""
     timestamp_granularities: Annotated[list[str], shape({"items": {"enum": list(GRANULARITIES)}})] = field(
@@ -72,6 +71,7 @@ class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
     )
     stream: bool = False
     include: list[str] = field(default_factory=list[str], name="include[]")
+    # Clips are always transcribed in windows that end at pauses, as by OpenAI's `auto`.
     chunking_strategy: Annotated[str, known("auto")] = "auto"
 
 
@@ -85,7 +85,7 @@ class TranscriptDone(Struct, frozen=True, tag_field="type", tag="transcript.text
 
 
 class Transcriptions:
-    """An ASGI endpoint. With `is_translated` its transcripts are in English."""
+    """ASGI endpoint of transcriptions, or with `is_translated` of translations into English."""
 
     def __init__(self, services: Services, *, is_translated: bool) -> None:
         self._services = services
@@ -140,7 +140,7 @@ class Transcriptions:
 
 
 def _request(form: MultipartForm, struct: type[TranslationRequest]) -> tuple[TranslationRequest, list[str]]:
-    """The fields of a form, and the names of those that are not known. Raises `BadRequest`."""
+    """Convert the fields of a form. Returns the request with the names of unknown fields. Raises `BadRequest`."""
     names = {each.encode_name for each in msgspec.structs.fields(struct)}
     values: dict[str, Any] = {}
     lists: defaultdict[str, list[str]] = defaultdict(list)
@@ -153,13 +153,13 @@ def _request(form: MultipartForm, struct: type[TranslationRequest]) -> tuple[Tra
         elif listed in _LISTS:
             lists[listed].append(value)
         elif value:
-            # An empty value is how forms say that there is none.
+            # Forms send an empty value for an unset field.
             values[name] = value
     return converted(values | lists, struct, "", strict=False), unknown
 
 
 def _file(form: MultipartForm, limit_bytes: int) -> bytes:
-    """Raises `ApiError`."""
+    """Return the file's bytes. Raises `ApiError`."""
     if form.file is None:
         raise BadRequest("Missing required parameter: 'file'.", FILE, "missing_required_parameter")
     if not form.file:
@@ -170,7 +170,7 @@ def _file(form: MultipartForm, limit_bytes: int) -> bytes:
 
 
 def _checked(request: TranslationRequest, *, is_stream: bool) -> Sequence[str]:
-    """The granularities of the times that are wanted. Raises `BadRequest` for what fields may not say together."""
+    """Return the wanted granularities of times. Raises `BadRequest` for fields that exclude each other."""
     format = request.response_format
     if format not in FORMATS:
         message = f"Invalid value for 'response_format': {format[:40]!r} is none of {', '.join(FORMATS)}."
@@ -195,7 +195,7 @@ def _checked(request: TranslationRequest, *, is_stream: bool) -> Sequence[str]:
 
 
 class TranscriptFold:
-    """All of a transcript, in one of the formats."""
+    """Fold of a whole transcript, in one of the formats."""
 
     def __init__(self, format: str, task: str, granularities: Sequence[str]) -> None:
         self._format = format
@@ -204,7 +204,7 @@ class TranscriptFold:
         self._transcript = Transcript()
 
     def bind(self, rids: Sequence[int]) -> None:
-        """One request, one rid."""
+        """Ignore the rid, as a request has only one."""
 
     def add(self, deltas: Sequence[Delta]) -> None:
         self._transcript.add(deltas)
@@ -212,7 +212,7 @@ class TranscriptFold:
     def result(self) -> bytes:
         whole = self._transcript
         if self._task == "translate":
-            # Whatever was spoken.
+            # A translation is English whatever the spoken language.
             whole.language = "english"
         match self._format:
             case "text":
@@ -228,13 +228,13 @@ class TranscriptFold:
 
 
 class TranscriptEncoder:
-    """The events of a stream: text window by window, and then all of it."""
+    """Encoder of a transcript stream: the text of each window, and then the whole text."""
 
     def __init__(self) -> None:
         self._transcript = Transcript()
 
     def bind(self, rids: Sequence[int]) -> None:
-        """One request, one rid."""
+        """Ignore the rid, as a request has only one."""
 
     def begin(self, prompt_tokens: int) -> bytes:
         return b""

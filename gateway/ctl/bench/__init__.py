@@ -1,1 +1,1 @@
-"""`mlxctl bench`, and what the benchmarks share with it: a client, a closed loop, words, percentiles."""
+"""`mlxctl bench` and the parts that benchmarks share: a client, a closed loop, prompts and percentiles."""

@@ -1,4 +1,4 @@
-"""`mlxctl bench`: how quick a model answers, measured through the running daemon."""
+"""`mlxctl bench`: measures latency and throughput of a model through the running daemon."""
 
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gateway.control_types import DaemonStatus
     from gateway.ctl.bench.closed_loop import BenchLoad, Report
 
-# For each client of a round.
+# Each client sends this many requests in a round.
 REQUESTS: Final = 3
 # The first request may have to load the model.
 LOAD_TIMEOUT_S: Final = 3600.0
@@ -50,7 +50,7 @@ def bench(
 
 
 def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requests: int) -> "list[Report]":
-    """One report for each of `rounds`. Raises `CommandFailed`."""
+    """Measure one report for each of `rounds`. Raises `CommandFailed`."""
     from gateway.ctl.bench.client import Target, run
     from gateway.ctl.bench.closed_loop import CHAT, EMBEDDING, BenchLoad, BenchRequest, sweep
     from gateway.ctl.bench.words import Prompts
@@ -77,7 +77,7 @@ def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requ
 
 
 def _kind(status: "DaemonStatus", name: str) -> str:
-    """Kind of a model of the daemon, by its worker or by its files; empty for a name that it does not know."""
+    """Return the kind of a model, from its worker or its files; empty for an unknown name."""
     from gateway.model_files.metadata import kind_of_files
 
     base = name.partition(":")[0]
@@ -88,11 +88,11 @@ def _kind(status: "DaemonStatus", name: str) -> str:
 
 
 async def _tokens_per_word(load: "BenchLoad", tokens: int) -> float:
-    """In the model's own vocabulary, from a first request, which warms it up as well. Raises `CommandFailed`."""
+    """Measure tokens per word with a first request, which also warms the model up. Raises `CommandFailed`."""
     from gateway.ctl.bench.closed_loop import BenchRequest, closed_loop, report
     from gateway.ctl.bench.words import Prompts
 
-    # Of prompts that the rounds do not use: nothing of theirs may be cached.
+    # The seed differs from that of the rounds, so that none of their prompts is cached.
     prompt = Prompts(None, seed=1).make(tokens)
     _, [reply] = await closed_loop(load, [BenchRequest(prompt, 2)], 1)
     if not reply.ok:

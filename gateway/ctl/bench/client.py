@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for streams, cheap enough to load a server from the same two cores.
+"""A small HTTP/1.1 client for streams, cheap enough to load a server on the same two cores.
 
 One `BenchConnection` carries one request at a time. Everything that happens per event happens in the socket's
 callback: no task is woken before the answer is complete. A general client costs as much per token as the gateway
@@ -56,13 +56,13 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Reply:
-    """The answer to one request. Times are `time.perf_counter` seconds; owned by the connection until `ended`."""
+    """The answer to one request. Times are `time.perf_counter` seconds; the connection owns it until `ended`."""
 
     sent: float = 0.0
     ended: float = 0.0
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    # When each event with text arrived, and the text.
+    # Arrival times of the events with text, and their texts.
     times: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -83,7 +83,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of the server: a unix socket if there is one, else a host and a port."""
+    """Address of the server: a unix socket if one is given, else a host and a port."""
 
     host: str
     port: int
@@ -94,7 +94,7 @@ class Target:
 
     @classmethod
     def parse(cls, url: str, api_key: str = "") -> "Target":
-        """A base URL with or without `/v1`. Raises ValueError."""
+        """Parse a base URL with or without `/v1`. Raises ValueError."""
         parts = urlsplit(url if "//" in url else "http://" + url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"not an http or https URL: {url}")
@@ -103,7 +103,7 @@ class Target:
         return cls(parts.hostname, parts.port or (443 if tls else 80), prefix, tls, api_key)
 
     def request(self, path: str, body: bytes | None) -> bytes:
-        """The bytes of a request; a POST when there is a body."""
+        """Encode a request; it is a POST if there is a body."""
         key = f"authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         host = f"[{self.host}]" if ":" in self.host else self.host
         head = f"{'GET' if body is None else 'POST'} {self.prefix}{path} HTTP/1.1\r\nhost: {host}:{self.port}\r\n{key}"
@@ -115,7 +115,7 @@ class Target:
 class BenchConnection(asyncio.Protocol):
     """One socket, kept alive between requests and opened again when the server has closed it.
 
-    `reply` is that of the current or last request and fills as the answer arrives.
+    `reply` belongs to the current or last request and fills as the answer arrives.
     """
 
     def __init__(self, target: Target) -> None:
@@ -130,7 +130,7 @@ class BenchConnection(asyncio.Protocol):
         self._is_stream = False
 
     async def connect(self) -> None:
-        """Raises OSError."""
+        """Connect unless connected. Raises OSError."""
         if self._transport is None or self._transport.is_closing():
             loop = asyncio.get_running_loop()
             if self._target.socket:
@@ -140,7 +140,7 @@ class BenchConnection(asyncio.Protocol):
             await loop.create_connection(lambda: self, self._target.host, self._target.port, ssl=context)
 
     async def request(self, path: str, body: bytes | None = None, timeout_s: float = 600.0) -> Reply:
-        """Send and wait for the whole answer. Never raises for what the server does: see `Reply.error`."""
+        """Send a request and wait for the whole answer. Errors of the server do not raise; see `Reply.error`."""
         reply = self.reply = Reply(sent=time.perf_counter())
         self._rest = b""
         self._is_stream = False
@@ -162,15 +162,13 @@ class BenchConnection(asyncio.Protocol):
         return reply
 
     async def close(self) -> None:
-        """Close the socket and wait until it is."""
+        """Close the socket and wait until it is closed."""
         if self._transport is not None:
             self._transport.close()
         await self._lost.wait()
 
-    # -- asyncio.Protocol
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
         self._lost.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -186,14 +184,12 @@ class BenchConnection(asyncio.Protocol):
         self._lost.set()
         if self._done is None or self._done.done():
             return
-        # Without a length or chunks (HTTP/1.0) the end of the connection is the end of the answer.
+        # An HTTP/1.0 answer without length or chunks ends with the connection.
         is_whole = exc is None and self.reply.status and "content-length" not in self.reply.headers
         if is_whole and "transfer-encoding" not in self.reply.headers:
             self.on_message_complete()
         else:
             self._fail(f"connection lost: {exc or 'closed before the answer was complete'}")
-
-    # -- httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -222,12 +218,10 @@ class BenchConnection(asyncio.Protocol):
             self._transport = None
         self._done.set_result(None)
 
-    # -- ours
-
     def _on_event(self, event: bytes, now: float) -> None:
         if not event.startswith(_DATA):
             if b"\n" + _DATA not in event:
-                return  # a comment: a keep-alive
+                return  # a keep-alive comment
             event = event[event.index(b"\n" + _DATA) + 1 :]
         data = event[len(_DATA) :].strip()
         reply = self.reply
@@ -267,7 +261,7 @@ def _text_of(choice: _Choice) -> str:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, on uvloop where it is installed. SIGTERM cancels: no server outlives the benchmark it was for."""
+    """Run like `asyncio.run`, on uvloop if it is installed. SIGTERM cancels, so that a benchmark leaves no server."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""A closed loop of streaming requests: as soon as one is answered, its client sends the next."""
+"""A closed loop of streaming requests: each client sends its next request as soon as it has an answer."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ _PATHS: Final = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions", EM
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request."""
+    """One request of a load."""
 
     prompt: str
     max_tokens: int
@@ -28,7 +28,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BenchLoad:
-    """Load of a measurement: target, model and requests. `extra` is added to each body unchanged."""
+    """Load of a measurement: target, model and kind of request. `extra` is added to each body unchanged."""
 
     target: Target
     model: str
@@ -41,7 +41,7 @@ class BenchLoad:
         return _PATHS[self.endpoint]
 
     def body(self, job: BenchRequest) -> bytes:
-        """The JSON of one streaming greedy request, or of one text to embed."""
+        """Encode one streaming greedy request, or one text to embed, as JSON."""
         if self.endpoint == EMBEDDING:
             body = {"model": self.model, "input": job.prompt, "encoding_format": "base64"}
             return msgspec.json.encode(body | (self.extra or {}))
@@ -53,8 +53,8 @@ class BenchLoad:
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One measurement. `tokens_per_s` counts output tokens as the server's usage does, over the whole wall time; of
-    embeddings, which have none, those of the prompts."""
+    """One measurement. `tokens_per_s` counts output tokens by the server's usage over the whole wall time; embeddings
+    have no output, so their prompt tokens count."""
 
     concurrency: int
     requests: int
@@ -89,7 +89,7 @@ class _Refused(msgspec.Struct):
 
 
 async def closed_loop(load: BenchLoad, jobs: Sequence[BenchRequest], concurrency: int) -> tuple[float, list[Reply]]:
-    """The wall time from the first request to the last answer, and the replies in the order of `jobs`."""
+    """Return the wall time from the first request to the last answer, and the replies in the order of `jobs`."""
     replies: list[Reply | None] = [None] * len(jobs)
     bodies = [load.body(job) for job in jobs]
     todo = iter(range(len(jobs)))
@@ -114,7 +114,7 @@ async def closed_loop(load: BenchLoad, jobs: Sequence[BenchRequest], concurrency
 async def sweep(
     load: BenchLoad, concurrencies: Sequence[int], jobs: Callable[[int], Sequence[BenchRequest]]
 ) -> list[Report]:
-    """One report for each concurrency, of the `jobs` that it is given."""
+    """Measure one report for each concurrency, with the requests that `jobs` returns for it."""
     reports: list[Report] = []
     for concurrency in concurrencies:
         wall_s, replies = await closed_loop(load, jobs(concurrency), concurrency)
@@ -123,7 +123,7 @@ async def sweep(
 
 
 def report(concurrency: int, wall_s: float, replies: Sequence[Reply], *, load_generates: bool = True) -> Report:
-    """Fold replies. Tokens of failed requests are not counted; inter-token times are gaps between events with text."""
+    """Summarize replies. Failed requests' tokens do not count; inter-token times are gaps between events with text."""
     good = [reply for reply in replies if reply.ok]
     tokens = sum(reply.completion_tokens for reply in good)
     prompt_tokens = sum(reply.prompt_tokens for reply in good)
@@ -155,7 +155,7 @@ def _prompt_tokens(body: bytes) -> int:
 
 
 def _refusal(body: bytes) -> str:
-    """The message of an error; of an answer that has none, its beginning."""
+    """Return the message of an error body, or the beginning of a body without one."""
     try:
         return msgspec.json.decode(body, type=_Refused).error.message
     except msgspec.MsgspecError:
@@ -163,7 +163,7 @@ def _refusal(body: bytes) -> str:
 
 
 def as_table(reports: Sequence[Report]) -> str:
-    """For people: one row for each concurrency."""
+    """Format reports for people, one row for each concurrency."""
     header = (
         "clients", "requests", "errors", "tok/s", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "e2e p50", "p90",
         "p99 ms",

@@ -8,7 +8,7 @@ import msgspec
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A distribution in milliseconds; NaN-free: an empty one is all zeros."""
+    """A distribution in milliseconds. An empty one is all zeros, never NaN."""
 
     count: int
     mean: float
@@ -19,7 +19,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile: always one of the values. Raises ValueError when there are none."""
+    """Return the nearest-rank percentile, which is always one of the values. Raises ValueError if there are none."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -28,7 +28,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize_ms(seconds: Sequence[float]) -> Summary:
-    """Seconds in, milliseconds out."""
+    """Summarize durations in seconds as milliseconds."""
     if not seconds:
         return Summary(0, 0.0, 0.0, 0.0, 0.0, 0.0)
     marks = (round(percentile(seconds, percent) * 1000, 3) for percent in (50, 90, 99, 100))
@@ -36,7 +36,7 @@ def summarize_ms(seconds: Sequence[float]) -> Summary:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns aligned: the first to the left, the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(

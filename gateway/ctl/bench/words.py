@@ -11,18 +11,18 @@ _ONSETS: Final = (
 _VOWELS: Final = ("a", "e", "i", "o", "u", "ai", "ea", "io", "ou")
 _CODAS: Final = ("", "", "", "l", "n", "r", "s", "t", "nd", "st")
 _WORDS: Final = 6000
-# Of the words here, in the vocabularies of common models.
+# Common models' vocabularies need about this many tokens for an invented word.
 TOKENS_PER_WORD: Final = 1.5
 
 
 class WordEncoder(Protocol):
-    """The tokenizer's method that is used here."""
+    """The tokenizer's method that prompts need."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = ...) -> list[int]: ...
 
 
 def vocabulary() -> list[str]:
-    """The invented words, commonest first."""
+    """Generate the invented words, commonest first."""
     source = random.Random(1)
     seen: dict[str, None] = {}
     while len(seen) < _WORDS:
@@ -35,10 +35,10 @@ def vocabulary() -> list[str]:
 
 
 class Prompts:
-    """Prompts of so many tokens, exactly so with a tokenizer. None begins as another: no prefix cache helps."""
+    """Prompts of a given number of tokens, exact with a tokenizer. No two share a prefix, so no prefix cache helps."""
 
     def __init__(self, tokenizer: WordEncoder | None, seed: int, tokens_per_word: float = TOKENS_PER_WORD) -> None:
-        # As text: Python seeds with the absolute value of a number, and -1 would give the prompts of 1.
+        # The seed is text: Python seeds with an integer's absolute value, so -1 would give the prompts of 1.
         self._random = random.Random(str(seed))
         self._words = vocabulary()
         self._tokenizer = tokenizer
@@ -48,7 +48,7 @@ class Prompts:
             self._fillers = [word for word in self._words[:400] if len(self._encode(" " + word)) == 1]
 
     def make(self, tokens: int) -> str:
-        """One prompt. Without a tokenizer its length is that of `tokens_per_word`."""
+        """Make one prompt. Without a tokenizer its length follows from `tokens_per_word`."""
         if self._tokenizer is None:
             return " ".join(self._random.choices(self._words, k=max(1, round(tokens / self._tokens_per_word))))
         chosen: list[str] = []

@@ -1,4 +1,4 @@
-"""Checks of a machine, a home and a daemon, with advice for each that fails. Pure: from facts to findings."""
+"""Checks of a machine, a home and a daemon, with advice for each that fails. Pure functions from facts to findings."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Level = Literal["ok", "warn", "bad", "skip"]
 
 
 class DoctorFinding(Struct, frozen=True):
-    """One check: `bad` will not work, `warn` will hurt some day, `skip` could not be looked at."""
+    """One check. `bad` will not work, `warn` may fail later, `skip` could not be examined."""
 
     name: str
     level: Level
@@ -30,7 +30,7 @@ class DoctorFinding(Struct, frozen=True):
 
 
 def versions(found: Mapping[str, str | None]) -> DoctorFinding:
-    """`found`: each distribution that mlxd needs, and its version."""
+    """Check the distributions that mlxd needs. `found` maps each to its version, or None."""
     missing = [name for name, version in found.items() if version is None]
     if missing:
         return DoctorFinding("versions", "bad", f"not installed: {', '.join(missing)}", "install mlxd again")
@@ -38,7 +38,7 @@ def versions(found: Mapping[str, str | None]) -> DoctorFinding:
 
 
 def vision(version: str | None, models: Sequence[str]) -> DoctorFinding:
-    """`version`: of mlx-vlm; `models`: those configured whose files have towers."""
+    """Check mlx-vlm. `version` is its version; `models` are the configured ones whose files have towers."""
     if version is not None:
         return DoctorFinding("vision", "ok", f"mlx-vlm {version}, without the dependencies that pip check misses")
     if models:
@@ -48,7 +48,7 @@ def vision(version: str | None, models: Sequence[str]) -> DoctorFinding:
 
 
 def media(models: Mapping[str, tuple[Sequence[str], str]]) -> DoctorFinding:
-    """`models`: those loaded that take media or have towers; what each takes, and why no more."""
+    """Check the media of loaded models. `models` maps each name to its modalities and the reason for missing ones."""
     told = [f"{name} takes text{''.join(f', {kind}' for kind in taken)}" for name, (taken, _) in models.items()]
     reasons = [f"{name}: {reason}" for name, (_, reason) in models.items() if reason]
     if reasons:
@@ -63,10 +63,10 @@ def configuration(path: Path, error: str) -> DoctorFinding:
 
 
 def home(path: Path, mode: int | None, owner: int, uid: int) -> DoctorFinding:
-    """`mode`: permission bits, None when it is not there."""
+    """Check the home. `mode` holds its permission bits, or None if it is missing."""
     if mode is None:
         return DoctorFinding("home", "ok", f"{path} will be made at the first start")
-    # Root looks after the homes of others.
+    # Root may manage homes of other users.
     if uid not in (owner, 0):
         return DoctorFinding(
             "home", "bad", f"{path} belongs to user {owner}, not {uid}", f"chown it, or run as user {owner}"
@@ -77,7 +77,7 @@ def home(path: Path, mode: int | None, owner: int, uid: int) -> DoctorFinding:
 
 
 def socket_paths(run_dir: Path, admin: Path) -> DoctorFinding:
-    """The sockets of the workers, and the one of `mlxctl`."""
+    """Check the length of the paths of the workers' sockets and of the admin socket."""
     try:
         addresses(run_dir)
         check_path(admin)
@@ -105,7 +105,7 @@ def port(number: int, *, is_taken: bool, is_ours: bool) -> DoctorFinding:
 
 
 def certificate(expires: float, now: float, exposed: str) -> DoctorFinding:
-    """Of TLS. `expires` and `now`: seconds since 1970; `exposed`: the key, if every user may read it."""
+    """Check the TLS certificate. `expires` and `now` are Unix times; `exposed` is a key that all users can read."""
     text = f"valid until {date(expires)}"
     if expires - now < CERTIFICATE_LOW_S:
         return DoctorFinding("certificate", "warn", text, "renew it; mlxd takes new files by itself")
@@ -115,22 +115,22 @@ def certificate(expires: float, now: float, exposed: str) -> DoctorFinding:
 
 
 def files(hard: int) -> DoctorFinding:
-    """`hard`: the limit up to which mlxd raises its own; negative is none."""
+    """Check the limit of open files. `hard` is the hard limit, to which mlxd raises its own; negative means none."""
     if 0 <= hard < FILES:
         return DoctorFinding("open files", "warn", f"at most {hard}", f"raise the hard limit to {FILES}: ulimit -Hn")
     return DoctorFinding("open files", "ok", "no limit" if hard < 0 else f"up to {hard}")
 
 
 def wired_max(ram_bytes: int) -> int:
-    """As much as the GPU may hold without leaving the system too little."""
+    """Return the most memory that the GPU may hold without leaving the system too little."""
     return max(0, ram_bytes - max(8 * 1024**3, ram_bytes // 16))
 
 
-def wired_limit(said: str | None, ram_bytes: int) -> DoctorFinding:
-    """`said`: what `sysctl -n iogpu.wired_limit_mb` prints; 0 is the system's own choice."""
-    if said is None or not said.strip().isdecimal():
+def wired_limit(output: str | None, ram_bytes: int) -> DoctorFinding:
+    """Check the limit of wired memory. `output` is from `sysctl -n iogpu.wired_limit_mb`; 0 is the system's default."""
+    if output is None or not output.strip().isdecimal():
         return DoctorFinding("wired limit", "skip", "sysctl iogpu.wired_limit_mb cannot be read")
-    limit = int(said) * 1024**2
+    limit = int(output) * 1024**2
     if limit == 0:
         return DoctorFinding("wired limit", "ok", "the system's own share of memory")
     if limit > wired_max(ram_bytes):
@@ -141,9 +141,9 @@ def wired_limit(said: str | None, ram_bytes: int) -> DoctorFinding:
     )
 
 
-def sleep(said: str | None) -> DoctorFinding:
-    """`said`: what `pmset -g custom` or `pmset -g` prints."""
-    values = re.findall(r"^\s*sleep\s+(\d+)", said or "", re.MULTILINE)
+def sleep(output: str | None) -> DoctorFinding:
+    """Check that the machine never sleeps. `output` is from `pmset -g custom` or `pmset -g`."""
+    values = re.findall(r"^\s*sleep\s+(\d+)", output or "", re.MULTILINE)
     if not values:
         return DoctorFinding("sleep", "skip", "pmset cannot be read")
     if any(value != "0" for value in values):
@@ -154,7 +154,7 @@ def sleep(said: str | None) -> DoctorFinding:
 
 
 def daemon(version: str | None, ours: str) -> DoctorFinding:
-    """`version`: of the one that answers on the admin socket, None when none does."""
+    """Check the running daemon's version. `version` is None if no daemon answers on the admin socket."""
     if version is None:
         return DoctorFinding("daemon", "warn", "does not run", "mlxctl serve, or mlxctl service start")
     if version != ours:
@@ -164,14 +164,14 @@ def daemon(version: str | None, ours: str) -> DoctorFinding:
 
 
 def livez(status: int | None, url: str) -> DoctorFinding:
-    """`status`: of HTTP; None when it cannot be reached."""
+    """Check that the daemon answers over HTTP. `status` is None if it cannot be reached."""
     if status == 200:
         return DoctorFinding("livez", "ok", f"{url}/livez answers")
     return DoctorFinding("livez", "bad", f"{url}/livez: {status or 'no answer'}", "mlxctl logs")
 
 
 def completion(probes: Sequence[Probe]) -> DoctorFinding:
-    """One token, asked of each loaded model through the daemon."""
+    """Check the probes that generated one token with each loaded model."""
     bad = [probe for probe in probes if not probe.ok]
     if bad:
         text = "; ".join(f"{probe.model}: {probe.error or probe.state}" for probe in bad)

@@ -1,4 +1,4 @@
-"""`mlxctl doctor`: whether this machine will do."""
+"""`mlxctl doctor`: checks whether this machine can run mlxd well."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -18,14 +18,14 @@ def doctor(json: Json = False) -> None:
 
     Example: mlxctl doctor
     """
-    from gateway.ctl.doctor.look import examine, say
+    from gateway.ctl.doctor.look import examine, run_command
     from gateway.state_dir.home_paths import default_home
 
-    report(list(examine(default_home(), say)), json)
+    report(list(examine(default_home(), run_command)), json)
 
 
 def report(findings: "list[DoctorFinding]", json: bool) -> None:
-    """Print findings. Exits with status 1 when one is bad."""
+    """Print findings. Exits with status 1 if one is bad."""
     if json:
         print_json(findings)
     else:

@@ -1,4 +1,4 @@
-"""`mlxctl doctor`: looks at this machine, and lets `gateway.ctl.doctor.checks` judge."""
+"""Facts about this machine for `mlxctl doctor`, gathered here and judged by `gateway.ctl.doctor.checks`."""
 
 import importlib.metadata
 import os
@@ -34,24 +34,24 @@ from protocol import __version__
 DISTRIBUTIONS: Final = ("mlxd", "mlx", "mlx-lm", "pyzmq", "msgspec", "uvicorn")
 TIMEOUT_S: Final = 10.0
 
-# What a command prints; None when it cannot be run.
-Say = Callable[[tuple[str, ...]], str | None]
+# The output is None if the command cannot be run.
+CommandRunner = Callable[[tuple[str, ...]], str | None]
 
 
-def examine(home: Path, say: Say) -> Iterator[DoctorFinding]:
-    """Every check, one after the other."""
+def examine(home: Path, run_command: CommandRunner) -> Iterator[DoctorFinding]:
+    """Yield the findings of all checks."""
     yield doctor.versions({name: _version(name) for name in DISTRIBUTIONS})
     config, error = _load(home)
     yield doctor.configuration(home / CONFIG_NAME, error)
-    yield from machine(home, say)
+    yield from machine(home, run_command)
     if config is not None and config.server.tls.certificate:
         yield tls(config.server.tls)
     yield doctor.vision(_version("mlx-vlm"), _with_towers(config) if config else [])
     yield from daemon(config.server if config else ServerConfig())
 
 
-def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[DoctorFinding]:
-    """Findings about the machine; they need no daemon."""
+def machine(home: Path, run_command: CommandRunner, platform: str = sys.platform) -> Iterator[DoctorFinding]:
+    """Yield findings about the machine; they need no daemon."""
     facts = _stat(home)
     mode = stat.S_IMODE(facts.st_mode) if facts else None
     yield doctor.home(home, mode, facts.st_uid if facts else -1, os.getuid())
@@ -59,15 +59,15 @@ def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Doct
     yield doctor.disk(shutil.disk_usage(_nearest(home)).free)
     yield doctor.files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     if platform == "darwin":
-        limit = say(("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
+        limit = run_command(("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
         yield doctor.wired_limit(limit, psutil.virtual_memory().total)
-        yield doctor.sleep(say(("/usr/bin/pmset", "-g")))
+        yield doctor.sleep(run_command(("/usr/bin/pmset", "-g")))
 
 
 def daemon(server: ServerConfig) -> Iterator[DoctorFinding]:
-    """Findings about the daemon: whether it runs, and whether it works."""
+    """Yield findings about the daemon: whether it runs, and whether it works."""
     status = offline.daemon()
-    # The command line, or a file that has changed since, may say another port than the configuration.
+    # The port may differ from the configuration, through the command line or a later edit of the file.
     number = (urlsplit(status.url).port if status else None) or server.port
     is_taken = status is None and _is_taken(server.host, number)
     yield doctor.port(number, is_taken=is_taken, is_ours=status is not None)
@@ -79,7 +79,7 @@ def daemon(server: ServerConfig) -> Iterator[DoctorFinding]:
 
 
 def media(status: DaemonStatus) -> Iterator[DoctorFinding]:
-    """Modalities of the models that are loaded, where one has any, or has lost them."""
+    """Check the modalities of loaded models, if any model accepts media or should."""
     models = {each.name: (each.modalities, each.media_reason) for each in status.models}
     if told := {name: facts for name, facts in models.items() if any(facts)}:
         yield doctor.media(told)
@@ -90,7 +90,7 @@ def _with_towers(config: Config) -> list[str]:
 
 
 def tls(config: TlsConfig) -> DoctorFinding:
-    """The certificate that the configuration names."""
+    """Check the certificate that the configuration names."""
     key = Path(config.key)
     try:
         expires = load(Path(config.certificate), key).expires
@@ -99,8 +99,8 @@ def tls(config: TlsConfig) -> DoctorFinding:
     return doctor.certificate(expires, time.time(), str(key) if is_exposed(key) else "")
 
 
-def say(argv: tuple[str, ...]) -> str | None:
-    """Run a command of this machine."""
+def run_command(argv: tuple[str, ...]) -> str | None:
+    """Run a command and return its output, or None if it fails."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -108,8 +108,8 @@ def say(argv: tuple[str, ...]) -> str | None:
 
 
 def completion(status: DaemonStatus) -> DoctorFinding:
-    """One token of each model that is loaded."""
-    # Nothing is loaded for a check: that may take minutes, and the memory that others use.
+    """Have each loaded model generate one token."""
+    # No model is loaded for a check: a load may take minutes, and memory that other models need.
     if not any(model.state == "ready" for model in status.models):
         return DoctorFinding("completion", "skip", "no model is loaded", "mlxctl load MODEL")
     try:
@@ -140,7 +140,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or the folder above it that is there."""
+    """Return the path, or its nearest ancestor that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
@@ -153,7 +153,7 @@ def _is_taken(host: str, port: int) -> bool:
 
 
 def _livez(url: str) -> int | None:
-    # Whether it answers: a certificate that is not for this address is as good here, and nothing secret is sent.
+    # Any HTTP status will do. The certificate may be for another address, and no secret is sent.
     try:
         return httpx.get(f"{url}/livez", timeout=TIMEOUT_S, trust_env=False, verify=False).status_code
     except httpx.HTTPError:

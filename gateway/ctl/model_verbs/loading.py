@@ -1,4 +1,4 @@
-"""Load of a model with its progress as a bar."""
+"""Load of a model with a progress bar."""
 
 import threading
 from concurrent.futures import Future, wait
@@ -14,7 +14,7 @@ _POLL_S: Final = 0.2
 
 
 def load(model: str) -> None:
-    """Load a model and return when it is ready; a person sees how far it is. Raises `Failed`."""
+    """Load a model, with a progress bar for people, and return when it is ready. Raises `CommandFailed`."""
     from rich import progress
     from rich.console import Console
 
@@ -35,13 +35,13 @@ def load(model: str) -> None:
 
 
 def _order(model: str) -> Future[CommandDone]:
-    """Ask for the load from a thread that Ctrl-C does not wait for: the daemon goes on loading."""
+    """Order the load on a daemon thread, which Ctrl-C does not wait for: the load continues in the daemon."""
     done: Future[CommandDone] = Future()
 
     def ask() -> None:
         try:
             done.set_result(client.post("/v1/models/load", {"model": model}, CommandDone))
-        except Exception as error:  # The root of the thread: raised again by its reader.
+        except Exception as error:  # root of the thread: its reader raises it
             done.set_exception(error)
 
     threading.Thread(target=ask, name="load", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Table of a model added to mlxd.toml, whose other lines and comments stay as they are."""
+"""A model's table added to mlxd.toml, with the file's other lines and comments unchanged."""
 
 import json
 from collections.abc import Callable, Collection
@@ -11,14 +11,14 @@ from gateway.model_files.hub import split
 
 
 def add(config_path: str, path: str, agree: Callable[[str], None]) -> str:
-    """Append `[models.NAME]` for a path and return the name. The old file is kept beside it. Raises `CommandFailed`.
+    """Append `[models.NAME]` for a path and return the name. The old file is kept as `.bak`. Raises `CommandFailed`.
 
-    `agree` is asked before anything is written, and raises to prevent it.
+    `agree` is called before anything is written, and raises to prevent it.
     """
     file = Path(config_path)
     before = file.read_text(encoding="utf-8") if file.exists() else ""
     name = _free_name(path, read_config(file if file.exists() else None).models)
-    # A JSON string is a TOML string.
+    # Every JSON string is a valid TOML string.
     table = f"[models.{json.dumps(name)}]\npath = {json.dumps(path)}\n"
     agree(f"{file} names the models that are served. Add {name} to it?")
     kept = file.with_name(f"{file.name}.bak")
@@ -37,7 +37,7 @@ def add(config_path: str, path: str, agree: Callable[[str], None]) -> str:
 
 
 def _free_name(path: str, taken: Collection[str]) -> str:
-    """The last part of the path, in small letters, with a number where a model has that name."""
+    """Return the path's last part in lower case, numbered if another model has that name."""
     base = split(path)[0].rstrip("/").rpartition("/")[2].lower()
     name, number = base, 2
     while name in taken:

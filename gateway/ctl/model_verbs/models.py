@@ -1,4 +1,4 @@
-"""`mlxctl models`: what is configured and what the Hugging Face cache holds. `mlxctl ps`: what runs."""
+"""`mlxctl models`: configured and downloaded models. `mlxctl ps`: models with a process."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,12 +48,12 @@ def ps(
 
 
 def _list() -> "list[ListedModel]":
-    """Those of the daemon, or else of the configuration, and those that are only in the cache. Raises `Failed`."""
+    """List the daemon's or the configured models, and those found only in the cache. Raises `CommandFailed`."""
     from gateway.model_files.listing import ConfiguredModel, list_models
 
     running, available = running_models(), available_bytes()
     if running is not None:
-        # The daemon's word: the file may have changed since it was read.
+        # The running daemon knows best: the file may have changed since it was read.
         known = [
             ConfiguredModel(model.name, model.path, model.aliases, "auto", model.context, model.state, model.pid != 0)
             for model in running
@@ -74,7 +74,7 @@ def _models_table(found: "list[ListedModel]") -> "Table":
     rows = table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), ("FITS", "ALIASES", "PATH"))
     for model in found:
         fits = {True: "yes", False: "no", None: "?"}[model.fits]
-        # Names are data: never markup.
+        # Names are data and never markup.
         rows.add_row(
             Text(model.name),
             state_text(model.state),
@@ -89,7 +89,7 @@ def _models_table(found: "list[ListedModel]") -> "Table":
 
 
 def ps_table(found: RateSample, budget_bytes: int = 0) -> "Table":
-    """One row for each process, with its part of a budget as a bar where there is one."""
+    """Make one row for each process, with its part of the budget as a bar if there is a budget."""
     from rich.text import Text
 
     from gateway.ctl.tables import bar, duration, size_or_dash, state_text, table

@@ -1,4 +1,4 @@
-"""Parts shared by verbs that work without the daemon."""
+"""Configuration, models and memory for verbs that also work without the daemon."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ GIB: Final = 1 << 30
 
 
 class ServedModel(Protocol):
-    """A model of the daemon or of the configuration."""
+    """Port to a model of the daemon or of the configuration."""
 
     @property
     def name(self) -> str: ...
@@ -30,7 +30,7 @@ class ServedModel(Protocol):
 
 
 def read_config(file: Path | None = None) -> Config:
-    """The configuration of the home, or another, as the daemon would read it now. Raises `ConfigError`."""
+    """Read the configuration of the home, or another file, as the daemon would now. Raises `ConfigError`."""
     from gateway.access.key_file import has_keys
     from gateway.config.load import load_config
 
@@ -38,7 +38,7 @@ def read_config(file: Path | None = None) -> Config:
 
 
 def readable_config() -> Config | None:
-    """The same, where a broken file is no reason to say nothing."""
+    """Read the configuration, or return None if it is broken."""
     try:
         return read_config()
     except ConfigError:
@@ -46,7 +46,7 @@ def readable_config() -> Config | None:
 
 
 def model_of(config: Config, name: str) -> ModelConfig:
-    """The model of a configuration, or one that could be: a folder or repository of that name."""
+    """Return the model of that name, or a model made from the folder or repository of that name."""
     from gateway.config.names import Names
     from gateway.errors import ModelNotFound
 
@@ -57,7 +57,7 @@ def model_of(config: Config, name: str) -> ModelConfig:
 
 
 def folder_of(path: str) -> Path:
-    """The folder of a model. Raises `Unreadable`, and advises a download only for names that the hub may have."""
+    """Return a model's folder. Raises `Unreadable`, which advises a download only if the hub may have the name."""
     from gateway.model_files.metadata import Unreadable, find
 
     try:
@@ -69,7 +69,7 @@ def folder_of(path: str) -> Path:
 
 
 def daemon() -> "DaemonStatus | None":
-    """The daemon's status; None when it does not run."""
+    """Return the daemon's status; None if it does not run."""
     try:
         return client.status()
     except CommandFailed:
@@ -77,19 +77,19 @@ def daemon() -> "DaemonStatus | None":
 
 
 def served_models() -> "Sequence[ServedModel]":
-    """Models of the daemon, or of the one that the configuration describes. Raises `ConfigError`."""
+    """Return the models of the daemon, or else those of the configuration. Raises `ConfigError`."""
     running = running_models()
     return running if running is not None else list(read_config().models.values())
 
 
 def running_models() -> "list[ModelStatus] | None":
-    """Models that the daemon serves; None when it does not run."""
+    """Return the models that the daemon serves; None if it does not run."""
     status = daemon()
     return None if status is None else status.models
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs. One that has ended but was not reaped yet does not run."""
+    """Whether a process runs. A zombie does not."""
     import psutil
 
     try:
@@ -99,7 +99,7 @@ def is_running(pid: int) -> bool:
 
 
 def budget_bytes(status: "DaemonStatus | None") -> int:
-    """The memory budget of all models: the daemon's, or the one that it would have."""
+    """Return the memory budget of all models, of the running daemon or as it would be."""
     from gateway.workers.memory.host import ThisMachine
 
     if status is not None and status.memory is not None:
@@ -110,9 +110,7 @@ def budget_bytes(status: "DaemonStatus | None") -> int:
 
 
 def check_room(model: ModelConfig) -> None:
-    """Raises `CommandFailed` where a model that is loaded once more, beside what runs now, would make the machine
-    swap.
-    """
+    """Raises `CommandFailed` if loading a model a second time would make the machine swap."""
     from gateway.workers.memory.estimate import estimate
     from gateway.workers.memory.host import ThisMachine
 
@@ -125,7 +123,7 @@ def check_room(model: ModelConfig) -> None:
 
 
 def available_bytes() -> int:
-    """Memory for one model if the daemon unloaded its models for it."""
+    """Return the memory that one model could have if the daemon unloaded all others for it."""
     from gateway.workers.memory.host import ThisMachine
 
     status = daemon()

@@ -1,4 +1,4 @@
-"""`mlxctl pull`: a model from the Hugging Face hub into the local cache."""
+"""`mlxctl pull`: downloads a model from the Hugging Face hub into the local cache."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import msgspec
 import typer
 
-from gateway.ctl.info import say
+from gateway.ctl.info import print_info
 from gateway.ctl.model_verbs.offline import available_bytes, readable_config, running_models
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import CommandFailed
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from gateway.model_files.download import DownloadPlan
     from gateway.model_files.metadata import ModelMetadata
 
-# Between two lines of progress for the daemon.
-LINE_S: Final = 0.5
+PROGRESS_INTERVAL_S: Final = 0.5
 
 
 def pull(
@@ -61,7 +60,7 @@ def pull(
 
 
 class PullResult(NamedTuple):
-    """A download that is complete, and what was known before it."""
+    """A complete download with the plan and the estimate that preceded it."""
 
     plan: "DownloadPlan"
     info: "ModelMetadata | None"
@@ -69,17 +68,17 @@ class PullResult(NamedTuple):
     path: Path
 
 
-# Told of a plan, it is called with the number of bytes that have come, from several threads.
+# A `Progress` is given a plan and yields a callback, which several threads call with the number of bytes received.
 Progress = Callable[["DownloadPlan"], AbstractContextManager[Callable[[int], None]]]
 
 
 def bring(
     name: str, include: list[str] | None, yes: bool, tell: Callable[[str], None], progress: Progress | None = None
 ) -> PullResult:
-    """Download a model after saying whether it fits, in memory and on the disk. Raises `CommandFailed`."""
+    """Download a model after printing whether it fits, in memory and on the disk. Raises `CommandFailed`."""
     plan, found, obstacles = _consider(name, include)
     if found is not None:
-        say(name, found, tell)
+        print_info(name, found, tell)
     else:
         tell(f"{name}: nothing is known of what it needs in memory")
     _check_space(plan, tell)
@@ -91,11 +90,11 @@ def bring(
 
 
 def _silent(_: str) -> None:
-    """Of what JSON has no place for."""
+    """Print nothing, since JSON output has no place for these lines."""
 
 
 def _consider(name: str, include: list[str] | None) -> "tuple[DownloadPlan, ModelMetadata | None, list[str]]":
-    """The download plan, the model's needs, and the obstacles to loading it. Raises `CommandFailed`."""
+    """Return the download plan, the model's needs, and the obstacles to loading it. Raises `CommandFailed`."""
     from gateway.model_files import hub
     from gateway.model_files.download import plan
 
@@ -106,7 +105,7 @@ def _consider(name: str, include: list[str] | None) -> "tuple[DownloadPlan, Mode
 
 
 def _check_space(plan: "DownloadPlan", tell: Callable[[str], None]) -> None:
-    """Raises `CommandFailed`."""
+    """Raises `CommandFailed` if the disk has too little space."""
     from gateway.ctl.tables import size
     from gateway.model_files.download import RESERVE_BYTES, space
 
@@ -125,7 +124,7 @@ def _check_space(plan: "DownloadPlan", tell: Callable[[str], None]) -> None:
 
 
 def _confirm(plan: "DownloadPlan", found: "ModelMetadata | None", obstacles: list[str], yes: bool) -> None:
-    """Ask before downloading a model that cannot be used."""
+    """Ask before downloading a model that does not fit or cannot be loaded."""
     doubts = [f"{plan.repository.id} cannot be loaded: {obstacle}" for obstacle in obstacles]
     if found is not None and not found.fits:
         doubts.append(f"{plan.repository.id} {found.verdict}")
@@ -153,7 +152,7 @@ def _fetch(plan: "DownloadPlan", arrived: Callable[[int], None]) -> Path:
 
 @contextmanager
 def _progress(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, None]:
-    """A bar on stderr, for people only."""
+    """Show a progress bar on stderr, for people only."""
     from rich import progress
     from rich.console import Console
 
@@ -172,7 +171,7 @@ def _progress(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, No
 
 @contextmanager
 def _progress_lines(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, None]:
-    """JSON lines on stdout, for the daemon, which shows them on its page."""
+    """Print JSON lines on stdout, which the daemon shows on its page."""
     lock, done, told = Lock(), plan.here_bytes, 0.0
     _print_line(done, plan.total_bytes)
 
@@ -181,7 +180,7 @@ def _progress_lines(plan: "DownloadPlan") -> Generator[Callable[[int], None], No
         with lock:
             done += count
             now = time.monotonic()
-            if now - told >= LINE_S:
+            if now - told >= PROGRESS_INTERVAL_S:
                 told = now
                 _print_line(done, plan.total_bytes)
 
@@ -210,7 +209,7 @@ def _result(pulled: PullResult) -> dict[str, object]:
 
 
 def _tell(plan: "DownloadPlan", path: Path, took_s: float) -> None:
-    """Print the model's folder and how it is served."""
+    """Print the model's folder and how to serve it."""
     from gateway.ctl.tables import duration, size
 
     if plan.missing_bytes:
@@ -221,11 +220,11 @@ def _tell(plan: "DownloadPlan", path: Path, took_s: float) -> None:
 
 
 def how_to_serve(plan: "DownloadPlan", path: Path) -> str:
-    """The next command."""
+    """Return the command to run next."""
     from gateway.model_files.hub import MAIN
 
     repository = plan.repository
-    # A name stands for main; any other revision has only its folder.
+    # A repository's name stands for its main revision; another revision is named by its folder.
     served = repository.id if repository.revision == MAIN else str(path)
     running = running_models()
     if model := next((one for one in running or () if one.path == served), None):

@@ -1,4 +1,4 @@
-"""`mlxctl repack`: a model in a form whose experts can stay on disk."""
+"""`mlxctl repack`: rewrites a model so that its experts can stay on disk."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def repack(
     command = [sys.executable, "-P", "-m", "worker.tools.repack", found.path, str(target)]
     if found.trust_remote_code:
         command.append("--trust-remote-code")
-    # The arguments are ours. The experts are MLX's arrays, which nothing here imports.
+    # Repacking needs MLX, which mlxctl does not import, so the worker's tool does it.
     if subprocess.run(command, check=False, stdout=sys.stderr if json else None).returncode:
         raise CommandFailed(f"{model} was not repacked")
     if json:

@@ -1,4 +1,4 @@
-"""`mlxctl rm`: a downloaded model out of the Hugging Face cache."""
+"""`mlxctl rm`: removes a downloaded model from the Hugging Face cache."""
 
 import sys
 from pathlib import Path
@@ -39,13 +39,13 @@ def rm(
         print_json({"repository": repository, "freed_bytes": freed})
         return
     typer.echo(f"{repository} is removed: {size(freed)} are free again")
-    # Read again: a model that was served because the cache held it is in no file.
+    # The configuration is read again, because a model that was served only from the cache is in no file.
     if named := [one.name for one in read_config().models.values() if one.path == repository]:
         typer.echo(f"{config.config_path} still has it as {', '.join(named)}", err=True)
 
 
 def _find(config: Config, name: str) -> str:
-    """The repository behind a name, which the cache must hold. Raises `CommandFailed`."""
+    """Return the repository behind a name, which the cache must hold. Raises `CommandFailed`."""
     from gateway.model_files.hub_cache import cache_dir, is_cached
 
     path = model_of(config, name).path
@@ -61,7 +61,7 @@ def _find(config: Config, name: str) -> str:
 
 
 def _repository(path: str) -> str | None:
-    """The repository of a model's path, named directly or by the folder of a snapshot."""
+    """Return the repository of a model's path, which is its name or the folder of a snapshot."""
     from gateway.model_files.hub_cache import cache_dir, repository_of
 
     folder, hub = Path(path).expanduser(), cache_dir()
@@ -72,7 +72,7 @@ def _repository(path: str) -> str | None:
 
 
 def _refuse_loaded(repository: str) -> None:
-    """Raises `CommandFailed`. Its files are mapped, and read again at its next load."""
+    """Raises `CommandFailed` if the repository is loaded: its files are mapped, and a restart reads them again."""
     for model in running_models() or ():
         if model.pid and _repository(model.path) == repository:
             raise CommandFailed(f"{repository} is loaded as {model.name}; first: mlxctl unload {model.name}")

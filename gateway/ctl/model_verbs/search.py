@@ -81,7 +81,7 @@ def _table(models: "list[FoundRepository]") -> None:
     rows = table(("MODEL",), ("DISK", "MEMORY", "CONTEXT", "DOWNLOADS"), last)
     for model in models:
         info = model.info
-        # Names and reasons are data: never markup.
+        # Names and reasons are data and never markup.
         rows.add_row(
             Text(model.repository),
             size_or_dash(info.disk_bytes if info else 0),

@@ -1,1 +1,1 @@
-"""Verbs that talk with a model: `chat` and `run`."""
+"""Verbs that chat with a model: `chat` and `run`."""

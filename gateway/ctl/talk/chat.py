@@ -19,14 +19,14 @@ RESET = "\x1b[0m"
 
 
 class ChatAnswer(Struct, frozen=True):
-    """One answer. `reasoning` is empty for a model that does not think aloud."""
+    """One answer. `reasoning` is empty for a model without reasoning output."""
 
     content: str
     reasoning: str
 
 
 class ChatOptions(Struct, frozen=True):
-    """Options of a conversation, as on the command line; None is the model's own."""
+    """Options of a conversation, as on the command line; None means the model's default."""
 
     system: str | None = None
     max_tokens: int | None = None
@@ -34,7 +34,7 @@ class ChatOptions(Struct, frozen=True):
 
 
 def talk(model: str, prompt: str | None, options: ChatOptions, *, json: bool = False) -> None:
-    """Print the answer to a prompt, be it from a pipe; without one hold a conversation. Raises `CommandFailed`."""
+    """Print the answer to a prompt or to piped input; without either, hold a conversation. Raises `CommandFailed`."""
     request: dict[str, Any] = {"model": model, "stream": True}
     if options.max_tokens is not None:
         request["max_tokens"] = options.max_tokens
@@ -55,7 +55,7 @@ def talk(model: str, prompt: str | None, options: ChatOptions, *, json: bool = F
 
 
 def whole(request: dict[str, Any]) -> ChatAnswer:
-    """One answer, when it is complete. Raises `CommandFailed`."""
+    """Return one complete answer. Raises `CommandFailed`."""
     deltas = list(stream_chat(request))
     content, reasoning = ("".join(delta.get(key) or "" for delta in deltas) for key in ("content", "reasoning_content"))
     return ChatAnswer(content, reasoning)
@@ -65,7 +65,7 @@ def answer(request: dict[str, Any], out: TextIO) -> str:
     """Stream one answer to `out` and return its text. Ctrl-C ends the answer, not the conversation."""
     text: list[str] = []
     shown = harmless if out.isatty() else str
-    # Reasoning is shown to people only: what is piped on is the answer.
+    # Reasoning is shown on a terminal only: a pipe gets the answer alone.
     shows_reasoning = out.isatty()
     is_dim = False
     try:
@@ -87,7 +87,7 @@ def answer(request: dict[str, Any], out: TextIO) -> str:
 
 
 def converse(request: dict[str, Any], messages: list[dict[str, str]]) -> None:
-    """Ask and answer until the end of input; `/new` forgets the conversation."""
+    """Hold a conversation until the end of input; `/new` starts it over."""
     opening = list(messages)
     print("Ctrl-D or /exit ends, /new starts over, Ctrl-C stops an answer.", file=sys.stderr)
     while True:

@@ -1,4 +1,4 @@
-"""`mlxctl run`: from the name of a model to an answer of it."""
+"""`mlxctl run`: downloads, loads and chats with a model in one step."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated, Final
@@ -7,7 +7,7 @@ import typer
 
 from gateway.ctl import client
 from gateway.ctl.complete import a_model, complete_downloaded
-from gateway.ctl.info import is_repository, say
+from gateway.ctl.info import is_repository, print_info
 from gateway.ctl.model_verbs.loading import load
 from gateway.ctl.model_verbs.offline import ServedModel, available_bytes, served_models
 from gateway.ctl.model_verbs.pull import bring
@@ -53,7 +53,7 @@ def run(
 
 
 def _resolved(name: str, yes: bool) -> str:
-    """The path of a model that is on this machine now, or the name of one that is served. Raises `CommandFailed`."""
+    """Return the path of a model on this machine, or the name of a served one. Raises `CommandFailed`."""
     if name.startswith((".", "/", "~")) and _served(name) is None:
         return str(_checked_folder(name, yes))
     if _served(name) is None and not is_repository(name):
@@ -66,7 +66,7 @@ def _resolved(name: str, yes: bool) -> str:
 
 
 def _known_here(word: str) -> str | None:
-    """The one repository, served or downloaded, whose name ends with a word: no hub is asked for it."""
+    """Return the only served or downloaded repository whose name ends with a word, without asking the hub."""
     from gateway.model_files.hub_cache import cached_models
 
     paths = {model.path for model in served_models()} | set(cached_models())
@@ -75,7 +75,7 @@ def _known_here(word: str) -> str | None:
 
 
 def _served(model: str) -> ServedModel | None:
-    """The model of that name, alias or path, as the daemon serves it, or as the next one would."""
+    """Return the model of that name, alias or path, as the daemon serves it or would serve it."""
     models = served_models()
     return next((served for served in models if model in (served.name, served.path, *served.aliases)), None)
 
@@ -91,7 +91,7 @@ def _is_here(path: str) -> bool:
 
 
 def _checked_folder(name: str, yes: bool) -> "Path":
-    """A folder whose model fits. Raises `CommandFailed`."""
+    """Return a folder whose model fits. Raises `CommandFailed`."""
     from gateway.ctl.model_verbs.offline import folder_of
     from gateway.model_files.metadata import Unreadable, inspect
 
@@ -100,14 +100,14 @@ def _checked_folder(name: str, yes: bool) -> "Path":
         info = inspect(folder, "auto", 0, available_bytes())
     except Unreadable as error:
         raise CommandFailed(str(error)) from None
-    say(name, info, _tell)
+    print_info(name, info, _tell)
     if not info.fits and not yes:
         raise CommandFailed(f"{name} {info.verdict}; --yes tries it anyway")
     return folder
 
 
 def _searched(word: str) -> str:
-    """The repository whose name ends with a word. Raises `CommandFailed` with those that are near."""
+    """Search the hub for the repository whose name ends with a word. Raises `CommandFailed` with similar names."""
     from gateway.model_files.search import search
 
     found = [model.repository for model in search([word], available_bytes()) if model.is_usable]
@@ -119,7 +119,7 @@ def _searched(word: str) -> str:
 
 
 def _downloaded(name: str, yes: bool) -> str:
-    """The repository once it is here, or the folder of a revision. Raises `CommandFailed`."""
+    """Download a repository and return its name, or the folder of a revision. Raises `CommandFailed`."""
     from gateway.model_files.hub import MAIN, split
     from gateway.model_files.hub_cache import cached_models
 
@@ -132,15 +132,13 @@ def _downloaded(name: str, yes: bool) -> str:
 
 
 def _made_known(path: str, yes: bool) -> str:
-    """The name by which the daemon serves it; one that it has not served before is configured. Raises
-    `CommandFailed`.
-    """
+    """Return the name under which the daemon serves a path, after configuring it if need be. Raises `CommandFailed`."""
     from gateway.control_types import ReloadResult
     from gateway.ctl.model_verbs.model_table import add
 
     if (served := _served(path)) is not None:
         return served.name
-    # Without configured models, the daemon serves what the cache holds.
+    # If no model is configured the daemon serves downloaded ones, which a reload finds.
     client.post("/v1/config/reload", {}, ReloadResult)
     if (served := _served(path)) is not None:
         return served.name
@@ -150,7 +148,7 @@ def _made_known(path: str, yes: bool) -> str:
 
 
 def _agreed(question: str) -> None:
-    """Raises `CommandFailed` where a person says no, and where there is no person."""
+    """Raises `CommandFailed` if the user declines, or if there is no terminal."""
     if not sys.stdin.isatty():
         raise CommandFailed(f"{question} Not without --yes.")
     if not typer.confirm(question, default=True, err=True):
@@ -158,5 +156,5 @@ def _agreed(question: str) -> None:
 
 
 def _tell(line: str) -> None:
-    """On stderr: what is piped on is the answer."""
+    """Print a line to stderr, because stdout carries the answer."""
     typer.echo(line, err=True)

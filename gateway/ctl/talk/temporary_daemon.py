@@ -1,4 +1,4 @@
-"""Daemon for as long as a verb needs one, where none runs."""
+"""A daemon that runs for as long as a verb needs it, started if none runs."""
 
 import signal
 import subprocess
@@ -14,39 +14,39 @@ from typing import IO, Final
 from gateway.ctl.model_verbs import offline
 from gateway.failed import CommandFailed
 
-START_S: Final = 60.0
-# It drains; its worker's memory comes back before it has ended.
-END_S: Final = 120.0
+START_TIMEOUT_S: Final = 60.0
+# The daemon drains first, and its workers must release their memory.
+END_TIMEOUT_S: Final = 120.0
 _POLL_S: Final = 0.1
 
 
 @contextmanager
 def a_daemon(tell: Callable[[str], None]) -> Generator[None, None, None]:
-    """The daemon that runs, or else one that ends with the block. Raises `CommandFailed` where it cannot start."""
+    """Use the running daemon, or start one that ends with the block. Raises `CommandFailed` if it cannot start."""
     if offline.daemon() is not None:
         yield
         return
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         _end_with_signals()
-        # Ctrl-C is for the conversation: a session of its own does not hear it.
+        # Ctrl-C is meant for the conversation, and does not reach another session.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gateway.main"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output, start_new_session=True,
         )  # fmt: skip
         try:
-            _wait_until_ready(process, said)
+            _wait_until_ready(process, output)
             tell("no mlxd runs: one is started, which ends with the conversation (mlxctl serve keeps one)")
             yield
         finally:
             process.terminate()
             try:
-                process.wait(END_S)
+                process.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
 
 
 def _end_with_signals() -> None:
-    """Have a closed terminal or a SIGTERM leave the block, which ends the daemon, where they would just kill this."""
+    """Make a closed terminal or SIGTERM leave the block, which ends the daemon, instead of killing this process."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGHUP, signal.SIGTERM):
@@ -58,16 +58,16 @@ def _leave(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", said: IO[bytes]) -> None:
-    """Raises `CommandFailed` with the daemon's own words where it ends instead."""
-    end = time.monotonic() + START_S
+def _wait_until_ready(process: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
+    """Wait for the daemon. Raises `CommandFailed` with its last line of output if it exits."""
+    end = time.monotonic() + START_TIMEOUT_S
     while offline.daemon() is None:
         if process.poll() is not None:
-            said.seek(0)
-            lines = said.read().decode(errors="replace").strip().splitlines()
+            output.seek(0)
+            lines = output.read().decode(errors="replace").strip().splitlines()
             raise CommandFailed(
                 lines[-1].removeprefix("mlxd: ") if lines else "mlxd did not start", process.returncode or 1
             )
         if time.monotonic() > end:
-            raise CommandFailed(f"mlxd did not start within {START_S:.0f} s")
+            raise CommandFailed(f"mlxd did not start within {START_TIMEOUT_S:.0f} s")
         time.sleep(_POLL_S)

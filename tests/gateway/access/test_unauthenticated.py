@@ -11,10 +11,10 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.access.unauthenticated import (
     ADDRESSES_MAX,
-    COUNTED_MAX,
-    LINES,
+    COUNTED_ADDRESSES_MAX,
+    LINES_BY_ADDRESS,
     LINES_IN_ALL,
-    TOLD_MAX,
+    LOGGED_ADDRESSES_MAX,
     LogSample,
     Throttle,
 )
@@ -92,19 +92,19 @@ def test_a_flood_of_one_address_is_a_few_lines_a_minute_and_a_count(lines: Lines
         now[0] += 60.0
     sample.tell()
 
-    assert taken == 10 * LINES
-    assert [line["requests"] for line in lines.fields()] == [1000 - LINES] * 10
+    assert taken == 10 * LINES_BY_ADDRESS
+    assert [line["requests"] for line in lines.fields()] == [1000 - LINES_BY_ADDRESS] * 10
     assert lines.fields()[0]["client"] == "192.0.2.1"
 
 
 def test_a_flood_of_many_addresses_is_bounded_in_lines_and_memory(lines: Lines) -> None:
     sample = LogSample(lambda: 0.0)
-    count = 4 * COUNTED_MAX
+    count = 4 * COUNTED_ADDRESSES_MAX
     taken = sum(sample.takes(Address(f"2001:db8:{number:x}::1", 1)) for number in range(count) for _ in range(2))
     sample.tell()
 
     assert taken == LINES_IN_ALL
-    assert len(lines.records) == TOLD_MAX + 1
+    assert len(lines.records) == LOGGED_ADDRESSES_MAX + 1
     assert sum(line["requests"] for line in lines.fields()) == 2 * count - taken
 
 
@@ -127,9 +127,9 @@ async def test_strangers_are_sampled_and_each_line_of_a_key_is_there(
     await until(lambda: sum("key" in line for line in lines.fields()) == 40)
 
     strangers = [line for line in lines.fields() if "key" not in line]
-    assert len(strangers) == LINES
+    assert len(strangers) == LINES_BY_ADDRESS
     gateway.app.services.sample.tell()
-    assert lines.fields()[-1] == {"client": "203.0.113.1", "requests": 40 - LINES}
+    assert lines.fields()[-1] == {"client": "203.0.113.1", "requests": 40 - LINES_BY_ADDRESS}
 
 
 async def test_a_line_says_from_where_and_a_refused_one_why(

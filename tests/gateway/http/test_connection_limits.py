@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from gateway.config.settings import Config, ServerConfig
-from gateway.http.connection_limits import CLIENTS_MIN, FILES_OWN, TooFewFiles, public_connections, room_for_clients
+from gateway.http.connection_limits import (
+    CLIENTS_MIN,
+    RESERVED_FILES,
+    TooFewFiles,
+    public_connections,
+    room_for_clients,
+)
 from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
@@ -183,7 +189,7 @@ async def test_a_trusted_proxy_may_have_as_many_as_all() -> None:
 @pytest.mark.parametrize("models", [0, 2, 500])
 def test_a_reserve_is_left_whatever_the_limit_of_open_files(files: int, models: int) -> None:
     room = room_for_clients(files, models)
-    assert files - room >= FILES_OWN
+    assert files - room >= RESERVED_FILES
     assert room <= files * 15 / 16
     if models <= 2:
         assert room >= CLIENTS_MIN

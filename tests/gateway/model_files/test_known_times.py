@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from gateway.control_types import Speeds
-from gateway.model_files.known_times import LOOK_S, KnownTimes, speeds
+from gateway.model_files.known_times import CACHE_TTL_S, KnownTimes, speeds
 from protocol import timing_profile
 from protocol.timing_profile import (
     FORMAT,
@@ -38,7 +38,7 @@ def test_the_file_of_a_model_is_read_once_in_a_while_and_by_its_path(tmp_path: P
     assert times.of("m", "org/m") is None
     timing_profile.write(tmp_path, KEPT)
     assert times.of("m", "org/m") is None
-    now[0] = LOOK_S
+    now[0] = CACHE_TTL_S
     assert times.of("m", "org/m") == KEPT
     assert times.load_s("m", "org/m") == 12.5
     assert times.load_s("m", "another/path") == 0.0
@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_used_is_told_of_once_and_counts_as_none(
     timing_profile.file_of(tmp_path, "m", KEPT.key).write_text('{"format": "one"}')
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            now[0] += LOOK_S
+            now[0] += CACHE_TTL_S
             assert times.of("m", "org/m") is None
     assert len(caplog.records) == 1
 

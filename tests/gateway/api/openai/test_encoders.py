@@ -137,7 +137,7 @@ def test_a_text_answer_is_the_fold_of_its_stream(batches: list[list[Delta]]) -> 
 def test_ids_of_a_stream_are_those_of_the_whole_answer_and_its_prompts_come_first(
     is_chat: bool, batches: list[list[Delta]]
 ) -> None:
-    heading = replace(HEADING, tells_ids=True)
+    heading = replace(HEADING, sends_ids=True)
     stream = ChatStream(heading, True) if is_chat else TextStream(heading, True)
     fold = ChatFold(heading) if is_chat else TextFold(heading)
     stream.bind(RIDS)
