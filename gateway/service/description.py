@@ -52,39 +52,39 @@ class Service(Struct, frozen=True):
         return {"HOME": str(self.user_home), "PATH": PATH, "MLXD_HOME": str(self.home)}
 
 
-class WriteFile(Struct, frozen=True, tag=True):
+class WriteFile(Struct, frozen=True, tag="Write"):
     """A file that every user can read."""
 
     path: Path
     content: str
 
 
-class PrivateFolder(Struct, frozen=True, tag=True):
+class PrivateFolder(Struct, frozen=True, tag="Folder"):
     """A folder that only `user` may enter."""
 
     path: Path
     user: str
 
 
-class RemovePath(Struct, frozen=True, tag=True):
+class RemovePath(Struct, frozen=True, tag="Remove"):
     path: Path
 
 
-class SymbolicLink(Struct, frozen=True, tag=True):
+class SymbolicLink(Struct, frozen=True, tag="Link"):
     """A symbolic link that exists at every moment: an older one is replaced atomically."""
 
     path: Path
     target: Path
 
 
-class RunCommand(Struct, frozen=True, tag=True):
+class RunCommand(Struct, frozen=True, tag="Run"):
     """A command. With `may_fail` its exit status does not matter."""
 
     argv: tuple[str, ...]
     may_fail: bool = False
 
 
-class WaitUntil(Struct, frozen=True, tag=True):
+class WaitUntil(Struct, frozen=True, tag="Wait"):
     """Wait until a command's output no longer matches."""
 
     argv: tuple[str, ...]

@@ -14,8 +14,8 @@ import mlx_lm
 import openai
 import pytest
 
-from gateway.api.openai import choices
 from gateway.config.settings import ModelConfig
+from gateway.request import score_room
 from gateway.workers.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, events, running, serving, until
 from tests.gateway.remote.peers.pairs import door, key_for, peer
@@ -176,7 +176,7 @@ async def test_in_streams_there_are_none_and_more_than_twenty_are_refused(path: 
 async def test_more_of_them_than_an_answer_holds_are_a_400_and_nothing_else(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choices, "PROMPT_LOGPROBS_BYTES_MAX", 100)
+    monkeypatch.setattr(score_room, "SCORES_BYTES_MAX", 100)
     for path in (CHAT, TEXT):
         reply = await gateway.client.post(path, json=asked(path, prompt_logprobs=3))
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt_logprobs")

@@ -24,7 +24,7 @@ _NAME: Final = "scaled_dot_product_attention"
 
 
 @dataclass(slots=True, frozen=True)
-class HeadForm:
+class AttentionForm:
     """What a kernel is compiled for: numbers of KV in `bits` bits, or as they are with 0."""
 
     heads: int
@@ -43,14 +43,14 @@ class AttentionSwitch:
 
     def __init__(self, attend: Attend) -> None:
         self.attend = attend
-        self.proved: Set[HeadForm] = frozenset()
+        self.proved: Set[AttentionForm] = frozenset()
         # While somebody looks, the forms of passes that a kernel could have answered.
-        self._met: set[HeadForm] | None = None
+        self._met: set[AttentionForm] | None = None
 
     @contextmanager
-    def look(self) -> Generator[Set[HeadForm]]:
+    def look(self) -> Generator[Set[AttentionForm]]:
         """The forms that passes inside ask for, so far."""
-        self._met = met = set[HeadForm]()
+        self._met = met = set[AttentionForm]()
         try:
             yield met
         finally:
@@ -111,7 +111,7 @@ def _kept(cache: RaggedKVCache) -> Keep:
     return Keep(cache.arrays[:half], cache.arrays[half:], bits)
 
 
-def _form(queries: mx.array, cache: RaggedKVCache, sinks: mx.array | None) -> HeadForm | None:
+def _form(queries: mx.array, cache: RaggedKVCache, sinks: mx.array | None) -> AttentionForm | None:
     """None where there is no kernel for these numbers and heads."""
     _, heads, _, dim = queries.shape
     kept, dtype = _kept(cache), queries.dtype
@@ -124,4 +124,4 @@ def _form(queries: mx.array, cache: RaggedKVCache, sinks: mx.array | None) -> He
             return None
     elif keys.shape[3] != dim or keys.dtype != dtype or values.dtype != dtype:
         return None
-    return HeadForm(heads, kv_heads, dim, dtype, kept.bits, sinks is not None)
+    return AttentionForm(heads, kv_heads, dim, dtype, kept.bits, sinks is not None)

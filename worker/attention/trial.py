@@ -6,7 +6,7 @@ from typing import Final, cast
 import mlx.core as mx
 
 from worker.attention.kernel import GROUP, Attend, Keep
-from worker.attention.seam import HeadForm
+from worker.attention.seam import AttentionForm
 
 # Of rows whose last split has one slot, a few, or all: what is off at an edge shows.
 LENGTHS: Final = (0, 5, 511, 512, 1300)
@@ -22,7 +22,7 @@ class NotProved(Exception):
     """A kernel that is not used; the message says why."""
 
 
-def prove(form: HeadForm, attend: Attend) -> None:
+def prove(form: AttentionForm, attend: Attend) -> None:
     """Raise `NotProved` where a kernel computes something else than MLX, or a row by the rows beside it."""
     for tokens in _TOKENS:
         for window in _WINDOWS:
@@ -40,7 +40,7 @@ def prove(form: HeadForm, attend: Attend) -> None:
                     raise NotProved("its kernel gives a row other numbers beside other rows")
 
 
-def _numbers(form: HeadForm, tokens: int) -> tuple[mx.array, Keep, mx.array | None]:
+def _numbers(form: AttentionForm, tokens: int) -> tuple[mx.array, Keep, mx.array | None]:
     """The same ones each time."""
 
     def numbers(seed: int, *shape: int) -> mx.array:
@@ -54,7 +54,7 @@ def _numbers(form: HeadForm, tokens: int) -> tuple[mx.array, Keep, mx.array | No
 
 
 def _expected(
-    form: HeadForm, queries: mx.array, kept: Keep, scale: float, window: int, sinks: mx.array | None
+    form: AttentionForm, queries: mx.array, kept: Keep, scale: float, window: int, sinks: mx.array | None
 ) -> mx.array:
     def whole(arrays: Sequence[mx.array]) -> mx.array:
         return mx.dequantize(*arrays, group_size=GROUP, bits=form.bits) if form.bits else arrays[0]

@@ -66,7 +66,7 @@ class Followed:
 
 
 @dataclass(slots=True)
-class Reading:
+class DraftReading:
     """A text that a model that drafts reads alone, as it was when a draft was asked for: its caches, and how far."""
 
     text: Tokens
@@ -85,7 +85,7 @@ class DraftState:
     followed: Followed | None = None
     # Of the text, tokens that the caches of a model that drafts hold; and the text while it is read alone.
     done: int = 0
-    reading: Reading | None = None
+    reading: DraftReading | None = None
 
     def take_spent(self) -> tuple[int, int]:
         """Predicted tokens that were drafted since this was asked last, and how many were right."""

@@ -7,13 +7,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.support.engine import spec
+from tests.support.members import member_of
 from tests.support.models import KINDS
 from worker.engine.forward import ForwardPart, forward
-from worker.engine.row import Member
 from worker.kv import batched
 from worker.model import packing
 from worker.model.loader import load
@@ -24,7 +23,7 @@ def part(model: Any, rows: list[list[int]]) -> ForwardPart:
     width = max(len(row) for row in rows)
     caches = batched.merge([make_prompt_cache(model) for _ in rows])
     inputs = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
-    members = [Member(at, [row], 1, [], [], (), StopSequences().matcher()) for at, row in enumerate(rows)]
+    members = [member_of(row) for row in rows]
     return ForwardPart(members, inputs, caches, [len(row) for row in rows])
 
 

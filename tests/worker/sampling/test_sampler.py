@@ -417,9 +417,6 @@ def test_at_temperature_zero_the_best_token_is_taken_whatever_the_filters_say() 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_id_beyond_the_table_of_embeddings_is_never_drawn(temperature: float) -> None:
-    sampler = RowSampler(table_rows=6)
-    sampler.add(1, Sampling(temperature=temperature, seed=3), 0)
-    likely = mx.log(mx.array([[0.01] * 6 + [0.47] * 2]))
-    with sampler.rows([1]):
-        drawn = {sampler(likely).item() for _ in range(30)}
-    assert max(drawn) < 6
+    rows = [sampled(Sampling(temperature=temperature, seed=seed), 0) for seed in range(30)]
+    likely = mx.log(mx.array([[0.01] * 6 + [0.47] * 2] * len(rows)))
+    assert max(step(RowSampler(table_rows=6), rows, likely)) < 6

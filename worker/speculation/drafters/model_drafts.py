@@ -10,7 +10,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from worker.speculation.draft_state import DraftedRow, Reading
+from worker.speculation.draft_state import DraftedRow, DraftReading
 from worker.speculation.drafter import Draw, Rows
 from worker.speculation.drafters.logits import as_wide
 from worker.speculation.drafters.row_caches import RowCaches
@@ -56,7 +56,7 @@ class ModelDrafts:
         return sum(text.left for text in self._texts)
 
     @property
-    def _texts(self) -> list[Reading]:
+    def _texts(self) -> list[DraftReading]:
         """Texts that are being read, in the order in which they were asked for."""
         return [row.draft.reading for row in self._reading if row.draft.reading is not None]
 
@@ -116,9 +116,9 @@ class ModelDrafts:
         together = max(TOGETHER, PADDED // max(1, len(self._rows.rows)))
         if row in self._rows.rows:
             if len(text) - row.draft.done > together:
-                self._start_reading(row, Reading(text, *self._rows.take(row)))
+                self._start_reading(row, DraftReading(text, *self._rows.take(row)))
             return
-        reading = row.draft.reading or Reading(text, make_prompt_cache(self._model))
+        reading = row.draft.reading or DraftReading(text, make_prompt_cache(self._model))
         reading.text = text
         if reading.left > together:
             self._start_reading(row, reading)
@@ -126,7 +126,7 @@ class ModelDrafts:
             self._stop_reading(row)
             self._rows.join(row, reading.caches, reading.done)
 
-    def _start_reading(self, row: DraftedRow, reading: Reading) -> None:
+    def _start_reading(self, row: DraftedRow, reading: DraftReading) -> None:
         if row not in self._reading:
             self._reading.append(row)
         row.draft.reading = reading
