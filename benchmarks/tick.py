@@ -143,7 +143,7 @@ class Loop:
         chunk = self._policy.chunk(batch.prefilling, batch.decoding, batch.longest_prefill)
         tick = batch.step(chunk.tokens, rides=chunk.rides)
         for timed in tick.timed:
-            self._policy.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode)
+            self._policy.observe(timed)
         return tick.tokens
 
     def teach(self, prompts: Sequence[int], vocab: int) -> None:

@@ -12,12 +12,13 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import StopSequences
 
-from worker.engine.decode_batch import PAIR, REFEED, TimedStep
+from worker.engine.decode_batch import PAIR, REFEED
 from worker.engine.generator import Generator
 from worker.engine.row import Member, Row, Token
 from worker.engine.row_media import RowMedia
 from worker.engine.row_prefixes import RowPrefixes
 from worker.engine.scheduling.kv_budget import KvCost
+from worker.engine.scheduling.pass_time import PassTime
 from worker.errors import is_allocation_failure, is_fabric_fault, is_gpu_fault
 from worker.kv import batched
 from worker.kv.quantized import make_caches
@@ -55,7 +56,7 @@ class StepOutput:
     progress: list[tuple[Row, int, int]]
     broken: list[tuple[Row, Exception]]
     prefilled: int
-    timed: Sequence[TimedStep]
+    timed: Sequence[PassTime]
     returned: list[Row]
     scored: list[tuple[Row, Scores]]
     # Log-probabilities of prompts that have more of them than before.

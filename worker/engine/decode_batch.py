@@ -18,7 +18,9 @@ import mlx.core as mx
 from worker.engine.batch_sequence import BatchSequences
 from worker.engine.forward import ForwardPart, forward
 from worker.engine.row import Context, Member, Token
+from worker.engine.scheduling.pass_time import PassTime
 from worker.kv import batched, ragged
+from worker.model import memory
 from worker.model.agreement import agreement_of
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
@@ -31,20 +33,6 @@ REFEED: Final = 16
 PAIR: Final = 2
 
 
-@dataclass(slots=True, frozen=True)
-class TimedStep:
-    """Seconds of a forward pass of `rows` that generate and `prompted` tokens of prompts, which rode on it or not.
-
-    Where `is_reading` is set, a model that drafts has read these tokens.
-    """
-
-    seconds: float
-    rows: int
-    prompted: int
-    rode: bool
-    is_reading: bool = False
-
-
 @dataclass(slots=True)
 class _PendingStep:
     """A plain step that has been launched, and is read by the next one."""
@@ -54,7 +42,7 @@ class _PendingStep:
     launched: float
     # Whether it had a second token a row, where rows are of unequal length.
     is_pair: bool | None
-    # Seen before it is read, as the loop rests; 0 if it does not.
+    # Seen before it is read: where the loop rests, and on a CPU, whose launches return when almost all has run; else 0.
     ended: float = 0.0
 
 
@@ -114,16 +102,16 @@ class DecodeBatch(BatchSequences):
         # Of the inputs; those of prompts have none.
         self._logprobs: list[mx.array] = []
         self._pairs = FasterOfTwo()
+        self._has_gpu = memory.has_gpu()
         self._is_divided = agreement_of(model) is not None
         # The plain step that the inputs come from, None where no time can be taken from it.
         self._flight: _PendingStep | None = None
         # The end of the newest forward pass that was waited for.
         self.ended = 0.0
-        # Rows of the newest step if it was a block, and the seconds of one.
+        # Rows of the newest step if it was a block.
         self._block_rows = 0
-        self._block_s = 0.0
-        # What the newest step has shown.
-        self.timed: TimedStep | None = None
+        # Passes whose time is known since the newest step began.
+        self.timed: list[PassTime] = []
 
     def join(self, rows: BatchSequences) -> None:
         """Take over rows whose prompts have run but for the last token, which the next step runs."""
@@ -144,15 +132,15 @@ class DecodeBatch(BatchSequences):
             self._logprobs = [self._logprobs[at] for at in rows]
         super().keep(rows)
 
-    @property
-    def running(self) -> int:
-        """Rows of the plain step that is running."""
-        return self._flight.rows if self._flight is not None else 0
+    def finish(self) -> None:
+        """Wait for the step that is running, so that it and what runs behind it are measured each for itself."""
+        if self._flight is not None:
+            mx.eval(self._inputs)
+            self._time_plain()
 
     def waited(self) -> float:
-        """All that was launched has ended; the seconds since the newest step began to run."""
-        began = max(self.ended, self._flight.launched) if self._flight is not None else self.ended
-        self.ended, self._flight = time.perf_counter(), None
+        """What ran behind the newest step has ended; its seconds."""
+        began, self.ended = self.ended, time.perf_counter()
         return self.ended - began
 
     def rest(self) -> None:
@@ -163,7 +151,7 @@ class DecodeBatch(BatchSequences):
 
     def decode(self, rider: ForwardPart | None = None) -> list[Token]:
         """One step, with a chunk of prompts that rides on it."""
-        self.timed = None
+        self.timed = []
         if self._inputs is None:
             self._flight = None
             return []
@@ -173,35 +161,31 @@ class DecodeBatch(BatchSequences):
         if block is None:
             return self._plain(self._inputs, rider)
         sampled = self._verify(block, self._inputs, rider)
-        self._time_block(block, began, drafted, rider)
+        self._time_block(block, len(sampled), began, drafted, rider)
         return sampled
 
-    def _time_block(self, block: "_Block", began: float, drafted: float, rider: ForwardPart | None) -> None:
+    def _time_block(
+        self, block: "_Block", tokens: int, began: float, drafted: float, rider: ForwardPart | None
+    ) -> None:
         """A block takes from its launch to its end; nothing runs while its tokens are sent, so that time counts as well
         where a block follows."""
         rows, before, last = len(block.rows), self._block_rows, self.ended
-        self._block_rows = rows
-        self.ended, self._flight = time.perf_counter(), None
-        seconds = self.ended - drafted
-        if rider is not None:
-            self.timed = TimedStep(max(0.0, seconds - self._block_s), 0, sum(rider.lengths), True)
-            return
-        self._block_s = seconds
-        self._drafter.timed(rows, block.width, seconds + (began - last if before == rows else 0.0))
+        self._block_rows, self.ended = rows, time.perf_counter()
+        seconds = self.ended - drafted + (began - last if before == rows else 0.0)
+        prompted = sum(rider.lengths) if rider is not None else 0
+        self.timed.append(PassTime(seconds, rows, block.width, tokens, prompted))
 
-    def _time_plain(self, flight: _PendingStep) -> None:
+    def _time_plain(self) -> None:
         """A plain step runs while the tokens before it are sent, so it takes from the end of the one before it to its
-        own, which is seen by the one after it."""
-        before, last, self._flight = self._flight, self.ended, flight
-        self._block_rows, self.ended = 0, time.perf_counter()
-        if before is None:
+        own, which is seen once its tokens are read."""
+        flight, last, self._flight = self._flight, self.ended, None
+        if flight is None:
             return
-        seconds = (before.ended or self.ended) - max(last, before.launched)
-        self.timed = TimedStep(seconds, before.rows, before.prompted, before.prompted > 0)
-        if not before.prompted:
-            self._drafter.timed(before.rows, 1, seconds)
-            if before.is_pair is not None:
-                self._pairs.observe(before.rows, before.is_pair, seconds)
+        self.ended = flight.ended or time.perf_counter()
+        seconds = self.ended - max(last, flight.launched)
+        self.timed.append(PassTime(seconds, flight.rows, 1, flight.rows, flight.prompted))
+        if flight.is_pair is not None and not flight.prompted:
+            self._pairs.observe(flight.rows, flight.is_pair, seconds)
 
     def _plain(self, inputs: mx.array, rider: ForwardPart | None) -> list[Token]:
         """Launch what follows the inputs, then read them."""
@@ -211,14 +195,18 @@ class DecodeBatch(BatchSequences):
             tokens = mx.concatenate([tokens, mx.zeros_like(tokens)], axis=1)
         part = ForwardPart(self.members, tokens, self.caches, [1] * len(self))
         logits = forward(self._model, part, rider)
+        # Where nothing else runs, the step begins before its launch returns.
+        flight.launched = time.perf_counter()
         batched.rewind(self.caches, part.excess)
         logprobs, targets, contexts = self._targets(None, inputs, logits)
         given, self._logprobs, self._inputs = self._logprobs, list(logprobs[:, 0]), targets[:, 0]
         mx.async_eval(self._inputs, self._logprobs, contexts)
-        flight.launched = time.perf_counter()
+        if not self._has_gpu:
+            flight.ended = time.perf_counter()
         mx.eval(given)
         ids = self._read(inputs)
-        self._time_plain(flight)
+        self._time_plain()
+        self._flight, self._block_rows = flight, 0
         sampled: list[Token] = []
         for member, token, logprob in zip(self.members, ids, given, strict=True):
             member.tokens.append(token)
@@ -247,6 +235,7 @@ class DecodeBatch(BatchSequences):
         if not owes and not self._drafter.is_ready(self.members, most):
             return None
         ids = self._read(inputs)
+        self._time_plain()
         drafts = self._drafter.drafts(self.members, ids, most)
         return _Block.of(self.members, ids, drafts) if owes or any(drafts) else None
 

@@ -13,9 +13,10 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from worker.engine.batch_sequence import BatchSequences
-from worker.engine.decode_batch import DecodeBatch, TimedStep
+from worker.engine.decode_batch import DecodeBatch
 from worker.engine.forward import ForwardPart, can_pack, forward, has_media
 from worker.engine.row import Member, Token
+from worker.engine.scheduling.pass_time import PassTime
 from worker.engine.scoring import ScoredRows
 from worker.kv import batched, ragged
 from worker.kv.quantized import make_caches
@@ -61,7 +62,7 @@ class Generator:
         self._uncleared_tokens = 0
         self._uncleared_steps = 0
         # Forward passes whose time is known since the newest step.
-        self.timed: list[TimedStep] = []
+        self.timed: list[PassTime] = []
 
     @property
     def stream(self) -> Any:
@@ -116,7 +117,7 @@ class Generator:
             prompts = self._chunk(chunk)
             rider = prompts if rides and self._can_ride() else None
             sampled = self._decode.decode(rider)
-            self.timed = [self._decode.timed] if self._decode.timed is not None else []
+            self.timed = self._decode.timed
             if prompts is not None:
                 self._run_prompts(prompts, rider is not None, began)
                 prompted += [self._advance(*each) for each in zip(prompts.members, prompts.lengths, strict=True)]
@@ -172,6 +173,7 @@ class Generator:
         for rows in self._scored.due(is_alone=not len(self._decode)):
             member = rows.members[0]
             if not member.is_prefilled:
+                self._decode.finish()
                 prompted.append(self._advance(member, self._scored.run(rows, chunk)))
                 self._decode.waited()
             if member.is_prefilled:
@@ -206,16 +208,16 @@ class Generator:
         if has_ridden:
             self._prefill.launch()
             return
+        self._decode.finish()
         self._prefill.evaluate()
-        rows = self._decode.running
         seconds = self._decode.waited() if len(self._decode) else time.perf_counter() - began
-        self.timed.append(TimedStep(seconds, rows, sum(prompts.lengths), False))
+        self.timed.append(PassTime(seconds, prompted=sum(prompts.lengths)))
 
     def _read(self, count: int) -> None:
-        rows = self._decode.running
+        self._decode.finish()
         if read := self._drafter.read(count):
             self._uncleared_tokens += read
-            self.timed.append(TimedStep(self._decode.waited(), rows, read, False, is_reading=True))
+            self.timed.append(PassTime(self._decode.waited(), prompted=read, is_reading=True))
 
     def _advance(self, member: Member, count: int) -> Prompted:
         segment = member.segments[0]

@@ -90,6 +90,8 @@ class Engine:
         self._partners = partners
         self.speculation, drafts = speculation_of(loaded, spec)
         gauges.speculator = Speculator(loaded.proposer) if drafts else None
+        if isinstance(drafter, Speculator):
+            gauges.speculator = drafter
         self._drafter = drafter or gauges.speculator
         self._spec = spec
         self._inbox = inbox
@@ -389,7 +391,7 @@ class Engine:
         output = self._batch.step(chunk.tokens, rides=chunk.rides, reads=reads)
         now = time.monotonic()
         for timed in output.timed:
-            self.pacer.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode, is_reading=timed.is_reading)
+            self.pacer.observe(timed)
         self._gauges.step_seq += 1
         self._gauges.prompt_tokens += output.prefilled
         self._gauges.generation_tokens += len(output.tokens)

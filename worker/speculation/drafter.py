@@ -76,10 +76,6 @@ class Drafter(Protocol):
         """So many tokens of each draft were the ones sampled."""
         ...
 
-    def timed(self, rows: int, width: int, seconds: float) -> None:
-        """A step of so many rows and tokens a row took so long; `width` 1 is one without drafts."""
-        ...
-
 
 class Proposer(Protocol):
     """Drafts of a model, for the rows of one batch. Owned by the engine thread.
@@ -166,7 +162,4 @@ class NoDrafts:
         return [[] for _ in rows]
 
     def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        pass
-
-    def timed(self, rows: int, width: int, seconds: float) -> None:
         pass

@@ -33,7 +33,7 @@ from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafter import NoDrafts
-from worker.speculation.policy.draft_width import WIDTHS, StepCosts
+from worker.speculation.policy.draft_width import WIDTHS
 from worker.start.checked_model import load_checked
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -65,7 +65,6 @@ class _Blocks(NoDrafts):
     def __init__(self, vocab_size: int) -> None:
         self.widest = WIDTHS[-1]
         self.width = 1
-        self.costs: StepCosts | None = None
         self._vocab_size = vocab_size
         self._random = random.Random(0)
 
@@ -74,10 +73,6 @@ class _Blocks(NoDrafts):
 
     def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
         return [[self._random.randrange(self._vocab_size) for _ in range(min(self.width - 1, each))] for each in most]
-
-    def timed(self, rows: int, width: int, seconds: float) -> None:
-        if self.costs is not None:
-            self.costs.observe(rows, width, seconds)
 
 
 class Bench:
@@ -90,6 +85,7 @@ class Bench:
         self._loaded = loaded
         self._engine = engine
         self._kv_limit = gauges.kv_limit
+        self._drafts = gauges.speculator is not None
         self._random = random.Random(0)
         self._blocks = blocks
         self._longest = spec.prefill_chunk
@@ -114,7 +110,7 @@ class Bench:
 
     def blocks(self, limit_s: float) -> None:
         """Measure verification with drafts of each width."""
-        if self._blocks.costs is None:
+        if not self._drafts:
             return
         end = time.perf_counter() + limit_s
         for rows in (1, DECODING_ROWS):
@@ -197,7 +193,7 @@ class Bench:
         self._engine.pacer.chunk(self._batch.prefilling, self._batch.decoding, chunk, context)
         tick = self._batch.step(chunk, rides=rides)
         for timed in tick.timed:
-            self._engine.pacer.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode)
+            self._engine.pacer.observe(timed)
         return tick.prefilled
 
     def _insert(self, tokens: int) -> None:
@@ -218,7 +214,6 @@ def calibrate(spec: WorkerSpec, seconds: float, folder: str, tell: Callable[[Cal
     engine = Engine(loaded, spec, EngineInbox(), lambda _message: None, gauges, writer, blocks, keeps=folder)
     engine.warm_up([1] * min(DECODE_PROMPT_TOKENS, loaded.max_context - 4))
     assert engine.kept is not None
-    blocks.costs = engine.kept.costs
     bench = Bench(loaded, spec, engine, gauges, blocks)
     decode, prefill = list[MeasuredSpeed](), list[MeasuredSpeed]()
     for speed in bench.decode(DECODE_SHARE * seconds):

@@ -16,6 +16,7 @@ from tests.support.models import KINDS, SAMPLE, VOCAB
 from tests.support.scale import scaled
 from tests.worker.engine.test_exact import tokens
 from worker.engine.batch import Batch
+from worker.engine.scheduling.pass_time import PassTime
 from worker.kv import ragged
 from worker.kv.kv import KvLayout
 from worker.model.loader import LoadedModel, load
@@ -58,9 +59,15 @@ def requests(output: int = 16) -> list[Generate]:
 
 
 def generated(
-    loaded: LoadedModel, batch: list[Generate], *, chunk: int = 16, rides: bool = True, drafter: Drafter | None = None
+    loaded: LoadedModel,
+    batch: list[Generate],
+    *,
+    chunk: int = 16,
+    rides: bool = True,
+    drafter: Drafter | None = None,
+    times: list[PassTime] | None = None,
 ) -> tuple[dict[int, list[int]], int]:
-    """Each row's tokens, where one row comes every third tick; and the packed passes."""
+    """Each row's tokens, where one row comes every third tick; and the packed passes. Their times go to `times`."""
     watched = Watched(loaded.model)
     rows = Batch(watched, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(watched)), 0), drafter=drafter)
     waiting = [Intake(loaded).row(request, 0.0) for request in batch]
@@ -70,8 +77,11 @@ def generated(
         if waiting and ticks % 3 == 0:
             rows.insert(waiting.pop(0))
         ticks += 1
-        for token in rows.step(chunk, rides=rides).tokens:
+        step = rows.step(chunk, rides=rides)
+        for token in step.tokens:
             said[token.row.rid].append(token.id)
+        if times is not None:
+            times += step.timed
     rows.close()
     return said, len(watched.packed)
 
@@ -130,11 +140,31 @@ def test_a_tick_with_a_prompt_is_one_pass_of_its_tokens_and_one_of_each_row(
     assert watched.packed == [(1, 2 + 64), (1, 2 + 35)]
     assert [tick.prefilled for tick in ticks] == [64, 35, 1]
     # What a step took is known once the next one has read its tokens.
-    assert [[(each.prompted, each.rows, each.rode) for each in tick.timed] for tick in ticks[1:]] == [
-        [(64, 2, True)],
-        [(35, 2, True)],
-    ]
+    assert [[(each.prompted, each.rows) for each in tick.timed] for tick in ticks[1:]] == [[(64, 2)], [(35, 2)]]
     batch.close()
+
+
+@pytest.mark.parametrize("rides", [True, False])
+def test_each_pass_is_timed_once_with_its_rows_width_and_tokens(
+    model_folder: Callable[[str], Path], *, rides: bool
+) -> None:
+    loaded, batch = load(spec(model_folder("qwen3")), lambda *_: None), requests(output=24)
+    plain: list[PassTime] = []
+    said = generated(loaded, batch, rides=rides, times=plain)[0]
+    drafter, drafted = NoisyDrafts(VOCAB), list[PassTime]()
+    for request in batch:
+        assert isinstance(request.prompt, TokensPrompt)
+        drafter.learn([*request.prompt.ids, *said[request.rid]])
+    assert generated(loaded, batch, rides=rides, drafter=drafter, times=drafted)[0] == said
+    for times in (plain, drafted):
+        assert all(each.seconds > 0 for each in times)
+        prompted = sum(each.prompted for each in times)
+        assert prompted == sum(LENGTHS) - len(LENGTHS), "the last token of each runs with the rows that generate"
+        # The plain step that was launched last is read by nobody.
+        assert sum(map(len, said.values())) <= sum(each.tokens for each in times) + max(each.rows for each in times)
+        assert {each.prompted > 0 for each in times if each.rows} == ({False, True} if rides else {False})
+    assert {(each.width > 1, each.prompted > 0) for each in drafted if each.rows} >= {(True, False), (False, False)}
+    assert not rides or any(each.width > 1 and each.prompted for each in drafted)
 
 
 @pytest.mark.parametrize("architecture", scaled(KINDS, ["gemma3_text"]))

@@ -5,18 +5,25 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protocol.timing_profile import CONTEXTS, band_of
-from worker.engine.scheduling.learned import LearnedTimes, bucket
+from worker.engine.scheduling.learned import LearnedTimes
+from worker.engine.scheduling.pass_time import PassTime
+from worker.speculation.policy.draft_width import StepCosts, bucket
 
 # Chunks are powers of two from here, so that few shapes are ever compiled.
 MIN_CHUNK: Final = 8
 # Where nothing is known yet and others would have to wait.
 FIRST_CHUNK: Final = 32
-# A tick that also prefills may last this many times a plain decode step, if as many prompt tokens as are enough find a
-# place in it …
+# A tick that also prefills may last this many times its own step, if as many prompt tokens as are enough find a place
+# in it …
 GENTLE_RATIO: Final = 1.4
 ENOUGH: Final = 128
 # … or else this many times …
 STALL_RATIO: Final = 2.2
+# … where a block counts as the plain steps that its tokens would take: as no more than so many blocks, and for one
+# waiting prompt as one, so that the time between two events of a stream stays bounded …
+STALL_BLOCKS: Final = 2
+# … and where each further prompt that waits for each stream that runs lets the tick stall this many times longer …
+CROWD: Final = 2
 # … unless that step is so short that it is not noticeable.
 MIN_STALL_S: Final = 0.003
 # A short prompt may stall longer: once or twice, and a full batch is worth more than it costs. Not so the end of a long
@@ -141,6 +148,10 @@ class _Times:
             ratio = max(ratio, min(2.0, 3 - 2 * self.seconds[half] / time))
         return time * ratio * 2.0 ** (doublings - 1)
 
+    def reaches(self, tokens: int) -> bool:
+        """Whether half of that many tokens were tried: beside streams a mistaken hope costs no more than a doubling."""
+        return bucket(tokens) <= 2 * max(self._known() or self.seconds)
+
     def certain(self, tokens: int) -> float:
         """Seconds for that many tokens if their size is known, else 0."""
         size = bucket(tokens)
@@ -154,7 +165,7 @@ class _Times:
 class _Band:
     """Times at contexts of one band, on the step and apart, and chunks that were observed there."""
 
-    riding: _Times = field(default_factory=_Times)
+    fused: _Times = field(default_factory=_Times)
     apart: _Times = field(default_factory=_Times)
     chunks: int = 0
 
@@ -172,13 +183,16 @@ class ChunkPolicy:
     def __init__(
         self,
         max_chunk: int,
+        costs: StepCosts | None = None,
         *,
         is_fixed: bool = False,
         has_watchdog: bool = False,
         can_ride: bool = True,
         learned: LearnedTimes | None = None,
     ) -> None:
-        """With `is_fixed` every chunk has `max_chunk` tokens, but for the end of a prompt: time decides nothing.
+        """`costs` is the table of step times, which `observe` writes.
+
+        With `is_fixed` every chunk has `max_chunk` tokens, but for the end of a prompt: time decides nothing.
 
         With `has_watchdog` a chunk is also bounded by its context, as Metal asks for. `learned` has the times of
         earlier starts and takes those of this one. Without `can_ride` chunks have forward passes of their own.
@@ -189,14 +203,15 @@ class ChunkPolicy:
         self._has_watchdog = has_watchdog
         self._can_ride = can_ride
         self._learned = learned or LearnedTimes()
-        self._step_s = 0.0
+        self._costs = costs or StepCosts()
         self._band = 0
         self._bands = [_Band() for _ in range(len(CONTEXTS) + 1)]
         # Half of what a tick may take beside its step is for a prompt that a draft model reads.
         self.is_shared = False
         for band, times in enumerate(self._bands):
-            times.riding.recall(self._learned.chunks(band, is_riding=True))
+            times.fused.recall(self._learned.chunks(band, is_riding=True))
             times.apart.recall(self._learned.chunks(band, is_riding=False))
+        self._costs.recall(self._learned.steps())
 
     def chunk(self, prefilling: int, decoding: int, longest: int = SHORT_PROMPT + 1, context: int = 0) -> ChunkPlan:
         """For the next tick. `longest` is what the longest prompt has in all, `context` the most tokens that a row has
@@ -211,6 +226,9 @@ class ChunkPolicy:
             return ChunkPlan(min(most, apart or riding or most), rides=False)
         if not self._can_ride:
             return ChunkPlan(min(most, apart or FIRST_CHUNK), rides=False)
+        if not self._costs.is_fresh(decoding, self._costs.newest[1]):  # apart, the step is measured for itself
+            known = [each for each in (apart, riding) if each is not None] or [FIRST_CHUNK]
+            return ChunkPlan(min(most, *known), rides=False)
         if riding is None or apart is None:  # riding is hoped to be no slower
             return ChunkPlan(min(most, riding or apart or FIRST_CHUNK))
         paces = (
@@ -218,32 +236,47 @@ class ChunkPolicy:
             for is_riding, size in ((True, riding), (False, apart))
         )
         rides = next(paces) >= _MARGIN * next(paces)
-        return ChunkPlan(min(most, riding if rides else apart), rides=rides)
+        # Times of passes of their own may be of prompts that ran alone, at a shorter context.
+        return ChunkPlan(min(most, riding if rides else min(apart, 2 * riding)), rides=rides)
 
     def choosing_s(self, prefilling: int, decoding: int) -> float:
         """Seconds of the next tick for a prompt that a draft model reads to choose of it, beside others in prefill."""
         self.is_shared = prefilling > 0
         return self._limit_s(1 if decoding else prefilling + 1, decoding, SHORT_PROMPT + 1)
 
-    def observe(self, seconds: float, prefilled: int, decoding: int, *, rode: bool = False) -> None:
-        """Learn from a forward pass, or two: the time with so many prompt tokens, beside so many decoding rows."""
-        if prefilled == 0:
-            if decoding:
-                self._step_s = _smooth(self._step_s, seconds)
-                self._learned.stepped(self._band, decoding, seconds)
+    def observe(self, each: PassTime) -> None:
+        """Learn from a forward pass."""
+        step_s, chunk_s = self._split(each)
+        if each.rows:
+            self._costs.observe(each.rows, each.width, step_s, each.tokens)
+        if not each.prompted:
+            self._learned.stepped(self._band, each.rows, each.width, step_s)
             return
-        added_s = seconds - (self._step_s if decoding else 0.0)
         band = self._bands[self._band]
         band.chunks += 1
-        if added_s > 0:
-            time = (band.riding if rode else band.apart).observe(prefilled, added_s, band.chunks)
-            self._learned.chunked(self._band, prefilled, time, is_riding=rode)
-        band.riding.forget(band.chunks)
+        if chunk_s > 0:
+            time = (band.fused if each.rows else band.apart).observe(each.prompted, chunk_s, band.chunks)
+            self._learned.chunked(self._band, each.prompted, time, is_riding=each.rows > 0)
+        band.fused.forget(band.chunks)
         band.apart.forget(band.chunks)
+
+    def _split(self, each: PassTime) -> tuple[float, float]:
+        """Seconds of the step and of the chunk of a pass; 0.0 is what it does not say.
+
+        A fused one says what the chunk has added to a step of the same rows and width, or, where that is unknown, what
+        the step beside such a chunk has taken. A small difference of two long times says nothing.
+        """
+        if not each.rows or not each.prompted:
+            return (each.seconds, 0.0) if each.rows else (0.0, each.seconds)
+        step_s = self._costs.known(each.rows, each.width)
+        if step_s is not None:
+            return 0.0, each.seconds - step_s
+        chunk_s = self._bands[self._band].fused.certain(each.prompted)
+        return (each.seconds - chunk_s if 0.0 < chunk_s < each.seconds / 2 else 0.0), 0.0
 
     def _times(self, is_riding: bool) -> _Times:
         """Those of this band, or of the nearest one that has any."""
-        times = [band.riding if is_riding else band.apart for band in self._bands]
+        times = [band.fused if is_riding else band.apart for band in self._bands]
         known = [at for at, each in enumerate(times) if each.seconds]
         return times[min(known, key=lambda at: (abs(at - self._band), at), default=self._band)]
 
@@ -264,15 +297,17 @@ class ChunkPolicy:
             return None
         limit_s = self._limit_s(prefilling, decoding, longest)
         if decoding and is_riding:
-            gentle = self._fitting(times, prefilling, limit_s * (GENTLE_RATIO - 1) / (STALL_RATIO - 1))
+            gentle = self._fitting(times, prefilling, decoding, limit_s * (GENTLE_RATIO - 1) / (STALL_RATIO - 1))
             if gentle * prefilling >= ENOUGH or gentle >= longest:
                 return gentle
-        return self._fitting(times, prefilling, limit_s)
+        return self._fitting(times, prefilling, decoding, limit_s)
 
-    def _fitting(self, times: _Times, prefilling: int, limit_s: float) -> int:
+    def _fitting(self, times: _Times, prefilling: int, decoding: int, limit_s: float) -> int:
         limit_s = max(limit_s, _NO_DEARER * times.certain(MIN_CHUNK * prefilling))
         size = MIN_CHUNK
         while size < self._max and times.predict(2 * size * prefilling) <= limit_s:
+            if decoding and not times.reaches(2 * size * prefilling):
+                break
             size *= 2
         return min(size, self._max)
 
@@ -285,10 +320,20 @@ class ChunkPolicy:
         factor = SHORT_PROMPT_FACTOR if is_short else 1.0
         if not decoding:
             return factor * (IDLE_TICK_S if prefilling == 1 or is_short else SHARED_TICK_S)
-        step_s = self._step_s or self._learned.step(self._band, decoding)
-        limit_s = max((STALL_RATIO - 1) * step_s, MIN_STALL_S) / (2 if self.is_shared else 1)
+        return factor * self._stall_s(prefilling, decoding) / (2 if self.is_shared else 1)
+
+    def _stall_s(self, prefilling: int, decoding: int) -> float:
+        """Seconds that a chunk may add to the next step of rows that generate.
+
+        The bound is per token of a stream: a block that takes as long as two plain steps and gives four tokens may be
+        held up for four plain steps, which are two blocks.
+        """
+        width = self._costs.newest[1]
+        gain = self._costs.gain(decoding, width) or 1.0 if width > 1 else 1.0
+        step_s = self._costs.scaled(decoding, width) * min(gain, prefilling, STALL_BLOCKS)
         # Many waiting prompts gain more from full batches than a few streams lose by a longer stall.
-        return factor * limit_s * max(1.0, prefilling / decoding)
+        crowd = 1 + CROWD * (prefilling - 1) / decoding
+        return max((STALL_RATIO - 1) * step_s * crowd, MIN_STALL_S)
 
 
 def _smooth(old: float, new: float) -> float:

@@ -21,7 +21,6 @@ from protocol.timing_profile import (
 )
 from worker.engine.scheduling.learned import LearnedTimes
 from worker.model.device import machine
-from worker.speculation.policy.draft_width import StepCosts
 
 log = logging.getLogger("mlxd.worker")
 
@@ -47,13 +46,12 @@ class KeptFile:
         self._folder = folder
         self._empty = TimingProfile(format=FORMAT, key=key, model=model, path=path, machine=machine, written=0.0)
         self._due = 0.0
-        self._steps = 0
+        # Of the ticks that times were learned from, those that the file has.
+        self._written = 0
         self._is_writable = True
         self._has_told = False
         self.kept = self._read()
         self.learned = LearnedTimes(self.kept)
-        # Those of drafts, where there are any.
-        self.costs: StepCosts | None = None
         self._load = self.kept.load if self.kept is not None else None
 
     @property
@@ -76,8 +74,8 @@ class KeptFile:
         """Write what is new. A calibration that was made meanwhile stays."""
         if not self._has_news:
             return
-        self._steps = self._seen
-        chunks, steps, doubts = self.learned.merged(self._drafted)
+        self._written = self.learned.ticks
+        chunks, steps, doubts = self.learned.merged()
         self._write(
             structs.replace(
                 self._read() or self._empty,
@@ -91,7 +89,7 @@ class KeptFile:
 
     def calibrated(self, calibration: Calibration) -> None:
         """Keep the results of a calibration, and the times that it has seen. Raises `OSError`."""
-        chunks, steps, _ = self.learned.merged(self._drafted)
+        chunks, steps, _ = self.learned.merged()
         before = self._read() or self._empty
         write(
             self._folder,
@@ -107,16 +105,8 @@ class KeptFile:
         )
 
     @property
-    def _seen(self) -> int:
-        return self.learned.ticks + (self.costs.steps if self.costs is not None else 0)
-
-    @property
     def _has_news(self) -> bool:
-        return self._seen - self._steps >= STEPS_MIN
-
-    @property
-    def _drafted(self) -> dict[tuple[int, int], float]:
-        return self.costs.times if self.costs is not None else {}
+        return self.learned.ticks - self._written >= STEPS_MIN
 
     def _read(self) -> TimingProfile | None:
         file = file_of(self._folder, self._empty.model, self._empty.key)

@@ -1,11 +1,12 @@
 """Learned times: those of earlier starts, and those of this one that are kept for the next."""
 
-import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
-from protocol.timing_profile import CONTEXTS, ChunkTime, StepTime, TimingProfile
+from protocol.timing_profile import ChunkTime, StepTime, TimingProfile
+from worker.speculation.policy.draft_width import bucket, width_of
 
 # Times of one size that are held, the newest ones; what is kept of them is the end of the quickest quarter, because a
 # machine that is hot, or that others use, says nothing of the next start.
@@ -17,7 +18,6 @@ JUDGED: Final = 50
 DOUBTED: Final = 1.5
 # Kept times follow what got quicker at once and what got slower slowly.
 _SLOWER: Final = 0.3
-_BUCKETS: Final = 11
 _LONGEST_S: Final = 600.0
 
 _Key = TypeVar("_Key", tuple[int, bool, int], tuple[int, int, int])
@@ -56,12 +56,8 @@ class LearnedTimes:
             self._doubts = kept.doubts
             self._kept_chunks = {(each.band, each.is_riding, each.tokens): each.seconds for each in kept.chunks}
             self._kept_steps = {(each.band, each.rows, each.width): each.seconds for each in kept.steps}
-        self._chunks: dict[tuple[int, bool, int], _Held] = {}
-        self._steps: list[_Held | None] = [None] * ((len(CONTEXTS) + 1) * _BUCKETS)
-        # Kept times of plain steps, in the same places; 0 is unknown.
-        self._plain = [
-            self._kept_steps.get((at // _BUCKETS, 1 << at % _BUCKETS, 1), 0.0) for at in range(len(self._steps))
-        ]
+        self._chunks: defaultdict[tuple[int, bool, int], _Held] = defaultdict(_Held)
+        self._steps: defaultdict[tuple[int, int, int], _Held] = defaultdict(_Held)
         # Times ÷ those that were kept, of the newest ticks.
         self._ratios = array("d", bytes(8 * JUDGED))
         self._judged = 0
@@ -79,25 +75,17 @@ class LearnedTimes:
         """Seconds of steps by rows and width, as they were kept, at the shortest context that each is known for."""
         return {(rows, width): seconds for (_, rows, width), seconds in sorted(self._kept_steps.items(), reverse=True)}
 
-    def step(self, band: int, rows: int) -> float:
-        """Seconds of a plain step, as they were kept; 0 where they are unknown."""
-        return self._plain[band * _BUCKETS + bucket(rows).bit_length() - 1]
-
     def chunked(self, band: int, tokens: int, seconds: float, *, is_riding: bool) -> None:
         """A chunk of about so many tokens has added so much to a tick."""
         key = band, is_riding, bucket(tokens)
-        if (held := self._chunks.get(key)) is None:
-            held = self._chunks[key] = _Held()
-        held.add(seconds)
+        self._chunks[key].add(seconds)
         self._judge(seconds, self._kept_chunks.get(key, 0.0))
 
-    def stepped(self, band: int, rows: int, seconds: float) -> None:
-        """A step without drafts and prompts has taken so long."""
-        at = band * _BUCKETS + bucket(rows).bit_length() - 1
-        if (held := self._steps[at]) is None:
-            held = self._steps[at] = _Held()
-        held.add(seconds)
-        self._judge(seconds, self._plain[at])
+    def stepped(self, band: int, rows: int, width: int, seconds: float) -> None:
+        """A step of so many tokens a row, without prompts, has taken so long."""
+        key = band, bucket(rows), width_of(width)
+        self._steps[key].add(seconds)
+        self._judge(seconds, self._kept_steps.get(key, 0.0))
 
     def _judge(self, seconds: float, kept: float) -> None:
         self.ticks += 1
@@ -113,20 +101,14 @@ class LearnedTimes:
         middle = sorted(self._ratios)[JUDGED // 2]
         return not 1 / DOUBTED <= middle <= DOUBTED
 
-    def merged(self, drafted: Mapping[tuple[int, int], float]) -> tuple[list[ChunkTime], list[StepTime], int]:
-        """Times to keep, and doubts. `drafted` are seconds of steps by rows and width as drafts have measured them.
+    def merged(self) -> tuple[list[ChunkTime], list[StepTime], int]:
+        """Times to keep, and doubts.
 
         Where this start and the one before it have both seen other times, what was kept is dropped; at a first doubt it
         stays as it was, for a hot or busy machine says nothing of the next start.
         """
         chunks = {key: held.best for key, held in self._chunks.items()}
-        steps: _Steps = {
-            (at // _BUCKETS, 1 << at % _BUCKETS, 1): held.best
-            for at, held in enumerate(self._steps)
-            if held is not None
-        }
-        for (rows, width), seconds in drafted.items():
-            steps.setdefault((0, rows, width), seconds)
+        steps = {key: held.best for key, held in self._steps.items()}
         if self.is_doubted and self._doubts:
             merged, doubts = (chunks, steps), 0
         elif self.is_doubted:
@@ -140,11 +122,6 @@ class LearnedTimes:
             [StepTime(*key, seconds) for key, seconds in _plausible(merged[1].items())],
             doubts,
         )
-
-
-def bucket(count: int) -> int:
-    """The nearest power of two."""
-    return 1 << max(0, round(math.log2(count)))
 
 
 def _followed(kept: Mapping[_Key, float], seen: Mapping[_Key, float]) -> dict[_Key, float]:

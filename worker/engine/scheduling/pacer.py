@@ -6,13 +6,14 @@ from protocol.messages import SetPace
 from protocol.spec import WorkerSpec
 from worker.engine.scheduling.chunking import ChunkPlan, ChunkPolicy, PaceLimits
 from worker.engine.scheduling.kept_file import KeptFile
+from worker.engine.scheduling.pass_time import PassTime
 from worker.engine.scheduling.rests import Rests
 from worker.speculation.policy.draft_width import StepCosts
 
 
 class Pacer:
-    """Owned by the engine thread. `costs` are those of drafts, `kept` is the file of earlier starts; either may be
-    None.
+    """Owned by the engine thread. `costs` is the table of step times that drafts read, `kept` is the file of earlier
+    starts; either may be None.
 
     No token depends on it: it decides how many prompt tokens a tick has, and when there is one.
     """
@@ -21,20 +22,19 @@ class Pacer:
         self, spec: WorkerSpec, costs: StepCosts | None, kept: KeptFile | None, *, can_ride: bool, has_watchdog: bool
     ) -> None:
         learned = kept.learned if kept is not None else None
+        costs = costs or StepCosts()
         self._policy = ChunkPolicy(
             spec.prefill_chunk,
+            costs,
             is_fixed=spec.deterministic,
             has_watchdog=has_watchdog,
             can_ride=can_ride,
             learned=learned,
         )
         # Of what a model that drafts reads.
-        self._reading = ChunkPolicy(spec.prefill_chunk, has_watchdog=has_watchdog, can_ride=False)
+        self._reading = ChunkPolicy(spec.prefill_chunk, costs, has_watchdog=has_watchdog, can_ride=False)
         self._rests = Rests()
         self._kept = kept
-        if costs is not None and kept is not None:
-            costs.recall(kept.learned.steps())
-            kept.costs = costs
 
     def chunk(self, prefilling: int, decoding: int, longest: int, context: int) -> ChunkPlan:
         """For the next tick, as `ChunkPolicy` says."""
@@ -52,12 +52,9 @@ class Pacer:
         """Nothing is chosen any more: what a tick may take is all for its chunk again."""
         self._policy.is_shared = False
 
-    def observe(self, seconds: float, prefilled: int, decoding: int, *, rode: bool, is_reading: bool = False) -> None:
-        """Learn from a forward pass, as `ChunkPolicy` does; `is_reading` is one of a model that drafts."""
-        if not is_reading:
-            self._policy.observe(seconds, prefilled, decoding, rode=rode)
-        if is_reading or not prefilled:
-            self._reading.observe(seconds, prefilled, decoding)
+    def observe(self, each: PassTime) -> None:
+        """Learn from a forward pass, as `ChunkPolicy` does."""
+        (self._reading if each.is_reading else self._policy).observe(each)
 
     def change(self, order: SetPace) -> None:
         """Another pace from now on."""

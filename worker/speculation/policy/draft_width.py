@@ -23,13 +23,20 @@ _MEMORY_OF_ONE: Final = 128
 # What was known from before counts no more once a step took this many times less, or two in a row so many times more:
 # the first of a width may have compiled kernels.
 _DOUBT: Final = 1.5
+# A time that was measured within so many passes is newer than any change of the machine or of contexts.
+_FRESH: Final = 64
+# Tokens that a block gives a row follow the newest ones by this much.
+_FOLLOW: Final = 0.3
 # Of two ways to run a step, each is tried so often, and again after so many steps.
 _TRIALS: Final = 6
 _AGAIN: Final = 2048
 
 
 class StepCosts:
-    """Seconds of a step by its number of rows, to the nearest power of two, and its width."""
+    """Seconds of a step by its number of rows, to the nearest power of two, and its width.
+
+    The pacer of the loop writes this table and sizes chunks of prompts by it; the speculator chooses widths by it.
+    """
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], float] = {}
@@ -38,27 +45,32 @@ class StepCosts:
         self._steps = 0
         # Those of an earlier start that were not confirmed in this one, and whether a step has spoken against it.
         self._recalled: dict[tuple[int, int], bool] = {}
+        # Rows and width of the newest step and of the newest block, and tokens that blocks give a row.
+        self.newest = self.block = (1, 1)
+        self.tokens = 1.0
 
     @property
     def times(self) -> dict[tuple[int, int], float]:
         """Seconds by rows and width."""
         return dict(self._times)
 
-    @property
-    def steps(self) -> int:
-        """Steps that were measured."""
-        return self._steps
-
     def recall(self, times: Mapping[tuple[int, int], float]) -> None:
         """Begin with the times of an earlier start, until steps are measured."""
         for key in times.keys() - self._times.keys():
-            if key[1] in WIDTHS and key[0] == _bucket(key[0]):
+            if key[1] in WIDTHS and key[0] == bucket(key[0]):
                 self._times[key] = times[key]
                 self._used[key] = self._steps, _MEMORY // _MEMORY_OF_ONE
                 self._recalled[key] = False
 
-    def observe(self, rows: int, width: int, seconds: float) -> None:
-        key = _bucket(rows), _width(width)
+    def observe(self, rows: int, width: int, seconds: float, tokens: int = 0) -> None:
+        """A step has taken so long, and has given its rows so many tokens; 0.0 where its time is not known."""
+        self._steps += 1
+        key = self.newest = bucket(rows), width_of(width)
+        if width > 1 and tokens:
+            self.tokens = tokens / rows if self.block[1] == 1 else self.tokens + _FOLLOW * (tokens / rows - self.tokens)
+            self.block = key
+        if seconds <= 0.0:
+            return
         old = self._times.get(key)
         if old is not None and (is_doubted := self._recalled.pop(key, None)) is not None:
             if seconds > _DOUBT * old and not is_doubted:
@@ -67,7 +79,6 @@ class StepCosts:
                 old = None
         rate = 0.0 if old is None else _QUICKER if seconds < old else _SLOWER
         self._times[key] = seconds if old is None else old + rate * (seconds - old)
-        self._steps += 1
         self._used[key] = self._steps, self._used.get(key, (0, 0))[1] + 1
         for stale in [each for each in self._used if each[1] > 1 and self._is_stale(each)]:
             del self._times[stale], self._used[stale]
@@ -78,7 +89,29 @@ class StepCosts:
         return self._steps - newest > min(_MEMORY, _MEMORY_OF_ONE * count)
 
     def known(self, rows: int, width: int) -> float | None:
-        return self._times.get((_bucket(rows), width))
+        return self._times.get((bucket(rows), width_of(width)))
+
+    def is_fresh(self, rows: int, width: int) -> bool:
+        """Whether such a step was measured lately."""
+        return self._steps - self._used.get((bucket(rows), width_of(width)), (-_FRESH, 0))[0] < _FRESH
+
+    def scaled(self, rows: int, width: int) -> float:
+        """Seconds of a step; where so many rows were not seen, from the nearest number that was. 0.0 is unknown.
+
+        Twice the rows cost between nothing more, where reading the weights takes longest, and twice as much.
+        """
+        rows, width = bucket(rows), width_of(width)
+        known = [at for at, wide in self._times if wide == width]
+        nearest = min(known, key=lambda at: abs(math.log2(at / rows)), default=0)
+        return self._times[nearest, width] * math.sqrt(rows / nearest) if nearest else 0.0
+
+    def gain(self, rows: int, width: int, drafting_s: float = 0.0) -> float:
+        """Tokens a second of blocks ÷ of plain steps, by what blocks gave lately; 0.0 where a time is not known.
+
+        `drafting_s` is what drafts of such a block take beside it.
+        """
+        plain_s, block_s = self.scaled(rows, 1), self.scaled(rows, width)
+        return self.tokens * plain_s / (block_s + drafting_s) if block_s else 0.0
 
     def predict(self, rows: int, width: int) -> float | None:
         """From the widest step that is known up to this width; None without a plain one.
@@ -88,7 +121,7 @@ class StepCosts:
         if self.known(rows, 1) is None:
             return None
         at = next(at for at in range(WIDTHS.index(width), -1, -1) if self.known(rows, WIDTHS[at]) is not None)
-        seconds = self._times[_bucket(rows), WIDTHS[at]]
+        seconds = self._times[bucket(rows), WIDTHS[at]]
         before = self.known(rows, WIDTHS[at - 1]) if at > 1 else None
         growth = max(_HOPE, seconds / before) if before is not None else _HOPE
         return seconds * growth ** math.log2(width / WIDTHS[at])
@@ -142,7 +175,7 @@ class FasterOfTwo:
 
     def choose(self, rows: int) -> bool:
         """Whether to take the second way for a step of so many rows."""
-        key = _bucket(rows)
+        key = bucket(rows)
         asked = self._asked[key] = self._asked.get(key, -1) + 1
         trial = asked % _AGAIN
         if trial == 0:
@@ -154,14 +187,15 @@ class FasterOfTwo:
         return second <= first
 
     def observe(self, rows: int, is_second: bool, seconds: float) -> None:
-        key = _bucket(rows), is_second
+        key = bucket(rows), is_second
         self._seconds[key] = min(seconds, self._seconds.get(key, math.inf))
 
 
-def _bucket(rows: int) -> int:
+def bucket(rows: int) -> int:
     """The nearest power of two."""
     return 1 << max(0, round(math.log2(rows)))
 
 
-def _width(width: int) -> int:
+def width_of(width: int) -> int:
+    """The width as which one counts: the next of `WIDTHS`."""
     return next((each for each in WIDTHS if each >= width), WIDTHS[-1])

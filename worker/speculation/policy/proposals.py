@@ -26,8 +26,6 @@ class Proposals:
         self._widest = proposer.longest + 1
         self._rates = [PRIOR] * (WIDTHS[-1] - 1)
         self._counts = [0] * (WIDTHS[-1] - 1)
-        # Seconds of the newest drafts, until they are counted with their step.
-        self.spent_s = 0.0
 
     def odds(self, own: float, most: int) -> list[float]:
         """The chance of each token of a draft, all before it included; `own` is the row's rate."""
@@ -51,10 +49,10 @@ class Proposals:
         width = min(width, self._widest)
         began = time.perf_counter()
         drafts = self.proposer.propose(rows, texts, newest, width - 1)
-        self.spent_s = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         # One that has a prompt to read first takes longer this once.
         if all(drafts):
-            self._costs.observe(count, width, self.spent_s)
+            self._costs.observe(count, width, seconds)
         return drafts
 
     def learn(self, drafted: int, right: int) -> None:

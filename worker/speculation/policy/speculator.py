@@ -34,7 +34,6 @@ _UNPAID_RESTS: Final = 2
 _INDEXED: Final = 4096
 # Matches of these lengths and up are as likely as each other.
 _MATCHES: Final = (3, 5, 9, 17)
-_SMOOTHING: Final = 0.1
 
 
 @dataclass(slots=True)
@@ -59,16 +58,26 @@ class Speculator:
         absent = [source for source in _MODELS if proposer is None or proposer.source != source]
         self.counts = {source: DraftCounts() for source in DraftSource if source not in absent}
         self.token_bytes = proposer.token_bytes if proposer is not None else 0
-        # Width of the newest step, and tokens a second of blocks ÷ of plain steps.
-        self.width = 1
-        self.gain = 0.0
         self._history = OutputHistory()
         # Rows whose text is not known in all of its places yet, the oldest first.
         self._unindexed: list[Followed] = []
         self._rates: dict[tuple[DraftSource, int], float] = {}
         # Of the newest block.
         self._guesses: list[LookupGuess | None] = []
-        self._tokens = 0
+
+    @property
+    def width(self) -> int:
+        """Width of the newest step."""
+        return self.costs.newest[1]
+
+    @property
+    def gain(self) -> float:
+        """Tokens a second of the newest blocks and their drafts ÷ of plain steps; 0.0 before any."""
+        rows, width = self.costs.block
+        if width == 1:
+            return 0.0
+        plain_s = self.costs.scaled(rows, 1)
+        return self.costs.gain(rows, width, self._proposals.seconds(rows, width, plain_s) if self._proposals else 0.0)
 
     def stats(self) -> Stats:
         drafted = tuple(
@@ -242,7 +251,6 @@ class Speculator:
         proposals.proposer.end()
 
     def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        self._tokens = len(rows) + sum(accepted)
         for each, guess, draft, right in zip(rows, self._guesses, drafts, accepted, strict=True):
             row = each.draft.followed
             if row is None or guess is None or not draft:
@@ -276,17 +284,6 @@ class Speculator:
             rate += _LEARN * (is_right - rate)
             row.rate += _LEARN_ROW * (is_right - row.rate)
         self._rates[key] = rate
-
-    def timed(self, rows: int, width: int, seconds: float) -> None:
-        self.costs.observe(rows, width, seconds)
-        self.width = width
-        plain = self.costs.known(rows, 1)
-        if self._proposals is not None:
-            seconds += self._proposals.spent_s
-            self._proposals.spent_s = 0.0
-        if width > 1 and plain is not None and seconds > 0:
-            gain = plain * self._tokens / rows / seconds
-            self.gain = gain if self.gain == 0 else self.gain + _SMOOTHING * (gain - self.gain)
 
     def _guess(self, row: Followed, most: int) -> LookupGuess | None:
         return row.lookup.guess(most, self._history.of(row.drafting.salt))

@@ -21,15 +21,29 @@ from worker.engine.scheduling.chunking import (
     PaceLimits,
 )
 from worker.engine.scheduling.learned import LearnedTimes
+from worker.engine.scheduling.pass_time import PassTime
+
+
+def step(policy: ChunkPolicy, seconds: float, rows: int = 4, width: int = 1, each: int = 1) -> None:
+    """A step that gives each row so many tokens."""
+    policy.observe(PassTime(seconds, rows, width, each * rows))
+
+
+def fused(policy: ChunkPolicy, seconds: float, chunk: int, rows: int = 4, width: int = 1, each: int = 1) -> None:
+    policy.observe(PassTime(seconds, rows, width, each * rows, chunk))
+
+
+def apart(policy: ChunkPolicy, seconds: float, chunk: int) -> None:
+    policy.observe(PassTime(seconds, prompted=chunk))
 
 
 def learned(step_s: float, token_s: float, max_chunk: int = 512) -> ChunkPolicy:
     """A policy that has seen many ticks of a machine with these speeds."""
     policy = ChunkPolicy(max_chunk)
     for _ in range(60):
-        policy.observe(step_s, 0, 4)
+        step(policy, step_s)
         for chunk in (32, 64, 128):
-            policy.observe(step_s + chunk * token_s, chunk, 4)
+            apart(policy, chunk * token_s, chunk)
     return policy
 
 
@@ -50,7 +64,9 @@ def test_a_chunk_is_never_empty_and_never_above_its_maximum(max_chunk: int, pref
     for _ in range(200):
         chunk = policy.chunk(prefilling, decoding).tokens
         assert min(MIN_CHUNK, max_chunk) <= chunk <= max_chunk
-        policy.observe(rng.choice([0.0, 1e-6, 0.01, 5.0]), rng.choice([0, 1, 300, 4096]), rng.choice([0, 1, 16]))
+        rows, prompted = rng.choice([0, 1, 16]), rng.choice([1, 300, 4096])
+        prompted *= rows == 0 or rng.random() < 0.5
+        policy.observe(PassTime(rng.choice([0.0, 1e-6, 0.01, 5.0]), rows, rng.choice([1, 2, 16]), 2 * rows, prompted))
 
 
 def test_a_chunk_beside_running_streams_takes_no_more_than_the_stall_it_may_cause() -> None:
@@ -81,9 +97,9 @@ def settle(policy: ChunkPolicy, step_s: float, chunk_s: float, token_s: float) -
     """Run a machine where a chunk costs a fixed time and some for each token; the chunk it ends with."""
     chunk = 0
     for _ in range(40):
-        policy.observe(step_s, 0, 4)
+        step(policy, step_s)
         chunk = policy.chunk(1, 4).tokens
-        policy.observe(step_s + chunk_s + chunk * token_s, chunk, 4)
+        apart(policy, chunk_s + chunk * token_s, chunk)
     return chunk
 
 
@@ -105,11 +121,11 @@ def test_one_chunk_that_compiled_kernels_does_not_make_its_size_slow() -> None:
     step_s, chunk_s, token_s, compile_s = 0.010, 0.008, 0.00002, 0.08
     policy, compiled, chunks = ChunkPolicy(512), set[int](), list[int]()
     for _ in range(40):
-        policy.observe(step_s, 0, 4)
+        step(policy, step_s)
         chunk = policy.chunk(1, 4).tokens
         seconds = chunk_s + chunk * token_s + (0 if chunk in compiled else compile_s)
         compiled.add(chunk)
-        policy.observe(step_s + seconds, chunk, 4, rode=True)
+        fused(policy, step_s + seconds, chunk)
         chunks.append(chunk)
     assert min(chunks[20:]) >= 128
 
@@ -134,11 +150,11 @@ def test_a_short_prompt_may_stall_longer_once() -> None:
 
 def test_a_first_chunk_that_compiled_kernels_is_soon_forgotten() -> None:
     policy = ChunkPolicy(512)
-    policy.observe(12.0, 256, 0)
+    apart(policy, 12.0, 256)
     for _ in range(60):
-        policy.observe(0.005, 0, 1)
+        step(policy, 0.005, rows=1)
         chunk = policy.chunk(1, 0).tokens
-        policy.observe(0.004 + chunk * 0.00002, chunk, 0)
+        apart(policy, 0.004 + chunk * 0.00002, chunk)
     assert policy.chunk(1, 0).tokens == 512
 
 
@@ -152,8 +168,7 @@ def test_a_fixed_policy_learns_nothing_from_time() -> None:
     policy = ChunkPolicy(512, is_fixed=True)
     for tick_s in (0.001, 5.0):
         for decoding in (0, 4):
-            policy.observe(tick_s, 512, decoding)
-            policy.observe(tick_s, 0, decoding)
+            policy.observe(PassTime(tick_s, decoding, prompted=512))
             assert policy.chunk(3, decoding).tokens == 512
 
 
@@ -161,9 +176,9 @@ def seasoned(riding_s: float, apart_s: float, step_s: float = 0.02) -> ChunkPoli
     """A policy that has seen chunks of 128 tokens add so much to a step, in one forward pass and in their own."""
     policy = ChunkPolicy(512)
     for _ in range(8):
-        policy.observe(step_s, 0, 4)
-        policy.observe(step_s + riding_s, 128, 4, rode=True)
-        policy.observe(step_s + apart_s, 128, 4)
+        step(policy, step_s)
+        fused(policy, step_s + riding_s, 128)
+        apart(policy, apart_s, 128)
     return policy
 
 
@@ -178,7 +193,8 @@ def test_chunks_ride_on_the_step_where_that_is_quicker_and_else_run_apart() -> N
 def test_a_way_that_was_slower_is_tried_again() -> None:
     policy = seasoned(riding_s=0.02, apart_s=0.005)
     for _ in range(40):
-        policy.observe(0.025, 128, 4)
+        step(policy, 0.02)
+        apart(policy, 0.005, 128)
     assert policy.chunk(1, 4).rides
 
 
@@ -186,9 +202,9 @@ def test_where_enough_tokens_cost_little_a_long_prompt_stalls_streams_little() -
     step_s, chunk_s, token_s = 0.012, 0.001, 0.00002
     policy, chunk = ChunkPolicy(512), 0
     for _ in range(40):
-        policy.observe(step_s, 0, 4)
+        step(policy, step_s)
         chunk = policy.chunk(1, 4).tokens
-        policy.observe(step_s + chunk_s + chunk * token_s, chunk, 4, rode=True)
+        fused(policy, step_s + chunk_s + chunk * token_s, chunk)
     assert chunk >= ENOUGH
     assert chunk_s + chunk * token_s <= (GENTLE_RATIO - 1) * step_s * 1.25
 
@@ -218,24 +234,25 @@ def test_times_that_lie_are_found_out_within_a_few_chunks(claimed_s: float) -> N
 
 def test_a_first_chunk_that_compiled_kernels_does_not_cost_the_times_of_an_earlier_start() -> None:
     policy = recalled(chunk_s=0.007)
-    policy.observe(3.0, 512, 4, rode=True)
+    step(policy, 0.02)
+    fused(policy, 3.0, 512)
     for _ in range(4):
-        policy.observe(0.02, 0, 4)
-        policy.observe(0.027, policy.chunk(1, 4).tokens, 4, rode=True)
+        step(policy, 0.02)
+        fused(policy, 0.027, policy.chunk(1, 4).tokens)
     assert policy.chunk(1, 4).tokens >= 256
 
 
 def test_each_band_of_contexts_has_times_of_its_own() -> None:
     policy = ChunkPolicy(512)
     for _ in range(30):
-        policy.observe(0.02, 0, 4)
+        step(policy, 0.02)
         chunk = policy.chunk(1, 4, 50_000, context=1000).tokens
-        policy.observe(0.021 + chunk * 0.00001, chunk, 4, rode=True)
+        fused(policy, 0.021 + chunk * 0.00001, chunk)
     assert policy.chunk(1, 4, 50_000, context=20_000).tokens == 512, "nothing else is known there yet"
     for _ in range(60):
-        policy.observe(0.02, 0, 4)
+        step(policy, 0.02)
         chunk = policy.chunk(1, 4, 50_000, context=20_000).tokens
-        policy.observe(0.021 + chunk * 0.0005, chunk, 4, rode=True)
+        fused(policy, 0.021 + chunk * 0.0005, chunk)
     assert policy.chunk(1, 4, 50_000, context=20_000).tokens <= 32
     assert policy.chunk(1, 4, 50_000, context=1000).tokens == 512, "the next prompt begins where the first one did"
 

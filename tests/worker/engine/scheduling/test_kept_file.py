@@ -12,7 +12,6 @@ from protocol.messages import Generate, Sampling, TokensPrompt
 from protocol.timing_profile import Calibration, LoadFacts, MeasuredSpeed, StepTime
 from tests.support.engine import EngineHarness, spec
 from worker.engine.scheduling.kept_file import EVERY_S, STEPS_MIN, KeptFile
-from worker.speculation.policy.draft_width import StepCosts
 
 KEY = "00112233445566778899"
 LOAD = LoadFacts(2.0, 0.5, 100, 200, 8, 0)
@@ -24,18 +23,16 @@ def opened(folder: Path, key: str = KEY) -> KeptFile:
 
 def step(file: KeptFile, seconds: float = 0.01, ticks: int = STEPS_MIN) -> None:
     for _ in range(ticks):
-        file.learned.stepped(0, 2, seconds)
+        file.learned.stepped(0, 2, 1, seconds)
 
 
 def test_what_one_start_has_learned_the_next_one_has(tmp_path: Path) -> None:
     file = opened(tmp_path)
     file.loaded(LOAD)
     step(file)
-    file.costs = StepCosts()
-    file.costs.observe(2, 4, 0.03)
+    file.learned.stepped(0, 2, 4, 0.03)
     file.save()
     again = opened(tmp_path)
-    assert again.learned.step(0, 2) == 0.01
     assert again.learned.steps() == {(2, 1): 0.01, (2, 4): 0.03}
     assert again.kept is not None
     assert again.kept.load == LOAD

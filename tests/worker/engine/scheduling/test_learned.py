@@ -19,12 +19,12 @@ def started(kept: TimingProfile | None, step_s: float, ticks: int = 2 * JUDGED) 
     """A start that has seen so many steps of four rows."""
     learned = LearnedTimes(kept)
     for _ in range(ticks):
-        learned.stepped(0, 4, step_s)
+        learned.stepped(0, 4, 1, step_s)
     return learned
 
 
 def after(learned: LearnedTimes) -> TimingProfile:
-    chunks, steps, doubts = learned.merged({})
+    chunks, steps, doubts = learned.merged()
     return wisdom(tuple(chunks), tuple(steps), doubts)
 
 
@@ -70,13 +70,17 @@ def sorted_steps(kept: TimingProfile) -> list[StepTime]:
     return sorted(kept.steps, key=lambda each: (each.band, each.rows, each.width))
 
 
-def test_what_drafts_have_measured_is_kept_with_the_plain_steps() -> None:
+def test_blocks_are_kept_with_the_plain_steps() -> None:
     learned = started(None, 0.02)
-    _, steps, _ = learned.merged({(4, 1): 9.0, (4, 8): 0.04})
+    learned.stepped(0, 4, 7, 0.04)
+    _, steps, _ = learned.merged()
     assert steps == [StepTime(0, 4, 1, 0.02), StepTime(0, 4, 8, 0.04)]
     assert LearnedTimes(wisdom(steps=tuple(steps))).steps() == {(4, 1): 0.02, (4, 8): 0.04}
 
 
 def test_times_of_no_length_or_of_hours_are_not_kept() -> None:
-    _, steps, _ = LearnedTimes().merged({(1, 1): 0.0, (2, 1): 1e4, (4, 1): 0.02})
+    learned = LearnedTimes()
+    for rows, seconds in ((1, 0.0), (2, 1e4), (4, 0.02)):
+        learned.stepped(0, rows, 1, seconds)
+    _, steps, _ = learned.merged()
     assert [each.rows for each in steps] == [4]

@@ -10,6 +10,7 @@ from protocol.messages import Abort, Finish, Generate, Sampling, SetPace, Tokens
 from protocol.spec import WorkerSpec
 from tests.support.engine import EngineHarness, spec
 from worker.engine.scheduling.pacer import Pacer
+from worker.engine.scheduling.pass_time import PassTime
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
@@ -51,9 +52,9 @@ def test_the_time_of_a_rest_is_no_time_of_a_step(settings: WorkerSpec) -> None:
         pacer = engine.engine.pacer
         observe = pacer.observe
 
-        def observed(seconds: float, prefilled: int, decoding: int, **ways: bool) -> None:
-            seen.append(seconds)
-            observe(seconds, prefilled, decoding, rode=ways["rode"])
+        def observed(each: PassTime) -> None:
+            seen.append(each.seconds)
+            observe(each)
 
         pacer.observe = observed  # type: ignore[method-assign]
         (full,) = engine.run([Generate(1, prompt(8), GREEDY, max_tokens=40)])

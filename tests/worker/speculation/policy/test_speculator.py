@@ -27,7 +27,7 @@ def followed(
     """A device whose plain step takes so long, and one row on it."""
     speculator = Speculator()
     speculator.add(row, np.array(prompt, dtype=np.int32), drafting or Drafting())
-    speculator.timed(1, 1, seconds)
+    speculator.costs.observe(1, 1, seconds)
     return speculator
 
 
@@ -43,7 +43,7 @@ def generate(speculator: Speculator, row: Drafted, text: Sequence[int], cost: fl
         if draft:
             speculator.verified([row], [draft], [right])
         speculator.note(row, text[at : at + 1 + right])
-        speculator.timed(1, 1 + len(draft), 0.01 + cost * len(draft))
+        speculator.costs.observe(1, 1 + len(draft), 0.01 + cost * len(draft), 1 + right)
         at += 1 + right
     return steps
 
@@ -116,7 +116,7 @@ def test_a_row_whose_drafts_are_wrong_is_looked_at_ever_more_rarely_until_one_is
         if looks[-1]:
             drafts = speculator.drafts([row], [4], [8])
             speculator.verified([row], drafts, [0])
-            speculator.timed(1, 4, 0.0105)
+            speculator.costs.observe(1, 4, 0.0105)
     between = [later - at for at, later in pairwise(at for at, look in enumerate(looks) if look)]
     assert between[:3] == [2, 4, 8]
     assert max(between) == 16
@@ -180,7 +180,7 @@ def test_a_model_drafts_where_no_text_does_and_is_given_up_when_it_fails(fails: 
     proposer = Failing(fails=fails)
     speculator = Speculator(proposer)
     speculator.add(row, np.array([1, 2, 3], dtype=np.int32), Drafting())
-    speculator.timed(1, 1, 0.01)
+    speculator.costs.observe(1, 1, 0.01)
     steps = generate(speculator, row, TEXT, cost=0.0)
     assert (steps < len(TEXT) / 2) is not fails
     assert (proposer.asked == 1) is fails
@@ -193,7 +193,7 @@ def test_a_failure_of_the_device_while_a_model_drafts_is_the_step_s_own(error: s
     proposer = Failing(fails=True, error=error)
     speculator = Speculator(proposer)
     speculator.add(row, np.array([1, 2, 3], dtype=np.int32), Drafting())
-    speculator.timed(1, 1, 0.01)
+    speculator.costs.observe(1, 1, 0.01)
     for _ in range(2):  # nor is the model given up for it
         with pytest.raises(RuntimeError, match=r"bytes|CUDA"):
             speculator.drafts([row], [20], [8])
@@ -204,7 +204,7 @@ def test_a_model_is_not_asked_for_a_row_that_it_reads_and_is_given_up_when_readi
     proposer = Failing(fails=False)
     speculator = Speculator(proposer)
     speculator.add(row, np.array([1, 2, 3], dtype=np.int32), Drafting())
-    speculator.timed(1, 1, 0.01)
+    speculator.costs.observe(1, 1, 0.01)
     proposer.reading.add(row)
     assert not speculator.is_ready([row], [8])
     assert speculator.drafts([row], [20], [8]) == [[]]
@@ -225,7 +225,7 @@ def test_a_model_is_asked_for_the_rows_that_have_no_better_draft_and_for_no_more
         speculator.add(row, np.array(text, dtype=np.int32), Drafting())
     for at, width in enumerate((1, 2, 4, 8, 16)):
         for _ in range(3):
-            speculator.timed(2, width, 10 + at / 10)
+            speculator.costs.observe(2, width, 10 + at / 10)
     speculator.drafts([second, third], [9, 9], [100, 100])
     assert proposer.rows == [second, third], "which shows what its drafts cost"
     drafts = speculator.drafts([copying, second], [TEXT[0], 9], [100, 100])
