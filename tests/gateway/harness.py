@@ -112,7 +112,8 @@ async def running(
     metrics = Metrics()
     link = WorkerLink(config.run_dir, metrics)
     start = command or _command(WORKERS / f"{worker}.py", options)
-    pool = Pool(config, link, metrics, command=start, limits=limits)
+    # Last words of a worker come late on a busy machine.
+    pool = Pool(config, link, metrics, command=start, limits=limits or WorkerLimits(goodbye_s=patient(0.03)))
     app = create_app(config, pool, link, metrics)
     await pool.start()
     await app.start()
