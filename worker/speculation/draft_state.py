@@ -1,4 +1,4 @@
-"""What drafters know of one sequence. It is on the sequence, and is gone with it."""
+"""State of one sequence that drafters keep on it, so that it is gone with the sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
