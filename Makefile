@@ -8,7 +8,7 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 STAMP  := $(VENV)/.ready
 ARGS   ?=
 # Processes that share the tests; 0 is pytest alone, with which `-s` and `--pdb` work.
-JOBS   ?= $(if $(strip $(ARGS)),0,2)
+JOBS   ?= $(if $(strip $(ARGS)),0,4)
 FUZZ_S ?= 600
 
 .DEFAULT_GOAL := help

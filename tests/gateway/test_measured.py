@@ -18,6 +18,7 @@ from tests.gateway.harness import chat, running, serving, until
 from tests.support.audio_models import build_moonshine
 from tests.support.pool import short_home
 from tests.support.reading_models import build_embedder
+from tests.support.scale import scaled
 from worker.engine.scheduling.kept_load import keep_load
 
 pytestmark = pytest.mark.anyio
@@ -81,7 +82,7 @@ async def test_a_worker_leaves_its_times_and_the_next_one_runs_as_many_rows_as_a
         await until(lambda: gateway.pool.worker("m").is_ready)
 
 
-@pytest.mark.parametrize("kind", ["embed", "audio"])
+@pytest.mark.parametrize("kind", scaled(["embed", "audio"], ["embed"]))
 async def test_a_load_of_a_model_without_tokens_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
     folder = build_embedder("bert", tmp_path / "m") if kind == "embed" else build_moonshine(tmp_path / "m")
     models = [ModelConfig(name="m", path=str(folder))]

@@ -21,7 +21,7 @@ from gateway.telemetry.logs import OURS
 from gateway.telemetry.prometheus import Exposition
 from gateway.workers.supervisor.state import State
 from tests.gateway.harness import Gateway, chat, events, running, until
-from tests.support.scale import patient
+from tests.support.scale import patient, scaled
 
 pytestmark = pytest.mark.anyio
 NOTHING = ReloadResult([], [], [], [], [])
@@ -300,11 +300,8 @@ async def test_a_model_that_goes_and_comes_and_goes_at_once_is_gone(tmp_path: Pa
     "line",
     [
         'path = "elsewhere"',
-        "context = 512",
         "max_running = 3",
-        'parser = "qwen3"',
-        "cache = { ram = 0 }",
-        'kv = "1GiB"',
+        *scaled(["context = 512", 'parser = "qwen3"', "cache = { ram = 0 }", 'kv = "1GiB"'], []),
     ],
 )
 async def test_what_a_worker_was_started_with_restarts_it_and_its_streams_go_on(tmp_path: Path, line: str) -> None:
@@ -369,8 +366,8 @@ async def test_reloads_amid_requests_lose_none(tmp_path: Path) -> None:
     async with reloadable(tmp_path, BEFORE, "--step-ms", "15") as r:
         short = STREAM | {"max_tokens": round(patient(80))}
         expected = words(await r.answer("b", **short))
-        streams = [asyncio.create_task(r.answer(name, **short)) for name in ("a", "b") * 8]
-        await until(lambda: r.gateway.link.in_flight == 16)
+        streams = [asyncio.create_task(r.answer(name, **short)) for name in ("a", "b") * scaled(8, 4)]
+        await until(lambda: r.gateway.link.in_flight == len(streams))
         for n in range(6):
             await r.reload(texts[n % 3](n))
         for stream in streams:

@@ -214,6 +214,7 @@ async def test_a_short_machine_refuses_new_requests_at_last_and_takes_them_again
         assert worker.incarnation.overload is None, "another process, another memory"
 
 
+@pytest.mark.soak
 async def test_continuous_traffic_on_two_models_does_not_starve_a_third(home: Path) -> None:
     async with running(shared(home, "a b c", 2.5, residency_s=0.2)) as r:
         counts = dict.fromkeys("ab", 0)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.daemon import DaemonProcess, is_running, stream_text, write_config
 from tests.support.pool import short_home, tokens
-from tests.support.scale import patient
+from tests.support.scale import patient, scaled
 
 DEADLINE_S = 30
 
@@ -140,6 +140,7 @@ def test_a_hand_over_in_a_hurry_ends_what_runs_and_says_so(home: Path) -> None:
         assert is_running(pid)
 
 
+@pytest.mark.soak
 def test_a_leftover_that_the_configuration_no_longer_wants_is_replaced(home: Path) -> None:
     with DaemonProcess(home) as first:
         assert first.complete().status_code == 200
@@ -153,7 +154,7 @@ def test_a_leftover_that_the_configuration_no_longer_wants_is_replaced(home: Pat
             assert '"epoch":2' in next((home / "run" / "workers").glob("*.json")).read_text()
 
 
-@pytest.mark.parametrize("edit", [lambda spec: spec.update(color="blue"), lambda spec: spec.pop("path")])
+@pytest.mark.parametrize("edit", [lambda spec: spec.pop("path"), *scaled([lambda spec: spec.update(color="blue")], [])])
 def test_a_worker_of_another_version_whose_state_is_not_understood_is_stopped_and_loaded_again(
     home: Path, edit: Callable[[dict[str, object]], object]
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_worker_of_another_version_whose_state_is_not_understood_is_stopped_an
             assert f"stopping worker a#1 (pid {pid}): another version of mlxd started it" in second.new_log()
 
 
+@pytest.mark.soak
 def test_an_adopted_worker_that_is_killed_is_noticed_and_replaced(home: Path) -> None:
     with DaemonProcess(home) as first:
         assert first.complete().status_code == 200

@@ -122,6 +122,7 @@ async def disturbed(
     return running
 
 
+@pytest.mark.soak
 async def test_a_rank_is_gone_with_its_ssh_client_and_streams_go_on(office: Office) -> None:
     with Daemon(office.home, module="gateway.main") as daemon:
         bodies = requests(8, max_tokens=lasting(120))

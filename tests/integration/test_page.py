@@ -112,6 +112,7 @@ def test_a_background_response_without_a_journal_is_failed_with_its_output_when_
     assert found["output"][0]["content"][0]["text"].startswith("t0 t1 ")
 
 
+@pytest.mark.soak
 def test_a_background_response_without_a_journal_is_told_as_failed_when_its_daemon_was_killed(home: Path) -> None:
     write_config(home, server="response_journal = 0")
     with DaemonProcess(home) as daemon:

@@ -228,6 +228,7 @@ async def test_the_clients_of_openai_read_them(gateway: Gateway, reference: Refe
     assert list(itertools.chain(*streamed)) == chat.choices[0].token_ids
 
 
+@pytest.mark.soak
 async def test_a_peers_model_tells_the_same(gateway: Gateway, folder: Path) -> None:
     fields = {"prompt_logprobs": 2, "n": 2, "max_tokens": 4}
     with short_home() as home, short_home() as far_home:

@@ -93,8 +93,9 @@ ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_moe": (qwen3_moe, {**_COMMON, **_EXPERTS, "model_type": "qwen3_moe"}),
 }  # fmt: skip
 
-# One of each kind of cache (plain, sliding window, recurrent) for what a full run does with all of them.
-KINDS = ("qwen3", "gemma3_text", "qwen3_5")
+# Layers with plain and with sliding-window caches, and recurrent layers beside plain ones. A full run adds a model of
+# plain caches alone, and does the cases of SAMPLE with every architecture.
+KINDS: tuple[str, ...] = (*scaled(("qwen3",), ()), "gemma3_text", "qwen3_5")
 SAMPLE: tuple[str, ...] = scaled(tuple(ARCHITECTURES), KINDS)
 
 # Those that mlx-lm computes wrongly, or not at all, in a batch of prompts of unequal length, with the lane that serves

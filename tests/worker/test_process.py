@@ -431,6 +431,7 @@ def test_an_orphan_ends_its_requests_and_can_be_adopted_and_ends_itself_at_last(
         assert gateway.exit_status() == ExitStatus.OK
 
 
+@pytest.mark.soak
 def test_streams_outlive_a_restart_of_the_gateway(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
     with Gateway(run_dir, model_folder("qwen3")) as gateway:
         gateway.ready()

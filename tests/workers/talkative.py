@@ -27,7 +27,8 @@ from protocol.messages import (
     Usage,
 )
 
-WAIT_S = 0.03
+# A reader on a busy machine has what came before the pause by then.
+WAIT_S = 0.1
 
 
 class Talkative(Scripted):

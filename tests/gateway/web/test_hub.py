@@ -120,6 +120,7 @@ async def test_without_a_hub_the_own_list_is_searched(gateway: Gateway, monkeypa
     assert (await gateway.client.get("/ui/api/hub/search?words=+", headers=session)).status_code == 400
 
 
+@pytest.mark.soak
 async def test_a_download_ends_with_the_daemon(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in hub.environ(tmp_path / "cache").items():
         monkeypatch.setenv(name, value)

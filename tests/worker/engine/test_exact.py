@@ -43,7 +43,7 @@ def tokens(result: Result) -> tuple[object, ...]:
     return result.ids, result.text, result.finish
 
 
-@pytest.mark.parametrize("architecture", [*SAMPLE, *scaled(LANES, ["mamba", "gpt_bigcode"])])
+@pytest.mark.parametrize("architecture", [*SAMPLE, *scaled(LANES, ["mamba"])])
 def test_sixteen_staggered_requests_equal_each_alone(architecture: str, model_folder: Callable[[str], Path]) -> None:
     batch = requests(16)
     with EngineHarness(spec(model_folder(architecture), prefill_chunk=64)) as engine:

@@ -92,6 +92,7 @@ def test_a_row_taken_out_is_not_admitted_beside_the_same_rows(sizes: list[tuple[
         assert not budget.admits(rows, surplus)
 
 
+@pytest.mark.soak
 def test_what_a_preempted_prefill_had_computed_does_not_count_as_cached(model_folder: Callable[[str], Path]) -> None:
     folder = model_folder("qwen3")
     older, newer = (requests(2, prompt, output)[rid] for rid, prompt, output in ((0, 230, 400), (1, 400, 4)))

@@ -11,12 +11,13 @@ import pytest
 from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import KINDS, VOCAB
+from tests.support.scale import scaled
 from worker.kv import batched
 from worker.prefix_cache.prefix import PrefixCache
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 # Caches of plain KV, of windows, of recurrent layers beside KV, and of recurrent layers alone, in a lane of equal rows.
-EVERY = (*KINDS, "qwen3_next", "mamba")
+EVERY = (*KINDS, *scaled(("qwen3_next",), ()), "mamba")
 PHASES = ("waiting", "waiting for its turn", "prefill", "scores", "decode")
 rids = itertools.count(1)
 
@@ -59,7 +60,7 @@ def test_scores_of_one_token_alone_need_no_step_and_end_nobody_else(
         assert engine.gauges.cache.prefix_failures == 0
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("architecture", scaled(KINDS, ["qwen3_5"]))
 def test_rows_can_be_aborted_in_every_phase(architecture: str, model_folder: Callable[[str], Path]) -> None:
     settings: dict[str, Any] = {"max_running": 5, "prefill_chunk": 16, "cache_bytes": 1 << 26, "speculate": "off"}
     with EngineHarness(spec(model_folder(architecture), **settings)) as engine:
@@ -105,7 +106,7 @@ class Fails:
         monkeypatch.setattr(owner, name, fail)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("architecture", scaled(KINDS, ["gemma3_text"]))
 @pytest.mark.parametrize(("owner", "name"), [(batched, "extract"), (batched, "keep"), (PrefixCache, "store")])
 def test_a_release_that_fails_leaves_the_tokens_of_all_others_as_they_are(
     architecture: str, owner: Any, name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

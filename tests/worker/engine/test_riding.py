@@ -107,6 +107,7 @@ def test_rows_beside_which_prompts_ride_and_those_that_ride_keep_their_tokens(
     assert 0 < drafter.accepted < drafter.drafted
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("architecture", KINDS)
 def test_where_attention_sees_all_of_the_room_rows_keep_their_tokens(
     architecture: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

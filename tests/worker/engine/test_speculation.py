@@ -127,7 +127,7 @@ def test_a_processor_that_fails_behind_a_wrong_draft_has_not_failed(model_folder
     assert len(failing.ids) <= 11
 
 
-@pytest.mark.parametrize("architecture", LANES)
+@pytest.mark.parametrize("architecture", scaled(list(LANES), ["llama4"]))
 def test_rows_of_lanes_that_cannot_verify_are_never_given_drafts(
     architecture: str, model_folder: Callable[[str], Path]
 ) -> None:
@@ -157,7 +157,7 @@ def test_rows_with_drafts_end_where_they_would_have(architecture: str, model_fol
     assert drafter.accepted > 20
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("architecture", scaled(["qwen3", "qwen3_5"], ["qwen3_5"]))
 def test_rows_with_drafts_that_make_room_or_are_resumed_keep_their_tokens(
     architecture: str, model_folder: Callable[[str], Path]
 ) -> None:

@@ -51,6 +51,7 @@ def farewell(group: RunningGroup) -> str:
     return f"{goodbye.failure.message} {goodbye.failure.detail}"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("fault", ["budget", *scaled(["extra", "other"], [])])
 def test_a_follower_out_of_step_is_noticed_before_a_wrong_token_leaves(
     fault: str, run_dir: Path, folder: Path, expected: list[int]
@@ -102,6 +103,7 @@ def pause(group: RunningGroup, ranks: list[int], seconds: float) -> None:
         group.ranks[rank].send_signal(signal.SIGCONT)
 
 
+@pytest.mark.soak
 def test_ranks_that_their_machine_did_not_run_blame_nobody(run_dir: Path, folder: Path, expected: list[int]) -> None:
     with group_of(run_dir, folder, beat_s=2.0, step_s=2.0, first_s=0.5) as group:
         group.ready()

@@ -87,6 +87,7 @@ def again(requests: list[Generate], offset: int) -> list[Generate]:
     return [structs.replace(request, rid=request.rid + offset) for request in requests]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("architecture", "parallel"), CASES)
 def test_a_group_generates_what_one_process_does(
     architecture: str, parallel: str, tmp_path: Path, run_dir: Path

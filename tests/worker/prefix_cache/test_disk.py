@@ -261,6 +261,7 @@ def test_a_read_that_nobody_will_do_is_done_at_once_with_nothing(tmp_path: Path)
     assert read.span is None
 
 
+@pytest.mark.soak
 def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
@@ -429,6 +430,7 @@ def test_chains_of_files_are_linked_inside_of_an_edge(tmp_path: Path) -> None:
     cache.check()
 
 
+@pytest.mark.soak
 def test_nodes_whose_files_were_deleted_are_forgotten(tmp_path: Path) -> None:
     disk = CacheDisk(tmp_path, "model", 400_000)
     cache = PrefixCache(layout("plain"), PLENTY, disk=disk)

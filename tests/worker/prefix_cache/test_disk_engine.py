@@ -55,6 +55,7 @@ def test_tokens_are_the_same_from_disk_after_a_restart(
     assert files.disk_quarantined == files.disk_dropped == 0
 
 
+@pytest.mark.soak
 def test_kv_of_another_form_on_disk_is_of_no_use(tmp_path: Path) -> None:
     model = build("qwen3", tmp_path / "model", head_dim=64, num_hidden_layers=2)
     batch = family(2, own=70)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.caches import KINDS, contents, filled, layout
+from tests.support.scale import scaled
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import Tokens, common_prefix
 
@@ -217,7 +218,7 @@ def test_common_prefix_is_the_obvious_one(left: list[int], right: list[int]) -> 
     assert common_prefix(ids(left), ids(right)) == common(left, right)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", scaled(KINDS, ["plain", "sliding", "recurrent"]))
 def test_the_books_say_what_mlx_really_holds(kind: str) -> None:
     cache = PrefixCache(layout(kind), 600_000)
     gc.collect()

@@ -144,6 +144,7 @@ def test_sparse_and_whole_rows_in_one_batch_answer_as_alone(engine: EngineHarnes
     assert stats.sparse_read_s > 0
 
 
+@pytest.mark.soak
 def test_a_row_resumed_by_another_worker_goes_on_as_it_would_have(
     pair: tuple[Path, Path], alone: list[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,8 +61,16 @@ def test_a_model_that_has_to_call_calls_and_one_that_knows_the_answer_answers(de
     ("constraint", "fits"),
     [
         (Constraint(KIND.JSON_OBJECT, after_reasoning=True), lambda text: isinstance(json.loads(text), dict)),
-        (Constraint(KIND.REGEX, "no{1,3}", after_reasoning=True), lambda text: text in ("no", "noo", "nooo")),
-        (Constraint(KIND.CHOICE, '["yes", "no"]', after_reasoning=True), lambda text: text in ("yes", "no")),
+        pytest.param(
+            Constraint(KIND.REGEX, "no{1,3}", after_reasoning=True),
+            lambda text: text in ("no", "noo", "nooo"),
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            Constraint(KIND.CHOICE, '["yes", "no"]', after_reasoning=True),
+            lambda text: text in ("yes", "no"),
+            marks=pytest.mark.soak,
+        ),
         (Constraint(KIND.GRAMMAR, 'start: "it is " x\nx: "so"', after_reasoning=True), lambda text: text == "it is so"),
     ],
     ids=lambda value: value.kind.name if isinstance(value, Constraint) else "",

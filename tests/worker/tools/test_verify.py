@@ -186,6 +186,7 @@ def test_a_model_that_is_not_there_is_an_exit_status(tmp_path: Path, capsys: pyt
     assert "nothing" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_each_adapter_is_verified_and_one_that_changes_nothing_is_found(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_row_that_comes_back_without_kv_and_features_waits_for_its_media_as_an
     assert all(name.startswith("pixels") for name in threads)
 
 
+@pytest.mark.soak
 def test_a_burst_of_rows_with_many_images_stays_within_the_bytes_for_features(
     folder: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

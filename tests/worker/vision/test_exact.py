@@ -135,6 +135,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
         yield
 
 
+@pytest.mark.soak
 def test_preempted_rows_are_as_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     # Three rows outgrow what four are admitted with, also where most layers have a window.
     tokens = 60 if model.family == "gemma4_unified" else 30

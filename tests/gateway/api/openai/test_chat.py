@@ -340,7 +340,10 @@ async def test_a_request_that_kills_workers_is_a_400_now_and_later(tmp_path: Pat
     async with running(tmp_path) as gateway:
         for _ in range(2):
             answer = await gateway.client.post("/v1/completions", json=body)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "quarantined")
+            # A stream's status line is held back for a second; on a busy machine two workers take longer to die.
+            is_late = stream and answer.status_code == 200
+            error = events(answer.text)[-1]["error"] if is_late else answer.json()["error"]
+            assert (is_late or answer.status_code == 400, error["code"]) == (True, "quarantined")
         assert gateway.metrics.model("m").restarts["-9"] == 2
         assert gateway.metrics.model("m").quarantined == 1
         assert (await gateway.client.post(PATH, json=chat())).status_code == 200

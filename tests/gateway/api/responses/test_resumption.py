@@ -561,6 +561,7 @@ async def test_one_whose_beginning_was_not_stored_yet_goes_on(tmp_path: Path) ->
     assert listed["data"][0]["content"][0]["text"] == "what was asked"
 
 
+@pytest.mark.soak
 async def test_one_that_had_ended_is_not_generated_again(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     async with running(first, SLOW) as gateway:

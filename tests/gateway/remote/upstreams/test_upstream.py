@@ -5,7 +5,7 @@ import gzip
 import json
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Far:
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
         self.asked.append((head[0].split()[1], headers, body))
         if self.ending == "silent":
-            await reader.read()
+            await gone(reader)
             writer.close()
             return
         kind = self.kind or ("application/json" if self.pieces is None else "text/event-stream")
@@ -77,7 +77,7 @@ class Far:
         for piece in self.pieces if self.pieces is not None else [answer]:
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
-        left = asyncio.ensure_future(reader.read())
+        left = asyncio.ensure_future(gone(reader))
         if self.ending == "stalled":
             await left
         while self.ending == "dripping" and not left.done():
@@ -87,6 +87,12 @@ class Far:
             writer.write(b"0\r\n\r\n")
             await writer.drain()
         writer.close()
+
+
+async def gone(reader: asyncio.StreamReader) -> None:
+    """Until the gateway has closed its connection, which a reset does as well."""
+    with suppress(ConnectionError):
+        await reader.read()
 
 
 @asynccontextmanager

@@ -202,6 +202,7 @@ def test_a_repack_that_is_cut_off_leaves_nothing_and_touches_nothing(
     assert (other / "mine").exists()
 
 
+@pytest.mark.soak
 def test_what_a_killed_repack_leaves_is_deleted_by_the_next_one(folder: Path, tmp_path: Path) -> None:
     source, target = model_of(folder, "qwen3_moe"), tmp_path / "out"
     code = (
@@ -222,6 +223,7 @@ def test_what_a_killed_repack_leaves_is_deleted_by_the_next_one(folder: Path, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *others])
 
 
+@pytest.mark.soak
 def test_a_repack_that_the_disk_does_not_take_says_so_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
     code = limit + "from worker.tools.repack import main; main()"

@@ -30,7 +30,7 @@ TOKENS = 12
 NAMES = ("lora", "", "dora", "lora", "", "peft", "short")
 LENGTHS = (5, 60, 23, 40, 11, 30, 3)
 KEYS = {"qwen3_moe": ATTENTION, "qwen3_5": ("linear_attn.out_proj", "mlp.down_proj")}
-MODELS = scaled(("qwen3", "quantized", "qwen3_moe", "gemma3_text", "qwen3_5"), ("qwen3", "quantized", "qwen3_moe"))
+MODELS = scaled(("qwen3", "quantized", "qwen3_moe", "gemma3_text", "qwen3_5"), ("quantized", "qwen3_moe"))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tests.support.drafted import Drafted
 from tests.support.drafters import FORMS, LAYERS, SIZE, copying_block, damped, drafter, store
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
+from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
@@ -116,7 +117,10 @@ def eager(loaded: LoadedModel) -> EagerDrafts:
     return EagerDrafts(loaded.proposer, 3)
 
 
-@pytest.mark.parametrize(("architecture", "form", "share"), [("qwen3", "dflash", 0.2), ("qwen3_5", "dspark", 0.3)])
+@pytest.mark.parametrize(
+    ("architecture", "form", "share"),
+    scaled([("qwen3", "dflash", 0.2), ("qwen3_5", "dspark", 0.3)], [("qwen3_5", "dspark", 0.3)]),
+)
 def test_rows_with_drafts_of_blocks_equal_each_alone_without(
     architecture: str, form: str, share: float, tmp_path: Path
 ) -> None:

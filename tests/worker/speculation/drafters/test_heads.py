@@ -45,9 +45,7 @@ def drafts_of(engine: EngineHarness) -> EagerDrafts:
     return engine.drafter
 
 
-@pytest.mark.parametrize(
-    "architecture", scaled([*DAMPING, "glm4_moe", "deepseek_v32", "glm_moe_dsa"], ["qwen3", "qwen3_5"])
-)
+@pytest.mark.parametrize("architecture", scaled([*DAMPING, "glm4_moe", "deepseek_v32", "glm_moe_dsa"], ["qwen3_5"]))
 def test_rows_with_drafts_of_a_head_equal_each_alone_without(
     architecture: str, head_folder: Callable[[str], Path]
 ) -> None:
@@ -77,6 +75,7 @@ def test_seeded_rows_accept_drafts_that_are_drawn_with_their_own_noise(head_fold
         assert drafts_of(engine).accepted > drafts_of(engine).drafted / 4
 
 
+@pytest.mark.soak
 def test_rows_that_make_room_or_leave_or_are_resumed_keep_their_tokens(head_folder: Callable[[str], Path]) -> None:
     batch = [
         Generate(
