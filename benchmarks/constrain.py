@@ -129,7 +129,8 @@ class Bench:
         return [token.row.rid for token in tokens]
 
     def _row(self, rid: int, ticks: int, case: str) -> "Row":
-        from protocol.messages import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
+        from protocol.prompts import TokensPrompt
+        from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 
         prompt = TokensPrompt(tuple(1000 + rid * 7 + at for at in range(PROMPT)))
         row = self._intake.row(

@@ -103,8 +103,9 @@ def texts_of(count: int) -> tuple[str, ...]:
 def ours(folder: Path, texts: tuple[str, ...]) -> tuple[float, Any]:
     """CPU seconds from texts to vectors, and these: tokenizer, groups and passes as in a worker."""
     from protocol.kinds import EMBED
-    from protocol.messages import EmbedPrompt, Generate, Sampling
+    from protocol.prompts import EmbedPrompt
     from protocol.spec import WorkerSpec
+    from protocol.to_worker import Generate, Sampling
     from worker.embedding.groups import take_group
     from worker.embedding.job_loop import CPU_PASS_TOKENS
     from worker.embedding.load_model import load_reader

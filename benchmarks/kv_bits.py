@@ -202,7 +202,7 @@ def _answers(samples: "Sequence[Sample]", bits: int) -> tuple[list[list[int]], i
 
 
 def _generate(loaded: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
-    from protocol.messages import Sampling
+    from protocol.to_worker import Sampling
     from worker.engine.batch import Batch
     from worker.engine.row import Row, RowStats, RowText
     from worker.kv.kv import KvLayout

@@ -13,27 +13,11 @@ import msgspec
 import zmq
 
 from protocol import __version__, codec, sockets
-from protocol.messages import (
-    MAJOR,
-    MINOR,
-    Abort,
-    Accepted,
-    Delta,
-    Drain,
-    Drained,
-    Finish,
-    Generate,
-    Hello,
-    Ping,
-    Pong,
-    Ready,
-    Shutdown,
-    Step,
-    Up,
-    Usage,
-)
+from protocol.from_worker import Accepted, Delta, Drained, Finish, Hello, Pong, Ready, Step, Up, Usage
+from protocol.minors import MAJOR, MINOR
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
+from protocol.to_worker import Abort, Drain, Generate, Ping, Shutdown
 
 STATS_S: Final = 0.1
 IDLE_POLL_MS: Final = 1000

@@ -22,8 +22,10 @@ from typing import Final
 from benchmarks import blas, models
 from benchmarks.compare import machine
 from gateway.ctl.bench.measure import table
-from protocol.messages import Generate, Progress, Sampling, Shutdown, Step, TokensPrompt, Up
+from protocol.from_worker import Progress, Step, Up
+from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate, Sampling, Shutdown
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EngineInbox
 from worker.engine.loop import Engine

@@ -188,7 +188,8 @@ def _generated(
     """The rows' output, and the seconds that it took from the first token of all, by the wall and of the CPU."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from protocol.messages import Generate, Sampling, TokensPrompt
+    from protocol.prompts import TokensPrompt
+    from protocol.to_worker import Generate, Sampling
     from worker.engine.batch import Batch
     from worker.kv.kv import KvLayout
     from worker.prefix_cache.prefix import PrefixCache
@@ -245,7 +246,8 @@ def text(args: argparse.Namespace) -> None:
 
 def _chats(loaded: "LoadedModel", session: Any, prompt: str, rows: int, drafter: Any) -> tuple[list[list[int]], float]:
     """Outputs of as many equal chats, each with a salt of its own, and the CPU time from load to end."""
-    from protocol.messages import ChatPrompt, Generate, Sampling
+    from protocol.prompts import ChatPrompt
+    from protocol.to_worker import Generate, Sampling
     from worker.prompt.intake import Intake
 
     chats = [

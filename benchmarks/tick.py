@@ -203,7 +203,7 @@ def _closed_loop(model: Any, vocab: int, clients: int, requests: int, way: str) 
 
 
 def row_of(rid: int, prompt: int, output: int, vocab: int) -> "Row":
-    from protocol.messages import Sampling
+    from protocol.to_worker import Sampling
     from worker.engine.row import Row, RowStats, RowText
     from worker.output.stops import StopScanner
 

@@ -7,7 +7,9 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
-from protocol.messages import Down, Generate, Prompt, Up
+from protocol.from_worker import Up
+from protocol.prompts import Prompt
+from protocol.to_worker import Down, Generate
 
 T = TypeVar("T")
 

@@ -1,6 +1,7 @@
-"""CURVE keys of sockets between the ranks of a group: pairs, and keys as libzmq takes them."""
+"""CURVE keys of sockets between the ranks of a group: pairs, keys as libzmq takes them, and those that may connect."""
 
 import re
+from collections.abc import Callable, Collection
 from typing import Final
 
 import msgspec
@@ -32,3 +33,19 @@ def encoded(key: str) -> bytes:
     if _HEX.fullmatch(key) is None:
         raise ValueError("a key is 64 hexadecimal digits")
     return z85.encode(bytes.fromhex(key))
+
+
+class AllowedKeys:
+    """Public keys that may connect, checked by ZAP at each handshake."""
+
+    def __init__(self, keys: Callable[[], Collection[str]], on_refusal: Callable[[str], None]) -> None:
+        self._keys = keys
+        self._on_refusal = on_refusal
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Check a key; pyzmq's authenticators require this name."""
+        public = z85.decode(key).hex()
+        is_admitted = public in self._keys()
+        if not is_admitted:
+            self._on_refusal(public)
+        return is_admitted

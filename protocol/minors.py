@@ -1,4 +1,4 @@
-"""Minor versions in which the fields of a request were added, for workers that are older than their gateway.
+"""Version of the protocol, and the minors that added the fields of a request, for workers older than their gateway.
 
 A worker of an earlier minor silently ignores fields that it does not know.
 """
@@ -7,7 +7,11 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.messages import ChatPrompt, EmbedPrompt, Generate, Prompt, Sampling, ScorePrompt, TextPrompt
+from protocol.prompts import ChatPrompt, EmbedPrompt, Prompt, ScorePrompt, TextPrompt
+from protocol.to_worker import Generate, Sampling
+
+MAJOR: Final = 1
+MINOR: Final = 1
 
 # Fields that affect the output. Embeddings and scores are only requested from workers that report these kinds.
 SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {

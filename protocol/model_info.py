@@ -1,4 +1,4 @@
-"""Facts of a loaded model, which its worker reports in `Ready`. Fields follow the rules of `messages`."""
+"""Facts of a loaded model, which its worker reports in `Ready`. Fields follow the rules of `to_worker`."""
 
 import msgspec
 

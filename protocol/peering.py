@@ -12,17 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, decode
-from protocol.messages import (
-    Accepted,
-    Detokenize,
-    Generate,
-    Progress,
-    Ready,
-    Rejected,
-    Step,
-    Tokenize,
-    Tokenized,
-)
+from protocol.from_worker import Accepted, Progress, Ready, Rejected, Step, Tokenized
+from protocol.to_worker import Detokenize, Generate, Tokenize
 
 GENERATE_PATH: Final = "/internal/generate"
 STATUS_PATH: Final = "/internal/status"

@@ -9,7 +9,8 @@ from msgspec import structs
 
 from protocol import codec
 from protocol.failures import Code, Failure
-from protocol.messages import Abort, Delta, Finish, Rejected, Step, Tokenized, Up
+from protocol.from_worker import Delta, Finish, Rejected, Step, Tokenized, Up
+from protocol.to_worker import Abort
 from worker.engine.gauges import Gauges
 from worker.output.encodable import encodable
 

@@ -15,32 +15,25 @@ from msgspec.structs import replace
 
 from protocol import __version__, codec, sockets
 from protocol.failures import Code, ExitStatus, Failure
-from protocol.messages import (
-    MAJOR,
-    MINOR,
+from protocol.from_worker import AdaptersSet, Drained, Hello, Pong, Ready, Rejected, Up
+from protocol.minors import MAJOR, MINOR
+from protocol.spec import WorkerSpec
+from protocol.to_worker import (
     Abort,
-    AdaptersSet,
     Detokenize,
     Down,
     Drain,
-    Drained,
     Dump,
     Generate,
-    Hello,
     Ping,
-    Pong,
-    Ready,
-    Rejected,
     SetAdapters,
     SetLogLevel,
     SetMemory,
     SetPace,
     Shutdown,
     Tokenize,
-    Up,
     Welcome,
 )
-from protocol.spec import WorkerSpec
 from worker.engine.gauges import Gauges
 from worker.frames import MessageEncoder
 

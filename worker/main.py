@@ -17,9 +17,10 @@ import msgspec
 
 from protocol import __version__
 from protocol.failures import Code, ExitStatus, Failure
+from protocol.from_worker import Goodbye, Loading, Ready, Rejected
 from protocol.kinds import AUDIO, TEXT
-from protocol.messages import Goodbye, Loading, Ready, Rejected, Shutdown
 from protocol.spec import WorkerSpec, read_spec
+from protocol.to_worker import Shutdown
 from worker.engine.gauges import Gauges
 from worker.link import GatewayLink
 

@@ -126,8 +126,10 @@ def _text_ratio(vision: "LoadedModel", text: "LoadedModel", turn: int) -> float:
 def _decode(loaded: "LoadedModel", turn: int) -> tuple[float, list[list[int]]]:
     """CPU seconds of a step of rows of text, the median of all, and the tokens."""
 
-    from protocol.messages import Generate, Sampling, Step, TokensPrompt, Up
+    from protocol.from_worker import Step, Up
+    from protocol.prompts import TokensPrompt
     from protocol.spec import WorkerSpec
+    from protocol.to_worker import Generate, Sampling
     from worker.prompt.intake import Intake
     from worker.tools.verify.engine_session import EngineSession
 

@@ -10,7 +10,7 @@ from msgspec import structs
 from gateway.access.rate_limit import Meter
 from gateway.config.patterns import Pattern
 from gateway.config.settings import ModelConfig
-from protocol.messages import Generate
+from protocol.to_worker import Generate
 
 
 @dataclass(frozen=True, slots=True)

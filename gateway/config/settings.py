@@ -11,8 +11,8 @@ from msgspec import Meta, Struct, structs
 from gateway.config.remote_settings import HostFile, PeerConfig, Seconds, UpstreamConfig
 from gateway.failed import CommandFailed
 from gateway.state_dir.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
-from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 from protocol.spec import LOCAL, USUAL_RUNNING
+from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 CONFIG_NAME: Final = "mlxd.toml"
 # A worker's ZeroMQ routing id holds 255 bytes, the model's name and its epoch; the name is also in argv.

@@ -40,8 +40,8 @@ from gateway.reload import Reloader, facts_of
 from gateway.remote.peers.explanation import explain
 from gateway.services import Services
 from gateway.workers.supervisor.state import MemoryView, ModelMemory, ModelUnavailable, WorkerView
+from protocol.from_worker import Ready
 from protocol.kinds import TEXT
-from protocol.messages import Ready
 from protocol.stats import RankStats, StatusStats
 
 PAUSE_POLL_S = 0.05

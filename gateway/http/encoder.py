@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gateway.errors import ApiError
-from protocol.messages import Delta
+from protocol.from_worker import Delta
 
 
 class StreamEncoder(Protocol):

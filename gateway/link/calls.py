@@ -5,7 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from protocol.failures import Failure
-from protocol.messages import Tokenized
+from protocol.from_worker import Tokenized
 
 Answer = asyncio.Future[Tokenized]
 

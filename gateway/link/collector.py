@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final, cast
 
 from protocol.failures import Failure
-from protocol.messages import Delta, DeltaKind, Finish, TokenLogprob
+from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob
 
 # A TOOL_BEGIN or TOOL_END is an event, not text: two of them are never one.
 _JOINABLE: Final = frozenset({DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_ARGS})

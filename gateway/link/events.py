@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from protocol.messages import Pong, Step
+from protocol.from_worker import Pong, Step
 
 
 class LinkEvents(Protocol):

@@ -21,7 +21,7 @@ from gateway.link.quarantine import REFUSED, Quarantine, fingerprint
 from gateway.link.sequence import Sequence
 from gateway.link.transport import WorkerGone
 from protocol.failures import Failure
-from protocol.messages import Generate
+from protocol.to_worker import Generate
 
 log = logging.getLogger(__name__)
 

@@ -20,31 +20,24 @@ from gateway.link.transport import Transport, WorkerGone, frames_of
 from gateway.link.worker_connection import Carrier, Connection, Progressed, Report, Runner, SendFailed
 from protocol.codec import MalformedFrame, Unsendable, decode_up
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    Abort,
+from protocol.from_worker import (
     Accepted,
     AdaptersSet,
     Delta,
-    Detokenize,
-    Down,
-    Drain,
     Drained,
     Finish,
-    Generate,
     Goodbye,
     Hello,
     Loading,
-    Ping,
     Pong,
     Progress,
     Ready,
     Rejected,
-    Shutdown,
     Step,
-    Tokenize,
     Tokenized,
     Up,
 )
+from protocol.to_worker import Abort, Detokenize, Down, Drain, Generate, Ping, Shutdown, Tokenize
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from protocol.failures import Code, Failure
-from protocol.messages import Generate, Sampling
+from protocol.to_worker import Generate, Sampling
 
 EXPIRY_S: Final = 900.0
 SIZE_MAX: Final = 256

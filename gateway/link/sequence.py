@@ -7,7 +7,8 @@ from typing import Final, Self
 from msgspec.structs import replace
 
 from gateway.link.collector import Collector
-from protocol.messages import Generate, PromptPart
+from protocol.from_worker import PromptPart
+from protocol.to_worker import Generate
 
 # The epoch of a sequence that no worker has: real ones begin at 1.
 PARKED: Final = 0

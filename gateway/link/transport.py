@@ -12,7 +12,8 @@ import zmq
 from gateway.link.worker_connection import Connection
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, encode
-from protocol.messages import Down, Generate, Hello, Shutdown
+from protocol.from_worker import Hello
+from protocol.to_worker import Down, Generate, Shutdown
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ from typing import Protocol
 
 from gateway.link.sequence import Sequence
 from protocol.failures import Failure
-from protocol.messages import AdaptersSet, Drained, Generate, Goodbye, Hello, Loading, Pong, Ready
+from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.stats import Stats
+from protocol.to_worker import Generate
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from gateway.errors import BadRequest
 from gateway.model_files.metadata import Unreadable, find, promised
-from protocol.messages import Media, Ready
+from protocol.from_worker import Ready
+from protocol.prompts import Media
 
 TEXT: Final = "text"
 SETUP: Final = "mlxctl setup vision"

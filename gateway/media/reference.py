@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gateway.errors import BadRequest
-from protocol.messages import Media
+from protocol.prompts import Media
 
 # URLs of this scheme refer to media that an earlier response of the same tenant stored, by their digest in hexadecimal.
 STORED: Final = "mlxd-media:"

@@ -18,7 +18,7 @@ from gateway.media.in_flight_bytes import MediaLease
 from gateway.media.local_file import FILE, NotReadable, read_file
 from gateway.media.reference import STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
-from protocol.messages import ChatPrompt, Media
+from protocol.prompts import ChatPrompt, Media
 
 # Concurrent fetches of one request.
 FETCHES_MAX: Final = 4

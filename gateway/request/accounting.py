@@ -15,7 +15,8 @@ from gateway.request.opener import LOST
 from gateway.request.record import RequestRecord
 from gateway.request.runtime import Runtime
 from protocol.failures import Code, Failure
-from protocol.messages import Delta, Finish, Generate
+from protocol.from_worker import Delta, Finish
+from protocol.to_worker import Generate
 
 _STOPPED: Final = Failure(Code.ABORTED, "The server stopped this generation.")
 _FINISHES: Final = {

@@ -18,8 +18,9 @@ from gateway.request.opener import Opener
 from gateway.request.record import Header, RequestRecord
 from gateway.request.runtime import Runtime
 from gateway.request.score_room import ScoreRoom
+from protocol.from_worker import Delta
 from protocol.kinds import TEXT
-from protocol.messages import Delta, Generate
+from protocol.to_worker import Generate
 
 
 class Generation:

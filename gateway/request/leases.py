@@ -10,7 +10,7 @@ from gateway.request.in_flight import InFlightRequest
 from gateway.request.record import RequestRecord
 from gateway.request.runtime import Runtime
 from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
-from protocol.messages import Generate
+from protocol.to_worker import Generate
 
 
 @contextmanager

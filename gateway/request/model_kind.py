@@ -5,8 +5,8 @@ from typing import Final
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from gateway.model_files.metadata import kind_of_files
+from protocol.from_worker import Ready
 from protocol.kinds import AUDIO, EMBED, RERANK, TEXT
-from protocol.messages import Ready
 
 _ABILITIES: Final = {
     TEXT: "generates text: use POST /v1/chat/completions",

@@ -24,7 +24,7 @@ from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.codec import Unsendable
 from protocol.failures import Code, Failure
 from protocol.kinds import TEXT
-from protocol.messages import Generate
+from protocol.to_worker import Generate
 
 QUEUE_RETRY_AFTER_S: Final = 5.0
 QUEUE_RETRY_AFTER_MAX_S: Final = 300.0

@@ -14,7 +14,7 @@ from gateway.media.in_flight_bytes import MediaLease
 from gateway.request.bodies import BodyLease
 from gateway.request.timings import Phases
 from gateway.request.trace_context import TraceContext
-from protocol.messages import Media
+from protocol.prompts import Media
 
 Header = tuple[bytes, bytes]
 

@@ -4,7 +4,7 @@ from typing import Final
 
 from gateway.errors import BadRequest, Unavailable
 from gateway.request.bodies import RETRY_AFTER_S, BodyLease
-from protocol.messages import Generate
+from protocol.to_worker import Generate
 
 # Log-probabilities of all prompts in one answer, each as often as it is written there.
 SCORES_BYTES_MAX: Final = 256 << 20

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from protocol.messages import Usage
+from protocol.from_worker import Usage
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import Final
 
 from gateway.telemetry.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
 from gateway.workers.supervisor.state import MemoryView
-from protocol.messages import Pong, Step, Usage
+from protocol.from_worker import Pong, Step, Usage
 from protocol.stats import Stats
 
 # Prefill of fewer tokens is not measured; of the sum before the newest one so much is kept.

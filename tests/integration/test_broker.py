@@ -15,7 +15,7 @@ from gateway.workers.memory.broker import TURN_S
 from gateway.workers.memory.host import ThisMachine
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
-from protocol.messages import Delta, Finish
+from protocol.from_worker import Delta, Finish
 from tests.support.pool import DEADLINE_S, Running, config, finish_of, read_all, short_home, text_of, tokens, until
 from tests.support.scale import patient
 

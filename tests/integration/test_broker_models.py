@@ -16,7 +16,7 @@ import pytest
 from gateway.link.collector import Collector
 from gateway.workers.supervisor.spawn import default_command
 from gateway.workers.supervisor.state import WorkerLimits
-from protocol.messages import Delta
+from protocol.from_worker import Delta
 from tests.support.daemon import DaemonProcess
 from tests.support.pool import Running, config, short_home
 from tests.support.scale import patient

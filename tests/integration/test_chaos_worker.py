@@ -16,7 +16,7 @@ from gateway.link.transport import WorkerGone
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
-from protocol.messages import Delta, Finish, Usage
+from protocol.from_worker import Delta, Finish, Usage
 from tests.support.pool import Running, config, finish_of, read_all, short_home, text_of, tokens, until
 from tests.support.scale import patient
 

@@ -8,19 +8,69 @@ from pathlib import Path
 import msgspec
 
 from protocol import codec
-from protocol import messages as m
 from protocol.failures import Code, Failure
-from protocol.messages import EmbedPrompt, ScorePrompt, SpeechPrompt, TranscribePrompt
+from protocol.from_worker import (
+    Accepted,
+    AdaptersSet,
+    Delta,
+    DeltaKind,
+    Drained,
+    Finish,
+    Goodbye,
+    Hello,
+    Loading,
+    Pong,
+    Progress,
+    PromptLogprob,
+    PromptPart,
+    Ready,
+    Rejected,
+    Step,
+    Tokenized,
+    TokenLogprob,
+    ToolCallDelta,
+    Up,
+    Usage,
+)
+from protocol.minors import MAJOR, MINOR
 from protocol.model_info import AdapterInfo, AudioInfo, EmbeddingInfo, GroupInfo, MediaInfo, RankInfo
+from protocol.prompts import (
+    ChatPrompt,
+    EmbedPrompt,
+    Infill,
+    Media,
+    ScorePrompt,
+    SpeechPrompt,
+    TextPrompt,
+    TokensPrompt,
+    TranscribePrompt,
+)
 from protocol.stats import DraftStats, RankStats, Stats
+from protocol.to_worker import (
+    Abort,
+    Detokenize,
+    Down,
+    Drain,
+    Dump,
+    Generate,
+    Ping,
+    Sampling,
+    SetAdapters,
+    SetLogLevel,
+    SetMemory,
+    SetPace,
+    Shutdown,
+    Tokenize,
+    Welcome,
+)
 
 FOLDER = Path(__file__).parent / "golden"
 _FAILURE = Failure(Code.ROW_FAILED, "failed", "détail", "top_k")
-_USAGE = m.Usage(12, 4, 7, 3, 1.5, 2.25, 3.125, 6, 5, 4, 9, 8, kept=11)
+_USAGE = Usage(12, 4, 7, 3, 1.5, 2.25, 3.125, 6, 5, 4, 9, 8, kept=11)
 _MEDIA = (
-    m.Media("image", b"\x00\xff" * 16, b"\x89PNG", {"max_pixels": 262_144}, "messages[0].content[1]"),
-    m.Media("video", bytes(32), b"\x00\x00\x00\x01\xff", {"frames": 1, "fps": 2.5}),
-    m.Media("audio", bytes(32), b"RIFF"),
+    Media("image", b"\x00\xff" * 16, b"\x89PNG", {"max_pixels": 262_144}, "messages[0].content[1]"),
+    Media("video", bytes(32), b"\x00\x00\x00\x01\xff", {"frames": 1, "fps": 2.5}),
+    Media("audio", bytes(32), b"RIFF"),
 )
 _ADAPTERS = (
     AdapterInfo("sql", "/adapters/sql", 16, True, 2**20, "0f", "Qwen/Qwen3-8B"),
@@ -46,26 +96,26 @@ _STATS = Stats(
 )
 
 
-def down() -> list[m.Down]:
+def down() -> list[Down]:
     """One of each message to a worker, every field set. New ones come last: older files end before them."""
-    chat = m.ChatPrompt(
+    chat = ChatPrompt(
         [{"role": "user", "content": [{"type": "text", "text": "né 🙂"}]}],
         [{"type": "function", "function": {"name": "f", "parameters": {}}}],
         {"enable_thinking": False},
         True,
         media=_MEDIA,
     )
-    sampling = m.Sampling(
+    sampling = Sampling(
         *(0.5, 0.25, 40, 0.125, 1.5, 0.5, -0.5, {7: -100.0, 0: 2.5}, 2**63, True),
         *(64, 0.5, 1.5, 0.25, 0.125, 0.75, 1.5, 3, 512, ("\n",), 2, (9,), (1, 2), ("né",), (("né", -2.5),)),
     )
     return [
-        m.Welcome(0, 2**62, 1.0),
-        m.Generate(1 << 62, chat, sampling, 100, ("a", "\n"), 5, True, -3, 1500, True, "00-trace"),
-        m.Generate(
+        Welcome(0, 2**62, 1.0),
+        Generate(1 << 62, chat, sampling, 100, ("a", "\n"), 5, True, -3, 1500, True, "00-trace"),
+        Generate(
             2,
-            m.TextPrompt("né 🙂", m.Infill("b", "c", (("a.py", "d"),)), False),
-            m.Sampling(),
+            TextPrompt("né 🙂", Infill("b", "c", (("a.py", "d"),)), False),
+            Sampling(),
             most_drafted=3,
             prediction="né",
             includes_stop=True,
@@ -79,45 +129,45 @@ def down() -> list[m.Down]:
             prompt_scored=128,
             left_out=(2, 900),
         ),
-        m.Generate(3, m.TokensPrompt((0, 1, 151_935)), m.Sampling(), 0, top_logprobs=0),
-        m.Abort((1, 1 << 62), "client"),
-        m.Tokenize(4, m.TextPrompt("né"), True),
-        m.Detokenize(5, (1, 2)),
-        m.Ping(7, 123_456_789_012),
-        m.Drain(2.5),
-        m.Shutdown("asked"),
-        m.Dump(9),
-        m.SetMemory(2**40, 0.5, 0.25),
-        m.SetLogLevel("debug"),
-        m.Generate(6, EmbedPrompt(("né", (1, 2)), "query", True, False, 256, -1), m.Sampling()),
-        m.SetAdapters(8, (("sql", "/adapters/sql"),)),
-        m.Generate(8, TranscribePrompt(b"RIFF", "en", "né", True, True, 7200.0), m.Sampling()),
-        m.Generate(9, SpeechPrompt("né", "alba", 1.5, "mp3", "gently", 900.0), m.Sampling()),
-        m.Generate(7, ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), m.Sampling()),
-        m.SetPace(0.75, 60, 256),
+        Generate(3, TokensPrompt((0, 1, 151_935)), Sampling(), 0, top_logprobs=0),
+        Abort((1, 1 << 62), "client"),
+        Tokenize(4, TextPrompt("né"), True),
+        Detokenize(5, (1, 2)),
+        Ping(7, 123_456_789_012),
+        Drain(2.5),
+        Shutdown("asked"),
+        Dump(9),
+        SetMemory(2**40, 0.5, 0.25),
+        SetLogLevel("debug"),
+        Generate(6, EmbedPrompt(("né", (1, 2)), "query", True, False, 256, -1), Sampling()),
+        SetAdapters(8, (("sql", "/adapters/sql"),)),
+        Generate(8, TranscribePrompt(b"RIFF", "en", "né", True, True, 7200.0), Sampling()),
+        Generate(9, SpeechPrompt("né", "alba", 1.5, "mp3", "gently", 900.0), Sampling()),
+        Generate(7, ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), Sampling()),
+        SetPace(0.75, 60, 256),
     ]
 
 
-def up() -> list[m.Up]:
+def up() -> list[Up]:
     """One of each message from a worker, every field set."""
-    logprob = m.TokenLogprob(b"\xf0\x9f", -0.5, ((b"\xf0\x9f", -0.5), (b"a", -1.0)))
+    logprob = TokenLogprob(b"\xf0\x9f", -0.5, ((b"\xf0\x9f", -0.5), (b"a", -1.0)))
     deltas = [
-        m.Delta(1, text="né 🙂", token_ids=(5, 6), logprobs=(logprob,)),
-        m.Delta(1, m.DeltaKind.REASONING, "hm"),
-        m.Delta(1, m.DeltaKind.TOOL_BEGIN, tool=m.ToolCallDelta(0, "call_1", "f")),
-        m.Delta(1, m.DeltaKind.TOOL_ARGS, "{}", tool=m.ToolCallDelta(0)),
-        m.Delta(1, m.DeltaKind.TOOL_END, tool=m.ToolCallDelta(0)),
-        m.Delta(1, finish=m.Finish.TOOL_CALLS, usage=_USAGE),
-        m.Delta(2, finish=m.Finish.ERROR, usage=_USAGE, failure=_FAILURE),
-        *(m.Delta(3, finish=finish) for finish in (m.Finish.STOP, m.Finish.LENGTH, m.Finish.ABORT)),
-        m.Delta(4, finish=m.Finish.STOP, usage=_USAGE, data=b"\x00\x00\x80\x3f"),
-        m.Delta(5, prompt=m.PromptPart((5, 6), (m.PromptLogprob(5, b"n", -0.5, 2, ((6, b"\xff", -0.25),)),))),
-        m.Delta(5, finish=m.Finish.STOP, usage=_USAGE, ending_ids=(7, 151_645)),
+        Delta(1, text="né 🙂", token_ids=(5, 6), logprobs=(logprob,)),
+        Delta(1, DeltaKind.REASONING, "hm"),
+        Delta(1, DeltaKind.TOOL_BEGIN, tool=ToolCallDelta(0, "call_1", "f")),
+        Delta(1, DeltaKind.TOOL_ARGS, "{}", tool=ToolCallDelta(0)),
+        Delta(1, DeltaKind.TOOL_END, tool=ToolCallDelta(0)),
+        Delta(1, finish=Finish.TOOL_CALLS, usage=_USAGE),
+        Delta(2, finish=Finish.ERROR, usage=_USAGE, failure=_FAILURE),
+        *(Delta(3, finish=finish) for finish in (Finish.STOP, Finish.LENGTH, Finish.ABORT)),
+        Delta(4, finish=Finish.STOP, usage=_USAGE, data=b"\x00\x00\x80\x3f"),
+        Delta(5, prompt=PromptPart((5, 6), (PromptLogprob(5, b"n", -0.5, 2, ((6, b"\xff", -0.25),)),))),
+        Delta(5, finish=Finish.STOP, usage=_USAGE, ending_ids=(7, 151_645)),
     ]
     return [
-        m.Hello("qwen", 3, 4242, 1, 0, "0.1.0", "0.32.4", "loading"),
-        m.Loading(3, "weights", 10, 2**40),
-        m.Ready(
+        Hello("qwen", 3, 4242, 1, 0, "0.1.0", "0.32.4", "loading"),
+        Loading(3, "weights", 10, 2**40),
+        Ready(
             *(3, "/models/qwen", 32768, 16, 151_936, 2**33, 1.25, "qwen3", True),
             modalities=("image", "video"),
             media=MediaInfo(2**20, 1024, 2**24, "no tower for audio"),
@@ -129,16 +179,16 @@ def up() -> list[m.Up]:
             kv_bits=8,
             audio=AudioInfo(True, True, True, True, 16000, ("alba",), ("en",), ("wav",), "none", True),
         ),
-        m.Accepted(1, 12, left_out=(2, 900)),
-        m.Tokenized(4, 2, (1, 2), "né"),
-        m.Rejected(2, _FAILURE),
-        m.Step(3, 99, deltas, _STATS),
-        m.Step(3, 100, []),
-        m.Progress(1, 512, 1024),
-        m.Pong(7, 123_456_789_012, _STATS),
-        m.Drained(3, 2),
-        m.Goodbye(3, "load failed", _FAILURE),
-        m.AdaptersSet(3, 8, _ADAPTERS, 2**33),
+        Accepted(1, 12, left_out=(2, 900)),
+        Tokenized(4, 2, (1, 2), "né"),
+        Rejected(2, _FAILURE),
+        Step(3, 99, deltas, _STATS),
+        Step(3, 100, []),
+        Progress(1, 512, 1024),
+        Pong(7, 123_456_789_012, _STATS),
+        Drained(3, 2),
+        Goodbye(3, "load failed", _FAILURE),
+        AdaptersSet(3, 8, _ADAPTERS, 2**33),
     ]
 
 
@@ -159,7 +209,7 @@ def read(file: Path) -> Golden:
 
 def write() -> Path:
     frames = Golden([codec.encode(message) for message in down()], [codec.encode(message) for message in up()])
-    file = path(m.MAJOR, m.MINOR)
+    file = path(MAJOR, MINOR)
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(msgspec.json.format(msgspec.json.encode(frames), indent=1) + b"\n")
     return file

@@ -8,9 +8,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol import codec
-from protocol import messages as m
 from protocol.failures import Code, Failure
+from protocol.from_worker import (
+    Accepted,
+    Delta,
+    DeltaKind,
+    Drained,
+    Finish,
+    Goodbye,
+    Hello,
+    Loading,
+    Pong,
+    Progress,
+    Ready,
+    Rejected,
+    Step,
+    TokenLogprob,
+    ToolCallDelta,
+    Up,
+    Usage,
+)
+from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
 from protocol.stats import Stats
+from protocol.to_worker import Abort, Down, Drain, Dump, Generate, Ping, Sampling, Shutdown, Welcome
 from tests.protocol import golden_frames
 
 FRAMES = [codec.encode(message) for message in (*golden_frames.down(), *golden_frames.up())]
@@ -27,12 +47,12 @@ plain = st.recursive(
 records = st.dictionaries(texts, plain, max_size=4)
 failures = st.builds(Failure, st.sampled_from(Code), texts, texts, st.none() | texts)
 prompts = (
-    st.builds(m.ChatPrompt, st.lists(records, max_size=3), st.lists(records, max_size=2), records, st.booleans())
-    | st.builds(m.TextPrompt, texts)
-    | st.builds(m.TokensPrompt, st.lists(whole, max_size=5).map(tuple))
+    st.builds(ChatPrompt, st.lists(records, max_size=3), st.lists(records, max_size=2), records, st.booleans())
+    | st.builds(TextPrompt, texts)
+    | st.builds(TokensPrompt, st.lists(whole, max_size=5).map(tuple))
 )
 samplings = st.builds(
-    m.Sampling,
+    Sampling,
     real,
     real,
     whole,
@@ -45,48 +65,48 @@ samplings = st.builds(
     st.booleans(),
 )
 down = (
-    st.builds(m.Welcome, whole, whole, real)
+    st.builds(Welcome, whole, whole, real)
     | st.builds(
-        m.Generate, whole, prompts, samplings, st.none() | whole, st.lists(texts, max_size=3).map(tuple),
+        Generate, whole, prompts, samplings, st.none() | whole, st.lists(texts, max_size=3).map(tuple),
         st.none() | whole, st.booleans(), whole, whole, st.booleans(), texts,
     )
-    | st.builds(m.Abort, st.lists(whole, max_size=4).map(tuple), texts)
-    | st.builds(m.Ping, whole, whole)
-    | st.builds(m.Drain, real)
-    | st.builds(m.Shutdown, texts)
-    | st.builds(m.Dump, whole)
+    | st.builds(Abort, st.lists(whole, max_size=4).map(tuple), texts)
+    | st.builds(Ping, whole, whole)
+    | st.builds(Drain, real)
+    | st.builds(Shutdown, texts)
+    | st.builds(Dump, whole)
 )  # fmt: skip
 logprobs = st.builds(
-    m.TokenLogprob, st.binary(max_size=6), real, st.lists(st.tuples(st.binary(max_size=4), real), max_size=3).map(tuple)
+    TokenLogprob, st.binary(max_size=6), real, st.lists(st.tuples(st.binary(max_size=4), real), max_size=3).map(tuple)
 )
 deltas = st.builds(
-    m.Delta, whole, st.sampled_from(m.DeltaKind), texts, st.lists(count, max_size=4).map(tuple),
-    st.none() | st.builds(m.ToolCallDelta, count, texts, texts), st.none() | st.lists(logprobs, max_size=3).map(tuple),
-    st.none() | st.sampled_from(m.Finish),
-    st.none() | st.builds(m.Usage, count, count, count, count, real, real, real), st.none() | failures,
+    Delta, whole, st.sampled_from(DeltaKind), texts, st.lists(count, max_size=4).map(tuple),
+    st.none() | st.builds(ToolCallDelta, count, texts, texts), st.none() | st.lists(logprobs, max_size=3).map(tuple),
+    st.none() | st.sampled_from(Finish),
+    st.none() | st.builds(Usage, count, count, count, count, real, real, real), st.none() | failures,
 )  # fmt: skip
 stats = st.builds(Stats, *[count] * 11)
 up = (
-    st.builds(m.Hello, texts, whole, whole, whole, whole, texts, texts, texts)
-    | st.builds(m.Loading, whole, texts, count, count)
-    | st.builds(m.Ready, whole, texts, count, count, count, count, real, texts, st.booleans())
-    | st.builds(m.Accepted, whole, count)
-    | st.builds(m.Rejected, whole, failures)
-    | st.builds(m.Step, whole, count, st.lists(deltas, max_size=3), st.none() | stats)
-    | st.builds(m.Progress, whole, count, count)
-    | st.builds(m.Pong, whole, whole, stats)
-    | st.builds(m.Drained, whole, count)
-    | st.builds(m.Goodbye, whole, texts, st.none() | failures)
+    st.builds(Hello, texts, whole, whole, whole, whole, texts, texts, texts)
+    | st.builds(Loading, whole, texts, count, count)
+    | st.builds(Ready, whole, texts, count, count, count, count, real, texts, st.booleans())
+    | st.builds(Accepted, whole, count)
+    | st.builds(Rejected, whole, failures)
+    | st.builds(Step, whole, count, st.lists(deltas, max_size=3), st.none() | stats)
+    | st.builds(Progress, whole, count, count)
+    | st.builds(Pong, whole, whole, stats)
+    | st.builds(Drained, whole, count)
+    | st.builds(Goodbye, whole, texts, st.none() | failures)
 )
 
 
 @given(down)
-def test_every_message_to_a_worker_survives_the_wire(message: m.Down) -> None:
+def test_every_message_to_a_worker_survives_the_wire(message: Down) -> None:
     assert codec.decode_down(codec.encode(message)) == message
 
 
 @given(up)
-def test_every_message_from_a_worker_survives_the_wire(message: m.Up) -> None:
+def test_every_message_from_a_worker_survives_the_wire(message: Up) -> None:
     assert codec.decode_up(codec.encode(message)) == message
 
 
@@ -142,9 +162,9 @@ def test_an_unknown_tag_is_malformed(tag: object) -> None:
 
 def test_a_message_of_the_other_direction_is_malformed() -> None:
     with pytest.raises(codec.MalformedFrame):
-        codec.decode_down(codec.encode(m.Accepted(1, 2)))
+        codec.decode_down(codec.encode(Accepted(1, 2)))
     with pytest.raises(codec.MalformedFrame):
-        codec.decode_up(codec.encode(m.Ping(1, 2)))
+        codec.decode_up(codec.encode(Ping(1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -193,8 +213,8 @@ def test_any_kind_of_value_inside_a_chat_message_is_decoded_or_malformed(value: 
 
 
 def test_a_message_larger_than_a_frame_may_be_is_refused_where_it_is_made() -> None:
-    def generate(text: str) -> m.Generate:
-        return m.Generate(1, m.TextPrompt(text), m.Sampling())
+    def generate(text: str) -> Generate:
+        return Generate(1, TextPrompt(text), Sampling())
 
     room = codec.MAX_FRAME_BYTES - len(codec.encode(generate("x" * (1 << 16)))) + (1 << 16)
     assert len(codec.encode(generate("x" * room))) == codec.MAX_FRAME_BYTES
@@ -206,7 +226,7 @@ def test_a_message_larger_than_a_frame_may_be_is_refused_where_it_is_made() -> N
 @pytest.mark.parametrize("value", [2**64, "half \ud83d", [[1 << 70]]])
 def test_a_message_that_msgpack_cannot_hold_is_refused_as_such(value: Any) -> None:
     with pytest.raises(codec.Unsendable):
-        codec.encode(m.Generate(1, m.ChatPrompt([{"role": "user", "content": value}]), m.Sampling()))
+        codec.encode(Generate(1, ChatPrompt([{"role": "user", "content": value}]), Sampling()))
 
 
 def test_a_message_nested_too_deeply_is_refused_as_such() -> None:
@@ -214,12 +234,12 @@ def test_a_message_nested_too_deeply_is_refused_as_such() -> None:
     for _ in range(100_000):
         value = [value]
     with pytest.raises(codec.Unsendable):
-        codec.encode(m.Generate(1, m.ChatPrompt([{"role": "user", "content": value}]), m.Sampling()))
+        codec.encode(Generate(1, ChatPrompt([{"role": "user", "content": value}]), Sampling()))
 
 
 def test_requests_with_packed_prompts_make_the_same_frames_and_share_the_prompt() -> None:
-    shared = m.ChatPrompt([{"role": "user", "content": "é"}], [{"type": "function"}], {"a": [1]})
-    requests = [m.Generate(rid, prompt, m.Sampling()) for rid, prompt in enumerate([shared, shared, m.TextPrompt("x")])]
+    shared = ChatPrompt([{"role": "user", "content": "é"}], [{"type": "function"}], {"a": [1]})
+    requests = [Generate(rid, prompt, Sampling()) for rid, prompt in enumerate([shared, shared, TextPrompt("x")])]
     packed = codec.pack(requests)
 
     assert [codec.encode(request) for request in packed] == [codec.encode(request) for request in requests]

@@ -11,8 +11,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from protocol import sockets
-from protocol.curve import KeyPair, encoded, make_pair
-from protocol.key_guard import AllowedKeys
+from protocol.curve import AllowedKeys, KeyPair, encoded, make_pair
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import codec, messages
-from protocol.messages import MAJOR, MINOR
+from protocol import codec, from_worker, prompts, to_worker
+from protocol.from_worker import DeltaKind, Finish, Up
+from protocol.minors import MAJOR, MINOR
+from protocol.to_worker import Down
 from tests.protocol import golden_frames
 
 FILES = sorted(golden_frames.FOLDER.glob(f"v{MAJOR}.*.json"))
@@ -80,7 +82,8 @@ def test_fields_with_a_default_may_be_missing_at_the_end(message: Any) -> None:
 def test_tags_are_never_shared_nor_changed() -> None:
     tags = {
         cls.__name__: cls.__struct_config__.tag
-        for cls in vars(messages).values()
+        for module in (prompts, to_worker, from_worker)
+        for cls in vars(module).values()
         if isinstance(cls, type) and issubclass(cls, msgspec.Struct) and cls.__struct_config__.tag is not None
     }
     assert tags == {
@@ -94,21 +97,21 @@ def test_tags_are_never_shared_nor_changed() -> None:
 
 
 def test_every_message_of_both_directions_is_golden() -> None:
-    for union, samples in ((messages.Down, golden_frames.down()), (messages.Up, golden_frames.up())):
+    for union, samples in ((Down, golden_frames.down()), (Up, golden_frames.up())):
         assert {type(sample) for sample in samples} == set(union.__args__)
 
 
 def test_kinds_and_finishes_keep_their_numbers() -> None:
-    assert [kind.name for kind in sorted(messages.DeltaKind)] == [
+    assert [kind.name for kind in sorted(DeltaKind)] == [
         "TEXT",
         "REASONING",
         "TOOL_BEGIN",
         "TOOL_ARGS",
         "TOOL_END",
     ]
-    assert [finish.name for finish in sorted(messages.Finish)] == ["STOP", "LENGTH", "TOOL_CALLS", "ABORT", "ERROR"]
-    assert sorted(messages.DeltaKind) == list(range(5))
-    assert sorted(messages.Finish) == list(range(5))
+    assert [finish.name for finish in sorted(Finish)] == ["STOP", "LENGTH", "TOOL_CALLS", "ABORT", "ERROR"]
+    assert sorted(DeltaKind) == list(range(5))
+    assert sorted(Finish) == list(range(5))
 
 
 def test_golden_files_are_named_for_their_version() -> None:

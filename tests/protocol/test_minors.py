@@ -5,20 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.messages import (
-    MINOR,
-    ChatPrompt,
-    EmbedPrompt,
-    Generate,
-    Infill,
-    Media,
-    Prompt,
-    Sampling,
-    ScorePrompt,
-    TextPrompt,
-    TokensPrompt,
-)
-from protocol.minors import SINCE, unknown_field, unknown_part
+from protocol.minors import MINOR, SINCE, unknown_field, unknown_part
+from protocol.prompts import ChatPrompt, EmbedPrompt, Infill, Media, Prompt, ScorePrompt, TextPrompt, TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.protocol import golden_frames
 
 # Fields that a worker may ignore: order and speed alone depend on them, or they do nothing without one of `SINCE`.

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jsonschema
 
-from protocol.messages import DeltaKind
+from protocol.from_worker import DeltaKind
 from worker.output.parsers import FAMILIES, make_parser
 from worker.output.parsers.channels import Channels
 from worker.structured.tool_grammar import has_calls

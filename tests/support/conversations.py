@@ -9,7 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from protocol.messages import ChatPrompt, Generate, Sampling
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, Result
 
 _HEAD = r"""

@@ -10,23 +10,22 @@ from typing import Any, Self
 
 from protocol import codec
 from protocol.failures import Code, Failure
-from protocol.messages import (
+from protocol.from_worker import (
     Accepted,
     Delta,
     DeltaKind,
     Drained,
     Finish,
-    Generate,
     Progress,
     PromptLogprob,
     Rejected,
-    Shutdown,
     Step,
     TokenLogprob,
     Up,
     Usage,
 )
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate, Shutdown
 from tests.support.scale import patient
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, EngineInbox

@@ -17,23 +17,12 @@ from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State
 from gateway.workers.supervisor.worker import Worker
 from protocol.codec import decode_down
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    MAJOR,
-    MINOR,
-    Delta,
-    Down,
-    Finish,
-    Generate,
-    Hello,
-    Ping,
-    Pong,
-    Ready,
-    Sampling,
-    Step,
-    TextPrompt,
-)
+from protocol.from_worker import Delta, Finish, Hello, Pong, Ready, Step
+from protocol.minors import MAJOR, MINOR
+from protocol.prompts import TextPrompt
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
+from protocol.to_worker import Down, Generate, Ping, Sampling
 from tests.support.scale import patient
 
 

@@ -21,8 +21,10 @@ from gateway.workers.pool.pool import Pool
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.spawn import Command
 from gateway.workers.supervisor.state import WorkerLimits
-from protocol.messages import Delta, Finish, Generate, Sampling, TextPrompt
+from protocol.from_worker import Delta, Finish
+from protocol.prompts import TextPrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate, Sampling
 from tests.support.machine import Recorder
 from tests.support.scale import patient
 

@@ -4,7 +4,9 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
-from protocol.messages import Finish, Generate, Sampling, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import Result
 from tests.support.models import VOCAB
 

@@ -13,8 +13,9 @@ import msgspec
 import zmq
 
 from protocol import codec
-from protocol.messages import Down, Ping, Pong, Ready, Up, Welcome
+from protocol.from_worker import Pong, Ready, Up
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Down, Ping, Welcome
 from tests.support.scale import patient
 from tests.support.wire import Wire
 

@@ -11,8 +11,9 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.workers.supervisor.ranks import ranks_of
-from protocol.messages import Delta, Generate, Ready, Rejected, Shutdown, Step
+from protocol.from_worker import Delta, Ready, Rejected, Step
 from protocol.spec import GroupSpec, WorkerSpec
+from protocol.to_worker import Generate, Shutdown
 from tests.support.engine import Result
 from tests.support.process import Gateway
 from tests.support.scale import patient

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from protocol.messages import Sampling
+from protocol.to_worker import Sampling
 from worker.engine.row import Row, RowStats, RowText
 from worker.output.stops import StopScanner
 

@@ -4,8 +4,9 @@ import pytest
 
 from protocol import codec
 from protocol.failures import Code, Failure
-from protocol.messages import Abort, Delta, DeltaKind, Finish, Rejected, Step, Tokenized, ToolCallDelta, Up
+from protocol.from_worker import Delta, DeltaKind, Finish, Rejected, Step, Tokenized, ToolCallDelta, Up
 from protocol.stats import Stats
+from protocol.to_worker import Abort
 from worker.engine.gauges import Gauges
 from worker.frames import MessageEncoder
 

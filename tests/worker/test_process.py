@@ -17,41 +17,40 @@ from msgspec import structs
 
 from protocol.codec import encode
 from protocol.failures import Code, ExitStatus
-from protocol.messages import (
-    MAJOR,
-    Abort,
+from protocol.from_worker import (
     Accepted,
-    ChatPrompt,
-    Constraint,
-    ConstraintKind,
     Delta,
     DeltaKind,
-    Drain,
     Drained,
-    Dump,
     Finish,
-    Generate,
     Goodbye,
     Hello,
     Loading,
-    Media,
-    Ping,
     Pong,
     Ready,
     Rejected,
+    Step,
+    Tokenized,
+    Up,
+)
+from protocol.minors import MAJOR
+from protocol.prompts import ChatPrompt, Media, TextPrompt, TokensPrompt
+from protocol.sockets import addresses
+from protocol.spec import WorkerSpec
+from protocol.to_worker import (
+    Abort,
+    Constraint,
+    ConstraintKind,
+    Drain,
+    Dump,
+    Generate,
+    Ping,
     Sampling,
     SetLogLevel,
     Shutdown,
-    Step,
-    TextPrompt,
     Tokenize,
-    Tokenized,
-    TokensPrompt,
-    Up,
     Welcome,
 )
-from protocol.sockets import addresses
-from protocol.spec import WorkerSpec
 from tests.support.models import VOCAB
 from tests.support.pictures import encoded, halves
 from tests.support.process import ROOT, TIMEOUT_S, Gateway, start

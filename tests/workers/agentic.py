@@ -14,7 +14,9 @@ from typing import Any, Final
 from scripted import PROMPT_TOKENS, Scripted, main
 from talkative import events
 
-from protocol.messages import Accepted, ChatPrompt, Generate
+from protocol.from_worker import Accepted
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Generate
 
 FILE: Final = "proof.txt"
 # What clients call the tool that runs a command or reads a file, the likeliest first.

@@ -5,7 +5,8 @@ import sys
 
 from scripted import PROMPT_TOKENS, Scripted, main
 
-from protocol.messages import Accepted, Delta, Finish, Generate, Usage
+from protocol.from_worker import Accepted, Delta, Finish, Usage
+from protocol.to_worker import Generate
 
 
 class Revealing(Scripted):

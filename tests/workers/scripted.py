@@ -18,43 +18,44 @@ import zmq
 
 from protocol import __version__, codec, sockets
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    MAJOR,
-    MINOR,
-    Abort,
+from protocol.from_worker import (
     Accepted,
     AdaptersSet,
     Delta,
-    Detokenize,
-    Down,
-    Drain,
     Drained,
-    Dump,
     Finish,
-    Generate,
     Goodbye,
     Hello,
     Loading,
-    Ping,
     Pong,
     Ready,
     Rejected,
+    Step,
+    Tokenized,
+    Up,
+    Usage,
+)
+from protocol.minors import MAJOR, MINOR
+from protocol.model_info import AdapterInfo
+from protocol.prompts import TextPrompt
+from protocol.spec import WorkerSpec
+from protocol.stats import Stats
+from protocol.to_worker import (
+    Abort,
+    Detokenize,
+    Down,
+    Drain,
+    Dump,
+    Generate,
+    Ping,
     SetAdapters,
     SetLogLevel,
     SetMemory,
     SetPace,
     Shutdown,
-    Step,
-    TextPrompt,
     Tokenize,
-    Tokenized,
-    Up,
-    Usage,
     Welcome,
 )
-from protocol.model_info import AdapterInfo
-from protocol.spec import WorkerSpec
-from protocol.stats import Stats
 
 IDLE_POLL_MS = 1000
 # Half a second each.

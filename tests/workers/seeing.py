@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 from scripted import Scripted, main
 
-from protocol.messages import Accepted, ChatPrompt, Delta, Down, Finish, Generate, Ready, Tokenize, Tokenized, Usage
+from protocol.from_worker import Accepted, Delta, Finish, Ready, Tokenized, Usage
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Down, Generate, Tokenize
 
 TOKENS_OF_ONE = 16
 

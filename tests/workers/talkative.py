@@ -13,19 +13,9 @@ from typing import Any
 from scripted import PROMPT_TOKENS, Scripted, main
 
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    Accepted,
-    ChatPrompt,
-    Delta,
-    DeltaKind,
-    Finish,
-    Generate,
-    Progress,
-    TextPrompt,
-    TokenLogprob,
-    ToolCallDelta,
-    Usage,
-)
+from protocol.from_worker import Accepted, Delta, DeltaKind, Finish, Progress, TokenLogprob, ToolCallDelta, Usage
+from protocol.prompts import ChatPrompt, TextPrompt
+from protocol.to_worker import Generate
 
 # A reader on a busy machine has what came before the pause by then.
 WAIT_S = 0.1

@@ -13,7 +13,9 @@ import msgspec
 from scripted import PROMPT_TOKENS, Scripted, main
 from talkative import events
 
-from protocol.messages import Accepted, ChatPrompt, Generate, Ready
+from protocol.from_worker import Accepted, Ready
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Generate
 
 
 class Watchful(Scripted):

@@ -8,7 +8,9 @@ import numpy as np
 
 from protocol import transcript
 from protocol.failures import Code
-from protocol.messages import Detokenize, Generate, Media, SpeechPrompt, Tokenize, Tokenized, TranscribePrompt
+from protocol.from_worker import Tokenized
+from protocol.prompts import Media, SpeechPrompt, TranscribePrompt
+from protocol.to_worker import Detokenize, Generate, Tokenize
 from protocol.transcript import HEARD_RATE, SPOKEN_RATE, TranscriptPart
 from worker.audio import sound_writer
 from worker.audio.audio_job import AudioJob, AudioPiece

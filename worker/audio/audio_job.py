@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from protocol.messages import Usage
+from protocol.from_worker import Usage
 from worker.jobs.queued import QueuedJob
 
 

@@ -11,8 +11,9 @@ from queue import SimpleQueue
 import mlx.core as mx
 
 from protocol.failures import Code, Failure
-from protocol.messages import Abort, Delta, Drain, Finish, SetMemory, SetPace, Shutdown, Up
+from protocol.from_worker import Delta, Finish, Up
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST, SPOKEN_RATE
 from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel

@@ -9,8 +9,9 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from protocol.failures import Code, Failure
-from protocol.messages import Abort, Delta, Drain, Finish, Rejected, Shutdown, Step, Up
+from protocol.from_worker import Delta, Finish, Rejected, Step, Up
 from protocol.spec import USUAL_RUNNING, WorkerSpec
+from protocol.to_worker import Abort, Drain, Shutdown
 from worker.audio.audio_job import AudioJob
 from worker.audio.sample_room import SampleRoom
 from worker.engine.gauges import Gauges

@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.failures import Code, Failure
-from protocol.messages import Abort, Delta, Drain, Finish, Progress, SetMemory, SetPace, Shutdown, Up
+from protocol.from_worker import Delta, Finish, Progress, Up
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.embedding.groups import ResultPlace, take_group
 from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
 from worker.embedding.load_model import EmbeddingModel

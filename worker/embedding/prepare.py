@@ -8,21 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from protocol.failures import Code
+from protocol.from_worker import Tokenized
 from protocol.kinds import EMBED
-from protocol.messages import (
+from protocol.prompts import (
     ChatPrompt,
-    Detokenize,
     EmbedPrompt,
-    Generate,
     Prompt,
     ScorePrompt,
     SpeechPrompt,
     TextPrompt,
-    Tokenize,
-    Tokenized,
     TokensPrompt,
     TranscribePrompt,
 )
+from protocol.to_worker import Detokenize, Generate, Tokenize
 from worker.embedding.job import EmbeddingInput, EmbeddingJob
 from worker.embedding.load_model import EmbeddingModel
 from worker.errors import RequestInvalid

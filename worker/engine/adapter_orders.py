@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.failures import Code, Failure
-from protocol.messages import AdaptersSet
+from protocol.from_worker import AdaptersSet
 from worker.engine.inbox import AdapterOrder
 from worker.engine.row import Row
 from worker.engine.scheduling.memory_limits import MemoryLimits

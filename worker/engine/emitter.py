@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from protocol.failures import Code, Failure
-from protocol.messages import Finish, Progress, TokenLogprob
+from protocol.from_worker import Finish, Progress, TokenLogprob
 from worker.engine.batch import StepOutput
 from worker.engine.outbox import Outbox
 from worker.engine.output import OutputWriter, TokenOutput

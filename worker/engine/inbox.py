@@ -10,7 +10,8 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from protocol.failures import Failure
-from protocol.messages import Abort, AdaptersSet, Drain, Drained, SetMemory, SetPace, Shutdown
+from protocol.from_worker import AdaptersSet, Drained
+from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.engine.row import Row
 from worker.model.lora.adapter_files import Files
 

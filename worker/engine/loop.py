@@ -17,18 +17,9 @@ from functools import partial
 from typing import Final, assert_never
 
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    Abort,
-    Accepted,
-    Drain,
-    Finish,
-    Rejected,
-    SetMemory,
-    SetPace,
-    Shutdown,
-    Up,
-)
+from protocol.from_worker import Accepted, Finish, Rejected, Up
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
 from worker.engine.capabilities import reader_of, rows_at_once, speculation_of

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.failures import Failure
-from protocol.messages import Delta, DeltaKind, PromptLogprob, PromptPart, Step, TokenLogprob, Up, Usage
+from protocol.from_worker import Delta, DeltaKind, PromptLogprob, PromptPart, Step, TokenLogprob, Up, Usage
 from worker.engine.gauges import Gauges
 from worker.engine.output import TokenOutput
 from worker.engine.row import Row

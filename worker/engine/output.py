@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.messages import DeltaKind, Finish, TokenLogprob
+from protocol.from_worker import DeltaKind, Finish, TokenLogprob
 from worker.engine.row import HeldToken, Row, RowText
 from worker.output.detokenize import Vocabulary
 from worker.output.parsers import Event

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from protocol.messages import SetMemory
 from protocol.stats import RankStats
+from protocol.to_worker import SetMemory
 from worker.engine.batch import Batch
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.kv.kv import KvLayout

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import TokenBuffer
 
-from protocol.messages import Sampling, TokenLogprob, Usage
+from protocol.from_worker import TokenLogprob, Usage
+from protocol.to_worker import Sampling
 from worker.model.lora.adapters import Adapter
 from worker.output.detokenize import Detokenizer
 from worker.output.parsers import Parser

@@ -25,12 +25,12 @@ from protocol.group import (
     StartLoading,
     TickPlan,
 )
-from protocol.messages import SetMemory
 from protocol.model_info import GroupInfo, RankInfo
 from protocol.sharding import RING, refusal
 from protocol.sharding import resolve as divided
 from protocol.spec import WorkerSpec
 from protocol.stats import RankStats
+from protocol.to_worker import SetMemory
 from worker.engine.batch import Batch
 from worker.engine.row import Token
 from worker.engine.scheduling.kv_budget import KvCost

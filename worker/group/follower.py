@@ -30,9 +30,9 @@ from protocol.group import (
     StartLoading,
     TickPlan,
 )
-from protocol.messages import SetMemory
 from protocol.sharding import parts_of
 from protocol.spec import RankSpec, WorkerSpec
+from protocol.to_worker import SetMemory
 from worker.engine.batch import Batch
 from worker.engine.load_checks.silent_row import silent_row
 from worker.engine.row import Row

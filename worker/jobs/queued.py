@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protocol.messages import Usage
+from protocol.from_worker import Usage
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -12,20 +12,9 @@ from queue import Empty, SimpleQueue
 from typing import Final, Generic, TypeVar
 
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    Abort,
-    Accepted,
-    Delta,
-    Drain,
-    Finish,
-    Rejected,
-    SetMemory,
-    SetPace,
-    Shutdown,
-    Step,
-    Up,
-)
+from protocol.from_worker import Accepted, Delta, Finish, Rejected, Step, Up
 from protocol.spec import USUAL_RUNNING, WorkerSpec
+from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EarlyAborts, EngineDrain
 from worker.engine.scheduling.rests import Rests

@@ -14,8 +14,8 @@ import psutil
 from mlx_lm.generate import generation_stream
 from msgspec import structs
 
-from protocol.messages import SetMemory
 from protocol.spec import WorkerSpec
+from protocol.to_worker import SetMemory
 
 log = logging.getLogger("mlxd.worker")
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt
+from protocol.prompts import ChatPrompt
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.output.parsers import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from protocol.failures import Code
-from protocol.messages import Infill
+from protocol.prompts import Infill
 from worker.errors import RequestInvalid
 from worker.prompt.encode import PromptEncoder
 

@@ -10,24 +10,26 @@ from typing import Final
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.messages import (
-    REPETITION_PENALTY_MAX,
-    REPETITION_PENALTY_MIN,
+from protocol.from_worker import Tokenized
+from protocol.prompts import (
     ChatPrompt,
-    Constraint,
-    Detokenize,
     EmbedPrompt,
-    Generate,
     Infill,
     Prompt,
-    Sampling,
     ScorePrompt,
     SpeechPrompt,
     TextPrompt,
-    Tokenize,
-    Tokenized,
     TokensPrompt,
     TranscribePrompt,
+)
+from protocol.to_worker import (
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
+    Constraint,
+    Detokenize,
+    Generate,
+    Sampling,
+    Tokenize,
 )
 from worker.engine.output import OutputWriter
 from worker.engine.row import PromptReport, Row, RowStats, RowText

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, suppress
 from typing import Final, Protocol
 
 from protocol.failures import Code, Failure
-from protocol.messages import Detokenize, Rejected, Tokenize, Tokenized, Up
+from protocol.from_worker import Rejected, Tokenized, Up
+from protocol.to_worker import Detokenize, Tokenize
 from worker.engine.gauges import Gauges
 from worker.model import memory
 

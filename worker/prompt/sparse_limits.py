@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from protocol.failures import Code
-from protocol.messages import Generate
+from protocol.to_worker import Generate
 from worker.errors import RequestInvalid
 from worker.sparse.selected_tokens import count_kept
 

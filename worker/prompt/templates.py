@@ -14,7 +14,7 @@ from msgspec import structs
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt
+from protocol.prompts import ChatPrompt
 from worker.errors import LoadFailed, RequestInvalid
 from worker.prompt.contents import media, words
 from worker.prompt.rewrites import (

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from protocol.failures import Code
-from protocol.messages import Sampling
+from protocol.to_worker import Sampling
 from worker.errors import RequestInvalid
 from worker.sampling.penalties import BadWords
 

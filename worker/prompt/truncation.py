@@ -13,7 +13,8 @@ from typing import Any, Final
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt, Generate, TextPrompt
+from protocol.prompts import ChatPrompt, TextPrompt
+from protocol.to_worker import Generate
 from worker.errors import RequestInvalid
 from worker.prompt.media_prompt import EncodedPrompt
 

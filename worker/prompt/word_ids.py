@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final
 
-from protocol.messages import Sampling
+from protocol.to_worker import Sampling
 from worker.output.detokenize import Vocabulary
 from worker.prompt.encode import PromptEncoder
 from worker.sampling.penalties import NO_WORDS, BadWords

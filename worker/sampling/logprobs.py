@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from protocol.messages import PromptLogprob, TokenLogprob
+from protocol.from_worker import PromptLogprob, TokenLogprob
 from worker.sampling.prompt_scores import PromptScore
 
 

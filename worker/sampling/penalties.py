@@ -10,7 +10,7 @@ from typing import Final
 
 import mlx.core as mx
 
-from protocol.messages import Sampling
+from protocol.to_worker import Sampling
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 """(context ids `[tokens]`, logits `[1, vocab]`) -> logits; context is prompt and output so far."""

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
-from protocol.messages import Generate
+from protocol.to_worker import Generate
 
 
 class PromptScore(NamedTuple):

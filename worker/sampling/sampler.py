@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 import mlx.core as mx
 
-from protocol.messages import Sampling
+from protocol.to_worker import Sampling
 from worker.sampling.penalties import Processor
 from worker.structured.masks import Masks
 

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from protocol.failures import Code, Failure
-from protocol.messages import Abort, AdaptersSet, Generate, SetAdapters
+from protocol.from_worker import AdaptersSet
 from protocol.model_info import AdapterInfo
+from protocol.to_worker import Abort, Generate, SetAdapters
 from worker.engine.gauges import Gauges
 from worker.link import Control, GatewayLink, Question
 from worker.prompt.questions import CallAnswerer, TokenizeCalls

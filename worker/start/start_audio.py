@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from protocol.from_worker import Ready
 from protocol.kinds import AUDIO
-from protocol.messages import Ready
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import LoadFacts
 from worker.audio.ask_audio import AudioIntake

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from protocol.messages import Ready
+from protocol.from_worker import Ready
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from protocol.timing_profile import LoadFacts
 from worker.embedding.job_loop import Command, JobLoop

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from protocol.failures import Code, Failure
+from protocol.from_worker import Ready
 from protocol.kinds import TEXT
-from protocol.messages import Ready
 from protocol.model_info import MediaInfo
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import FOLDER_ENV, LoadFacts

@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-from protocol.messages import Generate, SetAdapters
+from protocol.to_worker import Generate, SetAdapters
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import AdapterOrder, EngineInbox
 from worker.engine.row import Row

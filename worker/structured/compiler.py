@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from protocol.failures import Code, Failure
-from protocol.messages import Constraint, ConstraintKind
+from protocol.to_worker import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.output.encodable import encodable
 from worker.structured.schema_check import SchemaInvalid, check

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.messages import Constraint
+from protocol.to_worker import Constraint
 from worker.output.parsers import FAMILIES, start_in_reasoning
 from worker.output.parsers.channels import Channels
 from worker.structured.compiler import Allowed, CompiledGrammar, GrammarFailed, Grammars

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt, Constraint, ConstraintKind
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.output.parsers import FAMILIES
 from worker.output.parsers.channels import Channels

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from protocol.failures import Code
-from protocol.messages import Media
+from protocol.prompts import Media
 from worker.errors import RequestInvalid, foreign_code
 from worker.vision.clips import FrameSampling, open_clip
 from worker.vision.gemma_layouts import Gemma3, Gemma3n, Gemma4

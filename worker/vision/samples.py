@@ -7,7 +7,7 @@ from typing import Final
 
 from PIL import Image
 
-from protocol.messages import Media
+from protocol.prompts import Media
 
 # Default number of squares per side, and pixels of a square's side.
 _SQUARES_PER_SIDE: Final = 6

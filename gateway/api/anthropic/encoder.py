@@ -9,7 +9,7 @@ import msgspec
 from gateway.api.anthropic import response as out
 from gateway.api.anthropic.response import event_name
 from gateway.errors import ApiError
-from protocol.messages import Delta, DeltaKind, Finish, Usage
+from protocol.from_worker import Delta, DeltaKind, Finish, Usage
 
 _encode = msgspec.json.Encoder().encode
 _EMPTY: Final = Usage(0, 0, 0)

@@ -29,7 +29,8 @@ from gateway.api.openai.lowering import derive_seed, first
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import IMAGE, by_base64, by_url
-from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 
 # Claude Code's first system block begins so; its value changes with every session, which would defeat the prefix cache.
 VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"

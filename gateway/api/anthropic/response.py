@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.errors import ApiError
-from protocol.messages import Finish, Usage
+from protocol.from_worker import Finish, Usage
 
 STOP_REASONS: Final = {
     Finish.STOP: "end_turn",

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from gateway.errors import BadRequest
 from gateway.media.reference import Reference
-from protocol.messages import ChatPrompt, Media
+from protocol.prompts import ChatPrompt, Media
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from msgspec import Struct, structs
 
 from gateway.api.common.doc_hints import NULL, TEXT, shape, typed
 from gateway.errors import BadRequest, Unsupported
-from protocol.messages import Constraint, ConstraintKind
+from protocol.to_worker import Constraint, ConstraintKind
 
 _KINDS = {
     "json": ConstraintKind.JSON_SCHEMA,

@@ -28,8 +28,10 @@ from gateway.request.record import RequestRecord
 from gateway.services import Services
 from gateway.workers.supervisor.state import ModelUnavailable
 from protocol.codec import BYTES_PER_TOKEN, Unsendable, pack
+from protocol.from_worker import Tokenized
 from protocol.kinds import TEXT
-from protocol.messages import ChatPrompt, Detokenize, Generate, Media, Prompt, Tokenize, Tokenized
+from protocol.prompts import ChatPrompt, Media, Prompt
+from protocol.to_worker import Detokenize, Generate, Tokenize
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from gateway.api.common.serve import PreparedRequest
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off, folded
 from gateway.request.record import Header
-from protocol.messages import Delta
+from protocol.from_worker import Delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, BadRequest, openai_body
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol.messages import Delta, Finish, Generate, Infill, TextPrompt, Usage
+from protocol.from_worker import Delta, Finish, Usage
+from protocol.prompts import Infill, TextPrompt
+from protocol.to_worker import Generate
 
 # Other files of a request.
 FILES_MAX: Final = 256

@@ -15,7 +15,8 @@ from gateway.errors import BadRequest
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.kinds import RERANK
-from protocol.messages import Generate, Sampling, ScorePrompt
+from protocol.prompts import ScorePrompt
+from protocol.to_worker import Generate, Sampling
 
 DOCUMENTS_MAX: Final = 2048
 _NO_ACTION: Final = frozenset({"user"})

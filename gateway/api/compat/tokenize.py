@@ -21,7 +21,7 @@ from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol.messages import ChatPrompt, TextPrompt
+from protocol.prompts import ChatPrompt, TextPrompt
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):

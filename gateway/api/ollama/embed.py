@@ -19,7 +19,8 @@ from gateway.http.exchange import send_body
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.kinds import EMBED
-from protocol.messages import EmbedPrompt, Generate, Sampling
+from protocol.prompts import EmbedPrompt
+from protocol.to_worker import Generate, Sampling
 
 INPUTS_MAX: Final = 2048
 # Inputs are truncated to the model's limit.

@@ -26,7 +26,7 @@ from gateway.api.ollama.response import (
 from gateway.api.openai.response import ContentLogprob, chat_logprobs
 from gateway.errors import ApiError
 from gateway.request.record import RequestRecord
-from protocol.messages import Delta, DeltaKind, Finish, Usage
+from protocol.from_worker import Delta, DeltaKind, Finish, Usage
 
 _encode: Final = msgspec.json.Encoder().encode
 _EMPTY: Final = Usage(0, 0, 0)

@@ -15,7 +15,7 @@ from gateway.config.settings import ModelConfig
 from gateway.http.sse import JSON_LINES
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
-from protocol.messages import Generate
+from protocol.to_worker import Generate
 
 
 class Chat:

@@ -24,7 +24,8 @@ from gateway.api.openai.tools import lower_tool
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from gateway.media.reference import IMAGE, by_base64, by_url
-from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Infill, Prompt, TextPrompt
+from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate
 
 
 def lower_chat(

@@ -13,7 +13,7 @@ from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, co
 from gateway.api.openai.lowering import derive_seed, first
 from gateway.api.openai.request import RepetitionPenalty
 from gateway.config.settings import SamplingDefaults
-from protocol.messages import Sampling
+from protocol.to_worker import Sampling
 
 _WHOLE_MAX: Final = 1 << 40
 _SEED_MAX: Final = (1 << 63) - 1

@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gateway.api.openai.response import ContentLogprob
 from gateway.errors import ApiError
-from protocol.messages import Finish
+from protocol.from_worker import Finish
 
 DONE_REASONS: Final = {Finish.STOP: "stop", Finish.TOOL_CALLS: "stop", Finish.LENGTH: "length"}
 

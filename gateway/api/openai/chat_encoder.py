@@ -22,7 +22,7 @@ from gateway.api.openai.response import (
     chat_logprobs,
     finish_reason,
 )
-from protocol.messages import Delta, DeltaKind, Finish, ToolCallDelta
+from protocol.from_worker import Delta, DeltaKind, Finish, ToolCallDelta
 
 
 class ChatStream(ChoiceStream[ChatChunkChoice]):

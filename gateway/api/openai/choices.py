@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from gateway.api.openai.prompt_logprobs import encode_entries, whole
 from gateway.api.openai.response import TokenIds, UsageBody, sum_usage
 from gateway.errors import ApiError, openai_body
-from protocol.messages import Delta, DeltaKind, Finish, Usage
+from protocol.from_worker import Delta, DeltaKind, Finish, Usage
 
 # `C` is a choice as it is encoded.
 C = TypeVar("C", bound=Struct)

@@ -11,7 +11,7 @@ from gateway.api.openai.response import (
     TextLogprobsParts,
     finish_reason,
 )
-from protocol.messages import Delta, Finish
+from protocol.from_worker import Delta, Finish
 
 
 class TextStream(ChoiceStream[TextChoice]):

@@ -16,7 +16,8 @@ from gateway.errors import BadRequest
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.kinds import EMBED
-from protocol.messages import EmbedPrompt, Generate, Sampling
+from protocol.prompts import EmbedPrompt
+from protocol.to_worker import Generate, Sampling
 
 # OpenAI allows this many inputs; completions (PROMPTS) allow fewer.
 INPUTS_MAX: Final = 2048

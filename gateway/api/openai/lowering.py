@@ -20,7 +20,8 @@ from gateway.api.openai.samplers import sampler_values
 from gateway.api.openai.tools import lower_tools
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.messages import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, TokensPrompt
+from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt, TokensPrompt
+from protocol.to_worker import Generate, Sampling
 
 # The worker itself sets these arguments of the template, or they would change how it is called.
 RESERVED_KWARGS: Final = frozenset(

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Raw, Struct, UnsetType
 
 from gateway.api.common.doc_hints import shape
-from protocol.messages import PromptLogprob
+from protocol.from_worker import PromptLogprob
 
 # OpenAI's value for minus infinity, which JSON cannot express.
 LOGPROB_MIN: Final = -9999.0

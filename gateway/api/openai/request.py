@@ -14,7 +14,7 @@ from gateway.api.openai.samplers import SamplerFields
 from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import DETAILS
-from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
+from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from gateway.api.openai.prompt_logprobs import LOGPROB_MIN, PromptLogprobs
-from protocol.messages import Finish, TokenLogprob, Usage
+from protocol.from_worker import Finish, TokenLogprob, Usage
 
 _encode: Final = msgspec.json.Encoder().encode
 

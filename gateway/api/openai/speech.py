@@ -17,8 +17,10 @@ from gateway.http.direct_write import outlet_of
 from gateway.http.sse import StreamTiming
 from gateway.request.record import record_of
 from gateway.services import Services
+from protocol.from_worker import Delta, Usage
 from protocol.kinds import AUDIO
-from protocol.messages import Delta, Generate, Sampling, SpeechPrompt, Usage
+from protocol.prompts import SpeechPrompt
+from protocol.to_worker import Generate, Sampling
 
 # Each format has its content type.
 FORMATS: Final = {

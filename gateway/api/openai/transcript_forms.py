@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from protocol import transcript
-from protocol.messages import Delta, Usage
+from protocol.from_worker import Delta, Usage
 
 
 class AudioTokens(Struct, frozen=True):

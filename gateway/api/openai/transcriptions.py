@@ -20,8 +20,10 @@ from gateway.http.multipart import ROOM_BYTES, MultipartForm, read_form
 from gateway.http.sse import cut_off, folded
 from gateway.request.record import record_of
 from gateway.services import Services
+from protocol.from_worker import Delta
 from protocol.kinds import AUDIO
-from protocol.messages import Delta, Generate, Sampling, TranscribePrompt
+from protocol.prompts import TranscribePrompt
+from protocol.to_worker import Generate, Sampling
 
 JSON, PLAIN, SRT, VERBOSE, VTT = "json", "text", "srt", "verbose_json", "vtt"
 FORMATS: Final = (JSON, PLAIN, SRT, VERBOSE, VTT)

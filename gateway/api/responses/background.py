@@ -27,7 +27,7 @@ from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.codec import prompt_bytes
-from protocol.messages import Delta
+from protocol.from_worker import Delta
 
 log = logging.getLogger(__name__)
 

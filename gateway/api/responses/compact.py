@@ -15,7 +15,7 @@ from gateway.api.responses.request import ContentPart, InputItem, InputTokensReq
 from gateway.api.responses.tools import toolbox
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol.messages import Delta, DeltaKind, Usage
+from protocol.from_worker import Delta, DeltaKind, Usage
 
 SUMMARY_TOKENS_MAX: Final = 4096
 ASK: Final = (

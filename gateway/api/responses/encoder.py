@@ -10,7 +10,7 @@ from gateway.api.responses import response as out
 from gateway.api.responses.items import ResponseOutput
 from gateway.errors import ApiError
 from gateway.request.bodies import LARGE_BYTES
-from protocol.messages import Delta, Finish
+from protocol.from_worker import Delta, Finish
 
 # A delta is about a word.
 DELTA_BYTES: Final = 8

@@ -34,7 +34,8 @@ from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
-from protocol.messages import ChatPrompt, Generate, Media
+from protocol.prompts import ChatPrompt, Media
+from protocol.to_worker import Generate
 
 ITEMS_MAX: Final = 100
 ITEMS_DEFAULT: Final = 20

@@ -16,7 +16,7 @@ from gateway.http.exchange import reserve
 from gateway.media.reference import stored_url
 from gateway.request.record import RequestRecord
 from protocol.codec import MAX_FRAME_BYTES
-from protocol.messages import Media
+from protocol.prompts import Media
 
 # Of the conversation before a request, in all.
 ITEMS_MAX: Final = 20_000

@@ -12,7 +12,7 @@ from gateway.api.responses import response as out
 from gateway.api.responses.custom_input import InputReader
 from gateway.api.responses.lowering import seal
 from gateway.api.responses.tools import ToolIdentity
-from protocol.messages import Delta, DeltaKind, Finish, ToolCallDelta, Usage
+from protocol.from_worker import Delta, DeltaKind, Finish, ToolCallDelta, Usage
 
 Events = list[out.Event]
 

@@ -13,7 +13,8 @@ from gateway.api.responses import response as out
 from gateway.api.responses.request import InputItem
 from gateway.api.responses.tools import ToolIdentity
 from protocol.codec import UNREADABLE
-from protocol.messages import Delta, Generate
+from protocol.from_worker import Delta
+from protocol.to_worker import Generate
 
 # Another form of the file has another first line: no version reads one that it does not know.
 MAGIC: Final = b"mlxd-journal 1\n"

@@ -20,7 +20,8 @@ from gateway.api.responses.tools import INPUT, Toolbox, flat_name
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options
-from protocol.messages import ChatPrompt, Constraint, Generate, Sampling
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Constraint, Generate, Sampling
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from gateway.api.openai.response import ContentLogprob
 from gateway.api.responses.request import InputItem as InputItem
 from gateway.errors import ApiError
-from protocol.messages import Usage
+from protocol.from_worker import Usage
 
 # -- items -----------------------------------------------------------------------------------------------------------
 

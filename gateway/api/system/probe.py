@@ -18,19 +18,10 @@ from gateway.request.record import RequestRecord
 from gateway.services import Services
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import State
+from protocol.from_worker import Finish, Ready
 from protocol.kinds import AUDIO, EMBED, RERANK
-from protocol.messages import (
-    EmbedPrompt,
-    Finish,
-    Generate,
-    Prompt,
-    Ready,
-    Sampling,
-    ScorePrompt,
-    SpeechPrompt,
-    TextPrompt,
-    TranscribePrompt,
-)
+from protocol.prompts import EmbedPrompt, Prompt, ScorePrompt, SpeechPrompt, TextPrompt, TranscribePrompt
+from protocol.to_worker import Generate, Sampling
 
 DEADLINE_S: Final = 10.0
 POLL_S: Final = 0.05

@@ -6,18 +6,8 @@ from typing import Final
 
 from gateway.api.common.canonical import STOP_CHARS_MAX, STOPS_MAX
 from gateway.media.resolve import digest_of
-from protocol.messages import (
-    REPETITION_PENALTY_MAX,
-    REPETITION_PENALTY_MIN,
-    ChatPrompt,
-    EmbedPrompt,
-    Generate,
-    Media,
-    Sampling,
-    ScorePrompt,
-    SpeechPrompt,
-    TranscribePrompt,
-)
+from protocol.prompts import ChatPrompt, EmbedPrompt, Media, ScorePrompt, SpeechPrompt, TranscribePrompt
+from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, Generate, Sampling
 
 SEQUENCES_MAX: Final = 1024
 TOP_LOGPROBS_MAX: Final = 20

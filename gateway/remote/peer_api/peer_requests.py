@@ -26,19 +26,8 @@ from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.codec import BYTES_PER_TOKEN, MAX_FRAME_BYTES, MalformedFrame, pack
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    MAJOR,
-    MINOR,
-    Accepted,
-    ChatPrompt,
-    Delta,
-    Detokenize,
-    Generate,
-    Progress,
-    Rejected,
-    Step,
-    Tokenize,
-)
+from protocol.from_worker import Accepted, Delta, Progress, Rejected, Step
+from protocol.minors import MAJOR, MINOR
 from protocol.peering import (
     GENERATE_PATH,
     STATUS_PATH,
@@ -51,6 +40,8 @@ from protocol.peering import (
     encode_status,
     frame,
 )
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Detokenize, Generate, Tokenize
 
 # A peer hears of us at once, and then at least so often.
 PACE: Final = StreamTiming(hold_s=0.0, keepalive_s=1.0)

@@ -25,8 +25,10 @@ from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import SHUTTING_DOWN, State, WorkerView
 from protocol.codec import BYTES_PER_TOKEN, Unsendable, prompt_bytes
 from protocol.failures import Code
-from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized
+from protocol.from_worker import Tokenized
 from protocol.peering import PeerModel
+from protocol.prompts import Prompt
+from protocol.to_worker import Detokenize, Generate, Tokenize
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from gateway.config.remote_settings import PeerConfig
 from gateway.remote.peers.http_client import make_client
 from gateway.remote.peers.validation import check_model
 from protocol.codec import MalformedFrame
-from protocol.messages import MAJOR, MINOR
+from protocol.minors import MAJOR, MINOR
 from protocol.peering import GENERATE_PATH, STATUS_PATH, PeerModel, PeerStatus, decode_status
 
 log = logging.getLogger(__name__)

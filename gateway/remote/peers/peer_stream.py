@@ -22,8 +22,9 @@ from gateway.remote.peers.validation import PeerClaims
 from gateway.task_set import TaskSet
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame
 from protocol.failures import Code, Failure
-from protocol.messages import Accepted, Delta, Generate, Progress, Rejected, Step, Tokenized
+from protocol.from_worker import Accepted, Delta, Progress, Rejected, Step, Tokenized
 from protocol.peering import VIA_HEADER, FrameReader, PeerAlive, PeerModel, PeerUp, encode_request
+from protocol.to_worker import Generate
 
 log = logging.getLogger(__name__)
 

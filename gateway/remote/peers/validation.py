@@ -7,8 +7,9 @@ from typing import Final
 from msgspec.structs import astuple
 
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, prompt_bytes
-from protocol.messages import Accepted, Delta, DeltaKind, Generate, Progress, PromptPart, Ready, Usage
+from protocol.from_worker import Accepted, Delta, DeltaKind, Progress, PromptPart, Ready, Usage
 from protocol.peering import PeerModel
+from protocol.to_worker import Generate
 
 # More than any count or time of a machine.
 NUMBER_MAX: Final = 1 << 53

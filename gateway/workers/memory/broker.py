@@ -29,9 +29,9 @@ from gateway.workers.supervisor.state import (
     WorkerLimits,
 )
 from protocol.failures import Code, Failure
-from protocol.messages import SetMemory
 from protocol.sharding import parts_of
 from protocol.spec import LOCAL, WorkerSpec
+from protocol.to_worker import SetMemory
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Final, Literal
 from gateway.config.settings import CAN_SEE_DESKTOP, Desktop
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import State
-from protocol.messages import SetPace
 from protocol.minors import SET_PACE_MINOR
+from protocol.to_worker import SetPace
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from gateway.link.failover import ParkedSequences
 from gateway.workers.supervisor.postmortem import ExitKind, crash_report, examine
 from gateway.workers.supervisor.state import State
 from protocol.failures import Code, Failure
-from protocol.messages import Goodbye
+from protocol.from_worker import Goodbye
 
 log = logging.getLogger(__name__)
 

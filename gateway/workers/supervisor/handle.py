@@ -21,9 +21,10 @@ from gateway.workers.supervisor.state import (
     WorkerView,
 )
 from protocol.failures import Failure
-from protocol.messages import Generate, Ready
+from protocol.from_worker import Ready
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
+from protocol.to_worker import Generate
 
 
 class WorkerHandle:

@@ -9,7 +9,7 @@ from gateway.link.worker_connection import Progressed, Report, SendFailed
 from gateway.workers.supervisor.ports import WorkerPort
 from gateway.workers.supervisor.state import SHUTTING_DOWN, ModelUnavailable
 from protocol.failures import Failure
-from protocol.messages import AdaptersSet, Drained, Goodbye, Hello, Loading, Ready
+from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Ready
 from protocol.spec import WorkerSpec
 
 Waiter = asyncio.Future[None]

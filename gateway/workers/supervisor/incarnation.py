@@ -19,28 +19,22 @@ from gateway.workers.supervisor.ports import Effects, WorkerPort
 from gateway.workers.supervisor.ranks import RankGroup
 from gateway.workers.supervisor.state import Events, ModelUnavailable, WorkerLimits
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    MAJOR,
-    MINOR,
-    AdaptersSet,
+from protocol.from_worker import AdaptersSet, Goodbye, Hello, Loading, Ready
+from protocol.minors import MAJOR, MINOR, SET_ADAPTERS_MINOR, unknown_field, unknown_part
+from protocol.spec import WorkerSpec
+from protocol.stats import Stats
+from protocol.to_worker import (
     Detokenize,
     Down,
     Drain,
     Dump,
     Generate,
-    Goodbye,
-    Hello,
-    Loading,
-    Ready,
     SetAdapters,
     SetLogLevel,
     Shutdown,
     Tokenize,
     Welcome,
 )
-from protocol.minors import SET_ADAPTERS_MINOR, unknown_field, unknown_part
-from protocol.spec import WorkerSpec
-from protocol.stats import Stats
 
 log = logging.getLogger(__name__)
 

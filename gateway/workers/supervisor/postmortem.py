@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import Final
 
 from protocol.failures import EXIT_MEANING, FINAL_EXITS, Code, ExitStatus, Failure
-from protocol.messages import Goodbye
+from protocol.from_worker import Goodbye
 
 # The failures behind a final exit, for a worker whose exit status cannot be read.
 _FINAL_CODES: Final = frozenset(

@@ -9,7 +9,7 @@ import msgspec
 from gateway.link.events import LinkEvents
 from gateway.link.failover import ResumeLimits
 from protocol.failures import Code, Failure
-from protocol.messages import Ready
+from protocol.from_worker import Ready
 from protocol.stats import Stats
 
 

@@ -25,8 +25,10 @@ from gateway.workers.supervisor.incarnation import Incarnation
 from gateway.workers.supervisor.ports import Effects
 from gateway.workers.supervisor.state import SHUTTING_DOWN, Events, State, WorkerLimits
 from protocol.failures import Code, Failure
-from protocol.messages import MAJOR, AdaptersSet, Drain, Drained, Goodbye, Hello, Loading, Pong, Ready
+from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
+from protocol.minors import MAJOR
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Drain
 
 log = logging.getLogger(__name__)
 

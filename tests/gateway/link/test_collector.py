@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gateway.link.collector import Collector
 from protocol.failures import Code, Failure
-from protocol.messages import Delta, DeltaKind, Finish, PromptLogprob, PromptPart, TokenLogprob, ToolCallDelta, Usage
+from protocol.from_worker import Delta, DeltaKind, Finish, PromptLogprob, PromptPart, TokenLogprob, ToolCallDelta, Usage
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio

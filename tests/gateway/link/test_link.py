@@ -15,31 +15,24 @@ from gateway.link.worker_connection import Connection, Progressed, SendFailed
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, decode_down, encode
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    Abort,
+from protocol.from_worker import (
     Accepted,
     Delta,
-    Down,
-    Drain,
     Finish,
-    Generate,
     Hello,
-    Ping,
     Pong,
     Progress,
     PromptLogprob,
     PromptPart,
     Ready,
     Rejected,
-    Sampling,
-    Shutdown,
     Step,
-    TextPrompt,
-    Tokenize,
     TokenLogprob,
     Up,
 )
+from protocol.prompts import TextPrompt
 from protocol.stats import Stats
+from protocol.to_worker import Abort, Down, Drain, Generate, Ping, Sampling, Shutdown, Tokenize
 from tests.support.machine import Recorder
 from tests.support.pool import short_home, until
 

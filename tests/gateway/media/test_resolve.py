@@ -13,7 +13,7 @@ from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.reference import IMAGE, Reference, stored_url
 from gateway.media.resolve import MediaReader, bounded, digest_of, resolve
 from gateway.telemetry.metrics import MediaNumbers
-from protocol.messages import ChatPrompt, Media
+from protocol.prompts import ChatPrompt, Media
 
 pytestmark = pytest.mark.anyio
 DATA = b"picture" * 100

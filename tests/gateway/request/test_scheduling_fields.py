@@ -10,7 +10,7 @@ from gateway.api.openai.lowering import lower_chat
 from gateway.api.openai.request import decode_chat
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
-from protocol.messages import Generate
+from protocol.to_worker import Generate
 
 
 def lowered(deadline_ms: int = 0, **fields: object) -> Generate:

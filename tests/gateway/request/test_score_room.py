@@ -13,7 +13,8 @@ from gateway.errors import BadRequest, Unavailable
 from gateway.request import score_room
 from gateway.request.bodies import Bodies
 from gateway.request.score_room import ScoreRoom, scores_bytes
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, running, until
 
 PROMPT = Generate(10, TokensPrompt((1,) * 10), Sampling(), prompt_logprobs=5)

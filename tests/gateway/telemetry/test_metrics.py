@@ -9,7 +9,7 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from gateway.telemetry.vllm_names import NAMES
 from gateway.workers.supervisor.state import Events, State
-from protocol.messages import Delta, Pong, Step, Usage
+from protocol.from_worker import Delta, Pong, Step, Usage
 from protocol.stats import DraftStats, Stats
 from tests.gateway.harness import chat, running
 

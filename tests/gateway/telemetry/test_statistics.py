@@ -13,7 +13,7 @@ from gateway.ctl.rates import compare
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from gateway.web.schemas import ModelTick
-from protocol.messages import Pong
+from protocol.from_worker import Pong
 from protocol.stats import Exported, Internal, Stats, StatusStats, marks, series
 from tests.gateway.harness import chat, running, until
 from tests.support.statistics import distinct

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Abort, Delta, Drain, Drained, Finish, Rejected, Shutdown, Step, Up
+from protocol.from_worker import Delta, Drained, Finish, Rejected, Step, Up
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Abort, Drain, Shutdown
 from tests.support.scale import patient
 from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_loop import AudioLoop, Command

@@ -13,20 +13,10 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import (
-    Abort,
-    Delta,
-    Drain,
-    Finish,
-    Generate,
-    Rejected,
-    Sampling,
-    Shutdown,
-    Step,
-    TranscribePrompt,
-    Up,
-)
+from protocol.from_worker import Delta, Finish, Rejected, Step, Up
+from protocol.prompts import TranscribePrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Abort, Drain, Generate, Sampling, Shutdown
 from tests.support.audio_models import build_moonshine, tone
 from tests.support.scale import patient
 from worker.audio.ask_audio import AudioIntake

@@ -10,8 +10,9 @@ import pytest
 
 from protocol.failures import Code
 from protocol.kinds import AUDIO, kind_of
-from protocol.messages import Generate, Media, Sampling, TranscribePrompt
+from protocol.prompts import Media, TranscribePrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate, Sampling
 from protocol.transcript import decode
 from tests.support.audio_models import build_moonshine, build_parakeet, build_qwen_asr, tone
 from worker.audio.ask_audio import AudioIntake

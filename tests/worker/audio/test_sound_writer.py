@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from protocol.messages import Media
+from protocol.prompts import Media
 from worker.audio.sound_writer import PCM_RATE, SoundWriter, formats
 from worker.vision.sounds import read_audio
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Generate, Sampling, SpeechPrompt
+from protocol.prompts import SpeechPrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate, Sampling
 from tests.support.audio_models import build_qwen_tts, build_soprano
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_job import AudioJob

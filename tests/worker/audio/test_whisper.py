@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Generate, Media, Sampling, TranscribePrompt
+from protocol.prompts import Media, TranscribePrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate, Sampling
 from tests.support.audio_models import build_whisper, tone
 from tests.support.scale import scaled
 from worker.audio import whisper

@@ -12,23 +12,11 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code, Failure
+from protocol.from_worker import Accepted, Delta, Drained, Finish, Progress, Rejected, Step, Up
 from protocol.kinds import EMBED
-from protocol.messages import (
-    Abort,
-    Accepted,
-    Delta,
-    Drain,
-    Drained,
-    Finish,
-    Progress,
-    Rejected,
-    SetMemory,
-    Shutdown,
-    Step,
-    Up,
-)
 from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Abort, Drain, SetMemory, Shutdown
 from tests.support.scale import patient
 from worker.embedding.groups import take_group
 from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers

@@ -9,18 +9,8 @@ import pytest
 
 from protocol.failures import Code
 from protocol.kinds import EMBED, RERANK
-from protocol.messages import (
-    ChatPrompt,
-    Detokenize,
-    EmbedPrompt,
-    Generate,
-    Prompt,
-    Sampling,
-    ScorePrompt,
-    TextPrompt,
-    Tokenize,
-    TokensPrompt,
-)
+from protocol.prompts import ChatPrompt, EmbedPrompt, Prompt, ScorePrompt, TextPrompt, TokensPrompt
+from protocol.to_worker import Detokenize, Generate, Sampling, Tokenize
 from tests.support.engine import spec
 from tests.support.reading_models import PROMPTS, build_embedder, build_reranker
 from worker.embedding.job import EmbeddingJob

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from protocol.kinds import EMBED, RERANK
-from protocol.messages import EmbedPrompt, Generate, Prompt, Sampling, ScorePrompt
+from protocol.prompts import EmbedPrompt, Prompt, ScorePrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import spec
 from tests.support.reading_models import EMBEDDERS, PAIRS, RERANKERS, TEXTS, build_embedder, build_reranker
 from tests.support.reading_reference import QUERY

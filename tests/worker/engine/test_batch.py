@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import spec
 from tests.support.models import build
 from worker.engine.batch import Batch

@@ -10,7 +10,8 @@ import pytest
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.messages import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, LANES, SAMPLE, VOCAB, Breakable, build
 from tests.support.scale import scaled

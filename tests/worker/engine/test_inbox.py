@@ -1,7 +1,7 @@
 import threading
 import time
 
-from protocol.messages import Abort, Shutdown
+from protocol.to_worker import Abort, Shutdown
 from tests.support.rows import row
 from tests.support.scale import patient
 from worker.engine.inbox import EngineInbox, WakeUp

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Abort, ChatPrompt, Drain, Finish, Generate, Sampling, TextPrompt, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
+from protocol.to_worker import Abort, Drain, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import patient

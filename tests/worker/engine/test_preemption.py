@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
 from protocol.stats import BLOCK
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.rows import row
 from tests.support.scale import scaled

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Abort, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import KINDS, VOCAB
 from tests.support.scale import scaled

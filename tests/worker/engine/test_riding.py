@@ -10,7 +10,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from msgspec import structs
 
-from protocol.messages import Abort, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import KINDS, SAMPLE, VOCAB
 from tests.support.scale import scaled

@@ -11,7 +11,9 @@ import pytest
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Sampling, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from worker.errors import RequestInvalid

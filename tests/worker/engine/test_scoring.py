@@ -11,7 +11,9 @@ import mlx.core as mx
 import pytest
 from msgspec import structs
 
-from protocol.messages import Abort, Finish, Generate, Sampling, TokenLogprob, TokensPrompt
+from protocol.from_worker import Finish, TokenLogprob
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Abort, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import scaled

@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 from msgspec import structs
 
-from protocol.messages import Abort, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, LANES, VOCAB
 from tests.support.scale import scaled

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from protocol.messages import Finish, Generate, Sampling, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 

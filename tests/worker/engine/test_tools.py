@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import ChatPrompt, DeltaKind, Finish, Generate, Sampling
+from protocol.from_worker import DeltaKind, Finish
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.calls import TOOLS, check, markers
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build

@@ -6,15 +6,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from protocol.messages import (
-    ChatPrompt,
-    Constraint,
-    ConstraintKind,
-    Generate,
-    Sampling,
-    TextPrompt,
-    TokensPrompt,
-)
+from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, build
 from tests.support.ranks import RunningGroup, group_spec

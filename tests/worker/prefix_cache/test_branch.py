@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.worker.structured.test_drafted_rows import Free
 from worker.prefix_cache.branch import PrefixCursor

@@ -18,8 +18,10 @@ import msgspec
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Abort, Generate, Sampling
 from tests.support import disk
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import SAMPLE, build, shallow, tiny_tokenizer

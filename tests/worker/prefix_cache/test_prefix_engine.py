@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Abort, Generate, Sampling
 from tests.support import disk
 from tests.support.conversations import TEMPLATES, Chat, with_template
 from tests.support.engine import EngineHarness, spec

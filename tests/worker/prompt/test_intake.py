@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from protocol.failures import Code, Failure
-from protocol.messages import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, Tokenize, TokensPrompt
+from protocol.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from protocol.to_worker import Generate, Sampling, Tokenize
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
 from worker.engine.row import Row

@@ -8,17 +8,9 @@ from queue import SimpleQueue
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import (
-    ChatPrompt,
-    Detokenize,
-    Prompt,
-    Rejected,
-    TextPrompt,
-    Tokenize,
-    Tokenized,
-    TokensPrompt,
-    Up,
-)
+from protocol.from_worker import Rejected, Tokenized, Up
+from protocol.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from protocol.to_worker import Detokenize, Tokenize
 from tests.support.engine import TIMEOUT_S, spec
 from tests.support.scale import patient
 from worker.engine.gauges import Gauges

@@ -15,7 +15,7 @@ import pytest
 from gateway.api.openai.lowering import lower_chat
 from gateway.api.openai.request import decode_chat
 from gateway.config.settings import ModelConfig
-from protocol.messages import ChatPrompt, Media
+from protocol.prompts import ChatPrompt, Media
 from tests.worker.prompt.test_templates import Tokenizer
 from worker.prompt.templates import Renderer
 from worker.vision.markers import MediaMarkers

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt
+from protocol.prompts import ChatPrompt
 from worker.errors import RequestInvalid
 from worker.prompt.templates import Renderer
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt, Generate, Sampling, Tokenize, Tokenized
+from protocol.from_worker import Tokenized
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Generate, Sampling, Tokenize
 from tests.support.engine import spec
 from tests.support.models import TEMPLATE
 from worker.errors import RequestInvalid

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from protocol.messages import Sampling
+from protocol.to_worker import Sampling
 from worker.sampling.penalties import DRY_MAX_MATCH_TOKENS, DRY_WINDOW_TOKENS, BadWords, processors
 
 VOCAB = 16

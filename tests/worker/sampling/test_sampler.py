@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, Sampling
+from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, Sampling
 from worker.sampling.penalties import processors
 from worker.sampling.sampler import Draws, Guard, RowSampler
 

@@ -12,8 +12,10 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model, save_model
 from msgspec import structs
 
-from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Abort, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import damp
 from tests.support.models import VOCAB, build, shallow

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt, Constraint, ConstraintKind, DeltaKind, Finish, Generate, Sampling
+from protocol.from_worker import DeltaKind, Finish
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
 from tests.worker.engine.test_tools import PLAIN, calls

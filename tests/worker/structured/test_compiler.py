@@ -14,7 +14,8 @@ from mlx_lm.utils import load_tokenizer
 
 from protocol import codec
 from protocol.failures import Code
-from protocol.messages import Constraint, ConstraintKind, Rejected
+from protocol.from_worker import Rejected
+from protocol.to_worker import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.structured import compiler as grammars
 from worker.structured.compiler import GrammarFailed, Grammars, GrammarWalk

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
+from protocol.prompts import ChatPrompt, TokensPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB
 from tests.support.scale import scaled

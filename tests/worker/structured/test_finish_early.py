@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from protocol.messages import Constraint, ConstraintKind
+from protocol.to_worker import Constraint, ConstraintKind
 from tests.support.models import tiny_tokenizer
 from worker.output.detokenize import Vocabulary
 from worker.structured.compiler import Grammars

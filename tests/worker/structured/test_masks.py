@@ -12,16 +12,9 @@ import jsonschema
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import (
-    ChatPrompt,
-    Constraint,
-    ConstraintKind,
-    DeltaKind,
-    Finish,
-    Generate,
-    Sampling,
-    TokensPrompt,
-)
+from protocol.from_worker import DeltaKind, Finish
+from protocol.prompts import ChatPrompt, TokensPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.members import member_of
 from tests.support.models import ARCHITECTURES, TEMPLATE, Breakable, build

@@ -16,7 +16,9 @@ from mlx_lm.utils import load_tokenizer
 
 from protocol import codec
 from protocol.failures import Code
-from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Rejected, Sampling, TokensPrompt
+from protocol.from_worker import Finish, Rejected
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.schemas import Schemas, doubled, errors_of
 from worker.errors import RequestInvalid

@@ -11,7 +11,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.failures import Code
-from protocol.messages import Abort, Constraint, ConstraintKind, Finish, Generate, Sampling, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import patient
 from tests.support.vision_models import MediaPrompt, build, image, prompt

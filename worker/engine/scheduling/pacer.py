@@ -2,8 +2,8 @@
 
 import time
 
-from protocol.messages import SetPace
 from protocol.spec import WorkerSpec
+from protocol.to_worker import SetPace
 from worker.engine.scheduling.chunking import ChunkPlan, ChunkPolicy, PaceLimits
 from worker.engine.scheduling.kept_file import KeptFile
 from worker.engine.scheduling.pass_time import PassTime

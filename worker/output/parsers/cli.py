@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-from protocol.messages import DeltaKind
+from protocol.from_worker import DeltaKind
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.detect import start_in_reasoning
 from worker.output.parsers.events import Event

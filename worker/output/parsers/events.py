@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from protocol.messages import DeltaKind, ToolCallDelta
+from protocol.from_worker import DeltaKind, ToolCallDelta
 from worker.output.encodable import encodable
 
 # A string without its closing quote extends to the end, so that no further one is searched inside it.

@@ -5,8 +5,9 @@ from typing import Final
 
 import numpy as np
 
-from protocol.messages import Generate, Sampling, SpeechPrompt, TranscribePrompt
+from protocol.prompts import SpeechPrompt, TranscribePrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate, Sampling
 from protocol.verify import Difference, VerifyCheck
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_job import AudioJob, AudioPiece

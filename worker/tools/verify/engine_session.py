@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protocol.failures import Failure
-from protocol.messages import (
-    Delta,
-    Finish,
-    Generate,
-    Rejected,
-    Shutdown,
-    Step,
-    TokenLogprob,
-    Up,
-)
+from protocol.from_worker import Delta, Finish, Rejected, Step, TokenLogprob, Up
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate, Shutdown
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EngineInbox
 from worker.engine.loop import Engine

@@ -6,7 +6,8 @@ from typing import Final
 import numpy as np
 
 from protocol.kinds import EMBED
-from protocol.messages import EmbedPrompt, Generate, Sampling, ScorePrompt
+from protocol.prompts import EmbedPrompt, ScorePrompt
+from protocol.to_worker import Generate, Sampling
 from protocol.verify import Difference, VerifyCheck
 from worker.embedding.load_model import EmbeddingModel
 from worker.embedding.prepare import Preparer

@@ -7,13 +7,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from protocol.messages import (
-    ChatPrompt,
-    Generate,
-    Sampling,
-    TextPrompt,
-    TokensPrompt,
-)
+from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
 from worker.sparse.selected_tokens import BLOCK_TOKENS

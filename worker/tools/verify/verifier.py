@@ -7,8 +7,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from protocol.messages import Generate
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate
 from protocol.verify import VerifyCheck
 from worker.engine.load_checks.kv_check import without_codes
 from worker.engine.rank_peers import RankPeers

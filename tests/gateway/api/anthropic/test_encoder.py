@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from gateway.api.anthropic.encoder import MessageFold, MessageStream
 from gateway.errors import ApiError, Unavailable
-from protocol.messages import Delta, DeltaKind, Finish, ToolCallDelta, Usage
+from protocol.from_worker import Delta, DeltaKind, Finish, ToolCallDelta, Usage
 from tests.support.merged import merge_blocks
 
 RID = 10

@@ -15,7 +15,8 @@ from gateway.http.sse import StreamTiming, respond_stream
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord
 from gateway.workers.supervisor.state import State
-from protocol.messages import ChatPrompt, Generate, Sampling
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, running
 from tests.support.daemon import DEADLINE_S, DaemonProcess
 

@@ -15,7 +15,8 @@ from gateway.api.responses.tools import toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from protocol import codec
-from protocol.messages import ChatPrompt, Generate, Prompt, Sampling
+from protocol.prompts import ChatPrompt, Prompt
+from protocol.to_worker import Generate, Sampling
 
 MODEL = ModelConfig(name="m", path="m")
 

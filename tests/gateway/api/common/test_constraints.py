@@ -10,7 +10,7 @@ from gateway.api.openai.lowering import lower_chat, lower_completion
 from gateway.api.openai.request import decode_chat, decode_completion
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
-from protocol.messages import Constraint, ConstraintKind
+from protocol.to_worker import Constraint, ConstraintKind
 
 KIND = ConstraintKind
 MODEL = ModelConfig(name="m", path="m")

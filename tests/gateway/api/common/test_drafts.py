@@ -20,7 +20,8 @@ from gateway.api.responses.response import ResponseUsage as ResponsesUsage
 from gateway.api.responses.tools import toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError
-from protocol.messages import Generate, Usage
+from protocol.from_worker import Usage
+from protocol.to_worker import Generate
 
 MODEL = ModelConfig(name="m", path="m")
 MESSAGES = [{"role": "user", "content": "hi"}]

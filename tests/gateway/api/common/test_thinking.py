@@ -14,7 +14,7 @@ from gateway.api.responses.request import decode_responses
 from gateway.api.responses.tools import toolbox
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import ApiError
-from protocol.messages import ChatPrompt
+from protocol.prompts import ChatPrompt
 
 MODEL = ModelConfig(name="m", path="m")
 

@@ -11,7 +11,8 @@ from gateway.api.ollama.options import read_options
 from gateway.api.ollama.request import decode_chat, decode_generate, is_zero
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.messages import ChatPrompt, ConstraintKind, Generate, Infill, TextPrompt
+from protocol.prompts import ChatPrompt, Infill, TextPrompt
+from protocol.to_worker import ConstraintKind, Generate
 
 MODEL = ModelConfig(name="m", path="m", sampling=SamplingDefaults(temperature=0.6, top_k=20, max_tokens=64))
 CALL = {"function": {"name": "f", "arguments": {"a": 1}}}

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from gateway.api.openai.response import LOGPROB_MIN, TextLogprobsBuilder
-from protocol.messages import TokenLogprob
+from protocol.from_worker import TokenLogprob
 from tests.gateway.harness import Gateway, events, running
 
 pytestmark = pytest.mark.anyio

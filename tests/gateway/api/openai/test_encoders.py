@@ -15,7 +15,7 @@ from gateway.api.openai.choices import Heading
 from gateway.api.openai.completions_encoder import TextFold, TextStream
 from gateway.api.openai.response import ChatChunk, ChatChunkChoice, ChatDelta, TextChoice, TextCompletion
 from gateway.errors import Unavailable
-from protocol.messages import Delta, DeltaKind, Finish, PromptLogprob, PromptPart, TokenLogprob, ToolCallDelta, Usage
+from protocol.from_worker import Delta, DeltaKind, Finish, PromptLogprob, PromptPart, TokenLogprob, ToolCallDelta, Usage
 from tests.support.merged import merge_chat, merge_text
 
 HEADING = Heading("id-1", 1234, 'a "quoted" model', choices=2)

@@ -12,7 +12,8 @@ from gateway.api.openai.request import decode_chat, decode_completion
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import ApiError, BadRequest
 from protocol.codec import decode_down, encode
-from protocol.messages import ChatPrompt, Generate, TextPrompt, TokensPrompt
+from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
+from protocol.to_worker import Generate
 
 MODEL = ModelConfig(name="m", path="m")
 HI = [{"role": "user", "content": "hi"}]

@@ -10,7 +10,8 @@ from gateway.api.openai.request import decode_chat, decode_completion
 from gateway.api.openai.samplers import BREAKERS
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.messages import Generate, Sampling, TextPrompt
+from protocol.prompts import TextPrompt
+from protocol.to_worker import Generate, Sampling
 
 MODEL = ModelConfig(name="m", path="m", sampling=SamplingDefaults(repetition_penalty=1.2))
 

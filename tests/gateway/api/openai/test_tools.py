@@ -11,7 +11,8 @@ from gateway.api.openai.request import decode_chat
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError
 from protocol.codec import decode_down, encode
-from protocol.messages import ChatPrompt, Generate
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import Generate
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -20,7 +20,7 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import Overloaded, Unavailable, from_failure
 from gateway.request.bodies import LARGE_BYTES
 from protocol.failures import Code, Failure
-from protocol.messages import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta, Usage
+from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta, Usage
 from tests.support.merged import merge_items
 
 RID = 5

@@ -8,7 +8,8 @@ from gateway.api.responses.request import ResponsesRequest, decode_responses
 from gateway.api.responses.tools import ToolIdentity, toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
-from protocol.messages import ChatPrompt, ConstraintKind, Generate
+from protocol.prompts import ChatPrompt
+from protocol.to_worker import ConstraintKind, Generate
 
 MODEL = ModelConfig(name="m", path="m")
 

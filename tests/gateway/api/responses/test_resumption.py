@@ -39,18 +39,9 @@ from gateway.api.responses.tools import toolbox
 from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
 from gateway.errors import Unavailable
 from gateway.media.in_flight_bytes import share_bytes
-from protocol.messages import (
-    ChatPrompt,
-    Delta,
-    DeltaKind,
-    Finish,
-    Generate,
-    Media,
-    Sampling,
-    TextPrompt,
-    TokenLogprob,
-    ToolCallDelta,
-)
+from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta
+from protocol.prompts import ChatPrompt, Media, TextPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, running, until
 from tests.gateway.web.visitors import log_in
 from tests.support.scale import patient

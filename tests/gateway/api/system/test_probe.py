@@ -13,9 +13,10 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.api.system import probe as deep
 from gateway.config.settings import ModelConfig
+from protocol.from_worker import Ready
 from protocol.kinds import AUDIO
-from protocol.messages import Generate, Ready, Sampling
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, chat, running
 from tests.support.audio_models import build_moonshine, build_qwen_tts
 from worker.audio.ask_audio import AudioIntake

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gateway.config.remote_settings import PeerConfig
 from gateway.config.settings import ModelConfig
-from protocol.messages import MAJOR, MINOR
+from protocol.minors import MAJOR, MINOR
 from protocol.peering import (
     STATUS_PATH,
     PeerModel,

@@ -15,25 +15,23 @@ from gateway.remote.peers.peer_models import Forms
 from gateway.remote.peers.validation import PeerClaims
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, Unsendable
 from protocol.failures import Code, Failure
-from protocol.messages import (
+from protocol.from_worker import (
     Accepted,
     Delta,
     DeltaKind,
     Finish,
-    Generate,
     Progress,
     PromptLogprob,
     PromptPart,
     Ready,
-    Sampling,
     Step,
-    TextPrompt,
-    Tokenize,
     ToolCallDelta,
     Usage,
 )
 from protocol.peering import FrameReader, PeerModel, PeerRequest, PeerUp
+from protocol.prompts import TextPrompt
 from protocol.stats import Stats
+from protocol.to_worker import Generate, Sampling, Tokenize
 from tests.gateway.harness import Gateway, chat, until
 from tests.gateway.remote.peers.scripted import MODEL, Scripted, answer, beside
 from tests.support.pool import tokens

@@ -15,20 +15,10 @@ from gateway.config.settings import ModelConfig
 from gateway.media.resolve import digest_of
 from gateway.state_dir.home_paths import keys_path
 from protocol.codec import encode
-from protocol.messages import (
-    Accepted,
-    ChatPrompt,
-    Constraint,
-    ConstraintKind,
-    EmbedPrompt,
-    Generate,
-    Media,
-    Sampling,
-    ScorePrompt,
-    Step,
-    TextPrompt,
-)
+from protocol.from_worker import Accepted, Step
 from protocol.peering import GENERATE_PATH, STATUS_PATH, VIA_HEADER, FrameReader, decode_status, encode_request
+from protocol.prompts import ChatPrompt, EmbedPrompt, Media, ScorePrompt, TextPrompt
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.remote.peers.pairs import door, key_for, peer
 from tests.support.pool import short_home, tokens

@@ -25,8 +25,8 @@ from gateway.workers.power.desktop import (
     wanted,
 )
 from gateway.workers.supervisor.state import State
-from protocol.messages import MINOR, SetPace
-from protocol.minors import SET_PACE_MINOR
+from protocol.minors import MINOR, SET_PACE_MINOR
+from protocol.to_worker import SetPace
 
 pytestmark = pytest.mark.anyio
 

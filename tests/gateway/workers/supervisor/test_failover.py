@@ -8,7 +8,9 @@ from gateway.link.failover import ResumeLimits
 from gateway.link.quarantine import EXPIRY_S, SIZE_MAX, Quarantine, fingerprint
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
-from protocol.messages import Drained, Generate, Sampling, Shutdown, TextPrompt
+from protocol.from_worker import Drained
+from protocol.prompts import TextPrompt
+from protocol.to_worker import Generate, Sampling, Shutdown
 from tests.support.machine import Machine, settle
 from tests.support.scale import patient
 

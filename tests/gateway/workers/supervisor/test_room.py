@@ -6,7 +6,7 @@ import pytest
 
 from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.failures import Code, Failure
-from protocol.messages import Shutdown
+from protocol.to_worker import Shutdown
 from tests.support.machine import Machine, settle
 
 pytestmark = pytest.mark.anyio

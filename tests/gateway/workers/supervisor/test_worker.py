@@ -8,24 +8,11 @@ from gateway.link.failover import ResumeLimits
 from gateway.link.sequence import PARKED
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    MINOR,
-    AdaptersSet,
-    Detokenize,
-    Drain,
-    Drained,
-    Dump,
-    EmbedPrompt,
-    Generate,
-    Goodbye,
-    Sampling,
-    SetAdapters,
-    Shutdown,
-    TextPrompt,
-    Tokenize,
-    Welcome,
-)
+from protocol.from_worker import AdaptersSet, Drained, Goodbye
+from protocol.minors import MINOR
 from protocol.model_info import AdapterInfo
+from protocol.prompts import EmbedPrompt, TextPrompt
+from protocol.to_worker import Detokenize, Drain, Dump, Generate, Sampling, SetAdapters, Shutdown, Tokenize, Welcome
 from tests.support.machine import FakeProcess, Machine, settle
 from tests.support.scale import patient
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from gateway.link.sequence import PARKED
 from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.failures import Code, Failure
-from protocol.messages import Drained, Goodbye
+from protocol.from_worker import Drained, Goodbye
 from tests.support.machine import Machine, settle
 from tests.support.scale import patient
 

@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from protocol.failures import Code, ExitStatus
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
 from worker.engine.load_checks import kv_check

@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.failures import Code, ExitStatus
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import ARCHITECTURES, LANES
 from worker.engine.load_checks.self_check import SAMPLE, choose

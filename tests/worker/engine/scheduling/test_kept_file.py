@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from protocol import timing_profile
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
 from protocol.timing_profile import Calibration, LoadFacts, MeasuredSpeed, StepTime
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from worker.engine.scheduling.kept_file import EVERY_S, STEPS_MIN, KeptFile
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.messages import Abort, Finish, Generate, Sampling, SetPace, TokensPrompt
+from protocol.from_worker import Finish
+from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Abort, Generate, Sampling, SetPace
 from tests.support.engine import EngineHarness, spec
 from worker.engine.scheduling.pacer import Pacer
 from worker.engine.scheduling.pass_time import PassTime

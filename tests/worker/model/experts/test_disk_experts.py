@@ -16,8 +16,9 @@ from mlx_lm.utils import load_model, save_config, save_model
 
 from protocol.experts import FOLDER, INDEX, read_index
 from protocol.failures import Code
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
 from protocol.stats import Stats
+from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
 from tests.support.scale import patient, scaled

@@ -11,7 +11,8 @@ import pytest
 from mlx_lm.utils import load_model, save_config, save_model
 from msgspec.structs import replace
 
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.adapters import ATTENTION, DENSE, greedy, mlx_adapter, peft_adapter, reference
 from tests.support.drafters import damped
 from tests.support.engine import EngineHarness, spec

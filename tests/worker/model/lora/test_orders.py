@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import AdaptersSet, Finish, Generate, Sampling, TokensPrompt
+from protocol.from_worker import AdaptersSet, Finish
 from protocol.model_info import AdapterInfo
+from protocol.prompts import TokensPrompt
+from protocol.to_worker import Generate, Sampling
 from tests.support.adapters import greedy, mlx_adapter, reference
 from tests.support.engine import EngineHarness, spec
 from worker.engine.inbox import AdapterOrder

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from protocol import codec
-from protocol.messages import Delta, DeltaKind, Step
+from protocol.from_worker import Delta, DeltaKind, Step
 from tests.support.scale import scaled
 from worker.output.parsers import NO_CONTROLS, Controls, Event, make_parser
 

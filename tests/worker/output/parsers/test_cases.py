@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from protocol.messages import DeltaKind
+from protocol.from_worker import DeltaKind
 from tests.support.scale import scaled
 from tests.worker.output.parsers.replay import (
     Case,

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from protocol.messages import DeltaKind
+from protocol.from_worker import DeltaKind
 from tests.worker.output.parsers.replay import (
     Case,
     check_shape,

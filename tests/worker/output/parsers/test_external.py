@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import DeltaKind
+from protocol.from_worker import DeltaKind
 from tests.worker.output.parsers.replay import Case, calls_of, check_shape, random_cuts, replay, text_of
 from worker.output.parsers import FAMILIES, detect_family, reasoning_end, start_in_reasoning
 from worker.output.parsers.template import BrokenTemplate, render

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.messages import DeltaKind, ToolCallDelta
+from protocol.from_worker import DeltaKind, ToolCallDelta
 from worker.output.parsers import FAMILIES, Event, UnknownFamily, call_ids, make_parser, reasoning_end
 
 

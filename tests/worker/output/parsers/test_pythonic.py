@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import DeltaKind
+from protocol.from_worker import DeltaKind
 from tests.worker.output.parsers.replay import Case, calls_of, random_cuts, replay, text_of
 from worker.output.parsers import make_parser
 

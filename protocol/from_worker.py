@@ -1,0 +1,266 @@
+"""Messages from a worker to its gateway. Fields and tags follow the rules of `to_worker`."""
+
+from enum import IntEnum
+
+import msgspec
+
+from protocol.failures import Failure
+from protocol.model_info import AdapterInfo, AudioInfo, EmbeddingInfo, GroupInfo, MediaInfo
+from protocol.stats import Stats
+
+
+class DeltaKind(IntEnum):
+    """Kind of a `Delta`'s text."""
+
+    TEXT = 0
+    REASONING = 1
+    TOOL_BEGIN = 2
+    TOOL_ARGS = 3
+    TOOL_END = 4
+
+
+class Finish(IntEnum):
+    """Finish reason of a sequence."""
+
+    STOP = 0
+    LENGTH = 1
+    TOOL_CALLS = 2
+    ABORT = 3
+    ERROR = 4
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """First message of a worker, and its answer to a new `Welcome.boot`. Frozen: fields are only appended."""
+
+    worker: str
+    epoch: int
+    pid: int
+    proto_major: int
+    proto_minor: int
+    package: str
+    mlx_version: str
+    state: str
+
+
+class Loading(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    """Load progress; `stage` is `import`, `weights` or `warmup`."""
+
+    epoch: int
+    stage: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """Message that the model is loaded and warm. `modalities` are `image`, `video` and `audio` if prompts may have
+    them.
+
+    `kind` is one of `protocol.kinds`; empty from older workers, which generate text.
+    """
+
+    epoch: int
+    model_path: str
+    max_context: int
+    max_running: int
+    vocab_size: int
+    weights_bytes: int
+    load_s: float
+    model_type: str = ""
+    has_chat_template: bool = True
+    # Batch mode of rows: `together`, `equal` or `single`; empty from older workers. An empty reason means no
+    # limitation.
+    lane: str = ""
+    lane_reason: str = ""
+    modalities: tuple[str, ...] = ()
+    # None for a model without towers, and from older workers.
+    media: MediaInfo | None = None
+    # `auto`, or `off` and the reason; empty from older workers.
+    speculation: str = ""
+    kind: str = ""
+    # Set for embedding models.
+    embedding: EmbeddingInfo | None = None
+    # Adapters of its specification, served or not.
+    adapters: tuple[AdapterInfo, ...] = ()
+    # Set for a model that several processes run together.
+    group: GroupInfo | None = None
+    # Bits per number of its KV; 0 means the model's own precision.
+    kv_bits: int = 0
+    # Set for audio models.
+    audio: AudioInfo | None = None
+    # `kernel`, or `mlx` with the reason; empty from a worker that does not say.
+    attention: str = ""
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
+    """Message that the prompt was tokenized and queued.
+
+    `relaxed` names the parts of a schema that the grammar does not enforce, other deviations from the request, and
+    inexact computation, such as `kv-bits-8`.
+    """
+
+    rid: int
+    prompt_tokens: int
+    relaxed: tuple[str, ...] = ()
+    # Numbers of turns and tokens of the prompt that `truncate` removed.
+    left_out: tuple[int, int] = (0, 0)
+
+
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=36):
+    """Terminal event of a sequence that never started."""
+
+    rid: int
+    failure: Failure
+
+
+# Structs made for every token hold no cycles, so the garbage collector need not track them.
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Sampled token: its bytes, its log-probability (natural), and the most likely tokens, best first."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Token of a prompt: its id, bytes, log-probability (natural), rank from 1, and the most likely tokens there.
+
+    Top tokens are sorted best first. A prompt's first token has rank 0, and NaN as its log-probability.
+    """
+
+    id: int
+    token: bytes
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, bytes, float], ...] = ()
+
+
+class PromptPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Requested data of a prompt: all ids, or the next log-probabilities."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[PromptLogprob, ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Usage of one sequence. Times are milliseconds spent queued, prefilling and decoding.
+
+    `prompt` includes the tokens of media, which are also reported by kind.
+    """
+
+    prompt: int
+    cached: int
+    completion: int
+    reasoning: int = 0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    image_tokens: int = 0
+    video_tokens: int = 0
+    audio_tokens: int = 0
+    # Number of tokens of the request's `prediction` that were drafted, and of those accepted.
+    predicted: int = 0
+    accepted: int = 0
+    # Number of prompt tokens that a sparse prefill kept; 0 without one.
+    kept: int = 0
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tool call that a TOOL_* delta belongs to. `name` is set on TOOL_BEGIN only."""
+
+    index: int
+    call_id: str = ""
+    name: str = ""
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """New output of one sequence in one step.
+
+    `token_ids` are the sampled ids of the text so far: a successor that gets their concatenation as `Generate.resume`
+    continues with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`. `data` is the
+    whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends it: float32 numbers, little-endian, one
+    vector after another, or one score per pair. For a `SpeechPrompt` it is the next part of a file, for a
+    `TranscribePrompt` a `TranscriptPart`. Then `token_ids` are those of `text`, or zeros, `SPOKEN_RATE` a second: a
+    successor computes everything again, and omits what `Generate.resume` has.
+    """
+
+    rid: int
+    kind: DeltaKind = DeltaKind.TEXT
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    tool: ToolCallDelta | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: Finish | None = None
+    usage: Usage | None = None
+    failure: Failure | None = None
+    # The stop string that ended the sequence, if any.
+    stop: str = ""
+    data: bytes = b""
+    # Data of the prompt, in a delta without anything else, before all output except an echo.
+    prompt: PromptPart | None = None
+    # Sampled ids without text, in the delta with `finish`: those of a stop string, and the end-of-sequence token.
+    # Together with all `token_ids` they make up `usage.completion`.
+    ending_ids: tuple[int, ...] = ()
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):
+    """Output of one engine step. `stats` is added about every 100 ms."""
+
+    epoch: int
+    step_seq: int
+    deltas: list[Delta]
+    stats: Stats | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag=38):
+    """Prompt tokens processed so far, of which `cached` were not computed; a keep-alive while a prompt is processed."""
+
+    rid: int
+    processed: int
+    total: int
+    cached: int = 0
+
+
+class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=44):
+    """Answer to `Tokenize` and `Detokenize`."""
+
+    rid: int
+    count: int
+    ids: tuple[int, ...] = ()
+    text: str = ""
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=40):
+    """Answer to `Ping`, from a thread that the engine cannot block. `step_age_ms` is 0 when idle."""
+
+    seq: int
+    t_ns: int
+    stats: Stats
+
+
+class Drained(msgspec.Struct, frozen=True, array_like=True, tag=41):
+    """Message that the worker is empty; `aborted` sequences did not finish in time."""
+
+    epoch: int
+    aborted: int
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=42):
+    """Last message of a worker."""
+
+    epoch: int
+    reason: str
+    failure: Failure | None = None
+
+
+class AdaptersSet(msgspec.Struct, frozen=True, array_like=True, tag=45):
+    """Adapters from now on, which replace those of `Ready`, and the bytes of all weights including them."""
+
+    epoch: int
+    call_id: int
+    adapters: tuple[AdapterInfo, ...] = ()
+    weights_bytes: int = 0
+
+
+Up = (
+    Hello | Loading | Ready | Accepted | Rejected | Step | Progress | Tokenized | Pong | Drained | Goodbye | AdaptersSet
+)

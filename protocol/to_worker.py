@@ -1,0 +1,262 @@
+"""Messages from the gateway to its workers.
+
+A message is a msgpack array: an integer tag, then the fields in order. Fields are only ever appended, with a default;
+types never change and tags are never reused, so that each minor version reads every other of the same major.
+`tests/protocol/golden` holds the frames of every released minor.
+
+One generated sequence has one `rid`: a request with `n` choices or a list of prompts becomes several `Generate`s. Every
+`Generate` is answered by exactly one terminal event: a `Rejected`, or a `Delta` with `finish` set.
+"""
+
+from enum import IntEnum
+from typing import Final
+
+import msgspec
+
+from protocol.prompts import Prompt
+
+# Range of `Sampling.repetition_penalty`: a logit divided by 1e-38 is infinite, and its log-probability NaN.
+REPETITION_PENALTY_MIN: Final = 0.01
+REPETITION_PENALTY_MAX: Final = 1e6
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """Sampling parameters. The gateway validates ranges; the worker validates ids against its vocabulary.
+
+    Order: bias, penalties and limits of ids on logits, then temperature, top_n_sigma, min_p, top_k, top_p over the
+    remaining tokens (as in vLLM), typical_p, and XTC. At temperature 0 the best token is taken, regardless of the
+    filters. `repetition_penalty` applies to prompt and output (CTRL, arXiv:1909.05858); `presence_penalty` and
+    `frequency_penalty` to the output only, as OpenAI defines them. `top_k` 0 and `top_p` 1 mean off. The token at
+    output position p is drawn with a key derived from (seed, p) and nothing else.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    ignore_eos: bool = False
+    # Number of newest tokens that the three penalties apply to; 0 means all.
+    penalty_window: int = 0
+    typical_p: float = 1.0
+    # Maximum standard deviations below the best logit; 0 means off.
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    # DRY penalty; a multiplier of 0 means off, a window of 0 the whole context.
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_window: int = 0
+    # Texts; a token that contains one ends a repetition.
+    dry_breakers: tuple[str, ...] = ()
+    # Tokens before which neither an end-of-sequence token, a stop id nor a stop string ends the output.
+    min_tokens: int = 0
+    # Ids that end the output like its end-of-sequence tokens.
+    stop_ids: tuple[int, ...] = ()
+    # The only allowed ids; empty means all.
+    allowed_ids: tuple[int, ...] = ()
+    # Forbidden texts.
+    bad_words: tuple[str, ...] = ()
+    # Texts with a bias for each of their tokens.
+    bias_texts: tuple[tuple[str, float], ...] = ()
+
+
+class ConstraintKind(IntEnum):
+    """Language of a `Constraint`'s text."""
+
+    JSON_OBJECT = 0
+    JSON_SCHEMA = 1
+    REGEX = 2
+    # Lark in llguidance's dialect, special tokens included, or GBNF.
+    GRAMMAR = 3
+    # A JSON list of strings.
+    CHOICE = 4
+
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """Constraint on the answer's text. `after_reasoning` exempts a reasoning block before the answer.
+
+    `param` is the client's name of it, for error messages. A schema without `is_strict` is enforced as far as possible.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+    after_reasoning: bool = False
+    param: str = "response_format"
+    is_strict: bool = True
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Answer of the gateway to `Hello`. A new `boot` shows a surviving worker that the gateway was restarted."""
+
+    proto_minor: int
+    boot: int
+    heartbeat_s: float
+
+
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Request to generate one sequence, to compute embeddings or scores, to transcribe or to speak.
+
+    `max_tokens` None means up to the end of the context; larger values are clamped to it. `top_logprobs` None means no
+    logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first, and with `top_logprobs` an entry
+    for each of its tokens; the first entry is NaN. `deadline_ms` is relative to receipt; 0 means none. Lower `priority`
+    runs first; at equal priority tenants take turns, and each tenant's requests run in order of arrival.
+    `want_progress` requests `Progress` while the prompt is processed.
+    """
+
+    rid: int
+    prompt: Prompt
+    sampling: Sampling
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    echo: bool = False
+    priority: int = 0
+    deadline_ms: int = 0
+    want_progress: bool = False
+    trace: str = ""
+    # Requests share cached prefixes only with others of the same salt.
+    cache_salt: str = ""
+    # Ids that an earlier worker sampled for this request and whose output the client has: continue after them.
+    resume: tuple[int, ...] = ()
+    # Number of reasoning tokens after which the block is closed with the model's own markup; None means no limit.
+    thinking_budget: int | None = None
+    constraint: Constraint | None = None
+    # Digest of the API key's name, empty without a key. Tenants take turns at equal priority.
+    tenant: str = ""
+    # Maximum tokens of a draft; 0 means no drafts, None the model's setting.
+    most_drafted: int | None = None
+    # Text that the client expects in much of the output.
+    prediction: str = ""
+    # Whether the output includes the stop string, or the text of the stop id, that ends it.
+    includes_stop: bool = False
+    # Name of the adapter; empty means the base model.
+    adapter: str = ""
+    # Sparse prefill: the share of the prompt's tokens to keep, 0 for the model's setting; None runs all tokens.
+    sparse_keep: float | None = None
+    # Truncation of a prompt that does not fit: 0 refuses it, -1 drops the oldest turns of a chat or the first tokens of
+    # a text; a positive number keeps that many last tokens of a text, even if more would fit.
+    truncate: int = 0
+    # Turns and tokens that an earlier worker truncated, which must be truncated again; None if unknown.
+    left_out: tuple[int, int] | None = None
+    # Whether special tokens are part of the output's text.
+    shows_special: bool = False
+    # Whether `truncate` removes a chat's first tokens instead of its oldest turns.
+    cuts_tokens: bool = False
+    # Whether the ids of the prompt are sent before its answer.
+    prompt_ids: bool = False
+    # Number of top tokens per token of the prompt, sent before its answer with log-probability and rank; None means
+    # none. The client already has `prompt_scored` entries of an earlier worker; only the others are sent.
+    prompt_logprobs: int | None = None
+    prompt_scored: int = 0
+    # Number of `echo` entries with `top_logprobs` that the client has of an earlier worker, with the text.
+    echo_scored: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Command to abort these sequences, each of which still gets its terminal event, and these calls. Idempotent."""
+
+    rids: tuple[int, ...]
+    reason: str = "client"
+
+
+class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Call to count the tokens of a prompt, and to send them if `want_ids`. Answered by `Tokenized` or `Rejected`."""
+
+    rid: int
+    prompt: Prompt
+    want_ids: bool = False
+
+
+class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """Call to decode ids to text. Answered by `Tokenized` or `Rejected`."""
+
+    rid: int
+    ids: tuple[int, ...]
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Heartbeat of the gateway, answered by `Pong`."""
+
+    seq: int
+    t_ns: int
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Command to refuse new work, finish running work until the deadline, abort the rest, and answer `Drained`."""
+
+    deadline_s: float
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Command to abort everything, free the model and exit 0."""
+
+    reason: str = "asked"
+
+
+class Dump(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Command to write the stacks of all threads to stderr."""
+
+    call_id: int
+
+
+class SetMemory(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Command to use another share of memory from now on. Memory above it is freed at once: free buffers, then cached
+    prefixes, then running rows are preempted; no row is lost.
+
+    `kv_part` and `cache_part` (0 to 1) leave a part of the share's limits unused, under memory pressure.
+    """
+
+    share_bytes: int
+    kv_part: float = 1.0
+    cache_part: float = 1.0
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """Command to log from this level on: `debug`, `info`, `warning`, `error` or `critical`."""
+
+    level: str
+
+
+class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """Command to leave a display its share of the GPU, for workers of minor 1 and up. It affects no token.
+
+    `duty` is the fraction of time in which the model computes. A tick with prefill takes at most `tick_ms`, and `chunk`
+    prompt tokens of a row; 0 means no limit.
+    """
+
+    duty: float = 1.0
+    tick_ms: int = 0
+    chunk: int = 0
+
+
+class SetAdapters(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """Command to serve exactly these adapters, by name and folder. Rows with a removed adapter still finish.
+
+    Answered by `AdaptersSet` with the same `call_id`.
+    """
+
+    call_id: int
+    adapters: tuple[tuple[str, str], ...] = ()
+
+
+Down = (
+    Welcome
+    | Generate
+    | Abort
+    | Detokenize
+    | Tokenize
+    | Ping
+    | Drain
+    | Shutdown
+    | Dump
+    | SetMemory
+    | SetLogLevel
+    | SetPace
+    | SetAdapters
+)
