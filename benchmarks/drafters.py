@@ -65,7 +65,7 @@ def _measured(proposer: Any, size: int, dtype: Any, rows: int, turns: int) -> li
         if size:
             states = mx.random.normal((rows, count, size)).astype(dtype)
             mx.eval(states)
-            proposer.taps.keep(
+            proposer.capture.keep(
                 (states,), [row.draft for row in drafted], [length - count] * rows, [count] * rows, [0] * rows
             )
 
@@ -121,31 +121,28 @@ def _head(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
     from worker.speculation.drafters.head import PredictionHead
     from worker.speculation.drafters.head_drafts import HeadDrafts
     from worker.speculation.drafters.head_forms import QWEN
-    from worker.speculation.drafters.hidden_states import HiddenStateCapture
 
     layer = qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(_settings(hidden, vocab)))
     head = PredictionHead(layer, hidden, 1e-6, QWEN)
     head.set_dtype(dtype)
     mx.eval(head.parameters())
     head.bind(target.model.embed_tokens, target.lm_head, target.model.norm)
-    return HeadDrafts(head, HiddenStateCapture(), dtype), hidden
+    return HeadDrafts(head, dtype), hidden
 
 
 def _block(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
     import mlx.core as mx
     from mlx_vlm.speculative.drafters.qwen3_dflash import Model, ModelConfig
 
-    from worker.speculation.drafters.block_drafts import TAIL, BlockDrafts
+    from worker.speculation.drafters.block_drafts import BlockDrafts
     from worker.speculation.drafters.block_head import BlockHead
-    from worker.speculation.drafters.hidden_states import HiddenStateCapture
 
     places = {"mask_token_id": 7, "target_layer_ids": list(PLACES), "num_target_layers": 36}
     settings = _settings(hidden, vocab) | {"num_hidden_layers": 5, "block_size": 16, "dflash_config": places}
     model = Model(ModelConfig.from_dict(settings))
     model.set_dtype(dtype)
     mx.eval(model.parameters())
-    size = hidden * len(PLACES)
-    return BlockDrafts(BlockHead(model, target, vocab), HiddenStateCapture(TAIL), size, dtype), size
+    return BlockDrafts(BlockHead(model, target, vocab), hidden, dtype), hidden * len(PLACES)
 
 
 def _model(hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:

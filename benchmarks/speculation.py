@@ -150,9 +150,9 @@ class _Oracle:
     """Drafts of one length, each token right with the same chance."""
 
     def __new__(cls, expected: Sequence[Sequence[int]], length: int, odds: float) -> Any:
-        from worker.speculation.drafter import NoDrafts
+        from worker.speculation.drafter import Drafter
 
-        class Oracle(NoDrafts):
+        class Oracle(Drafter):
             widest = length + 1
 
             def __init__(self) -> None:

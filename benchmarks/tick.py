@@ -274,13 +274,13 @@ def _members(model: Any, vocab: int, count: int, context: int, is_equal: bool) -
 def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is_equal: bool) -> Any:
     from worker.engine.decode_batch import DecodeBatch
     from worker.sampling.sampler import RowSampler
-    from worker.speculation.drafter import NoDrafts
+    from worker.speculation.drafter import Drafter
 
     class Forced(DecodeBatch):
         def _choose_pair(self) -> bool | None:
             return is_pair
 
-    batch = Forced(model, RowSampler(), NoDrafts())
+    batch = Forced(model, RowSampler(), Drafter())
     batch.join(_members(model, vocab, rows, context, is_equal))
     return batch
 

@@ -29,7 +29,7 @@ from worker.prefix_cache.radix_tree import common_prefix
 from worker.sampling.penalties import processors
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Draws, Guard, RowSampler
-from worker.speculation.drafter import Drafter, NoDrafts
+from worker.speculation.drafter import Drafter
 from worker.structured.masks import Masks, MaskWork, wait_for_one
 from worker.vision.attach import Vision
 from worker.vision.encoder import MediaEncoder
@@ -99,7 +99,7 @@ class Batch:
         self._must_clear = False
         self._eos_ids = tuple(eos_ids)
         can_verify = lane is BatchMode.TOGETHER and batched.can_rewind(make_caches(model))
-        self._drafter: Drafter = drafter if drafter is not None and can_verify else NoDrafts()
+        self._drafter: Drafter = drafter if drafter is not None and can_verify else Drafter()
         self._generator = Generator(model, self._sampler, lane, self._drafter)
         self._drafter.begin(self._sampler.guess, self._generator.generating)
         self._prefixes = RowPrefixes(cache, self._generator.stream)
@@ -299,7 +299,7 @@ class Batch:
         Then a model that drafts reads at most `reads` tokens.
         """
         self.settle()
-        self._drafter.tend()
+        self._drafter.on_tick()
         returned = self._unpark()
         most = self._media.widened(chunk, (member.row for member in self._prefilling))
         self._begin(most, rides=rides)

@@ -11,7 +11,7 @@ from worker.engine.row import Member
 from worker.kv.batched import begin_block, end_block, place
 from worker.model.lora.adapters import adapted
 from worker.model.packing import PackedRows, Shape, packing_of, split
-from worker.speculation.drafters.hidden_states import taps_of
+from worker.speculation.drafters.hidden_states import capture_of
 from worker.vision.multimodal_merge import graft_of
 
 
@@ -75,15 +75,15 @@ def forward(model: Any, part: ForwardPart, rider: ForwardPart | None = None) -> 
 
 def _tap(model: Any, parts: Sequence[ForwardPart], shapes: Sequence[Shape]) -> None:
     """Keep the hidden states of the pass for those who draft."""
-    taps = taps_of(model)
-    if taps is None or not (taken := taps.take()):
+    capture = capture_of(model)
+    if capture is None or not (taken := capture.take_inputs()):
         return
     for part, states in zip(parts, zip(*(split(state, shapes) for state in taken), strict=True), strict=True):
         pairs = zip(part.members, part.lengths, strict=True)
         left = [max(0, sum(map(len, row.segments)) - length) for row, length in pairs]
         starts = [len(member.tokens) for member in part.members]
         rows = [member.draft for member in part.members]
-        taps.keep(states, rows, starts, part.lengths, left, is_packed=len(parts) > 1)
+        capture.keep(states, rows, starts, part.lengths, left, is_packed=len(parts) > 1)
 
 
 def _packed(parts: Sequence[ForwardPart]) -> tuple[mx.array, list[Any]]:

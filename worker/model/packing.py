@@ -16,7 +16,7 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.vision.multimodal_merge import text_core
+from worker.vision.multimodal_merge import WrappedModule, text_core
 
 # Arguments of a mixing module, except its input.
 _ARGUMENTS: Final = {"mask", "cache"}
@@ -60,21 +60,7 @@ class PackingTurn:
     at: int | None = None
 
 
-class _Wrapped(nn.Module):
-    """Wrapper of a module that exposes the module's attributes."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-class Mixing(_Wrapped):
+class Mixing(WrappedModule):
     """Wrapper of a module that mixes tokens: it computes one part after another."""
 
     def __init__(self, module: Any, turn: PackingTurn) -> None:
@@ -99,7 +85,7 @@ class Mixing(_Wrapped):
         return mx.concatenate(mixed, axis=1)
 
 
-class LastNorm(_Wrapped):
+class LastNorm(WrappedModule):
     """Wrapper of the norm before the head; with `wanted`, the head only gets those tokens."""
 
     def __init__(self, module: Any) -> None:

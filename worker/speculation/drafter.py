@@ -1,165 +1,114 @@
 """Drafter: guesses at the tokens that rows will generate next, for the batch to verify.
 
-A draft changes which forward passes are made, never a token: the batch samples at each position as it would have, and
-keeps the tokens of a draft for as long as they are the ones sampled.
+A draft changes the forward passes that are run, never a token: the batch samples at each position as it would without
+drafts, and keeps the tokens of a draft as long as they equal the sampled ones.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from worker.speculation.draft_state import Branch, DraftedRow, Drafting
 from worker.speculation.text_sources.indexed_text import Tokens
 
 Draw = Callable[[Sequence[Any], Any, int], Any]
-"""(rows, logits `[rows, vocab]`, positions ahead) -> ids `[rows]`, drawn of them as these rows would draw there."""
+"""(rows, logits `[rows, vocab]`, positions after the next) -> ids `[rows]`, as these rows would sample there."""
 Rows = Callable[[], tuple[Sequence[DraftedRow], list[Any]]]
-"""() -> rows that generate, in the order of the rows of their caches, and these caches."""
+"""() -> rows that decode, in the order of the rows of their caches, and these caches."""
 
 
-class Drafter(Protocol):
-    """Drafts for the rows of one batch, whose `draft` it owns. Owned by the engine thread.
+class Drafter:
+    """Source of drafts for the rows of one batch, whose `draft` it owns. This base class drafts nothing.
 
-    `widest` are the most tokens that a row has in one forward pass, its newest and the draft.
+    Owned by the engine thread. `widest` is the maximum number of tokens of a row in a forward pass: its newest token
+    and the draft. `token_bytes` and `nbytes` are the KV memory of a model that drafts: per token, and in total.
     """
-
-    widest: int
-    # Of a token of a row, in the memory of a model that drafts; and all of that.
-    token_bytes: int
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def unread(self) -> int:
-        """Tokens that a model that drafts has yet to read before rows that it was asked for have drafts."""
-        ...
-
-    def read(self, count: int) -> int:
-        """Have it read at most so many of them, of one row; returns how many it has read."""
-        ...
-
-    def begin(self, draw: Draw, rows: Rows) -> None:
-        """A batch begins, without rows."""
-        ...
-
-    def add(self, row: DraftedRow, tokens: Tokens, drafting: Drafting) -> None:
-        """Follow a row, whose prompt and output so far are `tokens`."""
-        ...
-
-    def tend(self) -> None:
-        """A tick begins: there is time for a small piece of what is not urgent."""
-        ...
-
-    def follow(self, row: DraftedRow, branch: Branch) -> None:
-        """A row that was added goes a way that is known; `branch` stands behind its last token."""
-        ...
-
-    def discard(self, row: DraftedRow) -> None: ...
-
-    def note(self, row: DraftedRow, tokens: Sequence[int]) -> None:
-        """The row has generated these."""
-        ...
-
-    def expect(self, row: DraftedRow, tokens: Sequence[int]) -> None:
-        """The grammar of a row has these next, the newest token first, which it has not been told of by `note`."""
-        ...
-
-    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
-        """Whether `drafts` will probably have some for the next step; having to read its inputs delays its launch."""
-        ...
-
-    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
-        """Guesses at what follows each row's newest token, which it has not been told of by `note`."""
-        ...
-
-    def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        """So many tokens of each draft were the ones sampled."""
-        ...
-
-
-class Proposer(Protocol):
-    """Drafts of a model, for the rows of one batch. Owned by the engine thread.
-
-    It learns of a row from the first draft on. `longest` are the most tokens of a draft that it is asked for.
-    """
-
-    source: str
-    longest: int
-    token_bytes: int
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def unread(self) -> int:
-        """Tokens of texts that have to be read, slice by slice, before the rows that were asked for have drafts."""
-        ...
-
-    def is_reading(self, row: DraftedRow) -> bool:
-        """Whether this row is one of them: asking for it is of no use yet."""
-        ...
-
-    def read(self, count: int) -> int:
-        """Read at most so many tokens of one row; returns how many."""
-        ...
-
-    def begin(self, draw: Draw, rows: Rows) -> None:
-        """A batch begins, without rows; drafts are drawn by `draw`."""
-        ...
-
-    def end(self) -> None:
-        """Let go of all rows: nothing is asked any more."""
-        ...
-
-    def discard(self, row: DraftedRow) -> None: ...
-
-    def propose(
-        self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
-    ) -> list[list[int]]:
-        """So many tokens that may follow each row's newest, which its text lacks; none where it cannot say.
-
-        Only rows that have generated a token are asked for. No long text is read here: a tick waits for it.
-        """
-        ...
-
-
-class NoDrafts:
-    """The drafter where there is no speculation."""
 
     widest = 1
     token_bytes = 0
     nbytes = 0
+    # Tokens that a model that drafts must read before all rows that wait for its drafts can have some.
     unread = 0
 
     def read(self, count: int) -> int:
+        """Let a model that drafts read at most `count` of the unread tokens, of one row; return how many it read."""
         return 0
 
     def begin(self, draw: Draw, rows: Rows) -> None:
-        pass
+        """Begin a batch, which has no rows yet."""
 
     def add(self, row: DraftedRow, tokens: Tokens, drafting: Drafting) -> None:
-        pass
+        """Add a row whose prompt and output so far are `tokens`."""
 
-    def tend(self) -> None:
-        pass
+    def on_tick(self) -> None:
+        """Do a small piece of deferred work at the begin of a tick."""
 
     def follow(self, row: DraftedRow, branch: Branch) -> None:
-        pass
+        """Set the cached branch that an added row follows, which begins after its last token."""
 
     def discard(self, row: DraftedRow) -> None:
-        pass
+        """Remove a row, if it was added."""
 
     def note(self, row: DraftedRow, tokens: Sequence[int]) -> None:
-        pass
+        """Append generated tokens to the text of a row."""
 
     def expect(self, row: DraftedRow, tokens: Sequence[int]) -> None:
-        pass
+        """Set the tokens that the grammar of a row forces next, beginning with its newest, not yet noted token."""
 
     def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
+        """Whether `drafts` probably has some for the next step. A step with drafts is launched later than one without:
+        the newest tokens must be known."""
         return False
 
     def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        """Return at most `most[i]` guesses at what follows the newest, not yet noted token of row i."""
         return [[] for _ in rows]
 
     def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        pass
+        """Report how many tokens of each draft equal the sampled ones."""
+
+
+class Proposer(ABC):
+    """Model that drafts for the rows of one batch. Owned by the engine thread.
+
+    It knows a row from its first draft on. `longest` is the maximum number of tokens of a draft; `token_bytes` and
+    `nbytes` are its KV memory: per token, and in total.
+    """
+
+    source: str
+    longest = 7
+    token_bytes = 0
+    # Tokens of texts that are read slice by slice before their rows have drafts.
+    unread = 0
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    def is_reading(self, row: DraftedRow) -> bool:
+        """Whether the text of a row is still being read, so that it can have no draft yet."""
+        return False
+
+    def read(self, count: int) -> int:
+        """Read at most `count` of the unread tokens, of one row; return how many were read."""
+        return 0
+
+    @abstractmethod
+    def begin(self, draw: Draw, rows: Rows) -> None:
+        """Begin a batch, which has no rows yet; drafts are drawn by `draw`."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Free the state of all rows. No draft is requested until the next `begin`."""
+
+    def discard(self, row: DraftedRow) -> None:  # noqa: B027  # some have no state of a row
+        """Free the state of a row."""
+
+    @abstractmethod
+    def propose(
+        self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
+    ) -> list[list[int]]:
+        """Return `count` tokens that may follow each row's newest token, which its text lacks; empty without a guess.
+
+        All rows have generated a token. Long texts are not read here, because the tick waits for the drafts.
+        """

@@ -32,7 +32,7 @@ from worker.model.batch_mode import BatchMode
 from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 from worker.speculation.draft_state import DraftedRow
-from worker.speculation.drafter import NoDrafts
+from worker.speculation.drafter import Drafter
 from worker.speculation.policy.draft_width import WIDTHS
 from worker.start.checked_model import load_checked
 
@@ -59,7 +59,7 @@ DECODE_PROMPT_TOKENS: Final = 48
 MAX_OUTPUT_TOKENS: Final = 4096
 
 
-class _Blocks(NoDrafts):
+class _Blocks(Drafter):
     """Random drafts of one width, almost always wrong: only the time of their verification matters."""
 
     def __init__(self, vocab_size: int) -> None:

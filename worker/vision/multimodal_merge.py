@@ -176,13 +176,12 @@ def _windows(inner: Any) -> list[int]:
     return [size if getattr(layer.self_attn, "is_sliding", False) else 0 for layer in inner.layers]
 
 
-class _Wrapped(nn.Module):
+class WrappedModule(nn.Module):
     """Wrapper of a module that exposes the module's attributes."""
 
-    def __init__(self, module: Any, graft: MultimodalMerge) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
-        self._graft = graft
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -191,7 +190,15 @@ class _Wrapped(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-class _Embed(_Wrapped):
+class _Merging(WrappedModule):
+    """Wrapper that shares the state of the merge."""
+
+    def __init__(self, module: Any, graft: MultimodalMerge) -> None:
+        super().__init__(module)
+        self._graft = graft
+
+
+class _Embed(_Merging):
     def __call__(self, ids: mx.array) -> mx.array:
         chunk = self._graft.chunk
         if chunk is None:
@@ -200,7 +207,7 @@ class _Embed(_Wrapped):
         return chunk.place(self.module(mx.where(chunk.is_media, 0, ids)))
 
 
-class _PerLayer(_Wrapped):
+class _PerLayer(_Merging):
     """Embedding of each layer; media get that of token 0."""
 
     def __call__(self, ids: mx.array) -> mx.array:
@@ -208,7 +215,7 @@ class _PerLayer(_Wrapped):
         return self.module(ids if chunk is None else mx.where(chunk.is_media, 0, ids))
 
 
-class _Rope(_Wrapped):
+class _Rope(_Merging):
     """Rotary embedding in time, height and width.
 
     All three advance together in text: that is the plain embedding, at an offset shifted by the media before it.
@@ -241,7 +248,7 @@ class _Rope(_Wrapped):
         return mx.where(chunk.is_media[:, None, :, None], in_space, turned)
 
 
-class _Deep(_Wrapped):
+class _Deep(_Merging):
     """Layer followed by the addition of deepstack features."""
 
     def __init__(self, layer: Any, graft: MultimodalMerge, at: int) -> None:
@@ -255,7 +262,7 @@ class _Deep(_Wrapped):
         return h + chunk.place(mx.zeros(h.shape, dtype=h.dtype), self._at)
 
 
-class _Block(_Wrapped):
+class _Block(_Merging):
     """Layer in which the tokens of a span attend to each other in both directions."""
 
     def __init__(self, layer: Any, graft: MultimodalMerge, window: int) -> None:

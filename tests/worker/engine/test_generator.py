@@ -13,7 +13,7 @@ from worker.engine.row import Member
 from worker.model.batch_mode import BatchMode
 from worker.model.loader import load
 from worker.sampling.sampler import RowSampler
-from worker.speculation.drafter import NoDrafts
+from worker.speculation.drafter import Drafter
 
 
 class Watched:
@@ -33,7 +33,7 @@ class Watched:
 
 def generator_of(folder: Path) -> tuple[Generator, Watched, Callable[[list[int]], Member]]:
     model = Watched(load(spec(folder), lambda *_: None).model)
-    generator = Generator(model, RowSampler(), BatchMode.TOGETHER, NoDrafts())
+    generator = Generator(model, RowSampler(), BatchMode.TOGETHER, Drafter())
 
     def insert(prompt: list[int]) -> Member:
         member = member_of(prompt)

@@ -16,7 +16,7 @@ from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.engine.decode_batch import DecodeBatch
 from worker.speculation.draft_state import DraftedRow
-from worker.speculation.drafter import NoDrafts
+from worker.speculation.drafter import Drafter
 from worker.speculation.policy.noisy import NoisyDrafts
 
 GREEDY = Sampling(temperature=0.0)
@@ -193,7 +193,7 @@ def test_rows_with_drafts_that_make_room_or_are_resumed_keep_their_tokens(
         assert engine.gauges.preemptions > 0
 
 
-class Guessing(NoDrafts):
+class Guessing(Drafter):
     """Drafts of one token, for each row that can take it."""
 
     widest = 2

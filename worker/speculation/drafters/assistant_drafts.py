@@ -1,7 +1,7 @@
 """Drafts by a Gemma 4 assistant, for the rows of a batch.
 
-An assistant has no keys and values of its own: its few layers look at those of the target's last layer of each kind. It
-is fed with the target's last state and the token after it, then with its own, and stays at one position.
+An assistant has no KV of its own: its few layers attend to the KV of the target's last layer of each kind. It is fed
+with the target's last state and the token after it, then with its own state, and stays at one position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,24 +13,23 @@ from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.gemma4_assistant import Gemma4AssistantDraftModel
 
 from worker.speculation.draft_state import DraftedRow
-from worker.speculation.drafter import Draw, Rows
+from worker.speculation.drafter import Draw, Proposer, Rows
 from worker.speculation.drafters.hidden_states import HiddenStateCapture
-from worker.speculation.drafters.logits import as_wide
-from worker.speculation.drafters.stored_head import tables
-from worker.speculation.drafters.weights import settle
+from worker.speculation.drafters.row_caches import columns
+from worker.speculation.drafters.target import evaluate_weights, tables, with_vocab
 from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 from worker.vision.multimodal_merge import text_core
 
 Seen = tuple[tuple[mx.array, mx.array], mx.array | None]
-"""Keys and values of a kind of layer, and the mask over them."""
+"""Keys and values of a layer, and the mask over them."""
 
 
 class Assistant:
-    """An assistant, bound to its target."""
+    """Assistant, bound to its target."""
 
     def __init__(self, model: Any, target: Any, layers: Mapping[str, int], vocab: int) -> None:
-        """`layers` are those of the target whose KV it sees, by their kind. Raises ValueError where it does not fit."""
+        """`layers` are the target's layers whose KV it reads, by kind. Raises ValueError if it does not fit."""
         if not isinstance(model, Gemma4AssistantDraftModel):
             raise ValueError(f"drafters of the form {type(model).__module__.split('.')[-2]} are not run")
         self._model: Any = model
@@ -54,18 +53,19 @@ class Assistant:
     def load(
         cls, path: Path, target: Any, layers: Mapping[str, int], vocab: int, dtype: mx.Dtype
     ) -> tuple["Assistant", int]:
-        """The assistant of a folder, and the bytes of its weights. Raises what mlx-vlm raises, and ValueError."""
+        """Load the assistant of a folder; return it with the bytes of its weights. Raises ValueError and mlx-vlm's
+        errors."""
         model: Any
         model, _ = load_drafter(str(path))
-        own_bytes = settle(model, dtype)
+        own_bytes = evaluate_weights(model, dtype)
         return cls(model, target, layers, vocab), own_bytes
 
     def hidden(self, states: mx.array) -> mx.array:
-        """Of what was tapped, the target's last norm is still to come."""
+        """Apply the target's last norm, before which states are captured."""
         return self._final(states)
 
     def seen(self, caches: Sequence[Any]) -> dict[str, Seen]:
-        """The target's keys and values, and what of them a row sees from its last position."""
+        """Return the target's KV by kind of layer, with masks for a query at each row's last position."""
         kinds: dict[str, Seen] = {}
         for kind in self._kinds:
             keys, values, positions = caches[self.layers[kind]].contents()
@@ -82,19 +82,19 @@ class Assistant:
     def __call__(
         self, tokens: mx.array, hidden: mx.array, seen: Mapping[str, Seen], offset: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Logits `[rows, vocab]` of what follows these tokens `[rows, 1]`, and the state that is fed next."""
+        """Return the logits `[rows, vocab]` after these tokens `[rows, 1]`, and the state to feed next."""
         model = self._model
         state = model.pre_projection(mx.concatenate([self._embed(tokens) * self._scale, hidden], axis=-1))
         for layer in model.model.layers:
             shared, mask = seen[layer.layer_type]
             state, _, _ = layer(state, mask=mask, cache=None, per_layer_input=None, shared_kv=shared, offset=offset)
         state = model.model.norm(state)
-        return as_wide(self._logits(state)[:, 0], self._vocab), model.post_projection(state)
+        return with_vocab(self._logits(state)[:, 0], self._vocab), model.post_projection(state)
 
     def _logits(self, state: mx.array) -> mx.array:
         model = self._model
         if model.masked_embedding is not None:
-            # Only the tokens of the clusters that a state is near to are looked at.
+            # Only tokens of the clusters nearest to a state get logits.
             ids, own = model.masked_embedding._selected_logits(state, model.model.embed_tokens.weight)
             whole = mx.full((*state.shape[:2], model.masked_embedding.vocab_size), -mx.inf, dtype=own.dtype)
             return mx.put_along_axis(whole, ids.reshape(own.shape), own, axis=-1)
@@ -102,71 +102,53 @@ class Assistant:
         return table(state)
 
 
-class AssistantDrafts:
-    """Proposer of a Gemma 4 with an assistant."""
+class AssistantDrafts(Proposer):
+    """Proposer with a Gemma 4 assistant."""
 
     source: str = DraftSource.ASSISTANT
-    longest = 7
-    token_bytes = 0
-    # It reads nothing: the target has.
-    unread = 0
 
-    def __init__(self, assistant: Assistant, taps: HiddenStateCapture) -> None:
+    def __init__(self, assistant: Assistant) -> None:
         self._assistant = assistant
-        self.taps = taps
-        self._draw: Draw | None = None
-        self._rows: Rows = lambda: ([], [])
+        self.capture = HiddenStateCapture()
+        self._draw: Draw
+        self._rows: Rows
 
     def begin(self, draw: Draw, rows: Rows) -> None:
         self._draw, self._rows = draw, rows
-        self.taps.is_on = True
-        self.taps.clear()
+        self.capture.switch(is_on=True)
 
     def end(self) -> None:
-        self.taps.is_on = False
-        self.taps.clear()
+        self.capture.switch(is_on=False)
 
     @property
     def nbytes(self) -> int:
-        return self.taps.nbytes
-
-    def is_reading(self, row: DraftedRow) -> bool:
-        return False
-
-    def read(self, count: int) -> int:
-        return 0
-
-    def discard(self, row: DraftedRow) -> None:
-        pass
+        return self.capture.nbytes
 
     def propose(
         self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
-        assert self._draw is not None
-        found = {row: self._state(row, len(text) - 1) for row, text in zip(rows, texts, strict=True)}
-        states = {row: state for row, state in found.items() if state is not None}
+        last = {row: self._state(row, len(text) - 1) for row, text in zip(rows, texts, strict=True)}
+        states = {row: state for row, state in last.items() if state is not None}
         if not states:
             return [[] for _ in rows]
-        # All rows of the batch, so that none of their KV is copied.
+        # All rows of the batch run, so that none of their KV is copied.
         order, caches = self._rows()
-        some, following = next(iter(states.values())), dict(zip(rows, newest, strict=True))
-        blank = mx.zeros_like(some)
+        blank, following = mx.zeros_like(next(iter(states.values()))), dict(zip(rows, newest, strict=True))
         hidden = self._assistant.hidden(mx.stack([states.get(row, blank) for row in order])[:, None])
         tokens = mx.array([[following.get(row, 0)] for row in order], dtype=mx.uint32)
         seen, offset = self._assistant.seen(caches), caches[self._assistant.layers["full_attention"]].offset - 1
         drafted: list[mx.array] = []
-        for ahead in range(count):
+        for position in range(count):
             known = mx.minimum(tokens, self._assistant.tokens - 1)
             logits, hidden = self._assistant(known, hidden, seen, offset)
-            drafted.append(self._draw(order, logits, ahead))
+            drafted.append(self._draw(order, logits, position))
             tokens = drafted[-1][:, None]
-        columns: Any = mx.stack(drafted, axis=1).tolist()
-        drafts = dict(zip(order, columns, strict=True))
+        drafts = dict(zip(order, columns(drafted), strict=True))
         return [drafts[row] if row in states else [] for row in rows]
 
     def _state(self, row: DraftedRow, at: int) -> mx.array | None:
-        """The target's state of the last known token of a row."""
-        for record in reversed(self.taps.records):
+        """Return the target's state of token `at` of a row; None if it was not captured."""
+        for record in reversed(self.capture.records):
             if row.draft in record.rows:
                 index = record.rows.index(row.draft)
                 place = at - record.starts[index]

@@ -1,8 +1,7 @@
-"""Attention of a block, for the rows of a batch: on the block itself, and on each row's context, whose keys and values
-stay in its cache.
+"""Attention of a block of drafts, for the rows of a batch: to the block itself and to the row's cached context.
 
-mlx-vlm's attention runs on a cache of one length, and trims what it is given. Here each row's block begins where its
-context ends, a mask says what of the context it sees, and the projections are the wrapped module's own.
+mlx-vlm's attention runs on a cache of one length. Here each row's block begins where its own context ends, under a mask
+per row; the projections are those of the wrapped mlx-vlm module.
 """
 
 from dataclasses import dataclass, field
@@ -16,9 +15,11 @@ from mlx_vlm.speculative.drafters.qwen3_dflash.dflash import DFlashAttention
 
 
 @dataclass(slots=True, frozen=True)
-class Sight:
-    """Tokens that one of a block sees: of the context the last `window - 1`, or all; of the block all, or those up to
-    itself with `is_causal`. With `is_own` the window is counted back from each token, else from where the block begins.
+class BlockMask:
+    """Tokens that a token of a block attends to.
+
+    It attends to the last `window - 1` tokens of the context, or all, and to the whole block, or with `is_causal` up to
+    itself. With `is_own` the window ends at each token, otherwise where the block begins.
     """
 
     window: int | None = None
@@ -27,55 +28,57 @@ class Sight:
 
 
 @dataclass(slots=True, eq=False)
-class Pass:
-    """Rows of one pass: where their blocks begin, `[rows]`, and whether all slots before are theirs."""
+class BlockPass:
+    """Rows of one pass: where their blocks begin, `[rows]`, and whether all rows fill all slots before."""
 
     begins: mx.array
     is_level: bool
-    masks: dict[tuple[int, int, Sight], mx.array] = field(default_factory=dict)
+    masks: dict[tuple[int, int, BlockMask], mx.array] = field(default_factory=dict)
 
-    def mask(self, slots: int, width: int, sight: Sight) -> mx.array | None:
-        """`[rows, 1, width, slots + width]`: what each token of a block sees of the context, and of the block."""
-        if self.is_level and sight.window is None and not sight.is_causal:
+    def mask(self, slots: int, width: int, form: BlockMask) -> mx.array | None:
+        """Return the mask `[rows, 1, width, slots + width]` over context and block; None if all is seen."""
+        if self.is_level and form.window is None and not form.is_causal:
             return None
-        key = slots, width, sight
+        key = slots, width, form
         if key not in self.masks:
             own, other = mx.arange(width)[:, None], mx.arange(width)[None]
             at, begins = mx.arange(slots)[None, None], self.begins[:, None, None]
             context = mx.broadcast_to(at < begins, (self.begins.shape[0], width, slots))
-            block = other <= own if sight.is_causal else mx.ones((width, width), dtype=mx.bool_)
-            if sight.window is not None:
-                first = begins - sight.window + (own if sight.is_own else 0)
+            block = other <= own if form.is_causal else mx.ones((width, width), dtype=mx.bool_)
+            if form.window is not None:
+                first = begins - form.window + (own if form.is_own else 0)
                 context = context & (at > first)
-                block = block & (other > own - sight.window) if sight.is_own else block
+                block = block & (other > own - form.window) if form.is_own else block
             whole = mx.concatenate([context, mx.broadcast_to(block, (context.shape[0], width, width))], axis=-1)
             self.masks[key] = whole[:, None]
         return self.masks[key]
 
 
 @dataclass(slots=True, eq=False)
-class Layer:
-    """Argument of a layer in place of a cache."""
+class BlockLayerCache:
+    """Argument of a layer in place of a cache: the layer's own cache, and the rows of the pass."""
 
     cache: Any
-    rows: Pass
+    rows: BlockPass
 
 
 class BlockAttention(nn.Module):
-    """Attention of DFlash and DSpark around a module of mlx-vlm."""
+    """Attention of DFlash and DSpark on a batch, around mlx-vlm's module."""
 
-    def __init__(self, module: Any, sight: Sight) -> None:
+    def __init__(self, module: Any, form: BlockMask) -> None:
         super().__init__()
         self.module = module
-        self._sight = sight
+        self._form = form
 
     def keep(self, context: mx.array, rope: Any, cache: Any) -> tuple[mx.array, mx.array]:
-        """Put keys and values of context behind those that a cache has; returns all of them."""
+        """Append the keys and values of new context to a cache; return all of them."""
         _, keys, values = self._project(context)
         kept: tuple[mx.array, mx.array] = cache.update_and_fetch(rope(keys, offset=cache.offset), values)
         return kept
 
-    def __call__(self, x: mx.array, context: mx.array, rope: Any, layer: Layer, _projected: object = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, context: mx.array, rope: Any, layer: BlockLayerCache, _projected: object = None
+    ) -> mx.array:
         rows, width, _ = x.shape
         seen_keys, seen_values = self.keep(context, rope, layer.cache)
         begins = layer.rows.begins
@@ -85,17 +88,17 @@ class BlockAttention(nn.Module):
             mx.concatenate([seen_keys, rope(keys, offset=begins)], axis=2),
             mx.concatenate([seen_values, values], axis=2),
             scale=self.module.scale,
-            mask=layer.rows.mask(seen_keys.shape[2], width, self._sight),
+            mask=layer.rows.mask(seen_keys.shape[2], width, self._form),
             sinks=getattr(self.module, "attention_sink_bias", None),
         )
         mixed = self._gated(x, mixed.transpose(0, 2, 1, 3))
         return self.module.o_proj(mixed.reshape(rows, width, -1))
 
     def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Queries and keys, not yet at their positions, and values `[rows, heads, width, dim]`."""
+        """Return queries and keys before their rotary embedding, and values, all `[rows, heads, width, dim]`."""
         attention = self.module
         keys = attention.k_proj(x)
-        # Gemma's has one projection for both.
+        # Gemma's drafter has one projection for keys and values.
         values = attention.v_proj(x) if "v_proj" in attention else keys
         return self._headed(attention.q_proj(x), keys, values)
 
@@ -106,12 +109,12 @@ class BlockAttention(nn.Module):
         values = values.reshape(keys.shape)
         return queries.transpose(0, 2, 1, 3), attention.k_norm(keys).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
-    def _gated(self, _x: mx.array, mixed: mx.array) -> mx.array:
+    def _gated(self, x: mx.array, mixed: mx.array) -> mx.array:
         return mixed
 
 
 class LagunaAttention(BlockAttention):
-    """Laguna's: one projection for all, and a gate for each head."""
+    """Attention of Laguna, with one projection for queries, keys and values, and a gate for each head."""
 
     def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         attention = self.module
@@ -119,18 +122,18 @@ class LagunaAttention(BlockAttention):
         queries, keys, values = mx.split(attention.qkv_proj(x), [own, own + other], axis=-1)
         return self._headed(queries, keys, values)
 
-    def _gated(self, _x: mx.array, mixed: mx.array) -> mx.array:
-        gate = nn.softplus(self.module.g_proj(_x).astype(mx.float32)).astype(mixed.dtype)
+    def _gated(self, x: mx.array, mixed: mx.array) -> mx.array:
+        gate = nn.softplus(self.module.g_proj(x).astype(mx.float32)).astype(mixed.dtype)
         return mixed * gate[..., None]
 
 
 def wrap(attention: Any) -> BlockAttention | None:
-    """The attention of a layer as one for the rows of a batch; None for one of another form."""
+    """Wrap a layer's attention for the rows of a batch; return None for an unknown form."""
     if isinstance(attention, DFlashAttention):
         window = attention.sliding_window if attention.is_sliding else None
-        return BlockAttention(attention, Sight(window, attention.is_causal, attention.is_causal))
+        return BlockAttention(attention, BlockMask(window, attention.is_causal, attention.is_causal))
     if isinstance(attention, LagunaDFlashAttention):
-        return LagunaAttention(attention, Sight(attention.sliding_window, attention.causal))
+        return LagunaAttention(attention, BlockMask(attention.sliding_window, attention.causal))
     if isinstance(attention, MuseGlimmerAssistantAttention):
-        return BlockAttention(attention, Sight(attention.sliding_window + 1, is_own=True))
+        return BlockAttention(attention, BlockMask(attention.sliding_window + 1, is_own=True))
     return None

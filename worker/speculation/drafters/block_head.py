@@ -1,6 +1,6 @@
-"""DFlash and DSpark: drafters that guess a block of tokens in one pass, of states of some of the target's layers.
+"""DFlash and DSpark heads: they draft a block of tokens in one pass, from states of some of the target's layers.
 
-The modules are mlx-vlm's, but for the attention around them, which runs on the caches of a batch.
+The modules are mlx-vlm's, except for attention, which runs on the caches of a batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,31 +16,29 @@ from mlx_vlm.speculative.drafters.laguna_dflash import LagunaDFlashDraftModel
 from mlx_vlm.speculative.drafters.muse_glimmer_assistant import MuseGlimmerAssistantDraftModel
 from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel
 
-from worker.speculation.drafters.block_attention import Layer, Pass, wrap
-from worker.speculation.drafters.logits import as_wide
-from worker.speculation.drafters.stored_head import tables
-from worker.speculation.drafters.weights import settle
+from worker.speculation.drafters.block_attention import BlockLayerCache, BlockPass, wrap
+from worker.speculation.drafters.target import evaluate_weights, tables, with_vocab
 from worker.speculation.policy.draft_width import WIDTHS
 from worker.vision.multimodal_merge import text_core
 
 Choose = Callable[[mx.array, int], mx.array]
-"""(logits `[rows, vocab]`, positions ahead) -> ids `[rows]`."""
-_LONGEST: Final = WIDTHS[-1] - 1
+"""(logits `[rows, vocab]`, position in the block) -> ids `[rows]`."""
+_MAX_DRAFT_TOKENS: Final = WIDTHS[-1] - 1
 _FORMS: Final = (DFlashDraftModel, LagunaDFlashDraftModel, MuseGlimmerAssistantDraftModel)
 
 
 class BlockHead:
-    """A drafter of a block, bound to its target."""
+    """Drafter of blocks, bound to its target."""
 
     def __init__(self, model: Any, target: Any, vocab: int) -> None:
-        """Raises ValueError where it does not fit."""
+        """Raises ValueError if the drafter does not fit."""
         wrapped = [wrap(getattr(layer, "self_attn", None)) for layer in getattr(model, "layers", ())]
         if not isinstance(model, _FORMS) or None in wrapped:
             raise ValueError(f"drafters of the form {type(model).__module__.split('.')[-2]} are not run")
         self._model: Any = model
         self._vocab = vocab
         core, config = text_core(target), model.config
-        # The layers whose outputs it is made of: the inputs of those behind them.
+        # The drafter takes outputs of these layers, which are captured as inputs of the layers after them.
         self.places = [int(at) + 1 for at in config.target_layer_ids]
         if (
             self.places != sorted(set(self.places))
@@ -48,34 +46,39 @@ class BlockHead:
             or not 0 < self.places[0] <= self.places[-1] <= len(core.layers)
         ):
             raise ValueError(f"it needs the layers {config.target_layer_ids} of a target that has {len(core.layers)}")
-        self.longest = min(_LONGEST, int(config.block_size) - 1)
+        self.longest = min(_MAX_DRAFT_TOKENS, int(config.block_size) - 1)
         if self.longest < 1:
             raise ValueError(f"its blocks have {config.block_size} tokens")
-        self._bind(target)
+        embed, lm_head = tables(target)
+        if model.embed_tokens is None:
+            self._model.embed_tokens, self._model.embed_scale = embed, float(getattr(core, "embed_scale", 1.0))
+        if model.lm_head is None:
+            self._model.lm_head = lm_head
         self.tokens = int(self._model.embed_tokens.weight.shape[0])
         if not 0 <= config.mask_token_id < self.tokens:
             raise ValueError(f"its mask is token {config.mask_token_id}, and the target has {self.tokens}")
         if isinstance(model, DFlash2DraftModel):
             selector = self._model.candidate_selector
             known = min(each.weight.shape[0] for each in (selector.predecessor_codebook, selector.successor_codebook))
-            if known < vocab:  # beyond their ends there is other memory
+            if known < vocab:  # MLX checks no bounds
                 raise ValueError(f"it selects among {known} tokens, and the target has {vocab}")
         for layer, attention in zip(self._model.layers, wrapped, strict=True):
             layer.self_attn = attention
 
     @classmethod
     def load(cls, path: Path, target: Any, vocab: int, dtype: mx.Dtype) -> tuple["BlockHead", int]:
-        """The drafter of a folder, and the bytes of its own weights. Raises what mlx-vlm raises, and ValueError."""
+        """Load the drafter of a folder; return it with the bytes of its own weights. Raises ValueError and mlx-vlm's
+        errors."""
         model: Any
         model, _ = load_drafter(str(path))
-        own_bytes = settle(model, dtype)  # before the target's tables are among them
+        own_bytes = evaluate_weights(model, dtype)  # before the target's tables are among them
         return cls(model, target, vocab), own_bytes
 
     def make_caches(self) -> list[Any]:
         return [KVCache() for _ in self._model.layers]
 
     def keep(self, states: mx.array, caches: Sequence[Any]) -> None:
-        """Take in states of the target without drafting behind them."""
+        """Add states of the target to the context, without a draft after them."""
         context = self._context(states)
         for layer, cache in zip(self._model.layers, caches, strict=True):
             layer.self_attn.keep(context, self._model.rope, cache)
@@ -83,31 +86,31 @@ class BlockHead:
     def __call__(
         self, anchors: mx.array, states: mx.array, lengths: Sequence[int], caches: Sequence[Any], count: int
     ) -> mx.array:
-        """Hidden states `[rows, count, size]` of the tokens that follow `anchors` `[rows, 1]`, which follow the states
-        `[rows, width, …]`, of which row i has `lengths[i]`."""
+        """Return hidden states `[rows, count, size]` of the drafted tokens, which follow the tokens `anchors`
+        `[rows, 1]`; these follow the target's states `[rows, width, …]`, of which row i has `lengths[i]`."""
         config, width = self._model.config, states.shape[1]
         is_level = (
             caches[0].lengths.is_level
             and min(lengths) == width
             and caches[0].lengths.seen(width) == (caches[0].lengths.longest + width)
         )
-        rows = Pass(caches[0].offset + mx.array(list(lengths), dtype=mx.int32), is_level)
+        rows = BlockPass(caches[0].offset + mx.array(list(lengths), dtype=mx.int32), is_level)
         is_first = getattr(config, "sample_from_anchor", False)
         masks = mx.full((anchors.shape[0], count - is_first), config.mask_token_id, dtype=anchors.dtype)
         hidden = self._model._embed_input_tokens(mx.concatenate([anchors, masks], axis=1))
         context = self._context(states)
         for layer, cache in zip(self._model.layers, caches, strict=True):
-            hidden = layer(hidden, context, self._model.rope, Layer(cache, rows))
+            hidden = layer(hidden, context, self._model.rope, BlockLayerCache(cache, rows))
         return self._model.norm(hidden)[:, 0 if is_first else 1 :]
 
     def choose(self, hidden: mx.array, anchors: mx.array, choose: Choose) -> list[mx.array]:
-        """The tokens of each place, of the states of a block."""
-        logits = as_wide(self._model._logits(hidden), self._vocab)
+        """Choose the ids `[rows]` of each position from the hidden states of a block."""
+        logits = with_vocab(self._model._logits(hidden), self._vocab)
         before, chosen = anchors[:, 0], list[mx.array]()
         for at in range(hidden.shape[1]):
             own = logits[:, at]
             if isinstance(self._model, DSparkDraftModel):
-                own = as_wide(self._model.markov_head.apply_step_logits(own, before), self._vocab)
+                own = with_vocab(self._model.markov_head.apply_step_logits(own, before), self._vocab)
             elif isinstance(self._model, DFlash2DraftModel):
                 own = self._selected(hidden[:, at], own, before)
             before = choose(own, at)
@@ -115,7 +118,7 @@ class BlockHead:
         return chosen
 
     def _selected(self, hidden: mx.array, logits: mx.array, before: mx.array) -> mx.array:
-        """DFlash 2: the scores of the best tokens, of which each depends on the token before it."""
+        """Return the scores of the best tokens, which depend on the token before (DFlash 2); -inf for all others."""
         selector = self._model.candidate_selector
         best = mx.argpartition(logits, -selector.top_k, axis=-1)[:, -selector.top_k :]
         paths = selector.predecessor_codebook(before) * selector.hidden_projection(hidden)
@@ -132,12 +135,3 @@ class BlockHead:
             parts = mx.split(states, len(norms), axis=-1)
             states = mx.concatenate([norm(part) for norm, part in zip(norms, parts, strict=True)], axis=-1)
         return model.hidden_norm(model.fc(states))
-
-    def _bind(self, target: Any) -> None:
-        """Use the target's tables where the drafter has none of its own."""
-        model, core = self._model, text_core(target)
-        embed, lm_head = tables(target)
-        if model.embed_tokens is None:
-            model.embed_tokens, model.embed_scale = embed, float(getattr(core, "embed_scale", 1.0))
-        if model.lm_head is None:
-            model.lm_head = lm_head

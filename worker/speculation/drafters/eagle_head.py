@@ -1,6 +1,6 @@
-"""EAGLE-3: a head that is fed with the states of three of the target's layers, and has a vocabulary of its own.
+"""EAGLE-3 head: fed with states of three of the target's layers, with a vocabulary of its own.
 
-The layers are mlx-vlm's; its loop and caches are not used.
+Its layers are mlx-vlm's, whose loop and caches are not used.
 """
 
 from pathlib import Path
@@ -10,40 +10,44 @@ import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from worker.speculation.drafters.target import evaluate_weights
+from worker.vision.multimodal_merge import text_core
+
 
 class EagleHead:
-    """A drafter of the form that Speculators and SGLang write, as mlx-vlm loads it."""
+    """Drafter in the format of Speculators and SGLang, as mlx-vlm loads it, bound to its target."""
 
-    def __init__(self, model: Any, target: Any, vocab: int) -> None:
+    def __init__(self, model: Any, target: Any, vocab: int, dtype: mx.Dtype) -> None:
+        """Raises ValueError if the drafter does not fit."""
         self._model = model.bind(target)
         self._vocab = vocab
         self.size = int(model.hidden_size)
         self.tokens = int(self._model.embed_tokens.weight.shape[0])
-        # The layers whose inputs it is made of.
+        # Layers of the target whose inputs the head takes.
         self.places: list[int] = [int(at) for at in model.config.target_layer_ids]
         ids = mx.arange(model.draft_vocab_size)
         self._ids = ids if model.d2t is None else ids + model.d2t
+        lowest: Any = mx.min(self._ids).item()
+        highest: Any = mx.max(self._ids).item()
+        # Drafted ids also index the head's own embedding table, and MLX checks no bounds.
+        if lowest < 0 or highest >= min(vocab, self.tokens):
+            raise ValueError("its tokens are not the target's")
+        core = text_core(target)
+        if not all(0 <= place < len(core.layers) for place in self.places):
+            raise ValueError(f"it needs the layers {self.places} of a target that has {len(core.layers)}")
+        self.hidden(mx.zeros((1, 1, core.norm.weight.shape[0] * len(self.places)), dtype))
 
     @classmethod
-    def load(cls, path: Path, target: Any, vocab: int) -> "EagleHead":
-        """Raises ValueError where it does not fit."""
+    def load(cls, path: Path, target: Any, vocab: int, dtype: mx.Dtype) -> tuple["EagleHead", int]:
+        """Load the head of a folder; return it with its bytes of weights. Raises ValueError and mlx-vlm's errors."""
         from mlx_vlm.speculative.drafters import load_drafter
 
         model: Any
         model, kind = load_drafter(str(path))
         if kind != "eagle3":
             raise ValueError(f"it is a drafter of the kind {kind}")
-        head = cls(model, target, vocab)
-        lowest: Any = mx.min(head._ids).item()
-        highest: Any = mx.max(head._ids).item()
-        # Drafts are looked up in its own table of embeddings, too: beyond its end there is other memory.
-        if lowest < 0 or highest >= min(vocab, head.tokens):
-            raise ValueError("its tokens are not the target's")
-        return head
-
-    @property
-    def parameters(self) -> Any:
-        return self._model.parameters()
+        own_bytes = evaluate_weights(model, dtype)  # before the target's tables are among them
+        return cls(model, target, vocab, dtype), own_bytes
 
     def make_caches(self) -> list[Any]:
         return [KVCache() for _ in self._model.layers]

@@ -1,8 +1,8 @@
-"""Heads for multi-token prediction (MTP): one more layer, which says of a position's last hidden state and of the token
-after it which token follows that.
+"""Head for multi-token prediction (MTP): one more layer, which predicts a token from the last hidden state two
+positions before it and the token between.
 
-Its forms in checkpoints are in `head_forms.py`. The layer is of the target's own class, and so runs on the batch's
-caches.
+Its forms in checkpoints are in `head_forms.py`. The layer is of the target's own class, so it runs on the caches of a
+batch.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ Transform = Callable[[mx.array], mx.array]
 
 
 class PredictionHead(nn.Module):
-    """A head of a target with tables `embed` and `lm_head` of its own or of the target's.
+    """Head bound to its target, with the target's embedding table and `lm_head`, or its own.
 
-    Its output is the hidden state that logits are made of, and that takes the place of the target's where the head is
-    fed with its own draft.
+    Its output is a hidden state: logits are computed from it, and it replaces the target's when the head continues
+    after its own draft.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class PredictionHead(nn.Module):
         self.layer = layer
         self.norm = nn.RMSNorm(size, eps=eps) if has_norm else nn.Identity()
         self.size = size
-        # Tokens that the layer sees; None for all.
+        # Window of the layer's attention; None if it attends to all tokens.
         self.window: int | None = None
-        # Of the layer: one of KV, or one with an index of it.
+        # The layer has a KV cache; with sparse attention, also a cache of its index.
         self.caches = 1
         self._form = form
         self.tokens = 0
-        # Not parameters of the head: the target's, or its own ones of the same form.
-        self._tables: tuple[Transform, Transform] | None = None
-        self._final: Transform | None = None
+        # Set by `bind`. The leading underscore keeps them out of the head's parameters.
+        self._tables: tuple[Transform, Transform]
+        self._final: Transform
 
     def bind(self, embed: Any, lm_head: Transform, final: Transform) -> None:
-        """Set the table of embeddings, the function from hidden states to logits, and the target's last norm."""
+        """Set the embedding table, the function from hidden states to logits, and the target's last norm."""
         self._tables, self._final = (embed, lm_head), final
         self.tokens = int(embed.weight.shape[0])
 
@@ -54,13 +54,11 @@ class PredictionHead(nn.Module):
         return [KVCache() if self.caches == 1 else CacheList(*(KVCache() for _ in range(self.caches)))]
 
     def hidden(self, states: mx.array) -> mx.array:
-        """Hidden states as the head takes them: where they are tapped, the target's last norm is still to come."""
-        assert self._final is not None
+        """Apply the target's last norm, before which states are captured, unless the head takes them without."""
         return states if self._form.is_fed_raw else self._final(states)
 
     def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
-        """Hidden states `[rows, width, size]` of ids `[rows, width]` and the hidden states before them."""
-        assert self._tables is not None
+        """Return hidden states `[rows, width, size]` from ids `[rows, width]` and the hidden states before them."""
         cache = caches[0]
         seen = cache[0] if self.caches > 1 else cache
         pair = [self.enorm(self._tables[0](tokens)), self.hnorm(hidden)]
@@ -70,5 +68,4 @@ class PredictionHead(nn.Module):
         return state if self._form.is_fed_raw else self.norm(state)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        assert self._tables is not None
         return self._tables[1](self.norm(hidden) if self._form.is_fed_raw else hidden)

@@ -1,7 +1,6 @@
-"""Forms of heads in checkpoints: the names of their tensors, and the layer that they have.
+"""Forms of MTP heads in checkpoints: the names of their tensors, the order of their inputs, and their layer.
 
-The names, the order of what a head is fed with and the kind of its layer are those of the checkpoints as published, as
-vLLM and SGLang read them.
+All are those of the published checkpoints, as vLLM and SGLang read them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +14,14 @@ Sizes = Mapping[str, Any]
 """The configuration of a text model."""
 
 
-def _none(_sizes: Sizes) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(slots=True, frozen=True)
 class HeadForm:
-    """A head's tensors begin with one of `prefixes`, in which `{layers}` is the number of the target's layers.
+    """Names and configuration of one form of head.
 
-    `parts` are the head's own by their names, `tables` those that some checkpoints have once more for it, and the
-    layer's begin with `layer`; `renames` are beginnings of names that differ from those of the target's layer. Where it
-    is a part of such a layer, `compose` takes it, and `own` are beginnings of names that differ there.
+    Its tensors begin with one of `prefixes`, in which `{layers}` is the number of the target's layers. `parts` maps the
+    names of the head's own tensors, and `tables` those of tables that some checkpoints store again for it. The layer's
+    tensors begin with `layer`; `renames` maps prefixes of their names to those of the target's layer. If the head's
+    layer is a part of the target's, `compose` extracts it, and `own` maps prefixes to the names there.
     """
 
     prefixes: Sequence[str]
@@ -35,17 +31,18 @@ class HeadForm:
     renames: Sequence[tuple[str, str]] = ()
     compose: Callable[[Any], Any] | None = None
     own: Sequence[tuple[str, str]] = ()
-    # Of the configuration that makes a model with the head's layer as its first.
-    changes: Callable[[Sizes], dict[str, Any]] = _none
-    # The hidden state comes before the embedding; it is as it is before the target's last norm.
+    # Changes to the configuration that make the head's layer the first layer of a model.
+    changes: Callable[[Sizes], dict[str, Any]] = lambda _sizes: {}
+    # Whether the head's input is the hidden state followed by the embedding, instead of the reverse.
     is_hidden_first: bool = False
+    # Whether the head takes hidden states without the target's last norm.
     is_fed_raw: bool = False
-    # Published files store norms less 1.
+    # Whether published files store the weights of norms minus 1.
     is_zero_centered: bool = False
 
 
 class _HalfLayer(nn.Module):
-    """The first attention of a layer of LongCat, which has two, and the dense layer behind it."""
+    """First half of a layer of LongCat, which has two attentions, each with a dense MLP."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -61,25 +58,29 @@ class _HalfLayer(nn.Module):
 
 
 _NEXTN_PARTS: Final = {"eh_proj": "fc", "enorm": "enorm", "hnorm": "hnorm"}
+# Modules that a layer of LongCat has twice.
+_LONGCAT_PAIRS: Final = ("self_attn", "input_layernorm", "post_attention_layernorm")
 _TABLES: Final = {"embed_tokens.weight": "embed", "shared_head.head.weight": "lm_head"}
 
 
 def _exaone(sizes: Sizes) -> dict[str, Any]:
-    """A dense layer, of the kind that the configuration names for heads, else of the first."""
+    """Return the changes for a dense layer of the kind configured for heads, or else of the first layer's kind."""
     kinds = list(sizes["layer_types"])
     own = (sizes.get("mtp_layer_types") or kinds)[0]
-    # Whether there are windows anywhere decides about positions.
+    # The class uses rotary positions depending on whether any layer has a window.
     return {"layer_types": [own, *kinds], "is_moe_layer": [False]}
 
 
 def _mimo_v2(_sizes: Sizes) -> dict[str, Any]:
-    """A dense layer with a window; the class asks for a layer of each kind."""
+    """Return the changes for a dense layer with a window; the class needs a layer of each kind."""
     return {"num_hidden_layers": 2, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 0]}
 
 
 def _step(sizes: Sizes) -> dict[str, Any]:
-    """A dense layer. Lists have an entry for each layer, those of heads behind the others, else as layers with a window
-    have them."""
+    """Return the changes for a dense layer.
+
+    Lists have an entry per layer, the heads' after the others; if there are none, those of a layer with a window apply.
+    """
     layers, kinds = int(sizes["num_hidden_layers"]), list(sizes["layer_types"])
     at = layers if len(kinds) > layers else kinds.index("sliding_attention")
     lists = ("layer_types", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared", "rope_theta")
@@ -95,7 +96,7 @@ QWEN: Final = HeadForm(
     is_zero_centered=True,
 )
 _NEXTN: Final = HeadForm(("model.layers.{layers}.",), {**_NEXTN_PARTS, "shared_head.norm": "norm"}, _TABLES)
-# By the type of the target's model; a head beside the weights may have Qwen's form with any.
+# Forms by the target's `model_type`. A head in a file of its own may have Qwen's form with any target.
 FORMS: Final[Mapping[str, HeadForm]] = {
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN,
@@ -141,14 +142,11 @@ FORMS: Final[Mapping[str, HeadForm]] = {
         {"embed_tokens.weight": "embed"},
         renames=(
             ("transformer_layer.mlp.", "mlps.0."),
-            *((f"{name}.", f"{name}.0.") for name in ("self_attn", "input_layernorm", "post_attention_layernorm")),
+            *((f"{name}.", f"{name}.0.") for name in _LONGCAT_PAIRS),
         ),
         changes=lambda _sizes: {"num_layers": 1},
         compose=_HalfLayer,
-        own=(
-            ("mlps.0.", "mlp."),
-            *((f"{name}.0.", f"{name}.") for name in ("self_attn", "input_layernorm", "post_attention_layernorm")),
-        ),
+        own=(("mlps.0.", "mlp."), *((f"{name}.0.", f"{name}.") for name in _LONGCAT_PAIRS)),
     ),
     "bailing_moe": HeadForm(
         ("model.layers.{layers}.",),

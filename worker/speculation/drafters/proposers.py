@@ -1,6 +1,5 @@
 """Proposers of drafts for a model, made when it is loaded."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,44 +13,46 @@ from worker.kv import batched
 from worker.kv.kv import leaves
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
-from worker.model.loader import LoadedModel
+from worker.model.loader import LoadedModel, read_json
 from worker.speculation.drafter import Proposer
-from worker.speculation.drafters.cores import core_of
 from worker.speculation.drafters.eagle_head import EagleHead
 from worker.speculation.drafters.head_drafts import HeadDrafts
-from worker.speculation.drafters.hidden_states import TAIL, CapturePoint, HiddenStateCapture
+from worker.speculation.drafters.hidden_states import CapturePoint, HiddenStateCapture
 from worker.speculation.drafters.model_drafts import ModelDrafts
 from worker.speculation.drafters.stored_head import ALONE, NoHead, load_head
-from worker.speculation.drafters.weights import settle, size_bytes
+from worker.speculation.drafters.target import core_of, evaluate_weights
 from worker.speculation.text_sources.lookup import DraftSource
 from worker.vision.multimodal_merge import text_core
 
-# Signs of drafters that are not run, in the names of their types and classes.
-_OTHERS: Final = ("mtp", "dflash", "dspark", "assistant", "eagle")
+# Parts of types and class names by which drafters that are no language models are recognized.
+_DRAFTER_SIGNS: Final = ("mtp", "dflash", "dspark", "assistant", "eagle")
 
 
 def attach_head(path: Path, model: Any, beside: Path | None = None) -> tuple[HeadDrafts, int]:
-    """Drafts by the head of a checkpoint, or one in a folder of its own, for the model loaded from the checkpoint, and
-    the bytes of its weights. Raises `NoHead`.
+    """Attach a head to the model loaded from the checkpoint `path`; return its proposer and its bytes of weights.
+
+    The head is the checkpoint's own, or that of the folder `beside`. Raises `NoHead`.
     """
     if not batched.can_rewind(make_prompt_cache(model)):
         raise NoHead("")
-    head = load_head(path, _config(path), model, beside)
+    head = load_head(path, read_json(path / "config.json"), model, beside)
     core = core_of(model)
     dtype = core.norm.weight.dtype
-    own_bytes = settle(head, dtype)
-    return HeadDrafts(head, _tapped(model, [len(core.layers)]), dtype), own_bytes
+    own_bytes = evaluate_weights(head, dtype)
+    drafts = HeadDrafts(head, dtype)
+    _capture(model, [len(core.layers)], drafts.capture)
+    return drafts, own_bytes
 
 
 def attach_draft(target: LoadedModel, path: Path, load_draft: Callable[[], LoadedModel]) -> tuple[Proposer, int]:
-    """Drafts by what the configuration names, a drafter or a second model, and the bytes of its weights.
+    """Attach the configured drafter or draft model; return its proposer and the bytes of its weights.
 
-    Raises `LoadFailed` where drafts cannot be verified, or be of use.
+    Raises `LoadFailed` if the target cannot verify drafts, or the drafter does not fit.
     """
     if target.plan.lane is not BatchMode.TOGETHER or not batched.can_rewind(make_prompt_cache(target.model)):
         reason = target.plan.reason or "its caches cannot go back to before a block"
         raise _refused(path, f"{target.path.name} cannot verify drafts: {reason}")
-    match _kind(_config(path)):
+    match _kind(read_json(path / "config.json")):
         case "":
             draft = load_draft()
             return _model_drafts(target, draft), draft.weights_bytes
@@ -69,36 +70,31 @@ def attach_draft(target: LoadedModel, path: Path, load_draft: Callable[[], Loade
 
 
 def _kind(config: Mapping[str, Any]) -> str:
-    """The kind of a drafter that is no language model; empty for one that is."""
+    """Return the kind of a drafter; empty for a language model."""
     kind = str(config.get("speculators_model_type") or config.get("model_type", "")).lower()
     names = [kind, *(str(name).lower() for name in config.get("architectures") or ())]
     if "dflash_config" in config:
         names.append("dflash")
-    return next((name for name in names if any(sign in name for sign in _OTHERS)), "")
+    return next((name for name in names if any(sign in name for sign in _DRAFTER_SIGNS)), "")
 
 
 def _eagle_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
-    core = text_core(model)
-    head = EagleHead.load(path, model, _vocab(model))
-    if not all(0 <= place < len(core.layers) for place in head.places):
-        raise ValueError(f"it needs the layers {head.places} of a target that has {len(core.layers)}")
-    drafts = HeadDrafts(head, HiddenStateCapture(), core.norm.weight.dtype, DraftSource.EAGLE)
-    width = core.norm.weight.shape[0] * len(head.places)
-    mx.eval(head.hidden(mx.zeros((1, 1, width), core.norm.weight.dtype)), head.parameters)
-    drafts.taps = _tapped(model, head.places)
-    return drafts, size_bytes(head.parameters)
+    dtype = text_core(model).norm.weight.dtype
+    head, own_bytes = EagleHead.load(path, model, _vocab(model), dtype)
+    drafts = HeadDrafts(head, dtype, DraftSource.EAGLE)
+    _capture(model, head.places, drafts.capture)
+    return drafts, own_bytes
 
 
 def _block_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
-    from worker.speculation.drafters.block_drafts import TAIL as BLOCK_TAIL  # mlx-vlm is loaded for those who need it
+    # These modules import mlx-vlm, which takes a second.
     from worker.speculation.drafters.block_drafts import BlockDrafts
     from worker.speculation.drafters.block_head import BlockHead
 
-    core = text_core(model)
-    dtype = core.norm.weight.dtype
-    head, own_bytes = BlockHead.load(path, model, _vocab(model), dtype)
-    drafts = BlockDrafts(head, HiddenStateCapture(), core.norm.weight.shape[0] * len(head.places), dtype)
-    drafts.taps = _tapped(model, head.places, BLOCK_TAIL)
+    norm = text_core(model).norm.weight
+    head, own_bytes = BlockHead.load(path, model, _vocab(model), norm.dtype)
+    drafts = BlockDrafts(head, norm.shape[0], norm.dtype)
+    _capture(model, head.places, drafts.capture)
     return drafts, own_bytes
 
 
@@ -108,13 +104,15 @@ def _assistant_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
     core, caches = text_core(model), make_caches(model)
     if any(type(cache) not in (KVCache, RotatingKVCache) for cache in caches):
         raise ValueError("it reads the target's KV, which is quantized, or of another kind")
-    # The newest of each kind that has keys and values of its own.
+    # The last layer of each kind among those with KV of their own.
     layers = {str(layer.layer_type): at for at, layer in enumerate(core.layers[: len(caches)])}
     assistant, own_bytes = Assistant.load(path, model, layers, _vocab(model), core.norm.weight.dtype)
-    return AssistantDrafts(assistant, _tapped(model, [len(core.layers)])), own_bytes
+    drafts = AssistantDrafts(assistant)
+    _capture(model, [len(core.layers)], drafts.capture)
+    return drafts, own_bytes
 
 
-# Drafters by signs in their kinds.
+# Attachment of a drafter by the signs in its kind.
 _ATTACHED: Final[Mapping[tuple[str, ...], Callable[[Any, Path], tuple[Proposer, int]]]] = {
     ("eagle3",): _eagle_drafts,
     ("dflash", "dspark", "muse_glimmer_assistant"): _block_drafts,
@@ -132,28 +130,23 @@ def _model_drafts(target: LoadedModel, draft: LoadedModel) -> ModelDrafts:
 
 
 def _vocab(model: Any) -> int:
-    """The width of a model's logits; nothing is computed."""
+    """Return the width of a model's logits, from a pass that is built and not evaluated."""
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
 
 
-def _tapped(model: Any, places: Sequence[int], tail: int = TAIL) -> HiddenStateCapture:
-    """Taps of what goes into these layers, of which the one behind the last is the norm."""
-    core, taps = core_of(model), HiddenStateCapture(tail)
+def _capture(model: Any, places: Sequence[int], capture: HiddenStateCapture) -> None:
+    """Capture the inputs of these layers; the place after the last layer is the norm."""
+    core = core_of(model)
     for place in places:
         if place == len(core.layers):
-            core.norm = CapturePoint(core.norm, taps, place)
+            core.norm = CapturePoint(core.norm, capture, place)
         else:
-            core.layers[place] = CapturePoint(core.layers[place], taps, place)
-    model.taps = taps
-    return taps
-
-
-def _config(path: Path) -> dict[str, Any]:
-    return json.loads((path / "config.json").read_text())
+            core.layers[place] = CapturePoint(core.layers[place], capture, place)
+    model.capture = capture
 
 
 def _check_tokens(target: LoadedModel, draft: LoadedModel) -> None:
-    """Refuse a draft model whose ids mean other tokens."""
+    """Refuse a draft model in which an id of the target is another token."""
     ours, theirs = ({id: token for token, id in each.tokenizer.get_vocab().items()} for each in (target, draft))
     for id, token in sorted(ours.items()):
         if theirs.get(id) != token:

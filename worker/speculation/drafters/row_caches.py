@@ -1,14 +1,18 @@
-"""Caches of a model that drafts: a row for each row of the target that it drafts for."""
+"""KV of a model that drafts: its caches have a row for each row of the target that it drafts for."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from worker.kv import batched
+from worker.kv.kv import leaves
 from worker.speculation.draft_state import DraftedRow
+from worker.speculation.drafter import Draw, Proposer, Rows
 
 
 class RowCaches:
-    """Rows in the order of the caches' rows. `draft.done` of each is the place in its text up to which it has run."""
+    """Rows in the order of the caches' rows; `draft.done` of each is the number of tokens that its caches hold."""
 
     def __init__(self) -> None:
         self.rows: list[DraftedRow] = []
@@ -19,7 +23,7 @@ class RowCaches:
         return sum(cache.nbytes for cache in self.caches)
 
     def join(self, row: DraftedRow, caches: Sequence[Any], done: int) -> None:
-        """Add a row with caches of its own."""
+        """Add a row with its own caches, which hold `done` tokens."""
         merged = batched.merge([caches])
         if self.caches:
             batched.extend(self.caches, merged)
@@ -39,18 +43,65 @@ class RowCaches:
             self.caches = []
         self.rows = [self.rows[at] for at in kept]
 
-    def take(self, row: DraftedRow) -> tuple[list[Any], int]:
-        """Take a row out: its caches, and how far it has run."""
+    def extract(self, row: DraftedRow) -> tuple[list[Any], int]:
+        """Remove a row; return its caches and the number of tokens that they hold."""
         caches, done = batched.extract(self.caches, self.rows.index(row)), row.draft.done
         self.discard(row)
         return caches, done
 
-    def ran(self, lengths: Sequence[int], width: int) -> None:
-        """After a block of this width: row i keeps its first `lengths[i]` tokens."""
+    def accept(self, lengths: Sequence[int], width: int) -> None:
+        """Keep the first `lengths[i]` tokens of row i of the newest block, which has `width` tokens a row."""
         batched.rewind(self.caches, [width - length for length in lengths])
         for row, length in zip(self.rows, lengths, strict=True):
             row.draft.done += length
 
-    def give_back(self, count: int) -> None:
-        """Take the newest tokens of all rows back."""
+    def rewind(self, count: int) -> None:
+        """Remove the newest `count` tokens of each row."""
         batched.rewind(self.caches, [count] * len(self.rows))
+
+
+class CachedProposer(Proposer):
+    """Base of proposers with their own KV. `tokens` is the number of ids in their embedding table."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._draw: Draw
+        self._rows = RowCaches()
+
+    def begin(self, draw: Draw, rows: Rows) -> None:
+        self.end()
+        self._draw = draw
+
+    def end(self) -> None:
+        self._rows = RowCaches()
+
+    def discard(self, row: DraftedRow) -> None:
+        self._rows.discard(row)
+
+    def _inputs(self, ids: Sequence[Sequence[int]]) -> mx.array:
+        """Return ids `[rows, width]`, padded with 0. Ids beyond the embedding table become its last id: the target may
+        have more tokens, and the placeholder of a medium may lie beyond the table."""
+        width = max(map(len, ids))
+        padded = mx.array([[*row, *[0] * (width - len(row))] for row in ids], dtype=mx.uint32)
+        return mx.minimum(padded, self._tokens - 1)
+
+    def _drawn(self, logits: mx.array, position: int) -> mx.array:
+        return self._draw(self._rows.rows, logits, position)
+
+
+def last_of(values: mx.array, lengths: Sequence[int]) -> mx.array:
+    """Return the last of each row's first `lengths[i]` values `[rows, width, size]`, as `[rows, 1, size]`."""
+    last = mx.array([max(0, length - 1) for length in lengths])
+    return mx.take_along_axis(values, last[:, None, None], axis=1)
+
+
+def columns(drafted: Sequence[mx.array]) -> list[list[int]]:
+    """Return the draft of each row, from the drafted ids `[rows]` of each position."""
+    drafts: Any = mx.stack(list(drafted), axis=1).tolist()
+    return drafts
+
+
+def bytes_per_token(caches: Sequence[Any]) -> int:
+    """Return the bytes that a token takes in the caches of one row, which have run at least one."""
+    arrays: list[Any] = [array for leaf in leaves(caches) for array in leaf.state[:2]]
+    return sum(array[..., :1, :].nbytes for array in arrays)

@@ -1,11 +1,11 @@
-"""Drafts that are made of hidden states of the target, for the rows of a batch.
+"""Drafts from captured hidden states of the target, for the rows of a batch.
 
-Such a drafter has KV of its own, a row of it for each row of the target. A row's states come from the records of the
-taps: they run through the drafter when it is asked for the row, the newest of them together with those of the other
-rows. A row that comes with KV from the prefix cache, or back from the queue, has states from there on only.
+The drafter has its own KV, with a row for each row of the target. A row's recorded states run through the drafter when
+a draft is requested: the newest together with those of the other rows. A row whose KV comes from the prefix cache, or
+that returns from the queue, has states only from there on.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,17 +14,20 @@ import mlx.core as mx
 
 from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafter import Draw, Rows
-from worker.speculation.drafters.hidden_states import CapturedStates, HiddenStateCapture
-from worker.speculation.drafters.row_caches import RowCaches
+from worker.speculation.drafters.hidden_states import PROMPT_TAIL_TOKENS, CapturedStates, HiddenStateCapture
+from worker.speculation.drafters.row_caches import CachedProposer
 from worker.speculation.text_sources.indexed_text import Tokens
 
-# A row with more states that have not run gets a pass of its own for them.
-_ALONE: Final = 32
+# Maximum number of unread states of a row that run together with other rows; a row with more first runs alone.
+_MAX_SHARED_STATES: Final = 32
 
 
 @dataclass(slots=True)
-class States:
-    """States of one row that have not run: hidden states `[count, size]` from `begin` on, as parts of records."""
+class PendingStates:
+    """States of one row that have not run, `[count, size]` from token `begin` on.
+
+    Each part is a record, its row there, and the range of columns.
+    """
 
     begin: int
     parts: list[tuple[CapturedStates, int, int, int]]
@@ -38,44 +41,25 @@ class States:
         return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
 
-class StateDrafts(ABC):
-    """Proposer of a target with taps; `tokens` are those that it has embeddings of."""
+class StateDrafts(CachedProposer):
+    """Base of proposers that go on from captured states. `tokens` is the number of ids in their embedding table."""
 
-    longest = 7
-    # It sees no more of a prompt than what was tapped, which one pass takes in.
-    unread = 0
-
-    def __init__(self, taps: HiddenStateCapture, source: str, tokens: int) -> None:
+    def __init__(self, source: str, tokens: int, tail: int = PROMPT_TAIL_TOKENS) -> None:
+        super().__init__(tokens)
         self.source = source
-        self.taps = taps
-        self.token_bytes = 0
-        self._tokens = tokens
-        self._draw: Draw | None = None
-        self._rows = RowCaches()
+        self.capture = HiddenStateCapture(tail)
 
     def begin(self, draw: Draw, rows: Rows) -> None:
-        self._draw = draw
-        self.taps.is_on = True
-        self.taps.clear()
-        self._rows = RowCaches()
+        super().begin(draw, rows)
+        self.capture.switch(is_on=True)
 
     def end(self) -> None:
-        self.taps.is_on = False
-        self.taps.clear()
-        self._rows = RowCaches()
+        super().end()
+        self.capture.switch(is_on=False)
 
     @property
     def nbytes(self) -> int:
-        return self.taps.nbytes + self._rows.nbytes
-
-    def is_reading(self, row: DraftedRow) -> bool:
-        return False
-
-    def read(self, count: int) -> int:
-        return 0
-
-    def discard(self, row: DraftedRow) -> None:
-        self._rows.discard(row)
+        return self.capture.nbytes + self._rows.nbytes
 
     def propose(
         self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
@@ -94,26 +78,26 @@ class StateDrafts(ABC):
 
     @abstractmethod
     def _make_caches(self) -> list[Any]:
-        """Of one row."""
+        """Make empty caches of one row."""
 
     @abstractmethod
-    def _run(self, states: States, text: Tokens, newest: int, caches: list[Any]) -> None:
-        """Run all states of one row but the last."""
+    def _run(self, states: PendingStates, text: Tokens, newest: int, caches: list[Any]) -> None:
+        """Run all states of one row except the last."""
 
     @abstractmethod
     def _draft(
         self,
-        states: dict[DraftedRow, States],
+        states: dict[DraftedRow, PendingStates],
         tokens: dict[DraftedRow, tuple[Tokens, int]],
         lengths: list[int],
         count: int,
     ) -> list[list[int]]:
-        """Run each row's states, of which it has `lengths`, and draft so many tokens of each."""
+        """Run the states of all rows, `lengths[i]` of row i, and draft `count` tokens for each row."""
 
-    def _batched(self, states: dict[DraftedRow, States], lengths: Sequence[int], width: int) -> mx.array:
-        """The target's states of all rows, `[rows, width, size]`."""
+    def _batched(self, states: dict[DraftedRow, PendingStates], lengths: Sequence[int], width: int) -> mx.array:
+        """Return the target's states of all rows, `[rows, width, size]`."""
         rows = [states[row] if length else None for row, length in zip(self._rows.rows, lengths, strict=True)]
-        whole = _whole(rows)
+        whole = _single_record(rows)
         if whole is not None:
             record, begins = whole
             at = mx.minimum(mx.array(begins)[:, None] + mx.arange(width), record.states.shape[1] - 1)
@@ -122,10 +106,10 @@ class StateDrafts(ABC):
         filled = [mx.zeros((0, some.shape[-1]), some.dtype) if row is None else row.joined() for row in rows]
         return mx.stack([mx.pad(row, [(0, width - row.shape[0]), (0, 0)]) for row in filled])
 
-    def _pending(self, row: DraftedRow, end: int) -> States:
-        """States of a row up to the last known token, as far back as there are any, or as they have not run."""
+    def _pending(self, row: DraftedRow, end: int) -> PendingStates:
+        """Return the states that have not run, up to the last known token, as far back as records reach."""
         done, need, parts = row.draft.done, end, list[tuple[CapturedStates, int, int, int]]()
-        for record in reversed(self.taps.records):
+        for record in reversed(self.capture.records):
             if need <= done:
                 break
             if row.draft not in record.rows:
@@ -137,30 +121,26 @@ class StateDrafts(ABC):
                 begin = record.begins[at] - start
                 parts.append((record, at, begin + low, begin + need))
                 need = low
-        return States(need, parts[::-1])
+        return PendingStates(need, parts[::-1])
 
-    def _place(self, row: DraftedRow, states: States, text: Tokens, newest: int) -> None:
-        """A row in the batch of the drafter whose next state is the first of these."""
+    def _place(self, row: DraftedRow, states: PendingStates, text: Tokens, newest: int) -> None:
+        """Bring a row into the drafter's batch so that its next state is the first of `states`."""
         if states.parts and row in self._rows.rows and row.draft.done == states.begin:
             return
-        self.discard(row)  # there is a gap: what has run is not what comes before
+        self.discard(row)  # there is a gap between the states that have run and these
         if not states.parts:
             return
         caches, count = self._make_caches(), states.count
-        if count > _ALONE:
+        if count > _MAX_SHARED_STATES:
             self._run(states, text, newest, caches)
             mx.eval([cache.state for cache in caches])
             record, at, _, high = states.parts[-1]
             states.parts, states.begin = [(record, at, high - 1, high)], states.begin + count - 1
         self._rows.join(row, caches, states.begin)
 
-    def _known(self, ids: list[list[int]]) -> mx.array:
-        """Ids that there are embeddings of: the placeholder of a medium may lie beyond the table."""
-        return mx.minimum(mx.array(ids, dtype=mx.uint32), self._tokens - 1)
 
-
-def _whole(rows: Sequence[States | None]) -> tuple[CapturedStates, list[int]] | None:
-    """The record of which each row's states are a part, row by row, with the column at which they begin."""
+def _single_record(rows: Sequence[PendingStates | None]) -> tuple[CapturedStates, list[int]] | None:
+    """Return the record that holds all states of all rows in their order, and the first column of each row."""
     first = next(row.parts[0][0] for row in rows if row is not None)
     begins: list[int] = []
     for at, row in enumerate(rows):

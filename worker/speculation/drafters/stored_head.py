@@ -1,32 +1,29 @@
-"""Heads for multi-token prediction in a checkpoint: which weights they are, and the head that they make."""
+"""Heads for multi-token prediction in a checkpoint: their weights are found and read, and the head is built."""
 
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]  # as load_model itself does
 
 from protocol.prediction_heads import is_head, unused
-from worker.speculation.drafters.cores import core_of, embeddings_of
 from worker.speculation.drafters.head import PredictionHead
 from worker.speculation.drafters.head_forms import FORMS, QWEN, HeadForm
+from worker.speculation.drafters.target import core_of, tables
 
-# A head that was taken out of a checkpoint, or trained for it, beside it.
+# File of a head that was taken out of a checkpoint, or trained for it.
 SIDECAR: Final = "mtp.safetensors"
-_QWEN: Final = "mtp."
-# Of an error that may list hundreds of names.
-_REASON_CHARS: Final = 200
-# Folders of a head alone by their `model_type`, with the beginnings of names there that are others in its form.
+_QWEN_PREFIX: Final = "mtp."
+# Maximum length of an error in a reason, which may list hundreds of names.
+_MAX_REASON_CHARS: Final = 200
+# Forms of heads in folders of their own by `model_type`, with renamed prefixes of tensors.
 ALONE: Final[Mapping[str, tuple[HeadForm, Sequence[tuple[str, str]]]]] = {
-    "qwen3_5_mtp": (QWEN, ((_QWEN, ""),)),
+    "qwen3_5_mtp": (QWEN, ((_QWEN_PREFIX, ""),)),
     "glm4_moe_lite_mtp": (
         FORMS["glm4_moe_lite"],
         (
@@ -41,20 +38,28 @@ ALONE: Final[Mapping[str, tuple[HeadForm, Sequence[tuple[str, str]]]]] = {
 
 
 class NoHead(Exception):
-    """There is no head that can be used; the text is why, empty if the checkpoint has none."""
+    """Raised if no head can be used; the text is the reason, empty if the checkpoint has none."""
 
 
 @dataclass(slots=True, frozen=True)
 class StoredHead:
-    """Weights of a head as stored, by their names below it, and whether norms are stored less 1."""
+    """Weights of a head as stored, by their names without the prefix. Norms may be stored minus 1."""
 
     weights: dict[str, mx.array]
     form: HeadForm
     is_zero_centered: bool
 
 
+@dataclass(slots=True, frozen=True)
+class TensorFile:
+    """Tensors of one file, not read yet, and the framework whose layout they have."""
+
+    tensors: dict[str, mx.array]
+    framework: str
+
+
 def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | None = None) -> PredictionHead:
-    """The head of the checkpoint that `model` was loaded from, or one in a folder of its own. Raises `NoHead`."""
+    """Load the head of the folder `beside`, or of the checkpoint `path`, which holds `model`. Raises `NoHead`."""
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
     kind, sizes = str(config.get("model_type", "")), dict(text or config)
     stored = _read(path, kind, sizes) if beside is None else _read_alone(beside, kind)
@@ -65,109 +70,104 @@ def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | 
     try:
         return _build(kind, dict(config), sizes, stored, model)
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-        reason = " ".join(str(error).split())[:_REASON_CHARS]
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
         raise NoHead(f"its head does not fit: {type(error).__name__}: {reason}") from error
 
 
 def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> StoredHead | None:
-    """Weights of the head in the files of a checkpoint. Raises `NoHead` for those of a form that is not run."""
+    """Return the head in the files of a checkpoint. Raises `NoHead` for a form that is not supported."""
     sidecar = path / SIDECAR
     is_beside = sidecar.exists()
-    headers = {file: _header(file) for file in ([sidecar] if is_beside else sorted(path.glob("model*.safetensors")))}
+    files = [_open(file) for file in ([sidecar] if is_beside else sorted(path.glob("model*.safetensors")))]
     form = FORMS.get(kind)
     if form is None and not is_beside:
-        if any(is_head(name) for shapes, _ in headers.values() for name in shapes):
+        if any(is_head(name) for file in files for name in file.tensors):
             raise NoHead(unused(kind))
         return None
     for each in [*([form] if form is not None else []), *([QWEN] if is_beside else [])]:
-        weights, forms = _take(each, headers, sizes)
+        weights, frameworks = _weights(each, files, sizes)
         if weights:
             is_own = form is each and each.is_zero_centered
-            return StoredHead(weights, each, is_own and _is_published(each, headers, forms, is_beside))
+            return StoredHead(weights, each, is_own and _is_published(each, files, frameworks, is_beside))
     return None
 
 
-def _take(
-    form: HeadForm, headers: Mapping[Path, tuple[dict[str, list[int]], str]], sizes: Mapping[str, Any]
+def _weights(
+    form: HeadForm, files: Sequence[TensorFile], sizes: Mapping[str, Any]
 ) -> tuple[dict[str, mx.array], set[str]]:
-    """Weights of a form, by their names below its prefix, and the frameworks of their files."""
+    """Return the weights of a form, by their names without the prefix, and the frameworks of their files."""
     prefixes = [prefix.format(layers=sizes.get("num_hidden_layers")) for prefix in form.prefixes]
     weights: dict[str, mx.array] = {}
     frameworks: set[str] = set()
-    for file, (shapes, framework) in headers.items():
-        # The first prefix counts: one may be the beginning of another.
-        names = {name: prefix for name in shapes for prefix in reversed(prefixes) if name.startswith(prefix)}
-        if names:
-            held: Any = mx.load(str(file))
-            weights |= {name.removeprefix(prefix): held[name] for name, prefix in names.items()}
-            frameworks.add(framework)
+    for file in files:
+        # The first prefix counts: it may begin with another one.
+        names = {name: prefix for name in file.tensors for prefix in reversed(prefixes) if name.startswith(prefix)}
+        weights |= {name.removeprefix(prefix): file.tensors[name] for name, prefix in names.items()}
+        frameworks |= {file.framework} if names else set()
     return weights, frameworks
 
 
-def _is_published(
-    form: HeadForm, headers: Mapping[Path, tuple[dict[str, list[int]], str]], frameworks: set[str], is_beside: bool
-) -> bool:
+def _is_published(form: HeadForm, files: Sequence[TensorFile], frameworks: set[str], is_beside: bool) -> bool:
     """Whether weights are as published: conversions to MLX change norms and convolutions.
 
-    Qwen's models are known by the convolutions of all files, which some conversions mark as published.
+    Qwen's models are recognized by the convolutions in all files, because some conversions are marked as published.
     """
     if is_beside or form is not QWEN:
         return frameworks != {"mlx"}
-    shapes = [item for held, _ in headers.values() for item in held.items()]
-    return any("conv1d.weight" in name and shape[-1] != 1 for name, shape in shapes)
+    tensors = [item for file in files for item in file.tensors.items()]
+    return any("conv1d.weight" in name and tensor.shape[-1] != 1 for name, tensor in tensors)
 
 
 def _read_alone(folder: Path, kind: str) -> StoredHead | None:
-    """A head as mlx-vlm writes it: of nothing but its weights, in Qwen's form below `mtp` if as published."""
+    """Return the head in a folder of its own, as mlx-vlm writes it, or in Qwen's form below `mtp` if as published."""
     form, renames = ALONE[str(json.loads((folder / "config.json").read_text()).get("model_type", ""))]
     weights: dict[str, mx.array] = {}
     is_published = False
-    for file in sorted(folder.glob("*.safetensors")):
-        held: Any = mx.load(str(file))
-        weights |= {_renamed(name, renames): weight for name, weight in held.items()}
-        is_published |= any(name.startswith(_QWEN) for name in held) and _header(file)[1] != "mlx"
+    for file in map(_open, sorted(folder.glob("*.safetensors"))):
+        weights |= {_renamed(name, renames): weight for name, weight in file.tensors.items()}
+        is_published |= any(name.startswith(_QWEN_PREFIX) for name in file.tensors) and file.framework != "mlx"
     is_zero_centered = form is QWEN and FORMS.get(kind) is QWEN
     return StoredHead(weights, form, is_published and is_zero_centered) if weights else None
 
 
-def _header(file: Path) -> tuple[dict[str, list[int]], str]:
-    """Names and shapes of the tensors of a file, and the framework whose form they have."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
-    form = (header.pop("__metadata__", None) or {}).get("format", "")
-    return {name: entry["shape"] for name, entry in header.items()}, form
+def _open(file: Path) -> TensorFile:
+    tensors: Any
+    metadata: Any
+    tensors, metadata = mx.load(str(file), return_metadata=True)  # reads the header only
+    return TensorFile(tensors, metadata.get("format", ""))
 
 
 def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: StoredHead, model: Any) -> PredictionHead:
-    form, own, layer, held = stored.form, dict[str, mx.array](), dict[str, mx.array](), dict[str, mx.array]()
+    form, own, layer_weights = stored.form, dict[str, mx.array](), dict[str, mx.array]()
+    own_tables: dict[str, mx.array] = {}
     if any(name.endswith(".scales") for name in stored.weights):
         raise ValueError("its weights are quantized, which spoils a head")
     for name, weight in stored.weights.items():
         part, _, leaf = name.rpartition(".")
-        # mlx-lm's class of Qwen3-Next adds what is missing to the norms of a layer by itself.
+        # mlx-lm's `sanitize` of Qwen3-Next adds 1 to the norms of its layers.
         is_done = kind == "qwen3_next" and name.startswith("layers.")
         if stored.is_zero_centered and weight.ndim == 1 and "norm" in name and not is_done:
             weight = weight + 1.0
         if name in form.tables:
-            held[form.tables[name]] = weight
+            own_tables[form.tables[name]] = weight
         elif part in form.parts:
             own[f"{form.parts[part]}.{leaf}"] = weight
         elif name.startswith("layers.") and not form.layer:
-            continue  # another than the first
+            continue  # the head has more layers, of which the first is used
         elif name.startswith(form.layer) and "rotary_emb" not in name:
-            layer[_renamed(name.removeprefix(form.layer), form.renames)] = weight
+            layer_weights[_renamed(name.removeprefix(form.layer), form.renames)] = weight
         elif form is QWEN and name.startswith("layers."):
             raise ValueError("it has more than one layer")
-    one, caches = _one_layer(kind, config, sizes, layer, form)
+    layer, caches = _layer(kind, config, sizes, layer_weights, form)
     eps = float(sizes.get("rms_norm_eps") or sizes.get("layernorm_epsilon") or 1e-6)
     head = PredictionHead(
-        one, int(sizes["hidden_size"]), eps, form, has_norm="norm.weight" in own, has_bias="fc.bias" in own
+        layer, int(sizes["hidden_size"]), eps, form, has_norm="norm.weight" in own, has_bias="fc.bias" in own
     )
-    head.window, head.caches = _window(one, sizes), caches
-    head.load_weights([*own.items(), *((f"layer.{name}", array) for name, array in _flat(one))])
+    head.window, head.caches = _window(layer, sizes), caches
+    head.load_weights([*own.items(), *((f"layer.{name}", array) for name, array in _flat(layer))])
     if unread := [name for name, array in _flat(head) if not mx.issubdtype(array.dtype, mx.floating)]:
         raise ValueError(f"its weights are in a form that is not read, such as {unread[0]}")
-    head.bind(*tables(model, held), core_of(model).norm)
+    head.bind(*tables(model, own_tables), core_of(model).norm)
     return head
 
 
@@ -179,17 +179,17 @@ def _renamed(name: str, renames: Sequence[tuple[str, str]]) -> str:
 
 
 def _window(layer: Any, sizes: Mapping[str, Any]) -> int | None:
-    """The tokens that a layer sees; None for all."""
+    """Return the window of a layer's attention; None if it attends to all tokens."""
     is_sliding = getattr(layer, "is_sliding", False) or getattr(layer, "is_sliding_window", False)
     return int(sizes.get("sliding_window") or sizes["sliding_window_size"]) if is_sliding else None
 
 
-def _one_layer(
+def _layer(
     kind: str, config: dict[str, Any], sizes: dict[str, Any], weights: dict[str, mx.array], form: HeadForm
 ) -> tuple[Any, int]:
-    """A layer with attention of the target's class, with these weights, and how many caches it has.
+    """Return a layer of the target's class with these weights, and the number of its caches.
 
-    A model of one layer is made of its class, whose own `sanitize` knows how weights are stored.
+    A model of one layer is built, because its `sanitize` converts weights from the form in which they are stored.
     """
     overrides = {
         "num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0, "layer_types": None,
@@ -203,36 +203,16 @@ def _one_layer(
     model_class, arguments = _get_classes(changed)
     target = model_class(arguments.from_dict(changed))
     core = core_of(target)
-    prefix = next(
-        name for name, _ in _flat(target) if ".layers.0." in f".{name}"
-    ).partition("layers.0.")[0] + "layers.0."  # fmt: skip
+    some = next(name for name, _ in _flat(target) if ".layers.0." in f".{name}")
+    prefix = some.partition("layers.0.")[0] + "layers.0."
     renamed = {prefix + name: weight for name, weight in weights.items()}
     sanitize = getattr(target, "sanitize", None)
     sanitized = sanitize(renamed) if sanitize is not None else renamed
-    found = {name.removeprefix(prefix): weight for name, weight in sanitized.items() if name.startswith(prefix)}
+    own = {name.removeprefix(prefix): weight for name, weight in sanitized.items() if name.startswith(prefix)}
     layer = core.layers[0] if form.compose is None else form.compose(core.layers[0])
-    layer.load_weights([(_renamed(name, form.own), weight) for name, weight in found.items()])
+    layer.load_weights([(_renamed(name, form.own), weight) for name, weight in own.items()])
     cache = make_prompt_cache(target)[0]
     return layer, len(cache.caches) if isinstance(cache, CacheList) and form.compose is None else 1
-
-
-def tables(model: Any, held: Mapping[str, mx.array] = MappingProxyType({})) -> tuple[Any, Any]:
-    """The table of embeddings and the function to logits of the target, or those that a head has for itself."""
-    core, holder = core_of(model), model
-    if getattr(holder, "lm_head", None) is None:
-        holder = getattr(model, "language_model", model)
-    embed = getattr(getattr(model, "graft", None), "embed", None) or embeddings_of(core)
-    lm_head = getattr(holder, "lm_head", None) or embed.as_linear
-    if "embed" in held:
-        embed = _table(nn.Embedding(1, 1), held["embed"])
-    if "lm_head" in held:
-        lm_head = _table(nn.Linear(1, 1, bias=False), held["lm_head"])
-    return embed, lm_head
-
-
-def _table(module: Any, weight: mx.array) -> Any:
-    module.weight = weight
-    return module
 
 
 def _flat(module: Any) -> list[tuple[str, mx.array]]:

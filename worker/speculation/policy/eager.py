@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from worker.speculation.draft_state import DraftedRow, Drafting, Followed
-from worker.speculation.drafter import Draw, NoDrafts, Proposer, Rows
+from worker.speculation.drafter import Drafter, Draw, Proposer, Rows
 from worker.speculation.text_sources.indexed_text import Tokens
 
 
-class EagerDrafts(NoDrafts):
+class EagerDrafts(Drafter):
     """All that a proposer says, so many tokens each."""
 
     def __init__(self, proposer: Proposer, count: int) -> None:

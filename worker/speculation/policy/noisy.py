@@ -4,14 +4,14 @@ import random
 from collections.abc import Sequence
 
 from worker.speculation.draft_state import DraftedRow, Drafting, Followed
-from worker.speculation.drafter import NoDrafts
+from worker.speculation.drafter import Drafter
 from worker.speculation.text_sources.indexed_text import Tokens
 
 # Of drafted tokens, as many are what the text has there.
 _RIGHT = 0.8
 
 
-class NoisyDrafts(NoDrafts):
+class NoisyDrafts(Drafter):
     """Drafts from texts that rows are known to generate, and else at random; none before it knows one."""
 
     def __init__(self, vocab_size: int, longest: int = 6, seed: int = 0) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 from protocol.stats import DraftStats, Stats
 from worker.errors import is_allocation_failure, is_gpu_fault
 from worker.speculation.draft_state import Branch, DraftedRow, Drafting, Followed
-from worker.speculation.drafter import Draw, Proposer, Rows
+from worker.speculation.drafter import Drafter, Draw, Proposer, Rows
 from worker.speculation.policy.draft_width import WIDTHS, StepCosts
 from worker.speculation.policy.proposals import PRIOR, Proposals
 from worker.speculation.text_sources.indexed_text import LEAST, REACH, Tokens
@@ -47,7 +47,7 @@ class DraftCounts:
     by_position: list[int] = field(default_factory=lambda: [0] * (WIDTHS[-1] - 1))
 
 
-class Speculator:
+class Speculator(Drafter):
     """Drafter of a model: all batches of an engine, one after the other, learn from each other's steps."""
 
     widest = WIDTHS[-1]
@@ -113,14 +113,14 @@ class Speculator:
             followed.rate, followed.model_rate = _PRIOR, PRIOR
             self._unindexed.append(followed)
 
-    def tend(self) -> None:
+    def on_tick(self) -> None:
         if self._unindexed and self._unindexed[0].lookup.index(_INDEXED):
             del self._unindexed[0]
 
     def discard(self, row: DraftedRow) -> None:
         followed, row.draft.followed = row.draft.followed, None
         if followed is not None:
-            # One that ends before its turn: `tend` takes one a tick, and more may come and go in that time.
+            # One that ends before its turn: `on_tick` takes one a tick, and more may come and go in that time.
             if followed in self._unindexed:
                 self._unindexed.remove(followed)
             text = followed.lookup.text

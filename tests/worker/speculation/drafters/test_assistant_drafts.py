@@ -20,7 +20,6 @@ from worker.kv import batched
 from worker.kv.quantized import KvForm, set_kv_form
 from worker.model.loader import LoadedModel
 from worker.speculation.drafters.assistant_drafts import Assistant, AssistantDrafts
-from worker.speculation.drafters.hidden_states import HiddenStateCapture
 from worker.speculation.drafters.proposers import attach_draft
 from worker.speculation.policy.eager import EagerDrafts
 from worker.start.checked_model import load_checked
@@ -53,7 +52,7 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(
     folder = store(made, tmp_path / "drafter")
     # Of each kind, the newest layer that has keys and values of its own.
     assistant, _ = Assistant.load(folder, model, {"sliding_attention": 2, "full_attention": 3}, VOCAB, mx.float32)
-    proposer = AssistantDrafts(assistant, HiddenStateCapture())
+    proposer = AssistantDrafts(assistant)
     rows = {
         uid: [20 + (uid * 37 + at * 11) % 400 for at in range(length)] for uid, length in ((1, 50), (2, 9), (3, 70))
     }
@@ -74,7 +73,7 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(
     drafted = [Drafted() for _ in rows]
     drafts = [row.draft for row in drafted]
     proposer.begin(best, lambda: (drafted, caches))
-    proposer.taps.keep((mx.stack([state[0, -1:] for state in states.values()]),), drafts,
+    proposer.capture.keep((mx.stack([state[0, -1:] for state in states.values()]),), drafts,
                        [len(ids) - 1 for ids in rows.values()], [1, 1, 1], [0, 0, 0])  # fmt: skip
 
     def theirs(uid: int) -> list[int]:
@@ -103,7 +102,7 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(
     for step in range(3):
         ids = {uid: [30 + 7 * uid + step] for uid in rows}
         together = run(caches, [[*each] for each in ids.values()])
-        proposer.taps.keep((together,), drafts, [len(each) for each in rows.values()], [1, 1, 1], [0, 0, 0])
+        proposer.capture.keep((together,), drafts, [len(each) for each in rows.values()], [1, 1, 1], [0, 0, 0])
         for uid in rows:
             states[uid] = run(alone[uid], [ids[uid]])
             rows[uid] += ids[uid]

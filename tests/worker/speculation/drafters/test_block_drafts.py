@@ -23,7 +23,6 @@ from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.speculation.drafters.block_drafts import BlockDrafts
 from worker.speculation.drafters.block_head import BlockHead
-from worker.speculation.drafters.hidden_states import HiddenStateCapture
 from worker.speculation.policy.eager import EagerDrafts
 from worker.start.checked_model import load_checked
 
@@ -44,7 +43,7 @@ def text(row: int, length: int) -> list[int]:
 
 
 class Target:
-    """Hidden states as a target would leave them in the taps: any states, of any rows."""
+    """Hidden states as a target would leave them in the capture: any states, of any rows."""
 
     def __init__(self, proposer: BlockDrafts) -> None:
         self.proposer = proposer
@@ -63,7 +62,7 @@ class Target:
             rows.append(new)
             self.states[uid] = mx.concatenate([before, new[:count]])
         parts = tuple(mx.split(mx.stack(rows), 3, axis=-1))
-        self.proposer.taps.keep(
+        self.proposer.capture.keep(
             parts, [self.rows[uid].draft for uid in uids], starts, list(added.values()), left or [0] * len(uids)
         )
 
@@ -78,7 +77,7 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(form: str, t
     folder = store(drafter(tmp_path / "drafter", FORMS[form]), tmp_path / "drafter")
     model, _ = load_model(target)
     head, _ = BlockHead.load(folder, model, VOCAB, mx.float32)
-    proposer = BlockDrafts(head, HiddenStateCapture(512), 3 * SIZE, mx.float32)
+    proposer = BlockDrafts(head, SIZE, mx.float32)
     proposer.begin(best, lambda: ([], []))
     mx.random.seed(1)
     ours = Target(proposer)
@@ -172,7 +171,7 @@ def test_its_weights_and_kv_count_and_are_let_go(target: Path, tmp_path: Path) -
     assert proposer.token_bytes == 2 * 2 * SIZE * 4
     assert proposer.nbytes > 40 * proposer.token_bytes
     proposer.end()
-    assert (proposer.nbytes, proposer.taps.is_on) == (0, False)
+    assert (proposer.nbytes, proposer.capture.is_on) == (0, False)
 
 
 @pytest.mark.parametrize(

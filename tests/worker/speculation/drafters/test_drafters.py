@@ -48,7 +48,7 @@ def test_eagle_is_fed_as_mlx_vlm_feeds_it(target: Path, tmp_path: Path) -> None:
 
     folder = eagle(tmp_path / "eagle")
     model = load_checked(spec(target, speculate="off"), lambda *_: None).model
-    ours = EagleHead.load(folder, model, VOCAB)
+    ours, _ = EagleHead.load(folder, model, VOCAB, mx.float32)
     theirs, _ = load_drafter(str(folder))
     theirs.reset(model)
     ids, states = mx.array([[20, 21, 22]]), mx.random.normal((1, 3, 3 * 64))

@@ -137,4 +137,4 @@ def test_a_head_that_is_asked_no_more_holds_nothing(head_folder: Callable[[str],
     assert isinstance(proposer, HeadDrafts)
     assert proposer.nbytes > 0
     proposer.end()
-    assert (proposer.nbytes, proposer.taps.is_on, len(proposer.taps.records)) == (0, False, 0)
+    assert (proposer.nbytes, proposer.capture.is_on, len(proposer.capture.records)) == (0, False, 0)

@@ -13,15 +13,15 @@ SIZE, CHUNK, PASSES = 256, 512, 16
 
 
 class Tapped:
-    """A model of random hidden states, of which no more is looked at than what its taps keep."""
+    """A model of random hidden states, of which no more is looked at than what its capture keeps."""
 
     def __init__(self) -> None:
-        self.taps = HiddenStateCapture()
-        self.taps.is_on = True
+        self.capture = HiddenStateCapture()
+        self.capture.is_on = True
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         states = mx.random.normal((*tokens.shape, SIZE))
-        self.taps.see(0, states)
+        self.capture.see(0, states)
         return states
 
 
@@ -38,6 +38,6 @@ def test_states_of_a_step_that_a_chunk_rode_on_do_not_hold_those_of_the_chunk() 
         mx.eval(forward(model, part(1, 0), part(CHUNK, CHUNK)))
     gc.collect()
     held = mx.get_active_memory() - before
-    assert len(model.taps.records) >= PASSES
-    assert model.taps.nbytes <= PASSES * SIZE * 4
+    assert len(model.capture.records) >= PASSES
+    assert model.capture.nbytes <= PASSES * SIZE * 4
     assert held < PASSES * CHUNK * SIZE * 4 / 4

@@ -18,7 +18,7 @@ from tests.support.models import VOCAB, build
 from tests.worker.engine.test_exact import requests, tokens
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
-from worker.speculation.drafters.model_drafts import PADDED, TOGETHER, ModelDrafts
+from worker.speculation.drafters.model_drafts import MAX_SHARED_TOKENS, MAX_SHARED_TOTAL_TOKENS, ModelDrafts
 from worker.speculation.policy.eager import EagerDrafts
 from worker.start.checked_model import load_checked
 
@@ -125,7 +125,7 @@ def test_a_long_prompt_takes_no_more_of_a_tick_than_a_slice(pair: tuple[Path, Pa
         assert drafter.unread == 0
     assert [running.ids, answered.ids] == alone
     assert sum(model.by_tick.values()) > 800, "it was read"
-    assert max(model.by_tick.values()) <= 64 + PADDED + 3 * TOGETHER
+    assert max(model.by_tick.values()) <= 64 + MAX_SHARED_TOTAL_TOKENS + 3 * MAX_SHARED_TOKENS
     assert drafter.accepted > 100
 
 

@@ -241,5 +241,5 @@ def test_rows_that_end_before_their_text_is_indexed_hold_no_other_up() -> None:
         speculator.add(row, np.array(TEXT, dtype=np.int32), Drafting())
         speculator.discard(row)
     speculator.add(Drafted(), np.array(TEXT * 3, dtype=np.int32), Drafting())
-    speculator.tend()
+    speculator.on_tick()
     assert not speculator._unindexed
