@@ -352,7 +352,7 @@ class Batch:
     def account(self, row: Row) -> None:
         """Bring the row's counts up to date."""
         if row.member is not None:
-            predicted, accepted = row.member.draft.take_spent()
+            predicted, accepted = row.member.draft.take_prediction_counts()
             row.stats.predicted += predicted
             row.stats.accepted += accepted
 

@@ -48,7 +48,7 @@ from worker.prompt.token_limits import check_limits
 from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
 from worker.prompt.word_ids import WordIds
 from worker.sampling.prompt_scores import scored_top
-from worker.speculation.draft_state import ALL, Drafting
+from worker.speculation.draft_state import UNLIMITED_DRAFT_TOKENS, Drafting
 from worker.speculation.text_sources.indexed_text import BREAK
 from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_CALL_TOKENS, ToolRules
@@ -290,7 +290,7 @@ class Intake:
         A prediction longer than the context is useless. For a sparse prompt, the draft model would need KV of
         everything that the model skips.
         """
-        most = ALL if request.most_drafted is None else request.most_drafted
+        most = UNLIMITED_DRAFT_TOKENS if request.most_drafted is None else request.most_drafted
         text = request.prediction[: self.max_context * _MAX_CHARS_PER_TOKEN] if most else ""
         ids = self._encoder.encode(text, add_special_tokens=False)[: self.max_context] if text else []
         # A tokenizer may have more tokens than the model: no draft may contain those, nor continue after them.

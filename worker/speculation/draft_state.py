@@ -1,4 +1,4 @@
-"""State of one sequence that drafters keep on it, so that it is gone with the sequence."""
+"""State of one sequence that drafters keep on it, so that it ends with the sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,37 +7,41 @@ from typing import Any, Final, Protocol
 from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import Lookup
 
-# No limit for the tokens of a draft.
-ALL: Final = 1 << 30
+UNLIMITED_DRAFT_TOKENS: Final = 1 << 30
 
 
 @dataclass(slots=True, frozen=True)
 class Drafting:
-    """A request's part: the most tokens of a draft, the output that its client predicts, whose text it may see, and
-    whether a draft model may read its text."""
+    """Draft settings of one request.
 
-    most: int = ALL
+    `most` is the maximum number of tokens of a draft, `prediction` the output that the client predicts. Drafts may come
+    from outputs with the same `salt`, and from a draft model only with `by_model`.
+    """
+
+    most: int = UNLIMITED_DRAFT_TOKENS
     prediction: tuple[int, ...] = ()
     salt: str = ""
     by_model: bool = True
 
 
 class Branch(Protocol):
-    """Tokens that followed a row's text before, for as long as the row goes the same way."""
+    """Tokens that followed the same text before. It is valid as long as the row generates the same tokens."""
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Go on by these tokens; False where the row leaves it."""
+        """Move on by generated tokens; return False if the row leaves the branch."""
         ...
 
     def ahead(self, most: int) -> list[int]:
-        """At most so many tokens that came next."""
+        """Return at most `most` of the tokens that came next."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class Followed:
-    """A row that a drafter follows, with the share of its drafted tokens that were right: of those that are found, and
-    of a model's. `drafted` and `accepted` are of its prediction, since they were asked for last.
+class DraftedText:
+    """Text of one row, with the acceptance of its drafts.
+
+    `rate` and `model_rate` are the shares of accepted tokens, of drafts that were found in text and of a model's.
+    `drafted` and `accepted` count tokens of the client's prediction since they were last reported.
     """
 
     lookup: Lookup
@@ -47,27 +51,28 @@ class Followed:
     model_rate: float = 0.0
     drafted: int = 0
     accepted: int = 0
-    # What its grammar has next.
+    # Tokens that the row's grammar forces next.
     expected: Sequence[int] = ()
-    # What followed its text before, and tokens for which it has gone the same way.
+    # The cached branch that the row follows, and the number of tokens for which it has followed it.
     branch: Branch | None = None
     followed: int = 0
-    # Steps to rest, and how often it has had to.
+    # Steps without lookup that are left of the current back-off, and the exponent of its length.
     rest: int = 0
     rests: int = 0
 
     @classmethod
-    def of(cls, tokens: Tokens, drafting: Drafting) -> "Followed":
+    def of(cls, tokens: Tokens, drafting: Drafting) -> "DraftedText":
         return cls(Lookup(tokens, drafting.prediction), drafting, len(tokens))
 
     def back_off(self, most: int) -> None:
+        """Pause lookup for 1, 3, 7, … steps, longer each time; `most` limits the exponent."""
         self.rests = min(self.rests + 1, most)
         self.rest = (1 << self.rests) - 1
 
 
 @dataclass(slots=True)
 class DraftReading:
-    """A text that a model that drafts reads alone, as it was when a draft was asked for: its caches, and how far."""
+    """Text that a draft model reads alone, as of the request for a draft; its caches hold `done` tokens."""
 
     text: Tokens
     caches: list[Any]
@@ -80,24 +85,24 @@ class DraftReading:
 
 @dataclass(slots=True, eq=False)
 class DraftState:
-    """The part of a sequence that its drafter owns: None and 0 where it has no use for them."""
+    """Part of a sequence that belongs to its drafter; the parts that the drafter does not use are None and 0."""
 
-    followed: Followed | None = None
-    # Of the text, tokens that the caches of a model that drafts hold; and the text while it is read alone.
+    followed: DraftedText | None = None
+    # Number of tokens that the caches of a drafting model hold, and the text while it is read alone.
     done: int = 0
     reading: DraftReading | None = None
 
-    def take_spent(self) -> tuple[int, int]:
-        """Predicted tokens that were drafted since this was asked last, and how many were right."""
-        row = self.followed
-        if row is None:
+    def take_prediction_counts(self) -> tuple[int, int]:
+        """Return and reset the numbers of drafted and of accepted tokens of the client's prediction."""
+        text = self.followed
+        if text is None:
             return 0, 0
-        spent, row.drafted, row.accepted = (row.drafted, row.accepted), 0, 0
-        return spent
+        counts, text.drafted, text.accepted = (text.drafted, text.accepted), 0, 0
+        return counts
 
 
 class DraftedRow(Protocol):
-    """A sequence as drafters see it."""
+    """Sequence with the state of its drafter."""
 
     @property
     def draft(self) -> DraftState: ...

@@ -25,7 +25,7 @@ from worker.model.packing import PackedRows
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
-from worker.speculation.policy.noisy import NoisyDrafts
+from worker.tools.verify.trial_drafters import NoisyDrafts
 
 LENGTHS = (5, 70, 33, 100, 12)
 

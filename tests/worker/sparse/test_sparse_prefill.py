@@ -23,7 +23,7 @@ from tests.worker.engine.test_exact import tokens
 from worker.kv import ragged
 from worker.sparse.importance import LOOKAHEAD_TOKENS
 from worker.sparse.selected_tokens import BLOCK_TOKENS, SelectedTokens, count_kept
-from worker.speculation.policy.noisy import NoisyDrafts
+from worker.tools.verify.trial_drafters import NoisyDrafts
 
 # Two of its ten blocks are left out; what is kept and 256 tokens more fill the room of KV but for eight.
 PROMPT = 9 * BLOCK_TOKENS + 120

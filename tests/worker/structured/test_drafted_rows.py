@@ -14,10 +14,10 @@ from tests.support.models import VOCAB
 from tests.support.scale import scaled
 from tests.worker.structured.test_masks import mixed, tokens
 from worker.speculation.policy.draft_width import StepCosts
-from worker.speculation.policy.noisy import NoisyDrafts
 from worker.speculation.policy.speculator import Speculator
 from worker.speculation.text_sources.lookup import DraftSource
 from worker.structured import masks
+from worker.tools.verify.trial_drafters import NoisyDrafts
 
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -1,51 +1,54 @@
-"""Costs of steps by their width, measured, and the width that pays."""
+"""Measured times of steps by their width, and the choice of the width that pays.
+
+The width of a step is the number of tokens of a row in one forward pass: its newest token and its draft.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
-# Tokens of a row in one forward pass; 1 is a step without drafts.
+# Width 1 is a plain step, without drafts.
 WIDTHS: Final = (1, 2, 4, 8, 16)
-# Leave the plain step only for so much more.
-_MARGIN: Final = 1.05
-# Twice the width is hoped to cost so much more before it was tried, where the doublings before it do not say more …
-_HOPE: Final = 1.25
-# … which is done only where drafts promise so many tokens beyond one a row.
-_PROMISE: Final = 1.0
-# Times follow what gets quicker at once and what gets slower slowly: the first of a width may have compiled kernels.
-_QUICKER: Final = 0.5
-_SLOWER: Final = 0.2
-# A width that was not run for so many steps is forgotten, as its time was another context's; sooner if it was run only
-# a few times, as that may have been an accident.
-_MEMORY: Final = 512
-_MEMORY_OF_ONE: Final = 128
-# What was known from before counts no more once a step took this many times less, or two in a row so many times more:
-# the first of a width may have compiled kernels.
-_DOUBT: Final = 1.5
-# A time that was measured within so many passes is newer than any change of the machine or of contexts.
-_FRESH: Final = 64
-# Tokens that a block gives a row follow the newest ones by this much.
-_FOLLOW: Final = 0.3
-# Of two ways to run a step, each is tried so often, and again after so many steps.
-_TRIALS: Final = 6
-_AGAIN: Final = 2048
+# Drafts must promise at least this many times the tokens per second of plain steps.
+_MIN_GAIN: Final = 1.05
+# Assumed factor of time for twice the width before it was tried, unless narrower doublings cost more.
+_UNTRIED_GROWTH: Final = 1.25
+# A width is tried only if drafts promise this many tokens beyond one per row.
+_MIN_PROMISED_TOKENS: Final = 1.0
+# Weights of a new time in the average. A slower one counts less: the first step of a width may have compiled kernels.
+_FASTER_WEIGHT: Final = 0.5
+_SLOWER_WEIGHT: Final = 0.2
+# A time is dropped after this many steps without its width, because contexts have changed; sooner, by this many steps
+# per measurement, if it was measured only a few times.
+_MAX_AGE_STEPS: Final = 512
+_MAX_AGE_STEPS_PER_MEASUREMENT: Final = 128
+# Factor by which a recalled time may differ from the first measured steps before it is replaced. A slower step must be
+# confirmed by a second one, because the first of a width may have compiled kernels.
+_MAX_RECALLED_FACTOR: Final = 1.5
+# A time measured within this many steps needs no new measurement.
+_FRESH_STEPS: Final = 64
+# Weight of the newest block in the average number of tokens that a block gives a row.
+_TOKENS_WEIGHT: Final = 0.3
+# Each of two variants of a step is tried this many times, and again after `_RETRIAL_STEPS`.
+_TRIAL_STEPS: Final = 6
+_RETRIAL_STEPS: Final = 2048
 
 
 class StepCosts:
-    """Seconds of a step by its number of rows, to the nearest power of two, and its width.
+    """Seconds of a step by its number of rows, rounded to a power of two, and its width.
 
-    The pacer of the loop writes this table and sizes chunks of prompts by it; the speculator chooses widths by it.
+    The engine's pacer writes this table and sizes prefill chunks by it; the speculator chooses widths by it.
     """
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], float] = {}
-        # The newest step of each width, and how many there were.
+        # The newest step, and the number of steps, for each number of rows and width.
         self._used: dict[tuple[int, int], tuple[int, int]] = {}
         self._steps = 0
-        # Those of an earlier start that were not confirmed in this one, and whether a step has spoken against it.
+        # Times of an earlier start that are not confirmed yet, and whether one step was much slower.
         self._recalled: dict[tuple[int, int], bool] = {}
-        # Rows and width of the newest step and of the newest block, and tokens that blocks give a row.
+        # Rows and width of the newest step and of the newest block, and the average tokens per row of blocks.
         self.newest = self.block = (1, 1)
         self.tokens = 1.0
 
@@ -55,29 +58,31 @@ class StepCosts:
         return dict(self._times)
 
     def recall(self, times: Mapping[tuple[int, int], float]) -> None:
-        """Begin with the times of an earlier start, until steps are measured."""
+        """Use times of an earlier start until steps are measured."""
         for key in times.keys() - self._times.keys():
             if key[1] in WIDTHS and key[0] == bucket(key[0]):
                 self._times[key] = times[key]
-                self._used[key] = self._steps, _MEMORY // _MEMORY_OF_ONE
+                self._used[key] = self._steps, _MAX_AGE_STEPS // _MAX_AGE_STEPS_PER_MEASUREMENT
                 self._recalled[key] = False
 
     def observe(self, rows: int, width: int, seconds: float, tokens: int = 0) -> None:
-        """A step has taken so long, and has given its rows so many tokens; 0.0 where its time is not known."""
+        """Record a step: its seconds, 0.0 if unknown, and the tokens that it gave all rows."""
         self._steps += 1
         key = self.newest = bucket(rows), width_of(width)
         if width > 1 and tokens:
-            self.tokens = tokens / rows if self.block[1] == 1 else self.tokens + _FOLLOW * (tokens / rows - self.tokens)
+            self.tokens = (
+                tokens / rows if self.block[1] == 1 else self.tokens + _TOKENS_WEIGHT * (tokens / rows - self.tokens)
+            )
             self.block = key
         if seconds <= 0.0:
             return
         old = self._times.get(key)
         if old is not None and (is_doubted := self._recalled.pop(key, None)) is not None:
-            if seconds > _DOUBT * old and not is_doubted:
+            if seconds > _MAX_RECALLED_FACTOR * old and not is_doubted:
                 self._recalled[key], seconds = True, old
-            elif not old / _DOUBT <= seconds <= old * _DOUBT:
+            elif not old / _MAX_RECALLED_FACTOR <= seconds <= old * _MAX_RECALLED_FACTOR:
                 old = None
-        rate = 0.0 if old is None else _QUICKER if seconds < old else _SLOWER
+        rate = 0.0 if old is None else _FASTER_WEIGHT if seconds < old else _SLOWER_WEIGHT
         self._times[key] = seconds if old is None else old + rate * (seconds - old)
         self._used[key] = self._steps, self._used.get(key, (0, 0))[1] + 1
         for stale in [each for each in self._used if each[1] > 1 and self._is_stale(each)]:
@@ -86,19 +91,20 @@ class StepCosts:
 
     def _is_stale(self, key: tuple[int, int]) -> bool:
         newest, count = self._used[key]
-        return self._steps - newest > min(_MEMORY, _MEMORY_OF_ONE * count)
+        return self._steps - newest > min(_MAX_AGE_STEPS, _MAX_AGE_STEPS_PER_MEASUREMENT * count)
 
     def known(self, rows: int, width: int) -> float | None:
         return self._times.get((bucket(rows), width_of(width)))
 
     def is_fresh(self, rows: int, width: int) -> bool:
-        """Whether such a step was measured lately."""
-        return self._steps - self._used.get((bucket(rows), width_of(width)), (-_FRESH, 0))[0] < _FRESH
+        """Whether such a step was measured recently."""
+        return self._steps - self._used.get((bucket(rows), width_of(width)), (-_FRESH_STEPS, 0))[0] < _FRESH_STEPS
 
     def scaled(self, rows: int, width: int) -> float:
-        """Seconds of a step; where so many rows were not seen, from the nearest number that was. 0.0 is unknown.
+        """Return the seconds of a step, estimated from the nearest known number of rows; 0.0 if none is known.
 
-        Twice the rows cost between nothing more, where reading the weights takes longest, and twice as much.
+        Doubling the rows costs between nothing, while reading the weights dominates, and twice the time; the estimate
+        is the square root of 2.
         """
         rows, width = bucket(rows), width_of(width)
         known = [at for at, wide in self._times if wide == width]
@@ -106,51 +112,54 @@ class StepCosts:
         return self._times[nearest, width] * math.sqrt(rows / nearest) if nearest else 0.0
 
     def gain(self, rows: int, width: int, drafting_s: float = 0.0) -> float:
-        """Tokens a second of blocks ÷ of plain steps, by what blocks gave lately; 0.0 where a time is not known.
+        """Return the tokens per second of blocks divided by those of plain steps; 0.0 if a time is unknown.
 
-        `drafting_s` is what drafts of such a block take beside it.
+        It uses the average tokens per row of recent blocks. `drafting_s` is the time to make the drafts of a block.
         """
         plain_s, block_s = self.scaled(rows, 1), self.scaled(rows, width)
         return self.tokens * plain_s / (block_s + drafting_s) if block_s else 0.0
 
     def predict(self, rows: int, width: int) -> float | None:
-        """From the widest step that is known up to this width; None without a plain one.
+        """Return the seconds of a step, extrapolated from the widest known narrower one; None without a plain one.
 
-        What the second token costs says nothing of more: kernels for one token differ. The next doublings do.
+        The growth is that of the last known doubling, except the one from 1 to 2: kernels for one token are others.
         """
         if self.known(rows, 1) is None:
             return None
         at = next(at for at in range(WIDTHS.index(width), -1, -1) if self.known(rows, WIDTHS[at]) is not None)
         seconds = self._times[bucket(rows), WIDTHS[at]]
         before = self.known(rows, WIDTHS[at - 1]) if at > 1 else None
-        growth = max(_HOPE, seconds / before) if before is not None else _HOPE
+        growth = max(_UNTRIED_GROWTH, seconds / before) if before is not None else _UNTRIED_GROWTH
         return seconds * growth ** math.log2(width / WIDTHS[at])
 
     def may_pay(self, rows: int) -> bool:
-        """Whether there is a width that would pay if each draft were right to its end."""
+        """Whether any width would pay if all drafts were accepted."""
         plain = self.predict(rows, 1)
         if plain is None:
             return False
-        return any((self.predict(rows, width) or math.inf) * _MARGIN < plain * width for width in WIDTHS[1:])
+        return any((self.predict(rows, width) or math.inf) * _MIN_GAIN < plain * width for width in WIDTHS[1:])
 
     def width(self, rows: int, odds: Sequence[Sequence[float]]) -> int:
-        """The width with the most tokens a second. `odds[i][j]` is the chance that draft token j of row i counts."""
+        """Return the width with the most tokens per second.
+
+        `odds[i][j]` is the probability that the tokens of row i's draft up to j are accepted.
+        """
         return self.best(rows, odds)[0]
 
     def best(
         self, rows: int, odds: Sequence[Sequence[float]], drafting: Callable[[int, float], float] | None = None
     ) -> tuple[int, float]:
-        """That width, and the tokens a second that it promises, or that a plain step would have to give.
+        """Return the width with the most tokens per second, and that rate, for plain steps times `_MIN_GAIN`.
 
-        `drafting` are the seconds of drafts of a width, given those of a plain step.
+        `drafting` returns the seconds to make drafts of a width, given those of a plain step.
         """
         plain = self.predict(rows, 1)
         if plain is None:
             return 1, 0.0
-        best, best_rate = 1, _MARGIN * rows / plain
-        is_promising = sum(map(sum, odds)) >= _PROMISE
+        best, best_rate = 1, _MIN_GAIN * rows / plain
+        is_promising = sum(map(sum, odds)) >= _MIN_PROMISED_TOKENS
         for narrower, width in pairwise(WIDTHS):
-            # One that was not measured is tried behind the one before it.
+            # A width is tried only after the next narrower one was measured.
             if self.known(rows, width) is None and not (is_promising and self.known(rows, narrower) is not None):
                 continue
             seconds = self.predict(rows, width)
@@ -163,10 +172,10 @@ class StepCosts:
 
 
 class FasterOfTwo:
-    """The quicker of two ways to run a step, measured: both a few times at first, and again now and then.
+    """Choice of the faster of two variants of a step, by trials of both that are repeated from time to time.
 
-    What counts is the quickest step of a trial, as the first ones of a shape compile kernels. Without one, it is the
-    second way.
+    The fastest step of a trial counts, because the first steps of a shape compile kernels. Without a measurement, the
+    second variant is used.
     """
 
     def __init__(self) -> None:
@@ -174,15 +183,15 @@ class FasterOfTwo:
         self._asked: dict[int, int] = {}
 
     def choose(self, rows: int) -> bool:
-        """Whether to take the second way for a step of so many rows."""
+        """Whether to use the second variant for a step of this many rows."""
         key = bucket(rows)
         asked = self._asked[key] = self._asked.get(key, -1) + 1
-        trial = asked % _AGAIN
+        trial = asked % _RETRIAL_STEPS
         if trial == 0:
             for is_second in (False, True):
                 self._seconds.pop((key, is_second), None)
-        if trial < 2 * _TRIALS:
-            return trial >= _TRIALS
+        if trial < 2 * _TRIAL_STEPS:
+            return trial >= _TRIAL_STEPS
         first, second = (self._seconds.get((key, is_second), math.inf) for is_second in (False, True))
         return second <= first
 
@@ -192,10 +201,10 @@ class FasterOfTwo:
 
 
 def bucket(rows: int) -> int:
-    """The nearest power of two."""
+    """Return the nearest power of two."""
     return 1 << max(0, round(math.log2(rows)))
 
 
 def width_of(width: int) -> int:
-    """The width as which one counts: the next of `WIDTHS`."""
+    """Return the smallest of `WIDTHS` that is not less than `width`."""
     return next((each for each in WIDTHS if each >= width), WIDTHS[-1])

@@ -1,4 +1,4 @@
-"""Speculator: drafts from lookup and from a model, as wide as it pays."""
+"""Speculator: the drafter of an engine, with drafts from lookup and from a model, as long as they pay."""
 
 import logging
 from collections.abc import Sequence
@@ -7,48 +7,48 @@ from typing import Final
 
 from protocol.stats import DraftStats, Stats
 from worker.errors import is_allocation_failure, is_gpu_fault
-from worker.speculation.draft_state import Branch, DraftedRow, Drafting, Followed
+from worker.speculation.draft_state import Branch, DraftedRow, DraftedText, Drafting
 from worker.speculation.drafter import Drafter, Draw, Proposer, Rows
 from worker.speculation.policy.draft_width import WIDTHS, StepCosts
-from worker.speculation.policy.proposals import PRIOR, Proposals
-from worker.speculation.text_sources.indexed_text import LEAST, REACH, Tokens
+from worker.speculation.policy.proposals import PRIOR_ACCEPTANCE, Proposals
+from worker.speculation.text_sources.indexed_text import MAX_MATCH_TOKENS, MIN_MATCH_TOKENS, Tokens
 from worker.speculation.text_sources.lookup import DraftSource, LookupGuess, OutputHistory
 
 log = logging.getLogger("mlxd.worker")
 
-# Chance that a token of a draft is right, before anything was seen …
-_PRIOR: Final = 0.8
-# … and how much each one that was verified says, of all rows and of its own.
-_LEARN: Final = 0.02
-_LEARN_ROW: Final = 0.15
-# A row whose drafts were wrong is believed again, little by little, as it finds more.
-_FORGIVE: Final = 0.02
-# … and that of a model, which always has a draft, by less.
-_FORGIVE_MODEL: Final = 0.005
+# Assumed acceptance of a looked-up token before any was verified.
+_PRIOR_ACCEPTANCE: Final = 0.8
+# Weights of a verified token in the acceptance of its kind of match, and in that of its row.
+_LEARNING_RATE: Final = 0.02
+_ROW_LEARNING_RATE: Final = 0.15
+# Each unused draft moves a row's acceptance by this share back to the assumed one, so that a row whose drafts were
+# wrong is tried again. A model always has a draft, so its share is smaller.
+_RECOVERY_RATE: Final = 0.02
+_MODEL_RECOVERY_RATE: Final = 0.005
 _MODELS: Final = (DraftSource.HEAD, DraftSource.EAGLE, DraftSource.MODEL, DraftSource.BLOCK, DraftSource.ASSISTANT)
-# A row whose drafts were wrong to the first token, time after time, rests for 1, 3, 7, 15 steps before it is looked at
-# again; one whose drafts would not pay, for fewer.
-_RESTS: Final = 4
-_UNPAID_RESTS: Final = 2
-# Places of a row's text that a tick makes known: those of a long prompt would take the time of several steps at once.
-_INDEXED: Final = 4096
-# Matches of these lengths and up are as likely as each other.
-_MATCHES: Final = (3, 5, 9, 17)
+# A row whose drafts are repeatedly wrong from the first token has no lookup for 1, 3, 7, then 15 steps (exponential
+# back-off). These are the maximum exponents of 2; the smaller one is for drafts that would not pay.
+_MAX_BACK_OFF: Final = 4
+_MAX_UNPAID_BACK_OFF: Final = 2
+# Tokens of a row's text that a tick indexes: a long prompt at once would take the time of several steps.
+_INDEXED_TOKENS_PER_TICK: Final = 4096
+# Minimum lengths of the kinds of match, each of which has its own acceptance.
+_MATCH_LENGTHS: Final = (3, 5, 9, 17)
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts of one source, since the start."""
+    """Counts of one source of drafts since the start."""
 
     drafts: int = 0
     tokens: int = 0
     accepted: int = 0
-    # Drafts of which the token at this place was accepted.
+    # Number of drafts whose token at each position was accepted.
     by_position: list[int] = field(default_factory=lambda: [0] * (WIDTHS[-1] - 1))
 
 
 class Speculator(Drafter):
-    """Drafter of a model: all batches of an engine, one after the other, learn from each other's steps."""
+    """Drafter of an engine. What it learns from one batch is used for the next."""
 
     widest = WIDTHS[-1]
 
@@ -59,10 +59,10 @@ class Speculator(Drafter):
         self.counts = {source: DraftCounts() for source in DraftSource if source not in absent}
         self.token_bytes = proposer.token_bytes if proposer is not None else 0
         self._history = OutputHistory()
-        # Rows whose text is not known in all of its places yet, the oldest first.
-        self._unindexed: list[Followed] = []
+        # Rows whose text is not completely indexed, the oldest first.
+        self._unindexed: list[DraftedText] = []
         self._rates: dict[tuple[DraftSource, int], float] = {}
-        # Of the newest block.
+        # Drafts of the newest block, by row.
         self._guesses: list[LookupGuess | None] = []
 
     @property
@@ -72,7 +72,7 @@ class Speculator(Drafter):
 
     @property
     def gain(self) -> float:
-        """Tokens a second of the newest blocks and their drafts ÷ of plain steps; 0.0 before any."""
+        """Tokens per second of recent blocks divided by those of plain steps; 0.0 before any block."""
         rows, width = self.costs.block
         if width == 1:
             return 0.0
@@ -99,8 +99,8 @@ class Speculator(Drafter):
             return 0
         try:
             return self._proposals.proposer.read(count)
-        except Exception as error:  # the boundary to the model that drafts: without it the rows have all that they need
-            self._give_up(self._proposals, error)
+        except Exception as error:  # the boundary to the drafting model, without which rows continue
+            self._disable_model(self._proposals, error)
             return 0
 
     def begin(self, draw: Draw, rows: Rows) -> None:
@@ -109,18 +109,18 @@ class Speculator(Drafter):
 
     def add(self, row: DraftedRow, tokens: Tokens, drafting: Drafting) -> None:
         if drafting.most > 0:
-            followed = row.draft.followed = Followed.of(tokens, drafting)
-            followed.rate, followed.model_rate = _PRIOR, PRIOR
+            followed = row.draft.followed = DraftedText.of(tokens, drafting)
+            followed.rate, followed.model_rate = _PRIOR_ACCEPTANCE, PRIOR_ACCEPTANCE
             self._unindexed.append(followed)
 
     def on_tick(self) -> None:
-        if self._unindexed and self._unindexed[0].lookup.index(_INDEXED):
+        if self._unindexed and self._unindexed[0].lookup.index(_INDEXED_TOKENS_PER_TICK):
             del self._unindexed[0]
 
     def discard(self, row: DraftedRow) -> None:
         followed, row.draft.followed = row.draft.followed, None
         if followed is not None:
-            # One that ends before its turn: `on_tick` takes one a tick, and more may come and go in that time.
+            # A row may end before `on_tick` has indexed it.
             if followed in self._unindexed:
                 self._unindexed.remove(followed)
             text = followed.lookup.text
@@ -148,14 +148,14 @@ class Speculator(Drafter):
         if not self.costs.may_pay(len(rows)):
             return False
         odds: list[list[float]] = []
-        asking: list[Followed] = []
+        asking: list[DraftedText] = []
         models: list[list[float]] = []
         for each, limit in zip(rows, most, strict=True):
             row = each.draft.followed if limit > 0 else None
             if row is None:
                 continue
             guess, own = None, list[float]()
-            # One more: the newest token is not known yet, and is the first that this guesses.
+            # One more token is guessed, because the newest token is not known yet.
             longest = min(limit, row.drafting.most) + 1
             if len(row.expected) > 1:
                 own = [1.0] * (min(longest, len(row.expected)) - 1)
@@ -164,17 +164,17 @@ class Speculator(Drafter):
             else:
                 guess = self._branch(row, longest) or self._guess(row, longest)
             if guess is not None:
-                row.rate += _FORGIVE * (_PRIOR - row.rate)
+                row.rate += _RECOVERY_RATE * (_PRIOR_ACCEPTANCE - row.rate)
                 own = self._odds(row, guess)[1:]
                 asking.append(row)
             odds.append(own)
             if self._proposals is not None:
-                row.model_rate += _FORGIVE_MODEL * (PRIOR - row.model_rate)
+                row.model_rate += _MODEL_RECOVERY_RATE * (PRIOR_ACCEPTANCE - row.model_rate)
                 models.append(max(self._model_odds(each, row, limit), own, key=sum))
         if any(odds) and self.costs.width(len(rows), odds) > 1:
             return True
         for row in asking:
-            row.back_off(_UNPAID_RESTS)
+            row.back_off(_MAX_UNPAID_BACK_OFF)
         return bool(models) and self._best_with_model(len(rows), models)[0] > 1
 
     def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
@@ -184,7 +184,7 @@ class Speculator(Drafter):
             if row is not None and limit > 0:
                 longest = min(limit, row.drafting.most, self.widest - 1)
                 if len(row.expected) > 1 and row.expected[0] == token:
-                    guess = LookupGuess(list(row.expected[1 : 1 + longest]), DraftSource.GRAMMAR, REACH)
+                    guess = LookupGuess(list(row.expected[1 : 1 + longest]), DraftSource.GRAMMAR, MAX_MATCH_TOKENS)
                 else:
                     guess = self._branch(row, longest, token) or self._guess_behind(row, longest, token)
             odds.append(self._odds(row, guess) if row is not None and guess is not None else [])
@@ -203,7 +203,7 @@ class Speculator(Drafter):
         width: int,
         rate: float,
     ) -> int:
-        """Put the model's drafts in place of guesses where they promise more, if that pays; returns the width."""
+        """Replace guesses by the model's drafts for rows where they promise more, if that pays; return the width."""
         assert self._proposals is not None
         models = [
             self._model_odds(row, row.draft.followed, limit) if row.draft.followed is not None else []
@@ -223,8 +223,8 @@ class Speculator(Drafter):
         known, texts = [rows[at] for at, _ in followed], [text for _, text in followed]
         try:
             drafts = self._proposals.propose(len(rows), known, texts, [newest[at] for at, _ in followed], asked)
-        except Exception as error:  # the boundary to the model that drafts: without it the rows have all that they need
-            self._give_up(self._proposals, error)
+        except Exception as error:  # the boundary to the drafting model, without which rows continue
+            self._disable_model(self._proposals, error)
             return width
         for (at, _), drafted in zip(followed, drafts, strict=True):
             if draft := drafted[: len(models[at])]:
@@ -236,14 +236,14 @@ class Speculator(Drafter):
         assert proposals is not None
         return self.costs.best(rows, odds, lambda width, plain: proposals.seconds(rows, width, plain))
 
-    def _model_odds(self, row: DraftedRow, followed: Followed, limit: int) -> list[float]:
+    def _model_odds(self, row: DraftedRow, followed: DraftedText, limit: int) -> list[float]:
         assert self._proposals is not None
         if limit <= 0 or not followed.drafting.by_model or self._proposals.proposer.is_reading(row):
             return []
         return self._proposals.odds(followed.model_rate, min(limit, followed.drafting.most))
 
-    def _give_up(self, proposals: Proposals, error: Exception) -> None:
-        """Go on without the model that drafts. Raises an error of the device, which is not of the drafts."""
+    def _disable_model(self, proposals: Proposals, error: Exception) -> None:
+        """Stop drafting by the model. Raises `error` again if the device failed, or memory ran out."""
         if is_allocation_failure(error) or is_gpu_fault(error):
             raise error
         log.exception("the drafts of the model failed; from now on there are none until it is loaded again")
@@ -264,53 +264,53 @@ class Speculator(Drafter):
                 row.accepted += right
             for at in range(right):
                 counts.by_position[at] += 1
-            if guess.source is not DraftSource.GRAMMAR:  # which says nothing of text that is found
+            if guess.source is not DraftSource.GRAMMAR:  # whose tokens were certain
                 self._learn(row, guess, len(draft), right)
 
-    def _learn(self, row: Followed, guess: LookupGuess, drafted: int, right: int) -> None:
+    def _learn(self, row: DraftedText, guess: LookupGuess, drafted: int, right: int) -> None:
         seen = [1.0] * right + [0.0] * (right < drafted)
         if self._proposals is not None and guess.source in _MODELS:
             self._proposals.learn(drafted, right)
             for is_right in seen:
-                row.model_rate += _LEARN_ROW * (is_right - row.model_rate)
+                row.model_rate += _ROW_LEARNING_RATE * (is_right - row.model_rate)
             return
         if right:
             row.rests = 0
         else:
-            row.back_off(_RESTS)
+            row.back_off(_MAX_BACK_OFF)
         key = _kind(guess)
-        rate = self._rates.get(key, _PRIOR)
+        rate = self._rates.get(key, _PRIOR_ACCEPTANCE)
         for is_right in seen:
-            rate += _LEARN * (is_right - rate)
-            row.rate += _LEARN_ROW * (is_right - row.rate)
+            rate += _LEARNING_RATE * (is_right - rate)
+            row.rate += _ROW_LEARNING_RATE * (is_right - row.rate)
         self._rates[key] = rate
 
-    def _guess(self, row: Followed, most: int) -> LookupGuess | None:
+    def _guess(self, row: DraftedText, most: int) -> LookupGuess | None:
         return row.lookup.guess(most, self._history.of(row.drafting.salt))
 
-    def _guess_behind(self, row: Followed, most: int, newest: int) -> LookupGuess | None:
+    def _guess_behind(self, row: DraftedText, most: int, newest: int) -> LookupGuess | None:
         row.lookup.extend((newest,))
         guess = self._guess(row, most)
         row.lookup.shorten()
         return guess
 
-    def _branch(self, row: Followed, most: int, newest: int | None = None) -> LookupGuess | None:
-        """At most so many tokens of the branch of a row, behind the newest token where it is known."""
+    def _branch(self, row: DraftedText, most: int, newest: int | None = None) -> LookupGuess | None:
+        """Return at most `most` tokens of the row's branch, after `newest` if that is known and on the branch."""
         if row.branch is None:
             return None
-        match = min(LEAST + row.followed, REACH)
+        match = min(MIN_MATCH_TOKENS + row.followed, MAX_MATCH_TOKENS)
         tokens = row.branch.ahead(min(most, match) + (newest is not None))
         if newest is not None:
             tokens = tokens[1:] if tokens[:1] == [newest] else []
         return LookupGuess(tokens, DraftSource.TREE, match) if tokens else None
 
-    def _odds(self, row: Followed, guess: LookupGuess) -> list[float]:
-        """The chance of each token of a draft, all before it included, by its kind and by the row's own luck."""
+    def _odds(self, row: DraftedText, guess: LookupGuess) -> list[float]:
+        """Return the probability that a draft is accepted up to each token, by its kind of match and by the row."""
         if guess.source is DraftSource.GRAMMAR:
             return [1.0] * len(guess.tokens)
-        rate = (self._rates.get(_kind(guess), _PRIOR) + row.rate) / 2
+        rate = (self._rates.get(_kind(guess), _PRIOR_ACCEPTANCE) + row.rate) / 2
         return [rate ** (at + 1) for at in range(len(guess.tokens))]
 
 
 def _kind(guess: LookupGuess) -> tuple[DraftSource, int]:
-    return guess.source, max(least for least in _MATCHES if guess.match >= least)
+    return guess.source, max(least for least in _MATCH_LENGTHS if guess.match >= least)

@@ -1,4 +1,4 @@
-"""Text of tokens in which earlier places of its newest tokens are found in constant time."""
+"""Tokens with an index, which finds earlier occurrences of the newest tokens in constant time."""
 
 from typing import Final
 
@@ -7,35 +7,38 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 
-# Shorter matches say too little.
-LEAST: Final = 3
-# A match is followed back so far: longer ones are no surer.
-REACH: Final = 32
-# Stands where a text ends or is not to be drafted from: no draft reaches over it.
+# Matches of fewer tokens are rarely right, and matches of more are not right more often.
+MIN_MATCH_TOKENS: Final = 3
+MAX_MATCH_TOKENS: Final = 32
+# Separates texts, and replaces tokens that must not be drafted: no draft extends over it.
 BREAK: Final = -1
-# Of the places that match, the newest ones are compared; of those with the same hash, so many are looked at.
-_TRIES: Final = 16
-_STEPS: Final = 64
-# Places that one search adds to the index: what was indexed again as a whole would take several steps' time.
-_PIECE: Final = 4096
-_FEW: Final = 16
+# Maximum number of matches that a search compares, and of places with the same hash that it visits.
+_MAX_COMPARED: Final = 16
+_MAX_VISITED: Final = 64
+# Maximum number of places that one search adds to the index: a long text would take the time of several steps.
+_SEARCH_INDEX_TOKENS: Final = 4096
+# Up to this many places are indexed one by one, which is faster than NumPy's vectors.
+_MAX_LOOPED_PLACES: Final = 16
+# Multipliers of xxHash32.
 _PRIMES: Final = (2654435761, 2246822519, 3266489917)
 _MASK: Final = (1 << 32) - 1
-_ROOM: Final = 1024
+_SPARE_TOKENS: Final = 1024
 
 
 class IndexedTokens:
-    """Tokens that grow at their end, with hash chains over their runs of `LEAST`, as in zlib: a place is the last token
-    of a run, and each knows the one before it with the same hash."""
+    """Tokens that grow at their end, with hash chains over runs of `MIN_MATCH_TOKENS`, as in zlib.
+
+    A place is the index of a run's last token. Each place links to the place before it with the same hash.
+    """
 
     def __init__(self, tokens: Tokens) -> None:
         self._end = len(tokens)
-        self._held = np.empty(self._end + _ROOM, dtype=np.int32)
+        self._held = np.empty(self._end + _SPARE_TOKENS, dtype=np.int32)
         self._held[: self._end] = tokens
         self._heads = np.empty(0, dtype=np.int32)
         self._before = np.empty(0, dtype=np.int32)
         # Places before this one are in the chains.
-        self._indexed = LEAST - 1
+        self._indexed = MIN_MATCH_TOKENS - 1
         self._shift = 32
 
     def __len__(self) -> int:
@@ -53,18 +56,21 @@ class IndexedTokens:
         self._end = end
 
     def shorten(self) -> None:
-        """Take the newest token back."""
+        """Remove the newest token."""
         self._end -= 1
 
     def longest(self, tail: Tokens) -> tuple[int, int]:
-        """Place and length of the longest match of the end of `tail`, behind which there is more; -1 for none."""
-        if len(tail) < LEAST or self._end <= LEAST:
+        """Return the place and length of the longest match of the end of `tail` that is followed by more tokens.
+
+        The place is -1 if there is none.
+        """
+        if len(tail) < MIN_MATCH_TOKENS or self._end <= MIN_MATCH_TOKENS:
             return -1, 0
-        self.index(_PIECE)
-        tail = tail[-REACH:][::-1]
-        first, second, third = tail[:LEAST].tolist()
+        self.index(_SEARCH_INDEX_TOKENS)
+        tail = tail[-MAX_MATCH_TOKENS:][::-1]
+        first, second, third = tail[:MIN_MATCH_TOKENS].tolist()
         held, last = self._held, self._end - 1
-        at, steps, tries = int(self._heads[self._bucket(third, second, first)]), _STEPS, _TRIES
+        at, steps, tries = int(self._heads[self._bucket(third, second, first)]), _MAX_VISITED, _MAX_COMPARED
         best, place = 0, -1
         while at >= 0 and steps and tries:
             steps -= 1
@@ -77,7 +83,7 @@ class IndexedTokens:
         return place, best
 
     def _match(self, at: int, tail: Tokens) -> int:
-        """Length of the match of a reversed tail that ends at a place."""
+        """Return the length of the match of a reversed tail that ends at a place."""
         size = min(len(tail), at + 1)
         differs = self._held[at - size + 1 : at + 1][::-1] != tail[:size]
         length = int(differs.argmax())
@@ -89,15 +95,15 @@ class IndexedTokens:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether every place is in the chains that can be."""
+        """Whether the chains hold all places that have a following token."""
         return self._indexed >= self._end - 1
 
     def index(self, most: int) -> None:
-        """Add at most so many places to the chains; the last token's is never one, as nothing is behind it."""
+        """Add at most `most` places to the chains; the last token is never added, because nothing follows it."""
         if len(self._before) < len(self._held):
             self._make_chains()
         end = min(self._end - 1, self._indexed + most)
-        if end - self._indexed <= _FEW:
+        if end - self._indexed <= _MAX_LOOPED_PLACES:
             held = self._held
             for at in range(self._indexed, end):
                 bucket = self._bucket(int(held[at - 2]), int(held[at - 1]), int(held[at]))
@@ -108,15 +114,15 @@ class IndexedTokens:
         self._indexed = max(self._indexed, end)
 
     def _make_chains(self) -> None:
-        """Chains for a text of this room; a longer one begins them again, each time twice as long."""
+        """Make empty chains for the capacity of the text. They are made again whenever the capacity doubles."""
         bits = max(10, len(self._held).bit_length() + 1)
         self._shift = 32 - bits
         self._heads = np.full(1 << bits, -1, dtype=np.int32)
         self._before = np.full(len(self._held), -1, dtype=np.int32)
-        self._indexed = LEAST - 1
+        self._indexed = MIN_MATCH_TOKENS - 1
 
     def _add(self, begin: int, end: int) -> None:
-        """The places of one piece: each after the one before it with the same hash."""
+        """Add a range of places, each linked to the place before it with the same hash."""
         held = self._held[begin - 2 : end].astype(np.uint64)
         mixed = held[:-2] * _PRIMES[2] + held[1:-1] * _PRIMES[1] + held[2:] * _PRIMES[0]
         buckets: npt.NDArray[np.uint64] = (mixed & np.uint64(_MASK)) >> np.uint64(self._shift)

@@ -1,7 +1,7 @@
-"""Lookup: the text behind the newest tokens' longest match in what is known already.
+"""Lookup: drafts are the tokens after the longest earlier match of a row's newest tokens.
 
-What a model writes often stands before: in the prompt that it edits, in its own output, in what the client predicts, or
-in the answers to requests before. Finding it needs no model and no memory to speak of.
+Models often repeat text: of a prompt that they edit, of their own output, of the client's prediction, or of answers to
+earlier requests. A search needs no model and little memory.
 """
 
 from collections import OrderedDict
@@ -12,19 +12,26 @@ from typing import Final
 
 import numpy as np
 
-from worker.speculation.text_sources.indexed_text import BREAK, LEAST, REACH, IndexedTokens, Tokens
+from worker.speculation.text_sources.indexed_text import (
+    BREAK,
+    MAX_MATCH_TOKENS,
+    MIN_MATCH_TOKENS,
+    IndexedTokens,
+    Tokens,
+)
 
-# Of outputs before, tokens that are kept for each salt, and salts: with its index, one takes half a megabyte, and any
-# client may name salts.
+# Maximum number of tokens of earlier outputs for each salt, and of salts. A salt takes half a megabyte with its index,
+# and clients choose salts freely.
 HISTORY_TOKENS: Final = 1 << 14
 HISTORY_SALTS: Final = 64
-_KEPT_TOKENS: Final = HISTORY_TOKENS * 3 // 4
-# Tokens of the prompt kept before an output, so that its beginning can be found.
-_LEAD: Final = 8
+# Tokens that are left when a history is full: it is cut rarely, because the rest must be indexed again.
+_CUT_HISTORY_TOKENS: Final = HISTORY_TOKENS * 3 // 4
+# Number of prompt tokens that are kept before an output, so that its beginning can be found.
+_PROMPT_TAIL_TOKENS: Final = 8
 
 
 class DraftSource(StrEnum):
-    """Text or model that a draft is from."""
+    """Source of a draft: a text or a model."""
 
     LOOKUP = "lookup"
     PREDICTION = "prediction"
@@ -40,7 +47,7 @@ class DraftSource(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class LookupGuess:
-    """A draft, the text that it is from, and how many tokens before it matched."""
+    """Draft with its source, and the number of matching tokens before it."""
 
     tokens: list[int]
     source: DraftSource
@@ -48,7 +55,7 @@ class LookupGuess:
 
 
 class Lookup:
-    """One row's text: what its client predicts, then prompt and output so far."""
+    """Text of one row: the client's prediction, then the prompt and the output so far."""
 
     def __init__(self, tokens: Tokens, prediction: Sequence[int]) -> None:
         self._predicted = len(prediction) + 1 if prediction else 0
@@ -56,25 +63,25 @@ class Lookup:
         self._held = IndexedTokens(np.concatenate([before, tokens]) if prediction else tokens)
 
     def index(self, most: int) -> bool:
-        """Make places of the text known, at most so many at once; whether all of them are."""
+        """Index at most `most` places of the text; return whether all are indexed."""
         self._held.index(most)
         return self._held.is_indexed
 
     @property
     def text(self) -> Tokens:
-        """Prompt and output."""
+        """Prompt and output so far."""
         return self._held.tokens[self._predicted :]
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._held.extend(list(tokens))
 
     def shorten(self) -> None:
-        """Take the newest token back."""
+        """Remove the newest token."""
         self._held.shorten()
 
     def guess(self, most: int, history: IndexedTokens) -> LookupGuess | None:
-        """At most so many tokens that may follow: as many as matched before them."""
-        tail = self.text[-REACH:]
+        """Return at most `most` tokens that may follow, and no more than matched before them."""
+        tail = self.text[-MAX_MATCH_TOKENS:]
         at, match = self._held.longest(tail)
         if at >= 0:
             source = DraftSource.PREDICTION if at < self._predicted else DraftSource.LOOKUP
@@ -84,7 +91,7 @@ class Lookup:
 
 
 class OutputHistory:
-    """Outputs of the requests that have ended, each salt's apart: no tenant learns of another's by its speed."""
+    """Outputs of ended requests, separate for each salt, so that timing reveals nothing about other tenants."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, IndexedTokens] = OrderedDict()
@@ -94,15 +101,15 @@ class OutputHistory:
         return self._held.get(salt, self._none)
 
     def add(self, salt: str, text: Tokens, output: int) -> None:
-        """Keep the last `output` tokens of a text."""
-        if output < LEAST:
+        """Add the last `output` tokens of a text."""
+        if output < MIN_MATCH_TOKENS:
             return
-        tail = text[-(output + _LEAD) :][-HISTORY_TOKENS // 2 :]
+        tail = text[-(output + _PROMPT_TAIL_TOKENS) :][-HISTORY_TOKENS // 2 :]
         held = self._held.pop(salt, None) or IndexedTokens(self._none.tokens)
         held.extend([BREAK])
         held.extend(tail)
-        if len(held) > HISTORY_TOKENS:  # a part goes at once, for what is left is indexed again
-            held = IndexedTokens(held.tokens[-_KEPT_TOKENS:])
+        if len(held) > HISTORY_TOKENS:
+            held = IndexedTokens(held.tokens[-_CUT_HISTORY_TOKENS:])
         self._held[salt] = held
         if len(self._held) > HISTORY_SALTS:
             self._held.popitem(last=False)
@@ -110,7 +117,7 @@ class OutputHistory:
 
 def _guess(held: Tokens, at: int, match: int, most: int, source: DraftSource) -> LookupGuess | None:
     count = min(most, match)
-    # A copy may run into what it is writing.
+    # A draft may reach the end of the text, where it repeats its own beginning.
     period = len(held) - 1 - at
     tokens = [int(held[at + 1 + step % period]) for step in range(count)]
     if BREAK in tokens:

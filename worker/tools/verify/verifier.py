@@ -17,10 +17,9 @@ from worker.model.lora.adapters import adapters_of
 from worker.prompt.intake import Intake
 from worker.prompt.sparse_limits import SparseLimits
 from worker.speculation.drafter import Proposer
-from worker.speculation.policy.eager import EagerDrafts
-from worker.speculation.policy.noisy import NoisyDrafts
 from worker.tools.verify.comparison import compare, likelihoods
 from worker.tools.verify.engine_session import EngineSession, VerifiedOutput
+from worker.tools.verify.trial_drafters import EagerDrafts, NoisyDrafts
 from worker.tools.verify.trial_requests import (
     CROWD,
     CROWD_OUTPUT,

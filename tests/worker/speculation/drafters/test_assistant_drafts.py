@@ -21,8 +21,8 @@ from worker.kv.quantized import KvForm, set_kv_form
 from worker.model.loader import LoadedModel
 from worker.speculation.drafters.assistant_drafts import Assistant, AssistantDrafts
 from worker.speculation.drafters.proposers import attach_draft
-from worker.speculation.policy.eager import EagerDrafts
 from worker.start.checked_model import load_checked
+from worker.tools.verify.trial_drafters import EagerDrafts
 
 COUNT = 4
 

@@ -23,8 +23,8 @@ from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.speculation.drafters.block_drafts import BlockDrafts
 from worker.speculation.drafters.block_head import BlockHead
-from worker.speculation.policy.eager import EagerDrafts
 from worker.start.checked_model import load_checked
+from worker.tools.verify.trial_drafters import EagerDrafts
 
 COUNT = 6
 

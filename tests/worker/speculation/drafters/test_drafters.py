@@ -17,8 +17,8 @@ from tests.worker.engine.test_exact import requests, tokens
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.speculation.drafters.eagle_head import EagleHead
-from worker.speculation.policy.eager import EagerDrafts
 from worker.start.checked_model import load_checked
+from worker.tools.verify.trial_drafters import EagerDrafts
 
 
 @pytest.fixture(scope="module")

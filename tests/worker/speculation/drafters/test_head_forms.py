@@ -22,8 +22,8 @@ from tests.worker.engine.test_exact import requests, tokens
 from worker.model.loader import LoadedModel
 from worker.speculation.drafters.head_forms import FORMS
 from worker.speculation.drafters.stored_head import NoHead, load_head
-from worker.speculation.policy.eager import EagerDrafts
 from worker.start.checked_model import load_checked
+from worker.tools.verify.trial_drafters import EagerDrafts
 
 CONFIGURATIONS = json.loads((Path(__file__).parents[3] / "support" / "architectures.json").read_text())
 SIZE = 64

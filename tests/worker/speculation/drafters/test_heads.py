@@ -15,7 +15,7 @@ from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.model.loader import LoadedModel
 from worker.speculation.drafters.head_drafts import HeadDrafts
-from worker.speculation.policy.eager import EagerDrafts
+from worker.tools.verify.trial_drafters import EagerDrafts
 
 # How much the target's layers add to what the head copies.
 DAMPING = {"qwen3": 0.12, "qwen3_5": 0.4, "qwen3_next": 0.4}

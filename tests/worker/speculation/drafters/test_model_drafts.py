@@ -19,8 +19,8 @@ from tests.worker.engine.test_exact import requests, tokens
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.speculation.drafters.model_drafts import MAX_SHARED_TOKENS, MAX_SHARED_TOTAL_TOKENS, ModelDrafts
-from worker.speculation.policy.eager import EagerDrafts
 from worker.start.checked_model import load_checked
+from worker.tools.verify.trial_drafters import EagerDrafts
 
 
 @pytest.fixture(scope="module")

@@ -69,9 +69,9 @@ def test_the_tokens_that_were_right_are_counted_by_source_and_place(row: Drafted
 def test_a_prediction_is_told_apart(row: Drafted) -> None:
     speculator = followed(row, [1, 2, 3], Drafting(prediction=tuple(TEXT)))
     generate(speculator, row, [*TEXT[:30], 7], cost=0.0)
-    drafted, accepted = row.draft.take_spent()
+    drafted, accepted = row.draft.take_prediction_counts()
     assert 15 < accepted <= drafted
-    assert row.draft.take_spent() == (0, 0), "since it was asked last"
+    assert row.draft.take_prediction_counts() == (0, 0), "since it was asked last"
 
 
 @pytest.mark.parametrize(("most", "longest"), [(0, 0), (2, 2)])

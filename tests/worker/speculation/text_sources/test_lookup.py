@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.speculation.text_sources.indexed_text import REACH, IndexedTokens
+from worker.speculation.text_sources.indexed_text import MAX_MATCH_TOKENS, IndexedTokens
 from worker.speculation.text_sources.lookup import (
     HISTORY_SALTS,
     HISTORY_TOKENS,
@@ -112,7 +112,7 @@ def test_any_draft_follows_a_match_of_its_length_at_least(tokens: list[int], mos
 
 def longest(tokens: list[int]) -> tuple[int, int]:
     """As `IndexedTokens.longest`, by looking everywhere."""
-    tail = tokens[-REACH:]
+    tail = tokens[-MAX_MATCH_TOKENS:]
     best, place = 0, -1
     for at in range(len(tokens) - 2, 1, -1):
         length = 0
