@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 import mlx.core as mx
 import numpy as np
 
-from worker.attention.kernel import GROUP, Keep
+from worker.attention.kernel import GROUP, LayerKV
 from worker.attention.kernel_text import CHAINS, SPLIT, SUMMERS, TILE
 
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
@@ -15,7 +15,7 @@ _NONE: Final = np.float32(-1e30)
 
 def tiled(
     queries: mx.array,
-    kv: Keep,
+    kv: LayerKV,
     lengths: mx.array,
     end: int,
     scale: float,
@@ -105,7 +105,7 @@ def _added(parts: Sequence[Part]) -> Part:
 
 def plain(
     queries: mx.array,
-    kv: Keep,
+    kv: LayerKV,
     lengths: mx.array,
     _end: int,
     scale: float,

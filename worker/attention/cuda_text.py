@@ -1,8 +1,8 @@
-"""The attention kernels' words and tile products in CUDA: matrix units of 16 by 8 numbers, since compute capability 8.
+"""Words and tile products of the attention kernels in CUDA, for matrix units of 16 by 8 numbers (compute capability 8).
 
-A `Word` is what a lane gives to the matrix units at once: two numbers of 16 bits, or one of 32. A product of tiles
-takes eight words of a row; which eight is free as long as both sides agree, so each lane loads words that are
-neighbours in memory. Numbers of 32 bits are multiplied as sums of two of tf32, which keeps 21 bits of them.
+A `Word` is one operand of a lane: two numbers of 16 bits, or one of 32. A product of tiles takes eight words of a row,
+in any order that is the same on both sides; so each lane loads words that are adjacent in memory. Numbers of 32 bits
+are multiplied as sums of two tf32 numbers, which keeps 21 bits of the mantissa.
 """
 
 from typing import Final
@@ -35,7 +35,7 @@ HEADER: Final = r"""
 
 typedef unsigned int Word;
 
-// A[16, 8 words] x B[8 words, 8] is added to C[16, 8].
+// Adds A[16, 8 words] x B[8 words, 8] to C[16, 8].
 __device__ inline void tile_product(float& c0, float& c1, float& c2, float& c3, const Word (&a)[4], Word b0, Word b1,
                                     __nv_bfloat16) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -80,7 +80,7 @@ __device__ inline Word pair(float one, float other, __half) {
 
 __device__ inline Word pair(float one, float, float) { return __float_as_uint(one); }
 
-// COUNT words that lie side by side, aligned to all of them up to 16 bytes.
+// Loads COUNT adjacent words, aligned to their size, at most to 16 bytes.
 template <int COUNT>
 __device__ inline void load_words(Word* to, const void* from) {
   if constexpr (COUNT % 4 == 0) {
@@ -107,8 +107,8 @@ __device__ inline void load_words(Word* to, const void* from) {
   }
 }
 
-// COUNT numbers of a slot as they lie in memory: as words, or codes of BITS bits, whose groups of 64 have a scale and a
-// bias. They are computed when they are needed.
+// COUNT numbers of a slot as in memory: words, or codes of BITS bits with a scale and a bias per group of 64, which are
+// dequantized when they are used.
 template <typename T, int D, int BITS, int COUNT>
 struct Numbers {
   static constexpr int PER_WORD = 4 / int(sizeof(T));
@@ -116,7 +116,7 @@ struct Numbers {
   Word held[BITS == 0 ? COUNT / PER_WORD : CODED];
   T scale, bias;
 
-  // Of a slot of the row and head whose first is `place`.
+  // Loads from a slot; `place` is the first slot of its row and head.
   __device__ inline void load(const void* from, const T* scales, const T* biases, long place, int slot, int at) {
     if constexpr (BITS == 0) {
       load_words<COUNT / PER_WORD>(held, reinterpret_cast<const T*>(from) + place * D + (slot * D + at));
@@ -141,13 +141,13 @@ struct Numbers {
   }
 
   __device__ inline float number(int at) const {
-    // 2^23 + code is a float whose last bits are the code's.
+    // The last bits of the float 2^23 + code are the code.
     const Word code = held[at * BITS / 32] >> (at * BITS % 32) & ((1u << BITS) - 1);
     return fmaf(__uint_as_float(code | 0x4b000000u) - 8388608.0f, float(scale), float(bias));
   }
 };
 
-// Words of a row that a lane has of each run of a row: so many steps, two words each, lie side by side.
+// Partition of a row into runs: in each, a lane has WORDS adjacent words, two per step of the product.
 template <typename T, int D>
 struct Runs {
   static constexpr int STEPS_OF_ROW = STEPS(T, D);
@@ -156,7 +156,7 @@ struct Runs {
   static constexpr int NUMBERS = WORDS * 4 / int(sizeof(T));
 };
 
-// Of one step, the words that each lane multiplies with: `own` has four a lane for each step.
+// Stores the four words of each lane for one step of the product.
 template <typename T, int D, typename P>
 __device__ inline void stage_queries(float* own, P q, int begin, int queries, int step, int lane) {
   using R = Runs<T, D>;
@@ -186,7 +186,7 @@ struct Keys {
   __device__ inline void load(P k, const T* scales, const T* biases, long place, int slot, int end, int lane) {
     UNROLL
     for (int f = 0; f < 2; ++f) {
-      // Behind the last slot stands that slot again, for nobody to see: loads that need no branch all begin at once.
+      // Slots after the last repeat it, and the mask hides them: loads without a branch all begin at once.
       const int own = min(slot + f * 8 + lane / 4, end - 1);
       UNROLL
       for (int run = 0; run < R::COUNT; ++run) {
@@ -215,7 +215,7 @@ struct Values {
   static constexpr int PER_WORD = 4 / int(sizeof(T));
   static constexpr int W = RUN(D);
   static constexpr int COUNT = D / 8 / W;
-  // Of slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, where t is the lane's place among four.
+  // Numbers of slots 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, where t is the lane's index among four.
   Numbers<T, D, BITS, W> numbers[4][COUNT];
 
   template <typename P>

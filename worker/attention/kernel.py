@@ -1,4 +1,4 @@
-"""Attention of rows with lengths of their own, on KV that lies in their caches: the kernels and how they are called."""
+"""Attention kernels for rows of unequal lengths, which read KV directly from the rows' caches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ import mlx.core as mx
 from worker.attention import cuda_text, metal_text
 from worker.attention.kernel_text import (
     CHAINS,
+    COMMON,
     SPLIT,
     SPLIT_BODY,
     SPLIT_INPUTS,
@@ -19,22 +20,22 @@ from worker.attention.kernel_text import (
     SUM_INPUTS,
     SUM_OUTPUTS,
     SUMMERS,
-    header,
-    written,
+    source,
 )
 
-# New tokens of a row, at most.
+# Maximum number of new tokens of a row.
 TOKENS_MAX: Final = 16
+# Sizes of heads, and types of numbers.
 DIMS: Final = (64, 80, 96, 128, 192, 256)
 TYPES: Final = (mx.bfloat16, mx.float16, mx.float32)
-# Of codes: their bits, and how many numbers share a scale.
+# Bits of quantized numbers, and how many of them share a scale and a bias.
 BITS: Final = (8, 4)
 GROUP: Final = 64
 
 
 @dataclass(slots=True, frozen=True)
-class Keep:
-    """KV of a layer: `[rows, kv heads, room, dim]`, or codes, scales and biases of `bits` bits a number."""
+class LayerKV:
+    """KV of a layer, each `[rows, kv heads, slots, dim]`, or the codes, scales and biases of `bits` bits per number."""
 
     keys: Sequence[mx.array]
     values: Sequence[mx.array]
@@ -42,12 +43,12 @@ class Keep:
 
 
 Attend = Callable[..., mx.array]
-"""Attention as `attend` computes it."""
+"""Function with the parameters and result of `attend`."""
 
 
 @dataclass(slots=True, frozen=True)
-class _Language:
-    """A language's kernels, and the rows of a tile of queries."""
+class _Kernels:
+    """Compiled kernels of this machine's GPU, and the number of queries in a tile."""
 
     split: Callable[..., Any]
     sum: Callable[..., Any]
@@ -56,23 +57,26 @@ class _Language:
 
 def attend(
     queries: mx.array,
-    kv: Keep,
+    kv: LayerKV,
     lengths: mx.array,
     end: int,
     scale: float,
     window: int = 0,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention `[rows, heads, tokens, dim]` of new tokens whose KV is in its slots: token i of row r sees slots up to
-    `lengths[r] + i`, of a `window` the newest so many. `end` is at least the slots that are seen of the longest row."""
-    language = _language()
+    """Compute attention `[rows, heads, tokens, dim]` of new tokens whose KV is in its slots.
+
+    Token i of row r attends to slots up to `lengths[r] + i`, with a `window` only to the newest ones. `end` is at least
+    the number of slots of the longest row. Raises `RuntimeError` without a GPU.
+    """
+    kernels = _kernels()
     rows, heads, tokens, dim = queries.shape
     kv_heads, room = kv.keys[0].shape[1:3]
-    splits = -(-min(end, room) // SPLIT)
-    tiles = -(-(heads // kv_heads * tokens) // language.query_rows)
-    numbers, queried = _numbers(scale * math.log2(math.e), window), heads // kv_heads * tokens
+    splits, queries_per_head = -(-min(end, room) // SPLIT), heads // kv_heads * tokens
+    tiles = -(-queries_per_head // kernels.query_rows)
+    numbers = _numbers(scale * math.log2(math.e), window)
     template: list[tuple[str, Any]] = [("T", queries.dtype), ("D", dim)]
-    sums, stats = language.split(
+    sums, stats = kernels.split(
         inputs=[
             queries, kv.keys[0], kv.values[0],
             *(kv.keys[1:] if kv.bits else (queries, queries)), *(kv.values[1:] if kv.bits else (queries, queries)),
@@ -81,10 +85,10 @@ def attend(
         template=[*template, ("BITS", kv.bits)],
         grid=(splits * tiles * CHAINS * 32, kv_heads, rows),
         threadgroup=(CHAINS * 32, 1, 1),
-        output_shapes=[(rows, kv_heads, splits, queried, dim), (rows, kv_heads, splits, queried, 2)],
+        output_shapes=[(rows, kv_heads, splits, queries_per_head, dim), (rows, kv_heads, splits, queries_per_head, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )  # fmt: skip
-    out: mx.array = language.sum(
+    out: mx.array = kernels.sum(
         inputs=[sums, stats, queries, queries if sinks is None else sinks, lengths, numbers],
         template=[*template, ("HAS_SINKS", sinks is not None)],
         grid=(tokens * SUMMERS * 32, heads, rows),
@@ -96,19 +100,18 @@ def attend(
 
 
 @cache
-def _language() -> _Language:
-    """Of this machine's GPU. Raises `RuntimeError` where there is none."""
+def _kernels() -> _Kernels:
+    """Compile the kernels for this machine's GPU. Raises `RuntimeError` without one."""
     if mx.default_device() != mx.gpu:
         raise RuntimeError("there is no GPU")
     is_cuda = mx.cuda.is_available()
     table, make = (cuda_text, mx.fast.cuda_kernel) if is_cuda else (metal_text, mx.fast.metal_kernel)
 
     def kernel(name: str, inputs: Sequence[str], outputs: Sequence[str], body: Any, opening: str) -> Callable[..., Any]:
-        made: Any = make(name, inputs, outputs, written(body, table.WORDS), opening)
-        return made
+        return make(name, inputs, outputs, source(body, table.WORDS), opening)
 
-    return _Language(
-        kernel("ragged_split", SPLIT_INPUTS, SPLIT_OUTPUTS, SPLIT_BODY, header(table.HEADER)),
+    return _Kernels(
+        kernel("ragged_split", SPLIT_INPUTS, SPLIT_OUTPUTS, SPLIT_BODY, COMMON + table.HEADER),
         kernel("ragged_sum", SUM_INPUTS, SUM_OUTPUTS, SUM_BODY, ""),
         int(table.WORDS["query_rows"]),
     )
@@ -116,6 +119,6 @@ def _language() -> _Language:
 
 @cache
 def _numbers(*numbers: float) -> mx.array:
-    made = mx.array(numbers, dtype=mx.float32)
-    mx.eval(made)
-    return made
+    array = mx.array(numbers, dtype=mx.float32)
+    mx.eval(array)
+    return array

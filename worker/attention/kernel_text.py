@@ -1,22 +1,23 @@
-"""Text of the attention kernels, which CUDA and Metal share: split-KV attention of rows with lengths of their own.
+"""Source of the attention kernels, shared by CUDA and Metal: split-KV attention of rows of unequal lengths.
 
-First pass: a block has one row, one KV head, one split of `SPLIT` slots, and a tile of queries. A query is a head of
-the KV head's group at one of the row's new tokens. Each of the block's `CHAINS` warps takes every fourth 16 slots of
-the split, with a softmax of its own that is corrected as it goes; then the warps' sums are added in order.
-Second pass: the splits' sums are added, again by chains in a fixed order, with the sink. Where a sum is cut depends on
-slots alone: not on the other rows, their number, the length of the longest, or how many tokens are new.
+First pass: a block computes one row, one KV head, one split of `SPLIT` slots, and one tile of queries. A query is a
+head of the KV head's group at one of the row's new tokens. Each of the block's `CHAINS` warps takes every fourth tile
+of slots of the split, with its own online softmax; then the sums of the warps are added in order.
+Second pass: the sums of the splits are added, also by warps in a fixed order, with the sink. The boundaries of sums
+depend only on slots: not on the other rows, their number, the longest length, or the number of new tokens. So a row has
+the same bits in any batch.
 
-What differs between the two languages is a table of words, and a header with the products of small tiles, which go
-through the matrix units of each: of 16 by 8 numbers in CUDA, 8 by 8 in Metal. A lane holds in both the same part of
-their results: `HELD` rows, and of each 8 columns two neighbours. Dimensions are in an order that suits loads: column n
-of fragment f is dimension `f / W * 8 * W + n * W + f % W`, so what a lane needs of a row lies in runs of `W` numbers.
+The languages differ in a table of words, and in a header with the products of small tiles, which use the matrix units:
+16 by 8 numbers in CUDA, 8 by 8 in Metal. In both, a lane holds the same part of their results: `HELD` rows, and two
+adjacent columns of every 8. Dimensions are ordered for loads: column n of fragment f is dimension
+`f / W * 8 * W + n * W + f % W`, so a lane reads a row in runs of `W` numbers.
 """
 
 from collections.abc import Mapping
 from string import Template
 from typing import Final
 
-# Slots of a split: a warp's work is a quarter of them, in tiles of 16.
+# Slots of a split, warps of a block, and slots of a tile.
 SPLIT: Final = 512
 CHAINS: Final = 4
 TILE: Final = 16
@@ -28,7 +29,7 @@ SPLIT_OUTPUTS: Final = ("sums", "stats")
 SUM_INPUTS: Final = ("sums", "stats", "q", "sinks", "lengths", "numbers")
 SUM_OUTPUTS: Final = ("out",)
 
-_COMMON: Final = """
+COMMON: Final = """
 #define RUN(D) ((D) % 64 == 0 ? 8 : (D) % 32 == 0 ? 4 : 2)
 """
 
@@ -37,7 +38,7 @@ SPLIT_BODY: Final = Template("""
   constexpr int HELD = QT / 8;
   constexpr int FRAGMENTS = D / 8;
   constexpr int W = RUN(D);
-  // Fragments of a sum that all chains put into shared memory at once.
+  // Fragments of a sum that fit into shared memory at once, for all chains.
   constexpr int ROUND = 16;
   constexpr float NONE = -1e30f;
   $shared float kept[$chains * HELD * ROUND * 64];
@@ -52,13 +53,13 @@ SPLIT_BODY: Final = Template("""
   const int tokens = q_shape[2];
   const int room = k_shape[2];
   const int queries = q_shape[1] / kv_heads * tokens;
-  // Tiles of the same split are neighbours: what one has loaded is near when the others ask for it.
+  // Tiles of the same split are adjacent blocks, so that they share loads through the cache.
   const int tiles = (queries + QT - 1) / QT;
   const int split = int($block.x) / tiles;
   const int splits = int($blocks.x) / tiles;
   const int begin = int($block.x) % tiles * QT;
   const int split_begin = split * $split;
-  // Token i of the row sees slots up to `length + i`, of a window the newest. [first, end) are seen by at least one.
+  // Token i of the row attends to slots up to `length + i`, or to the window's; some token attends to [first, end).
   const int length = lengths[row];
   const int window = int(numbers[1]);
   const int end = min(length + tokens, room);
@@ -97,7 +98,7 @@ SPLIT_BODY: Final = Template("""
     Values<T, D, BITS> values;
     keys.load(k, k_scales, k_biases, place * room, slot, end, lane);
     values.load(v, v_scales, v_biases, place * room, slot, end, lane);
-    // Else compilers put off loads until their numbers are needed, one wait after the other.
+    // Without this, compilers delay each load until its numbers are needed, and the warp waits for each.
     $all_loads_begin;
     float scores[HELD][2][2] = {};
     keys.multiply(scores, kept, lane);
@@ -183,7 +184,7 @@ SPLIT_BODY: Final = Template("""
       }
     }
     $barrier;
-    // Each warp adds every fourth run of the chains' sums, and writes it.
+    // Each warp adds and writes every fourth run of the chains' sums.
     const int runs = min(ROUND, FRAGMENTS - base) / W;
     for (int part = chain; part < HELD * runs * 2; part += $chains) {
       const int h = part / (runs * 2);
@@ -285,12 +286,7 @@ SUM_BODY: Final = Template("""
 """)
 
 
-def header(language: str) -> str:
-    """What stands before a kernel in a language, whose own part is given."""
-    return _COMMON + language
-
-
-def written(body: Template, words: Mapping[str, str]) -> str:
-    """The text of a kernel in a language. Raises `KeyError` for a word that it lacks."""
+def source(body: Template, words: Mapping[str, str]) -> str:
+    """Return the source of a kernel in a language. Raises `KeyError` for a word that the language lacks."""
     sizes = {"split": SPLIT, "chains": CHAINS, "tile": TILE, "summers": SUMMERS}
     return body.substitute(words, **{name: str(size) for name, size in sizes.items()})

@@ -1,4 +1,4 @@
-"""The attention kernels' words and tile products in Metal: matrix units of 8 by 8 numbers, all of them floats."""
+"""Words and tile products of the attention kernels in Metal, whose matrix units multiply 8 by 8 floats."""
 
 from typing import Final
 
@@ -29,7 +29,7 @@ using namespace metal;
 #define STEPS(T, D) ((D) / 8)
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-// A[8, 8] x B[8, 8] is added to C[8, 8]; of each a lane has two neighbours of a row.
+// Adds A[8, 8] x B[8, 8] to C[8, 8]. A lane holds two adjacent numbers of a row of each matrix.
 inline void tile_product(thread float (&c)[2], float2 a, float2 b) {
   simdgroup_float8x8 left, right, sum;
   reinterpret_cast<thread float2&>(left.thread_elements()) = a;
@@ -41,7 +41,7 @@ inline void tile_product(thread float (&c)[2], float2 a, float2 b) {
   c[1] = result.y;
 }
 
-// COUNT numbers of a slot from number `at` on; of codes of BITS bits, in groups of 64, they are computed.
+// Loads COUNT numbers of a slot from number `at` on, and dequantizes codes of BITS bits, in groups of 64.
 template <typename T, int D, int BITS, int COUNT, typename P, typename S>
 inline void load_numbers(thread T* to, P from, S scales, S biases, long slot, int at) {
   if (BITS == 0) {
@@ -62,7 +62,7 @@ inline void load_numbers(thread T* to, P from, S scales, S biases, long slot, in
   }
 }
 
-// Of one step, the two numbers that each lane multiplies with.
+// Stores the two numbers of each lane for one step of the product.
 template <typename T, int D, typename P>
 inline void stage_queries(threadgroup float* own, P q, int begin, int queries, int step, int lane) {
   constexpr int W = RUN(D);
@@ -76,7 +76,7 @@ inline void stage_queries(threadgroup float* own, P q, int begin, int queries, i
 
 template <typename T, int D, int BITS>
 struct Keys {
-  // Of slots COLUMN and COLUMN + 1 of each 8.
+  // Numbers of slots COLUMN and COLUMN + 1 of every 8.
   T numbers[2][2][D / 8];
 
   template <typename P, typename S>
@@ -86,7 +86,7 @@ struct Keys {
     for (int f = 0; f < 2; ++f) {
       UNROLL
       for (int c = 0; c < 2; ++c) {
-        // Behind the last slot stands that slot again, for nobody to see.
+        // Slots after the last repeat it; the mask hides them.
         const int own = min(slot + f * 8 + COLUMN(lane) + c, end - 1);
         UNROLL
         for (int run = 0; run < D / 8 / W; ++run) {
@@ -111,7 +111,7 @@ struct Keys {
 
 template <typename T, int D, int BITS>
 struct Values {
-  // Of slot ROW of each 8, two runs of each 8.
+  // Two of every 8 runs of slot ROW of every 8.
   T numbers[2][D / 8 / RUN(D)][2 * RUN(D)];
 
   template <typename P, typename S>

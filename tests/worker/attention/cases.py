@@ -6,13 +6,13 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from worker.attention.kernel import GROUP, Keep
+from worker.attention.kernel import GROUP, LayerKV
 
 
 @dataclass(slots=True, frozen=True)
 class Rows:
     queries: mx.array
-    kv: Keep
+    kv: LayerKV
     lengths: mx.array
     end: int
     scale: float
@@ -23,7 +23,7 @@ class Rows:
         keys, values = ([array[at : at + 1] for array in arrays] for arrays in (self.kv.keys, self.kv.values))
         length = self.lengths[at : at + 1]
         end = cast(int, length.item()) + self.queries.shape[2]
-        return Rows(self.queries[at : at + 1], Keep(keys, values, self.kv.bits), length, end, self.scale, self.sinks)
+        return Rows(self.queries[at : at + 1], LayerKV(keys, values, self.kv.bits), length, end, self.scale, self.sinks)
 
     def token(self, at: int) -> "Rows":
         """One of each row's new tokens alone, behind those before it."""
@@ -50,7 +50,7 @@ def rows(
     )
     sinks = numbers(heads) if has_sinks else None
     return Rows(
-        queries, Keep(keys, values, bits), mx.array(lengths, dtype=mx.int32), max(lengths) + tokens, dim**-0.5, sinks
+        queries, LayerKV(keys, values, bits), mx.array(lengths, dtype=mx.int32), max(lengths) + tokens, dim**-0.5, sinks
     )
 
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from worker.attention import cuda_text, metal_text
-from worker.attention.kernel import Keep
-from worker.attention.kernel_text import CHAINS, SPLIT, SPLIT_BODY, SUM_BODY, SUMMERS, header, written
+from worker.attention.kernel import LayerKV
+from worker.attention.kernel_text import CHAINS, COMMON, SPLIT, SPLIT_BODY, SUM_BODY, SUMMERS, source
 
 HERE: Final = Path(__file__).parent
 _NAMES: Final = {"bfloat16": "BFloat", "float16": "Half", "float32": "float"}
@@ -65,20 +65,20 @@ def build(folder: Path, language: str, dtype: str, dim: int, bits: int, has_sink
     own = own.replace(" thread {", " {")
     words = table.WORDS | {"shared": "static"}
     program = _PROGRAM % {
-        "machine": f"{language}_machine.h", "header": header(own), "T": _NAMES[dtype], "D": dim, "BITS": bits,
+        "machine": f"{language}_machine.h", "header": COMMON + own, "T": _NAMES[dtype], "D": dim, "BITS": bits,
         "KV": "uint32_t" if bits else _NAMES[dtype], "HAS_SINKS": str(has_sinks).lower(),
-        "split": written(SPLIT_BODY, words), "sum": written(SUM_BODY, words), "sum_threads": SUMMERS * 32,
+        "split": source(SPLIT_BODY, words), "sum": source(SUM_BODY, words), "sum_threads": SUMMERS * 32,
     }  # fmt: skip
     name = f"{language}-{dtype}-{dim}-{bits}-{has_sinks}"
-    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    source.write_text(program)
+    file, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    file.write_text(program)
     options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", f"-I{HERE}"]
-    subprocess.run(["g++", *options, "-o", str(library), str(source)], check=True)
+    subprocess.run(["g++", *options, "-o", str(library), str(file)], check=True)
     return ctypes.CDLL(str(library))
 
 
 def run(
-    library: ctypes.CDLL, language: str, queries: mx.array, kv: Keep, lengths: mx.array, end: int, scale: float,
+    library: ctypes.CDLL, language: str, queries: mx.array, kv: LayerKV, lengths: mx.array, end: int, scale: float,
     window: int = 0, sinks: mx.array | None = None,
 ) -> mx.array:  # fmt: skip
     """What `attend` computes."""

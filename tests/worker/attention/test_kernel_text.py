@@ -13,7 +13,7 @@ from tests.support.tiled_attention import plain
 from tests.worker.attention.cases import Rows, deviation, rows
 from tests.worker.attention.run_text import build, run
 from worker.attention import cuda_text, metal_text
-from worker.attention.kernel_text import SPLIT_BODY, SUM_BODY, written
+from worker.attention.kernel_text import SPLIT_BODY, SUM_BODY, source
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 TABLES: Final = {"cuda": cuda_text, "metal": metal_text}
@@ -23,7 +23,7 @@ LIMITS: Final = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 @pytest.mark.parametrize("body", [SPLIT_BODY, SUM_BODY])
 def test_both_languages_have_the_same_loops_and_meetings(body: object) -> None:
-    texts = [written(body, table.WORDS) for table in TABLES.values()]  # pyright: ignore[reportArgumentType]
+    texts = [source(body, table.WORDS) for table in TABLES.values()]  # pyright: ignore[reportArgumentType]
     assert cuda_text.WORDS.keys() == metal_text.WORDS.keys()
     assert not any("$" in text for text in texts)
     loops = [re.findall(r"for \(.*?\) \{", text) for text in texts]

@@ -13,7 +13,7 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
 from tests.support.tiled_attention import tiled
-from worker.attention.kernel import Keep
+from worker.attention.kernel import LayerKV
 from worker.engine.load_checks.self_check import choose
 from worker.model.loader import load
 
@@ -26,7 +26,7 @@ class Counted:
     def __init__(self) -> None:
         self.calls: list[tuple[int, tuple[int, ...]]] = []
 
-    def __call__(self, queries: mx.array, kv: Keep, lengths: mx.array, *others: Any) -> mx.array:
+    def __call__(self, queries: mx.array, kv: LayerKV, lengths: mx.array, *others: Any) -> mx.array:
         self.calls.append((queries.shape[2], tuple(lengths.tolist())))  # pyright: ignore[reportArgumentType]
         return tiled(queries, kv, lengths, *others)
 
@@ -80,7 +80,7 @@ def test_without_a_gpu_attention_is_mlx_s(wide: Callable[[str], Path]) -> None:
 def test_a_kernel_that_is_wrong_is_not_used(architecture: str, wide: Callable[[str], Path]) -> None:
     """As one that leaves out the last slot of a row."""
 
-    def short(queries: mx.array, kv: Keep, lengths: mx.array, *others: Any) -> mx.array:
+    def short(queries: mx.array, kv: LayerKV, lengths: mx.array, *others: Any) -> mx.array:
         return tiled(queries, kv, mx.maximum(lengths - 1, 0), *others)
 
     loaded = load(spec(wide(architecture)), nothing)
@@ -90,7 +90,7 @@ def test_a_kernel_that_is_wrong_is_not_used(architecture: str, wide: Callable[[s
 
 
 def test_a_kernel_that_sums_by_the_rows_beside_a_row_is_not_used(wide: Callable[[str], Path]) -> None:
-    def uneven(queries: mx.array, kv: Keep, lengths: mx.array, *others: Any) -> mx.array:
+    def uneven(queries: mx.array, kv: LayerKV, lengths: mx.array, *others: Any) -> mx.array:
         return tiled(queries, kv, lengths, *others) * (1 + 1e-5 * (len(lengths) - 1))
 
     plan = choose(load(spec(wide("qwen3")), nothing).model, IDS, "auto", attend=uneven)

@@ -194,7 +194,7 @@ class _Check:
         if not join(self._model, switch):
             return "mlx, because its attention has another form in mlx-lm"
         try:
-            with switch.look() as met:
+            with switch.record_forms() as met:
                 expected = self._run(lane, [self._prompts], _WHOLE)
             if not met:
                 return "mlx, because there is no kernel for its heads or caches"
