@@ -1,1 +1,1 @@
-"""One process per loaded model: tokenize, schedule, batch on MLX, detokenize, parse."""
+"""Worker: one process per loaded model, which tokenizes, schedules, batches on MLX, detokenizes and parses."""

@@ -1,4 +1,4 @@
-"""`python -P -m worker NAME --epoch N --spec -`, with the specification on standard input."""
+"""Command `python -P -m worker NAME --epoch N --spec -`, with the specification on standard input."""
 
 import sys
 

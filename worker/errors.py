@@ -14,11 +14,11 @@ from typing import Final
 from protocol.failures import Code, ExitStatus, Failure
 from worker.output.encodable import encodable
 
-# In the text of an exception of MLX: the device failed, and its state is unknown.
+# Parts of the messages of MLX's exceptions after which the state of the device is unknown.
 GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
-# Likewise: a rank of the group was lost, and a second collective would wait forever.
+# Parts of the messages after which another rank is lost, and a second collective would wait forever.
 FABRIC_FAULTS: Final = ("[ring]", "[nccl]", "[jaccl]", "[distributed]")
-# Memory could not be had for this, and may be for less.
+# Parts of the messages of failed allocations, after which a smaller one may succeed.
 NO_MEMORY: Final = (
     "[metal::malloc]", "Unable to allocate", "Insufficient Memory", "OutOfMemory", "out of memory", "Resource limit",
 )  # fmt: skip
@@ -37,13 +37,13 @@ def is_fabric_fault(error: BaseException) -> bool:
 
 
 class WorkerError(Exception):
-    """Carries the failure that the gateway is told."""
+    """Error with the failure that is sent to the gateway."""
 
     def __init__(
         self, code: Code, message: str, *, detail: str = "", param: str | None = None, numbers: tuple[int, ...] = ()
     ) -> None:
         super().__init__(message)
-        # A message may quote what a client or a model wrote.
+        # A message may quote text of a client or a model, which may hold half a surrogate pair.
         self.failure = Failure(code, encodable(message), encodable(detail), param, numbers)
 
 
@@ -76,8 +76,10 @@ class PartnerLost(StepFailed):
 
 @contextmanager
 def foreign_code(explain: Callable[[Exception], Exception], *passed: type[Exception]) -> Generator[None]:
-    """The boundary to code of every architecture and its files, which may raise anything: `explain` says what it is
-    here. Errors of ours, and those that are `passed`, go through."""
+    """Translate errors of the code inside, which may be any architecture's and raise anything, with `explain`.
+
+    A `WorkerError` and the types in `passed` are not translated.
+    """
     try:
         yield
     except (WorkerError, *passed):
@@ -87,6 +89,6 @@ def foreign_code(explain: Callable[[Exception], Exception], *passed: type[Except
 
 
 def cannot_run(error: Exception) -> LoadFailed:
-    """The failure of a model whose first pass raised `error`."""
+    """Return the failure of a model whose first pass raised `error`."""
     code = Code.OUT_OF_MEMORY if is_allocation_failure(error) else Code.MODEL_UNSUPPORTED
     return LoadFailed(code, f"the model cannot be run: {type(error).__name__}: {str(error).partition(chr(10))[0]}")

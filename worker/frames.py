@@ -1,4 +1,4 @@
-"""Frames of the messages that a worker sends: one that cannot be sent as it is ends one request, never the worker."""
+"""Frames of a worker's messages. A message that cannot be sent ends its request, never the worker."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -20,21 +20,21 @@ _TOO_LARGE: Final = Failure(Code.INVALID_REQUEST, "the answer is too large to be
 
 
 class MessageEncoder:
-    """Encodes messages, on the sending thread alone.
+    """Encoder of messages, owned by the sending thread.
 
-    Half a surrogate becomes a question mark. A message above `limit` bytes is an error of the requests in it: a step is
-    split, an answer is `Rejected`, and a sequence ends with an ERROR delta, after which `abort` stops it.
+    Half a surrogate pair becomes a question mark. A message of more than `limit` bytes is an error of its requests: a
+    step is split, an answer becomes `Rejected`, and a sequence ends with an ERROR delta and is stopped by `abort`.
     """
 
     def __init__(self, gauges: Gauges, abort: Callable[[Abort], None], limit: int = codec.MAX_FRAME_BYTES) -> None:
         self._gauges = gauges
         self._abort = abort
         self._limit = limit
-        # Sequences that were ended here and whose own end is still to come.
+        # Sequences that were ended here, until the engine ends them.
         self._ended: set[int] = set()
 
-    def of(self, message: Up) -> Iterator[bytes]:
-        """The frames that say `message`, in order."""
+    def encode(self, message: Up) -> Iterator[bytes]:
+        """Yield the frames of a message, in order."""
         if self._ended and isinstance(message, Step):
             message = self._without_ended(message)
         frame = self._encode(message)
@@ -44,8 +44,8 @@ class MessageEncoder:
         match message:
             case Step(deltas=[_, _, *_] as deltas):
                 middle = len(deltas) // 2
-                yield from self.of(structs.replace(message, deltas=deltas[:middle], stats=None))
-                yield from self.of(structs.replace(message, deltas=deltas[middle:]))
+                yield from self.encode(structs.replace(message, deltas=deltas[:middle], stats=None))
+                yield from self.encode(structs.replace(message, deltas=deltas[middle:]))
             case Step(deltas=[delta]):
                 yield codec.encode(structs.replace(message, deltas=[self._end(delta)]))
             case Tokenized(rid) | Rejected(rid):
@@ -54,7 +54,7 @@ class MessageEncoder:
                 log.error("the message belongs to no request and was dropped")
 
     def _encode(self, message: Up) -> bytes | None:
-        """None for what is too large, or no message even when all of its text is."""
+        """Return the frame of a message, with repaired text if necessary; None if it cannot be sent."""
         try:
             try:
                 frame = codec.encode(message)
@@ -71,7 +71,7 @@ class MessageEncoder:
         return frame
 
     def _end(self, delta: Delta) -> Delta:
-        """The end of a sequence whose output cannot be sent."""
+        """Return the last delta of a sequence whose output cannot be sent."""
         if delta.finish is None:
             self._ended.add(delta.rid)
             self._abort(Abort((delta.rid,), "too large"))

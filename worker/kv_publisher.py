@@ -1,8 +1,8 @@
-"""Publisher of a prefix cache's events over ZeroMQ, in the form that vLLM has: `[topic, sequence, batch]` by PUB, and a
-ROUTER that replays from a sequence number on what a subscriber has missed.
+"""Publisher of a prefix cache's events over ZeroMQ, in vLLM's format.
 
-The batch is msgpack `[time, events]`; the sequence has eight bytes, the most significant first. A replay is asked for
-with `[sequence]`, answered with a message for each batch, and ended by one of sequence -1.
+A PUB socket sends `[topic, sequence, batch]`. A batch is msgpack `[time, events]`; a sequence number has eight bytes,
+big-endian. A subscriber that has missed batches sends `[sequence]` to a ROUTER socket, which replays all batches from
+that number on and ends with the sequence number -1.
 """
 
 import logging
@@ -22,21 +22,21 @@ from worker.prefix_cache.block_events import Event
 
 log = logging.getLogger("mlxd.worker")
 
-# Batches that are kept for a replay, and their bytes: with its end, a replay is less than a socket holds for a client.
-KEPT: Final = 8192
-KEPT_BYTES: Final = 64 << 20
-LOOK_S: Final = 0.1
-# The worker before this one may still be ending.
-BIND_S: Final = 10.0
-END: Final = (-1).to_bytes(8, signed=True)
+# Maximum number of batches kept for replays, and of their bytes. A replay fits the send queue of a socket.
+MAX_REPLAY_BATCHES: Final = 8192
+MAX_REPLAY_BYTES: Final = 64 << 20
+POLL_S: Final = 0.1
+# The previous worker may still hold the address.
+BIND_TIMEOUT_S: Final = 10.0
+END_SEQUENCE: Final = (-1).to_bytes(8, signed=True)
 
 
 class CannotPublish(Exception):
-    """An address that cannot be listened on."""
+    """Raised if an address cannot be bound."""
 
 
 class KvPublisher:
-    """Publishes on a thread of its own. `put` may be called by one other thread."""
+    """Publisher with its own thread. `put` may be called from one other thread."""
 
     def __init__(self, endpoint: str, replay: str = "", topic: str = "") -> None:
         """Raises `CannotPublish`."""
@@ -57,12 +57,12 @@ class KvPublisher:
             self._waiting.put(events)
 
     def close(self) -> None:
-        """Publish what waits, and end."""
+        """Publish the queued events, then end the thread."""
         self._waiting.put(None)
-        self._thread.join(LOOK_S * 20)
+        self._thread.join(POLL_S * 20)
 
     def _bound(self, bind: Callable[[zmq.Context[Any], str], Any], address: str) -> Any:
-        end = time.monotonic() + BIND_S
+        end = time.monotonic() + BIND_TIMEOUT_S
         while True:
             try:
                 return bind(self._context, address)
@@ -70,7 +70,7 @@ class KvPublisher:
                 if time.monotonic() > end or error.errno != zmq.EADDRINUSE:
                     self._context.destroy(linger=0)
                     raise CannotPublish(f"kv_events: {address}: {error.strerror}") from None
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
     def _run(self) -> None:
         try:
@@ -84,9 +84,9 @@ class KvPublisher:
             self._context.destroy(linger=1000)
 
     def _publish_waiting(self) -> bool:
-        """Publish all that waits, or what comes first; False at the end."""
+        """Publish the queued events, or wait for the first; return False if the publisher was closed."""
         with suppress(Empty):
-            events = self._waiting.get(timeout=None if self._replays is None else LOOK_S)
+            events = self._waiting.get(timeout=None if self._replays is None else POLL_S)
             while events is not None:
                 self._publish(events)
                 events = self._waiting.get_nowait()
@@ -98,12 +98,12 @@ class KvPublisher:
         self._next += 1
         self._kept.append((sequence, batch))
         self._kept_bytes += len(batch)
-        while len(self._kept) > KEPT or self._kept_bytes > KEPT_BYTES:
+        while len(self._kept) > MAX_REPLAY_BATCHES or self._kept_bytes > MAX_REPLAY_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
         self._events.send_multipart([self._topic, sequence, batch])
 
     def _replay(self, replays: Any) -> None:
-        """Answer one client that has missed something: what is new comes before the next. Anything else is dropped."""
+        """Answer one replay request, if there is any; new events are published before the next. Others are dropped."""
         if not replays.poll(0):
             return
         client, *parts = replays.recv_multipart()
@@ -113,4 +113,4 @@ class KvPublisher:
         for sequence, batch in self._kept:
             if int.from_bytes(sequence) >= begin:
                 replays.send_multipart([client, b"", sequence, batch])
-        replays.send_multipart([client, b"", END, b""])
+        replays.send_multipart([client, b"", END_SEQUENCE, b""])

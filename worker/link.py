@@ -1,4 +1,4 @@
-"""The worker's side of the sockets: one thread that receives, one that sends."""
+"""Link of a worker to the gateway: a thread that receives, and one that sends."""
 
 import faulthandler
 import logging
@@ -46,9 +46,9 @@ Control = Abort | Drain | Shutdown | SetMemory | SetPace | SetAdapters
 
 
 class GatewayLink:
-    """Speaks for the worker from before the model is loaded until after it is gone.
+    """Link that is open from before the model is loaded until after it is freed.
 
-    `on_control` is called on the receiving thread with what the engine must know; `on_question` with new requests.
+    The receiving thread calls `on_control` with commands for the engine, and `on_question` with new requests.
     """
 
     def __init__(self, spec: WorkerSpec, gauges: Gauges) -> None:
@@ -58,12 +58,12 @@ class GatewayLink:
         self._outbox: SimpleQueue[Up | None] = SimpleQueue()
         self._frames = MessageEncoder(gauges, lambda abort: self.on_control(abort))
         self._is_closing = threading.Event()
-        # This worker was asked to end, and does.
+        # Set once the worker was ordered to end.
         self.is_stopped = False
         self._ready: Ready | None = None
         self._state = "loading"
         self._mlx_version = ""
-        # Of the gateway that knows this worker.
+        # Identifier of the gateway process to which this worker has sent its state.
         self._boot: int | None = None
         self.on_question: Callable[[Question], None] = self._reject_loading
         self.on_control: Callable[[Control], None] = self._control_while_loading
@@ -88,7 +88,7 @@ class GatewayLink:
         self.send(ready)
 
     def announce_adapters(self, change: AdaptersSet) -> None:
-        """Tell the gateway, and a later one in `Ready`, which adapters there are now."""
+        """Send the changed adapters to the gateway, and to a later gateway in `Ready`."""
         if self._ready is not None:
             self._ready = replace(self._ready, adapters=change.adapters, weights_bytes=change.weights_bytes)
         self.send(change)
@@ -98,7 +98,7 @@ class GatewayLink:
         self.on_control(order)
 
     def close(self) -> None:
-        """Send what is queued, then stop both threads."""
+        """Send queued messages, then stop both threads."""
         self._is_closing.set()
         self._outbox.put(None)
         for thread in self._threads:
@@ -146,7 +146,7 @@ class GatewayLink:
             case Dump():
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
             case Welcome(boot=boot):
-                # Also the first one: the gateway that this worker was started by may be gone already.
+                # Even the first gateway may be another one than that which started this worker.
                 if boot != self._boot:
                     self._boot = boot
                     self._introduce()
@@ -160,7 +160,7 @@ class GatewayLink:
             log.warning("unknown log level %r", level)
 
     def _introduce(self) -> None:
-        """Tell a restarted gateway who is here."""
+        """Send this worker's state to a gateway that does not know it."""
         self.send(self._hello())
         if self._ready is not None:
             self.send(self._ready)
@@ -176,20 +176,20 @@ class GatewayLink:
     def _control_while_loading(self, message: Control) -> None:
         match message:
             case Shutdown():
-                os._exit(ExitStatus.OK)  # the main thread may be deep in native code
+                os._exit(ExitStatus.OK)  # the main thread may be in native code
             case Drain():
                 self.send(Drained(self._spec.epoch, 0))  # nothing has been accepted yet
             case Abort() | SetMemory() | SetPace() | SetAdapters():
-                pass  # the gateway tells those that are ready what they may take, their pace and their adapters
+                pass  # the gateway sends these again to a worker that is ready
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def _transmit(self) -> None:
         socket = sockets.connect_push(self._context, self._spec.up)
         while (message := self._outbox.get()) is not None:
-            for frame in self._frames.of(message):
+            for frame in self._frames.encode(message):
                 while not _try_send(socket, frame):
-                    if self._is_closing.is_set():  # no reader will ever take it
+                    if self._is_closing.is_set():  # there is no reader any more
                         socket.close(linger=0)
                         return
         socket.close()

@@ -1,4 +1,4 @@
-"""A worker's life: introduce, load, warm up, serve, leave with a status that says why."""
+"""Main function of a worker: it loads, warms up, serves, and exits with a status that gives the reason."""
 
 import argparse
 import faulthandler
@@ -22,6 +22,7 @@ from protocol.kinds import AUDIO, TEXT
 from protocol.spec import WorkerSpec, read_spec
 from protocol.to_worker import Shutdown
 from worker.engine.gauges import Gauges
+from worker.errors import LoadFailed, PartnerLost, RequestInvalid, WorkerError
 from worker.link import GatewayLink
 
 if TYPE_CHECKING:
@@ -31,12 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxd.worker")
 
-# A grammar can take seconds to compile; one that does must not hold up the others.
-_COMPILERS = 2
-
-# MLX's CUDA build raises when a cache has missed some hundreds of times since the process began: attention has an entry
-# for each number of rows, of tokens, and of tokens before them, and a daemon sees them all.
-_MISSES_RAISE: Final = "MLX_ENABLE_CACHE_THRASHING_CHECK"
+# A grammar can take seconds to compile, and must not block the others.
+_COMPILER_THREADS: Final = 2
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     is_over_ssh = options.over_ssh is not None
     if is_over_ssh and options.over_ssh != __version__:
-        # Before the specification is read, whose fields may be of that version.
+        # The specification may have fields of that version, so it is not read.
         print(f"ERROR mlxd is {__version__} here and {options.over_ssh} at rank 0: install the same", file=sys.stderr)
         return ExitStatus.INCOMPATIBLE
     try:
@@ -66,8 +63,6 @@ def main(argv: list[str] | None = None) -> int:
         return ExitStatus.BAD_CONFIG
     if is_over_ssh:
         threading.Thread(target=_end_with_input, name="ssh", daemon=True).start()
-    # Read by MLX at its first attention: plans of cuDNN that are kept, each of which takes some 45 ms to build.
-    os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")
     _prepare_process(spec)
     if spec.rank is not None and spec.rank.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = spec.rank.gpu
@@ -80,13 +75,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _end(status: int) -> int:
-    """End at once: what is left of a group's steps may wait for another rank forever."""
+    """End the process at once: unfinished collectives of a group may wait for another rank forever."""
     sys.stderr.flush()
     os._exit(status)
 
 
 def _end_with_input() -> None:
-    """End the process with its standard input, which is its ssh connection: nobody else ends it on this machine."""
+    """End the process when its standard input ends, which is its ssh connection: nothing else on this host ends it."""
     with suppress(OSError):
         while os.read(sys.stdin.fileno(), 4096):
             pass
@@ -107,27 +102,30 @@ def _prepare_process(spec: WorkerSpec) -> None:
     faulthandler.enable()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
     log.setLevel(spec.log_level.upper())
-    # A worker never goes to the network, and never forks while tokenizers' threads run.
+    # A worker never uses the network, and never forks while threads of tokenizers run.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault(_MISSES_RAISE, "0")
+    # MLX's CUDA build keeps cuDNN plans of attention, which take 45 ms to build, for each number of rows, of tokens and
+    # of cached tokens. It raises after some hundreds of misses unless the check is disabled.
+    os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")
+    os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 
 class WorkerMain:
-    """Wires link, intake and engine together. The main thread is the engine's."""
+    """Connection of link, intake and engine. The engine runs on the main thread."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._gauges = Gauges()
         self._link = GatewayLink(spec, self._gauges)
-        # Of a group, which this process leads.
+        # The coordinator of the group, if the model has one.
         self._lead: Coordinator | None = None
-        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compiler")
+        self._compilers = ThreadPoolExecutor(_COMPILER_THREADS, thread_name_prefix="compiler")
 
     def run(self) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Until the model is loaded there is nothing to save, and the main thread may be deep in native code.
+        # There is nothing to save before the model is loaded, and the main thread may be in native code.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._link.start()
         self._link.send(Loading(self._spec.epoch, "import"))
@@ -135,14 +133,13 @@ class WorkerMain:
             return self._load_and_serve()
         finally:
             self._link.close()
-            # Python ends when its pools have done all that waits: grammars in vain, beside the model's memory.
+            # Python would wait for the pool's queue at exit, with the model still in memory.
             self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _load_and_serve(self) -> int:
-        # Imported here so that the gateway hears from this process before the second that these take.
+        # These imports take a second, after the first message to the gateway.
         from worker.embedding.load_model import kind_of_spec
         from worker.engine.loop import Engine
-        from worker.errors import LoadFailed, PartnerLost, WorkerError
         from worker.jobs.turn_loop import TurnLoop
         from worker.model import memory
 
@@ -190,14 +187,12 @@ class WorkerMain:
 
     @contextmanager
     def _refusing(self, rid: int) -> Generator[None]:
-        """Whatever goes wrong inside is the end of one request."""
-        from worker.errors import RequestInvalid
-
+        """Reject a request if the code inside raises."""
         try:
             yield
         except RequestInvalid as error:
             self._link.send(Rejected(rid, error.failure))
-        except BaseException as error:  # one request must never take the thread down, nor may a panic in Rust
+        except BaseException as error:  # no error of a request may end the thread, not even a panic in Rust
             log.exception("request %d could not be prepared", rid)
             self._link.send(Rejected(rid, Failure(Code.INTERNAL, "the request could not be prepared", repr(error))))
 
@@ -205,13 +200,13 @@ class WorkerMain:
         self._link.send(Loading(self._spec.epoch, stage, done_bytes, total_bytes))
 
     def _lose(self, failure: Failure, status: int) -> None:
-        """End the process from a thread of its group: the main thread may wait for another rank forever."""
+        """End the process from the group's watch thread: the main thread may wait for another rank forever."""
         ends_with = self._leave_group(failure, ExitStatus(status))
         self._link.close()
         os._exit(ends_with)
 
     def _leave_group(self, failure: Failure, status: ExitStatus) -> int:
-        """Another rank is gone, which is no failure once this one was asked to stop."""
+        """Leave after another rank was lost, which is no failure once this worker was ordered to stop."""
         if self._link.is_stopped:
             return self._leave("asked to stop", None, ExitStatus.OK)
         return self._leave("the group is lost", failure, status)

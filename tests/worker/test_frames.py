@@ -24,7 +24,7 @@ class Sender:
         self._frames = MessageEncoder(self.gauges, self.aborts.append, LIMIT)
 
     def send(self, message: Up) -> list[Up]:
-        frames = list(self._frames.of(message))
+        frames = list(self._frames.encode(message))
         assert all(len(frame) <= LIMIT for frame in frames)
         return [codec.decode_up(frame) for frame in frames]
 

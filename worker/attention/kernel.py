@@ -108,7 +108,8 @@ def _kernels() -> _Kernels:
     table, make = (cuda_text, mx.fast.cuda_kernel) if is_cuda else (metal_text, mx.fast.metal_kernel)
 
     def kernel(name: str, inputs: Sequence[str], outputs: Sequence[str], body: Any, opening: str) -> Callable[..., Any]:
-        return make(name, inputs, outputs, source(body, table.WORDS), opening)
+        compiled: Any = make(name, inputs, outputs, source(body, table.WORDS), opening)
+        return compiled
 
     return _Kernels(
         kernel("ragged_split", SPLIT_INPUTS, SPLIT_OUTPUTS, SPLIT_BODY, COMMON + table.HEADER),

@@ -12,7 +12,7 @@ import zmq
 from tests.support.caches import filled, layout
 from tests.support.scale import patient
 from worker import kv_publisher
-from worker.kv_publisher import END, CannotPublish, KvPublisher
+from worker.kv_publisher import END_SEQUENCE, CannotPublish, KvPublisher
 from worker.prefix_cache import block_events
 from worker.prefix_cache.block_events import (
     BLOCK,
@@ -162,7 +162,7 @@ def test_events_are_published_in_order_and_replayed_to_those_who_missed_them() -
             while True:
                 assert asker.poll(patient(10) * 1000)
                 _, sequence, batch = asker.recv_multipart()
-                if sequence == END:
+                if sequence == END_SEQUENCE:
                     break
                 replayed.append((int.from_bytes(sequence), msgspec.msgpack.decode(batch)[1]))
         assert replayed == [
@@ -183,7 +183,7 @@ def test_events_are_published_in_order_and_replayed_to_those_who_missed_them() -
 
 
 def test_batches_for_replays_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_publisher, "KEPT_BYTES", 3000)
+    monkeypatch.setattr(kv_publisher, "MAX_REPLAY_BYTES", 3000)
     endpoint, replay = free_address(), free_address()
     publisher = KvPublisher(endpoint, replay)
     context = zmq.Context()
@@ -199,7 +199,7 @@ def test_batches_for_replays_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatc
             while True:
                 assert asker.poll(patient(10) * 1000)
                 _, sequence, _ = asker.recv_multipart()
-                if sequence == END:
+                if sequence == END_SEQUENCE:
                     break
                 kept.append(int.from_bytes(sequence))
         assert kept == [7, 8, 9]
