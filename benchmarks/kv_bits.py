@@ -218,7 +218,7 @@ def _generate(loaded: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
             return ""
 
     layout = KvLayout.of(lambda: make_caches(loaded.model))
-    batch = Batch(loaded.model, loaded.eos_ids, PrefixCache(layout, 0), loaded.plan.lane)
+    batch = Batch(loaded.model, loaded.eos_ids, PrefixCache(layout, 0), loaded.plan.mode)
     said = [_Said() for _ in prompts]
     waiting = list(range(len(prompts)))
     while waiting or len(batch):

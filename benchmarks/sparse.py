@@ -79,7 +79,7 @@ def _first(model: Any, vocab: int, length: int, kept: "SelectedTokens | None") -
     batch.insert(row)
     tokens: list[int] = []
     while not tokens:
-        tokens = [token.id for token in batch.step(CHUNK, rides=False).tokens]
+        tokens = [token.id for token in batch.step(CHUNK, is_fused=False).tokens]
     batch.close()
     return tokens[0]
 

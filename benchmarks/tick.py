@@ -136,12 +136,12 @@ class Loop:
         from worker.prefix_cache.prefix import PrefixCache
 
         self.batch = Batch(model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(model)), 0))
-        self._policy = ChunkPolicy(512, can_ride=way == AFTER)
+        self._policy = ChunkPolicy(512, can_fuse=way == AFTER)
 
     def tick(self) -> "list[Token]":
         batch = self.batch
         chunk = self._policy.chunk(batch.prefilling, batch.decoding, batch.longest_prefill)
-        tick = batch.step(chunk.tokens, rides=chunk.rides)
+        tick = batch.step(chunk.tokens, is_fused=chunk.is_fused)
         for timed in tick.timed:
             self._policy.observe(timed)
         return tick.tokens
@@ -156,7 +156,7 @@ class Loop:
                 self.tick()
             row = row_of(STREAMS, length, 2, vocab)
             self.batch.insert(row)
-            while row.member is not None:
+            while row.sequence is not None:
                 self.tick()
         for row in rows:
             self.batch.remove(row)
@@ -236,14 +236,14 @@ def _step_times(step: Callable[[], object], count: int) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def _members(model: Any, vocab: int, count: int, context: int, is_equal: bool) -> Any:
+def _sequences(model: Any, vocab: int, count: int, context: int, is_equal: bool) -> Any:
     """Rows with random KV."""
     import mlx.core as mx
     from mlx_lm.generate import StopSequences
     from mlx_lm.models.cache import KVCache
 
-    from worker.engine.batch_sequence import BatchSequences
-    from worker.engine.row import Member
+    from worker.engine.row import BatchSequence
+    from worker.engine.sequence_group import SequenceGroup
     from worker.kv import batched
     from worker.sampling.sampler import Draws
 
@@ -264,11 +264,11 @@ def _members(model: Any, vocab: int, count: int, context: int, is_equal: bool) -
     for layer in layers:
         layer.lengths = first
     rows = [row_of(at, 0, 1 << 20, vocab) for at in range(len(lengths))]
-    members = [
-        Member(row, [[row.rid % vocab]], [], [0] * length, Draws(row.sampling), (), StopSequences().matcher())
+    sequences = [
+        BatchSequence(row, [[row.rid % vocab]], [], [0] * length, Draws(row.sampling), (), StopSequences().matcher())
         for row, length in zip(rows, lengths, strict=True)
     ]
-    return BatchSequences(members, layers)
+    return SequenceGroup(sequences, layers)
 
 
 def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is_equal: bool) -> Any:
@@ -281,7 +281,7 @@ def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is
             return is_pair
 
     batch = Forced(model, RowSampler(), Drafter())
-    batch.join(_members(model, vocab, rows, context, is_equal))
+    batch.join(_sequences(model, vocab, rows, context, is_equal))
     return batch
 
 
@@ -291,11 +291,11 @@ def _verifying(model: Any, vocab: int, rows: int, context: int, is_equal: bool) 
     from worker.engine.forward import ForwardPart, forward
     from worker.kv import batched
 
-    held = _members(model, vocab, rows, context, is_equal)
+    held = _sequences(model, vocab, rows, context, is_equal)
     tokens = mx.random.randint(0, vocab, (rows, BLOCK))
 
     def step() -> None:
-        mx.eval(mx.argmax(forward(model, ForwardPart(held.members, tokens, held.caches, [BLOCK] * rows)), axis=-1))
+        mx.eval(mx.argmax(forward(model, ForwardPart(held.sequences, tokens, held.caches, [BLOCK] * rows)), axis=-1))
         batched.rewind(held.caches, [BLOCK - 1] * rows)
 
     return step

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from protocol.stats import StatusStats
 
@@ -76,8 +76,8 @@ class ModelStatus(StatusStats, frozen=True):
     is_gated: bool = False
     is_waiting: bool = False
     # How rows share a forward pass, and what had to be given up for exact tokens, with the reason.
-    lane: str = ""
-    lane_reason: str = ""
+    batch_mode: str = field(default="", name="lane")
+    batch_mode_reason: str = field(default="", name="lane_reason")
     # Of one that is loaded: what its prompts may hold beside text, bytes of its towers, and why it takes no more.
     modalities: tuple[str, ...] = ()
     tower_bytes: int = 0

@@ -69,8 +69,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     has_chat_template: bool = True
     # Batch mode of rows: `together`, `equal` or `single`; empty from older workers. An empty reason means no
     # limitation.
-    lane: str = ""
-    lane_reason: str = ""
+    batch_mode: str = ""
+    batch_mode_reason: str = ""
     modalities: tuple[str, ...] = ()
     # None for a model without towers, and from older workers.
     media: MediaInfo | None = None

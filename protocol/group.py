@@ -75,7 +75,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=16):
     """Operation: start a new batch without rows, with a new prefix cache of `cache_bytes`."""
 
-    lane: str
+    batch_mode: str
     cache_bytes: int
     needs_checkpoints: bool
 
@@ -147,7 +147,7 @@ class TickPlan(msgspec.Struct, frozen=True, array_like=True, tag=4):
     crc: int
     ops: list[Op] = []
     chunk: int = 0
-    rides: bool = True
+    is_fused: bool = True
 
 
 class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -68,7 +68,7 @@ class AudioInfo(msgspec.Struct, frozen=True, array_like=True):
     is set if the voice must be described.
     """
 
-    hears: bool = False
+    transcribes: bool = False
     translates: bool = False
     has_words: bool = False
     speaks: bool = False

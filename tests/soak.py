@@ -1,4 +1,4 @@
-"""`make soak`: is every architecture that mlx-lm has served exactly, in the lane that the self-check gives it?
+"""`make soak`: is every architecture that mlx-lm has served exactly, in the mode that the self-check gives it?
 
 Builds each as a tiny random model and runs all checks of `worker.tools.verify` on it. Prints the table of
 docs/models.md; `--write` puts it there. Not a part of `make test`: it takes a quarter of an hour.
@@ -45,7 +45,7 @@ DRIFT: Final = 5e-3
 _BEGIN: Final = "<!-- make soak: begin -->"
 _END: Final = "<!-- make soak: end -->"
 _HEAD: Final = (
-    "| architecture | caches | lane | batched | chunks | memory | disk | preempted | resumed | drafts | drift "
+    "| architecture | caches | mode | batched | chunks | memory | disk | preempted | resumed | drafts | drift "
     "| self-check |"
 )
 
@@ -55,7 +55,7 @@ class Row(msgspec.Struct, frozen=True):
 
     name: str
     caches: str = ""
-    lane: str = ""
+    mode: str = ""
     checks: tuple[str, ...] = ()
     drift: float = 0.0
     check_ms: float = 0.0
@@ -68,7 +68,7 @@ class Row(msgspec.Struct, frozen=True):
     def line(self) -> str:
         if self.failed:
             return f"| {self.name} | {self.failed} |||||||||||"
-        cells = (self.name, self.caches, self.lane, *self.checks, f"{self.drift:.0e}", f"{self.check_ms:.0f} ms")
+        cells = (self.name, self.caches, self.mode, *self.checks, f"{self.drift:.0e}", f"{self.check_ms:.0f} ms")
         return f"| {' | '.join(cells)} |"
 
 
@@ -95,8 +95,8 @@ def examine(name: str) -> Row:
         loaded = LoadedModel(model, tokenizer, Path(folder), kind, VOCAB, CONTEXT, (2,), 0, plan)
         checks = list(Verifier(loaded, spec(Path(folder)), TOKENS, WORDS).checks())
     told = tuple("-" if check.is_skipped else "yes" if check.is_good else "no" for check in checks[1:])
-    lane = str(plan.lane) if plan.reuses_prefixes else f"{plan.lane}, no prefixes"
-    return Row(name, ", ".join(caches), lane, told, max(check.drift for check in checks), check_ms)
+    mode = str(plan.mode) if plan.reuses_prefixes else f"{plan.mode}, no prefixes"
+    return Row(name, ", ".join(caches), mode, told, max(check.drift for check in checks), check_ms)
 
 
 def examine_apart(name: str) -> Row:

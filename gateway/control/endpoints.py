@@ -134,7 +134,7 @@ def _of_ready(ready: Ready | None, model: ModelConfig) -> dict[str, Any]:
         "tower_bytes": media.tower_bytes if media else 0,
         "media_reason": media.reason if media else "",
         "dimensions": embedding.dimensions if embedding else 0,
-    } | _carried(ready, ("weights_bytes", "lane", "lane_reason", "modalities", "speculation", "attention"))
+    } | _carried(ready, ("weights_bytes", "batch_mode", "batch_mode_reason", "modalities", "speculation", "attention"))
 
 
 def _group(view: WorkerView) -> GroupStatus | None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gateway.control_types import DaemonStatus, ModelStatus, Speeds
 
@@ -32,8 +32,8 @@ class ModelSample(Struct, frozen=True):
     cache_hit_rate: float | None
     # `loaded` is the progress of a load, from 0 to 1.
     loaded: float
-    # `lane_reason` is the reason for a slower batch mode, which keeps results exact; empty for the fastest.
-    lane_reason: str
+    # `batch_mode_reason` is the reason for a slower batch mode, which keeps results exact; empty for the fastest.
+    batch_mode_reason: str = field(name="lane_reason")
     # `speculation` is the state of drafting, `auto` or `off`; `draft_gain` is its measured speed-up.
     speculation: str
     drafted_tokens: int

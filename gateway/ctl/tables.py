@@ -47,7 +47,7 @@ def status(status: DaemonStatus, console: Console) -> None:
     for model in status.models:
         table.add_row(*_row(model))
     console.print(table)
-    lanes(status.models, console)
+    batch_modes(status.models, console)
     for model in status.models:
         if model.group is not None:
             ranks(model.name, model.group, console)
@@ -71,11 +71,11 @@ def ranks(name: str, group: GroupStatus, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None:
+def batch_modes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None:
     """Print lost batch modes, the state and gain of drafting, and measured speeds of models."""
     for model in models:
-        if model.lane_reason:
-            console.print(f"{model.name}: {model.lane_reason}", style="yellow", highlight=False, markup=False)
+        if model.batch_mode_reason:
+            console.print(f"{model.name}: {model.batch_mode_reason}", style="yellow", highlight=False, markup=False)
         if model.speculation.startswith(("off, ", "auto, ")):
             console.print(f"{model.name}: speculation is {model.speculation}", highlight=False, markup=False)
         if model.attention.startswith("mlx, "):

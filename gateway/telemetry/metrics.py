@@ -31,7 +31,7 @@ class ModelMetrics:
     opening: int = 0
     stats: Stats | None = None
     # How its rows share a forward pass; empty while that is not known.
-    lane: str = ""
+    batch_mode: str = ""
     state: str = "stopped"
     requests: Counter[str] = field(default_factory=Counter[str])
     finished: Counter[str] = field(default_factory=Counter[str])
@@ -232,15 +232,15 @@ class Metrics:
         if self.on_state is not None:
             self.on_state(model, numbers.state)
         if state not in ("ready", "draining"):
-            numbers.stats, numbers.lane = None, ""
+            numbers.stats, numbers.batch_mode = None, ""
 
     def load_seconds(self, model: str, s: float) -> None:
         """A load took this long, from spawn to Ready."""
         self.model(model).load.observe(s)
 
-    def lane(self, model: str, lane: str) -> None:
-        """Record the lane of a worker that is ready: how its rows share a forward pass."""
-        self.model(model).lane = lane
+    def batch_mode(self, model: str, mode: str) -> None:
+        """Record the batch mode of a worker that is ready: how its rows share a forward pass."""
+        self.model(model).batch_mode = mode
 
     def stale_message(self) -> None:
         """A message of an older epoch was dropped."""

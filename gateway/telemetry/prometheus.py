@@ -296,12 +296,12 @@ def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
     yield _gauge("num_requests_waiting_by_reason", text, ["model", "reason"], waiting)
     states = [([model, name], float(m.state == name)) for model, m in models.items() for name in STATES]
     yield _gauge("worker_state", "State of the worker: 1 for the current one.", ["model", "state"], states)
-    lanes = [([model, m.lane], 1) for model, m in models.items() if m.lane]
+    modes = [([model, m.batch_mode], 1) for model, m in models.items() if m.batch_mode]
     yield _gauge(
         "worker_lane",
         "Lane of the worker, how its rows share a forward pass: 1 for the current one.",
         ["model", "lane"],
-        lanes,
+        modes,
     )
     returned = [([model], m.returned_part) for model, m in models.items() if m.returned_part is not None]
     text = "Part of a worker's memory that the system had back within two seconds of the newest unload."

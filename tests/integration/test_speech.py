@@ -218,7 +218,7 @@ async def test_lists_and_metrics_say_what_audio_models_are(gateway: Gateway) -> 
     ready = gateway.pool.worker("speaker").ready
     assert ready is not None
     assert ready.audio is not None
-    assert (ready.audio.speaks, ready.audio.hears, ready.audio.rate) == (True, False, 400)
+    assert (ready.audio.speaks, ready.audio.transcribes, ready.audio.rate) == (True, False, 400)
     text = (await gateway.client.get("/metrics")).text
     numbers = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if "#" not in line}
     assert numbers['mlxd_audio_heard_seconds_total{model="whisper"}'] >= 1.0

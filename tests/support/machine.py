@@ -241,7 +241,7 @@ class Recorder:
         self.trims: list[str] = []
         self.recycles: list[str] = []
         self.refusals: list[str] = []
-        self.lanes: list[str] = []
+        self.modes: list[str] = []
         self.views = 0
         self.stale = self.malformed = self.resumes = self.quarantines = self.stuck_workers = self.steps = self.pongs = 0
 
@@ -260,8 +260,8 @@ class Recorder:
     def load_seconds(self, model: str, s: float) -> None:
         self.loads.append(s)
 
-    def lane(self, model: str, lane: str) -> None:
-        self.lanes.append(lane)
+    def batch_mode(self, model: str, mode: str) -> None:
+        self.modes.append(mode)
 
     def stale_message(self) -> None:
         self.stale += 1

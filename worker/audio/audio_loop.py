@@ -76,17 +76,17 @@ class AudioLoop(TurnLoop[AudioJob]):
 
     def check(self) -> None:
         """Handle commands that arrive during a turn. Raises `AudioCut` if they have ended the request."""
-        self._obey_waiting()
+        self._handle_waiting()
         self._enforce_deadlines()
         self._gauges.busy_since = time.monotonic()
-        if self._is_stopping or self._job is None or self._job.rid not in self._jobs:
+        if self._is_stopping or self._job is None or self._job.rid not in self._requests:
             raise AudioCut
 
     def _take_turn(self) -> None:
         job = self._job = self._in_turn()[0]
         began = time.monotonic()
         job.admitted = job.admitted or began
-        self._gauges.running, self._gauges.waiting = 1, len(self._jobs) - 1
+        self._gauges.running, self._gauges.waiting = 1, len(self._requests) - 1
         try:
             self._compute(job)
         except AudioCut:
@@ -121,7 +121,7 @@ class AudioLoop(TurnLoop[AudioJob]):
         if not job.is_heard:
             self._gauges.spoken_s += count / SPOKEN_RATE
         if piece.text or piece.data:
-            self._deltas.append(Delta(job.rid, text=piece.text, token_ids=piece.token_ids, data=piece.data))
+            self._outbox.add(Delta(job.rid, text=piece.text, token_ids=piece.token_ids, data=piece.data))
 
     def _recover(self, job: AudioJob, error: Exception) -> None:
         if is_gpu_fault(error) and not is_allocation_failure(error):
@@ -133,13 +133,13 @@ class AudioLoop(TurnLoop[AudioJob]):
         self._fail(job, Failure(Code.ROW_FAILED, "the request failed while it was computed", repr(error)))
 
     def _fail(self, job: AudioJob, failure: Failure) -> None:
-        if job.rid in self._jobs:
+        if job.rid in self._requests:
             self._finish(job, Finish.ERROR, failure)
 
-    def _enqueue(self, job: AudioJob) -> None:
-        super()._enqueue(job)
-        if self._jobs.get(job.rid) is not job:
-            self._let_go(job)
+    def _enqueue(self, request: AudioJob) -> None:
+        super()._enqueue(request)
+        if self._requests.get(request.rid) is not request:
+            self._let_go(request)
 
     def _ending(self, job: AudioJob, finish: Finish, failure: Failure | None) -> Delta:
         self._let_go(job)

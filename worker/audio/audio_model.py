@@ -53,7 +53,7 @@ class AudioModel:
         if self.hearer is not None:
             hearer = self.hearer
             return AudioInfo(
-                hears=True,
+                transcribes=True,
                 translates=hearer.translates,
                 has_words=hearer.has_words,
                 rate=hearer.rate,

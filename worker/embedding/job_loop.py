@@ -74,7 +74,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
         for place in group:
             place.job.admitted = place.job.admitted or now
         running = len({place.job.rid for place in group})
-        self._gauges.running, self._gauges.waiting = running, len(self._jobs) - running
+        self._gauges.running, self._gauges.waiting = running, len(self._requests) - running
         self._compute(group)
         self._gauges.step_seq += 1
 
@@ -92,7 +92,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
             sound = [is_sound and bool(row.any()) for is_sound, row in zip(sound, rows, strict=True)]
         tokens = 0
         for place, row, is_sound in zip(group, rows, sound, strict=True):
-            if place.job.rid not in self._jobs:
+            if place.job.rid not in self._requests:
                 continue
             if not is_sound and len(group) > 1:
                 # The item is computed again alone, so that the other items cannot be the cause.
@@ -106,10 +106,10 @@ class JobLoop(TurnLoop[EmbeddingJob]):
             tokens += len(place.item.ids)
         self._gauges.prompt_tokens += tokens
         for job in {place.job.rid: place.job for place in group}.values():
-            if job.rid not in self._jobs:
+            if job.rid not in self._requests:
                 continue
             if job.wants_progress:
-                self._send(Progress(job.rid, job.computed_tokens, job.tokens))
+                self._outbox.send(Progress(job.rid, job.computed_tokens, job.tokens))
             if job.is_computed:
                 self._finish(job, Finish.STOP)
 
@@ -129,7 +129,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
             self._compute(group[middle:])
             return
         job = group[0].job
-        if job.rid in self._jobs:
+        if job.rid in self._requests:
             message = "the request failed while an input was computed"
             self._finish(job, Finish.ERROR, Failure(Code.ROW_FAILED, message, repr(error)))
 

@@ -14,7 +14,7 @@ from mlx_lm.generate import StopSequences
 
 from worker.engine.decode_batch import PAIR, REFEED
 from worker.engine.generator import Generator
-from worker.engine.row import Member, Row, Token
+from worker.engine.row import BatchSequence, Row, Token
 from worker.engine.row_media import RowMedia
 from worker.engine.row_prefixes import RowPrefixes
 from worker.engine.scheduling.kv_budget import KvCost
@@ -75,7 +75,7 @@ class Batch:
         model: Any,
         eos_ids: Sequence[int],
         cache: PrefixCache,
-        lane: BatchMode = BatchMode.TOGETHER,
+        mode: BatchMode = BatchMode.TOGETHER,
         drafter: Drafter | None = None,
         vision: Vision | None = None,
         encoder: MediaEncoder | None = None,
@@ -90,26 +90,26 @@ class Batch:
         self._media = RowMedia(vision, encoder)
         # All that are in, in the order of their insertion; of these, those in prefill, and those that are out of the
         # generator while their grammar works.
-        self._members: list[Member] = []
-        self._prefilling: list[Member] = []
-        self._parked: list[Member] = []
+        self._sequences: list[BatchSequence] = []
+        self._prefilling: list[BatchSequence] = []
+        self._parked: list[BatchSequence] = []
         # Rows that have ended, with all tokens and their KV, until `settle`.
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
         # The cache has failed since the last `settle`, where ranks of a group clear theirs at the same place of a plan.
         self._must_clear = False
         self._eos_ids = tuple(eos_ids)
-        can_verify = lane is BatchMode.TOGETHER and batched.can_rewind(make_caches(model))
+        can_verify = mode is BatchMode.TOGETHER and batched.can_rewind(make_caches(model))
         self._drafter: Drafter = drafter if drafter is not None and can_verify else Drafter()
-        self._generator = Generator(model, self._sampler, lane, self._drafter)
+        self._generator = Generator(model, self._sampler, mode, self._drafter)
         self._drafter.begin(self._sampler.guess, self._generator.generating)
         self._prefixes = RowPrefixes(cache, self._generator.stream)
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._sequences)
 
     @property
     def rows(self) -> list[Row]:
-        return [member.row for member in self._members]
+        return [sequence.row for sequence in self._sequences]
 
     @property
     def prefilling(self) -> int:
@@ -118,18 +118,18 @@ class Batch:
     @property
     def longest_prefill(self) -> int:
         """Tokens that the longest prefill takes from its beginning to its end."""
-        return max((member.row.slots - member.reused for member in self._prefilling), default=0)
+        return max((sequence.row.slots - sequence.reused for sequence in self._prefilling), default=0)
 
     @property
     def context(self) -> int:
         """The most tokens that a row in prefill has computed; of rows that generate, where none is in prefill."""
         if self._prefilling:
-            return max(member.prefilled for member in self._prefilling)
-        return max((member.row.slots for member in self._members), default=0)
+            return max(sequence.prefilled for sequence in self._prefilling)
+        return max((sequence.row.slots for sequence in self._sequences), default=0)
 
     @property
     def decoding(self) -> int:
-        return len(self._members) - len(self._prefilling)
+        return len(self._sequences) - len(self._prefilling)
 
     @property
     def unread(self) -> int:
@@ -170,8 +170,8 @@ class Batch:
             return False
         tokens = row.reusable
         cached: int | None = None
-        for member in self._prefilling:
-            other = member.row
+        for sequence in self._prefilling:
+            other = sequence.row
             if other.cache_salt != row.cache_salt:
                 continue
             gain = self._prefixes.shareable(other, row.whole(common_prefix(other.keys(), tokens)), self.kv_cost)
@@ -208,25 +208,25 @@ class Batch:
         guards = [Guard(processor) for processor in (*row.processors, *own)]
         segments, marks = self._prefixes.segments(row, tokens, reused)
         draws, stops = Draws(row.sampling, len(row.output)), self._stops(row).matcher()
-        member = Member(row, segments, caches, tokens[:reused].tolist(), draws, guards, stops)
-        member.marks, member.scores = marks, scores
-        member.placement, member.longest_whole = self._media.placement(row, reused), self._media.longest_whole(row)
+        sequence = BatchSequence(row, segments, caches, tokens[:reused].tolist(), draws, guards, stops)
+        sequence.marks, sequence.scores = marks, scores
+        sequence.placement, sequence.longest_whole = self._media.placement(row, reused), self._media.longest_whole(row)
         if row.kept is not None and guards:
-            member.text = tokens[:-1].tolist()
-        self._enter(member)
-        self._drafter.add(member, tokens, row.drafting)
+            sequence.text = tokens[:-1].tolist()
+        self._enter(sequence)
+        self._drafter.add(sequence, tokens, row.drafting)
         if (branch := self._cache.branch(keys, row.cache_salt)) is not None:
-            self._drafter.follow(member, branch)
+            self._drafter.follow(sequence, branch)
         if row.rule is not None:
-            member.mask = mask or self._masks.follow(row.rule, row.output)
+            sequence.mask = mask or self._masks.follow(row.rule, row.output)
         return True
 
-    def _enter(self, member: Member) -> None:
+    def _enter(self, sequence: BatchSequence) -> None:
         """A sequence is in the batch from now on."""
-        self._generator.insert(member)
-        self._members.append(member)
-        self._prefilling.append(member)
-        member.row.member = member
+        self._generator.insert(sequence)
+        self._sequences.append(sequence)
+        self._prefilling.append(sequence)
+        sequence.row.sequence = sequence
 
     def _stops(self, row: Row) -> StopSequences:
         """Tokens that end a row."""
@@ -235,13 +235,13 @@ class Batch:
 
     def remove(self, row: Row) -> None:
         """Take a row out if it is in; what it has computed so far goes to the prefix cache."""
-        if (member := row.member) is None:
+        if (sequence := row.sequence) is None:
             return
-        if member not in self._parked:
-            tokens = self._take_out(member)
+        if sequence not in self._parked:
+            tokens = self._take_out(sequence)
             with self._keeping(row):
                 self._prefixes.persist(row, tokens)
-        self._forget(member)
+        self._forget(sequence)
 
     @contextmanager
     def _keeping(self, row: Row) -> abc.Generator[None]:
@@ -263,37 +263,37 @@ class Batch:
 
     def _store_running(self, tokens: Any, salt: str) -> None:
         """Store what running rows have in common with these tokens. Few are ever asked for it, and it costs a copy."""
-        unstored = [member for member in self._members if member.is_unstored]
+        unstored = [sequence for sequence in self._sequences if sequence.is_unstored]
         if not unstored or not self._cache.is_on:
             return
         tokens = tokens[:-1]
         head = tokens[:MIN_SHARED_TOKENS]
-        for member in unstored:
-            other = member.row
+        for sequence in unstored:
+            other = sequence.row
             if other.cache_salt != salt or not np.array_equal(other.keys()[:MIN_SHARED_TOKENS], head):
                 continue
             if common_prefix(other.keys(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
-                member.is_unstored = False
+                sequence.is_unstored = False
                 with self._keeping(other):
-                    caches, done = self._generator.extract(member)
+                    caches, done = self._generator.extract(sequence)
                     self._prefixes.keep(other, done, caches)
 
-    def _take_out(self, member: Member) -> list[int]:
+    def _take_out(self, sequence: BatchSequence) -> list[int]:
         """Take a sequence out of the generator; the tokens whose KV it leaves in the prefix cache."""
-        row, member.is_unstored = member.row, False
+        row, sequence.is_unstored = sequence.row, False
         tokens: list[int] = []
         with mx.stream(self._generator.stream):
             with self._keeping(row):
-                caches, tokens = self._generator.extract(member)
+                caches, tokens = self._generator.extract(sequence)
                 # Inside of a medium a checkpoint serves nobody, and would hide those before it.
                 is_usable = not self._cache.needs_checkpoints or row.whole(len(tokens)) == len(tokens)
                 # A row that never ran holds what it was given.
-                if len(tokens) > member.reused and is_usable:
+                if len(tokens) > sequence.reused and is_usable:
                     self._prefixes.keep(row, tokens, caches)
-            self._generator.discard([member])
+            self._generator.discard([sequence])
         return tokens
 
-    def step(self, chunk: int, *, rides: bool = True, reads: int = 0) -> StepOutput:
+    def step(self, chunk: int, *, is_fused: bool = True, reads: int = 0) -> StepOutput:
         """One decode step, and at most `chunk` prompt tokens of each prefilling row, which may ride on it.
 
         Then a model that drafts reads at most `reads` tokens.
@@ -301,58 +301,58 @@ class Batch:
         self.settle()
         self._drafter.on_tick()
         returned = self._unpark()
-        most = self._media.widened(chunk, (member.row for member in self._prefilling))
-        self._begin(most, rides=rides)
-        prompted, tokens = self._generator.run_passes(most, rides=rides, reads=reads)
+        most = self._media.widened(chunk, (sequence.row for sequence in self._prefilling))
+        self._begin(most, is_fused=is_fused)
+        prompted, tokens = self._generator.run_passes(most, is_fused=is_fused, reads=reads)
         progress: list[tuple[Row, int, int]] = []
         scored: list[tuple[Row, Scores]] = []
         scoring: list[tuple[Row, Scores]] = []
         prefilled = 0
         for part in prompted:
-            member = part.member
+            sequence = part.sequence
             if part.scores is not None:
-                scored.append((member.row, part.scores))
+                scored.append((sequence.row, part.scores))
                 continue
             prefilled += part.count
             if part.is_prompt_end:
-                self._prefilling.remove(member)
-            self._media.release(member)
-            done = member.prefilled
-            if part.is_segment_end and (member.marks is None or done in member.marks):
-                self._checkpoint(member, is_prompt_end=part.is_prompt_end)
-            progress.append((member.row, done, member.reused + member.total))
-            if member.scores is not None:
-                scoring.append((member.row, member.scores))
-        watched = (member for member in self._members if member.processors or member.mask is not None)
-        broken = [(member.row, error) for member in watched if (error := _error(member)) is not None]
+                self._prefilling.remove(sequence)
+            self._media.release(sequence)
+            done = sequence.prefilled
+            if part.is_segment_end and (sequence.marks is None or done in sequence.marks):
+                self._checkpoint(sequence, is_prompt_end=part.is_prompt_end)
+            progress.append((sequence.row, done, sequence.reused + sequence.total))
+            if sequence.scores is not None:
+                scoring.append((sequence.row, sequence.scores))
+        watched = (sequence for sequence in self._sequences if sequence.processors or sequence.mask is not None)
+        broken = [(sequence.row, error) for sequence in watched if (error := _error(sequence)) is not None]
         self._end([token.row for token in tokens if token.ended is not None])
         self._park()
         return StepOutput(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
 
     def _end(self, rows: Sequence[Row]) -> None:
         """Take out the rows that ended; what they leave is stored by `settle`."""
-        members = [row.member for row in rows if row.member is not None]
+        sequences = [row.sequence for row in rows if row.sequence is not None]
         with mx.stream(self._generator.stream):
-            for member in members:
-                with self._keeping(member.row):
-                    caches, tokens = self._generator.extract(member)
+            for sequence in sequences:
+                with self._keeping(sequence.row):
+                    caches, tokens = self._generator.extract(sequence)
                     self.kv_cost = self.kv_cost or KvCost.of(caches, len(tokens), self._drafter.token_bytes)
-                    self._ended.append((member.row, tokens, caches))
-            self._generator.discard(members)
-        for member in members:
-            self._forget(member)
+                    self._ended.append((sequence.row, tokens, caches))
+            self._generator.discard(sequences)
+        for sequence in sequences:
+            self._forget(sequence)
 
     def wait(self) -> None:
         """Return when nothing of what was launched is running any more."""
         self._generator.wait()
 
-    def _begin(self, chunk: int, *, rides: bool) -> None:
+    def _begin(self, chunk: int, *, is_fused: bool) -> None:
         """The forward passes of a step follow."""
 
     def account(self, row: Row) -> None:
         """Bring the row's counts up to date."""
-        if row.member is not None:
-            predicted, accepted = row.member.draft.take_prediction_counts()
+        if row.sequence is not None:
+            predicted, accepted = row.sequence.draft.take_prediction_counts()
             row.stats.predicted += predicted
             row.stats.accepted += accepted
 
@@ -370,10 +370,10 @@ class Batch:
     def _park(self) -> None:
         """Take out the rows that the step did not wait for: what was sampled for them is dropped, their KV is kept."""
         for work in self._masks.late():
-            member = next((member for member in self._members if member.mask is work), None)
-            if member is not None:
-                self._take_out(member)
-                self._parked.append(member)
+            sequence = next((sequence for sequence in self._sequences if sequence.mask is work), None)
+            if sequence is not None:
+                self._take_out(sequence)
+                self._parked.append(sequence)
 
     def _unpark(self) -> list[Row]:
         """Put back the rows whose masks are there. When nothing else is to be done, wait for one a moment.
@@ -382,63 +382,63 @@ class Batch:
         follow them again when they are back.
         """
         returned: list[Row] = []
-        if self._parked and len(self._parked) == len(self._members):
+        if self._parked and len(self._parked) == len(self._sequences):
             wait_for_one(self._parked, PARKED_WAIT_S)
-        for member in [member for member in self._parked if member.mask is not None and member.mask.is_done]:
-            self._end_stay(member)
-            if not self.insert(member.row, member.mask):
-                returned.append(member.row)
+        for sequence in [sequence for sequence in self._parked if sequence.mask is not None and sequence.mask.is_done]:
+            self._end_stay(sequence)
+            if not self.insert(sequence.row, sequence.mask):
+                returned.append(sequence.row)
         return returned
 
     def abandon(self) -> None:
         """Let go of every row after a failed step, when nothing in the generator can be trusted or even asked."""
         self._ended.clear()
-        for member in list(self._members):
-            self._forget(member)
+        for sequence in list(self._sequences):
+            self._forget(sequence)
 
     def close(self) -> None:
         self._masks.close()
 
-    def _checkpoint(self, member: Member, is_prompt_end: bool) -> None:
+    def _checkpoint(self, sequence: BatchSequence, is_prompt_end: bool) -> None:
         """Share a prompt with the requests that follow while this one still runs.
 
         The checkpoint before the last token serves: a cached prompt must leave one to run, and the row is not among the
         decoding ones yet. A copy of its KV out of theirs would keep all of theirs twice until it is made. Where caches
         can be cut, a short prompt is stored when a request needs it.
         """
-        row = member.row
+        row = sequence.row
         if row.kept is not None:
             return
         is_lazy = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_TOKENS
         if is_prompt_end:
-            member.is_unstored = is_lazy
+            sequence.is_unstored = is_lazy
             return
         if is_lazy:
             return
         with self._keeping(row):
-            caches, tokens = self._generator.extract(member)
+            caches, tokens = self._generator.extract(sequence)
             self._prefixes.keep(row, tokens, caches)
             if len(tokens) >= max(EARLY_TOKENS, len(row.prompt) - 1):
                 self._prefixes.persist(row, tokens)
 
-    def _forget(self, member: Member) -> None:
+    def _forget(self, sequence: BatchSequence) -> None:
         """The row is not in the batch any more, and holds no features."""
-        self._end_stay(member)
-        self._media.forget(member.row)
+        self._end_stay(sequence)
+        self._media.forget(sequence.row)
 
-    def _end_stay(self, member: Member) -> None:
+    def _end_stay(self, sequence: BatchSequence) -> None:
         """Let go of all that the batch has of a sequence."""
-        self.account(member.row)
-        for members in (self._members, self._prefilling, self._parked):
-            if member in members:
-                members.remove(member)
-        self._drafter.discard(member)
-        member.row.member = None
+        self.account(sequence.row)
+        for sequences in (self._sequences, self._prefilling, self._parked):
+            if sequence in sequences:
+                sequences.remove(sequence)
+        self._drafter.discard(sequence)
+        sequence.row.sequence = None
 
 
-def _error(member: Member) -> Exception | None:
+def _error(sequence: BatchSequence) -> Exception | None:
     """The error of what chooses a sequence's tokens: of its processors, or of its grammar."""
-    for guard in member.processors:
+    for guard in sequence.processors:
         if guard.error is not None:
             return guard.error
-    return member.mask.error(time.monotonic()) if member.mask is not None else None
+    return sequence.mask.error(time.monotonic()) if sequence.mask is not None else None

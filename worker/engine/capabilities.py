@@ -9,9 +9,9 @@ from worker.model.loader import LoadedModel
 from worker.sparse.importance import ImportanceReader
 
 
-def rows_at_once(spec: WorkerSpec, kept: KeptFile | None, lane: BatchMode) -> int:
+def rows_at_once(spec: WorkerSpec, kept: KeptFile | None, mode: BatchMode) -> int:
     """Rows that may run together: as configured, or as a calibration has found."""
-    if lane is BatchMode.SINGLE:
+    if mode is BatchMode.SINGLE:
         return 1
     if spec.max_running:
         return spec.max_running
@@ -29,8 +29,8 @@ def speculation_of(loaded: LoadedModel, spec: WorkerSpec) -> tuple[str, bool]:
         return "off", False
     if spec.group is not None:
         return "off, because ranks of a group must take the same steps", False
-    if loaded.plan.lane is not BatchMode.TOGETHER:
-        return f"off, because rows run in the lane {loaded.plan.lane}", False
+    if loaded.plan.mode is not BatchMode.TOGETHER:
+        return f"off, because rows run in the lane {loaded.plan.mode}", False
     if not batched.can_rewind(make_caches(loaded.model)):
         return "off, because the caches of this architecture cannot go back to before a block", False
     if spec.draft:

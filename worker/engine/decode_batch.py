@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.engine.batch_sequence import BatchSequences
 from worker.engine.forward import ForwardPart, forward
-from worker.engine.row import Context, Member, Token
+from worker.engine.row import BatchSequence, Context, Token
 from worker.engine.scheduling.pass_time import PassTime
+from worker.engine.sequence_group import SequenceGroup
 from worker.kv import batched, ragged
 from worker.model import memory
 from worker.model.agreement import agreement_of
@@ -59,12 +59,12 @@ class _Block:
     accepted: list[int] = field(default_factory=list[int])
 
     @classmethod
-    def of(cls, members: Sequence[Member], ids: Sequence[int], drafts: list[list[int]]) -> "_Block":
-        rows = [[*member.owed, token, *draft] for member, token, draft in zip(members, ids, drafts, strict=True)]
+    def of(cls, sequences: Sequence[BatchSequence], ids: Sequence[int], drafts: list[list[int]]) -> "_Block":
+        rows = [[*sequence.owed, token, *draft] for sequence, token, draft in zip(sequences, ids, drafts, strict=True)]
         lengths = [len(row) for row in rows]
         width = ragged.wide(max(lengths))
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
-        return cls(padded, lengths, [len(member.owed) for member in members], drafts)
+        return cls(padded, lengths, [len(sequence.owed) for sequence in sequences], drafts)
 
     @property
     def width(self) -> int:
@@ -88,7 +88,7 @@ class _Block:
         return self.rows[at][self.begins[at] : self.kept(at)]
 
 
-class DecodeBatch(BatchSequences):
+class DecodeBatch(SequenceGroup):
     """Each row's input is a token that was sampled and not read yet, or the last of a prompt that has just joined."""
 
     def __init__(self, model: Any, sampler: RowSampler, drafter: Drafter) -> None:
@@ -105,7 +105,7 @@ class DecodeBatch(BatchSequences):
         self._has_gpu = memory.has_gpu()
         self._is_divided = agreement_of(model) is not None
         # The plain step that the inputs come from, None where no time can be taken from it.
-        self._flight: _PendingStep | None = None
+        self._pending: _PendingStep | None = None
         # The end of the newest forward pass that was waited for.
         self.ended = 0.0
         # Rows of the newest step if it was a block.
@@ -113,13 +113,13 @@ class DecodeBatch(BatchSequences):
         # Passes whose time is known since the newest step began.
         self.timed: list[PassTime] = []
 
-    def join(self, rows: BatchSequences) -> None:
+    def join(self, rows: SequenceGroup) -> None:
         """Take over rows whose prompts have run but for the last token, which the next step runs."""
-        last = mx.array([member.segments[0][0] for member in rows.members], dtype=mx.uint32)
-        for member in rows.members:
-            member.segments = []
-            known = member.tokens if member.row.kept is None else list(member.text)
-            member.context = Context(known) if member.processors else None
+        last = mx.array([sequence.segments[0][0] for sequence in rows.sequences], dtype=mx.uint32)
+        for sequence in rows.sequences:
+            sequence.segments = []
+            known = sequence.tokens if sequence.row.kept is None else list(sequence.text)
+            sequence.context = Context(known) if sequence.processors else None
         self.extend(rows)
         self._is_recurrent = batched.is_recurrent(self.caches)
         self._is_plain = batched.is_plain(self.caches)
@@ -127,14 +127,14 @@ class DecodeBatch(BatchSequences):
         self._logprobs += [last] * len(rows)
 
     def keep(self, rows: Sequence[int]) -> None:
-        if self._inputs is not None and len(rows) < len(self.members):
+        if self._inputs is not None and len(rows) < len(self.sequences):
             self._inputs = self._inputs[mx.array(list(rows))] if rows else None
             self._logprobs = [self._logprobs[at] for at in rows]
         super().keep(rows)
 
     def finish(self) -> None:
         """Wait for the step that is running, so that it and what runs behind it are measured each for itself."""
-        if self._flight is not None:
+        if self._pending is not None:
             mx.eval(self._inputs)
             self._time_plain()
 
@@ -145,75 +145,75 @@ class DecodeBatch(BatchSequences):
 
     def rest(self) -> None:
         """Nothing runs any more, and the loop rests: that is no part of a step's time."""
-        if self._flight is not None and not self._flight.ended:
-            self._flight.ended = time.perf_counter()
+        if self._pending is not None and not self._pending.ended:
+            self._pending.ended = time.perf_counter()
         self._block_rows = 0
 
-    def decode(self, rider: ForwardPart | None = None) -> list[Token]:
+    def decode(self, prefill: ForwardPart | None = None) -> list[Token]:
         """One step, with a chunk of prompts that rides on it."""
         self.timed = []
         if self._inputs is None:
-            self._flight = None
+            self._pending = None
             return []
         began = time.perf_counter()
         block = self._draft(self._inputs)
         drafted = time.perf_counter()
         if block is None:
-            return self._plain(self._inputs, rider)
-        sampled = self._verify(block, self._inputs, rider)
-        self._time_block(block, len(sampled), began, drafted, rider)
+            return self._plain(self._inputs, prefill)
+        sampled = self._verify(block, self._inputs, prefill)
+        self._time_block(block, len(sampled), began, drafted, prefill)
         return sampled
 
     def _time_block(
-        self, block: "_Block", tokens: int, began: float, drafted: float, rider: ForwardPart | None
+        self, block: "_Block", tokens: int, began: float, drafted: float, prefill: ForwardPart | None
     ) -> None:
         """A block takes from its launch to its end; nothing runs while its tokens are sent, so that time counts as well
         where a block follows."""
         rows, before, last = len(block.rows), self._block_rows, self.ended
         self._block_rows, self.ended = rows, time.perf_counter()
         seconds = self.ended - drafted + (began - last if before == rows else 0.0)
-        prompted = sum(rider.lengths) if rider is not None else 0
+        prompted = sum(prefill.lengths) if prefill is not None else 0
         self.timed.append(PassTime(seconds, rows, block.width, tokens, prompted))
 
     def _time_plain(self) -> None:
         """A plain step runs while the tokens before it are sent, so it takes from the end of the one before it to its
         own, which is seen once its tokens are read."""
-        flight, last, self._flight = self._flight, self.ended, None
-        if flight is None:
+        pending, last, self._pending = self._pending, self.ended, None
+        if pending is None:
             return
-        self.ended = flight.ended or time.perf_counter()
-        seconds = self.ended - max(last, flight.launched)
-        self.timed.append(PassTime(seconds, flight.rows, 1, flight.rows, flight.prompted))
-        if flight.is_pair is not None and not flight.prompted:
-            self._pairs.observe(flight.rows, flight.is_pair, seconds)
+        self.ended = pending.ended or time.perf_counter()
+        seconds = self.ended - max(last, pending.launched)
+        self.timed.append(PassTime(seconds, pending.rows, 1, pending.rows, pending.prompted))
+        if pending.is_pair is not None and not pending.prompted:
+            self._pairs.observe(pending.rows, pending.is_pair, seconds)
 
-    def _plain(self, inputs: mx.array, rider: ForwardPart | None) -> list[Token]:
+    def _plain(self, inputs: mx.array, prefill: ForwardPart | None) -> list[Token]:
         """Launch what follows the inputs, then read them."""
         is_pair = self._choose_pair()
-        tokens, flight = inputs[:, None], _PendingStep(len(self), sum(rider.lengths) if rider else 0, 0.0, is_pair)
+        tokens, pending = inputs[:, None], _PendingStep(len(self), sum(prefill.lengths) if prefill else 0, 0.0, is_pair)
         if is_pair:
             tokens = mx.concatenate([tokens, mx.zeros_like(tokens)], axis=1)
-        part = ForwardPart(self.members, tokens, self.caches, [1] * len(self))
-        logits = forward(self._model, part, rider)
+        part = ForwardPart(self.sequences, tokens, self.caches, [1] * len(self))
+        logits = forward(self._model, part, prefill)
         # Where nothing else runs, the step begins before its launch returns.
-        flight.launched = time.perf_counter()
+        pending.launched = time.perf_counter()
         batched.rewind(self.caches, part.excess)
         logprobs, targets, contexts = self._targets(None, inputs, logits)
         given, self._logprobs, self._inputs = self._logprobs, list(logprobs[:, 0]), targets[:, 0]
         mx.async_eval(self._inputs, self._logprobs, contexts)
         if not self._has_gpu:
-            flight.ended = time.perf_counter()
+            pending.ended = time.perf_counter()
         mx.eval(given)
         ids = self._read(inputs)
         self._time_plain()
-        self._flight, self._block_rows = flight, 0
+        self._pending, self._block_rows = pending, 0
         sampled: list[Token] = []
-        for member, token, logprob in zip(self.members, ids, given, strict=True):
-            member.tokens.append(token)
-            if member.has_begun:
-                self._drafter.note(member, (token,))
-                sampled.append(Token(member.row, token, logprob, member.ends(token)))
-            member.has_begun = True
+        for sequence, token, logprob in zip(self.sequences, ids, given, strict=True):
+            sequence.tokens.append(token)
+            if sequence.has_begun:
+                self._drafter.note(sequence, (token,))
+                sampled.append(Token(sequence.row, token, logprob, sequence.ends(token)))
+            sequence.has_begun = True
         return sampled
 
     def _choose_pair(self) -> bool | None:
@@ -227,53 +227,57 @@ class DecodeBatch(BatchSequences):
         """The next block; None where no row has a draft, or owes tokens."""
         if self._drafter.widest == 1:
             return None
-        most = [self._most(member) for member in self.members]
-        owes = any(member.owed for member in self.members)
-        for member in self.members:
-            if member.mask is not None:
-                self._drafter.expect(member, member.mask.forced)
-        if not owes and not self._drafter.is_ready(self.members, most):
+        most = [self._most(sequence) for sequence in self.sequences]
+        owes = any(sequence.owed for sequence in self.sequences)
+        for sequence in self.sequences:
+            if sequence.mask is not None:
+                self._drafter.expect(sequence, sequence.mask.forced)
+        if not owes and not self._drafter.is_ready(self.sequences, most):
             return None
         ids = self._read(inputs)
         self._time_plain()
-        drafts = self._drafter.drafts(self.members, ids, most)
-        return _Block.of(self.members, ids, drafts) if owes or any(drafts) else None
+        drafts = self._drafter.drafts(self.sequences, ids, most)
+        return _Block.of(self.sequences, ids, drafts) if owes or any(drafts) else None
 
-    def _most(self, member: Member) -> int:
+    def _most(self, sequence: BatchSequence) -> int:
         """Tokens of a draft that a row can take."""
-        if not member.has_begun:
+        if not sequence.has_begun:
             return 0
-        left = max(0, member.max_tokens - member.generated - 1)
-        if member.mask is not None:
-            left = min(left, self._sampler.masks.most_drafted(member.mask))
-        return min(left, max(0, REFEED - 1 - len(member.owed))) if self._is_recurrent else left
+        left = max(0, sequence.max_tokens - sequence.generated - 1)
+        if sequence.mask is not None:
+            left = min(left, self._sampler.masks.most_drafted(sequence.mask))
+        return min(left, max(0, REFEED - 1 - len(sequence.owed))) if self._is_recurrent else left
 
-    def _verify(self, block: "_Block", inputs: mx.array, rider: ForwardPart | None) -> list[Token]:
+    def _verify(self, block: "_Block", inputs: mx.array, prefill: ForwardPart | None) -> list[Token]:
         """Run a block and keep of each row what it would have generated without."""
         before = batched.states(self.caches)
-        part = ForwardPart(self.members, mx.array(block.rows), self.caches, block.lengths)
-        logprobs, targets, contexts = self._targets(block, inputs, forward(self._model, part, rider))
+        part = ForwardPart(self.sequences, mx.array(block.rows), self.caches, block.lengths)
+        logprobs, targets, contexts = self._targets(block, inputs, forward(self._model, part, prefill))
         mx.eval(targets, self._logprobs)
         chosen: Any = targets.tolist()
         sampled: list[Token] = []
-        for at, member in enumerate(self.members):
+        for at, sequence in enumerate(self.sequences):
             agreed = _agreed(block.drafts[at], chosen[at])
-            block.accepted.append(agreed if member.mask is None else self._sampler.masks.accept(member.mask, agreed))
+            block.accepted.append(
+                agreed if sequence.mask is None else self._sampler.masks.accept(sequence.mask, agreed)
+            )
             own = [self._logprobs[at], *(logprobs[at, step] for step in range(block.accepted[at]))]
-            for count, (token, each) in enumerate(zip(block.said(at), own, strict=True) if member.has_begun else (), 1):
-                ended = member.ends(token)
-                sampled.append(Token(member.row, token, each, ended))
+            for count, (token, each) in enumerate(
+                zip(block.said(at), own, strict=True) if sequence.has_begun else (), 1
+            ):
+                ended = sequence.ends(token)
+                sampled.append(Token(sequence.row, token, each, ended))
                 if ended is not None:
                     block.accepted[at] = count - 1
                     break
-            if member.has_begun:
-                self._drafter.note(member, block.said(at))
-            if member.context is not None:
-                member.context.shorten(block.drafted(at) - block.accepted[at])
-            member.has_begun = True
+            if sequence.has_begun:
+                self._drafter.note(sequence, block.said(at))
+            if sequence.context is not None:
+                sequence.context.shorten(block.drafted(at) - block.accepted[at])
+            sequence.has_begun = True
         self._settle(block, before)
-        self._sampler.advance(self.members, [count + 1 for count in block.accepted])
-        self._drafter.verified(self.members, block.drafts, block.accepted)
+        self._sampler.advance(self.sequences, [count + 1 for count in block.accepted])
+        self._drafter.verified(self.sequences, block.drafts, block.accepted)
         self._inputs = mx.array(
             [row[count] for row, count in zip(chosen, block.accepted, strict=True)], dtype=mx.uint32
         )
@@ -284,15 +288,15 @@ class DecodeBatch(BatchSequences):
     def _settle(self, block: "_Block", before: Sequence[list[Any]]) -> None:
         """Take back from the caches what was not accepted."""
         drop: list[int] = []
-        is_back = [bool(before) and block.kept(at) < block.lengths[at] for at in range(len(self.members))]
-        for at, member in enumerate(self.members):
+        is_back = [bool(before) and block.kept(at) < block.lengths[at] for at in range(len(self.sequences))]
+        for at, sequence in enumerate(self.sequences):
             kept = block.rows[at][: block.kept(at)]
             if is_back[at]:
-                member.owed = kept
+                sequence.owed = kept
                 drop.append(block.width)
             else:
-                member.tokens.extend(kept)
-                member.owed = []
+                sequence.tokens.extend(kept)
+                sequence.owed = []
                 drop.append(block.width - len(kept))
         batched.rewind(self.caches, drop)
         batched.restore(self.caches, before, is_back)
@@ -308,21 +312,21 @@ class DecodeBatch(BatchSequences):
             at = mx.minimum(mx.array(block.begins)[:, None] + mx.arange(steps), logits.shape[1] - 1)
             logits = mx.take_along_axis(logits, at[..., None], axis=1)
         logits, contexts = self._process(block, inputs, logits[:, :steps])
-        if constrains(self.members):
+        if constrains(self.sequences):
             mx.async_eval(logits, contexts)
             self._take_masks(self._read(inputs), block.drafts if block is not None else ())
-            logits = self._sampler.masks.apply(self.members, logits)
+            logits = self._sampler.masks.apply(self.sequences, logits)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        targets = self._sampler.sample(self.members, logprobs)
+        targets = self._sampler.sample(self.sequences, logprobs)
         if block is None:
-            self._sampler.advance(self.members, [1] * len(self))
+            self._sampler.advance(self.sequences, [1] * len(self))
         return logprobs, targets, contexts
 
     def _take_masks(self, ids: Sequence[int], drafts: Sequence[Sequence[int]] = ()) -> None:
         """Tell grammars of the tokens that the running forward pass is for; the last of a prompt is not theirs."""
-        begun = [at for at, member in enumerate(self.members) if member.has_begun]
+        begun = [at for at, sequence in enumerate(self.sequences) if sequence.has_begun]
         own = [drafts[at] for at in begun] if drafts else None
-        self._sampler.masks.take([self.members[at] for at in begun], [ids[at] for at in begun], own)
+        self._sampler.masks.take([self.sequences[at] for at in begun], [ids[at] for at in begun], own)
 
     def _read(self, inputs: mx.array) -> list[int]:
         ids: Any = inputs.tolist()
@@ -335,21 +339,21 @@ class DecodeBatch(BatchSequences):
         failed yet: the draft ends before it.
         """
         contexts: list[mx.array] = []
-        for at, member in enumerate(self.members):
-            if member.context is None:
+        for at, sequence in enumerate(self.sequences):
+            if sequence.context is None:
                 continue
             newest, draft = inputs[at : at + 1], block.drafts[at] if block is not None else []
             if draft:
                 newest = mx.concatenate([newest, mx.array(draft, dtype=newest.dtype)])
-            context = member.context.update_and_fetch(newest)
+            context = sequence.context.update_and_fetch(newest)
             contexts.append(context)
             for step in range(len(draft) + 1):
                 seen, row = context[: context.size - len(draft) + step], logits[at : at + 1, step]
-                for processor in member.processors:
+                for processor in sequence.processors:
                     row = processor(seen, row)
-                if step and block is not None and any(processor.error for processor in member.processors):
+                if step and block is not None and any(processor.error for processor in sequence.processors):
                     block.drafts[at] = draft[: step - 1]
-                    for processor in member.processors:
+                    for processor in sequence.processors:
                         processor.error = None
                     break
                 logits[at : at + 1, step] = row

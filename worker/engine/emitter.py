@@ -1,4 +1,4 @@
-"""Emitter: what a step has computed becomes output of its rows, and messages to their clients."""
+"""Emitter of step results: the output of its rows, as messages to their clients."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from worker.engine.batch import StepOutput
 from worker.engine.outbox import Outbox
 from worker.engine.output import OutputWriter, TokenOutput
 from worker.engine.row import Row, Token
+from worker.errors import RequestInvalid
 from worker.output.encodable import encodable
 from worker.sampling.logprobs import LogprobReader
 from worker.sampling.prompt_scores import Scores
@@ -18,10 +19,10 @@ log = logging.getLogger("mlxd.worker")
 
 
 class FinishRow(Protocol):
-    """The one place where a row ends."""
+    """Callback that ends a row."""
 
     def __call__(
-        self, row: Row, finish: Finish, failure: Failure | None = None, piece: TokenOutput | None = None
+        self, request: Row, finish: Finish, failure: Failure | None = None, output: TokenOutput | None = None
     ) -> None: ...
 
 
@@ -35,14 +36,14 @@ class Emitter:
         self._logprobs = LogprobReader(writer.token_bytes)
 
     def emit(self, output: StepOutput, now: float, close_reasoning: Callable[[Row], None]) -> None:
-        """Send what a step has added; `close_reasoning` takes a row that has thought enough."""
+        """Send the results of a step; `close_reasoning` is called for a row at the end of its reasoning budget."""
         for row, done, total in output.progress:
             if row.want_progress:
                 self._outbox.send(Progress(row.rid, done, total, row.stats.cached or 0))
         for row, scores in output.scoring:
-            self._tell_scores(row, scores)
+            self._send_scores(row, scores)
         for row, scores in output.scored:
-            self._tell_scores(row, scores)
+            self._send_scores(row, scores)
             if row.is_finished:
                 continue
             row.report.scored_top = None  # only now: a row that comes back from a failed step is scored again
@@ -51,7 +52,7 @@ class Emitter:
         closed: set[Row] = set()
         for token, logprob in zip(output.tokens, self._read_logprobs(output.tokens), strict=True):
             if token.row.is_finished or token.row in closed:
-                continue  # of a block, what comes after the row's end
+                continue  # a token of a verify block behind the row's end
             if not token.row.stats.first_token:
                 token.row.stats.first_token = now
             self.advance(token.row, token.id, token.ended, logprob)
@@ -63,44 +64,47 @@ class Emitter:
                 self.fail(row, "tokens were chosen", error)
 
     def advance(self, row: Row, token: int, ended: str | None = None, logprob: TokenLogprob | None = None) -> None:
-        """Take one token and send what it added."""
+        """Take one sampled token and send the output that it added."""
         try:
-            piece = self._writer.advance(row, token, ended, logprob)
+            output = self._writer.advance(row, token, ended, logprob)
         except BaseException as error:  # the boundary of one row; a panic in Rust is no Exception
             self.fail(row, "its text was decoded", error)
             return
-        if piece.finish is not None:
-            self._finish(row, piece.finish, piece=piece)
-        elif not piece.is_empty:
-            self._outbox.say(row, piece)
+        if output.finish is not None:
+            self._finish(row, output.finish, output=output)
+        elif not output.is_empty:
+            self._outbox.add_output(row, output)
 
     def fail(self, row: Row, when: str, error: BaseException) -> None:
         """End a row by an error of its own."""
+        if isinstance(error, RequestInvalid):
+            self._finish(row, Finish.ERROR, error.failure)
+            return
         reason = f"{type(error).__name__}: {error}"
         log.error("row %d failed while %s: %s", row.rid, when, reason)
         failure = Failure(Code.ROW_FAILED, f"the request failed while {when}", encodable(reason))
         self._finish(row, Finish.ERROR, failure)
 
-    def _tell_scores(self, row: Row, scores: Scores) -> None:
-        """Send what is new of a prompt's scores, which a row that was scored before has sent in part."""
+    def _send_scores(self, row: Row, scores: Scores) -> None:
+        """Send new scores of a prompt; those of a row that is scored again may have been sent before."""
         if row.is_finished:
             return
         try:
-            self._make_entries(row, scores)
+            self._add_scores(row, scores)
         except Exception as error:  # the boundary of one row
             self.fail(row, "its prompt was scored", error)
 
-    def _make_entries(self, row: Row, scores: Scores) -> None:
+    def _add_scores(self, row: Row, scores: Scores) -> None:
         at, fresh = scores.take()
         ids = row.prompt[at : at + len(fresh)]
         report = row.report
         begin = max(0, report.echo_sent - at)
         if report.echo and row.top_logprobs is not None and fresh[begin:]:
-            self._outbox.echo(row, tuple(self._logprobs.echo(ids[begin:], fresh[begin:], row.top_logprobs)))
+            self._outbox.add_echo(row, tuple(self._logprobs.echo(ids[begin:], fresh[begin:], row.top_logprobs)))
             report.echo_sent = at + len(fresh)
         begin = max(0, report.scores_sent - at)
         if report.logprobs is not None and fresh[begin:]:
-            self._outbox.tell_prompt(row, self._logprobs.prompt(ids[begin:], fresh[begin:], report.logprobs))
+            self._outbox.add_prompt(row, self._logprobs.prompt(ids[begin:], fresh[begin:], report.logprobs))
             report.scores_sent = at + len(fresh)
 
     def _read_logprobs(self, tokens: Sequence[Token]) -> list[TokenLogprob | None]:

@@ -12,12 +12,12 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from worker.engine.batch_sequence import BatchSequences
 from worker.engine.decode_batch import DecodeBatch
 from worker.engine.forward import ForwardPart, can_pack, forward, has_media
-from worker.engine.row import Member, Token
+from worker.engine.row import BatchSequence, Token
 from worker.engine.scheduling.pass_time import PassTime
 from worker.engine.scoring import ScoredRows
+from worker.engine.sequence_group import SequenceGroup
 from worker.kv import batched, ragged
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
@@ -34,7 +34,7 @@ CLEAR_STEPS: Final = 512
 class Prompted:
     """Progress of a prompt by `count` tokens; at its end it has one left, which runs with the rows that generate."""
 
-    member: Member
+    sequence: BatchSequence
     count: int
     is_segment_end: bool
     is_prompt_end: bool
@@ -49,13 +49,13 @@ class Generator:
     where the chunks ride on the step, else in two.
     """
 
-    def __init__(self, model: Any, sampler: RowSampler, lane: BatchMode, drafter: Drafter) -> None:
+    def __init__(self, model: Any, sampler: RowSampler, mode: BatchMode, drafter: Drafter) -> None:
         self._model = model
-        self._lane = lane
+        self._mode = mode
         self._stream = generation_stream
-        # Members in the phases that they pass: inserted; in prefill, or scored one by one; past their prompt.
-        self._waiting: deque[Member] = deque()
-        self._prefill = BatchSequences()
+        # Sequences in the phases that they pass: inserted; in prefill, or scored one by one; past their prompt.
+        self._waiting: deque[BatchSequence] = deque()
+        self._prefill = SequenceGroup()
         self._scored = ScoredRows(model)
         self._drafter = drafter
         self._decode = DecodeBatch(model, sampler, drafter)
@@ -71,40 +71,40 @@ class Generator:
     @property
     def nbytes(self) -> int:
         """Of all caches."""
-        waiting = sum(cache.nbytes for member in self._waiting for cache in member.caches)
+        waiting = sum(cache.nbytes for sequence in self._waiting for cache in sequence.caches)
         return int(waiting + sum(rows.nbytes for rows in self._groups))
 
     @property
-    def _groups(self) -> list[BatchSequences]:
+    def _groups(self) -> list[SequenceGroup]:
         """Rows that are not waiting, by the caches that they share."""
         return [self._prefill, self._decode, *self._scored.rows]
 
-    def generating(self) -> tuple[list[Member], list[Any]]:
+    def generating(self) -> tuple[list[BatchSequence], list[Any]]:
         """The sequences past their prompt, in the order of the rows of their caches, and the caches."""
-        return self._decode.members, self._decode.caches
+        return self._decode.sequences, self._decode.caches
 
-    def insert(self, member: Member) -> None:
+    def insert(self, sequence: BatchSequence) -> None:
         """Queue a sequence, whose segments are not empty. One with scores holds no tokens yet."""
-        member.caches = member.caches or make_caches(self._model)
-        self._waiting.append(member)
+        sequence.caches = sequence.caches or make_caches(self._model)
+        self._waiting.append(sequence)
 
-    def extract(self, member: Member) -> tuple[list[Any], list[int]]:
+    def extract(self, sequence: BatchSequence) -> tuple[list[Any], list[int]]:
         """The caches of one sequence, views while it is in a batch, and the tokens that they hold, if any."""
-        if member in self._waiting:
-            return (member.caches, member.tokens) if member.tokens else ([], [])
-        rows = next(rows for rows in self._groups if member in rows.members)
-        return rows.extract(rows.members.index(member))
+        if sequence in self._waiting:
+            return (sequence.caches, sequence.tokens) if sequence.tokens else ([], [])
+        rows = next(rows for rows in self._groups if sequence in rows.sequences)
+        return rows.extract(rows.sequences.index(sequence))
 
-    def discard(self, members: Collection[Member]) -> None:
+    def discard(self, sequences: Collection[BatchSequence]) -> None:
         """Take sequences out, in any phase."""
-        if not members:
+        if not sequences:
             return
-        self._waiting = deque(member for member in self._waiting if member not in members)
+        self._waiting = deque(sequence for sequence in self._waiting if sequence not in sequences)
         for rows in (self._prefill, self._decode):
-            rows.keep([at for at, member in enumerate(rows.members) if member not in members])
-        self._scored.discard(members)
+            rows.keep([at for at, sequence in enumerate(rows.sequences) if sequence not in sequences])
+        self._scored.discard(sequences)
 
-    def run_passes(self, chunk: int, *, rides: bool = True, reads: int = 0) -> tuple[list[Prompted], list[Token]]:
+    def run_passes(self, chunk: int, *, is_fused: bool = True, reads: int = 0) -> tuple[list[Prompted], list[Token]]:
         """Passes of one step, with at most `chunk` tokens of each prompt; these ride on the step if they may and can.
 
         A model that drafts then reads at most `reads` tokens. The caller discards the sequences that ended before the
@@ -115,12 +115,12 @@ class Generator:
             prompted = self._join()
             began = time.perf_counter()
             prompts = self._chunk(chunk)
-            rider = prompts if rides and self._can_ride() else None
-            sampled = self._decode.decode(rider)
+            fused = prompts if is_fused and self._can_fuse() else None
+            sampled = self._decode.decode(fused)
             self.timed = self._decode.timed
             if prompts is not None:
-                self._run_prompts(prompts, rider is not None, began)
-                prompted += [self._advance(*each) for each in zip(prompts.members, prompts.lengths, strict=True)]
+                self._run_prompts(prompts, fused is not None, began)
+                prompted += [self._advance(*each) for each in zip(prompts.sequences, prompts.lengths, strict=True)]
             if reads:
                 self._read(reads)
             self._uncleared_steps += bool(sampled)
@@ -135,35 +135,35 @@ class Generator:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        single = self._lane is BatchMode.SINGLE
+        single = self._mode is BatchMode.SINGLE
         if single:
             if any(map(len, self._groups)):
                 return
-            members = [self._waiting.popleft()]
+            sequences = [self._waiting.popleft()]
         else:
-            members, self._waiting = list(self._waiting), deque()
-        for member in members:
-            if member.scores is not None:
-                self._scored.add(member, is_single=single)
-        members = [member for member in members if member.scores is None]
-        if not members:
+            sequences, self._waiting = list(self._waiting), deque()
+        for sequence in sequences:
+            if sequence.scores is not None:
+                self._scored.add(sequence, is_single=single)
+        sequences = [sequence for sequence in sequences if sequence.scores is None]
+        if not sequences:
             return
-        caches = members[0].caches if single else batched.merge([member.caches for member in members])
-        for member in members:
-            member.caches = []
-        self._prefill.extend(BatchSequences(members, caches))
+        caches = sequences[0].caches if single else batched.merge([sequence.caches for sequence in sequences])
+        for sequence in sequences:
+            sequence.caches = []
+        self._prefill.extend(SequenceGroup(sequences, caches))
 
     def _join(self) -> list[Prompted]:
         """Rows that have only the last token of their prompt left go on with the decode rows."""
-        ready = [at for at, member in enumerate(self._prefill.members) if member.is_prefilled]
+        ready = [at for at, sequence in enumerate(self._prefill.sequences) if sequence.is_prefilled]
         groups = [self._prefill.split(ready)] if ready else []
         groups += self._scored.take_complete()
         for rows in groups:
             self._decode.join(rows)
-        joined = [member for rows in groups for member in rows.members]
-        prompted = [Prompted(member, member.total - member.done, True, True) for member in joined]
-        for member in joined:
-            member.done = member.total
+        joined = [sequence for rows in groups for sequence in rows.sequences]
+        prompted = [Prompted(sequence, sequence.total - sequence.done, True, True) for sequence in joined]
+        for sequence in joined:
+            sequence.done = sequence.total
         return prompted
 
     def _run_scored(self, chunk: int) -> list[Prompted]:
@@ -171,41 +171,41 @@ class Generator:
         left, its scores are complete."""
         prompted: list[Prompted] = []
         for rows in self._scored.due(is_alone=not len(self._decode)):
-            member = rows.members[0]
-            if not member.is_prefilled:
+            sequence = rows.sequences[0]
+            if not sequence.is_prefilled:
                 self._decode.finish()
-                prompted.append(self._advance(member, self._scored.run(rows, chunk)))
+                prompted.append(self._advance(sequence, self._scored.run(rows, chunk)))
                 self._decode.waited()
-            if member.is_prefilled:
-                scores, member.scores = member.scores, None
-                prompted.append(Prompted(member, 0, False, False, scores))
+            if sequence.is_prefilled:
+                scores, sequence.scores = sequence.scores, None
+                prompted.append(Prompted(sequence, 0, False, False, scores))
         return prompted
 
     def _chunk(self, most: int) -> ForwardPart | None:
         """The next tokens of each prompt."""
-        members = self._prefill.members
-        if not members:
+        sequences = self._prefill.sequences
+        if not sequences:
             return None
-        if self._lane is BatchMode.EQUAL:  # a chunk that every row has the tokens for needs no padding
-            most = min(most, *(len(member.segments[0]) for member in members))
-        parts = [member.segments[0][:most] for member in members]
+        if self._mode is BatchMode.EQUAL:  # a chunk that every row has the tokens for needs no padding
+            most = min(most, *(len(sequence.segments[0]) for sequence in sequences))
+        parts = [sequence.segments[0][:most] for sequence in sequences]
         lengths = [len(part) for part in parts]
-        width = ragged.wide(max(lengths)) if self._lane is BatchMode.TOGETHER else max(lengths)
+        width = ragged.wide(max(lengths)) if self._mode is BatchMode.TOGETHER else max(lengths)
         inputs = mx.array([[*part, *[0] * (width - len(part))] for part in parts])
-        return ForwardPart(members, inputs, self._prefill.caches, lengths)
+        return ForwardPart(sequences, inputs, self._prefill.caches, lengths)
 
-    def _can_ride(self) -> bool:
+    def _can_fuse(self) -> bool:
         """Whether chunks of prompts can be in one pass with the decode step."""
-        decode, prefill = self._decode.members, self._prefill.members
+        decode, prefill = self._decode.sequences, self._prefill.sequences
         return bool(decode) and can_pack(self._model) and not has_media(decode) and not has_media(prefill)
 
-    def _run_prompts(self, prompts: ForwardPart, has_ridden: bool, began: float) -> None:
+    def _run_prompts(self, prompts: ForwardPart, is_fused: bool, began: float) -> None:
         """Run what has not ridden on the step, and take the padding back."""
-        if not has_ridden:
+        if not is_fused:
             forward(self._model, prompts)
         batched.rewind(prompts.caches, prompts.excess)
         self._uncleared_tokens += prompts.width
-        if has_ridden:
+        if is_fused:
             self._prefill.launch()
             return
         self._decode.finish()
@@ -219,12 +219,12 @@ class Generator:
             self._uncleared_tokens += read
             self.timed.append(PassTime(self._decode.waited(), prompted=read, is_reading=True))
 
-    def _advance(self, member: Member, count: int) -> Prompted:
-        segment = member.segments[0]
-        member.tokens.extend(segment[:count])
-        member.done += count
-        member.segments[:1] = [segment[count:]] if segment[count:] else []
-        return Prompted(member, count, not segment[count:], False)
+    def _advance(self, sequence: BatchSequence, count: int) -> Prompted:
+        segment = sequence.segments[0]
+        sequence.tokens.extend(segment[:count])
+        sequence.done += count
+        sequence.segments[:1] = [segment[count:]] if segment[count:] else []
+        return Prompted(sequence, count, not segment[count:], False)
 
     def _clear(self) -> None:
         """Give free buffers back now and then: beside running rows chunks are small, and the next step would ask for

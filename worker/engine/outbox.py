@@ -1,4 +1,4 @@
-"""Outbox of the engine: deltas of one step, sent as one message, with statistics now and then."""
+"""Outbox of a loop: deltas of one step, sent as one message, with periodic statistics."""
 
 import time
 from collections.abc import Callable
@@ -11,40 +11,50 @@ from worker.engine.output import TokenOutput
 from worker.engine.row import Row
 from worker.output.parsers import Event
 
-_STATS_EVERY_S: Final = 0.1
-_MEMORY_EVERY_S: Final = 1.0
-_NOTHING: Final = (Event(DeltaKind.TEXT),)
+_STATS_INTERVAL_S: Final = 0.1
+_MEMORY_INTERVAL_S: Final = 1.0
+_EMPTY_TEXT: Final = (Event(DeltaKind.TEXT),)
 
 
 class Outbox:
-    """Owned by the engine thread. Messages leave by `send`, at once or with the next `flush`."""
+    """Messages to the gateway, through `send` at once or with the next `flush`. Owned by the loop's thread.
 
-    def __init__(self, epoch: int, gauges: Gauges, send: Callable[[Up], None]) -> None:
+    With `one_delta_per_frame` each delta has a message of its own, for data that can fill a frame.
+    """
+
+    def __init__(
+        self, epoch: int, gauges: Gauges, send: Callable[[Up], None], *, one_delta_per_frame: bool = False
+    ) -> None:
         self.send = send
         self._epoch = epoch
         self._gauges = gauges
+        self._one_delta_per_frame = one_delta_per_frame
         self._deltas: list[Delta] = []
         self._stats_due = 0.0
         self._memory_due = 0.0
 
-    def echo(self, row: Row, logprobs: tuple[TokenLogprob, ...] | None = None) -> None:
-        """Send the text of a prompt before its answer, with log-probabilities of its first tokens, or of the next
-        ones.
-        """
+    def add(self, delta: Delta) -> None:
+        """Add a delta to the next message."""
+        self._deltas.append(delta)
+
+    def add_echo(self, row: Row, logprobs: tuple[TokenLogprob, ...] | None = None) -> None:
+        """Add log-probabilities of the next tokens of an echoed prompt, the first time with its text."""
         text = "" if row.report.echo_sent else row.report.echo
         self._deltas.append(Delta(row.rid, text=text, logprobs=logprobs))
 
-    def tell_prompt(self, row: Row, logprobs: tuple[PromptLogprob, ...] = ()) -> None:
-        """Log-probabilities of the next tokens of a prompt; without them, all of its ids."""
+    def add_prompt(self, row: Row, logprobs: tuple[PromptLogprob, ...] = ()) -> None:
+        """Add log-probabilities of the next tokens of a prompt; without them, all of its ids."""
         self._deltas.append(Delta(row.rid, prompt=PromptPart(() if logprobs else tuple(row.prompt), logprobs)))
 
-    def say(self, row: Row, piece: TokenOutput, usage: Usage | None = None, failure: Failure | None = None) -> None:
-        """One delta for each event; ids and logprobs ride on the first, the end on the last."""
+    def add_output(
+        self, row: Row, output: TokenOutput, usage: Usage | None = None, failure: Failure | None = None
+    ) -> None:
+        """Add one delta for each event. Ids and logprobs are on the first delta, the end on the last."""
         ids: tuple[int, ...] = tuple(row.text.unsent)
-        logprobs, rest = piece.logprobs, len(piece.events) or 1
+        logprobs, rest = output.logprobs, len(output.events) or 1
         row.text.unsent.clear()
-        ending = () if piece.finish is None else tuple(held.id for held in row.text.held if not held.is_sent)
-        for event in piece.events or _NOTHING:
+        ending = () if output.finish is None else tuple(held.id for held in row.text.held if not held.is_sent)
+        for event in output.events or _EMPTY_TEXT:
             rest -= 1
             is_last = rest == 0
             self._deltas.append(
@@ -55,7 +65,7 @@ class Outbox:
                     ids,
                     event.tool,
                     logprobs,
-                    piece.finish if is_last else None,
+                    output.finish if is_last else None,
                     usage if is_last else None,
                     failure if is_last else None,
                     row.text.stops.hit if is_last else "",
@@ -65,15 +75,21 @@ class Outbox:
             ids, logprobs = (), None
 
     def flush(self, measure: Callable[[], None]) -> None:
-        """One message for everything that this step produced; `measure` brings the gauges of memory up to date."""
+        """Send the deltas, with statistics when they are due; `measure` updates the memory gauges."""
         now = time.monotonic()
         is_due = now >= self._stats_due
         if not self._deltas and not is_due:
             return
         if now >= self._memory_due:
             measure()
-            self._memory_due = now + _MEMORY_EVERY_S
+            self._memory_due = now + _MEMORY_INTERVAL_S
         if is_due:
-            self._stats_due = now + _STATS_EVERY_S
+            self._stats_due = now + _STATS_INTERVAL_S
         deltas, self._deltas = self._deltas, []
+        if self._one_delta_per_frame:
+            for delta in deltas:
+                self.send(Step(self._epoch, self._gauges.step_seq, [delta]))
+            deltas = []
+            if not is_due:
+                return
         self.send(Step(self._epoch, self._gauges.step_seq, deltas, self._gauges.snapshot() if is_due else None))

@@ -1,7 +1,6 @@
-"""One sequence on its way through the worker, from the intake to its end.
+"""Row: one sequence on its way through the worker, from the intake to its end.
 
-A `Row` is all of it. While it is in the batch it has a `Member`: what any part of the batch keeps of a sequence is on
-its member, and is gone with it.
+While a row is in the batch it has a `BatchSequence`, which holds the state of all parts of the batch for it.
 """
 
 from collections import deque
@@ -155,7 +154,7 @@ class Row:
     # Of a sparse prefill, the part of the prompt that runs, and once it is chosen, which; 0 is all of it.
     keep: float = 0.0
     kept: SelectedTokens | None = None
-    # What is done in another way than the request says, beside what the rule leaves out.
+    # Deviations from the request, without those of its grammar.
     relaxed: tuple[str, ...] = ()
     # Turns and tokens that were left out of the prompt.
     left_out: tuple[int, int] = (0, 0)
@@ -169,9 +168,18 @@ class Row:
     # Reads from disk that this row waits for, or that wait for it.
     ticket: Ticket | None = None
     # Its stay in the batch, while it is in.
-    member: "Member | None" = None
+    sequence: "BatchSequence | None" = None
     _tokens: npt.NDArray[np.int32] | None = None
     _keys: npt.NDArray[np.int32] | None = None
+
+    @property
+    def arrived(self) -> float:
+        return self.stats.arrived
+
+    @property
+    def deviations(self) -> tuple[str, ...]:
+        """Deviations from the request, reported to its client."""
+        return (*(self.rule.grammar.relaxed if self.rule is not None else ()), *self.relaxed)
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """Prompt and output so far; not to be written to. Made once for as long as no token is added."""
@@ -246,7 +254,7 @@ class Context(TokenBuffer):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class BatchSequence:
     """One stay of a row in the batch, from its insertion until it ends, is preempted or waits for its grammar.
 
     `tokens` are those that its caches hold, `reused` of them from the prefix cache. `segments` are the tokens of prompt

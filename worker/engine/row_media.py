@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from worker.engine.row import Member, Row
+from worker.engine.row import BatchSequence, Row
 from worker.vision.attach import Vision
 from worker.vision.encoder import MediaEncoder
 from worker.vision.multimodal_merge import MediaPlacement
@@ -36,12 +36,12 @@ class RowMedia:
         self._encoder.keep(row.rid, placement.features)
         return placement
 
-    def release(self, member: Member) -> None:
+    def release(self, sequence: BatchSequence) -> None:
         """Let go of the features that the prefill of a row needs no more."""
-        row, placement = member.row, member.placement
+        row, placement = sequence.row, sequence.placement
         if placement is not None and placement.features:
             assert self._encoder is not None
-            needed = {span.medium.key for span in row.media if span.end > member.prefilled}
+            needed = {span.medium.key for span in row.media if span.end > sequence.prefilled}
             passed = placement.features.keys() - needed
             for key in passed:
                 del placement.features[key]

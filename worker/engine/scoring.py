@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.engine.batch_sequence import BatchSequences
 from worker.engine.forward import ForwardPart, forward
-from worker.engine.row import Member
+from worker.engine.row import BatchSequence
+from worker.engine.sequence_group import SequenceGroup
 from worker.kv import batched
 
 # Positions whose logits are looked at together.
@@ -20,37 +20,37 @@ class ScoredRows:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.rows: list[BatchSequences] = []
+        self.rows: list[SequenceGroup] = []
 
-    def add(self, member: Member, *, is_single: bool) -> None:
+    def add(self, sequence: BatchSequence, *, is_single: bool) -> None:
         """A row; one of a lane of one keeps its caches, which may have no batch form."""
-        caches = member.caches if is_single else batched.merge([member.caches])
-        member.caches = []
-        self.rows.append(BatchSequences([member], caches))
+        caches = sequence.caches if is_single else batched.merge([sequence.caches])
+        sequence.caches = []
+        self.rows.append(SequenceGroup([sequence], caches))
 
-    def due(self, *, is_alone: bool) -> list[BatchSequences]:
+    def due(self, *, is_alone: bool) -> list[SequenceGroup]:
         """Rows whose turn it is: all, or one after the other beside rows that generate, which wait for each."""
         if is_alone or not self.rows:
             return list(self.rows)
         self.rows = [*self.rows[1:], self.rows[0]]
         return self.rows[-1:]
 
-    def take_complete(self) -> list[BatchSequences]:
+    def take_complete(self) -> list[SequenceGroup]:
         """Take out those whose scores were given out."""
-        complete = [rows for rows in self.rows if rows.members[0].scores is None]
-        self.rows = [rows for rows in self.rows if rows.members[0].scores is not None]
+        complete = [rows for rows in self.rows if rows.sequences[0].scores is None]
+        self.rows = [rows for rows in self.rows if rows.sequences[0].scores is not None]
         return complete
 
-    def run(self, rows: BatchSequences, most: int) -> int:
+    def run(self, rows: SequenceGroup, most: int) -> int:
         """Run the next slice of one of them; its tokens."""
-        member = rows.members[0]
-        assert member.scores is not None
-        part = member.segments[0][: min(most, max(SLICE, member.longest_whole))]
-        logits = forward(self._model, ForwardPart(rows.members, mx.array([part]), rows.caches, [len(part)]))
+        sequence = rows.sequences[0]
+        assert sequence.scores is not None
+        part = sequence.segments[0][: min(most, max(SLICE, sequence.longest_whole))]
+        logits = forward(self._model, ForwardPart(rows.sequences, mx.array([part]), rows.caches, [len(part)]))
         for at in range(0, len(part), SLICE):
-            member.scores.add(logits[0, at : at + SLICE])
+            sequence.scores.add(logits[0, at : at + SLICE])
         rows.evaluate()
         return len(part)
 
-    def discard(self, members: Collection[Member]) -> None:
-        self.rows = [rows for rows in self.rows if rows.members[0] not in members]
+    def discard(self, sequences: Collection[BatchSequence]) -> None:
+        self.rows = [rows for rows in self.rows if rows.sequences[0] not in sequences]

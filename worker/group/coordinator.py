@@ -136,8 +136,8 @@ class Coordinator:
         self._layout = replace(layout, is_checkpointed=needs)
         return PlannedCache(self._layout, budget, self)
 
-    def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: BatchMode) -> Batch:
-        return PlannedBatch(model, eos_ids, cache, lane, self)
+    def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, mode: BatchMode) -> Batch:
+        return PlannedBatch(model, eos_ids, cache, mode, self)
 
     def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
         assert self._layout is not None
@@ -181,8 +181,8 @@ class Coordinator:
     def note(self, op: Op) -> None:
         self._ops.append(op)
 
-    def begin(self, chunk: int, *, rides: bool) -> None:
-        self._send(chunk, rides=rides)
+    def begin(self, chunk: int, *, is_fused: bool) -> None:
+        self._send(chunk, is_fused=is_fused)
 
     def confirm(self, tokens: Sequence[Token]) -> None:
         self._crc = tally(self._crc, tokens)
@@ -196,15 +196,15 @@ class Coordinator:
             if (done.seq, done.crc) != (self._seq, self._crc):
                 raise PartnerLost(f"rank {rank} ({self._name(rank)}) is out of step at plan {self._seq}")
 
-    def _send(self, chunk: int, *, rides: bool = True) -> None:
-        self._tell(self._next_plan(chunk, rides=rides))
+    def _send(self, chunk: int, *, is_fused: bool = True) -> None:
+        self._tell(self._next_plan(chunk, is_fused=is_fused))
 
-    def _next_plan(self, chunk: int, *, rides: bool = True) -> bytes:
+    def _next_plan(self, chunk: int, *, is_fused: bool = True) -> bytes:
         """Begin the next plan and return its frame."""
         self._seq += 1
         ops, self._ops = self._ops, []
         self._watch.begin(self._seq)
-        return group.encode(TickPlan(self._seq, self._crc, ops, chunk, rides))
+        return group.encode(TickPlan(self._seq, self._crc, ops, chunk, is_fused))
 
     def _tell(self, frame: bytes) -> None:
         """Send a frame to all followers. Raises `PartnerLost` if some could not be reached."""

@@ -234,7 +234,7 @@ class Follower:
         return f"rank {rank} of {name}: {action} {size_bytes >> 20} MiB, and {given}"
 
     def _step(self, plan: TickPlan) -> None:
-        output = self._batch.step(plan.chunk, rides=plan.rides)
+        output = self._batch.step(plan.chunk, is_fused=plan.is_fused)
         self.crc = tally(self.crc, output.tokens)
         for _, scores in (*output.scoring, *output.scored):
             scores.take()  # rank 0 has them
@@ -246,10 +246,10 @@ class Follower:
 
     def _act(self, op: Op) -> None:
         match op:
-            case BeginGroup(lane, cache_bytes, needs_checkpoints):
+            case BeginGroup(mode, cache_bytes, needs_checkpoints):
                 self._layout = replace(self._layout, is_checkpointed=needs_checkpoints)
                 self.cache = PrefixCache(self._layout, cache_bytes)
-                self._batch = Batch(self._model, self._eos_ids, self.cache, BatchMode(lane))
+                self._batch = Batch(self._model, self._eos_ids, self.cache, BatchMode(mode))
                 self._rows = {}
             case InsertRow():
                 self._insert(op)
@@ -275,7 +275,7 @@ class Follower:
         row.output, row.boundaries, row.cache_salt = op.output, op.boundaries, op.salt
         row.report.scored_top = op.top
         self._batch.insert(row)
-        reused = row.member.reused if row.member is not None else 0
+        reused = row.sequence.reused if row.sequence is not None else 0
         if reused != op.reused:
             raise PartnerLost(f"{reused} tokens of a prompt are cached here, and {op.reused} on rank 0")
         self._rows[op.rid] = row

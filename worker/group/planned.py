@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from protocol.failures import Code
 from protocol.group import BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory
 from worker.engine.batch import Batch, StepOutput
-from worker.engine.row import Member, Row, Token
+from worker.engine.row import BatchSequence, Row, Token
 from worker.errors import PartnerLost, StepFailed, is_fabric_fault
 from worker.kv.kv import KvLayout
 from worker.model.batch_mode import BatchMode
@@ -23,7 +23,7 @@ class Planner(Protocol):
         """Record an operation, which followers execute with the next plan."""
         ...
 
-    def begin(self, chunk: int, *, rides: bool) -> None:
+    def begin(self, chunk: int, *, is_fused: bool) -> None:
         """Send the next plan, whose tick follows here."""
         ...
 
@@ -56,32 +56,32 @@ class PlannedBatch(Batch):
     """Batch of rank 0."""
 
     def __init__(
-        self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: BatchMode, planner: Planner
+        self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, mode: BatchMode, planner: Planner
     ) -> None:
-        planner.note(BeginGroup(lane, cache.budget, cache.needs_checkpoints))
+        planner.note(BeginGroup(mode, cache.budget, cache.needs_checkpoints))
         self._planner = planner
-        super().__init__(model, eos_ids, cache, lane)
+        super().__init__(model, eos_ids, cache, mode)
 
-    def _enter(self, member: Member) -> None:
-        self._planner.note(_insert(member.row, member.reused))
-        super()._enter(member)
+    def _enter(self, sequence: BatchSequence) -> None:
+        self._planner.note(_insert(sequence.row, sequence.reused))
+        super()._enter(sequence)
 
-    def _take_out(self, member: Member) -> list[int]:
-        self._planner.note(RemoveRow(member.row.rid))
-        return super()._take_out(member)
+    def _take_out(self, sequence: BatchSequence) -> list[int]:
+        self._planner.note(RemoveRow(sequence.row.rid))
+        return super()._take_out(sequence)
 
     def settle(self) -> None:
         if self._ended:
             self._planner.note(SettleMemory())
         super().settle()
 
-    def _begin(self, chunk: int, *, rides: bool) -> None:
-        self._planner.begin(chunk, rides=rides)
+    def _begin(self, chunk: int, *, is_fused: bool) -> None:
+        self._planner.begin(chunk, is_fused=is_fused)
 
-    def step(self, chunk: int, *, rides: bool = True, reads: int = 0) -> StepOutput:
+    def step(self, chunk: int, *, is_fused: bool = True, reads: int = 0) -> StepOutput:
         """As for a batch alone. No token leaves before all ranks have generated it."""
         try:
-            output = super().step(chunk, rides=rides, reads=reads)
+            output = super().step(chunk, is_fused=is_fused, reads=reads)
         except StepFailed:
             raise
         except Exception as error:  # any error of MLX means that the ranks are out of step

@@ -22,12 +22,12 @@ KERNEL: Final = "kernel"
 
 @dataclass(frozen=True, slots=True)
 class BatchModePlan:
-    """The lane of a model, whether its prefixes can be reused, and why not the first lane or no reuse.
+    """Batch mode of a model, whether its prefixes can be reused, and why it is not the fastest mode or does not reuse.
 
     `attention` is `kernel` where attention of few tokens a row goes by our kernels, else `mlx`, with the reason.
     """
 
-    lane: BatchMode = BatchMode.TOGETHER
+    mode: BatchMode = BatchMode.TOGETHER
     reuses_prefixes: bool = True
     reason: str = ""
     attention: str = "mlx"

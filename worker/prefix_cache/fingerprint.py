@@ -58,15 +58,15 @@ def form_of(spec: WorkerSpec, loaded: LoadedModel, layout: KvLayout) -> CacheFor
 
 def model_form(loaded: LoadedModel, kinds: list[str], *, runs_code: bool = False) -> CacheFormat:
     """Everything that the KV of given token ids depends on, without reading all of the weights; equal on all hosts."""
-    # What padding left on disk, where it is computed wrongly, is not to be read in another lane.
-    lane = () if loaded.plan.lane is BatchMode.TOGETHER else (loaded.plan.lane.value,)
+    # What padding left on disk, where it is computed wrongly, is not to be read in another mode.
+    mode = () if loaded.plan.mode is BatchMode.TOGETHER else (loaded.plan.mode.value,)
     dtypes = sorted({str(array.dtype) for array in _arrays(loaded.model)})
     code = sorted(file.name for file in loaded.path.glob("*.py")) if runs_code else []
     vision = (version("mlx-vlm"),) if loaded.vision is not None else ()
     processor = PROCESSOR_FILES if loaded.vision is not None else ()
     return CacheFormat(
         libraries=digest(version("mlx"), version("mlx-lm"), version("mlxd"), *vision),
-        layout=digest(FORMAT, str(mx.default_device()), kinds, dtypes, *lane),
+        layout=digest(FORMAT, str(mx.default_device()), kinds, dtypes, *mode),
         weights=weights_digest(loaded.path),
         configuration=files_digest(loaded.path, ("config.json", *processor, *code)),
         tokenizer=files_digest(loaded.path, TOKENIZER_FILES),

@@ -273,8 +273,8 @@ class PrefixCache:
             self._lost = self._disk.lost
             self._tree.prune()
 
-    def tell(self) -> None:
-        """Tell those who listen what it has come to hold and let go of; called once a tick."""
+    def publish_events(self) -> None:
+        """Publish the block events of this tick."""
         if self._journal is not None:
             self._journal.flush()
 

@@ -48,9 +48,9 @@ def load_checked(
             raise _no_sparse("deterministic = true")
         return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
     plan = check(loaded.model, ids, spec.batching, partners)
-    if plan.lane is BatchMode.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
+    if plan.mode is BatchMode.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
         # Chunks of equal length would split media whose tokens must run together.
-        plan = replace(plan, lane=BatchMode.SINGLE)
+        plan = replace(plan, mode=BatchMode.SINGLE)
     loaded = _with_drafts(replace(loaded, plan=plan), spec)
     if spec.sparse_keep:
         _check_sparse(loaded, spec)
@@ -60,7 +60,7 @@ def load_checked(
 def _with_adapters(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
     """Attach the configured adapters; an adapter that cannot be served only fails itself."""
     assert loaded.linears is not None, "of a model that was loaded"
-    adapters = attach(loaded.model, loaded.linears, loaded.plan.lane)
+    adapters = attach(loaded.model, loaded.linears, loaded.plan.mode)
     for name, path in spec.adapters:
         adapters.install(name, path, adapters.read(name, path))
     return replace(loaded, weights_bytes=loaded.weights_bytes + adapters.nbytes)
@@ -78,7 +78,7 @@ def _with_drafts(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
         proposer, weights_bytes = attach_draft(loaded, resolve(spec.draft), load_draft)
         draft = opened[0] if opened else None
         return replace(loaded, proposer=proposer, weights_bytes=loaded.weights_bytes + weights_bytes, draft=draft)
-    if spec.group is not None or spec.speculate == "off" or loaded.plan.lane is not BatchMode.TOGETHER:
+    if spec.group is not None or spec.speculate == "off" or loaded.plan.mode is not BatchMode.TOGETHER:
         return loaded
     try:
         drafts, weights_bytes = attach_head(loaded.path, loaded.model)

@@ -94,7 +94,7 @@ class Bench:
     def decode(self, limit_s: float) -> Iterator[MeasuredSpeed]:
         """Measure decode speed for increasing rows, until more of them gain little."""
         before = 0.0
-        for rows in ROWS if self._loaded.plan.lane is not BatchMode.SINGLE else ROWS[:1]:
+        for rows in ROWS if self._loaded.plan.mode is not BatchMode.SINGLE else ROWS[:1]:
             if (
                 rows > 1
                 and self._engine.kv_cost.bytes(rows, DECODE_PROMPT_TOKENS + MAX_OUTPUT_TOKENS // 8) > self._kv_limit
@@ -140,17 +140,17 @@ class Bench:
 
     def riding(self, limit_s: float) -> None:
         """Measure prefill chunks of each size beside decoding rows, fused and separate."""
-        if self._loaded.plan.lane is BatchMode.SINGLE:
+        if self._loaded.plan.mode is BatchMode.SINGLE:
             return
         end = time.perf_counter() + limit_s
-        for tokens, rides in product((each for each in CHUNK_TOKENS if each <= self._longest), (True, False)):
+        for tokens, is_fused in product((each for each in CHUNK_TOKENS if each <= self._longest), (True, False)):
             if time.perf_counter() > end:
                 return
             self._start(DECODING_ROWS)
             self._insert(min(8 * tokens, self._loaded.max_context - 8))
             own, done = time.perf_counter() + limit_s / len(CHUNK_TOKENS) / 2, 0
             while self._batch.prefilling and (done == 0 or time.perf_counter() < own):
-                done += self._tick(tokens, done, rides=rides)
+                done += self._tick(tokens, done, is_fused=is_fused)
             self._tick(self._longest, 0)
 
     def buffers(self, limit_s: float, total: int, device: memory.Device) -> int:
@@ -160,7 +160,7 @@ class Bench:
             limit = max(memory.usual_buffers() if part == BUFFER_DIVISORS[0] else 0, total // part)
             device.clear_cache()
             device.set_cache_limit(limit)
-            self._start(DECODING_ROWS if self._loaded.plan.lane is not BatchMode.SINGLE else 1)
+            self._start(DECODING_ROWS if self._loaded.plan.mode is not BatchMode.SINGLE else 1)
             steps, seconds = self._steps(limit_s / len(BUFFER_DIVISORS))
             if steps / seconds > MIN_BUFFER_GAIN * best_rate:
                 best, best_rate = limit, steps / seconds
@@ -188,10 +188,10 @@ class Bench:
                 break
         return steps, time.perf_counter() - began
 
-    def _tick(self, chunk: int, context: int, *, rides: bool = True) -> int:
+    def _tick(self, chunk: int, context: int, *, is_fused: bool = True) -> int:
         """Run one tick and record its times; return the number of prompt tokens processed."""
         self._engine.pacer.chunk(self._batch.prefilling, self._batch.decoding, chunk, context)
-        tick = self._batch.step(chunk, rides=rides)
+        tick = self._batch.step(chunk, is_fused=is_fused)
         for timed in tick.timed:
             self._engine.pacer.observe(timed)
         return tick.prefilled

@@ -159,9 +159,9 @@ def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list
 
 
 def _notes(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
-    """Restrictions of models' lanes to stay exact, for those that the caller may use."""
+    """Slower batch modes that keep results exact, for those that the caller may use."""
     caller = record_of(scope).caller
-    reasons = [(view.name, view.ready.lane_reason) for view in views if view.ready is not None]
+    reasons = [(view.name, view.ready.batch_mode_reason) for view in views if view.ready is not None]
     return [f"{name}: {why}" for name, why in reasons if why and caller.may_use(services.config.models[name])]
 
 

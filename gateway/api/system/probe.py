@@ -114,7 +114,7 @@ async def _one_token(services: Services, worker: WorkerHandle) -> str:
 def prompt_for(ready: Ready | None) -> Prompt:
     """The least that a model can be asked for."""
     audio = ready.audio if ready is not None else None
-    if audio is not None and audio.hears:
+    if audio is not None and audio.transcribes:
         return _SILENCE
     if audio is not None and audio.needs_instructions:
         return _DESCRIBED

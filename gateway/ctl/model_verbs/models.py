@@ -35,7 +35,7 @@ def ps(
 
     Example: mlxctl ps
     """
-    from gateway.ctl.tables import lanes
+    from gateway.ctl.tables import batch_modes
 
     sample = take(client.status, interval)
     if json:
@@ -44,7 +44,7 @@ def ps(
         typer.echo("No model has a process. One is started by the first request for it, or by: mlxctl load MODEL")
     else:
         console().print(ps_table(sample))
-        lanes(sample.models, console())
+        batch_modes(sample.models, console())
 
 
 def _list() -> "list[ListedModel]":

@@ -240,9 +240,9 @@ class Incarnation:
         if {(info.name, info.path) for info in ready.adapters} != set(adapters):
             # They have changed while it loaded, or before this gateway was started.
             self.set_adapters(adapters)
-        self._events.lane(self.name, ready.lane)
-        if ready.lane_reason:
-            log.warning("%s: %s", self.name, ready.lane_reason)
+        self._events.batch_mode(self.name, ready.batch_mode)
+        if ready.batch_mode_reason:
+            log.warning("%s: %s", self.name, ready.batch_mode_reason)
 
     def begin_serving(self, log_level: str) -> None:
         self.loading = None

@@ -13,7 +13,7 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import spec
 from tests.support.models import build
 from worker.engine.batch import Batch
-from worker.engine.row import Member, Row
+from worker.engine.row import BatchSequence, Row
 from worker.kv.kv import KvLayout
 from worker.model.loader import LoadedModel, load
 from worker.prefix_cache.prefix import PrefixCache
@@ -75,13 +75,15 @@ def test_a_row_that_leaves_takes_all_that_was_kept_of_it_along(model_folder: Cal
     rows = [row(loaded, rid, 40, output) for rid, output in ((1, 4), (2, 50), (3, 50))]
     for each in rows:
         batch.insert(each)
-    while rows[0].member is not None:
+    while rows[0].sequence is not None:
         batch.step(16)
     batch.remove(rows[1])
     batch.abandon()
     gc.collect()
-    assert not [member for member in gc.get_objects() if isinstance(member, Member) and member.row in rows[:2]]
-    assert [each.member for each in rows] == [None] * 3
+    assert not [
+        sequence for sequence in gc.get_objects() if isinstance(sequence, BatchSequence) and sequence.row in rows[:2]
+    ]
+    assert [each.sequence for each in rows] == [None] * 3
     assert (len(batch), batch.prefilling, batch.decoding) == (0, 0, 0)
     batch.close()
 
@@ -139,8 +141,8 @@ def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
     monkeypatch.setattr("worker.engine.generator.CLEAR_TOKENS", 256)
 
     def note() -> None:
-        assert longest.member is not None
-        cleared.append(longest.member.prefilled)
+        assert longest.sequence is not None
+        cleared.append(longest.sequence.prefilled)
 
     monkeypatch.setattr(mx, "clear_cache", note)
     longest, shorter = row(loaded, 1, 600), row(loaded, 100, 90)

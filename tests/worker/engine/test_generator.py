@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 
 from tests.support.engine import spec
-from tests.support.members import member_of
+from tests.support.sequences import sequence_of
 from worker.engine.generator import Generator
-from worker.engine.row import Member
+from worker.engine.row import BatchSequence
 from worker.model.batch_mode import BatchMode
 from worker.model.loader import load
 from worker.sampling.sampler import RowSampler
@@ -31,14 +31,14 @@ class Watched:
         return self._model(inputs, cache=cache)
 
 
-def generator_of(folder: Path) -> tuple[Generator, Watched, Callable[[list[int]], Member]]:
+def generator_of(folder: Path) -> tuple[Generator, Watched, Callable[[list[int]], BatchSequence]]:
     model = Watched(load(spec(folder), lambda *_: None).model)
     generator = Generator(model, RowSampler(), BatchMode.TOGETHER, Drafter())
 
-    def insert(prompt: list[int]) -> Member:
-        member = member_of(prompt)
-        generator.insert(member)
-        return member
+    def insert(prompt: list[int]) -> BatchSequence:
+        sequence = sequence_of(prompt)
+        generator.insert(sequence)
+        return sequence
 
     return generator, model, insert
 

@@ -64,7 +64,7 @@ def generated(
     batch: list[Generate],
     *,
     chunk: int = 16,
-    rides: bool = True,
+    is_fused: bool = True,
     drafter: Drafter | None = None,
     times: list[PassTime] | None = None,
 ) -> tuple[dict[int, list[int]], int]:
@@ -78,7 +78,7 @@ def generated(
         if waiting and ticks % 3 == 0:
             rows.insert(waiting.pop(0))
         ticks += 1
-        step = rows.step(chunk, rides=rides)
+        step = rows.step(chunk, is_fused=is_fused)
         for token in step.tokens:
             said[token.row.rid].append(token.id)
         if times is not None:
@@ -101,7 +101,7 @@ def test_rows_beside_which_prompts_ride_and_those_that_ride_keep_their_tokens(
     riding, packed = generated(loaded, batch)
     assert riding == alone
     assert packed > 10
-    assert generated(loaded, batch, rides=False) == (alone, 0)
+    assert generated(loaded, batch, is_fused=False) == (alone, 0)
     drafted, packed = generated(loaded, batch, drafter=drafter)
     assert drafted == alone
     assert packed > 5
@@ -146,27 +146,27 @@ def test_a_tick_with_a_prompt_is_one_pass_of_its_tokens_and_one_of_each_row(
     batch.close()
 
 
-@pytest.mark.parametrize("rides", [True, False])
+@pytest.mark.parametrize("is_fused", [True, False])
 def test_each_pass_is_timed_once_with_its_rows_width_and_tokens(
-    model_folder: Callable[[str], Path], *, rides: bool
+    model_folder: Callable[[str], Path], *, is_fused: bool
 ) -> None:
     loaded, batch = load(spec(model_folder("qwen3")), lambda *_: None), requests(output=24)
     plain: list[PassTime] = []
-    said = generated(loaded, batch, rides=rides, times=plain)[0]
+    said = generated(loaded, batch, is_fused=is_fused, times=plain)[0]
     drafter, drafted = NoisyDrafts(VOCAB), list[PassTime]()
     for request in batch:
         assert isinstance(request.prompt, TokensPrompt)
         drafter.learn([*request.prompt.ids, *said[request.rid]])
-    assert generated(loaded, batch, rides=rides, drafter=drafter, times=drafted)[0] == said
+    assert generated(loaded, batch, is_fused=is_fused, drafter=drafter, times=drafted)[0] == said
     for times in (plain, drafted):
         assert all(each.seconds > 0 for each in times)
         prompted = sum(each.prompted for each in times)
         assert prompted == sum(LENGTHS) - len(LENGTHS), "the last token of each runs with the rows that generate"
         # The plain step that was launched last is read by nobody.
         assert sum(map(len, said.values())) <= sum(each.tokens for each in times) + max(each.rows for each in times)
-        assert {each.prompted > 0 for each in times if each.rows} == ({False, True} if rides else {False})
+        assert {each.prompted > 0 for each in times if each.rows} == ({False, True} if is_fused else {False})
     assert {(each.width > 1, each.prompted > 0) for each in drafted if each.rows} >= {(True, False), (False, False)}
-    assert not rides or any(each.width > 1 and each.prompted for each in drafted)
+    assert not is_fused or any(each.width > 1 and each.prompted for each in drafted)
 
 
 @pytest.mark.parametrize("architecture", scaled(KINDS, ["gemma3_text"]))

@@ -18,9 +18,9 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import scaled
 from worker.engine.batch import Batch
-from worker.engine.batch_sequence import BatchSequences
 from worker.engine.generator import Generator
 from worker.engine.scoring import SLICE, ScoredRows
+from worker.engine.sequence_group import SequenceGroup
 from worker.sampling.logprobs import LogprobReader
 from worker.sampling.prompt_scores import PromptScore
 
@@ -108,12 +108,12 @@ def test_an_abort_amid_the_scores_lets_go_of_the_row(model_folder: Callable[[str
 def test_a_tick_that_fails_behind_the_scores_of_a_row_loses_none_of_them(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[BatchSequences] = []
+    told: list[SequenceGroup] = []
     park = Batch._park  # pyright: ignore[reportPrivateUsage]
 
     def fail_once(batch: Batch) -> None:
         is_first = not told
-        told.extend(rows for rows in batch._generator._scored.rows if rows.members[0].scores is None)  # pyright: ignore[reportPrivateUsage]
+        told.extend(rows for rows in batch._generator._scored.rows if rows.sequences[0].scores is None)  # pyright: ignore[reportPrivateUsage]
         if is_first and told:
             raise RuntimeError("[metal::malloc] Unable to allocate 5 bytes.")
         park(batch)
@@ -133,7 +133,7 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
     beside: list[int] = []
     run, step = ScoredRows.run, Generator.run_passes
 
-    def counted_run(self: ScoredRows, rows: BatchSequences, most: int) -> int:
+    def counted_run(self: ScoredRows, rows: SequenceGroup, most: int) -> int:
         slices[-1] += 1
         return run(self, rows, most)
 
@@ -160,7 +160,7 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
 
 def test_prompts_that_are_scored_one_at_a_time_take_turns() -> None:
     rows = ScoredRows(None)
-    rows.rows = [BatchSequences(), BatchSequences(), BatchSequences()]
+    rows.rows = [SequenceGroup(), SequenceGroup(), SequenceGroup()]
     first, second, third = rows.rows
     turns = [rows.due(is_alone=False) for _ in range(4)]
     assert [[id(each) for each in turn] for turn in turns] == [[id(each)] for each in (first, second, third, first)]
@@ -247,7 +247,7 @@ def test_a_row_that_is_scored_again_after_a_failed_tick_tells_no_entry_twice(
     park = Batch._park  # pyright: ignore[reportPrivateUsage]
 
     def fail_once(batch: Batch) -> None:
-        ticks.extend(len(rows.members[0].tokens) for rows in batch._generator._scored.rows)  # pyright: ignore[reportPrivateUsage]
+        ticks.extend(len(rows.sequences[0].tokens) for rows in batch._generator._scored.rows)  # pyright: ignore[reportPrivateUsage]
         if sum(done > 0 for done in ticks) == 2:
             raise RuntimeError("[metal::malloc] Unable to allocate 5 bytes.")
         park(batch)
@@ -303,7 +303,7 @@ def test_a_row_that_is_scored_again_after_a_failed_tick_sends_no_entry_of_its_ec
     park = Batch._park  # pyright: ignore[reportPrivateUsage]
 
     def fail_once(batch: Batch) -> None:
-        runs.extend(len(rows.members[0].tokens) for rows in batch._generator._scored.rows)  # pyright: ignore[reportPrivateUsage]
+        runs.extend(len(rows.sequences[0].tokens) for rows in batch._generator._scored.rows)  # pyright: ignore[reportPrivateUsage]
         if sum(done > 0 for done in runs) == 2:
             raise RuntimeError("[metal::malloc] Unable to allocate 5 bytes.")
         park(batch)

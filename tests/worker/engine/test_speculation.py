@@ -213,9 +213,9 @@ def test_tokens_that_processors_are_given_do_not_pile_up_uncomputed_beside_draft
 
     def watched(self: DecodeBatch, *args: Any) -> Any:
         sampled = verify(self, *args)
-        for member in self.members:
-            if member.context is not None:
-                mx.export_to_dot(str(tmp_path / "graph"), member.context.state)
+        for sequence in self.sequences:
+            if sequence.context is not None:
+                mx.export_to_dot(str(tmp_path / "graph"), sequence.context.state)
                 graphs.append((tmp_path / "graph").read_text().count("label"))
         return sampled
 

@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.support.engine import spec
-from tests.support.members import member_of
 from tests.support.models import KINDS
+from tests.support.sequences import sequence_of
 from worker.engine.forward import ForwardPart, forward
 from worker.kv import batched
 from worker.model import packing
@@ -23,8 +23,8 @@ def part(model: Any, rows: list[list[int]]) -> ForwardPart:
     width = max(len(row) for row in rows)
     caches = batched.merge([make_prompt_cache(model) for _ in rows])
     inputs = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
-    members = [member_of(row) for row in rows]
-    return ForwardPart(members, inputs, caches, [len(row) for row in rows])
+    sequences = [sequence_of(row) for row in rows]
+    return ForwardPart(sequences, inputs, caches, [len(row) for row in rows])
 
 
 @pytest.mark.parametrize("architecture", KINDS)
@@ -32,18 +32,19 @@ def test_a_part_is_given_the_logits_that_it_has_alone(architecture: str, model_f
     model = load(spec(model_folder(architecture)), lambda *_: None).model
     rows, chunks = [[20, 21, 22], [30, 31]], [[40 + at for at in range(9)], [60 + at for at in range(5)]]
     alone = forward(model, part(model, rows))
-    rider = part(model, chunks)
-    packed = forward(model, part(model, rows), rider)
+    prefill = part(model, chunks)
+    packed = forward(model, part(model, rows), prefill)
     assert packed.shape == alone.shape == (2, 3, packed.shape[2])
     assert mx.allclose(packed[0], alone[0], atol=1e-5)
     assert mx.allclose(packed[1, :2], alone[1, :2], atol=1e-5)
     # The chunks' caches are what they are alone.
-    batched.rewind(rider.caches, rider.excess)
+    batched.rewind(prefill.caches, prefill.excess)
     other = part(model, chunks)
     forward(model, other)
     batched.rewind(other.caches, other.excess)
     following = [
-        forward(model, ForwardPart(each.members, mx.array([[7], [8]]), each.caches, [1, 1])) for each in (rider, other)
+        forward(model, ForwardPart(each.sequences, mx.array([[7], [8]]), each.caches, [1, 1]))
+        for each in (prefill, other)
     ]
     assert mx.allclose(*following, atol=1e-5)
 

@@ -77,12 +77,12 @@ def test_a_router_knows_of_each_prompt_the_blocks_that_the_cache_has(budget: int
         if rng.random() < 0.5:
             other = rng.choice(prompts)
             cache.fetch(np.array(other, dtype=np.int32))
-        cache.tell()
+        cache.publish_events()
         for each in prompts:
             assert router.known(each) == cache.longest(np.array(each, dtype=np.int32)) // BLOCK
     assert (cache.counts.prefix_evictions > 0) == (budget < 1 << 30)
     cache.clear()
-    cache.tell()
+    cache.publish_events()
     assert router.blocks == {}
 
 
@@ -91,7 +91,7 @@ def test_blocks_of_two_salts_are_two() -> None:
     cache = PrefixCache(layout("plain"), 1 << 30, journal=BlockEventLog(router.hear))
     for salt in ("a", "b"):
         cache.store(np.array(prompt, dtype=np.int32), filled("plain", prompt), salt)
-    cache.tell()
+    cache.publish_events()
     assert len(router.blocks) == 2
 
 
@@ -105,7 +105,7 @@ def test_blocks_of_an_adapter_are_told_as_its_own_and_no_client_can_name_one() -
         # In two pieces, of which the second is told with its own event.
         for end in (BLOCK, 2 * BLOCK):
             cache.store(np.array(prompt[:end], dtype=np.int32), filled("plain", prompt[:end]), salt)
-            cache.tell()
+            cache.publish_events()
     told = [event.lora_id for event in heard if isinstance(event, BlockStored)]
     first, last = (adapter_number(salt_key(salt)) for salt in (salts[2], salts[4]))
     assert told == [None] * 4 + [first] * 4 + [last] * 4
@@ -128,10 +128,10 @@ def test_a_prompt_that_is_stored_in_pieces_is_hashed_once(monkeypatch: pytest.Mo
     cache = PrefixCache(layout("plain"), 1 << 30, journal=BlockEventLog(router.hear))
     for end in range(10, 1001, 10):
         cache.store(np.array(prompt[:end], dtype=np.int32), filled("plain", prompt[:end]))
-    cache.tell()
+    cache.publish_events()
     assert router.known(prompt) == len(router.blocks) == len(hashed) == 1000 // BLOCK
     cache.clear()
-    cache.tell()
+    cache.publish_events()
     assert len(hashed) == 1000 // BLOCK, "what is let go of is known"
 
 

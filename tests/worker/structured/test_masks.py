@@ -16,9 +16,9 @@ from protocol.from_worker import DeltaKind, Finish
 from protocol.prompts import ChatPrompt, TokensPrompt
 from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.members import member_of
 from tests.support.models import ARCHITECTURES, TEMPLATE, Breakable, build
 from tests.support.scale import scaled
+from tests.support.sequences import sequence_of
 from worker.engine import batch
 from worker.structured import masks as constrain
 from worker.structured.compiler import lark_json
@@ -386,7 +386,7 @@ def test_a_mask_that_takes_too_long_ends_its_row() -> None:
 
 
 def test_rows_without_a_rule_are_not_stepped_in_two_parts() -> None:
-    rows = [member_of([5, 6]), member_of([7])]
+    rows = [sequence_of([5, 6]), sequence_of([7])]
     assert not constrain.constrains(rows)
     rows[1].mask = constrain.MaskWork(Future(), since=0.0)
     assert constrain.constrains(rows)

@@ -193,7 +193,7 @@ def test_rows_whose_masks_are_late_leave_no_placement_behind(
     finish(engine, engine.submit_row(made))
     assert any(parked)
     assert features(engine).held_bytes == 0
-    assert made.member is None
+    assert made.sequence is None
 
 
 def witnessed(medium: Medium, threads: list[str]) -> Medium:
@@ -376,11 +376,11 @@ def test_an_abort_inside_an_image_leaves_the_checkpoints_before_it(tmp_path: Pat
         return made
 
     first = insert(1)
-    member = first.member
-    assert member is not None
-    while member.prefilled <= 96:
+    sequence = first.sequence
+    assert sequence is not None
+    while sequence.prefilled <= 96:
         batch.step(24)
-    assert 80 < member.prefilled < 144
+    assert 80 < sequence.prefilled < 144
     batch.remove(first)
     assert insert(2).stats.cached == 40
     batch.close()

@@ -42,7 +42,7 @@ SHARED: Final = 8
 # Tokens that a check needs, and the text that they are of.
 SAMPLE: Final = SHORT + LONG
 _TEXT: Final = "The river was low that summer, and the people of the town walked across it on stones to the market."
-# Tokens that each row generates: the shorter one's third is decoded beside the longer one in every lane.
+# Tokens that each row generates: the shorter one's third is decoded beside the longer one in every mode.
 OUTPUT: Final = 3
 _WHOLE: Final = 16
 _CACHE_BYTES: Final = 1 << 40
@@ -55,8 +55,8 @@ ROUNDINGS: Final = 4.0
 ROUNDED_MIN: Final = 0.1
 ROUNDED_MAX: Final = 0.5
 ROUNDED_REFUSED: Final = 1.0
-# Signs of a device that failed, or of memory that is not there: they say nothing of the lane.
-_LANES: Final = (BatchMode.TOGETHER, BatchMode.EQUAL, BatchMode.SINGLE)
+# Signs of a device that failed, or of memory that is not there: they say nothing of the mode.
+_MODES: Final = (BatchMode.TOGETHER, BatchMode.EQUAL, BatchMode.SINGLE)
 _TOLD: Final = {
     BatchMode.EQUAL: "prompts are prefilled in chunks of equal length",
     BatchMode.SINGLE: "requests run one at a time",
@@ -92,9 +92,9 @@ def choose(
     started = time.monotonic()
     check = _Check(model, ids, partners)
     plan = check.plan(mergeable)
-    plan = replace(plan, attention=check.attention(plan.lane, attend))
+    plan = replace(plan, attention=check.attention(plan.mode, attend))
     took_ms = (time.monotonic() - started) * 1e3
-    log.info("self-check: lane %s, attention by %s, in %.0f ms", plan.lane, plan.attention, took_ms)
+    log.info("self-check: lane %s, attention by %s, in %.0f ms", plan.mode, plan.attention, took_ms)
     if plan.reason:
         log.warning("%s", plan.reason)
     return plan
@@ -112,10 +112,10 @@ def refusal(error: Exception) -> LoadFailed:
     return LoadFailed(Code.MODEL_UNSUPPORTED, message, detail=repr(error))
 
 
-def _asked(lane: BatchMode, mergeable: bool) -> BatchModePlan:
-    if not mergeable and lane is not BatchMode.SINGLE:
-        raise LoadFailed(Code.BAD_CONFIG, f"batching = '{lane}', but mlx-lm cannot batch this model; use 'single'")
-    return BatchModePlan(lane)
+def _asked(mode: BatchMode, mergeable: bool) -> BatchModePlan:
+    if not mergeable and mode is not BatchMode.SINGLE:
+        raise LoadFailed(Code.BAD_CONFIG, f"batching = '{mode}', but mlx-lm cannot batch this model; use 'single'")
+    return BatchModePlan(mode)
 
 
 class _Check:
@@ -130,9 +130,9 @@ class _Check:
     def plan(self, mergeable: bool) -> BatchModePlan:
         expected = self._reference()
         why = "" if mergeable else "mlx-lm has no batch form of its caches"
-        for lane in _LANES if mergeable else (BatchMode.SINGLE,):
+        for mode in _MODES if mergeable else (BatchMode.SINGLE,):
             try:
-                return self._plan(lane, expected, [f"{_TOLD[lane]}, because {why}"] if why else [])
+                return self._plan(mode, expected, [f"{_TOLD[mode]}, because {why}"] if why else [])
             except (LoadFailed, StepFailed):
                 raise
             except Exception as error:  # the boundary to code of every architecture
@@ -156,27 +156,27 @@ class _Check:
         self._limit = EXACT if is_exact else min(max(ROUNDED_MIN, ROUNDINGS * drift), ROUNDED_MAX)
         return expected
 
-    def _plan(self, lane: BatchMode, expected: list[_Said], reasons: list[str]) -> BatchModePlan:
-        """Raises `CheckFailed`, or what the model raises, if the lane is not exact."""
-        if lane is not BatchMode.SINGLE:
-            self._compare("beside a longer one", self._run(lane, [self._prompts], _WHOLE), expected)
-            reasons = [*reasons, *self._check_packing(lane, expected)]
+    def _plan(self, mode: BatchMode, expected: list[_Said], reasons: list[str]) -> BatchModePlan:
+        """Raises `CheckFailed`, or what the model raises, if the mode is not exact."""
+        if mode is not BatchMode.SINGLE:
+            self._compare("beside a longer one", self._run(mode, [self._prompts], _WHOLE), expected)
+            reasons = [*reasons, *self._check_packing(mode, expected)]
         try:
             # The rows in chunks, after one that has left the beginning of the longer one in the cache.
             waves = [[self._prompts[1][:SHARED]], self._prompts]
-            self._compare("from the prefix cache", self._run(lane, waves, CHUNK, _CACHE_BYTES)[1:], expected)
+            self._compare("from the prefix cache", self._run(mode, waves, CHUNK, _CACHE_BYTES)[1:], expected)
         except Exception as error:  # the boundary to code of every architecture
             why = reason_of(error)
-            self._compare("beside a longer one, in chunks", self._run(lane, [self._prompts], CHUNK), expected)
-            return BatchModePlan(lane, False, "; ".join([*reasons, f"prefixes are not reused, because {why}"]))
-        return BatchModePlan(lane, True, "; ".join(reasons))
+            self._compare("beside a longer one, in chunks", self._run(mode, [self._prompts], CHUNK), expected)
+            return BatchModePlan(mode, False, "; ".join([*reasons, f"prefixes are not reused, because {why}"]))
+        return BatchModePlan(mode, True, "; ".join(reasons))
 
-    def _check_packing(self, lane: BatchMode, expected: list[_Said]) -> list[str]:
+    def _check_packing(self, mode: BatchMode, expected: list[_Said]) -> list[str]:
         """Give packed passes up where they are not exact; the reason."""
         if packing_of(self._model) is None:
             return []
         try:
-            self._compare("behind a row that generates", self._run(lane, [self._prompts], CHUNK, begun=1), expected)
+            self._compare("behind a row that generates", self._run(mode, [self._prompts], CHUNK, begun=1), expected)
         except LoadFailed:
             raise
         except Exception as error:  # the boundary to code of every architecture
@@ -184,7 +184,7 @@ class _Check:
             return [f"prompts run in forward passes of their own, because {reason_of(error)}"]
         return []
 
-    def attention(self, lane: BatchMode, attend: Attend | None) -> str:
+    def attention(self, mode: BatchMode, attend: Attend | None) -> str:
         """Let kernels answer where they are right on this machine and in this model; `kernel`, or `mlx` and why."""
         if attend is None:
             return "mlx"
@@ -195,13 +195,13 @@ class _Check:
             return "mlx, because its attention has another form in mlx-lm"
         try:
             with switch.record_forms() as met:
-                expected = self._run(lane, [self._prompts], _WHOLE)
+                expected = self._run(mode, [self._prompts], _WHOLE)
             if not met:
                 return "mlx, because there is no kernel for its heads or caches"
             for form in met:
                 prove(form, switch.attend)
             switch.proved = frozenset(met)
-            self._compare("by the kernel, beside a longer one", self._run(lane, [self._prompts], _WHOLE), expected)
+            self._compare("by the kernel, beside a longer one", self._run(mode, [self._prompts], _WHOLE), expected)
         except LoadFailed:
             raise
         except Exception as error:  # the boundary to compilers of each machine, and code of every architecture
@@ -213,16 +213,16 @@ class _Check:
         return self._run(BatchMode.SINGLE, [[prompt]], chunk)[0]
 
     def _run(
-        self, lane: BatchMode, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0, begun: int = 0
+        self, mode: BatchMode, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0, begun: int = 0
     ) -> list[_Said]:
         """Each wave together, one after the other, through a batch of their own; the first `begun` rows of a wave
         generate when the others come."""
         if self._partners is not None:
             cache = self._partners.cache(self._layout, cache_bytes)
-            batch = self._partners.batch(self._model, (), cache, lane)
+            batch = self._partners.batch(self._model, (), cache, mode)
         else:
             cache = PrefixCache(self._layout, cache_bytes)
-            batch = Batch(self._model, (), cache, lane)
+            batch = Batch(self._model, (), cache, mode)
         said: list[_Said] = []
         with ExitStack() as undo:
             undo.callback(batch.close)

@@ -67,7 +67,7 @@ class ChunkPlan:
     """Prompt tokens for each prefilling row in a tick, and whether they ride on its step: in one forward pass."""
 
     tokens: int
-    rides: bool = True
+    is_fused: bool = True
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class ChunkPolicy:
         *,
         is_fixed: bool = False,
         has_watchdog: bool = False,
-        can_ride: bool = True,
+        can_fuse: bool = True,
         learned: LearnedTimes | None = None,
     ) -> None:
         """`costs` is the table of step times, which `observe` writes.
@@ -195,13 +195,13 @@ class ChunkPolicy:
         With `is_fixed` every chunk has `max_chunk` tokens, but for the end of a prompt: time decides nothing.
 
         With `has_watchdog` a chunk is also bounded by its context, as Metal asks for. `learned` has the times of
-        earlier starts and takes those of this one. Without `can_ride` chunks have forward passes of their own.
+        earlier starts and takes those of this one. Without `can_fuse` chunks have forward passes of their own.
         """
         self.pace = PaceLimits()
         self._max = max_chunk
         self._is_fixed = is_fixed
         self._has_watchdog = has_watchdog
-        self._can_ride = can_ride
+        self._can_fuse = can_fuse
         self._learned = learned or LearnedTimes()
         self._costs = costs or StepCosts()
         self._band = 0
@@ -223,21 +223,21 @@ class ChunkPolicy:
         apart = self._sized(False, prefilling, decoding, longest)
         riding = self._sized(True, prefilling, decoding, longest)
         if not decoding:
-            return ChunkPlan(min(most, apart or riding or most), rides=False)
-        if not self._can_ride:
-            return ChunkPlan(min(most, apart or FIRST_CHUNK), rides=False)
+            return ChunkPlan(min(most, apart or riding or most), is_fused=False)
+        if not self._can_fuse:
+            return ChunkPlan(min(most, apart or FIRST_CHUNK), is_fused=False)
         if not self._costs.is_fresh(decoding, self._costs.newest[1]):  # apart, the step is measured for itself
             known = [each for each in (apart, riding) if each is not None] or [FIRST_CHUNK]
-            return ChunkPlan(min(most, *known), rides=False)
+            return ChunkPlan(min(most, *known), is_fused=False)
         if riding is None or apart is None:  # riding is hoped to be no slower
             return ChunkPlan(min(most, riding or apart or FIRST_CHUNK))
         paces = (
             size / max(self._times(is_riding).predict(size * prefilling), 1e-9)
             for is_riding, size in ((True, riding), (False, apart))
         )
-        rides = next(paces) >= _MARGIN * next(paces)
+        is_fused = next(paces) >= _MARGIN * next(paces)
         # Times of passes of their own may be of prompts that ran alone, at a shorter context.
-        return ChunkPlan(min(most, riding if rides else min(apart, 2 * riding)), rides=rides)
+        return ChunkPlan(min(most, riding if is_fused else min(apart, 2 * riding)), is_fused=is_fused)
 
     def choosing_s(self, prefilling: int, decoding: int) -> float:
         """Seconds of the next tick for a prompt that a draft model reads to choose of it, beside others in prefill."""

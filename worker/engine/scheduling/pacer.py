@@ -19,7 +19,7 @@ class Pacer:
     """
 
     def __init__(
-        self, spec: WorkerSpec, costs: StepCosts | None, kept: KeptFile | None, *, can_ride: bool, has_watchdog: bool
+        self, spec: WorkerSpec, costs: StepCosts | None, kept: KeptFile | None, *, can_fuse: bool, has_watchdog: bool
     ) -> None:
         learned = kept.learned if kept is not None else None
         costs = costs or StepCosts()
@@ -28,11 +28,11 @@ class Pacer:
             costs,
             is_fixed=spec.deterministic,
             has_watchdog=has_watchdog,
-            can_ride=can_ride,
+            can_fuse=can_fuse,
             learned=learned,
         )
         # Of what a model that drafts reads.
-        self._reading = ChunkPolicy(spec.prefill_chunk, costs, has_watchdog=has_watchdog, can_ride=False)
+        self._reading = ChunkPolicy(spec.prefill_chunk, costs, has_watchdog=has_watchdog, can_fuse=False)
         self._rests = Rests()
         self._kept = kept
 

@@ -36,7 +36,7 @@ class Queue:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[int, _PriorityLevel] = {}
+        self._levels: dict[int, _PriorityLevel] = {}
         self._arrivals = count(1)
         self._waiting: set[Row] = set()
         self._entries = 0
@@ -62,11 +62,11 @@ class Queue:
         if not self._waiting:
             raise IndexError("no row waits")
         while True:
-            priority = min(self._lanes)
-            lane = self._lanes[priority]
-            row = self._take(lane)
-            if lane.is_empty():
-                del self._lanes[priority]
+            priority = min(self._levels)
+            level = self._levels[priority]
+            row = self._take(level)
+            if level.is_empty():
+                del self._levels[priority]
             self._entries -= 1
             if row in self._waiting:
                 self._waiting.remove(row)
@@ -81,38 +81,38 @@ class Queue:
     def _add(self, row: Row, *, is_next: bool = False) -> None:
         self._waiting.add(row)
         self._entries += 1
-        lane = self._lanes.setdefault(row.priority, _PriorityLevel())
+        level = self._levels.setdefault(row.priority, _PriorityLevel())
         if row.stats.admitted or row.output:
             # One that another worker began has not been admitted here: after those that have.
-            heapq.heappush(lane.begun, (row.stats.admitted or math.inf, row.arrival, row))
+            heapq.heappush(level.begun, (row.stats.admitted or math.inf, row.arrival, row))
             return
-        rows = lane.turns.setdefault(row.tenant, deque())
+        rows = level.turns.setdefault(row.tenant, deque())
         if is_next:
             rows.appendleft(row)
-            lane.turns.move_to_end(row.tenant, last=False)
+            level.turns.move_to_end(row.tenant, last=False)
         else:
             rows.append(row)
 
-    def _take(self, lane: _PriorityLevel) -> Row:
-        """The next entry of a lane. Its tenant goes to the end, unless the row was removed: then that was no turn."""
-        if lane.begun:
-            return heapq.heappop(lane.begun)[2]
-        tenant, rows = next(iter(lane.turns.items()))
+    def _take(self, level: _PriorityLevel) -> Row:
+        """The next entry of a level. Its tenant goes to the end, unless the row was removed: then that was no turn."""
+        if level.begun:
+            return heapq.heappop(level.begun)[2]
+        tenant, rows = next(iter(level.turns.items()))
         row = rows.popleft()
         if not rows:
-            del lane.turns[tenant]
+            del level.turns[tenant]
         elif row in self._waiting:
-            lane.turns.move_to_end(tenant)
+            level.turns.move_to_end(tenant)
         return row
 
     def _sweep(self) -> None:
-        for priority, lane in list(self._lanes.items()):
-            lane.begun = [entry for entry in lane.begun if entry[2] in self._waiting]
-            heapq.heapify(lane.begun)
-            for tenant, rows in list(lane.turns.items()):
-                lane.turns[tenant] = kept = deque(row for row in rows if row in self._waiting)
+        for priority, level in list(self._levels.items()):
+            level.begun = [entry for entry in level.begun if entry[2] in self._waiting]
+            heapq.heapify(level.begun)
+            for tenant, rows in list(level.turns.items()):
+                level.turns[tenant] = kept = deque(row for row in rows if row in self._waiting)
                 if not kept:
-                    del lane.turns[tenant]
-            if lane.is_empty():
-                del self._lanes[priority]
+                    del level.turns[tenant]
+            if level.is_empty():
+                del self._levels[priority]
         self._entries = len(self._waiting)

@@ -51,10 +51,10 @@ class Adapter:
 class Adapters:
     """Registry of a model's adapters. Owned by the engine thread; `find` is for any thread."""
 
-    def __init__(self, model: Any, linears: Linears, lane: BatchMode) -> None:
+    def __init__(self, model: Any, linears: Linears, mode: BatchMode) -> None:
         self._model = model
         self._linears = linears
-        self._lane = lane
+        self._mode = mode
         packing = packing_of(model)
         self.slots = Slots(packing.turn if packing is not None else None)
         self._layers: dict[str, tuple[LinearPlace, AdaptedLinear]] = {}
@@ -226,7 +226,7 @@ class Adapters:
 
     def _try(self, slot: int) -> None:
         """Run a row with the adapter, beside a base row if the batch mode allows it; the base row must not change."""
-        rows = [slot] if self._lane is BatchMode.SINGLE else [BASE, slot]
+        rows = [slot] if self._mode is BatchMode.SINGLE else [BASE, slot]
         try:
             base, adapted = self._logits([BASE] * len(rows)), self._logits(rows)
         except ValueError as error:
@@ -253,9 +253,9 @@ def read_all(adapters: Adapters, wanted: Sequence[tuple[str, str]]) -> dict[tupl
     return {each: adapters.read(*each) for each in adapters.missing(wanted)}
 
 
-def attach(model: Any, linears: Linears, lane: BatchMode) -> Adapters:
+def attach(model: Any, linears: Linears, mode: BatchMode) -> Adapters:
     """Enable adapters for a model."""
-    adapters = model.adapters = Adapters(model, linears, lane)
+    adapters = model.adapters = Adapters(model, linears, mode)
     return adapters
 
 

@@ -49,7 +49,7 @@ def attach_draft(target: LoadedModel, path: Path, load_draft: Callable[[], Loade
 
     Raises `LoadFailed` if the target cannot verify drafts, or the drafter does not fit.
     """
-    if target.plan.lane is not BatchMode.TOGETHER or not batched.can_rewind(make_prompt_cache(target.model)):
+    if target.plan.mode is not BatchMode.TOGETHER or not batched.can_rewind(make_prompt_cache(target.model)):
         reason = target.plan.reason or "its caches cannot go back to before a block"
         raise _refused(path, f"{target.path.name} cannot verify drafts: {reason}")
     match _kind(read_json(path / "config.json")):
@@ -123,7 +123,7 @@ _ATTACHED: Final[Mapping[tuple[str, ...], Callable[[Any, Path], tuple[Proposer, 
 def _model_drafts(target: LoadedModel, draft: LoadedModel) -> ModelDrafts:
     if any(type(leaf) is not KVCache for leaf in leaves(make_prompt_cache(draft.model))):
         raise _refused(draft.path, "its caches cannot go back by some tokens: a sliding window, or a recurrent state")
-    if draft.plan.lane is not BatchMode.TOGETHER:
+    if draft.plan.mode is not BatchMode.TOGETHER:
         raise _refused(draft.path, f"it cannot run several rows at once: {draft.plan.reason}")
     _check_tokens(target, draft)
     return ModelDrafts(draft.model, draft.vocab_size, _vocab(target.model))

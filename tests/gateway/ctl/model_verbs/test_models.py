@@ -107,9 +107,9 @@ def test_rates_are_of_what_happened_between_two_looks() -> None:
 
 
 def test_what_a_model_gave_up_to_be_exact_stands_below_the_table() -> None:
-    said = status(lane="single", lane_reason="requests run one at a time, because of its caches")
+    said = status(batch_mode="single", batch_mode_reason="requests run one at a time, because of its caches")
     out = StringIO()
-    tables.lanes(compare(said, said, 0.0).models, Console(file=out, width=200))
+    tables.batch_modes(compare(said, said, 0.0).models, Console(file=out, width=200))
 
     assert out.getvalue() == "a: requests run one at a time, because of its caches\n"
 
@@ -117,7 +117,7 @@ def test_what_a_model_gave_up_to_be_exact_stands_below_the_table() -> None:
 def test_sparse_prefills_stand_below_the_table() -> None:
     said = status(sparse_prompts=3, sparse_prompt_tokens=30_000, sparse_kept_tokens=7_600)
     out = StringIO()
-    tables.lanes(compare(said, said, 0.0).models, Console(file=out, width=200))
+    tables.batch_modes(compare(said, said, 0.0).models, Console(file=out, width=200))
 
     assert out.getvalue() == "a: 3 prompts prefilled sparsely, 25 % of 30000 tokens kept\n"
 
@@ -126,7 +126,7 @@ def test_why_attention_is_not_by_the_kernel_stands_below_the_table() -> None:
     out = StringIO()
     for attention in ("kernel", "mlx", "mlx, because its kernel is off by 0.9 on this machine"):
         said = status(attention=attention)
-        tables.lanes(compare(said, said, 0.0).models, Console(file=out, width=200))
+        tables.batch_modes(compare(said, said, 0.0).models, Console(file=out, width=200))
     assert out.getvalue().splitlines() == ["a: attention by mlx, because its kernel is off by 0.9 on this machine"]
 
 
@@ -137,7 +137,7 @@ def test_what_drafts_win_stands_below_the_table() -> None:
     out = StringIO()
     beside = status(speculation="auto, with drafts by b")
     for said in (works, began, off, beside, status(speculation="auto"), status(speculation="off")):
-        tables.lanes(compare(said, said, 0.0).models, Console(file=out, width=200))
+        tables.batch_modes(compare(said, said, 0.0).models, Console(file=out, width=200))
 
     assert out.getvalue().splitlines() == [
         "a: 200 tokens drafted, 80 % right; steps with drafts give 2.31 × the tokens a second of steps without",

@@ -1,4 +1,4 @@
-"""The self-check of a load: each model gets the fastest lane that is exact, or a sentence about why there is none."""
+"""The self-check of a load: each model gets the fastest mode that is exact, or a sentence about why there is none."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -106,7 +106,7 @@ class WrongPacked(Wrapped):
 def test_each_model_gets_the_fastest_lane_that_is_exact(architecture: str, model_folder: Callable[[str], Path]) -> None:
     loaded = load_checked(spec(model_folder(architecture)), nothing)
     plan = loaded.plan
-    assert plan.lane == LANES.get(architecture, "together")
+    assert plan.mode == LANES.get(architecture, "together")
     assert architecture in LANES or packing_of(loaded.model) is not None, "prompts ride on the steps of its rows"
     assert plan.reuses_prefixes
     assert bool(plan.reason) == (architecture in LANES)
@@ -178,7 +178,7 @@ def test_weights_that_give_no_numbers_are_refused(model_folder: Callable[[str], 
 def test_a_model_that_is_wrong_after_cached_prefixes_reuses_none(model_folder: Callable[[str], Path]) -> None:
     model = load_checked(spec(model_folder("qwen3")), nothing).model
     plan = choose(WrongAfterOthers(model), IDS, "auto")
-    assert plan.lane is BatchMode.TOGETHER
+    assert plan.mode is BatchMode.TOGETHER
     assert not plan.reuses_prefixes
     assert plan.reason.startswith("prefixes are not reused, because from the prefix cache a prompt's")
 
@@ -186,7 +186,7 @@ def test_a_model_that_is_wrong_after_cached_prefixes_reuses_none(model_folder: C
 def test_a_model_that_is_wrong_when_packed_runs_prompts_apart(model_folder: Callable[[str], Path]) -> None:
     model = WrongPacked(load_checked(spec(model_folder("qwen3")), nothing).model)
     plan = choose(model, IDS, "auto")
-    assert (plan.lane, plan.reuses_prefixes) == (BatchMode.TOGETHER, True)
+    assert (plan.mode, plan.reuses_prefixes) == (BatchMode.TOGETHER, True)
     assert plan.reason.startswith("prompts run in forward passes of their own, because behind a row that generates a")
     assert packing_of(model) is None
 

@@ -100,10 +100,10 @@ class Machine:
         seconds = (step_s + chunk_s(sum(parts))) * (1 + self._noise * self._random.random())
         self.now += seconds
         tokens = sum(self._generate(row, width) for row in streams)
-        if streams and not (parts and chunk.rides):
+        if streams and not (parts and chunk.is_fused):
             self.policy.observe(PassTime(step_s, len(streams), width, tokens))
         if parts:
-            fused = len(streams) if chunk.rides else 0
+            fused = len(streams) if chunk.is_fused else 0
             self.policy.observe(PassTime(seconds if fused else seconds - step_s, fused, width, tokens, sum(parts)))
         for row, part in zip(prompts, parts, strict=True):
             row.left -= part

@@ -139,7 +139,7 @@ def test_a_plain_step_with_a_known_chunk_tells_drafts_what_it_took() -> None:
 def test_while_prompts_keep_coming_a_step_is_now_and_then_measured_without_a_chunk() -> None:
     policy, measured = drafting(tokens=2), 0
     for _ in range(400):
-        if policy.chunk(1, 4).rides:
+        if policy.chunk(1, 4).is_fused:
             fused(policy, BLOCK_S + 64 * TOKEN_S, 64, width=8, each=2)
         else:
             measured += 1

@@ -183,11 +183,11 @@ def seasoned(riding_s: float, apart_s: float, step_s: float = 0.02) -> ChunkPoli
 
 
 def test_chunks_ride_on_the_step_where_that_is_quicker_and_else_run_apart() -> None:
-    assert seasoned(riding_s=0.005, apart_s=0.02).chunk(1, 4).rides
-    assert not seasoned(riding_s=0.02, apart_s=0.005).chunk(1, 4).rides
-    assert seasoned(riding_s=0.01, apart_s=0.0098).chunk(1, 4).rides, "one pass is left only for a gain"
-    assert not ChunkPolicy(512, can_ride=False).chunk(1, 4).rides
-    assert not seasoned(0.005, 0.02).chunk(1, 0).rides, "there is no step"
+    assert seasoned(riding_s=0.005, apart_s=0.02).chunk(1, 4).is_fused
+    assert not seasoned(riding_s=0.02, apart_s=0.005).chunk(1, 4).is_fused
+    assert seasoned(riding_s=0.01, apart_s=0.0098).chunk(1, 4).is_fused, "one pass is left only for a gain"
+    assert not ChunkPolicy(512, can_fuse=False).chunk(1, 4).is_fused
+    assert not seasoned(0.005, 0.02).chunk(1, 0).is_fused, "there is no step"
 
 
 def test_a_way_that_was_slower_is_tried_again() -> None:
@@ -195,7 +195,7 @@ def test_a_way_that_was_slower_is_tried_again() -> None:
     for _ in range(40):
         step(policy, 0.02)
         apart(policy, 0.005, 128)
-    assert policy.chunk(1, 4).rides
+    assert policy.chunk(1, 4).is_fused
 
 
 def test_where_enough_tokens_cost_little_a_long_prompt_stalls_streams_little() -> None:

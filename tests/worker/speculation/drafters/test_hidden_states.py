@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from tests.support.members import member_of
+from tests.support.sequences import sequence_of
 from worker.engine.forward import ForwardPart, forward
 from worker.speculation.drafters.hidden_states import HiddenStateCapture
 
@@ -26,8 +26,8 @@ class Tapped:
 
 
 def part(tokens: int, left: int) -> ForwardPart:
-    member = member_of([5], segments=[[5] * tokens, [5] * left, [5]])
-    return ForwardPart([member], mx.zeros((1, tokens), dtype=mx.uint32), [], [tokens])
+    sequence = sequence_of([5], segments=[[5] * tokens, [5] * left, [5]])
+    return ForwardPart([sequence], mx.zeros((1, tokens), dtype=mx.uint32), [], [tokens])
 
 
 def test_states_of_a_step_that_a_chunk_rode_on_do_not_hold_those_of_the_chunk() -> None:

@@ -26,4 +26,4 @@ async def test_requests_at_once_are_answered_and_the_lane_is_told(model_folder: 
         assert 'mlxd_worker_lane{lane="single",model="m"} 1.0' in (await gateway.client.get("/metrics")).text
         view = gateway.pool.worker("m").view()
         assert view.ready is not None
-        assert (view.ready.lane, view.ready.max_running, view.restarts) == ("single", 1, 0)
+        assert (view.ready.batch_mode, view.ready.max_running, view.restarts) == ("single", 1, 0)

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from mlx_lm.generate import StopSequences
 
 from worker.engine.load_checks.silent_row import silent_row
-from worker.engine.row import Member
+from worker.engine.row import BatchSequence
 from worker.sampling.sampler import Draws
 
 
-def member_of(prompt: Sequence[int], max_tokens: int = 8, segments: list[list[int]] | None = None) -> Member:
+def sequence_of(prompt: Sequence[int], max_tokens: int = 8, segments: list[list[int]] | None = None) -> BatchSequence:
     """A greedy sequence of which nothing has run."""
     row = silent_row(1, list(prompt), max_tokens)
-    row.member = Member(row, segments or [list(prompt)], [], [], Draws(row.sampling), (), StopSequences().matcher())
-    return row.member
+    row.sequence = BatchSequence(
+        row, segments or [list(prompt)], [], [], Draws(row.sampling), (), StopSequences().matcher()
+    )
+    return row.sequence

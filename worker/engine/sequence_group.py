@@ -7,51 +7,51 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.row import Member
+from worker.engine.row import BatchSequence
 from worker.kv import batched
 
 
 @dataclass(slots=True)
-class BatchSequences:
+class SequenceGroup:
     """Sequences and, in the same order, the rows of `caches`."""
 
-    members: list[Member] = field(default_factory=list[Member])
+    sequences: list[BatchSequence] = field(default_factory=list[BatchSequence])
     caches: list[Any] = field(default_factory=list[Any])
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.sequences)
 
     @property
     def nbytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches)
 
-    def extend(self, other: "BatchSequences") -> None:
+    def extend(self, other: "SequenceGroup") -> None:
         """Take over all rows of `other`."""
-        if not self.members:
+        if not self.sequences:
             self.caches = other.caches
-        elif other.members:
+        elif other.sequences:
             batched.extend(self.caches, other.caches)
-        self.members = self.members + other.members
+        self.sequences = self.sequences + other.sequences
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        if len(rows) == len(self.members):
+        if len(rows) == len(self.sequences):
             return
         if rows:
             batched.keep(self.caches, rows)
         else:
             self.caches = []
-        self.members = [self.members[at] for at in rows]
+        self.sequences = [self.sequences[at] for at in rows]
 
-    def split(self, rows: Sequence[int]) -> "BatchSequences":
+    def split(self, rows: Sequence[int]) -> "SequenceGroup":
         """Take these rows out."""
-        taken = BatchSequences(self.members, self.caches)
-        if len(rows) == len(self.members):
-            self.members, self.caches = [], []
+        taken = SequenceGroup(self.sequences, self.caches)
+        if len(rows) == len(self.sequences):
+            self.sequences, self.caches = [], []
             return taken
         taken.caches = copy.deepcopy(self.caches)
         taken.keep(rows)
-        self.keep([at for at in range(len(self.members)) if at not in rows])
+        self.keep([at for at in range(len(self.sequences)) if at not in rows])
         return taken
 
     def extract(self, at: int) -> tuple[list[Any], list[int]]:
@@ -59,7 +59,7 @@ class BatchSequences:
 
         mlx-lm 0.31's `ArraysCache` raises a `TypeError` where it has held nothing.
         """
-        tokens = self.members[at].tokens
+        tokens = self.sequences[at].tokens
         return (batched.extract(self.caches, at), list(tokens)) if tokens else ([], [])
 
     def evaluate(self) -> None:
