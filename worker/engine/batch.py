@@ -1,4 +1,4 @@
-"""The rows on the device, from their insertion to what they leave in the prefix cache."""
+"""Batch: the rows on the device, from their insertion to their prefixes in the prefix cache."""
 
 import logging
 import time
@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import StopSequences
+from mlx_lm.generate import StopSequences, generation_stream
 
-from worker.engine.decode_batch import PAIR, REFEED
+from worker.engine.decode_batch import MAX_RECURRENT_BLOCK_TOKENS, PAIR_TOKENS
 from worker.engine.generator import Generator
 from worker.engine.row import BatchSequence, Row, Token
 from worker.engine.row_media import RowMedia
@@ -36,20 +36,20 @@ from worker.vision.encoder import MediaEncoder
 
 log = logging.getLogger("mlxd.worker")
 
-# Prompts from here on go to disk before their answer is complete: a successor of this worker may have to go on with it.
-EARLY_TOKENS: Final = 1024
-# Waiting for another row's prefill pays from about here.
+# Longer prompts go to disk at the end of their prefill: a successor of this worker may have to resume the row.
+EARLY_STORE_TOKENS: Final = 1024
+# Waiting for another row's prefill pays off from about this common prefix.
 MIN_SHARED_TOKENS: Final = 64
-# How long a step waits for a mask when no row can go on without one.
-PARKED_WAIT_S: Final = 0.05
+# A step waits this long for a mask when all rows wait for theirs.
+MASK_WAIT_S: Final = 0.05
 
 
 @dataclass(slots=True, frozen=True)
 class StepOutput:
-    """Results of one step; `timed` are the forward passes whose time is known by now.
+    """Results of one step; `timed` are the forward passes whose time became known.
 
-    `returned` are rows that are not in the batch any more: they wait for their media as those in the queue do. `scored`
-    are rows whose prompts have their log-probabilities now; none of them has a token yet.
+    `returned` are rows that have left the batch to wait for their media in the queue. `scoring` are rows with new
+    log-probabilities of their prompt, `scored` those that have all of them; none of these has a token yet.
     """
 
     tokens: list[Token]
@@ -59,15 +59,14 @@ class StepOutput:
     timed: Sequence[PassTime]
     returned: list[Row]
     scored: list[tuple[Row, Scores]]
-    # Log-probabilities of prompts that have more of them than before.
     scoring: list[tuple[Row, Scores]]
 
 
 class Batch:
-    """The rows on the device. One thread owns it and everything MLX.
+    """The rows on the device. Owned by the thread that owns everything of MLX.
 
-    `insert` takes a row at any time, `remove` takes it out in any phase, `step` gives the decoding rows their
-    next tokens and runs one chunk for the prefilling ones. `settle` stores what the rows that ended have computed.
+    `insert` adds a row at any time, `remove` takes it out in any phase, `step` gives decoding rows their next tokens
+    and runs one chunk of the prefilling ones. `settle` stores the KV of rows that have ended.
     """
 
     def __init__(
@@ -81,28 +80,28 @@ class Batch:
         encoder: MediaEncoder | None = None,
         table_rows: int = 0,
     ) -> None:
-        # Known once a first row, the one for warming up, has ended.
+        # Known once a first row, the one of the warm-up, has ended.
         self.kv_cost: KvCost | None = None
         self._cache = cache
         self._masks = Masks()
         suppressed = vision.needs.suppressed if vision is not None else ()
         self._sampler = RowSampler(self._masks, suppressed, agreement_of(model), table_rows)
         self._media = RowMedia(vision, encoder)
-        # All that are in, in the order of their insertion; of these, those in prefill, and those that are out of the
-        # generator while their grammar works.
+        # All sequences in the order of insertion; those in prefill; those out of the generator until their mask is
+        # ready.
         self._sequences: list[BatchSequence] = []
         self._prefilling: list[BatchSequence] = []
         self._parked: list[BatchSequence] = []
-        # Rows that have ended, with all tokens and their KV, until `settle`.
+        # Ended rows with their tokens and KV, until `settle`.
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
-        # The cache has failed since the last `settle`, where ranks of a group clear theirs at the same place of a plan.
+        # The cache has failed since the last `settle`, at which all ranks of a group clear theirs.
         self._must_clear = False
         self._eos_ids = tuple(eos_ids)
         can_verify = mode is BatchMode.TOGETHER and batched.can_rewind(make_caches(model))
         self._drafter: Drafter = drafter if drafter is not None and can_verify else Drafter()
         self._generator = Generator(model, self._sampler, mode, self._drafter)
         self._drafter.begin(self._sampler.guess, self._generator.generating)
-        self._prefixes = RowPrefixes(cache, self._generator.stream)
+        self._prefixes = RowPrefixes(cache)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -117,12 +116,12 @@ class Batch:
 
     @property
     def longest_prefill(self) -> int:
-        """Tokens that the longest prefill takes from its beginning to its end."""
+        """Tokens of the longest prefill, from its beginning to its end."""
         return max((sequence.row.slots - sequence.reused for sequence in self._prefilling), default=0)
 
     @property
     def context(self) -> int:
-        """The most tokens that a row in prefill has computed; of rows that generate, where none is in prefill."""
+        """Longest context of the rows in prefill, or of all rows if none is in prefill."""
         if self._prefilling:
             return max(sequence.prefilled for sequence in self._prefilling)
         return max((sequence.row.slots for sequence in self._sequences), default=0)
@@ -133,25 +132,26 @@ class Batch:
 
     @property
     def unread(self) -> int:
-        """Tokens that a model that drafts has yet to read."""
+        """Tokens that the draft model has not read yet."""
         return self._drafter.unread
 
     @property
     def widest_step(self) -> int:
-        """Tokens that a row may bring to the next step."""
-        return max(self._drafter.widest, REFEED) if self._drafter.widest > 1 else PAIR
+        """Most tokens of a row in one step."""
+        widest = self._drafter.widest
+        return max(widest, MAX_RECURRENT_BLOCK_TOKENS) if widest > 1 else PAIR_TOKENS
 
     @property
     def kv_bytes(self) -> int:
         return self._generator.nbytes + self._drafter.nbytes
 
     def must_wait(self, row: Row, *, is_first: bool = False) -> bool:
-        """Whether what a row needs is being prefilled by another, read from disk, or encoded right now.
+        """Whether a prefix of a row is being prefilled by another row or read from disk, or its media are encoded.
 
-        `is_first`: no row that waits comes before it.
+        `is_first`: no waiting row comes before it.
         """
         if row.report.scored_top is not None:
-            return False  # it computes all of its prompt
+            return False  # a scored prompt is computed whole
         if self.is_prefilling_prefix_of(row):
             return True
         row.ticket = row.ticket or self._cache.restore(row.reusable, row.cache_salt)
@@ -165,7 +165,7 @@ class Batch:
         return not self._media.is_ready(row, self._cache.longest(keys, row.cache_salt, row.whole), is_first=is_first)
 
     def is_prefilling_prefix_of(self, row: Row) -> bool:
-        """Whether a row in prefill will soon have cached much more of this prompt than is cached now."""
+        """Whether a row in prefill will soon have cached much more of this prompt."""
         if not self._prefilling or not self._cache.is_on:
             return False
         tokens = row.reusable
@@ -183,11 +183,11 @@ class Batch:
         return False
 
     def insert(self, row: Row, mask: MaskWork | None = None) -> bool:
-        """Queue prompt and output so far, less what the prefix cache holds; sampling goes on at position len(output).
+        """Insert a row: prompt and output so far, without its prefix in the cache. Sampling continues at position
+        len(output).
 
-        The last token always runs: its logits are what the first sample needs. False, and the row is not in, where
-        features of its media are missing, which are made from now on. `mask` is the work of its grammar, if that is at
-        work already.
+        The last token always runs, because the first sample needs its logits. Returns False if features of its media
+        are missing; they are then requested. `mask` is the work of its grammar if that has begun.
         """
         self.settle()
         tokens, keys = row.tokens(), row.keys()
@@ -196,7 +196,7 @@ class Batch:
         reused, caches = 0, []
         if scores is None:
             self._store_running(keys, row.cache_salt)
-            with mx.stream(self._generator.stream):
+            with mx.stream(generation_stream):
                 reused, caches = self._cache.fetch(
                     row.reusable, row.cache_salt, ticket, row.whole if row.media else None
                 )
@@ -222,19 +222,19 @@ class Batch:
         return True
 
     def _enter(self, sequence: BatchSequence) -> None:
-        """A sequence is in the batch from now on."""
+        """Add a sequence to the batch."""
         self._generator.insert(sequence)
         self._sequences.append(sequence)
         self._prefilling.append(sequence)
         sequence.row.sequence = sequence
 
     def _stops(self, row: Row) -> StopSequences:
-        """Tokens that end a row."""
+        """Return the tokens that end a row."""
         eos_ids = () if row.sampling.ignore_eos and row.rule is None else self._eos_ids
         return StopSequences([[token] for token in (*eos_ids, *row.sampling.stop_ids)])
 
     def remove(self, row: Row) -> None:
-        """Take a row out if it is in; what it has computed so far goes to the prefix cache."""
+        """Take a row out, if it is in the batch. Its KV goes to the prefix cache."""
         if (sequence := row.sequence) is None:
             return
         if sequence not in self._parked:
@@ -245,14 +245,13 @@ class Batch:
 
     @contextmanager
     def _keeping(self, row: Row) -> abc.Generator[None]:
-        """The boundary of what a row leaves in the prefix cache.
+        """Clear the prefix cache if storing a row's KV fails, so that no row loses its answer.
 
-        A failure there costs the cache its memory, and no row its answer. Where a device or a rank failed, the engine
-        has to know.
+        Raises failures of a device or a rank.
         """
         try:
             yield
-        except Exception as error:  # the boundary of what one row leaves
+        except Exception as error:  # the boundary of one row's prefix
             is_memory = is_allocation_failure(error)
             if not is_memory and (is_gpu_fault(error) or is_fabric_fault(error)):
                 raise
@@ -262,7 +261,7 @@ class Batch:
             self._must_clear = True
 
     def _store_running(self, tokens: Any, salt: str) -> None:
-        """Store what running rows have in common with these tokens. Few are ever asked for it, and it costs a copy."""
+        """Store the prefixes that running rows have in common with these tokens, now that a row can reuse the copy."""
         unstored = [sequence for sequence in self._sequences if sequence.is_unstored]
         if not unstored or not self._cache.is_on:
             return
@@ -279,24 +278,23 @@ class Batch:
                     self._prefixes.keep(other, done, caches)
 
     def _take_out(self, sequence: BatchSequence) -> list[int]:
-        """Take a sequence out of the generator; the tokens whose KV it leaves in the prefix cache."""
+        """Take a sequence out of the generator. Returns the tokens whose KV is now in the prefix cache."""
         row, sequence.is_unstored = sequence.row, False
         tokens: list[int] = []
-        with mx.stream(self._generator.stream):
+        with mx.stream(generation_stream):
             with self._keeping(row):
                 caches, tokens = self._generator.extract(sequence)
-                # Inside of a medium a checkpoint serves nobody, and would hide those before it.
+                # A checkpoint inside a medium is useless, and would hide those before it.
                 is_usable = not self._cache.needs_checkpoints or row.whole(len(tokens)) == len(tokens)
-                # A row that never ran holds what it was given.
                 if len(tokens) > sequence.reused and is_usable:
                     self._prefixes.keep(row, tokens, caches)
             self._generator.discard([sequence])
         return tokens
 
     def step(self, chunk: int, *, is_fused: bool = True, reads: int = 0) -> StepOutput:
-        """One decode step, and at most `chunk` prompt tokens of each prefilling row, which may ride on it.
+        """Run one decode step and at most `chunk` prompt tokens of each prefilling row, fused if `is_fused`.
 
-        Then a model that drafts reads at most `reads` tokens.
+        A draft model then reads at most `reads` tokens.
         """
         self.settle()
         self._drafter.on_tick()
@@ -330,9 +328,9 @@ class Batch:
         return StepOutput(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
 
     def _end(self, rows: Sequence[Row]) -> None:
-        """Take out the rows that ended; what they leave is stored by `settle`."""
+        """Take out the rows that ended; `settle` stores their KV."""
         sequences = [row.sequence for row in rows if row.sequence is not None]
-        with mx.stream(self._generator.stream):
+        with mx.stream(generation_stream):
             for sequence in sequences:
                 with self._keeping(sequence.row):
                     caches, tokens = self._generator.extract(sequence)
@@ -343,21 +341,21 @@ class Batch:
             self._forget(sequence)
 
     def wait(self) -> None:
-        """Return when nothing of what was launched is running any more."""
+        """Wait until all launched work has ended."""
         self._generator.wait()
 
     def _begin(self, chunk: int, *, is_fused: bool) -> None:
-        """The forward passes of a step follow."""
+        """Run before the forward passes of a step; for a batch of several ranks."""
 
     def account(self, row: Row) -> None:
-        """Bring the row's counts up to date."""
+        """Update the counts of a row."""
         if row.sequence is not None:
             predicted, accepted = row.sequence.draft.take_prediction_counts()
             row.stats.predicted += predicted
             row.stats.accepted += accepted
 
     def settle(self) -> None:
-        """Store the rows that ended. Not in `step`: it takes a while, in which their clients can have their answers."""
+        """Store the KV of rows that ended. `step` leaves this, so that their clients get the answers first."""
         ended, self._ended = self._ended, []
         for row, tokens, caches in ended:
             with self._keeping(row):
@@ -368,7 +366,7 @@ class Batch:
             self._cache.clear()
 
     def _park(self) -> None:
-        """Take out the rows that the step did not wait for: what was sampled for them is dropped, their KV is kept."""
+        """Take out rows whose mask was late: their samples are dropped, their KV is kept."""
         for work in self._masks.late():
             sequence = next((sequence for sequence in self._sequences if sequence.mask is work), None)
             if sequence is not None:
@@ -376,14 +374,13 @@ class Batch:
                 self._parked.append(sequence)
 
     def _unpark(self) -> list[Row]:
-        """Put back the rows whose masks are there. When nothing else is to be done, wait for one a moment.
+        """Insert rows again whose masks are ready. If all rows are parked, wait for a mask first.
 
-        Returns those that have to wait for their media, of which neither KV nor features are left; their grammars
-        follow them again when they are back.
+        Returns rows that must wait for their media, whose KV and features are gone.
         """
         returned: list[Row] = []
         if self._parked and len(self._parked) == len(self._sequences):
-            wait_for_one(self._parked, PARKED_WAIT_S)
+            wait_for_one(self._parked, MASK_WAIT_S)
         for sequence in [sequence for sequence in self._parked if sequence.mask is not None and sequence.mask.is_done]:
             self._end_stay(sequence)
             if not self.insert(sequence.row, sequence.mask):
@@ -391,7 +388,7 @@ class Batch:
         return returned
 
     def abandon(self) -> None:
-        """Let go of every row after a failed step, when nothing in the generator can be trusted or even asked."""
+        """Drop every row after a failed step, without using the generator, whose state is unknown."""
         self._ended.clear()
         for sequence in list(self._sequences):
             self._forget(sequence)
@@ -400,16 +397,16 @@ class Batch:
         self._masks.close()
 
     def _checkpoint(self, sequence: BatchSequence, is_prompt_end: bool) -> None:
-        """Share a prompt with the requests that follow while this one still runs.
+        """Store a prompt for later requests while its row still runs.
 
-        The checkpoint before the last token serves: a cached prompt must leave one to run, and the row is not among the
-        decoding ones yet. A copy of its KV out of theirs would keep all of theirs twice until it is made. Where caches
-        can be cut, a short prompt is stored when a request needs it.
+        The checkpoint is before the last token: a cached prompt must leave one to run, and the row has not joined the
+        decode rows yet, from which a copy would hold all of their KV twice for a moment. If caches can be cut, a short
+        prompt is only stored when a request can reuse it.
         """
         row = sequence.row
         if row.kept is not None:
             return
-        is_lazy = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_TOKENS
+        is_lazy = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_STORE_TOKENS
         if is_prompt_end:
             sequence.is_unstored = is_lazy
             return
@@ -418,16 +415,16 @@ class Batch:
         with self._keeping(row):
             caches, tokens = self._generator.extract(sequence)
             self._prefixes.keep(row, tokens, caches)
-            if len(tokens) >= max(EARLY_TOKENS, len(row.prompt) - 1):
+            if len(tokens) >= max(EARLY_STORE_TOKENS, len(row.prompt) - 1):
                 self._prefixes.persist(row, tokens)
 
     def _forget(self, sequence: BatchSequence) -> None:
-        """The row is not in the batch any more, and holds no features."""
+        """Remove a sequence from the batch, and free its features."""
         self._end_stay(sequence)
         self._media.forget(sequence.row)
 
     def _end_stay(self, sequence: BatchSequence) -> None:
-        """Let go of all that the batch has of a sequence."""
+        """Remove a sequence from the batch, without its features."""
         self.account(sequence.row)
         for sequences in (self._sequences, self._prefilling, self._parked):
             if sequence in sequences:
@@ -437,7 +434,7 @@ class Batch:
 
 
 def _error(sequence: BatchSequence) -> Exception | None:
-    """The error of what chooses a sequence's tokens: of its processors, or of its grammar."""
+    """Return the error of a sequence's processors or grammar."""
     for guard in sequence.processors:
         if guard.error is not None:
             return guard.error

@@ -1,4 +1,4 @@
-"""Terms of an engine: rows at once, drafts and sparse prefills, as a loaded model and its specification allow."""
+"""Capabilities of an engine: concurrent rows, drafts and sparse prefill, from a loaded model and its specification."""
 
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.engine.scheduling.kept_file import KeptFile
@@ -10,7 +10,7 @@ from worker.sparse.importance import ImportanceReader
 
 
 def rows_at_once(spec: WorkerSpec, kept: KeptFile | None, mode: BatchMode) -> int:
-    """Rows that may run together: as configured, or as a calibration has found."""
+    """Return the number of rows that may run together, as configured or calibrated."""
     if mode is BatchMode.SINGLE:
         return 1
     if spec.max_running:
@@ -19,12 +19,12 @@ def rows_at_once(spec: WorkerSpec, kept: KeptFile | None, mode: BatchMode) -> in
 
 
 def reader_of(loaded: LoadedModel, spec: WorkerSpec) -> ImportanceReader | None:
-    """The model that chooses for sparse prefills, where there are any."""
+    """Return the model that selects tokens for sparse prefill, if it is configured."""
     return ImportanceReader(loaded.draft) if spec.sparse_keep and loaded.draft is not None else None
 
 
 def speculation_of(loaded: LoadedModel, spec: WorkerSpec) -> tuple[str, bool]:
-    """Whether there are drafts, for a person and as such."""
+    """Return the state of speculation, for people and as a boolean."""
     if spec.speculate == "off":
         return "off", False
     if spec.group is not None:

@@ -1,11 +1,11 @@
-"""The rows that generate: a step for all of them gives each one token, or those of its draft that are right as well.
+"""Batch of the rows that generate: each step gives every row one token, and the accepted tokens of its draft.
 
-A plain step is launched before the tokens of the step before are read. A block is a row's newest token and a draft of
-what follows, in one forward pass: at each position the row samples as it would have, and the draft counts for as long
-as it is what was sampled. Caches that keep tokens one by one are rewound. Recurrent layers cannot be: a row that is
-rejected in part goes back to where the block began, and owes the tokens that it has generated; they lead its next
-block, which has no draft if there would be too many of them, and so is kept whole. On either a chunk of prompts may
-ride, which goes through the weights together with it.
+A plain step is launched before the tokens of the previous step are read. A verify block is a row's newest token and its
+draft in one forward pass: the row samples at each position as it would without a draft, and draft tokens are accepted
+up to the first that differs. Caches that keep tokens one by one are then rewound. Recurrent layers cannot be rewound:
+after a partial rejection such a row is restored to where the block began, and *owes* the tokens that it has generated.
+Owed tokens lead its next block, which has no draft if they are too many, and so is accepted whole. Chunks of prompts
+can be fused with either kind of step.
 """
 
 import time
@@ -27,35 +27,35 @@ from worker.speculation.drafter import Drafter
 from worker.speculation.policy.draft_width import FasterOfTwo
 from worker.structured.masks import constrains
 
-# Tokens that a block of a row with recurrent layers may have: what is not kept is run again.
-REFEED: Final = 16
-# CUDA's attention of one token under a mask is slow. A second one, which is given back, may be quicker.
-PAIR: Final = 2
+# Limit of a block of a row with recurrent layers, whose rejected blocks are run again.
+MAX_RECURRENT_BLOCK_TOKENS: Final = 16
+# CUDA's attention of one token under a mask is slow. A step of two tokens, one of them padding, can be faster.
+PAIR_TOKENS: Final = 2
 
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A plain step that has been launched, and is read by the next one."""
+    """Plain step that was launched, and is read by the next step."""
 
     rows: int
     prompted: int
     launched: float
-    # Whether it had a second token a row, where rows are of unequal length.
+    # Whether each row had a second token; None if there was no choice.
     is_pair: bool | None
-    # Seen before it is read: where the loop rests, and on a CPU, whose launches return when almost all has run; else 0.
+    # Known before the step is read if the loop rests, and on a CPU, where a launch returns when almost all has run.
     ended: float = 0.0
 
 
 @dataclass(slots=True)
 class _Block:
-    """The tokens of one forward pass: of each row what it owes, its newest token and its draft, then padding."""
+    """Verify block: the owed tokens of each row, its newest token and its draft, then padding."""
 
     rows: list[list[int]]
     lengths: list[int]
-    # Where each row's newest token is.
+    # Index of each row's newest token.
     begins: list[int]
     drafts: list[list[int]]
-    # Of each draft, tokens that are generated.
+    # Number of accepted tokens of each draft.
     accepted: list[int] = field(default_factory=list[int])
 
     @classmethod
@@ -72,24 +72,24 @@ class _Block:
 
     @property
     def steps(self) -> int:
-        """Positions at which rows sample."""
+        """Positions at which rows sample, at most."""
         return max(len(draft) for draft in self.drafts) + 1
 
     def drafted(self, at: int) -> int:
-        """Tokens that follow a row's newest one."""
+        """Return the number of tokens behind a row's newest one."""
         return self.lengths[at] - self.begins[at] - 1
 
     def kept(self, at: int) -> int:
-        """Tokens of a row that stay."""
+        """Return the number of a row's tokens that stay in its caches."""
         return self.begins[at] + 1 + self.accepted[at]
 
-    def said(self, at: int) -> list[int]:
-        """Tokens that a row generates."""
+    def generated(self, at: int) -> list[int]:
+        """Return the tokens that a row generates."""
         return self.rows[at][self.begins[at] : self.kept(at)]
 
 
 class DecodeBatch(SequenceGroup):
-    """Each row's input is a token that was sampled and not read yet, or the last of a prompt that has just joined."""
+    """Rows that generate. The input of a row is a sampled token that was not read yet, or its prompt's last token."""
 
     def __init__(self, model: Any, sampler: RowSampler, drafter: Drafter) -> None:
         super().__init__()
@@ -99,22 +99,22 @@ class DecodeBatch(SequenceGroup):
         self._is_recurrent = False
         self._is_plain = False
         self._inputs: mx.array | None = None
-        # Of the inputs; those of prompts have none.
+        # Log-probabilities of the sampled inputs.
         self._logprobs: list[mx.array] = []
         self._pairs = FasterOfTwo()
         self._has_gpu = memory.has_gpu()
         self._is_divided = agreement_of(model) is not None
-        # The plain step that the inputs come from, None where no time can be taken from it.
+        # Plain step that sampled the inputs; None if its time cannot be measured.
         self._pending: _PendingStep | None = None
-        # The end of the newest forward pass that was waited for.
+        # End of the newest forward pass that was waited for.
         self.ended = 0.0
-        # Rows of the newest step if it was a block.
+        # Rows of the newest step if it was a block, else 0.
         self._block_rows = 0
-        # Passes whose time is known since the newest step began.
+        # Passes whose time became known since the newest step began.
         self.timed: list[PassTime] = []
 
     def join(self, rows: SequenceGroup) -> None:
-        """Take over rows whose prompts have run but for the last token, which the next step runs."""
+        """Append rows whose prompts have run up to the last token, which the next step runs."""
         last = mx.array([sequence.segments[0][0] for sequence in rows.sequences], dtype=mx.uint32)
         for sequence in rows.sequences:
             sequence.segments = []
@@ -133,24 +133,24 @@ class DecodeBatch(SequenceGroup):
         super().keep(rows)
 
     def finish(self) -> None:
-        """Wait for the step that is running, so that it and what runs behind it are measured each for itself."""
+        """Wait for the running step, so that it and the pass behind it are measured separately."""
         if self._pending is not None:
             mx.eval(self._inputs)
             self._time_plain()
 
     def waited(self) -> float:
-        """What ran behind the newest step has ended; its seconds."""
+        """Return the seconds of the pass behind the newest step, which has ended."""
         began, self.ended = self.ended, time.perf_counter()
         return self.ended - began
 
     def rest(self) -> None:
-        """Nothing runs any more, and the loop rests: that is no part of a step's time."""
+        """Note that nothing runs any more: the rest that follows is not part of a step's time."""
         if self._pending is not None and not self._pending.ended:
             self._pending.ended = time.perf_counter()
         self._block_rows = 0
 
     def decode(self, prefill: ForwardPart | None = None) -> list[Token]:
-        """One step, with a chunk of prompts that rides on it."""
+        """Run one step, fused with a chunk of prompts."""
         self.timed = []
         if self._inputs is None:
             self._pending = None
@@ -167,8 +167,8 @@ class DecodeBatch(SequenceGroup):
     def _time_block(
         self, block: "_Block", tokens: int, began: float, drafted: float, prefill: ForwardPart | None
     ) -> None:
-        """A block takes from its launch to its end; nothing runs while its tokens are sent, so that time counts as well
-        where a block follows."""
+        """Measure a block from its launch to its end. Nothing runs while its tokens are sent, so that time counts for
+        the next block of as many rows."""
         rows, before, last = len(block.rows), self._block_rows, self.ended
         self._block_rows, self.ended = rows, time.perf_counter()
         seconds = self.ended - drafted + (began - last if before == rows else 0.0)
@@ -176,8 +176,8 @@ class DecodeBatch(SequenceGroup):
         self.timed.append(PassTime(seconds, rows, block.width, tokens, prompted))
 
     def _time_plain(self) -> None:
-        """A plain step runs while the tokens before it are sent, so it takes from the end of the one before it to its
-        own, which is seen once its tokens are read."""
+        """Measure a plain step from the end of the one before it to its own end, which is known once its tokens are
+        read: it runs while the tokens before it are sent."""
         pending, last, self._pending = self._pending, self.ended, None
         if pending is None:
             return
@@ -188,14 +188,14 @@ class DecodeBatch(SequenceGroup):
             self._pairs.observe(pending.rows, pending.is_pair, seconds)
 
     def _plain(self, inputs: mx.array, prefill: ForwardPart | None) -> list[Token]:
-        """Launch what follows the inputs, then read them."""
+        """Launch the next step, then read the inputs."""
         is_pair = self._choose_pair()
         tokens, pending = inputs[:, None], _PendingStep(len(self), sum(prefill.lengths) if prefill else 0, 0.0, is_pair)
         if is_pair:
             tokens = mx.concatenate([tokens, mx.zeros_like(tokens)], axis=1)
         part = ForwardPart(self.sequences, tokens, self.caches, [1] * len(self))
         logits = forward(self._model, part, prefill)
-        # Where nothing else runs, the step begins before its launch returns.
+        # If nothing else runs, the step begins before its launch returns.
         pending.launched = time.perf_counter()
         batched.rewind(self.caches, part.excess)
         logprobs, targets, contexts = self._targets(None, inputs, logits)
@@ -217,14 +217,14 @@ class DecodeBatch(SequenceGroup):
         return sampled
 
     def _choose_pair(self) -> bool | None:
-        """Whether a plain step has a second token a row; None where there is no choice."""
+        """Whether a plain step has a second token per row; None if there is no choice."""
         if not ragged.sees_room or not self._is_plain or batched.is_level(self.caches):
             return None
-        # Ranks of a group must choose alike, and each measures times of its own.
+        # Ranks of a group must choose alike, but each measures its own times.
         return True if self._is_divided else self._pairs.choose(len(self))
 
     def _draft(self, inputs: mx.array) -> "_Block | None":
-        """The next block; None where no row has a draft, or owes tokens."""
+        """Return the next block; None if no row has a draft or owes tokens."""
         if self._drafter.widest == 1:
             return None
         most = [self._most(sequence) for sequence in self.sequences]
@@ -240,16 +240,16 @@ class DecodeBatch(SequenceGroup):
         return _Block.of(self.sequences, ids, drafts) if owes or any(drafts) else None
 
     def _most(self, sequence: BatchSequence) -> int:
-        """Tokens of a draft that a row can take."""
+        """Return the most draft tokens that a row can take."""
         if not sequence.has_begun:
             return 0
         left = max(0, sequence.max_tokens - sequence.generated - 1)
         if sequence.mask is not None:
             left = min(left, self._sampler.masks.most_drafted(sequence.mask))
-        return min(left, max(0, REFEED - 1 - len(sequence.owed))) if self._is_recurrent else left
+        return min(left, max(0, MAX_RECURRENT_BLOCK_TOKENS - 1 - len(sequence.owed))) if self._is_recurrent else left
 
     def _verify(self, block: "_Block", inputs: mx.array, prefill: ForwardPart | None) -> list[Token]:
-        """Run a block and keep of each row what it would have generated without."""
+        """Run a block and keep the tokens that each row would have generated without it."""
         before = batched.states(self.caches)
         part = ForwardPart(self.sequences, mx.array(block.rows), self.caches, block.lengths)
         logprobs, targets, contexts = self._targets(block, inputs, forward(self._model, part, prefill))
@@ -263,7 +263,7 @@ class DecodeBatch(SequenceGroup):
             )
             own = [self._logprobs[at], *(logprobs[at, step] for step in range(block.accepted[at]))]
             for count, (token, each) in enumerate(
-                zip(block.said(at), own, strict=True) if sequence.has_begun else (), 1
+                zip(block.generated(at), own, strict=True) if sequence.has_begun else (), 1
             ):
                 ended = sequence.ends(token)
                 sampled.append(Token(sequence.row, token, each, ended))
@@ -271,7 +271,7 @@ class DecodeBatch(SequenceGroup):
                     block.accepted[at] = count - 1
                     break
             if sequence.has_begun:
-                self._drafter.note(sequence, block.said(at))
+                self._drafter.note(sequence, block.generated(at))
             if sequence.context is not None:
                 sequence.context.shorten(block.drafted(at) - block.accepted[at])
             sequence.has_begun = True
@@ -286,7 +286,7 @@ class DecodeBatch(SequenceGroup):
         return sampled
 
     def _settle(self, block: "_Block", before: Sequence[list[Any]]) -> None:
-        """Take back from the caches what was not accepted."""
+        """Remove rejected tokens from the caches."""
         drop: list[int] = []
         is_back = [bool(before) and block.kept(at) < block.lengths[at] for at in range(len(self.sequences))]
         for at, sequence in enumerate(self.sequences):
@@ -304,8 +304,10 @@ class DecodeBatch(SequenceGroup):
     def _targets(
         self, block: "_Block | None", inputs: mx.array, logits: mx.array
     ) -> tuple[mx.array, mx.array, list[mx.array]]:
-        """Log-probabilities `[rows, steps, vocab]` and ids `[rows, steps]` of what follows each row's newest token, and
-        the contexts of processors. Rows with a grammar need the inputs before: see `worker.structured.masks`.
+        """Return log-probabilities `[rows, steps, vocab]` and sampled ids `[rows, steps]` behind each row's newest
+        token, and the contexts of processors.
+
+        Rows with a grammar need the inputs read before: see `worker.structured.masks`.
         """
         steps = block.steps if block is not None else 1
         if block is not None and any(block.begins):
@@ -323,7 +325,7 @@ class DecodeBatch(SequenceGroup):
         return logprobs, targets, contexts
 
     def _take_masks(self, ids: Sequence[int], drafts: Sequence[Sequence[int]] = ()) -> None:
-        """Tell grammars of the tokens that the running forward pass is for; the last of a prompt is not theirs."""
+        """Pass the tokens of the running forward pass to the grammars, without the last ones of prompts."""
         begun = [at for at, sequence in enumerate(self.sequences) if sequence.has_begun]
         own = [drafts[at] for at in begun] if drafts else None
         self._sampler.masks.take([self.sequences[at] for at in begun], [ids[at] for at in begun], own)
@@ -333,10 +335,9 @@ class DecodeBatch(SequenceGroup):
         return ids
 
     def _process(self, block: "_Block | None", inputs: mx.array, logits: mx.array) -> tuple[mx.array, list[mx.array]]:
-        """Logits `[rows, steps, vocab]` after the processors of each row, and the contexts that they were given.
+        """Return logits `[rows, steps, vocab]` after the processors of each row, and the contexts that they saw.
 
-        Behind each token of a draft they are given the text that it would be the end of. One that fails there has not
-        failed yet: the draft ends before it.
+        At each draft token they see the text that would end with it. An error there only ends the draft before it.
         """
         contexts: list[mx.array] = []
         for at, sequence in enumerate(self.sequences):
@@ -361,5 +362,5 @@ class DecodeBatch(SequenceGroup):
 
 
 def _agreed(draft: Sequence[int], targets: Sequence[int]) -> int:
-    """Leading tokens of a draft that are the ones sampled."""
+    """Return the number of leading draft tokens that equal the sampled ones."""
     return next((at for at, token in enumerate(draft) if token != targets[at]), len(draft))

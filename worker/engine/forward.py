@@ -1,4 +1,4 @@
-"""The model's forward pass: the one place where a model is called."""
+"""Forward pass: the one place where a model is called."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +17,10 @@ from worker.vision.multimodal_merge import graft_of
 
 @dataclass(slots=True)
 class ForwardPart:
-    """Rows of a forward pass with their next tokens `[rows, width]`, which their caches then hold.
+    """Rows of a forward pass with their next tokens `[rows, width]`, which the pass adds to their caches.
 
-    Row i begins in slot `len(sequences[i].tokens)`, which is its position as well unless its prompt is sparse. It has
-    `lengths[i]` tokens; what follows is padding, which caches that keep tokens one by one hold until they are rewound.
+    Row i begins in slot `len(sequences[i].tokens)`, which is also its position unless its prompt is sparse. It has
+    `lengths[i]` tokens, then padding. Caches that keep tokens one by one hold the padding until they are rewound.
     """
 
     sequences: Sequence[BatchSequence]
@@ -34,65 +34,64 @@ class ForwardPart:
 
     @property
     def excess(self) -> list[int]:
-        """Tokens of padding behind each row."""
+        """Padding of each row, in tokens."""
         return [self.width - length for length in self.lengths]
 
 
 def can_pack(model: Any) -> bool:
-    """Whether two parts can be one pass, where neither has rows with media."""
+    """Whether two parts without media can share one pass."""
     return packing_of(model) is not None
 
 
 def has_media(sequences: Sequence[BatchSequence]) -> bool:
-    """Whether a pass of these needs the graft."""
+    """Whether a pass of these needs the multimodal merge."""
     return any(sequence.placement is not None for sequence in sequences)
 
 
 def forward(model: Any, part: ForwardPart, prefill: ForwardPart | None = None) -> mx.array:
-    """Logits `[rows, length, vocab]` of what follows the tokens of a part, up to its longest row.
+    """Return logits `[rows, length, vocab]` of a part, up to its longest row.
 
-    A prefill's tokens go through the weights together with them; its logits are not made.
+    Tokens of `prefill` go through the weights in the same pass; their logits are not computed.
     """
     parts = [part] if prefill is None else [part, prefill]
+    shapes = [(len(each.sequences), each.width) for each in parts]
     for each in parts:
         if any(sequence.row.kept is not None for sequence in each.sequences):
-            place(each.caches, [sequence.ahead for sequence in each.sequences])
+            place(each.caches, [sequence.skipped for sequence in each.sequences])
         begin_block(each.caches, each.lengths, each.width)
-    tokens, caches = (part.inputs, part.caches) if prefill is None else _packed(parts)
+    tokens, caches = (part.inputs, part.caches) if prefill is None else _packed(parts, shapes)
     packing, wanted = packing_of(model), max(part.lengths)
-    shapes = [(len(each.sequences), each.width) for each in parts]
     with (
-        _placed(model, part),
+        _merged_media(model, part),
         packing.first(shapes, wanted) if packing is not None else nullcontext(),
         adapted(model, lambda: [[sequence.row.adapter_slot for sequence in each.sequences] for each in parts], shapes),
     ):
         logits: mx.array = model(tokens, cache=caches)
-    _tap(model, parts, shapes)
+    _keep_hidden_states(model, parts, shapes)
     for each in parts:
         end_block(each.caches, each.lengths, each.width)
     return logits[:, :wanted]
 
 
-def _tap(model: Any, parts: Sequence[ForwardPart], shapes: Sequence[Shape]) -> None:
-    """Keep the hidden states of the pass for those who draft."""
+def _keep_hidden_states(model: Any, parts: Sequence[ForwardPart], shapes: Sequence[Shape]) -> None:
+    """Keep the hidden states of the pass for drafters."""
     capture = capture_of(model)
     if capture is None or not (taken := capture.take_inputs()):
         return
     for part, states in zip(parts, zip(*(split(state, shapes) for state in taken), strict=True), strict=True):
         pairs = zip(part.sequences, part.lengths, strict=True)
-        left = [max(0, sum(map(len, row.segments)) - length) for row, length in pairs]
+        left = [max(0, sum(map(len, sequence.segments)) - length) for sequence, length in pairs]
         starts = [len(sequence.tokens) for sequence in part.sequences]
         rows = [sequence.draft for sequence in part.sequences]
         capture.keep(states, rows, starts, part.lengths, left, is_packed=len(parts) > 1)
 
 
-def _packed(parts: Sequence[ForwardPart]) -> tuple[mx.array, list[Any]]:
-    shapes = [(len(part.sequences), part.width) for part in parts]
+def _packed(parts: Sequence[ForwardPart], shapes: Sequence[Shape]) -> tuple[mx.array, list[Any]]:
     tokens = mx.concatenate([part.inputs.reshape(1, -1).astype(mx.uint32) for part in parts], axis=1)
     return tokens, [PackedRows(layer, shapes) for layer in zip(*(part.caches for part in parts), strict=True)]
 
 
-def _placed(model: Any, part: ForwardPart) -> AbstractContextManager[None]:
+def _merged_media(model: Any, part: ForwardPart) -> AbstractContextManager[None]:
     graft = graft_of(model)
     if graft is None or not has_media(part.sequences):
         return nullcontext()

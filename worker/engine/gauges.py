@@ -1,4 +1,4 @@
-"""Numbers that the engine thread writes and the IO threads read."""
+"""Statistics of a worker, written by its loop's thread and read by IO threads."""
 
 import time
 from operator import add
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Gauges(Stats):
-    """The engine's own statistics, and those of the parts that count for themselves: the sum of all is sent.
+    """Statistics of the loop, and of parts that count for themselves; their sum is sent.
 
-    One writer, the engine; a torn read across fields is harmless. `repaired_messages` is the sending thread's,
-    `refused_questions` the receiving one's, `undecoded` the decoders'. `busy_since` is 0 while the engine is idle.
+    Only the loop writes, and a torn read across fields is harmless. `repaired_messages` belongs to the sending thread,
+    `refused_questions` to the receiving one, `undecoded` to the decoders. `busy_since` is 0 while the loop is idle.
     """
 
     busy_since: float = 0.0
-    # Requests that wait before the engine's queue, for a clip to be decoded.
+    # Requests whose clip waits to be decoded; they are not in the queue yet.
     undecoded: int = 0
     cache: Stats = msgspec.field(default_factory=Stats)
     disk: Stats = msgspec.field(default_factory=Stats)
@@ -41,20 +41,20 @@ class Gauges(Stats):
         self.feature_bytes, self.features = features.nbytes, features.counts
 
     def measure_memory(self) -> None:
-        """Called on the engine thread, now and then."""
-        from worker.model import memory  # MLX; this module is loaded before it is
+        """Measure the memory of this process. Called on the loop's thread."""
+        from worker.model import memory  # imports MLX, which is loaded after this module
 
         now = memory.measure()
         self.active_bytes, self.peak_bytes, self.cache_bytes = now.active, now.peak, now.cache
         self.memory_bytes = now.footprint
 
     def snapshot(self) -> Stats:
-        """The sums of now; floats, which are seconds and ratios, to three digits."""
+        """Return the present sums; floats, which are seconds and ratios, are rounded to three digits."""
         drafts = self.speculator.stats() if self.speculator is not None else None
         whole: tuple[Any, ...] = astuple(self)[: len(Stats.__struct_fields__)]
         for part in (self.cache, self.disk, self.features, self.choices, self.experts, drafts):
             if part is not None:
-                # Tuples of a part, of which it alone has any, are added too.
+                # A tuple is in one part only, so that adding works for tuples too.
                 whole = tuple(map(add, whole, astuple(part)))
         values: list[Any] = [round(value, 3) if isinstance(value, float) else value for value in whole]
         stats = Stats(*values)

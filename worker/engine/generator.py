@@ -1,6 +1,6 @@
-"""The loop that runs sequences on a model: prompts in chunks, then one step after the other for all of them.
+"""Generator: runs sequences on a model, prompts in chunks, then one decode step after another for all of them.
 
-The models and the caches of one sequence are mlx-lm's; the batch and its caches are ours.
+Models and the caches of one sequence are mlx-lm's; the batch and its caches are ours.
 """
 
 import time
@@ -25,35 +25,34 @@ from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
 
-# Free buffers go back to the system after this many tokens of prefill, or this many steps, as with mlx-lm's.
-CLEAR_TOKENS: Final = 2048
-CLEAR_STEPS: Final = 512
+# Free buffers go back to the system after this many tokens of prefill or steps, as in mlx-lm.
+CLEAR_INTERVAL_TOKENS: Final = 2048
+CLEAR_INTERVAL_STEPS: Final = 512
 
 
 @dataclass(slots=True)
-class Prompted:
-    """Progress of a prompt by `count` tokens; at its end it has one left, which runs with the rows that generate."""
+class PrefillProgress:
+    """Progress of a prompt by `count` tokens. At the prompt's end its last token is left, for the next decode step."""
 
     sequence: BatchSequence
     count: int
     is_segment_end: bool
     is_prompt_end: bool
-    # Complete, of a prompt that is scored.
+    # Complete scores of a scored prompt.
     scores: Scores | None = None
 
 
 class Generator:
-    """Runs sequences as their lane asks for. One thread owns it.
+    """Runs sequences in the model's batch mode. Owned by one thread.
 
-    A step gives all rows past their prompt a token, and runs one chunk of each of the others: in one forward pass
-    where the chunks ride on the step, else in two.
+    A step gives each row past its prompt a token, and runs one chunk of each other row: in one forward pass if the
+    chunks are fused with the decode step, else in two.
     """
 
     def __init__(self, model: Any, sampler: RowSampler, mode: BatchMode, drafter: Drafter) -> None:
         self._model = model
         self._mode = mode
-        self._stream = generation_stream
-        # Sequences in the phases that they pass: inserted; in prefill, or scored one by one; past their prompt.
+        # Sequences by phase: inserted; in prefill, or scored one by one; past their prompt.
         self._waiting: deque[BatchSequence] = deque()
         self._prefill = SequenceGroup()
         self._scored = ScoredRows(model)
@@ -61,42 +60,38 @@ class Generator:
         self._decode = DecodeBatch(model, sampler, drafter)
         self._uncleared_tokens = 0
         self._uncleared_steps = 0
-        # Forward passes whose time is known since the newest step.
+        # Forward passes whose time became known in the newest step.
         self.timed: list[PassTime] = []
 
     @property
-    def stream(self) -> Any:
-        return self._stream
-
-    @property
     def nbytes(self) -> int:
-        """Of all caches."""
+        """Bytes of all caches."""
         waiting = sum(cache.nbytes for sequence in self._waiting for cache in sequence.caches)
         return int(waiting + sum(rows.nbytes for rows in self._groups))
 
     @property
     def _groups(self) -> list[SequenceGroup]:
-        """Rows that are not waiting, by the caches that they share."""
+        """Groups of rows that are past their insertion."""
         return [self._prefill, self._decode, *self._scored.rows]
 
     def generating(self) -> tuple[list[BatchSequence], list[Any]]:
-        """The sequences past their prompt, in the order of the rows of their caches, and the caches."""
+        """Return the sequences past their prompt, in the order of their rows in the caches, and the caches."""
         return self._decode.sequences, self._decode.caches
 
     def insert(self, sequence: BatchSequence) -> None:
-        """Queue a sequence, whose segments are not empty. One with scores holds no tokens yet."""
+        """Queue a sequence with nonempty segments. With scores, it must not hold tokens yet."""
         sequence.caches = sequence.caches or make_caches(self._model)
         self._waiting.append(sequence)
 
     def extract(self, sequence: BatchSequence) -> tuple[list[Any], list[int]]:
-        """The caches of one sequence, views while it is in a batch, and the tokens that they hold, if any."""
+        """Return the caches of one sequence, as views while it is in a batch, and the tokens in them."""
         if sequence in self._waiting:
             return (sequence.caches, sequence.tokens) if sequence.tokens else ([], [])
         rows = next(rows for rows in self._groups if sequence in rows.sequences)
         return rows.extract(rows.sequences.index(sequence))
 
     def discard(self, sequences: Collection[BatchSequence]) -> None:
-        """Take sequences out, in any phase."""
+        """Remove sequences in any phase."""
         if not sequences:
             return
         self._waiting = deque(sequence for sequence in self._waiting if sequence not in sequences)
@@ -104,13 +99,15 @@ class Generator:
             rows.keep([at for at, sequence in enumerate(rows.sequences) if sequence not in sequences])
         self._scored.discard(sequences)
 
-    def run_passes(self, chunk: int, *, is_fused: bool = True, reads: int = 0) -> tuple[list[Prompted], list[Token]]:
-        """Passes of one step, with at most `chunk` tokens of each prompt; these ride on the step if they may and can.
+    def run_passes(
+        self, chunk: int, *, is_fused: bool = True, reads: int = 0
+    ) -> tuple[list[PrefillProgress], list[Token]]:
+        """Make the passes of one step, with at most `chunk` tokens of each prompt, fused with it if `is_fused` and if
+        the model can.
 
-        A model that drafts then reads at most `reads` tokens. The caller discards the sequences that ended before the
-        next tick.
+        A draft model then reads at most `reads` tokens. The caller must discard ended sequences before the next step.
         """
-        with mx.stream(self._stream):
+        with mx.stream(generation_stream):
             self._admit()
             prompted = self._join()
             began = time.perf_counter()
@@ -128,8 +125,8 @@ class Generator:
             return prompted + self._run_scored(chunk), sampled
 
     def wait(self) -> None:
-        """Return when nothing of what was launched is running any more."""
-        mx.synchronize(self._stream)
+        """Wait until all launched work has ended."""
+        mx.synchronize(generation_stream)
         self._decode.rest()
 
     def _admit(self) -> None:
@@ -153,23 +150,23 @@ class Generator:
             sequence.caches = []
         self._prefill.extend(SequenceGroup(sequences, caches))
 
-    def _join(self) -> list[Prompted]:
-        """Rows that have only the last token of their prompt left go on with the decode rows."""
+    def _join(self) -> list[PrefillProgress]:
+        """Move rows that have only the last token of their prompt left to the decode rows."""
         ready = [at for at, sequence in enumerate(self._prefill.sequences) if sequence.is_prefilled]
         groups = [self._prefill.split(ready)] if ready else []
         groups += self._scored.take_complete()
         for rows in groups:
             self._decode.join(rows)
         joined = [sequence for rows in groups for sequence in rows.sequences]
-        prompted = [Prompted(sequence, sequence.total - sequence.done, True, True) for sequence in joined]
+        prompted = [PrefillProgress(sequence, sequence.total - sequence.done, True, True) for sequence in joined]
         for sequence in joined:
             sequence.done = sequence.total
         return prompted
 
-    def _run_scored(self, chunk: int) -> list[Prompted]:
-        """A slice of each prompt that is scored, or of one beside rows that generate; once it has only its last token
-        left, its scores are complete."""
-        prompted: list[Prompted] = []
+    def _run_scored(self, chunk: int) -> list[PrefillProgress]:
+        """Run a slice of each scored prompt, or of one while other rows generate. A prompt's scores are complete once
+        only its last token is left."""
+        prompted: list[PrefillProgress] = []
         for rows in self._scored.due(is_alone=not len(self._decode)):
             sequence = rows.sequences[0]
             if not sequence.is_prefilled:
@@ -178,15 +175,15 @@ class Generator:
                 self._decode.waited()
             if sequence.is_prefilled:
                 scores, sequence.scores = sequence.scores, None
-                prompted.append(Prompted(sequence, 0, False, False, scores))
+                prompted.append(PrefillProgress(sequence, 0, False, False, scores))
         return prompted
 
     def _chunk(self, most: int) -> ForwardPart | None:
-        """The next tokens of each prompt."""
+        """Return the next tokens of each prompt."""
         sequences = self._prefill.sequences
         if not sequences:
             return None
-        if self._mode is BatchMode.EQUAL:  # a chunk that every row has the tokens for needs no padding
+        if self._mode is BatchMode.EQUAL:  # a chunk no longer than any row's rest needs no padding
             most = min(most, *(len(sequence.segments[0]) for sequence in sequences))
         parts = [sequence.segments[0][:most] for sequence in sequences]
         lengths = [len(part) for part in parts]
@@ -195,12 +192,12 @@ class Generator:
         return ForwardPart(sequences, inputs, self._prefill.caches, lengths)
 
     def _can_fuse(self) -> bool:
-        """Whether chunks of prompts can be in one pass with the decode step."""
+        """Whether prompts can share a pass with the decode step."""
         decode, prefill = self._decode.sequences, self._prefill.sequences
         return bool(decode) and can_pack(self._model) and not has_media(decode) and not has_media(prefill)
 
     def _run_prompts(self, prompts: ForwardPart, is_fused: bool, began: float) -> None:
-        """Run what has not ridden on the step, and take the padding back."""
+        """Run the prompts if they were not fused with the step, and rewind their padding."""
         if not is_fused:
             forward(self._model, prompts)
         batched.rewind(prompts.caches, prompts.excess)
@@ -219,16 +216,16 @@ class Generator:
             self._uncleared_tokens += read
             self.timed.append(PassTime(self._decode.waited(), prompted=read, is_reading=True))
 
-    def _advance(self, sequence: BatchSequence, count: int) -> Prompted:
+    def _advance(self, sequence: BatchSequence, count: int) -> PrefillProgress:
         segment = sequence.segments[0]
         sequence.tokens.extend(segment[:count])
         sequence.done += count
         sequence.segments[:1] = [segment[count:]] if segment[count:] else []
-        return Prompted(sequence, count, not segment[count:], False)
+        return PrefillProgress(sequence, count, not segment[count:], False)
 
     def _clear(self) -> None:
-        """Give free buffers back now and then: beside running rows chunks are small, and the next step would ask for
-        the same buffers again."""
-        if self._uncleared_tokens >= CLEAR_TOKENS or self._uncleared_steps >= CLEAR_STEPS:
+        """Free unused buffers periodically, not at each chunk: chunks are small while rows generate, and the next step
+        needs the same buffers again."""
+        if self._uncleared_tokens >= CLEAR_INTERVAL_TOKENS or self._uncleared_steps >= CLEAR_INTERVAL_STEPS:
             self._uncleared_tokens = self._uncleared_steps = 0
             mx.clear_cache()

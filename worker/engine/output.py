@@ -1,4 +1,4 @@
-"""Sampled tokens to the events, logprobs and end that a row's next deltas carry."""
+"""Writer of output: sampled tokens to events, logprobs and the finish reason of a row's next deltas."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from worker.output.parsers import Event
 
 @dataclass(slots=True, frozen=True)
 class TokenOutput:
-    """Output added by one token. Its text is safe to send: no part of it can still become a stop string or markup."""
+    """Output added by one token. No part of its text can still become a stop string or markup."""
 
     events: list[Event]
     logprobs: tuple[TokenLogprob, ...] | None
@@ -23,16 +23,16 @@ class TokenOutput:
 
 
 class OutputWriter:
-    """Detokenizing, stop strings, parsing, and the alignment of logprobs with the text that is out."""
+    """Detokenization, stop strings, parsing, and the alignment of logprobs with the text that is sent."""
 
     def __init__(self, vocabulary: Vocabulary, controls: Mapping[int, str] | None = None) -> None:
-        """`controls` are the tokens that parsers know apart from text that looks like them."""
+        """`controls` are control tokens, which parsers must distinguish from text that looks the same."""
         self._controls = controls or {}
         self.token_bytes = vocabulary.token_bytes
 
     def advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> TokenOutput:
-        """Take one sampled token; `ended` is mlx-lm's reason. An end-of-sequence token has no text, and a
-        logprob only behind an echo."""
+        """Take one sampled token; `ended` is mlx-lm's finish reason. An end-of-sequence token has no text, and a
+        logprob only in a row with an echo."""
         out = row.text
         row.stats.completion += 1
         is_eos = ended == "stop"
@@ -48,8 +48,8 @@ class OutputWriter:
         if ended is not None:
             text += out.detokenizer.finish()
         out.seen += len(text)
-        is_looked_for = row.stats.completion > row.sampling.min_tokens
-        safe, is_stopped = out.stops.feed(text) if is_looked_for else (text, False)
+        has_stops = row.stats.completion > row.sampling.min_tokens
+        safe, is_stopped = out.stops.feed(text) if has_stops else (text, False)
         if ended is not None and not is_stopped:
             safe += out.stops.flush()
         out.safe += len(safe)
@@ -66,21 +66,21 @@ class OutputWriter:
             out.ready = out.safe
         events = self._parse(row, is_end=finish is not None, is_cut=not is_eos)
         if out.is_one_call and (at := _first_end(events)) is not None:
-            # What comes after the call is not wanted, and neither is what this token may have said of it.
+            # Events behind the call are dropped, also those of this token.
             events, finish = events[: at + 1], Finish.STOP
         if finish is Finish.STOP and out.parser is not None and out.parser.saw_tool_call:
-            # A malformed call must not look like one that is whole.
+            # A malformed call must not look complete.
             finish = Finish.LENGTH if out.parser.is_broken else Finish.TOOL_CALLS
         if is_eos:
-            # It has no text that could let go of it: its id goes with the end.
+            # It has no text that would release it, so its id is sent with the end.
             out.held.append(HeldToken(out.seen, token))
         if is_eos and row.report.echo and logprob is not None:
-            # Clients that score texts count on an entry for each token.
+            # Clients that score texts rely on an entry for each token.
             logprobs = (*(logprobs or ()), logprob)
         return TokenOutput(events, logprobs, finish)
 
     def replay(self, row: Row, ids: Sequence[int]) -> None:
-        """Bring a row to where an earlier worker left it: the client has `ids` and the text that is safe with them."""
+        """Resume a row of an earlier worker: its client has `ids` and the text that is safe with them."""
         out = row.text
         for token in ids:
             self.advance(row, token, None, None)
@@ -90,7 +90,7 @@ class OutputWriter:
         out.resumed = out.safe
 
     def _parse(self, row: Row, is_end: bool, is_cut: bool) -> list[Event]:
-        """Text to events; a token that opens or ends a block of reasoning counts as part of it."""
+        """Turn text into events; a token that opens or ends a reasoning block counts as part of it."""
         out = row.text
         count = out.ready - out.sent
         text, out.pending = out.pending[:count], out.pending[count:]
@@ -100,7 +100,7 @@ class OutputWriter:
             return [Event(DeltaKind.TEXT, text[known:])] if text[known:] else []
         was_reasoning = row.thinking.is_open
         if known:
-            out.parser.feed(text[:known])  # the client has these events
+            out.parser.feed(text[:known])  # the client already has these events
         events = out.parser.feed(text[known:]) if text[known:] else []
         if is_end:
             events += out.parser.finish(is_cut)
@@ -110,19 +110,19 @@ class OutputWriter:
 
 
 def _first_end(events: Sequence[Event]) -> int | None:
-    """Index of the event that ends the first tool call."""
+    """Return the index of the event that ends the first tool call."""
     return next((at for at, event in enumerate(events) if event.kind is DeltaKind.TOOL_END), None)
 
 
 def _release(out: RowText, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
-    """Let go of the tokens of which some text is safe; those of a stop string never leave.
+    """Release the tokens that have safe text; those of a stop string are never released.
 
-    Text leaves up to what was safe with the newest of them. More may be safe by now, because of tokens that are
-    held: a successor that is given the ids that are out could not know of it, and would send that text again.
+    Text is sent up to what was safe with the newest released token. Held tokens may have made more of it safe, but a
+    successor that resumes from the released ids could not know that, and would send that text again.
     """
-    is_level = out.safe == out.seen and not is_stopped
+    is_all_safe = out.safe == out.seen and not is_stopped
     held, logprobs = out.held, list[TokenLogprob]()
-    while held and (is_level or held[0].begin < out.safe):
+    while held and (is_all_safe or held[0].begin < out.safe):
         newest = held.popleft()
         out.ready = newest.safe
         if newest.is_sent:
@@ -134,7 +134,7 @@ def _release(out: RowText, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
 
 
 def _note_control(out: RowText, text: str, content: str) -> None:
-    """Tell the parser where the token's text begins, or that this cannot be told of this tokenizer."""
+    """Pass the position of the token's text to the parser, or the fact that this tokenizer does not reveal it."""
     if out.parser is None:
         return
     if text.endswith(content):

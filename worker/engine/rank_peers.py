@@ -1,4 +1,4 @@
-"""Partners of an engine: the other ranks of its group, which do on their part of the model what its batch does."""
+"""Port of an engine to the other ranks of its group, which repeat the work of its batch on their part of the model."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,25 +14,25 @@ from worker.prefix_cache.prefix import PrefixCache
 
 
 class RankPeers(Protocol):
-    """Owned by the engine thread. What it makes tells them of all that is done with it."""
+    """The other ranks. Caches and batches made here report their operations to them. Owned by the engine thread."""
 
     def cache(self, layout: KvLayout, budget: int) -> PrefixCache:
-        """A prefix cache, for the batch that is made next."""
+        """Return a prefix cache for the next batch."""
         ...
 
     def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, mode: BatchMode) -> Batch: ...
 
     def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
-        """The most that a sequence costs on any rank, and the least room that any has, under an order of memory.
+        """Return the largest cost of a sequence and the smallest limits of all ranks under a memory command.
 
-        `cost` and `limits` are this rank's.
+        `cost` and `limits` are those of this rank.
         """
         ...
 
     def stats(self) -> tuple[RankStats, ...]:
-        """Numbers of all ranks."""
+        """Return the statistics of all ranks."""
         ...
 
     def leave(self) -> None:
-        """End all of them, in order."""
+        """End all ranks in order."""
         ...

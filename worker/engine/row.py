@@ -34,10 +34,10 @@ from worker.vision.multimodal_merge import MediaPlacement
 
 @dataclass(slots=True)
 class HeldToken:
-    """A sampled token, none of whose text may leave yet.
+    """Sampled token whose text is not safe to send yet.
 
     Its text begins at `begin`. `safe` is the length of the text that no stop string could take back once the token was
-    there. The client of a resumed row has the token where `is_sent` is set.
+    added. `is_sent` is set if the client of a resumed row has the token.
     """
 
     begin: int
@@ -49,19 +49,18 @@ class HeldToken:
 
 @dataclass(slots=True, eq=False)
 class RowText:
-    """Owned by the writer. A token is `held` while none of its text may leave, and `unsent` until a delta has carried
-    its id.
+    """Output text of a row, owned by the writer. Tokens are `held` while none of their text is safe to send, then
+    `unsent` until a delta has their ids.
 
-    `seen` characters were generated, `safe` of them are part of no stop string, `ready` may leave with the tokens that
-    are out, and `sent` have left. `pending` is safe text that has not left. The client of a resumed row has `resumed`.
+    Counts of characters: `seen` were generated, `safe` cannot become part of a stop string, `ready` may be sent with
+    the released tokens, `sent` were sent, and the client of a resumed row has `resumed`. `pending` is safe unsent text.
     """
 
     detokenizer: Detokenizer
     stops: StopScanner
-    # Whether the text that ends the output is part of it.
     includes_stop: bool = False
     parser: Parser | None = None
-    # Ends with its first tool call.
+    # The output ends with its first tool call.
     is_one_call: bool = False
     held: deque[HeldToken] = field(default_factory=deque[HeldToken])
     unsent: list[int] = field(default_factory=list[int])
@@ -75,7 +74,7 @@ class RowText:
 
 @dataclass(slots=True, eq=False)
 class Thinking:
-    """Reasoning in the output: whether it goes on, and its tokens. `closing_ids` end it once `budget` is used up."""
+    """Reasoning in the output, and its number of tokens. `closing_ids` end it once `budget` is used up."""
 
     is_open: bool = False
     tokens: int = 0
@@ -89,30 +88,30 @@ class Thinking:
 
 @dataclass(slots=True, eq=False)
 class PromptReport:
-    """What is sent of the prompt before the answer: its text, its ids, and log-probabilities of its tokens."""
+    """Parts of the prompt that are sent before the answer: its text, ids and log-probabilities."""
 
     echo: str = ""
     sends_ids: bool = False
-    # The tokens of the prompt get log-probabilities, with so many of the likeliest; None once they have.
+    # Top tokens per position of a prompt that is scored; None if it is not, or has been.
     scored_top: int | None = None
-    # Likeliest tokens in entries beside the echo's, None where there are no such entries; and how many were sent.
+    # Top tokens per `PromptLogprob`; None if the prompt's log-probabilities are not sent apart from the echo.
     logprobs: int | None = None
+    # Numbers of entries that were sent; the first entry of the echo has its text.
     scores_sent: int = 0
-    # Entries of its echo that were sent, with the first of them the text.
     echo_sent: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class RowStats:
-    """Times, of the monotonic clock, and counts."""
+    """Times of the monotonic clock, and counts."""
 
     arrived: float
     admitted: float = 0.0
     first_token: float = 0.0
-    # Prompt tokens that the prefix cache gave when the row was first inserted; later ones may be the row's own.
+    # Prompt tokens that the prefix cache had at the first insertion; later ones may be the row's own.
     cached: int | None = None
     completion: int = 0
-    # Tokens of the client's prediction that were drafted, and of these the right ones.
+    # Tokens of the client's prediction that were drafted, and those of them that were accepted.
     predicted: int = 0
     accepted: int = 0
 
@@ -135,39 +134,39 @@ class Row:
     deadline: float | None = None
     want_progress: bool = False
     cache_salt: str = ""
-    # Rows of equal priority run in turn by it.
+    # Tenants take turns among rows of equal priority.
     tenant: str = ""
-    # Where messages begin in the prompt: worth a checkpoint for models whose caches cannot be cut.
+    # Positions where messages begin, for checkpoints of models whose caches cannot be cut.
     boundaries: list[int] = field(default_factory=list)
-    # Called before the sampling parameters' own processors.
+    # Logits processors that run before those of the sampling parameters.
     processors: list[Any] = field(default_factory=list)
-    # Token ids of texts that the sampling parameters name.
+    # Token ids of texts in the sampling parameters.
     words: BadWords = NO_WORDS
-    # What the output must match.
+    # Constraint on the output.
     rule: Rule | None = None
     drafting: Drafting = field(default_factory=Drafting)
-    # That the request names; None is the base model.
+    # None is the base model.
     adapter: Adapter | None = None
-    # Media in the order of the prompt, and positions `[3, prompt]` for models that have them in space.
+    # Media in the order of the prompt, and positions `[3, prompt]` for models with spatial positions.
     media: list[Span] = field(default_factory=list)
     positions: npt.NDArray[np.int32] | None = None
-    # Of a sparse prefill, the part of the prompt that runs, and once it is chosen, which; 0 is all of it.
+    # Part of the prompt that a sparse prefill runs, 0 without one, and the tokens once they are selected.
     keep: float = 0.0
     kept: SelectedTokens | None = None
     # Deviations from the request, without those of its grammar.
     relaxed: tuple[str, ...] = ()
-    # Turns and tokens that were left out of the prompt.
+    # Numbers of turns and tokens that were truncated from the prompt.
     left_out: tuple[int, int] = (0, 0)
     report: PromptReport = field(default_factory=PromptReport)
     thinking: Thinking = field(default_factory=Thinking)
 
     output: list[int] = field(default_factory=list)
-    # Its place among all rows of the queue.
+    # Position in the order of arrival.
     arrival: int = 0
     is_finished: bool = False
-    # Reads from disk that this row waits for, or that wait for it.
+    # Reads from disk for the prompt, until the row is inserted.
     ticket: Ticket | None = None
-    # Its stay in the batch, while it is in.
+    # None while the row is not in the batch.
     sequence: "BatchSequence | None" = None
     _tokens: npt.NDArray[np.int32] | None = None
     _keys: npt.NDArray[np.int32] | None = None
@@ -182,13 +181,13 @@ class Row:
         return (*(self.rule.grammar.relaxed if self.rule is not None else ()), *self.relaxed)
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and output so far; not to be written to. Made once for as long as no token is added."""
+        """Return prompt and output so far, read-only. The array is reused until a token is added."""
         if self._tokens is None or len(self._tokens) != len(self.prompt) + len(self.output):
             self._tokens = np.array(self.prompt + self.output, dtype=np.int32)
         return self._tokens
 
     def keys(self) -> npt.NDArray[np.int32]:
-        """`tokens` as the prefix cache knows them: media by their content; not to be written to."""
+        """Return `tokens` as keys of the prefix cache, where media stand for their content; read-only."""
         tokens = self.tokens()
         if not self.media:
             return tokens
@@ -198,7 +197,7 @@ class Row:
 
     @property
     def slots(self) -> int:
-        """Tokens of KV of prompt and output so far."""
+        """Tokens of prompt and output that have KV."""
         return self.prompt_slots + len(self.output)
 
     @property
@@ -207,18 +206,18 @@ class Row:
 
     @property
     def reusable(self) -> npt.NDArray[np.int32]:
-        """The keys that the prefix cache may have KV for: the last token always runs, and behind the first gap of a
-        sparse prompt KV is another than that of the whole text."""
+        """Keys that the prefix cache may have KV for. The last token always runs, and KV behind the first gap of a
+        sparse prompt differs from that of the whole text."""
         keys = self.keys()[:-1]
         return keys if self.kept is None else keys[: self.kept.leading]
 
     def whole(self, at: int) -> int:
-        """The last position up to `at` that cuts no medium."""
+        """Return the last position up to `at` that does not cut a medium."""
         return before_media(self.media, at) if self.media else at
 
     @property
     def adapter_slot(self) -> int:
-        """Slot of its adapter; 0 is the base model."""
+        """Slot of the adapter; 0 is the base model."""
         return self.adapter.slot if self.adapter is not None else 0
 
     def usage(self, now: float) -> Usage:
@@ -246,21 +245,20 @@ class Row:
 
 
 class Context(TokenBuffer):
-    """Tokens of a row that its processors are given, those of a draft among them until it is verified."""
+    """Tokens of a row for its processors, with those of a draft until it is verified."""
 
     def shorten(self, count: int) -> None:
-        """Take the newest tokens back."""
+        """Remove the newest tokens."""
         self._size -= count
 
 
 @dataclass(slots=True, eq=False)
 class BatchSequence:
-    """One stay of a row in the batch, from its insertion until it ends, is preempted or waits for its grammar.
+    """Row in the batch, from its insertion until it ends, is preempted or waits for its grammar.
 
-    `tokens` are those that its caches hold, `reused` of them from the prefix cache. `segments` are the tokens of prompt
-    and earlier output that have not run, cut where a checkpoint may be taken and where a sparse prefill has gaps; the
-    last of them is one token, whose logits the first sample needs. `caches` are its own until they are merged with
-    others.
+    `tokens` are those in its caches, `reused` of them from the prefix cache. `segments` are the tokens of prompt and
+    earlier output that have not run, cut where a checkpoint may be taken and at the gaps of a sparse prefill; the last
+    segment is one token, whose logits the first sample needs. `caches` are empty once they are merged with others.
     """
 
     row: Row
@@ -270,33 +268,32 @@ class BatchSequence:
     draws: Draws
     processors: Sequence[Guard]
     stops: StopSequences.Matcher
-    # Its media, with the features that its prefill still needs.
+    # Media, with the features that the prefill still needs.
     placement: MediaPlacement | None = None
-    # Work of its grammar.
     mask: MaskWork | None = None
     draft: DraftState = field(default_factory=DraftState)
-    # Ends of segments that are worth a checkpoint; None is each of them.
+    # Ends of segments that get a checkpoint; None stands for all of them.
     marks: frozenset[int] | None = None
     reused: int = 0
-    # Of its segments: all tokens, and those that have run.
+    # Tokens of all segments, and those that have run.
     total: int = 0
     done: int = 0
-    # Tokens that it may generate during this stay.
+    # Limit of `generated`, the tokens sampled since the insertion.
     max_tokens: int = 0
-    # Tokens sampled and given out.
     generated: int = 0
-    # Its newest input was a token that was sampled, not the last of the prompt.
+    # The newest input was a sampled token, not the last one of the prompt.
     has_begun: bool = False
-    # Generated, but not in its caches: recurrent layers went back to before a block that was rejected in part.
+    # Generated tokens that are not in the caches, because recurrent layers were restored to before a verify block that
+    # was rejected in part.
     owed: list[int] = field(default_factory=list[int])
     context: Context | None = None
-    # Log-probabilities of its prompt, where they are wanted, until they are complete and given out.
+    # Log-probabilities of the prompt, until they are complete and taken.
     scores: Scores | None = None
-    # Prompt and earlier output but for the last token, where processors have to know what a sparse prefill leaves out.
+    # All tokens but the last, for processors of a row with a sparse prefill.
     text: Sequence[int] = ()
-    # Tokens of its longest medium whose tokens see each other: a slice has room for it. 0 without one.
+    # Tokens of the longest medium that no chunk may cut; 0 without one.
     longest_whole: int = 0
-    # Its KV is past the prompt and nowhere but in the batch: it is stored when it ends, or is asked for it.
+    # KV behind the prompt is only in the batch; it is stored at the end of the row, or when a request can reuse it.
     is_unstored: bool = False
 
     def __post_init__(self) -> None:
@@ -313,28 +310,27 @@ class BatchSequence:
         return self.reused + self.done
 
     @property
-    def ahead(self) -> int:
-        """Positions by which its next token is ahead of its slot."""
+    def skipped(self) -> int:
+        """Prompt tokens that the sparse prefill left out before the next token: its position minus its slot."""
         kept = self.row.kept
         return kept.ahead(len(self.tokens)) if kept is not None else 0
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether only the last token of its prompt is left to run."""
+        """Whether only the last token of the prompt is left to run."""
         return len(self.segments) == 1
 
     def ends(self, token: int) -> str | None:
-        """Count a sampled token; the reason for which it is the last, `stop` or `length`."""
+        """Count a sampled token. Returns the reason if it is the last one, `stop` or `length`."""
         self.generated += 1
-        is_stop = self.stops.advance(token)
-        if is_stop:
+        if self.stops.advance(token):
             return "stop"
         return "length" if self.generated >= self.max_tokens else None
 
 
 @dataclass(slots=True)
 class Token:
-    """One sampled token of one row; `ended` is the reason for which it is the last, `stop` or `length`."""
+    """One sampled token of a row. `ended` is the reason if it is the last one, `stop` or `length`."""
 
     row: Row
     id: int

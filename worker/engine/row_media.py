@@ -1,4 +1,4 @@
-"""Media of the rows in a batch: features in their places, for as long as a prefill needs them."""
+"""Media of the rows in a batch: placement of features, and their release behind the prefill."""
 
 from collections.abc import Iterable
 
@@ -9,15 +9,15 @@ from worker.vision.multimodal_merge import MediaPlacement
 
 
 class RowMedia:
-    """Owned by the batch; of a model of text only, it has nothing to do."""
+    """Media of the rows of a batch, owned by it. For text models every method does nothing."""
 
     def __init__(self, vision: Vision | None, encoder: MediaEncoder | None) -> None:
         self._encoder = encoder
-        # Tokens of a medium see each other in both directions: no chunk may cut it.
+        # Tokens of a medium attend to each other in both directions, so that no chunk may cut it.
         self._keeps_whole = vision is not None and bool(vision.needs.block)
 
     def is_ready(self, row: Row, cached: int, *, is_first: bool = False) -> bool:
-        """Whether a row holds the features of all media behind its cached tokens; missing ones are made from now on."""
+        """Whether a row has the features of all media behind its cached tokens. Requests the missing ones."""
         if not row.media:
             return True
         assert self._encoder is not None, "media are for models with a tower"
@@ -25,7 +25,7 @@ class RowMedia:
         return self._encoder.is_ready(row.rid, media, is_first=is_first)
 
     def placement(self, row: Row, reused: int) -> MediaPlacement | None:
-        """The media of a row, with the features of those that are not reused."""
+        """Return the media of a row, with the features of those that are not reused."""
         if not row.media:
             return None
         assert self._encoder is not None, "media are for models with a tower"
@@ -37,7 +37,7 @@ class RowMedia:
         return placement
 
     def release(self, sequence: BatchSequence) -> None:
-        """Let go of the features that the prefill of a row needs no more."""
+        """Free the features that the prefill of a row has passed."""
         row, placement = sequence.row, sequence.placement
         if placement is not None and placement.features:
             assert self._encoder is not None
@@ -48,17 +48,17 @@ class RowMedia:
             self._encoder.release(row.rid, passed)
 
     def forget(self, row: Row) -> None:
-        """Let go of the features that a row holds."""
+        """Free the features of a row."""
         if row.media:
             assert self._encoder is not None
             self._encoder.forget(row.rid)
 
     def longest_whole(self, row: Row) -> int:
-        """Tokens of the longest medium of a row that no chunk may cut; 0 without one."""
+        """Return the tokens of a row's longest medium that no chunk may cut; 0 without one."""
         return max((span.end - span.begin for span in row.media), default=0) if self._keeps_whole else 0
 
     def widened(self, chunk: int, prefilling: Iterable[Row]) -> int:
-        """A chunk that has room for the longest medium in prefill, where none may be cut."""
+        """Return `chunk`, or more if the longest medium in prefill may not be cut and needs it."""
         if not self._keeps_whole:
             return chunk
         return max((chunk, *(span.end - span.begin for row in prefilling for span in row.media)))

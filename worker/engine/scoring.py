@@ -1,5 +1,8 @@
-"""Log-probabilities of a prompt's own tokens. Such rows are prefilled one by one and in small slices: elsewhere the
-logits of a prompt are never computed, and those of a whole one do not fit into memory."""
+"""Log-probabilities of a prompt's own tokens.
+
+Rows with them are prefilled one by one and in small slices, because the logits of a whole prompt do not fit memory.
+Other prefills compute no logits.
+"""
 
 from collections.abc import Collection
 from typing import Any, Final
@@ -11,44 +14,43 @@ from worker.engine.row import BatchSequence
 from worker.engine.sequence_group import SequenceGroup
 from worker.kv import batched
 
-# Positions whose logits are looked at together.
-SLICE: Final = 64
+SLICE_TOKENS: Final = 64
 
 
 class ScoredRows:
-    """Rows whose prompts are scored, each in caches of its own. Owned by the generator."""
+    """Rows whose prompts are scored, each in its own caches. Owned by the generator."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.rows: list[SequenceGroup] = []
 
     def add(self, sequence: BatchSequence, *, is_single: bool) -> None:
-        """A row; one of a lane of one keeps its caches, which may have no batch form."""
+        """Add a row. With `is_single` it keeps its caches, which may have no batch form."""
         caches = sequence.caches if is_single else batched.merge([sequence.caches])
         sequence.caches = []
         self.rows.append(SequenceGroup([sequence], caches))
 
     def due(self, *, is_alone: bool) -> list[SequenceGroup]:
-        """Rows whose turn it is: all, or one after the other beside rows that generate, which wait for each."""
+        """Return the rows whose turn it is: all of them, or one at a time while other rows generate and wait for it."""
         if is_alone or not self.rows:
             return list(self.rows)
         self.rows = [*self.rows[1:], self.rows[0]]
         return self.rows[-1:]
 
     def take_complete(self) -> list[SequenceGroup]:
-        """Take out those whose scores were given out."""
+        """Remove and return the rows whose scores were taken."""
         complete = [rows for rows in self.rows if rows.sequences[0].scores is None]
         self.rows = [rows for rows in self.rows if rows.sequences[0].scores is not None]
         return complete
 
     def run(self, rows: SequenceGroup, most: int) -> int:
-        """Run the next slice of one of them; its tokens."""
+        """Run the next slice of a row. Returns the number of its tokens."""
         sequence = rows.sequences[0]
         assert sequence.scores is not None
-        part = sequence.segments[0][: min(most, max(SLICE, sequence.longest_whole))]
+        part = sequence.segments[0][: min(most, max(SLICE_TOKENS, sequence.longest_whole))]
         logits = forward(self._model, ForwardPart(rows.sequences, mx.array([part]), rows.caches, [len(part)]))
-        for at in range(0, len(part), SLICE):
-            sequence.scores.add(logits[0, at : at + SLICE])
+        for at in range(0, len(part), SLICE_TOKENS):
+            sequence.scores.add(logits[0, at : at + SLICE_TOKENS])
         rows.evaluate()
         return len(part)
 

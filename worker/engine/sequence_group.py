@@ -1,4 +1,4 @@
-"""Sequences of a batch, and the caches that hold their KV row by row."""
+"""Group of sequences whose KV is in the same caches, row by row."""
 
 import copy
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from worker.kv import batched
 
 @dataclass(slots=True)
 class SequenceGroup:
-    """Sequences and, in the same order, the rows of `caches`."""
+    """Sequences, in the order of their rows in `caches`."""
 
     sequences: list[BatchSequence] = field(default_factory=list[BatchSequence])
     caches: list[Any] = field(default_factory=list[Any])
@@ -26,7 +26,7 @@ class SequenceGroup:
         return sum(cache.nbytes for cache in self.caches)
 
     def extend(self, other: "SequenceGroup") -> None:
-        """Take over all rows of `other`."""
+        """Append all rows of `other`, which must not be used any more."""
         if not self.sequences:
             self.caches = other.caches
         elif other.sequences:
@@ -44,7 +44,7 @@ class SequenceGroup:
         self.sequences = [self.sequences[at] for at in rows]
 
     def split(self, rows: Sequence[int]) -> "SequenceGroup":
-        """Take these rows out."""
+        """Remove these rows and return them as a group."""
         taken = SequenceGroup(self.sequences, self.caches)
         if len(rows) == len(self.sequences):
             self.sequences, self.caches = [], []
@@ -55,9 +55,9 @@ class SequenceGroup:
         return taken
 
     def extract(self, at: int) -> tuple[list[Any], list[int]]:
-        """The caches of one row, as views, and the tokens that they hold; of a row without any there are none.
+        """Return the caches of one row, as views, and the tokens in them; a row without tokens has no caches.
 
-        mlx-lm 0.31's `ArraysCache` raises a `TypeError` where it has held nothing.
+        mlx-lm 0.31's `ArraysCache` raises `TypeError` if it has held nothing.
         """
         tokens = self.sequences[at].tokens
         return (batched.extract(self.caches, at), list(tokens)) if tokens else ([], [])

@@ -1,4 +1,4 @@
-"""Rows with a sparse prefill, while they wait for the choice of the tokens that are kept."""
+"""Rows with a sparse prefill, while they wait for the selection of their tokens."""
 
 from mlx_lm.generate import generation_stream
 
@@ -9,7 +9,7 @@ from worker.sparse.importance import ImportanceReader
 
 
 class SparseRows:
-    """Owned by the engine; of a model without sparse prefill, it has nothing to do."""
+    """Rows of a sparse prefill, owned by the engine. Every method does nothing for a model without it."""
 
     def __init__(self, reader: ImportanceReader | None) -> None:
         self._chooser = Chooser(reader, generation_stream) if reader is not None else None
@@ -24,21 +24,21 @@ class SparseRows:
 
     @property
     def nbytes(self) -> int:
-        """KV of the prompt that is being read."""
+        """Bytes of the draft model's KV for the prompt that it reads."""
         return self._chooser.nbytes if self._chooser is not None else 0
 
     def needs(self, row: Row) -> int:
-        """KV that is held beside this row's own once it is the next."""
+        """Return the bytes of KV that are held in addition to the row's own while its tokens are selected."""
         if self._chooser is None or not row.keep or row.kept is not None:
             return self.nbytes
         return self._chooser.needs(len(row.prompt))
 
     def longest(self, tokens: int, budget: int) -> int:
-        """Tokens of the longest prompt of so many that can be read with so many bytes of KV."""
+        """Return the tokens of the longest prompt, at most `tokens`, that can be read with `budget` bytes of KV."""
         return tokens if self._chooser is None else min(tokens, self._chooser.longest(budget))
 
     def must_wait(self, row: Row) -> bool:
-        """Whether the tokens that are kept of a row are not chosen yet; they are from now on."""
+        """Whether the tokens of a row are not selected yet. Requests their selection."""
         if not row.keep or row.kept is not None:
             return False
         assert self._chooser is not None, "the intake refuses what the model cannot do"
@@ -46,15 +46,15 @@ class SparseRows:
         return row.kept is None
 
     def step(self, limit_s: float) -> None:
-        """Read on for about so long."""
+        """Read for about this long."""
         assert self._chooser is not None
         self._chooser.step(limit_s)
 
     def forget(self, row: Row) -> None:
-        """The row has ended."""
+        """Drop the selection of a row that has ended."""
         if self._chooser is not None and row.keep:
             self._chooser.forget(row.rid)
 
     def drop(self) -> int | None:
-        """Give up what is being read, until it is asked for again; returns the rid of its row."""
+        """Drop the prompt that is being read, until it is requested again. Returns the rid of its row."""
         return self._chooser.drop() if self._chooser is not None else None

@@ -22,7 +22,7 @@ class QueuedJob:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of its input."""
+        """Number of input tokens."""
         raise NotImplementedError
 
     def usage(self, now: float) -> Usage:

@@ -1,4 +1,4 @@
-"""Requests on their way from the link to a model's loop: an intake thread prepares them, one after the other."""
+"""Intake of requests: a thread between the link and a model's loop prepares them, one after another."""
 
 import threading
 import time
@@ -45,10 +45,10 @@ def take_requests(
     gauges: Gauges,
     refusing: Refusing,
 ) -> None:
-    """From here on, what the link receives goes to the thread that it is for.
+    """Route the messages of the link to their threads from now on.
 
-    `prepare` runs on the intake's thread, with a request and its arrival, and puts what it makes into the inbox; it may
-    raise `RequestInvalid`. `set_adapters` runs on the link's thread and never waits.
+    `prepare` runs on the intake's thread with a request and its arrival, puts the result into the inbox, and may raise
+    `RequestInvalid`. `set_adapters` runs on the link's thread and never waits.
     """
     requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
     questions = TokenizeCalls(answerer, link.send, refusing, gauges)
@@ -88,7 +88,7 @@ def take_jobs(
     gauges: Gauges,
     refusing: Refusing,
 ) -> None:
-    """`take_requests` for a model that generates no text, and so has no adapters."""
+    """Call `take_requests` for a model that generates no text, and so has no adapters."""
 
     def prepare(request: Generate, arrived: float) -> None:
         inbox.put(preparer.job(request, arrived))

@@ -24,8 +24,8 @@ def take_prompts(
     refusing: Refusing,
     compilers: ThreadPoolExecutor,
 ) -> None:
-    """`take_requests` for a model of text: requests become rows in order, but for those that wait for the compiler of
-    their grammar."""
+    """Call `take_requests` for a text model: requests become rows in order, unless they wait for their grammar to be
+    compiled."""
     orders: SimpleQueue[SetAdapters] = SimpleQueue()
 
     def restrict(row: Row, request: Generate) -> None:

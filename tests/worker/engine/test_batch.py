@@ -92,7 +92,7 @@ def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 KiB of KV a token in eight layers, so that what the step itself needs is small beside it."""
-    monkeypatch.setattr("worker.engine.batch.EARLY_TOKENS", 200)
+    monkeypatch.setattr("worker.engine.batch.EARLY_STORE_TOKENS", 200)
     wide = {"num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 8}
     loaded = load(spec(build("qwen3", tmp_path / "wide", **wide)), nothing)
     cache = PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 1 << 30)
@@ -138,7 +138,7 @@ def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
     loaded = load(spec(model_folder("qwen3")), nothing)
     batch = Batch(loaded.model, loaded.eos_ids, PrefixCache(KvLayout.of(lambda: make_prompt_cache(loaded.model)), 0))
     cleared: list[int] = []
-    monkeypatch.setattr("worker.engine.generator.CLEAR_TOKENS", 256)
+    monkeypatch.setattr("worker.engine.generator.CLEAR_INTERVAL_TOKENS", 256)
 
     def note() -> None:
         assert longest.sequence is not None

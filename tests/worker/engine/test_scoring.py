@@ -19,13 +19,13 @@ from tests.support.models import VOCAB
 from tests.support.scale import scaled
 from worker.engine.batch import Batch
 from worker.engine.generator import Generator
-from worker.engine.scoring import SLICE, ScoredRows
+from worker.engine.scoring import SLICE_TOKENS, ScoredRows
 from worker.engine.sequence_group import SequenceGroup
 from worker.sampling.logprobs import LogprobReader
 from worker.sampling.prompt_scores import PromptScore
 
 rids = itertools.count(1)
-LENGTHS = (1, 2, SLICE, SLICE + 1, 2 * SLICE + 3)
+LENGTHS = (1, 2, SLICE_TOKENS, SLICE_TOKENS + 1, 2 * SLICE_TOKENS + 3)
 
 
 def scored(ids: tuple[int, ...], top: int = 2, max_tokens: int = 1) -> Generate:
@@ -78,7 +78,7 @@ def test_scores_are_those_of_one_pass_and_the_same_in_any_company(
 
 def test_nothing_need_be_generated_and_every_token_has_an_entry(model_folder: Callable[[str], Path]) -> None:
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
-        (ids, *_) = (each for each in prompts() if len(each) == SLICE + 1)
+        (ids, *_) = (each for each in prompts() if len(each) == SLICE_TOKENS + 1)
         result = engine.run([scored(ids, top=0, max_tokens=0)])[0]
         assert (result.finish, len(result.logprobs), result.ids) == (Finish.LENGTH, len(ids), [])
         assert result.text == engine.intake.vocabulary.decode(ids)
@@ -119,7 +119,7 @@ def test_a_tick_that_fails_behind_the_scores_of_a_row_loses_none_of_them(
         park(batch)
 
     monkeypatch.setattr(Batch, "_park", fail_once)
-    (ids, *_) = (each for each in prompts() if len(each) == 2 * SLICE + 3)
+    (ids, *_) = (each for each in prompts() if len(each) == 2 * SLICE_TOKENS + 3)
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         result = engine.run([scored(ids, max_tokens=0)])[0]
     assert told
@@ -146,7 +146,7 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
     monkeypatch.setattr(ScoredRows, "run", counted_run)
     monkeypatch.setattr(Generator, "run_passes", counted_step)
     rng = random.Random(2)
-    longs = [tuple(rng.randrange(10, VOCAB) for _ in range(5 * SLICE)) for _ in range(4)]
+    longs = [tuple(rng.randrange(10, VOCAB) for _ in range(5 * SLICE_TOKENS)) for _ in range(4)]
     with EngineHarness(spec(model_folder("qwen3"), speculate="off")) as engine:
         stream = Generate(next(rids), TokensPrompt((20,)), Sampling(0.0, ignore_eos=True), 1500)
         result = engine.submit(stream)
@@ -154,7 +154,7 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
         results = [engine.submit(scored(ids)) for ids in longs]
         engine.wait(lambda: all(each.terminals for each in results))
         engine.command(Abort((stream.rid,)))
-    assert [len(each.logprobs) for each in results] == [5 * SLICE + 1] * 4
+    assert [len(each.logprobs) for each in results] == [5 * SLICE_TOKENS + 1] * 4
     assert max(beside) == 1
 
 
@@ -181,11 +181,11 @@ def test_entries_of_a_prompt_are_made_as_its_scores_come_and_not_at_its_end(
 
     monkeypatch.setattr(LogprobReader, "echo", counted)
     rng = random.Random(2)
-    ids = tuple(rng.randrange(10, VOCAB) for _ in range(8 * SLICE))
+    ids = tuple(rng.randrange(10, VOCAB) for _ in range(8 * SLICE_TOKENS))
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         result = engine.run([scored(ids, max_tokens=0)])[0]
     assert len(result.logprobs) == sum(made) == len(ids)
-    assert max(made) <= SLICE + 1
+    assert max(made) <= SLICE_TOKENS + 1
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
@@ -221,7 +221,7 @@ def test_entries_of_a_prompt_have_the_ranks_of_one_pass_beside_an_echo_or_alone(
             assert [value for _, _, value in entry.top] == pytest.approx(sorted(row)[: -top - 1 : -1], abs=1e-4)
             assert all(row[token] == pytest.approx(value, abs=1e-4) for token, _, value in entry.top)
         parts = [len(delta.prompt.logprobs) for delta in result.deltas if delta.prompt is not None]
-        assert max(parts) <= SLICE + 1
+        assert max(parts) <= SLICE_TOKENS + 1
 
 
 def test_a_successor_sends_the_entries_that_the_client_has_not_had(model_folder: Callable[[str], Path]) -> None:
@@ -230,7 +230,7 @@ def test_a_successor_sends_the_entries_that_the_client_has_not_had(model_folder:
         asked = structs.replace(scored(ids), echo=False, prompt_logprobs=2, prompt_ids=True)
         whole = engine.run([asked])[0]
         assert (whole.prompt_ids, len(whole.prompt_logprobs)) == (list(ids), len(ids))
-        for had in (1, SLICE + 5, len(ids)):
+        for had in (1, SLICE_TOKENS + 5, len(ids)):
             again = structs.replace(asked, rid=next(rids), prompt_ids=False, prompt_scored=had)
             result = engine.run([again])[0]
             assert (result.prompt_ids, result.prompt_logprobs) == ([], whole.prompt_logprobs[had:])
@@ -258,7 +258,7 @@ def test_a_row_that_is_scored_again_after_a_failed_tick_tells_no_entry_twice(
         whole = engine.run([asked])[0]
         monkeypatch.setattr(Batch, "_park", fail_once)
         result = engine.run([structs.replace(asked, rid=next(rids))])[0]
-    assert ticks.count(SLICE) == 2, "it began again"
+    assert ticks.count(SLICE_TOKENS) == 2, "it began again"
     assert result.prompt_logprobs[1:] == whole.prompt_logprobs[1:]
     assert (len(result.prompt_logprobs), result.ids) == (len(ids), whole.ids)
 
@@ -271,7 +271,7 @@ def test_entries_of_an_echo_are_sent_as_they_come_and_its_text_with_the_first(
         whole = engine.run([scored(ids, max_tokens=0)])[0]
         text = engine.intake.vocabulary.decode(ids)
     parts = [delta for delta in whole.deltas if delta.logprobs]
-    assert [len(delta.logprobs or ()) for delta in parts] == [1 + SLICE, SLICE, 2]
+    assert [len(delta.logprobs or ()) for delta in parts] == [1 + SLICE_TOKENS, SLICE_TOKENS, 2]
     assert [delta.text for delta in parts] == [text, "", ""]
 
 
@@ -284,7 +284,7 @@ def test_a_successor_sends_the_entries_of_an_echo_that_the_client_has_not_had(
         whole = engine.run([asked])[0]
         said = whole.text.removeprefix(engine.intake.vocabulary.decode(ids))
         assert len(said) < len(whole.text)
-        for had in (1, SLICE + 5, len(ids)):
+        for had in (1, SLICE_TOKENS + 5, len(ids)):
             rest = engine.run([structs.replace(asked, rid=next(rids), echo_scored=had)])[0]
             assert (rest.text, rest.ids) == (said, whole.ids)
             assert [each.token for each in rest.logprobs] == [each.token for each in whole.logprobs[had:]]
@@ -313,5 +313,5 @@ def test_a_row_that_is_scored_again_after_a_failed_tick_sends_no_entry_of_its_ec
         whole = engine.run([scored(ids)])[0]
         monkeypatch.setattr(Batch, "_park", fail_once)
         again = engine.run([scored(ids)])[0]
-    assert runs.count(SLICE) == 2, "it began again"
+    assert runs.count(SLICE_TOKENS) == 2, "it began again"
     assert (again.text, len(again.logprobs), again.ids) == (whole.text, len(whole.logprobs), whole.ids)
