@@ -27,7 +27,7 @@ from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
 from tests.support.engine import spec
 from tests.support.models import VOCAB, tiny_tokenizer
-from worker.engine.load_checks.self_check import SAMPLE, choose
+from worker.engine.load_checks.self_check import SAMPLE_TOKENS, choose
 from worker.errors import LoadFailed
 from worker.kv.kv import leaves
 from worker.model.loader import LoadedModel
@@ -85,7 +85,7 @@ def examine(name: str) -> Row:
     caches = sorted({type(leaf).__name__.removesuffix("Cache") for leaf in leaves(make_prompt_cache(model))})
     started = time.monotonic()
     try:
-        plan = choose(model, [20 + 7 * at for at in range(SAMPLE)], "auto")
+        plan = choose(model, [20 + 7 * at for at in range(SAMPLE_TOKENS)], "auto")
     except LoadFailed as error:
         return Row(name, failed=error.failure.message)
     check_ms = (time.monotonic() - started) * 1e3

@@ -1,7 +1,6 @@
-"""Check of a load that a model can run a prompt with gaps: positions ahead of slots, as its caches give them.
+"""Check at load that a model can run a prompt with gaps, for sparse prefill: it must take positions from its caches.
 
-What it says of tokens behind a gap is compared with what it says of the whole text where the tokens of the gap are
-hidden from all others.
+Its log-probabilities behind a gap are compared with those of the whole text with the tokens of the gap masked.
 """
 
 from typing import Any, Final
@@ -14,16 +13,17 @@ from worker.kv.quantized import make_caches
 from worker.kv.ragged import RaggedKVCache
 from worker.sparse.selected_tokens import SelectedTokens
 
-TOKENS: Final = 24
-_RUNS: Final = ((0, 6), (13, TOKENS))
-# Log-probabilities of the likeliest tokens may be so far apart: in float32, and with kernels of 16 bits.
-EXACT: Final = 1e-3
-ROUNDED: Final = 0.5
-_TOP: Final = 8
+PROMPT_TOKENS: Final = 24
+# The tokens between the two runs are the gap.
+_RUNS: Final = ((0, 6), (13, PROMPT_TOKENS))
+# Limits of the deviation of the top tokens' log-probabilities, in float32 and in 16 bits.
+EXACT_LIMIT: Final = 1e-3
+ROUNDED_LIMIT: Final = 0.5
+_TOP_TOKENS: Final = 8
 
 
 class _Hiding:
-    """A cache of one row whose mask hides a gap from what follows it."""
+    """Cache of one row whose mask hides the gap from the tokens behind it."""
 
     def __init__(self, cache: RaggedKVCache) -> None:
         self._cache = cache
@@ -39,11 +39,11 @@ class _Hiding:
 
 
 def gap_problem(model: Any, vocab_size: int) -> str:
-    """The reason why this model cannot have gaps in a prompt; empty if it can."""
+    """Return the reason why this model cannot have gaps in a prompt; empty if it can."""
     caches = make_caches(model)
     if any(not isinstance(leaf, RaggedKVCache) for leaf in leaves(batched.merge([caches]))):
         return "some of its layers keep a sliding window or a recurrent state, which needs every token"
-    ids = [(20 + 7 * at) % vocab_size for at in range(TOKENS)]
+    ids = [(20 + 7 * at) % vocab_size for at in range(PROMPT_TOKENS)]
     try:
         whole, sparse = _whole(model, ids), _sparse(model, ids)
         is_exact = whole.dtype == mx.float32 and mx.default_device() == mx.cpu
@@ -51,10 +51,10 @@ def gap_problem(model: Any, vocab_size: int) -> str:
         mx.eval(whole, sparse)
     except Exception as error:  # the boundary to code of every architecture
         return f"{type(error).__name__}: {error}"
-    top = mx.argpartition(-whole, kth=_TOP - 1)[:_TOP]
-    apart: Any = mx.abs(whole[top] - sparse[top]).max().item()
-    if not apart <= (EXACT if is_exact else ROUNDED):
-        return f"its positions do not follow its caches: log-probabilities behind a gap differ by {apart:.2g}"
+    top = mx.argpartition(-whole, kth=_TOP_TOKENS - 1)[:_TOP_TOKENS]
+    deviation: Any = mx.abs(whole[top] - sparse[top]).max().item()
+    if not deviation <= (EXACT_LIMIT if is_exact else ROUNDED_LIMIT):
+        return f"its positions do not follow its caches: log-probabilities behind a gap differ by {deviation:.2g}"
     return ""
 
 
@@ -79,6 +79,6 @@ def _hiding(cache: Any) -> Any:
 
 
 def _last(logits: mx.array) -> mx.array:
-    """Log-probabilities of what follows the last token."""
+    """Return log-probabilities after the last token."""
     last = logits[0, -1]
     return last - mx.logsumexp(last)

@@ -1,8 +1,8 @@
-"""Form of a model's quantized KV, chosen at load: whether the model can have it, and which attention is right here.
+"""Check of quantized KV at load: whether the model supports it, and whether attention over its codes is right.
 
-Kernels that multiply with codes have been wrong for some sizes of heads, and lack on some devices. So attention over
-codes is compared with that over the numbers that they stand for, on heads as the model has them and on the model
-itself. Where they differ, or codes cannot be used, a layer's KV is dequantized for each pass.
+Kernels that multiply with codes have been wrong for some sizes of heads, and some devices lack them. So attention over
+codes is compared with attention over dequantized numbers, for the model's heads and for the model itself. If they
+differ, or codes cannot be used, a layer's KV is dequantized for each pass.
 """
 
 import logging
@@ -25,16 +25,16 @@ from worker.kv.ragged import Lengths
 
 log = logging.getLogger("mlxd.worker")
 
-# More than the 1,024 tokens from which kernels go another way, and no multiple of the room that KV grows by.
-SLOTS: Final = 1088
-_SHORTER: Final = 300
-# The largest deviation, as a part of the largest output: in float32; of attention where 16 bits round its scores; and
-# of a model of many layers likewise. What a wrong kernel gives is off by about all of it.
-EXACT: Final = 1e-3
-ROUNDED: Final = 3e-2
-MODEL_ROUNDED: Final = 0.1
-# Of the next token's probability, what other tokens may get before it is worth a warning.
-SHIFTED: Final = 0.2
+# More than the 1,024 tokens from which other kernels are used, and no multiple of the step in which KV grows.
+LONG_ROW_TOKENS: Final = 1088
+SHORT_ROW_TOKENS: Final = 300
+# Limits of the deviation, as a part of the largest output: in float32, of attention with scores in 16 bits, and of a
+# whole model in 16 bits. A wrong kernel deviates by about 1.
+EXACT_LIMIT: Final = 1e-3
+ATTENTION_LIMIT: Final = 3e-2
+MODEL_LIMIT: Final = 0.1
+# Part of the next token's probability that moves to other tokens, above which quantization is logged as a warning.
+SHIFT_WARNING: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Heads:
 
 
 def quantize_kv(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int], *, in_group: bool) -> None:
-    """Keep the KV of the model's rows in `bits` bits from now on; as `choose_form`."""
+    """Quantize the KV of the model's rows to `bits` bits from now on. Raises `LoadFailed`."""
     if in_group:
         raise _refused(bits, "several processes run it together")
     set_kv_form(model, choose_form(model, config, bits, ids))
@@ -57,7 +57,7 @@ def quantize_kv(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int
 
 @contextmanager
 def without_codes(model: Any) -> Generator[bool]:
-    """Passes that dequantize KV where they would read its codes; False where none would."""
+    """Let passes dequantize KV instead of reading its codes. Yields False if they dequantize it anyway."""
     form = kv_form_of(model)
     if form is None or not form.reads_codes:
         yield False
@@ -70,8 +70,7 @@ def without_codes(model: Any) -> Generator[bool]:
 
 
 def choose_form(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int]) -> KvForm:
-    """The form of `bits` bits for this model; `ids` are some tokens of text. Raises `LoadFailed` with the reason for
-    none."""
+    """Return the form of `bits` bits for this model; `ids` are tokens of text. Raises `LoadFailed`."""
     if why := obstacle(config, bits):
         raise _refused(bits, why)
     heads = _heads(model, config, ids)
@@ -86,23 +85,25 @@ def choose_form(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int
         expected = _trial(model, whole, ids)
     try:
         form = KvForm(bits, group)
-        _compare("the model's output", _trial(model, form, ids), expected, MODEL_ROUNDED)
+        _compare("the model's output", _trial(model, form, ids), expected, MODEL_LIMIT)
         for each in heads:
-            for lengths in ((SLOTS, SLOTS), (SLOTS, _SHORTER)):
-                _compare("attention", _attention(form, each, lengths), _attention(whole, each, lengths), ROUNDED)
+            for lengths in ((LONG_ROW_TOKENS, LONG_ROW_TOKENS), (LONG_ROW_TOKENS, SHORT_ROW_TOKENS)):
+                _compare(
+                    "attention", _attention(form, each, lengths), _attention(whole, each, lengths), ATTENTION_LIMIT
+                )
     except Exception as error:  # the boundary to code of every architecture
         log.warning("KV in %d bits is dequantized for each step: %s", bits, reason_of(error))
         form = whole
-    _tell(bits, form, expected, _logits(model, make_prompt_cache(model), ids))
+    _log_shift(bits, form, expected, _logits(model, make_prompt_cache(model), ids))
     return form
 
 
-def _tell(bits: int, form: KvForm, quantized_logits: mx.array, logits: mx.array) -> None:
-    """Say what quantizing changes on a few words: for a first look, and no measure of quality."""
-    one, other = (mx.softmax(each[0, -1].astype(mx.float32)) for each in (quantized_logits, logits))
-    shifted = cast(float, mx.sum(mx.abs(one - other)).item()) / 2
+def _log_shift(bits: int, form: KvForm, quantized_logits: mx.array, logits: mx.array) -> None:
+    """Log the effect of quantization on a few words: a first impression, not a measure of quality."""
+    left, right = (mx.softmax(each[0, -1].astype(mx.float32)) for each in (quantized_logits, logits))
+    shifted = cast(float, mx.sum(mx.abs(left - right)).item()) / 2
     message = "KV is kept in %d bits, in groups of %d: on a sample, %.2g of the next token's probability is shifted"
-    log.log(logging.WARNING if shifted > SHIFTED else logging.INFO, message, bits, form.group, shifted)
+    log.log(logging.WARNING if shifted > SHIFT_WARNING else logging.INFO, message, bits, form.group, shifted)
 
 
 def _refused(bits: int, why: str) -> LoadFailed:
@@ -110,7 +111,7 @@ def _refused(bits: int, why: str) -> LoadFailed:
 
 
 def _heads(model: Any, config: dict[str, Any], ids: Sequence[int]) -> set[Heads]:
-    """Of the layers whose KV would be quantized, as a pass leaves them."""
+    """Return the heads of the layers whose KV would be quantized, from a pass."""
     caches = make_prompt_cache(model)
     with foreign_code(refusal):
         mx.eval(model(mx.array([ids[:1]]), cache=caches))
@@ -127,7 +128,7 @@ def _heads(model: Any, config: dict[str, Any], ids: Sequence[int]) -> set[Heads]
 
 
 def _trial(model: Any, form: KvForm, ids: Sequence[int]) -> mx.array:
-    """Logits of one token behind a prompt."""
+    """Return the logits after a prompt with quantized KV."""
     return _logits(model, quantized(make_prompt_cache(model), form), ids)
 
 
@@ -139,14 +140,16 @@ def _logits(model: Any, caches: Sequence[Any], ids: Sequence[int]) -> mx.array:
 
 
 def _attention(form: KvForm, heads: Heads, lengths: tuple[int, int]) -> mx.array:
-    """Of one token of two rows behind so many others, whose numbers are always the same."""
+    """Return the attention of one more token of two rows of these lengths, with fixed pseudo-random numbers."""
 
     def numbers(seed: int, count: int, of: int, width: int) -> mx.array:
         return mx.random.normal((2, of, count, width), key=mx.random.key(seed)).astype(heads.dtype)
 
     cache = QuantizedKV(form, Lengths((0, 0)))
-    cache.update_and_fetch(numbers(1, SLOTS, heads.kv, heads.key_width), numbers(2, SLOTS, heads.kv, heads.value_width))
-    cache.rewind((SLOTS - lengths[0], SLOTS - lengths[1]))
+    cache.update_and_fetch(
+        numbers(1, LONG_ROW_TOKENS, heads.kv, heads.key_width), numbers(2, LONG_ROW_TOKENS, heads.kv, heads.value_width)
+    )
+    cache.rewind((LONG_ROW_TOKENS - lengths[0], LONG_ROW_TOKENS - lengths[1]))
     mask = cache.make_mask(1)
     new = numbers(3, 1, heads.kv, heads.key_width), numbers(4, 1, heads.kv, heads.value_width)
     keys, values = cache.update_and_fetch(*new)
@@ -157,10 +160,8 @@ def _attention(form: KvForm, heads: Heads, lengths: tuple[int, int]) -> mx.array
 
 
 def _compare(name: str, output: mx.array, expected: mx.array, rounded: float) -> None:
-    """Raise `CheckFailed` where these differ by more than rounding explains, which is `rounded` of the largest in 16
-    bits.
-    """
-    limit = EXACT if expected.dtype == mx.float32 else rounded
+    """Raise `CheckFailed` if the outputs differ by more than rounding explains; `rounded` is the limit in 16 bits."""
+    limit = EXACT_LIMIT if expected.dtype == mx.float32 else rounded
     output, expected = output.astype(mx.float32), expected.astype(mx.float32)
     largest = cast(float, mx.max(mx.abs(expected)).item())
     deviation = cast(float, mx.max(mx.abs(output - expected)).item()) / (largest or 1.0)

@@ -1,8 +1,8 @@
-"""The self-check of a load: which lane gives every row its own tokens, whatever rows run beside it.
+"""Self-check of a load: finds the fastest batch mode in which no row changes the tokens of another.
 
-Some of mlx-lm's architectures compute a padded row wrongly, or raise beside a second one. So a few short prompts run
-alone on the model's own caches, which is the reference, and then as the engine would run them: together, cut into
-chunks, from the prefix cache. Log-probabilities are compared: tokens alone can agree by luck.
+Some of mlx-lm's architectures compute a padded row wrongly, or raise with a second row. So two short prompts run alone
+on the model's own caches, which is the reference, and then as the engine would run them: together, cut into chunks,
+from the prefix cache. Log-probabilities are compared, because tokens can agree by chance.
 """
 
 import logging
@@ -33,62 +33,64 @@ from worker.prefix_cache.prefix import PrefixCache
 
 log = logging.getLogger("mlxd.worker")
 
-# Unequal, and the longer one is two chunks and its last token.
-SHORT: Final = 4
-LONG: Final = 11
-CHUNK: Final = 5
-# Of the longer one, what another prompt leaves in the prefix cache.
-SHARED: Final = 8
-# Tokens that a check needs, and the text that they are of.
-SAMPLE: Final = SHORT + LONG
-_TEXT: Final = "The river was low that summer, and the people of the town walked across it on stones to the market."
-# Tokens that each row generates: the shorter one's third is decoded beside the longer one in every mode.
-OUTPUT: Final = 3
-_WHOLE: Final = 16
+# The prompts differ in length, and the long one is two chunks and its last token.
+SHORT_PROMPT_TOKENS: Final = 4
+LONG_PROMPT_TOKENS: Final = 11
+CHUNK_TOKENS: Final = 5
+# Prefix of the long prompt that a first request puts into the cache.
+SHARED_PREFIX_TOKENS: Final = 8
+SAMPLE_TOKENS: Final = SHORT_PROMPT_TOKENS + LONG_PROMPT_TOKENS
+_SAMPLE_TEXT: Final = (
+    "The river was low that summer, and the people of the town walked across it on stones to the market."
+)
+# Three, so that in every mode the short prompt's row decodes together with the long one's.
+OUTPUT_TOKENS: Final = 3
+# A chunk that holds either prompt.
+_WHOLE_PROMPT_TOKENS: Final = 16
 _CACHE_BYTES: Final = 1 << 40
-# Of this many likeliest tokens, how far log-probabilities may be from the reference, each weighted by its probability:
-# in float32 on a CPU; and where kernels and formats of 16 bits round by shape, this many times what cutting a prompt
-# into chunks changes. Beyond the last, chunks themselves are wrong.
-TOP: Final = 16
-EXACT: Final = 1e-3
-ROUNDINGS: Final = 4.0
-ROUNDED_MIN: Final = 0.1
-ROUNDED_MAX: Final = 0.5
-ROUNDED_REFUSED: Final = 1.0
-# Signs of a device that failed, or of memory that is not there: they say nothing of the mode.
+# Deviation of the top tokens' log-probabilities from the reference, weighted by probability. In float32 on a CPU its
+# limit is EXACT_LIMIT. Elsewhere rounding depends on shapes: the limit is this factor times the deviation that cutting
+# a prompt into chunks causes, in these bounds, and chunks are refused above the last number.
+TOP_TOKENS: Final = 16
+EXACT_LIMIT: Final = 1e-3
+ROUNDED_FACTOR: Final = 4.0
+ROUNDED_MIN_LIMIT: Final = 0.1
+ROUNDED_MAX_LIMIT: Final = 0.5
+CHUNKED_LIMIT: Final = 1.0
+# Fastest first.
 _MODES: Final = (BatchMode.TOGETHER, BatchMode.EQUAL, BatchMode.SINGLE)
-_TOLD: Final = {
+_MODE_EFFECTS: Final = {
     BatchMode.EQUAL: "prompts are prefilled in chunks of equal length",
     BatchMode.SINGLE: "requests run one at a time",
 }
 
 
 @dataclass(slots=True)
-class _Said:
-    """Tokens of one row, and before each the likeliest ones with their log-probabilities."""
+class _RowOutput:
+    """Tokens of one row, and the log-probabilities from which each was sampled."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[mx.array] = field(default_factory=list)
 
 
 class CheckFailed(Exception):
-    """A way of running rows that changes what they say; the message says which, and how."""
+    """Raised for a way to run rows that changes their output, with a description of both."""
 
 
 def choose(
     model: Any, ids: Sequence[int], batching: str, partners: RankPeers | None = None, attend: Attend | None = None
 ) -> BatchModePlan:
-    """The first lane that is exact. `ids` are at least `SAMPLE` tokens of text. Raises `LoadFailed`.
+    """Return the first batch mode that is exact. `ids` are at least `SAMPLE_TOKENS` tokens of text.
 
-    `batching` is `auto`, or the lane that the operator wants: such a one is taken as it is, without packed passes and
-    kernels of ours. `attend` stands for the kernels, which need a GPU.
+    `batching` is `auto`, or a configured mode, which is used unchecked, without packed passes and our kernels. `attend`
+    stands for the kernels, which need a GPU. Raises `LoadFailed`.
     """
     mergeable = all(hasattr(cache, "merge") for cache in make_caches(model))
     attend = attend or (kernel.attend if memory.has_gpu() else None)
     if batching != "auto":
         give_up(model)
         reason = f", because batching = '{batching}'" if attend is not None else ""
-        return replace(_asked(BatchMode(batching), mergeable), attention=f"mlx{reason}")
+        return replace(_configured(BatchMode(batching), mergeable), attention=f"mlx{reason}")
     started = time.monotonic()
     check = _Check(model, ids, partners)
     plan = check.plan(mergeable)
@@ -101,18 +103,18 @@ def choose(
 
 
 def sample(tokenizer: Any, vocab_size: int) -> list[int]:
-    """Tokens of an ordinary text for the self-check, and others where that is too short."""
-    ids = [token for token in tokenizer.encode(_TEXT) if token < vocab_size]
-    return ids + [(20 + 7 * at) % vocab_size for at in range(SAMPLE - len(ids))]
+    """Return tokens of an ordinary text for the self-check, and others if these are too few."""
+    ids = [token for token in tokenizer.encode(_SAMPLE_TEXT) if token < vocab_size]
+    return ids + [(20 + 7 * at) % vocab_size for at in range(SAMPLE_TOKENS - len(ids))]
 
 
 def refusal(error: Exception) -> LoadFailed:
-    """A forward pass of a model that has just been loaded raised. Raises faults of the device again."""
+    """Return the failure of a model whose first forward pass raised `error`. Raises faults of the device again."""
     message = f"mlx-lm cannot run this model: {reason_of(error)}"
     return LoadFailed(Code.MODEL_UNSUPPORTED, message, detail=repr(error))
 
 
-def _asked(mode: BatchMode, mergeable: bool) -> BatchModePlan:
+def _configured(mode: BatchMode, mergeable: bool) -> BatchModePlan:
     if not mergeable and mode is not BatchMode.SINGLE:
         raise LoadFailed(Code.BAD_CONFIG, f"batching = '{mode}', but mlx-lm cannot batch this model; use 'single'")
     return BatchModePlan(mode)
@@ -122,9 +124,12 @@ class _Check:
     def __init__(self, model: Any, ids: Sequence[int], partners: RankPeers | None) -> None:
         self._model = model
         self._partners = partners
-        self._prompts = [list(ids[:SHORT]), list(ids[SHORT : SHORT + LONG])]
+        self._prompts = [
+            list(ids[:SHORT_PROMPT_TOKENS]),
+            list(ids[SHORT_PROMPT_TOKENS : SHORT_PROMPT_TOKENS + LONG_PROMPT_TOKENS]),
+        ]
         self._layout = KvLayout.of(lambda: make_caches(model))
-        # Set by the reference.
+        # Largest deviation; known with the reference.
         self._limit = 0.0
 
     def plan(self, mergeable: bool) -> BatchModePlan:
@@ -132,51 +137,54 @@ class _Check:
         why = "" if mergeable else "mlx-lm has no batch form of its caches"
         for mode in _MODES if mergeable else (BatchMode.SINGLE,):
             try:
-                return self._plan(mode, expected, [f"{_TOLD[mode]}, because {why}"] if why else [])
+                return self._plan(mode, expected, [f"{_MODE_EFFECTS[mode]}, because {why}"] if why else [])
             except (LoadFailed, StepFailed):
                 raise
             except Exception as error:  # the boundary to code of every architecture
                 why = reason_of(error)
         raise LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm computes this model wrongly: {why}")
 
-    def _reference(self) -> list[_Said]:
-        """Each prompt alone, which must be what it is in chunks."""
+    def _reference(self) -> list[_RowOutput]:
+        """Run each prompt alone, and check that chunks do not change it."""
         with foreign_code(refusal):
-            expected = [self._alone(prompt, _WHOLE) for prompt in self._prompts]
-            chunked = self._alone(self._prompts[1], CHUNK)
-        steps = [step for said in expected for step in said.logprobs]
+            expected = [self._alone(prompt, _WHOLE_PROMPT_TOKENS) for prompt in self._prompts]
+            chunked = self._alone(self._prompts[1], CHUNK_TOKENS)
+        steps = [step for output in expected for step in output.logprobs]
         if not all(bool(mx.isfinite(mx.max(step))) for step in steps):
             raise LoadFailed(Code.MODEL_CORRUPT, "the model's log-probabilities are not finite: its weights are broken")
-        # A rounding error may move a number to the next code.
+        # With quantized KV a rounding error can move a number to the next code.
         is_exact = steps[0].dtype == mx.float32 and not memory.has_gpu() and kv_form_of(self._model) is None
         drift = _drift([chunked], expected[1:])
-        if not drift <= (EXACT if is_exact else ROUNDED_REFUSED):
+        if not drift <= (EXACT_LIMIT if is_exact else CHUNKED_LIMIT):
             why = f"in chunks, a prompt's log-probabilities are off by {drift:.2g}"
             raise LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm computes this model wrongly: {why}")
-        self._limit = EXACT if is_exact else min(max(ROUNDED_MIN, ROUNDINGS * drift), ROUNDED_MAX)
+        self._limit = (
+            EXACT_LIMIT if is_exact else min(max(ROUNDED_MIN_LIMIT, ROUNDED_FACTOR * drift), ROUNDED_MAX_LIMIT)
+        )
         return expected
 
-    def _plan(self, mode: BatchMode, expected: list[_Said], reasons: list[str]) -> BatchModePlan:
-        """Raises `CheckFailed`, or what the model raises, if the mode is not exact."""
+    def _plan(self, mode: BatchMode, expected: list[_RowOutput], reasons: list[str]) -> BatchModePlan:
+        """Check a mode. Raises `CheckFailed`, or an error of the model, if it is not exact."""
         if mode is not BatchMode.SINGLE:
-            self._compare("beside a longer one", self._run(mode, [self._prompts], _WHOLE), expected)
+            self._compare("beside a longer one", self._run(mode, [self._prompts], _WHOLE_PROMPT_TOKENS), expected)
             reasons = [*reasons, *self._check_packing(mode, expected)]
         try:
-            # The rows in chunks, after one that has left the beginning of the longer one in the cache.
-            waves = [[self._prompts[1][:SHARED]], self._prompts]
-            self._compare("from the prefix cache", self._run(mode, waves, CHUNK, _CACHE_BYTES)[1:], expected)
+            waves = [[self._prompts[1][:SHARED_PREFIX_TOKENS]], self._prompts]
+            self._compare("from the prefix cache", self._run(mode, waves, CHUNK_TOKENS, _CACHE_BYTES)[1:], expected)
         except Exception as error:  # the boundary to code of every architecture
             why = reason_of(error)
-            self._compare("beside a longer one, in chunks", self._run(mode, [self._prompts], CHUNK), expected)
+            self._compare("beside a longer one, in chunks", self._run(mode, [self._prompts], CHUNK_TOKENS), expected)
             return BatchModePlan(mode, False, "; ".join([*reasons, f"prefixes are not reused, because {why}"]))
         return BatchModePlan(mode, True, "; ".join(reasons))
 
-    def _check_packing(self, mode: BatchMode, expected: list[_Said]) -> list[str]:
-        """Give packed passes up where they are not exact; the reason."""
+    def _check_packing(self, mode: BatchMode, expected: list[_RowOutput]) -> list[str]:
+        """Turn packed passes off if they are not exact. Returns the reason, if any."""
         if packing_of(self._model) is None:
             return []
         try:
-            self._compare("behind a row that generates", self._run(mode, [self._prompts], CHUNK, begun=1), expected)
+            self._compare(
+                "behind a row that generates", self._run(mode, [self._prompts], CHUNK_TOKENS, begun=1), expected
+            )
         except LoadFailed:
             raise
         except Exception as error:  # the boundary to code of every architecture
@@ -185,7 +193,8 @@ class _Check:
         return []
 
     def attention(self, mode: BatchMode, attend: Attend | None) -> str:
-        """Let kernels answer where they are right on this machine and in this model; `kernel`, or `mlx` and why."""
+        """Use our kernels if they are right on this machine and in this model. Returns `kernel`, or `mlx` with the
+        reason."""
         if attend is None:
             return "mlx"
         switch = AttentionSwitch(attend)
@@ -195,13 +204,15 @@ class _Check:
             return "mlx, because its attention has another form in mlx-lm"
         try:
             with switch.record_forms() as met:
-                expected = self._run(mode, [self._prompts], _WHOLE)
+                expected = self._run(mode, [self._prompts], _WHOLE_PROMPT_TOKENS)
             if not met:
                 return "mlx, because there is no kernel for its heads or caches"
             for form in met:
                 prove(form, switch.attend)
             switch.proved = frozenset(met)
-            self._compare("by the kernel, beside a longer one", self._run(mode, [self._prompts], _WHOLE), expected)
+            self._compare(
+                "by the kernel, beside a longer one", self._run(mode, [self._prompts], _WHOLE_PROMPT_TOKENS), expected
+            )
         except LoadFailed:
             raise
         except Exception as error:  # the boundary to compilers of each machine, and code of every architecture
@@ -209,71 +220,71 @@ class _Check:
             return f"mlx, because {reason_of(error)}"
         return KERNEL
 
-    def _alone(self, prompt: list[int], chunk: int) -> _Said:
+    def _alone(self, prompt: list[int], chunk: int) -> _RowOutput:
         return self._run(BatchMode.SINGLE, [[prompt]], chunk)[0]
 
     def _run(
         self, mode: BatchMode, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0, begun: int = 0
-    ) -> list[_Said]:
-        """Each wave together, one after the other, through a batch of their own; the first `begun` rows of a wave
-        generate when the others come."""
+    ) -> list[_RowOutput]:
+        """Run waves of prompts, one after another, through a new batch. The first `begun` rows of a wave generate
+        before the others are inserted."""
         if self._partners is not None:
             cache = self._partners.cache(self._layout, cache_bytes)
             batch = self._partners.batch(self._model, (), cache, mode)
         else:
             cache = PrefixCache(self._layout, cache_bytes)
             batch = Batch(self._model, (), cache, mode)
-        said: list[_Said] = []
+        outputs: list[_RowOutput] = []
         with ExitStack() as undo:
             undo.callback(batch.close)
             undo.callback(batch.abandon)
             for wave in waves:
-                said += _listen(batch, wave, chunk, begun)
+                outputs += _generate(batch, wave, chunk, begun)
                 batch.settle()
                 if cache.failure is not None:
                     raise cache.failure
             undo.pop_all()
         batch.close()
-        return said
+        return outputs
 
-    def _compare(self, how: str, said: Sequence[_Said], expected: Sequence[_Said]) -> None:
-        """Raise `CheckFailed` where rows differ by more than rounding explains."""
-        drift = _drift(said, expected)
+    def _compare(self, how: str, outputs: Sequence[_RowOutput], expected: Sequence[_RowOutput]) -> None:
+        """Raise `CheckFailed` if rows differ by more than rounding explains."""
+        drift = _drift(outputs, expected)
         if not drift <= self._limit:
             raise CheckFailed(f"{how} a prompt's log-probabilities are off by {drift:.2g}")
 
 
-def _drift(said: Sequence[_Said], expected: Sequence[_Said]) -> float:
-    """Largest deviation of the likeliest tokens' log-probabilities over all steps; nan where one is not a number."""
+def _drift(outputs: Sequence[_RowOutput], expected: Sequence[_RowOutput]) -> float:
+    """Return the largest deviation of the top tokens' log-probabilities over all steps; nan if one is not a number."""
     drifts = [0.0]
-    for one, other in zip(said, expected, strict=True):
-        for step, wanted in enumerate(other.logprobs):
-            if one.ids[:step] != other.ids[:step]:
-                break  # a tie went the other way: what follows it is of another text
-            top = mx.argsort(-wanted)[:TOP]
-            one_top, top = (logprobs[top].astype(mx.float32) for logprobs in (one.logprobs[step], wanted))
-            drifts.append(float(cast(float, mx.sum(mx.softmax(top) * mx.abs(one_top - top)).item())))
+    for output, reference in zip(outputs, expected, strict=True):
+        for step, wanted in enumerate(reference.logprobs):
+            if output.ids[:step] != reference.ids[:step]:
+                break  # a tie was resolved differently, and the texts differ from here on
+            top = mx.argsort(-wanted)[:TOP_TOKENS]
+            output_top, top = (logprobs[top].astype(mx.float32) for logprobs in (output.logprobs[step], wanted))
+            drifts.append(float(cast(float, mx.sum(mx.softmax(top) * mx.abs(output_top - top)).item())))
     return math.nan if any(math.isnan(drift) for drift in drifts) else max(drifts)
 
 
-def _listen(batch: Batch, prompts: Sequence[list[int]], chunk: int, begun: int = 0) -> list[_Said]:
-    said = [_Said() for _ in prompts]
-    rows = [silent_row(rid, prompt, OUTPUT) for rid, prompt in enumerate(prompts)]
+def _generate(batch: Batch, prompts: Sequence[list[int]], chunk: int, begun: int = 0) -> list[_RowOutput]:
+    outputs = [_RowOutput() for _ in prompts]
+    rows = [silent_row(rid, prompt, OUTPUT_TOKENS) for rid, prompt in enumerate(prompts)]
     for row in rows[:begun]:
         batch.insert(row)
     while batch or begun < len(rows):
-        if all(each.ids for each in said[:begun]):
+        if all(each.ids for each in outputs[:begun]):
             for row in rows[begun:]:
                 batch.insert(row)
             begun = len(rows)
         for token in batch.step(chunk).tokens:
-            said[token.row.rid].ids.append(token.id)
-            said[token.row.rid].logprobs.append(token.logprobs)
-    return said
+            outputs[token.row.rid].ids.append(token.id)
+            outputs[token.row.rid].logprobs.append(token.logprobs)
+    return outputs
 
 
 def reason_of(error: Exception) -> str:
-    """The reason for a person. Raises what says nothing of the model."""
+    """Return the reason for people. Raises errors that are not the model's: of the device, or for lack of memory."""
     text = str(error)
     if is_allocation_failure(error):
         raise LoadFailed(Code.OUT_OF_MEMORY, "not enough memory to run the model", detail=text) from error

@@ -1,4 +1,4 @@
-"""Rows without a reader: nobody asks for their text."""
+"""Rows without text, for checks and the warm-up."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from worker.output.stops import StopScanner
 
 
 class _NoText:
-    """The detokenizer of such rows."""
+    """Detokenizer of a row without text."""
 
     def add(self, token: int) -> str:
         return ""
@@ -21,7 +21,7 @@ class _NoText:
 def silent_row(
     rid: int, prompt: list[int], max_tokens: int, *, ignore_eos: bool = True, stop_ids: Sequence[int] = ()
 ) -> Row:
-    """A greedy row."""
+    """Return a greedy row whose tokens are not decoded."""
     return Row(
         rid=rid,
         prompt=prompt,

@@ -13,13 +13,13 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import ARCHITECTURES, LANES
-from worker.engine.load_checks.self_check import SAMPLE, choose
+from worker.engine.load_checks.self_check import SAMPLE_TOKENS, choose
 from worker.errors import LoadFailed
 from worker.model.batch_mode import BatchMode, BatchModePlan
 from worker.model.packing import PackedRows, packing_of
 from worker.start.checked_model import load_checked
 
-IDS = [20 + 7 * at for at in range(SAMPLE)]
+IDS = [20 + 7 * at for at in range(SAMPLE_TOKENS)]
 
 
 def nothing(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
