@@ -217,8 +217,8 @@ def test_rows_with_all_of_these_say_what_they_say_alone(
         cached = [size - 1 if size >= MIN_TOKENS and "prompt scores" not in features else 0 for size in sizes]
         assert [result.usage.cached for result in again if result.usage is not None] == cached
     if "preemption" in features:
-        monkeypatch.setattr(kv_budget, "STEP_TOKENS", 8)
-        monkeypatch.setattr(kv_budget, "RESERVED_OUTPUT", 1)
+        monkeypatch.setattr(kv_budget, "STEP", 8)
+        monkeypatch.setattr(kv_budget, "RESERVED_OUTPUT_TOKENS", 1)
         longest = max(len(each.request.prompt.ids) for each in rows)  # type: ignore[union-attr]
         room = {"kv_bytes": cost.bytes(own.get("max_running", len(rows)), longest + 2)}
         with EngineHarness(spec(path, **own | room), drafter=drafter_for(features)) as engine:

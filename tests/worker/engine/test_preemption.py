@@ -14,7 +14,7 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.rows import row
 from tests.support.scale import scaled
-from worker.engine.scheduling.kv_budget import ANY_LENGTH, KvBudget, KvCost
+from worker.engine.scheduling.kv_budget import UNLIMITED_TOKENS, KvBudget, KvCost
 
 
 def requests(count: int, prompt: int, output: int) -> list[Generate]:
@@ -126,7 +126,7 @@ def test_the_context_is_limited_to_what_memory_holds() -> None:
 def test_a_model_whose_kv_does_not_grow_has_any_context_and_no_blocks() -> None:
     state = KvCost(token_bytes=0, windows=(), fixed_bytes=5000)
     windows = KvCost(token_bytes=0, windows=((50, 1024),), fixed_bytes=5000)
-    assert state.longest(0) == windows.longest(5000 + 50 * 1024) == ANY_LENGTH
+    assert state.longest(0) == windows.longest(5000 + 50 * 1024) == UNLIMITED_TOKENS
     assert windows.longest(5000 + 50 * 800) == 768
     assert state.blocks(1 << 30, 64) == windows.blocks(1 << 30, 64) == 0
 

@@ -130,8 +130,8 @@ def test_resumed_rows_go_on_as_alone(model: Model) -> None:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     """Rows of a tiny model outgrow what admission counts on."""
     with monkeypatch.context() as patch:
-        patch.setattr(kv_budget, "STEP_TOKENS", 8)
-        patch.setattr(kv_budget, "RESERVED_OUTPUT", 1)
+        patch.setattr(kv_budget, "STEP", 8)
+        patch.setattr(kv_budget, "RESERVED_OUTPUT_TOKENS", 1)
         yield
 
 

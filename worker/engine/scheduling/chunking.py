@@ -1,4 +1,4 @@
-"""Prefill chunk size: the tokens of prompts that a tick may process beside the running streams."""
+"""Prefill chunk size: the prompt tokens that a tick may process while streams are running."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,52 +11,50 @@ from worker.speculation.policy.draft_width import StepCosts, bucket
 
 # Chunks are powers of two from here, so that few shapes are ever compiled.
 MIN_CHUNK: Final = 8
-# Where nothing is known yet and others would have to wait.
+# Chunk for running streams while no times are known.
 FIRST_CHUNK: Final = 32
-# A tick that also prefills may last this many times its own step, if as many prompt tokens as are enough find a place
-# in it …
+# A tick with prefill may last GENTLE_RATIO times its own step if ENOUGH prompt tokens fit it, else STALL_RATIO times.
 GENTLE_RATIO: Final = 1.4
 ENOUGH: Final = 128
-# … or else this many times …
 STALL_RATIO: Final = 2.2
-# … where a block counts as the plain steps that its tokens would take: as no more than so many blocks, and for one
-# waiting prompt as one, so that the time between two events of a stream stays bounded …
+# A verify block counts as the plain steps that its tokens would take, but as no more than this many blocks, and as one
+# for a single waiting prompt: the time between two events of a stream stays bounded.
 STALL_BLOCKS: Final = 2
-# … and where each further prompt that waits for each stream that runs lets the tick stall this many times longer …
+# Each further waiting prompt per running stream adds this many times the stall.
 CROWD: Final = 2
-# … unless that step is so short that it is not noticeable.
+# A shorter stall is not noticeable, and always allowed.
 MIN_STALL_S: Final = 0.003
-# A short prompt may stall longer: once or twice, and a full batch is worth more than it costs. Not so the end of a long
-# one: it would be the worst for those who have waited in small steps all along.
+# A short prompt may stall longer: it does so once or twice, and a full batch gains more than that costs. The end of a
+# long prompt may not, because its streams have been slowed for long already.
 SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
-# Alone, prefill runs in ticks of about this long, so that commands are seen in between.
+# Without running streams a tick of prefill takes about this long, so that commands are handled in between.
 IDLE_TICK_S: Final = 0.25
-# Several prompts and a long one among them: the short ones should not wait long for it.
+# The same with several prompts, one of them long, so that short prompts do not wait long for it.
 SHARED_TICK_S: Final = 0.1
-# Leave the one forward pass for two only where these take this part of its time.
+# Two passes replace a fused one only if they take at most this part of its time.
 _MARGIN: Final = 0.9
-# Where the least chunk takes longer than it may, one that takes this many times as long at most is no worse, and fewer
-# of them are needed.
+# If the smallest chunk exceeds the limit, a larger one that takes at most this many times as long is used: fewer chunks
+# are needed.
 _NO_DEARER: Final = 1.25
-# Times follow what gets quicker at once and what gets slower slowly: the first of a size may have compiled kernels.
+# Weights of a faster and of a slower new time. The first time of a size may include compiling kernels.
 _QUICKER: Final = 0.7
 _SLOWER: Final = 0.4
-# A size that was not used for this many chunks is forgotten: its time was another context's, or an accident.
+# Times of a size that was not used for this many chunks are dropped: they may belong to another context.
 _MEMORY: Final = 24
-# Times of earlier starts are dropped when so many chunks in a row took this many times as long: others hold the
-# machine, or the file lies.
+# Times of earlier starts are dropped after _DOUBTS chunks in a row that took _DOUBT times as long: the machine is busy,
+# or the file is wrong.
 _DOUBT: Final = 1.5
 _DOUBTS: Final = 2
-# Metal ends a process whose one dispatch of attention runs for some five seconds: tokens × context stay below this,
-# but for chunks of so few tokens in all.
+# Metal ends a process whose dispatch of attention runs for about five seconds: tokens × context stay below this, except
+# for chunks of at most WATCHDOG_LEAST tokens in all.
 WATCHDOG: Final = 512 * 65_536
 WATCHDOG_LEAST: Final = 64
 
 
 @dataclass(slots=True)
 class PaceLimits:
-    """Limits of a desktop on what a tick may submit: seconds, and prompt tokens of a row; 0 is none."""
+    """Limits of a tick on a desktop: seconds, and prompt tokens of a row; 0 means no limit."""
 
     tick_s: float = 0.0
     tokens: int = 0
@@ -64,7 +62,7 @@ class PaceLimits:
 
 @dataclass(slots=True, frozen=True)
 class ChunkPlan:
-    """Prompt tokens for each prefilling row in a tick, and whether they ride on its step: in one forward pass."""
+    """Prompt tokens of each prefilling row in a tick, and whether they are fused with its step into one pass."""
 
     tokens: int
     is_fused: bool = True
@@ -72,32 +70,32 @@ class ChunkPlan:
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds that a number of prompt tokens, a power of two, adds to a tick.
+    """Seconds that prompt tokens add to a tick, by their number, a power of two.
 
-    The first chunk of a shape may compile kernels, which takes as long as many steps. So a time counts as the smaller
-    of the two newest, and one that was seen once only where no other is known.
+    The first chunk of a shape may compile kernels, which takes as long as many steps. So a time is the smaller of the
+    two newest, and one that was measured once is only used if no other is known.
     """
 
     seconds: dict[int, float] = field(default_factory=dict[int, float])
     _newest: dict[int, float] = field(default_factory=dict[int, float])
     _once: set[int] = field(default_factory=set[int])
-    # What a size took, of the time of half of it; kept when times are forgotten.
+    # Time of a size divided by that of half the size; stays when times are dropped.
     _ratios: dict[int, float] = field(default_factory=dict[int, float])
-    # The newest chunk of each size, counted over both ways.
+    # Number of the newest chunk of each size, counted over fused and separate chunks.
     _used: dict[int, int] = field(default_factory=dict[int, int])
-    # Sizes whose times are of earlier starts, and chunks in a row that took much longer.
+    # Sizes with times of earlier starts, and the number of chunks in a row that took much longer.
     _kept: set[int] = field(default_factory=set[int])
     _doubts: int = 0
 
     def recall(self, kept: dict[int, float]) -> None:
-        """Take times of earlier starts, for as long as nothing speaks against them."""
+        """Use times of earlier starts until measurements contradict them."""
         self.seconds.update(kept)
         self._newest.update(kept)
         self._used.update(dict.fromkeys(kept, 0))
         self._kept.update(kept)
 
     def observe(self, tokens: int, seconds: float, chunk: int) -> float:
-        """Take the time of a chunk; returns that of the next power of two."""
+        """Learn the time of a chunk. Returns the time of the next power of two."""
         size = bucket(tokens)
         time = seconds * size / tokens
         if self._kept:
@@ -133,9 +131,9 @@ class _Times:
         self._once.discard(size)
 
     def predict(self, tokens: int) -> float:
-        """Seconds for that many tokens, from the nearest size that is known.
+        """Predict the seconds of a number of tokens from the nearest known size.
 
-        Twice the tokens are hoped to cost no more until it was tried: a chunk has a cost of its own.
+        Twice the tokens are assumed to cost no more until they are measured, because a chunk has a fixed cost.
         """
         size = bucket(tokens)
         known = self._known() or self.seconds.keys()
@@ -149,11 +147,11 @@ class _Times:
         return time * ratio * 2.0 ** (doublings - 1)
 
     def reaches(self, tokens: int) -> bool:
-        """Whether half of that many tokens were tried: beside streams a mistaken hope costs no more than a doubling."""
+        """Whether half of that many tokens were measured, so that a wrong prediction at most doubles the time."""
         return bucket(tokens) <= 2 * max(self._known() or self.seconds)
 
     def certain(self, tokens: int) -> float:
-        """Seconds for that many tokens if their size is known, else 0."""
+        """Return the seconds of a number of tokens if their size is known, else 0."""
         size = bucket(tokens)
         return self.seconds[size] if size in self._known() else 0.0
 
@@ -163,7 +161,7 @@ class _Times:
 
 @dataclass(slots=True)
 class _Band:
-    """Times at contexts of one band, on the step and apart, and chunks that were observed there."""
+    """Times at contexts of one band, of fused and separate chunks, and the number of chunks observed there."""
 
     fused: _Times = field(default_factory=_Times)
     apart: _Times = field(default_factory=_Times)
@@ -173,11 +171,11 @@ class _Band:
 class ChunkPolicy:
     """Sizes prefill chunks by measured time, so that a long prompt slows running streams by a bounded ratio.
 
-    A chunk has a cost of its own beside that of its tokens, so times are kept by size: a size is used when its time
-    fits, and tried when half of it took so little that it may. Decode is never starved: a tick holds one decode step
-    and at most one chunk per prefilling row. Prefill is never starved: the chunk has a minimum. Chunks that ride on the
-    step and those in forward passes of their own are measured apart, and the quicker way is taken. Attention costs more
-    the longer the context is, so each band of contexts has times of its own.
+    A chunk has a fixed cost besides that of its tokens, so times are kept by size: a size is used if its time fits, and
+    tried if the time of half the size lets it fit. Decode is never starved: a tick has one decode step and at most one
+    chunk per prefilling row. Prefill is never starved: the chunk has a minimum. Fused chunks and those with passes of
+    their own are measured separately, and the faster way is chosen. Attention costs more with a longer context, so each
+    band of contexts has its own times.
     """
 
     def __init__(
@@ -192,10 +190,9 @@ class ChunkPolicy:
     ) -> None:
         """`costs` is the table of step times, which `observe` writes.
 
-        With `is_fixed` every chunk has `max_chunk` tokens, but for the end of a prompt: time decides nothing.
-
-        With `has_watchdog` a chunk is also bounded by its context, as Metal asks for. `learned` has the times of
-        earlier starts and takes those of this one. Without `can_fuse` chunks have forward passes of their own.
+        With `is_fixed` every chunk has `max_chunk` tokens, except at the end of a prompt, regardless of time. With
+        `has_watchdog` a chunk is also bounded by its context, for Metal's watchdog. `learned` has the times of earlier
+        starts and records those of this one. Without `can_fuse` chunks have forward passes of their own.
         """
         self.pace = PaceLimits()
         self._max = max_chunk
@@ -206,7 +203,7 @@ class ChunkPolicy:
         self._costs = costs or StepCosts()
         self._band = 0
         self._bands = [_Band() for _ in range(len(CONTEXTS) + 1)]
-        # Half of what a tick may take beside its step is for a prompt that a draft model reads.
+        # Half of a tick's time for prefill is for a prompt that a draft model reads.
         self.is_shared = False
         for band, times in enumerate(self._bands):
             times.fused.recall(self._learned.chunks(band, is_riding=True))
@@ -214,8 +211,8 @@ class ChunkPolicy:
         self._costs.recall(self._learned.steps())
 
     def chunk(self, prefilling: int, decoding: int, longest: int = SHORT_PROMPT + 1, context: int = 0) -> ChunkPlan:
-        """For the next tick. `longest` is what the longest prompt has in all, `context` the most tokens that a row has
-        already."""
+        """Return the plan of the next tick. `longest` is the length of the longest prompt, `context` the longest
+        context of a row."""
         self._band = band_of(context)
         most = self._most(prefilling, context)
         if prefilling == 0 or self._is_fixed:
@@ -226,21 +223,21 @@ class ChunkPolicy:
             return ChunkPlan(min(most, apart or riding or most), is_fused=False)
         if not self._can_fuse:
             return ChunkPlan(min(most, apart or FIRST_CHUNK), is_fused=False)
-        if not self._costs.is_fresh(decoding, self._costs.newest[1]):  # apart, the step is measured for itself
+        if not self._costs.is_fresh(decoding, self._costs.newest[1]):  # a separate chunk leaves the step to be measured
             known = [each for each in (apart, riding) if each is not None] or [FIRST_CHUNK]
             return ChunkPlan(min(most, *known), is_fused=False)
-        if riding is None or apart is None:  # riding is hoped to be no slower
+        if riding is None or apart is None:  # a fused chunk is assumed to be no slower
             return ChunkPlan(min(most, riding or apart or FIRST_CHUNK))
         paces = (
             size / max(self._times(is_riding).predict(size * prefilling), 1e-9)
             for is_riding, size in ((True, riding), (False, apart))
         )
         is_fused = next(paces) >= _MARGIN * next(paces)
-        # Times of passes of their own may be of prompts that ran alone, at a shorter context.
+        # Times of separate passes may come from prompts that ran alone, with a shorter context.
         return ChunkPlan(min(most, riding if is_fused else min(apart, 2 * riding)), is_fused=is_fused)
 
     def choosing_s(self, prefilling: int, decoding: int) -> float:
-        """Seconds of the next tick for a prompt that a draft model reads to choose of it, beside others in prefill."""
+        """Return the seconds of the next tick for the token selection of a sparse prefill, besides other prompts."""
         self.is_shared = prefilling > 0
         return self._limit_s(1 if decoding else prefilling + 1, decoding, SHORT_PROMPT + 1)
 
@@ -261,10 +258,10 @@ class ChunkPolicy:
         band.apart.forget(band.chunks)
 
     def _split(self, each: PassTime) -> tuple[float, float]:
-        """Seconds of the step and of the chunk of a pass; 0.0 is what it does not say.
+        """Return the seconds of the step and of the chunk of a pass; 0.0 if unknown.
 
-        A fused one says what the chunk has added to a step of the same rows and width, or, where that is unknown, what
-        the step beside such a chunk has taken. A small difference of two long times says nothing.
+        A fused pass minus the known time of such a step is the time of the chunk. If the step is unknown, the pass
+        minus a known time of such a chunk is the time of the step, unless that is a small difference of long times.
         """
         if not each.rows or not each.prompted:
             return (each.seconds, 0.0) if each.rows else (0.0, each.seconds)
@@ -275,13 +272,13 @@ class ChunkPolicy:
         return (each.seconds - chunk_s if 0.0 < chunk_s < each.seconds / 2 else 0.0), 0.0
 
     def _times(self, is_riding: bool) -> _Times:
-        """Those of this band, or of the nearest one that has any."""
+        """Return the times of this band, or of the nearest band with any."""
         times = [band.fused if is_riding else band.apart for band in self._bands]
         known = [at for at, each in enumerate(times) if each.seconds]
         return times[min(known, key=lambda at: (abs(at - self._band), at), default=self._band)]
 
     def _most(self, prefilling: int, context: int) -> int:
-        """The longest chunk that may be at all: a power of two below the maximum where something else bounds it."""
+        """Return the largest permitted chunk, a power of two if the watchdog bounds it."""
         most = self._max
         if self.pace.tokens and not self._is_fixed:
             most = min(most, self.pace.tokens)
@@ -291,7 +288,7 @@ class ChunkPolicy:
         return most
 
     def _sized(self, is_riding: bool, prefilling: int, decoding: int, longest: int) -> int | None:
-        """The largest chunk whose time fits; None where no time is known."""
+        """Return the largest chunk whose time fits; None if no time is known."""
         times = self._times(is_riding)
         if not times.seconds:
             return None
@@ -323,10 +320,10 @@ class ChunkPolicy:
         return factor * self._stall_s(prefilling, decoding) / (2 if self.is_shared else 1)
 
     def _stall_s(self, prefilling: int, decoding: int) -> float:
-        """Seconds that a chunk may add to the next step of rows that generate.
+        """Return the seconds that a chunk may add to the next step of rows that generate.
 
-        The bound is per token of a stream: a block that takes as long as two plain steps and gives four tokens may be
-        held up for four plain steps, which are two blocks.
+        The bound is per token of a stream: a block that takes two plain steps and gives four tokens may be delayed by
+        four plain steps, which are two blocks.
         """
         width = self._costs.newest[1]
         gain = self._costs.gain(decoding, width) or 1.0 if width > 1 else 1.0

@@ -1,4 +1,4 @@
-"""File of the times that a worker keeps for its next start."""
+"""File of the timing profile that a worker keeps for its next start."""
 
 import logging
 import time
@@ -24,32 +24,32 @@ from worker.model.device import machine
 
 log = logging.getLogger("mlxd.worker")
 
-# Nothing is kept of fewer steps; and it is written no more often than this, beside the end.
-STEPS_MIN: Final = 20
-EVERY_S: Final = 600.0
+# Fewer new steps are not written.
+MIN_NEW_STEPS: Final = 20
+WRITE_INTERVAL_S: Final = 600.0
 
 
 def open_kept(folder: str, form: str, spec: WorkerSpec) -> "KeptFile":
-    """The file of this model in this form, on this machine, with its experts where they are."""
+    """Open the file of this model in this form on this machine."""
     here = machine()
     key = digest(FORMAT, form, spec.name, here, spec.experts, spec.expert_cache_bytes)
     return KeptFile(Path(folder), key, spec.name, spec.path, here)
 
 
 class KeptFile:
-    """Times of a model under one key, and their file. Owned by the engine thread.
+    """Times of a model under one key, and their file. Owned by the loop's thread.
 
-    Whatever is wrong with the file costs one line of the log, and the times in it: never a start, nor a request.
+    A bad file only costs a line of the log and the times in it.
     """
 
     def __init__(self, folder: Path, key: str, model: str, path: str, machine: str) -> None:
         self._folder = folder
         self._empty = TimingProfile(format=FORMAT, key=key, model=model, path=path, machine=machine, written=0.0)
         self._due = 0.0
-        # Of the ticks that times were learned from, those that the file has.
+        # Number of measured ticks that the file has.
         self._written = 0
         self._is_writable = True
-        self._has_told = False
+        self._has_warned = False
         self.kept = self._read()
         self.learned = LearnedTimes(self.kept)
         self._load = self.kept.load if self.kept is not None else None
@@ -59,19 +59,19 @@ class KeptFile:
         return self.kept.calibration if self.kept is not None else None
 
     def loaded(self, load: LoadFacts) -> None:
-        """Keep what a load has shown, at once."""
+        """Write the facts of a load."""
         self._load = load
         before = self._read() or self._empty
         self._write(structs.replace(before, load=load, written=time.time()))
 
     def tend(self, now: float) -> None:
-        """Write what is new, if it is time; `now` of the monotonic clock."""
+        """Write new times if that is due; `now` is of the monotonic clock."""
         if now >= self._due and self._has_news:
             self.save()
-            self._due = now + EVERY_S
+            self._due = now + WRITE_INTERVAL_S
 
     def save(self) -> None:
-        """Write what is new. A calibration that was made meanwhile stays."""
+        """Write new times. A calibration that was written in the meantime stays."""
         if not self._has_news:
             return
         self._written = self.learned.ticks
@@ -88,7 +88,7 @@ class KeptFile:
         )
 
     def calibrated(self, calibration: Calibration) -> None:
-        """Keep the results of a calibration, and the times that it has seen. Raises `OSError`."""
+        """Write the results of a calibration, with its times. Raises `OSError`."""
         chunks, steps, _ = self.learned.merged()
         before = self._read() or self._empty
         write(
@@ -106,28 +106,28 @@ class KeptFile:
 
     @property
     def _has_news(self) -> bool:
-        return self.learned.ticks - self._written >= STEPS_MIN
+        return self.learned.ticks - self._written >= MIN_NEW_STEPS
 
     def _read(self) -> TimingProfile | None:
         file = file_of(self._folder, self._empty.model, self._empty.key)
         try:
-            wisdom = read(file)
-            if (wisdom.key, wisdom.model) != (self._empty.key, self._empty.model):
+            profile = read(file)
+            if (profile.key, profile.model) != (self._empty.key, self._empty.model):
                 raise UnusableProfile("it is of another model, machine or version")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except UnusableProfile as error:
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 log.warning("%s is not used: %s", file, error)
             return None
-        return wisdom
+        return profile
 
-    def _write(self, wisdom: TimingProfile) -> None:
+    def _write(self, profile: TimingProfile) -> None:
         if not self._is_writable:
             return
         try:
-            write(self._folder, wisdom)
+            write(self._folder, profile)
         except OSError as error:
             self._is_writable = False
             log.warning("measured times are not kept in %s: %s", self._folder, error)

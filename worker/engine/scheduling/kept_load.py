@@ -1,4 +1,4 @@
-"""Facts of a load that a model keeps for its next start, where it generates no text and learns no times of steps."""
+"""Facts of a load, kept for the next start of a model that generates no text."""
 
 import logging
 import os
@@ -19,9 +19,9 @@ _LIBRARIES: Final = ("mlx", "mlx-lm", "mlxd")
 
 
 def keep_load(spec: WorkerSpec, path: Path, facts: LoadFacts, libraries: Sequence[str] = ()) -> None:
-    """Keep what a load of the model in `path` has shown, where such facts are kept. Never in the way of a start.
+    """Write the facts of a load of the model in `path`, if a folder for them is set. Never raises.
 
-    `libraries` are those that compute it, beside the usual ones.
+    `libraries` compute the model, in addition to the usual ones.
     """
     folder = os.environ.get(FOLDER_ENV, "")
     if not folder:

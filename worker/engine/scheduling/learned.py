@@ -1,4 +1,4 @@
-"""Learned times: those of earlier starts, and those of this one that are kept for the next."""
+"""Learned times: those of earlier starts, and those of this start to be kept for the next."""
 
 from array import array
 from collections import defaultdict
@@ -8,17 +8,16 @@ from typing import Final, TypeVar
 from protocol.timing_profile import ChunkTime, StepTime, TimingProfile
 from worker.speculation.policy.draft_width import bucket, width_of
 
-# Times of one size that are held, the newest ones; what is kept of them is the end of the quickest quarter, because a
-# machine that is hot, or that others use, says nothing of the next start.
-_HELD: Final = 16
-_PART: Final = 4
-# Ticks of which the times of earlier starts are judged: they are doubted where the middle one took so many times what
-# was kept, or so many times less.
-JUDGED: Final = 50
-DOUBTED: Final = 1.5
-# Kept times follow what got quicker at once and what got slower slowly.
-_SLOWER: Final = 0.3
-_LONGEST_S: Final = 600.0
+# The newest times of each size are held, and their first quartile is kept, because a hot or busy machine predicts
+# nothing about the next start.
+_HELD_TIMES: Final = 16
+_QUANTILES: Final = 4
+# Times of earlier starts are doubted if the median of this many ticks differs from them by this factor.
+JUDGED_TICKS: Final = 50
+DOUBT_FACTOR: Final = 1.5
+# Kept times follow faster times at once, and slower times with this weight.
+_SLOWER_WEIGHT: Final = 0.3
+_MAX_TIME_S: Final = 600.0
 
 _Key = TypeVar("_Key", tuple[int, bool, int], tuple[int, int, int])
 _Chunks = dict[tuple[int, bool, int], float]
@@ -26,27 +25,27 @@ _Steps = dict[tuple[int, int, int], float]
 
 
 class _Held:
-    """The newest times of one size."""
+    """Newest times of one size."""
 
     __slots__ = ("_count", "_times")
 
     def __init__(self) -> None:
-        self._times = array("d", bytes(8 * _HELD))
+        self._times = array("d", bytes(8 * _HELD_TIMES))
         self._count = 0
 
     def add(self, seconds: float) -> None:
-        self._times[self._count % _HELD] = seconds
+        self._times[self._count % _HELD_TIMES] = seconds
         self._count += 1
 
     @property
     def best(self) -> float:
-        """The end of the quickest quarter."""
-        times = sorted(self._times[: min(self._count, _HELD)])
-        return times[len(times) // _PART]
+        """First quartile of the times."""
+        times = sorted(self._times[: min(self._count, _HELD_TIMES)])
+        return times[len(times) // _QUANTILES]
 
 
 class LearnedTimes:
-    """Owned by the engine thread. `kept` is what was found on disk; `merged` is what is to be written there."""
+    """Learned times. `kept` was read from disk, `merged` is to be written there. Owned by the engine thread."""
 
     def __init__(self, kept: TimingProfile | None = None) -> None:
         self._kept_chunks: _Chunks = {}
@@ -58,31 +57,31 @@ class LearnedTimes:
             self._kept_steps = {(each.band, each.rows, each.width): each.seconds for each in kept.steps}
         self._chunks: defaultdict[tuple[int, bool, int], _Held] = defaultdict(_Held)
         self._steps: defaultdict[tuple[int, int, int], _Held] = defaultdict(_Held)
-        # Times ÷ those that were kept, of the newest ticks.
-        self._ratios = array("d", bytes(8 * JUDGED))
+        # Times of the newest ticks, divided by the kept ones.
+        self._ratios = array("d", bytes(8 * JUDGED_TICKS))
         self._judged = 0
         self.ticks = 0
 
     def chunks(self, band: int, *, is_riding: bool) -> dict[int, float]:
-        """Seconds by tokens, a power of two each, as they were kept."""
+        """Return kept seconds by tokens, which are powers of two."""
         return {
             tokens: seconds
-            for (at, rode, tokens), seconds in self._kept_chunks.items()
-            if at == band and rode is is_riding and not tokens & (tokens - 1)
+            for (at, is_fused, tokens), seconds in self._kept_chunks.items()
+            if at == band and is_fused is is_riding and not tokens & (tokens - 1)
         }
 
     def steps(self) -> dict[tuple[int, int], float]:
-        """Seconds of steps by rows and width, as they were kept, at the shortest context that each is known for."""
+        """Return kept seconds of steps by rows and width, each at the shortest context for which it is known."""
         return {(rows, width): seconds for (_, rows, width), seconds in sorted(self._kept_steps.items(), reverse=True)}
 
     def chunked(self, band: int, tokens: int, seconds: float, *, is_riding: bool) -> None:
-        """A chunk of about so many tokens has added so much to a tick."""
+        """Learn the seconds that a chunk of about `tokens` tokens has added to a tick."""
         key = band, is_riding, bucket(tokens)
         self._chunks[key].add(seconds)
         self._judge(seconds, self._kept_chunks.get(key, 0.0))
 
     def stepped(self, band: int, rows: int, width: int, seconds: float) -> None:
-        """A step of so many tokens a row, without prompts, has taken so long."""
+        """Learn the seconds of a step of `width` tokens per row, without prompts."""
         key = band, bucket(rows), width_of(width)
         self._steps[key].add(seconds)
         self._judge(seconds, self._kept_steps.get(key, 0.0))
@@ -90,22 +89,22 @@ class LearnedTimes:
     def _judge(self, seconds: float, kept: float) -> None:
         self.ticks += 1
         if kept:
-            self._ratios[self._judged % JUDGED] = seconds / kept
+            self._ratios[self._judged % JUDGED_TICKS] = seconds / kept
             self._judged += 1
 
     @property
     def is_doubted(self) -> bool:
-        """Whether what was kept is far from what this start has seen."""
-        if self._judged < JUDGED:
+        """Whether kept times are far from those of this start."""
+        if self._judged < JUDGED_TICKS:
             return False
-        middle = sorted(self._ratios)[JUDGED // 2]
-        return not 1 / DOUBTED <= middle <= DOUBTED
+        middle = sorted(self._ratios)[JUDGED_TICKS // 2]
+        return not 1 / DOUBT_FACTOR <= middle <= DOUBT_FACTOR
 
     def merged(self) -> tuple[list[ChunkTime], list[StepTime], int]:
-        """Times to keep, and doubts.
+        """Return the times to keep, and the doubts.
 
-        Where this start and the one before it have both seen other times, what was kept is dropped; at a first doubt it
-        stays as it was, for a hot or busy machine says nothing of the next start.
+        Kept times are dropped if this start and the previous one both doubted them. After a first doubt they stay,
+        because a hot or busy machine predicts nothing about the next start.
         """
         chunks = {key: held.best for key, held in self._chunks.items()}
         steps = {key: held.best for key, held in self._steps.items()}
@@ -114,8 +113,8 @@ class LearnedTimes:
         elif self.is_doubted:
             merged, doubts = (chunks | self._kept_chunks, steps | self._kept_steps), 1
         else:
-            # A start that was too short for a judgement leaves the doubts as they were.
-            doubts = 0 if self._judged >= JUDGED else self._doubts
+            # A start that was too short to judge leaves the doubts unchanged.
+            doubts = 0 if self._judged >= JUDGED_TICKS else self._doubts
             merged = _followed(self._kept_chunks, chunks), _followed(self._kept_steps, steps)
         return (
             [ChunkTime(*key, seconds) for key, seconds in _plausible(merged[0].items())],
@@ -128,10 +127,10 @@ def _followed(kept: Mapping[_Key, float], seen: Mapping[_Key, float]) -> dict[_K
     merged = dict(kept)
     for key, seconds in seen.items():
         old = kept.get(key, seconds)
-        merged[key] = seconds if seconds <= old else old + _SLOWER * (seconds - old)
+        merged[key] = seconds if seconds <= old else old + _SLOWER_WEIGHT * (seconds - old)
     return merged
 
 
 def _plausible(times: Iterable[tuple[_Key, float]]) -> list[tuple[_Key, float]]:
-    """Those that a reader takes, in order."""
-    return sorted((key, seconds) for key, seconds in times if 0 < seconds <= _LONGEST_S)
+    """Return the times that a reader accepts, in order."""
+    return sorted((key, seconds) for key, seconds in times if 0 < seconds <= _MAX_TIME_S)

@@ -1,4 +1,4 @@
-"""Memory of the engine beside the weights, within the share of this process: caches, and the KV of running rows."""
+"""Memory limits of an engine besides the weights: caches, and the KV of running rows, in the share of this process."""
 
 import functools
 import logging
@@ -25,14 +25,14 @@ from worker.vision.features import FeatureCache
 
 log = logging.getLogger("mlxd.worker")
 
-_TEND_EVERY_S: Final = 1.0
+_CHECK_INTERVAL_S: Final = 1.0
 
 
 class MemoryLimits:
-    """The caches and the KV budget of one engine, and their limits. Owned by the engine thread.
+    """Caches and KV budget of one engine, with their limits. Owned by the engine thread.
 
-    `wake` is called by other threads when a read from disk has ended. `keeps` is the folder of times that are kept from
-    start to start; empty is none.
+    Other threads call `wake` when a read from disk has ended. `keeps` is the folder for timings that are kept from
+    start to start; empty for none.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MemoryLimits:
         )
         limits = self.share.limits()
         self.share.enforce(limits)
-        # Of images, video and audio; None for a model of text.
+        # None for a text model.
         self.features = FeatureCache(limits.features) if loaded.vision is not None else None
         budget = self._prefixes(limits)
         if partners is not None:
@@ -71,9 +71,9 @@ class MemoryLimits:
         self._due = 0.0
 
     def apply(self, step: int, make_room: Callable[[], None]) -> None:
-        """Keep the limits of the share: what is above them goes before MLX hears of them.
+        """Apply the limits of the share. Memory above them is freed before they are set in MLX.
 
-        `step` are the most tokens of a row in one step; `make_room` takes out the rows that do not fit the KV budget.
+        `step` is the most tokens of a row in one step; `make_room` preempts rows that do not fit the KV budget.
         """
         limits = self.share.limits()
         if self._partners is not None:
@@ -91,40 +91,42 @@ class MemoryLimits:
         self._gauges.wired_limit = self.share.wired_limit
 
     def relax(self) -> bool:
-        """Now and then: lower what had to stay wired; whether what a failed allocation took is to be given back."""
+        """Periodically lower the wired limit. Returns whether limits that a failed allocation halved may grow again."""
         now = time.monotonic()
         if now < self._due:
             return False
-        self._due = now + _TEND_EVERY_S
+        self._due = now + _CHECK_INTERVAL_S
         self.share.check()
         self._gauges.wired_limit = self.share.wired_limit
         return self.share.relax(now)
 
     def shrink(self, error: Exception, action: str) -> bool:
-        """Let go of all that is cached and halve the limits, because memory could not be had for an action; the limits
-        are still to be applied. False for another error, and where that was done before and is of no help."""
+        """Clear the caches and halve the limits after a failed allocation; the caller must then apply the limits.
+
+        Returns False for another error, and if it was done before without success.
+        """
         if not is_allocation_failure(error) or not self.share.shrink(time.monotonic()):
             return False
         self._gauges.allocation_failures += 1
         log.warning("%s failed to allocate memory; the KV budget is halved: %s", action, error)
-        traceback.clear_frames(error.__traceback__)  # they hold what was computed
+        traceback.clear_frames(error.__traceback__)  # frames hold computed arrays
         self.clear()
         return True
 
     def clear(self) -> None:
-        """Let go of all that no row needs."""
+        """Free all cached memory that no row needs."""
         self.cache.clear()
         if self.features is not None:
             self.features.clear()
 
     def observe(self) -> None:
-        """Bring the gauges of the caches up to date."""
+        """Update the gauges of the caches."""
         self._gauges.observe_cache(self.cache)
         if self.features is not None:
             self._gauges.observe_features(self.features)
 
     def _prefixes(self, limits: memory.ShareLimits) -> int:
-        """Of the memory for what may be asked again, the part that is not for features of media."""
+        """Return the budget of the prefix cache: the memory for caches without that for media features."""
         if not self._reuses_prefixes:
             return 0
         return limits.prefixes - (limits.features if self.features is not None else 0)

@@ -1,4 +1,4 @@
-"""Pacer of the step loop: what a tick may take, when it rests, and what is known of its times from earlier starts."""
+"""Pacer of the step loop: the size of a tick, its rests, and its times from earlier starts."""
 
 import time
 
@@ -12,10 +12,10 @@ from worker.speculation.policy.draft_width import StepCosts
 
 
 class Pacer:
-    """Owned by the engine thread. `costs` is the table of step times that drafts read, `kept` is the file of earlier
-    starts; either may be None.
+    """Decides how many prompt tokens a tick has, and when it runs; no output token depends on that.
 
-    No token depends on it: it decides how many prompt tokens a tick has, and when there is one.
+    `costs` is the table of step times that drafting reads, `kept` the file of earlier starts; both may be None. Owned
+    by the engine thread.
     """
 
     def __init__(
@@ -31,55 +31,55 @@ class Pacer:
             can_fuse=can_fuse,
             learned=learned,
         )
-        # Of what a model that drafts reads.
+        # Sizes the slices that a draft model reads.
         self._reading = ChunkPolicy(spec.prefill_chunk, costs, has_watchdog=has_watchdog, can_fuse=False)
         self._rests = Rests()
         self._kept = kept
 
     def chunk(self, prefilling: int, decoding: int, longest: int, context: int) -> ChunkPlan:
-        """For the next tick, as `ChunkPolicy` says."""
+        """Return the chunk of the next tick, see `ChunkPolicy.chunk`."""
         return self._policy.chunk(prefilling, decoding, longest, context)
 
     def reads(self, decoding: int, unread: int, context: int) -> int:
-        """Tokens that a model that drafts reads in the next tick, of so many."""
+        """Return how many of its `unread` tokens a draft model reads in the next tick."""
         return self._reading.chunk(1, decoding, unread, context).tokens
 
     def choosing_s(self, prefilling: int, decoding: int) -> float:
-        """Seconds of the next tick for a prompt that a draft model reads to choose of it."""
+        """Return the seconds of the next tick for the token selection of a sparse prefill."""
         return self._policy.choosing_s(prefilling, decoding)
 
     def chosen(self) -> None:
-        """Nothing is chosen any more: what a tick may take is all for its chunk again."""
+        """Note that no token selection runs any more, so that chunks get the whole tick again."""
         self._policy.is_shared = False
 
     def observe(self, each: PassTime) -> None:
-        """Learn from a forward pass, as `ChunkPolicy` does."""
+        """Learn from a forward pass."""
         (self._reading if each.is_reading else self._policy).observe(each)
 
     def change(self, order: SetPace) -> None:
-        """Another pace from now on."""
+        """Change the limits of a tick and the duty."""
         self._policy.pace = self._reading.pace = PaceLimits(order.tick_ms / 1000, order.chunk)
         self._rests.set_duty(order.duty)
 
     @property
     def rests(self) -> bool:
-        """Whether there are rests at all."""
+        """Whether the loop rests at all."""
         return self._rests.is_on
 
     def left_s(self) -> float:
-        """Seconds of rest that are left."""
+        """Return the seconds of rest that are left."""
         return self._rests.left_s(time.monotonic()) if self._rests.is_on else 0.0
 
     def worked(self, began: float) -> None:
-        """Work that began then, of the monotonic clock, has ended: a rest for it."""
+        """Add the rest for work that began at a time of the monotonic clock and has ended."""
         self._rests.worked(began, time.monotonic())
 
     def tend(self) -> None:
-        """Keep what was learned, now and then; for a loop that has nothing else to do."""
+        """Write learned times periodically; called by an idle loop."""
         if self._kept is not None:
             self._kept.tend(time.monotonic())
 
     def close(self) -> None:
-        """Keep what was learned, at the end."""
+        """Write learned times at the end."""
         if self._kept is not None:
             self._kept.save()

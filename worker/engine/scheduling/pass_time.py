@@ -1,14 +1,14 @@
-"""Time of a forward pass, as the engine measures it and the pacer learns from it."""
+"""Measured time of a forward pass, from which the pacer learns."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True, frozen=True)
 class PassTime:
-    """Seconds of a forward pass of `width` tokens of each of `rows` that generate, and of `prompted` of prompts.
+    """Seconds of a forward pass with `width` tokens of each of `rows` generating rows, and `prompted` prompt tokens.
 
-    The rows have got `tokens` out of it. With rows and prompts it was a fused pass, and waited for as a whole.
-    `is_reading`: a draft model has read these tokens of prompts.
+    The rows got `tokens` from it. With rows and prompts it was a fused pass, measured as a whole. `is_reading` is set
+    if the prompt tokens were read by a draft model.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""The order in which waiting rows run."""
+"""Queue of waiting rows, in the order in which they run."""
 
 import heapq
 import math
@@ -15,10 +15,10 @@ _STALE_ENTRIES: Final = 64
 
 @dataclass(slots=True)
 class _PriorityLevel:
-    """The waiting rows of one priority. Owned by its queue.
+    """Waiting rows of one priority. Owned by its queue.
 
-    `begun` is a heap of rows that have run before, here or on another worker, in the order in which they did. `turns`
-    are the rows of each tenant that have not, in order of arrival, the tenant whose turn is next first.
+    `begun` is a heap of rows that have run before, here or on another worker, in the order in which they began. `turns`
+    are the other rows by tenant, in order of arrival; the tenant whose turn is next comes first.
     """
 
     begun: list[tuple[float, int, Row]] = field(default_factory=list[tuple[float, int, Row]])
@@ -29,10 +29,10 @@ class _PriorityLevel:
 
 
 class Queue:
-    """Waiting rows: lower priority numbers first; then those that have begun; then one of each tenant in turn.
+    """Waiting rows: lower priority numbers first, then those that have begun, then one of each tenant in turn.
 
-    So a tenant waits for one row of every other, however many they have sent. A row's entry outlives its removal until
-    it comes up, or until there are too many of its kind.
+    A tenant thus waits for one row of each other tenant, however many they have sent. The entry of a removed row stays
+    until it is popped, or until there are too many stale entries.
     """
 
     def __init__(self) -> None:
@@ -48,17 +48,17 @@ class Queue:
         return row in self._waiting
 
     def push(self, row: Row) -> None:
-        """Queue a row that is new, or that ran and had to make room."""
+        """Queue a new row, or one that was preempted."""
         row.arrival = row.arrival or next(self._arrivals)
         self._add(row)
 
     def put_back(self, rows: Sequence[Row]) -> None:
-        """Queue popped rows again, in the order in which they were popped: as if they had not been."""
+        """Undo the pops of these rows, which are in the order in which they were popped."""
         for row in reversed(rows):
             self._add(row, is_next=True)
 
     def pop(self) -> Row:
-        """The next row. Raises IndexError when empty."""
+        """Remove and return the next row. Raises IndexError when empty."""
         if not self._waiting:
             raise IndexError("no row waits")
         while True:
@@ -73,7 +73,7 @@ class Queue:
                 return row
 
     def remove(self, row: Row) -> None:
-        """Forget a row, waiting or not."""
+        """Remove a row, if it is waiting."""
         self._waiting.discard(row)
         if self._entries > 2 * len(self._waiting) + _STALE_ENTRIES:
             self._sweep()
@@ -83,7 +83,7 @@ class Queue:
         self._entries += 1
         level = self._levels.setdefault(row.priority, _PriorityLevel())
         if row.stats.admitted or row.output:
-            # One that another worker began has not been admitted here: after those that have.
+            # A row that another worker began comes after those that were admitted here.
             heapq.heappush(level.begun, (row.stats.admitted or math.inf, row.arrival, row))
             return
         rows = level.turns.setdefault(row.tenant, deque())
@@ -94,7 +94,7 @@ class Queue:
             rows.append(row)
 
     def _take(self, level: _PriorityLevel) -> Row:
-        """The next entry of a level. Its tenant goes to the end, unless the row was removed: then that was no turn."""
+        """Remove and return the next entry of a level. Its tenant goes to the end, unless the entry was stale."""
         if level.begun:
             return heapq.heappop(level.begun)[2]
         tenant, rows = next(iter(level.turns.items()))

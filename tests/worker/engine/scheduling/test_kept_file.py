@@ -12,7 +12,7 @@ from protocol.prompts import TokensPrompt
 from protocol.timing_profile import Calibration, LoadFacts, MeasuredSpeed, StepTime
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
-from worker.engine.scheduling.kept_file import EVERY_S, STEPS_MIN, KeptFile
+from worker.engine.scheduling.kept_file import MIN_NEW_STEPS, WRITE_INTERVAL_S, KeptFile
 
 KEY = "00112233445566778899"
 LOAD = LoadFacts(2.0, 0.5, 100, 200, 8, 0)
@@ -22,7 +22,7 @@ def opened(folder: Path, key: str = KEY) -> KeptFile:
     return KeptFile(folder, key, "m", "path", "a machine")
 
 
-def step(file: KeptFile, seconds: float = 0.01, ticks: int = STEPS_MIN) -> None:
+def step(file: KeptFile, seconds: float = 0.01, ticks: int = MIN_NEW_STEPS) -> None:
     for _ in range(ticks):
         file.learned.stepped(0, 2, 1, seconds)
 
@@ -88,9 +88,9 @@ def test_it_is_written_when_there_is_something_to_say_and_then_not_soon_again(tm
     file.tend(1.0)
     first = path.read_bytes()
     step(file, 0.005)
-    file.tend(EVERY_S)
+    file.tend(WRITE_INTERVAL_S)
     assert path.read_bytes() == first
-    file.tend(EVERY_S + 1.0)
+    file.tend(WRITE_INTERVAL_S + 1.0)
     assert path.read_bytes() != first
 
 

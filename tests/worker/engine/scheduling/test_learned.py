@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.timing_profile import FORMAT, ChunkTime, StepTime, TimingProfile
-from worker.engine.scheduling.learned import JUDGED, LearnedTimes
+from worker.engine.scheduling.learned import JUDGED_TICKS, LearnedTimes
 
 
 def wisdom(chunks: tuple[ChunkTime, ...] = (), steps: tuple[StepTime, ...] = (), doubts: int = 0) -> TimingProfile:
@@ -15,7 +15,7 @@ def wisdom(chunks: tuple[ChunkTime, ...] = (), steps: tuple[StepTime, ...] = (),
 KEPT = wisdom((ChunkTime(0, True, 128, 0.01),), (StepTime(0, 4, 1, 0.02), StepTime(0, 1, 8, 0.03)))
 
 
-def started(kept: TimingProfile | None, step_s: float, ticks: int = 2 * JUDGED) -> LearnedTimes:
+def started(kept: TimingProfile | None, step_s: float, ticks: int = 2 * JUDGED_TICKS) -> LearnedTimes:
     """A start that has seen so many steps of four rows."""
     learned = LearnedTimes(kept)
     for _ in range(ticks):
@@ -62,7 +62,7 @@ def test_times_that_are_far_off_are_doubted_once_and_dropped_at_the_second_start
 
 def test_a_second_start_as_before_ends_the_doubt_and_a_short_one_says_nothing() -> None:
     doubted = after(started(KEPT, 0.2))
-    assert after(started(doubted, 0.2, ticks=JUDGED - 1)).doubts == 1
+    assert after(started(doubted, 0.2, ticks=JUDGED_TICKS - 1)).doubts == 1
     assert after(started(doubted, 0.02)).doubts == 0
 
 

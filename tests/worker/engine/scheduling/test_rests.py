@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.engine.scheduling.rests import LEAST_DUTY, LONGEST_S, Rests
+from worker.engine.scheduling.rests import MAX_REST_S, MIN_DUTY, Rests
 
 
 def test_with_a_full_duty_there_is_no_rest() -> None:
@@ -36,9 +36,9 @@ def test_commands_during_a_rest_do_not_shorten_it() -> None:
 def test_a_rest_has_an_end_and_a_duty_is_never_nothing() -> None:
     rests = Rests()
     rests.set_duty(0.0)
-    assert rests.duty == LEAST_DUTY
+    assert rests.duty == MIN_DUTY
     for _ in range(3):
         rests.worked(0.0, 60.0)
-    assert rests.left_s(60.0) == LONGEST_S
+    assert rests.left_s(60.0) == MAX_REST_S
     rests.set_duty(1.0)
     assert rests.left_s(60.0) == 0.0
