@@ -294,7 +294,7 @@ class Engine(RequestLoop[Row]):
             rid = self.sparse.drop()
             if is_gpu_fault(error):
                 raise
-            # With freed memory the prompt is read again; otherwise only its request fails.
+            # The prompt is read again if memory was freed; otherwise only its request fails.
             if self._memory.shrink(error, "the reading of a prompt by the draft model"):
                 self._apply_limits()
             elif rid is not None and (row := self._requests.get(rid)) is not None:

@@ -41,7 +41,7 @@ class RowPrefixes:
         marks: frozenset[int] | None = None
         if row.media:
             edges = {at for span in row.media for at in (span.begin, span.end) if reused < at < last}
-            # Of all edges of media, only the last one is worth a checkpoint.
+            # Only the last edge of media is worth a checkpoint.
             marks = frozenset(
                 {*cuts, *([max(edges)] if edges and self._cache.needs_checkpoints else ()), last, last + 1}
             )

@@ -1,4 +1,4 @@
-"""Caches of several sequences in the form of a batch: merged, joined, taken apart, and rewound after a block."""
+"""Batch caches of several sequences: merge, extend, filter, extract, and rewind after a block."""
 
 import copy
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from worker.kv.kv import is_sliceable, leaves
 from worker.kv.quantized import QuantizedKV
 from worker.kv.ragged import Lengths, RaggedKVCache, RaggedWindowCache
 
-# What holds a sequence in the lane of one row; elsewhere these are merged into a batch's form of them.
-_ALONE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)
+# Caches of one sequence that have a batch form.
+_SINGLE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)
 _REWOUND: Final = (RaggedKVCache, RaggedWindowCache)
 
 
 def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """The batch form of each layer's caches of these sequences."""
+    """Return the batch form of each layer's caches of these sequences."""
     shared: dict[tuple[int, ...], Lengths] = {}
 
     def layer(column: Sequence[Any]) -> Any:
@@ -35,7 +35,7 @@ def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def extend(caches: Sequence[Any], others: Sequence[Any]) -> None:
-    """Put the rows of `others` behind those of `caches`."""
+    """Append the rows of `others` to `caches`."""
     for cache, other in zip(caches, others, strict=True):
         cache.extend(other)
 
@@ -47,27 +47,27 @@ def keep(caches: Sequence[Any], rows: Sequence[int]) -> None:
 
 
 def extract(caches: Sequence[Any], row: int) -> list[Any]:
-    """One row of a batch's caches, or the caches of the one row of a lane of one, as they are now.
+    """Return one row of a batch's caches, or the caches of a row that runs alone, as they are now.
 
-    KV comes as views: a caller that keeps a part copies that part, not all of it.
+    KV is returned as views, so that a caller that stores a part copies only that part.
     """
 
     def take(cache: Any) -> Any:
         if isinstance(cache, CacheList):
             return CacheList(*(take(child) for child in cache.caches))
-        return _cut(copy.deepcopy(cache)) if isinstance(cache, _ALONE) else cache.extract(row)
+        return _cut(copy.deepcopy(cache)) if isinstance(cache, _SINGLE) else cache.extract(row)
 
     return [take(cache) for cache in caches]
 
 
 def place(caches: Sequence[Any], ahead: Sequence[int]) -> None:
-    """Before a forward pass: the next token of row i is so many positions ahead of its slot. Plain caches only."""
+    """Put the next token of row i `ahead[i]` positions ahead of its slot, before a pass. Only for plain caches."""
     for leaf in leaves(caches):
         leaf.place(tuple(ahead))
 
 
 def begin_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
-    """Before a forward pass of `width` tokens a row, of which `lengths[i]` are row i's and the rest padding."""
+    """Prepare a forward pass of `width` tokens per row, of which `lengths[i]` are row i's and the rest padding."""
     if width == 1:
         return
     padding = [width - length for length in lengths]
@@ -79,7 +79,7 @@ def begin_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> No
 
 
 def end_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
-    """After it: padding has gone from all caches but those that `rewind` takes it from."""
+    """Remove the padding of a forward pass from all caches except those that `rewind` handles."""
     if min(lengths) < width:
         for leaf in leaves(caches):
             if not isinstance(leaf, _REWOUND):
@@ -87,7 +87,7 @@ def end_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None
 
 
 def rewind(caches: Sequence[Any], drop: Sequence[int]) -> None:
-    """Give back the newest `drop[i]` tokens of the last block of row i, where tokens are kept one by one."""
+    """Remove the newest `drop[i]` tokens of row i's last block from caches that keep tokens one by one."""
     if any(drop):
         for leaf in leaves(caches):
             if isinstance(leaf, _REWOUND):
@@ -95,7 +95,7 @@ def rewind(caches: Sequence[Any], drop: Sequence[int]) -> None:
 
 
 def is_plain(caches: Sequence[Any]) -> bool:
-    """Whether all layers keep all tokens, one by one."""
+    """Whether all layers keep the KV of all tokens."""
     return all(isinstance(leaf, RaggedKVCache) for leaf in leaves(caches))
 
 
@@ -105,14 +105,14 @@ def is_level(caches: Sequence[Any]) -> bool:
 
 
 def is_recurrent(caches: Sequence[Any]) -> bool:
-    """Whether some layers' state is of all tokens at once."""
+    """Whether some layers have a recurrent state."""
     return any(isinstance(leaf, ArraysCache) for leaf in leaves(caches))
 
 
 def can_rewind(caches: Sequence[Any]) -> bool:
-    """Whether rows of the batch form of these caches of one sequence can go back to before a block.
+    """Whether rows of the batch form of these caches can be restored to before a block.
 
-    A window and recurrent layers together cannot: the window has all of a block to give back but its first token.
+    Windows and recurrent layers together cannot: a window can remove all tokens of a block but the first.
     """
     flat = leaves(caches)
     kinds = {type(leaf) for leaf in flat}
@@ -122,12 +122,12 @@ def can_rewind(caches: Sequence[Any]) -> bool:
 
 
 def states(caches: Sequence[Any]) -> list[list[Any]]:
-    """The arrays of recurrent layers as they are now; arrays do not change, so this costs nothing."""
+    """Return the present arrays of recurrent layers, without copies: MLX arrays are immutable."""
     return [list(leaf.cache) for leaf in leaves(caches) if isinstance(leaf, ArraysCache)]
 
 
 def restore(caches: Sequence[Any], before: Sequence[list[Any]], rows: Sequence[bool]) -> None:
-    """Put the recurrent layers of these rows back to what `states` gave."""
+    """Restore the recurrent layers of these rows to the result of `states`."""
     if not any(rows):
         return
     is_restored = mx.array(list(rows))
@@ -140,10 +140,10 @@ def restore(caches: Sequence[Any], before: Sequence[list[Any]], rows: Sequence[b
 
 
 def _cut(leaf: Any) -> Any:
-    """Without the room that KV has to grow."""
+    """Cut the unused slots off a cache of one sequence."""
     if leaf.keys is None:
         return leaf
-    # A chunk's KV begins where it does.
+    # The KV of a chunked cache begins at its chunk.
     held = leaf.offset - getattr(leaf, "start_position", 0)
     leaf.keys, leaf.values = leaf.keys[..., :held, :], leaf.values[..., :held, :]
     return leaf

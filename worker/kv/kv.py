@@ -1,9 +1,9 @@
-"""mlx-lm caches of one sequence, taken apart for keeping and put together for use.
+"""Spans and checkpoints: mlx-lm caches of one sequence, taken apart for storage and assembled again.
 
 A layer's cache is one of three kinds. *Sliceable*: plain or quantized KV, where the entry of a token does not depend on
-what follows, so any prefix is a slice. *Windowed*: the same of the newest tokens only, which is enough to go on at a
-position where the whole window before it is known. *Stateful*: everything else (recurrent state), which is valid only
-at the exact position where it was copied. Where there is any of the last two, a sequence can go on at checkpoints only.
+later tokens, so any prefix is a slice. *Windowed*: the same for the newest tokens only, which suffices to continue at a
+position if the whole window before it is known. *Stateful*: everything else (recurrent state), valid only at the exact
+position where it was copied. With windowed or stateful layers, a sequence can continue only at checkpoints.
 """
 
 import copy
@@ -20,15 +20,15 @@ from worker.kv.quantized import QuantizedKV
 from worker.kv.ragged import Lengths
 
 Span = list[tuple[mx.array, ...]]
-"""Arrays `[1, heads, tokens, dim]` of each sliceable and each windowed layer over an edge of tokens: keys and values,
-or the six of quantized KV. Windowed layers have those of its last tokens only: no more than a window."""
+"""Arrays `[1, heads, tokens, dim]` of each sliceable and windowed layer for the tokens of an edge: keys and values, or
+the six arrays of quantized KV. Windowed layers have only the last tokens, at most a window."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Kinds of a model's layers; `make` builds an empty cache of one sequence.
+    """Number of layers of each kind; `make` returns empty caches of one sequence.
 
-    `windows` are the sizes of windows, each with the place of one such layer in a span.
+    `windows` are the sizes of windows, each with the index of one such layer in a span.
     """
 
     make: Callable[[], list[Any]]
@@ -36,7 +36,7 @@ class KvLayout:
     windowed: int
     stateful: int
     windows: tuple[tuple[int, int], ...]
-    # Of a group, where layers of another rank need checkpoints.
+    # Set in a group if layers of another rank need checkpoints.
     is_checkpointed: bool = False
 
     @classmethod
@@ -53,7 +53,7 @@ class KvLayout:
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
-    """The layers' caches with `CacheList`s opened, in order."""
+    """Return the layers' caches in order, with `CacheList`s flattened."""
     flat: list[Any] = []
     for cache in caches:
         flat.extend(leaves(cache.caches) if isinstance(cache, CacheList) else [cache])
@@ -61,7 +61,7 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:
-    """Own copies of the KV of tokens [begin, end), as far as windows hold it; evaluated later, in order."""
+    """Return copies of the KV of tokens [begin, end), as far as windows hold it. The arrays are not evaluated yet."""
     return _pack([_slice(leaf, begin, end) for leaf in leaves(caches) if has_kv(leaf)])
 
 
@@ -76,12 +76,12 @@ def _slice(leaf: Any, begin: int, end: int) -> tuple[mx.array, ...]:
 
 
 def view_span(span: Span, begin: int, end: int) -> Span:
-    """A part of a span without windows, to be read at once: it keeps the memory of the whole."""
+    """Return a part of a span without windows as views, which keep the memory of the whole span."""
     return [tuple(array[..., begin:end, :] for array in arrays) for arrays in span]
 
 
 def part_span(span: Span, size: int, begin: int, end: int) -> Span:
-    """Tokens [begin, end) of an edge of `size` tokens, with memory of their own."""
+    """Return copies of tokens [begin, end) of an edge of `size` tokens."""
     return _pack([tuple(_part(array, size, begin, end) for array in arrays) for arrays in span])
 
 
@@ -91,12 +91,12 @@ def _part(array: mx.array, size: int, begin: int, end: int) -> mx.array:
 
 
 def cut_span(span: Span, size: int, at: int) -> tuple[Span, Span]:
-    """The span of an edge of `size` tokens in two with memory of their own, so that each can be freed alone."""
+    """Copy the span of an edge of `size` tokens into two, so that each can be freed alone."""
     return part_span(span, size, 0, at), part_span(span, size, at, size)
 
 
 def extend_windows(span: Span, caches: Sequence[Any], begin: int, end: int) -> Span:
-    """The span of an edge that ends at `end`, its windowed layers with tokens from `begin` on where they had fewer."""
+    """Return the span of an edge that ends at `end`, with windowed layers extended to begin at `begin`."""
     held = [leaf for leaf in leaves(caches) if has_kv(leaf)]
     is_short = [is_windowed(leaf) and has[0].shape[2] < end - begin for leaf, has in zip(held, span, strict=True)]
     longer = iter(_pack([_slice(leaf, begin, end) for leaf, short in zip(held, is_short, strict=True) if short]))
@@ -104,25 +104,25 @@ def extend_windows(span: Span, caches: Sequence[Any], begin: int, end: int) -> S
 
 
 def _pack(span: Span) -> Span:
-    """A copy in memory of its own, in one piece for all arrays of a shape: an allocation costs more than a copy."""
+    """Copy a span, with one allocation for all arrays of a shape: allocating costs more than copying."""
     groups: dict[tuple[tuple[int, ...], mx.Dtype], list[mx.array]] = {}
     flat = [array for arrays in span for array in arrays]
     for array in flat:
         groups.setdefault((array.shape, array.dtype), []).append(array)
-    # `contiguous` is what copies a group of one.
+    # `contiguous` copies a group of one array, which `concatenate` returns as it is.
     packed = {kind: iter(mx.split(mx.contiguous(mx.concatenate(same)), len(same))) for kind, same in groups.items()}
     copies = iter([next(packed[array.shape, array.dtype]) for array in flat])
     return [tuple(islice(copies, len(arrays))) for arrays in span]
 
 
 def copy_state(caches: Sequence[Any]) -> list[Any]:
-    """The stateful layers' caches as they are now, with memory of their own."""
+    """Return copies of the stateful layers' caches."""
     return [_own(copy.deepcopy(leaf)) for leaf in leaves(caches) if not has_kv(leaf)]
 
 
 def assemble(layout: KvLayout, spans: Sequence[Span], state: Sequence[Any], tokens: int) -> list[Any]:
-    """A cache of one sequence of `tokens` tokens from consecutive spans and the checkpoint at their end. Shares nothing
-    with either."""
+    """Return caches of one sequence of `tokens` tokens, copied from consecutive spans and the checkpoint at their
+    end."""
     columns, stateful, lengths = iter(list(zip(*spans, strict=True))), iter(state), Lengths((tokens,))
 
     def fill(cache: Any) -> Any:
@@ -153,7 +153,7 @@ def _assemble_window(parts: Sequence[tuple[mx.array, ...]], window: int, tokens:
 
 
 def arrays_of(span: Span, state: Sequence[Any]) -> list[mx.array]:
-    """Every array of a span and a checkpoint."""
+    """Return all arrays of a span and a checkpoint."""
     arrays = [array for layer in span for array in layer]
     for leaf in state:
         flat: Any = tree_flatten(leaf.state)
@@ -162,7 +162,7 @@ def arrays_of(span: Span, state: Sequence[Any]) -> list[mx.array]:
 
 
 def _own(leaf: Any) -> Any:
-    """Extracted states may be views of a whole batch: give them memory of their own."""
+    """Copy the state of a cache in place, because extracted states can be views of a whole batch."""
 
     def own(value: Any) -> Any:
         if isinstance(value, mx.array):
@@ -181,16 +181,16 @@ def is_sliceable(leaf: Any) -> bool:
 
 
 def is_windowed(leaf: Any) -> bool:
-    """Whether this layer's cache is the KV of the newest tokens."""
+    """Whether this layer's cache holds the KV of the newest tokens only."""
     return type(leaf) is RotatingKVCache and leaf.keep == 0
 
 
 def has_kv(leaf: Any) -> bool:
-    """Whether this layer's cache is kept by tokens, in spans."""
+    """Whether this layer's cache is stored by tokens, in spans."""
     return is_sliceable(leaf) or is_windowed(leaf)
 
 
 def kind_of_leaf(leaf: Any) -> str:
-    """The kind of a layer's cache, with the form of its KV: what one holds means nothing in another."""
+    """Return the kind of a layer's cache with the form of its KV; stored KV is valid for the same kind only."""
     name = type(leaf).__name__
     return f"{name}({leaf.form.bits}, {leaf.form.group})" if isinstance(leaf, QuantizedKV) else name

@@ -1,8 +1,7 @@
-"""KV in few bits: codes of 8 or 4 bits, with a scale and a bias for each group of numbers.
+"""Quantized KV: codes of 8 or 4 bits, with a scale and a bias for each group of numbers.
 
-Groups lie along a head, so what is kept of a token depends on that token alone: any prefix is a slice, and other rows,
-padding and chunks change no bit of it. Tokens are quantized from the first one on: what an answer is does not depend on
-when it was that memory ran short.
+Groups lie along a head, so the codes of a token depend on that token alone: any prefix is a slice, and other rows,
+padding and chunks change nothing. All tokens are quantized, so that an answer does not depend on memory pressure.
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ _Codes = tuple[mx.array, mx.array, mx.array]
 class KvForm:
     """Form of quantized KV.
 
-    `reads_codes`: attention of one token a row multiplies with the codes; else, and for several tokens a row, whose
-    scores mlx-lm would spell out for all slots, a layer's KV is dequantized for MLX's fused attention.
+    With `reads_codes`, attention of one token per row multiplies with the codes. Otherwise, and for several tokens per
+    row, whose scores mlx-lm would materialize for all slots, KV is dequantized for MLX's fused attention.
     """
 
     bits: int
@@ -39,7 +38,7 @@ class KvForm:
 
 
 class QuantizedKV(RaggedKVCache):
-    """KV of several rows, or of one sequence, in few bits.
+    """Quantized KV of several rows, or of one sequence.
 
     `arrays` are codes, scales and biases of the keys, then of the values.
     """
@@ -47,7 +46,7 @@ class QuantizedKV(RaggedKVCache):
     def __init__(self, form: KvForm, lengths: Lengths) -> None:
         super().__init__(lengths)
         self.form = form
-        # Whether the newest pass was given codes.
+        # Whether the newest pass got codes.
         self._gives_codes = False
 
     @classmethod
@@ -58,7 +57,7 @@ class QuantizedKV(RaggedKVCache):
 
     @property
     def bits(self) -> int:
-        """There only for a pass that is given codes: by that mlx-lm's attention knows."""
+        """Number of bits; only present for a pass that gets codes, which mlx-lm's attention detects by it."""
         if not self._gives_codes:
             raise AttributeError("bits")
         return self.form.bits
@@ -75,7 +74,7 @@ class QuantizedKV(RaggedKVCache):
         if self._gives_codes:
             seen = tuple(array[..., : self._seen, :] for array in self.arrays)
             return seen[:3], seen[3:]
-        # All of the room, which lies in one piece: of a part of it, codes would be copied first.
+        # All slots are dequantized, because the codes of a part of them would first be copied.
         keys, values = self.form.dequantize(self.arrays[:3]), self.form.dequantize(self.arrays[3:])
         return keys[..., : self._seen, :], values[..., : self._seen, :]
 
@@ -86,7 +85,7 @@ class QuantizedKV(RaggedKVCache):
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of what is held, once dequantized."""
+        """Bytes of the KV once dequantized."""
         half = len(self.arrays) // 2
         pairs = [(self.arrays[at], self.arrays[at + 1]) for at in (0, half)] if self.arrays else []
         return sum(codes.size * (32 // self.form.bits) * scales.itemsize for codes, scales in pairs)
@@ -96,25 +95,26 @@ class QuantizedKV(RaggedKVCache):
 
 
 def set_kv_form(model: Any, form: KvForm | None) -> None:
-    """Keep the KV of this model's rows in a form from now on."""
+    """Set the form of the KV of this model's rows."""
     model.kv_form = form
 
 
 def kv_form_of(model: Any) -> KvForm | None:
-    """The form of the KV of this model's rows; None for numbers as the model computes them."""
+    """Return the form of the KV of this model's rows; None if it is not quantized."""
     form: KvForm | None = getattr(model, "kv_form", None)
     return form
 
 
 def make_caches(model: Any) -> list[Any]:
-    """Empty caches of one sequence: mlx-lm's, with KV that is kept whole in the model's form."""
+    """Return empty mlx-lm caches of one sequence, quantized if the model's KV is."""
     caches: list[Any] = make_prompt_cache(model)
     form = kv_form_of(model)
     return caches if form is None else quantized(caches, form)
 
 
 def quantized(caches: Sequence[Any], form: KvForm) -> list[Any]:
-    """Empty caches of one sequence with plain KV replaced; a second KV of a layer, which is an index of it, is not."""
+    """Return these empty caches of one sequence with plain KV quantized, except in layers with two of them, where the
+    second is an index."""
     lengths = Lengths((0,))
 
     def replace(cache: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Batch caches of KV whose rows may give back different numbers of their newest tokens.
+"""Batch caches of KV whose rows can be rewound by different numbers of tokens.
 
-mlx-lm's `BatchKVCache` is right-justified: all rows end at the same slot, so rows that keep different numbers of
-tokens would have to be rolled, and attention needs a mask even where no row is padded. Here each row begins at slot 0:
-giving back is a subtraction, and rows of equal length need no mask.
+mlx-lm's `BatchKVCache` is right-justified: all rows end at the same slot, so rewinding rows by different numbers rolls
+them, and attention needs a mask even without padding. Here each row begins at slot 0: a rewind is a subtraction, and
+rows of equal length need no mask.
 """
 
 import weakref
@@ -14,23 +14,23 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 from mlx_lm.models.cache import dynamic_roll as roll_rows
 
-# Room grows in steps of this many tokens, as in mlx-lm's caches.
+# Caches grow in steps of this many tokens, as in mlx-lm.
 STEP: Final = 256
-# On CUDA, attention is compiled for each width and number of slots, which takes as long as several steps: there it sees
-# all of the room, whatever the rows hold, and widths are powers of two. Elsewhere it sees the slots that are taken.
+# CUDA's attention is compiled for each width and number of slots, which takes as long as several steps. There it sees
+# all allocated slots, and widths are powers of two. Elsewhere it sees the slots in use.
 sees_room = mx.cuda.is_available() and mx.default_device() == mx.gpu
 
 
 def wide(count: int) -> int:
-    """Tokens of a row, with padding, that a forward pass has for so many."""
+    """Return the width of a forward pass for `count` tokens of a row."""
     return 1 << (count - 1).bit_length() if sees_room else count
 
 
 class Lengths:
-    """The rows' lengths, and the arrays that follow from them.
+    """Lengths of the rows, and the arrays that are derived from them.
 
-    All layers of a batch go from one object to the next together, so that an array is made once for all of them. The
-    next token of row i is at position `of[i] + ahead[i]`; `ahead` is empty where all tokens of all rows are held.
+    All layers of a batch move from one object to the next together, so that each array is made once for all of them.
+    The next token of row i is at position `of[i] + ahead[i]`; `ahead` is empty if no row has a sparse prompt.
     """
 
     __slots__ = ("_begins", "_end", "_masks", "_next", "_offset", "_slots", "ahead", "is_level", "longest", "of")
@@ -42,17 +42,17 @@ class Lengths:
         self.is_level = min(self.of, default=0) == self.longest
         self._offset: mx.array | None = None
         self._begins: mx.array | None = None
-        # Of the next forward pass, if its padding does not all have slots of its own.
+        # Width and last slot of the next forward pass, if its padding shares slots.
         self._end: tuple[int, int] | None = None
         self._slots: tuple[int, mx.array] | None = None
-        # By the number of next tokens and the window.
+        # Masks by number of next tokens and window.
         self._masks: dict[tuple[int, int | None], mx.array] = {}
-        # The change that was asked for last, and what it led to.
+        # The last change, and its result.
         self._next: tuple[object, Lengths] | None = None
 
     @property
     def offset(self) -> mx.array:
-        """`[rows]`: the position of each row's next token."""
+        """Position of each row's next token, `[rows]`."""
         if not self.ahead:
             return self.begins
         if self._offset is None:
@@ -61,14 +61,14 @@ class Lengths:
 
     @property
     def begins(self) -> mx.array:
-        """`[rows]`: the slot of each row's next token."""
+        """Slot of each row's next token, `[rows]`."""
         if self._begins is None:
             self._begins = mx.array(list(self.of), dtype=mx.int32)
         return self._begins
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
-        """Of the next `count` tokens of each row only `lengths[i]` are its own: the padding behind the longest row
-        shares one slot, so that a short row's chunk takes no room from a long one."""
+        """Prepare a pass of `count` tokens per row, of which `lengths[i]` are row i's. Padding behind the longest row
+        shares one slot, so that the cache does not grow for it."""
         if self.is_level and not sees_room:
             return
         end = count, min(self.longest + count, 1 + max(map(add, self.of, lengths)))
@@ -76,19 +76,19 @@ class Lengths:
             self._end, self._slots, self._masks = end, None, {}
 
     def end(self, count: int) -> int:
-        """Slots that are taken once each row has `count` more tokens."""
+        """Return the number of slots in use once each row has `count` more tokens."""
         return self._end[1] if self._end is not None and self._end[0] == count else self.longest + count
 
     def has_slots(self, count: int) -> bool:
-        """Whether padding has slots of its own, too."""
+        """Whether all padding has its own slots."""
         return self.end(count) == self.longest + count
 
     def seen(self, count: int) -> int:
-        """Slots that attention is given."""
+        """Return the number of slots that attention sees."""
         return room(self.end(count)) if sees_room and (count > 1 or not self.is_level) else self.end(count)
 
     def slots(self, count: int) -> mx.array:
-        """`[rows, 1, count, 1]`: the slots of each row's next tokens."""
+        """Return the slots of each row's next tokens, `[rows, 1, count, 1]`."""
         if self._slots is None or self._slots[0] != count:
             slots = self.begins[:, None] + mx.arange(count, dtype=mx.int32)
             if not self.has_slots(count):
@@ -97,7 +97,7 @@ class Lengths:
         return self._slots[1]
 
     def mask(self, count: int, window: int | None) -> mx.array:
-        """`[rows, 1, count, slots]`: the slots that each of the next tokens sees, itself among them."""
+        """Return the slots that each of the next tokens sees, including its own, `[rows, 1, count, slots]`."""
         if (count, window) not in self._masks:
             own, slots = self.slots(count), mx.arange(self.seen(count), dtype=mx.int32)
             mask = slots <= own
@@ -105,7 +105,7 @@ class Lengths:
         return self._masks[count, window]
 
     def window_of(self, mask: mx.array | str | None, count: int) -> int | None:
-        """The window, or 0 for none, of a mask that `make_mask` gave for the next tokens; None of any other mask."""
+        """Return the window, or 0 for none, of a mask from `make_mask` for the next tokens; None for other masks."""
         if mask is None or isinstance(mask, str):
             is_ours = self.is_level and (mask == "causal" or (mask is None and count == 1))
             return 0 if is_ours else None
@@ -113,7 +113,7 @@ class Lengths:
         return next(ours, None)
 
     def placed(self, ahead: tuple[int, ...]) -> "Lengths":
-        """The same slots, with next tokens at other positions."""
+        """Return the same slots, with the next tokens at other positions."""
         if self.ahead == ahead or not (self.ahead or any(ahead)):
             return self
         return self._derive(("ahead", *ahead), lambda: Lengths(self.of, ahead))
@@ -147,23 +147,22 @@ class Lengths:
 
 
 class RaggedKVCache:
-    """KV of several rows, each from slot 0 on. A batch's layers share `lengths` as long as they change alike.
+    """KV of several rows, each from slot 0 on. The layers of a batch share `lengths` as long as they change alike.
 
-    `arrays` are keys and values, `[rows, heads, slots, dim]`, or what another form keeps of them; none before the first
-    tokens.
+    `arrays` are keys and values, `[rows, heads, slots, dim]`, or their quantized form; none before the first tokens.
     """
 
     def __init__(self, lengths: Lengths) -> None:
         self.arrays: tuple[mx.array, ...] = ()
         self.lengths = lengths
-        # Slots that the newest pass has seen, the lengths before it, and the keys that it was given.
+        # Slots that the newest pass saw, the lengths before it, and the keys that it got.
         self._seen = 0
         self._before = lengths
         self._given: Callable[[], mx.array | None] = lambda: None
 
     @classmethod
     def merge(cls, caches: Sequence[Any], lengths: Lengths) -> Self:
-        """One row of each cache of one sequence; `lengths` are theirs."""
+        """Make a batch of caches of one sequence each; `lengths` are theirs."""
         merged = cls(lengths)
         merged._fill([(cache.keys, cache.values) if cache.offset else () for cache in caches])
         return merged
@@ -174,7 +173,7 @@ class RaggedKVCache:
 
     @property
     def keys(self) -> mx.array | None:
-        """The first of the arrays: models over several machines make it wait for what they have sent."""
+        """First of the arrays. Models over several machines make it depend on their communication."""
         return self.arrays[0] if self.arrays else None
 
     @keys.setter
@@ -204,18 +203,18 @@ class RaggedKVCache:
         self.arrays, self.lengths = arrays, before.grown(count)
         self._seen, self._before = before.seen(count), before
         keys, values = self.keys_and_values()
-        # Held itself, a view would keep the next pass from writing in place.
+        # A weak reference, because a live view would prevent the next pass from writing in place.
         self._given = weakref.ref(keys[0] if isinstance(keys, tuple) else keys)
         return keys, values
 
     def before(self, keys: Any) -> Lengths | None:
-        """The lengths before the newest pass if these are the keys that it was given: a model may make others."""
+        """Return the lengths before the newest pass if it got these keys; None for keys that the model made itself."""
         given = self._given()
         is_given = given is not None and given is (keys[0] if isinstance(keys, tuple) else keys)
         return self._before if is_given else None
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """Those that the newest pass has seen. Models whose layers share KV read it so."""
+        """Return the keys and values that the newest pass saw. Models whose layers share KV call this."""
         keys, values = (array[..., : self._seen, :] for array in self.arrays)
         return keys, values
 
@@ -225,7 +224,7 @@ class RaggedKVCache:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | str | None:
-        """None where each row sees all of its slots, `causal` where that says it all."""
+        """Return the mask of the next N tokens: None if each row sees all of its slots, `causal` if that suffices."""
         lengths = self.lengths
         window = window_size if window_size and lengths.longest + N > window_size else None
         if lengths.is_level and window is None:
@@ -236,15 +235,15 @@ class RaggedKVCache:
         return lengths.mask(N, window)
 
     def place(self, ahead: tuple[int, ...]) -> None:
-        """The next token of row i is so many positions ahead of its slot: tokens before it are not held."""
+        """Put the next token of row i `ahead[i]` positions ahead of its slot, for a sparse prompt."""
         self.lengths = self.lengths.placed(ahead)
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
-        """The next pass has `count` tokens of each row, of which `lengths[i]` are row i's."""
+        """Prepare a pass of `count` tokens per row, of which `lengths[i]` are row i's."""
         self.lengths.begin(lengths, count)
 
     def rewind(self, drop: tuple[int, ...]) -> None:
-        """Give back the newest `drop[i]` tokens of row i."""
+        """Remove the newest `drop[i]` tokens of row i."""
         self.lengths = self.lengths.shortened(drop)
 
     def filter(self, rows: Sequence[int]) -> None:
@@ -264,7 +263,7 @@ class RaggedKVCache:
         self.lengths = self.lengths.joined(other.lengths)
 
     def extract(self, row: int) -> Any:
-        """The row as views of this cache, in its form of one sequence."""
+        """Return a row as a cache of one sequence, with views of this cache."""
         if not self.arrays:
             return KVCache()
         return KVCache.from_state((*self._views(row), self.lengths.of[row]))
@@ -276,7 +275,7 @@ class RaggedKVCache:
         return not self.arrays
 
     def is_trimmable(self) -> bool:
-        """Rows are, by `rewind`; mlx-lm's `trim` of all of them is not needed."""
+        """Return False: mlx-lm's `trim` of all rows is not supported; see `rewind`."""
         return False
 
     @property
@@ -288,8 +287,8 @@ class RaggedKVCache:
         return sum(array.nbytes for array in self.arrays)
 
     def contents(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Keys and values of all rows, and the position of the token in each of their slots, `[rows, slots]`: -1 where
-        there is none, and None where each row has one in each slot."""
+        """Return keys and values of all rows, and the position of the token in each slot, `[rows, slots]`: -1 for an
+        empty slot, None instead of the array if there are no empty slots."""
         end = self.lengths.longest
         keys, values = (array[..., :end, :] for array in self.arrays)
         if self.lengths.is_level:
@@ -298,11 +297,11 @@ class RaggedKVCache:
         return keys, values, mx.where(slots < mx.array(list(self.lengths.of))[:, None], slots, -1)
 
     def _entries(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        """New tokens in the form that is kept of them."""
+        """Return new tokens in the form of `arrays`."""
         return keys, values
 
     def _fill(self, rows: Sequence[tuple[mx.array, ...]]) -> None:
-        """Take the arrays of one sequence each, whose lengths are ours; none of one without tokens."""
+        """Set the arrays from those of one sequence each, which are empty for a sequence without tokens."""
         like, size = next((arrays for arrays in rows if arrays), ()), room(self.lengths.longest)
         self.arrays = tuple(
             mx.concatenate(
@@ -319,7 +318,7 @@ class RaggedKVCache:
         return [array[row : row + 1, :, :end] for array in self.arrays]
 
     def _grown(self, end: int, like: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-        """The arrays with room up to slot `end`."""
+        """Return the arrays, grown to at least `end` slots."""
         if self.arrays and end <= self.arrays[0].shape[2]:
             return self.arrays
         rows, size = like[0].shape[0], room(end)
@@ -329,7 +328,7 @@ class RaggedKVCache:
 
 
 class RaggedWindowCache(BatchRotatingKVCache):
-    """mlx-lm's sliding window of a batch, which knows when no mask is needed and gives tokens back after a block.
+    """mlx-lm's sliding window of a batch, with rewinds, and without a mask where none is needed.
 
     `held` are the rows' lengths.
     """
@@ -360,15 +359,18 @@ class RaggedWindowCache(BatchRotatingKVCache):
         return cast(mx.array, super().make_mask(N, window_size, return_array))
 
     def begin(self, _lengths: Sequence[int], count: int) -> None:
-        """mlx-lm puts the buffer in order of time when it stores several tokens, but makes their mask before: while it
-        is rotated, that mask hides the oldest token."""
+        """Put the buffer in temporal order before a pass of several tokens.
+
+        mlx-lm reorders it when it stores them, but makes their mask before: for a rotated buffer, that mask hides the
+        oldest token.
+        """
         if count > 1:
             self._temporal_order()
 
     def rewind(self, drop: tuple[int, ...]) -> None:
-        """Give back the newest `drop[i]` tokens of row i, no more than the block that was just run had.
+        """Remove the newest `drop[i]` tokens of row i, at most those of the newest block.
 
-        The window before the block is still there: its tokens come back into sight.
+        The buffer still holds the window before the block, which becomes visible again.
         """
         if not any(drop):
             return
@@ -389,7 +391,7 @@ class RaggedWindowCache(BatchRotatingKVCache):
         self.held = [length - less for length, less in zip(self.held, drop, strict=True)]
 
     def contents(self) -> tuple[mx.array, mx.array, mx.array]:
-        """As those of `RaggedKVCache`, in the order of the buffer."""
+        """Return the same as `RaggedKVCache.contents`, in the order of the buffer."""
         slots, end = mx.arange(self.keys.shape[2], dtype=mx.int32), self._idx
         if self.rotated:
             slots, end = (slots - end) % self.max_size, self.max_size
@@ -407,7 +409,7 @@ class RaggedWindowCache(BatchRotatingKVCache):
         self.held = self.held + other.held
 
     def extract(self, idx: int) -> RotatingKVCache:
-        """As mlx-lm's, but as views: no copy of the whole window."""
+        """Return the same as mlx-lm's `extract`, but with views instead of copies."""
         if self.empty():
             return RotatingKVCache(self.max_size)
         views, end = [array[idx : idx + 1] for array in (self.keys, self.values)], self._idx
@@ -420,9 +422,9 @@ class RaggedWindowCache(BatchRotatingKVCache):
 
 
 def room(tokens: int, least: int = STEP) -> int:
-    """Slots for so many tokens, in steps of `least`.
+    """Return the number of slots for `tokens` tokens, in steps of `least`.
 
-    On CUDA they grow by an eighth or more at once, so that few sizes are ever compiled.
+    On CUDA a step is at least an eighth of the size, so that few sizes are ever compiled.
     """
     step = max(least, 1 << max(0, (tokens - 1).bit_length() - 3)) if sees_room else least
     return -(-tokens // step) * step
@@ -433,7 +435,7 @@ def _or_none(arrays: tuple[mx.array, ...], like: tuple[mx.array, ...]) -> Sequen
 
 
 def _padded(rows: int, array: mx.array | None, like: mx.array, size: int) -> mx.array:
-    """An array with room for `size` tokens, no more and no less; `like` has the shape where there is none."""
+    """Return an array cut or padded to `size` slots; zeros in the shape of `like` if there is none."""
     if array is None:
         return mx.zeros((rows, like.shape[1], size, like.shape[3]), like.dtype)
     held = array.shape[2]

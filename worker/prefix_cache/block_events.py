@@ -1,7 +1,7 @@
-"""Journal of a prefix cache: blocks of tokens that it has come to hold or let go of, as vLLM's events of its KV cache.
+"""Events of a prefix cache: blocks of tokens that it stores or removes, in the form of vLLM's KV cache events.
 
-The structs are those of `vllm.distributed.kv_events` as msgpack has them: arrays that begin with the name. A block's
-hash stands for all tokens up to its end, and for the salt of the request; it means nothing beyond this process.
+The structs are encoded in msgpack as those of `vllm.distributed.kv_events`: arrays that begin with the name. A block's
+hash covers all tokens up to its end and the salt of the request; it is only valid in this process.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from protocol.stats import BLOCK
 from worker.prefix_cache.radix_tree import RadixNode, Tokens
 from worker.prefix_cache.salts import adapter_number
 
-# The memory that holds a block, in vLLM's words.
+# vLLM's name for the memory of a block.
 MEDIUM: Final = "GPU"
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Blocks that follow each other; `parent_block_hash` is that of the one before the first.
+    """Consecutive blocks that were stored; `parent_block_hash` is the hash of the block before them.
 
-    `lora_id` is a number of their adapter, the same in each worker that has it, None of the base's.
+    `lora_id` is the number of their adapter, equal in all workers with that adapter; None for the base model.
     """
 
     block_hashes: list[int]
@@ -35,14 +35,14 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Blocks that are not held any more."""
+    """Blocks that were removed."""
 
     block_hashes: list[int]
     medium: str
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nothing is held: the first event of a process."""
+    """Event that no blocks are held; the first event of a process."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -50,35 +50,35 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(slots=True, frozen=True)
 class _Blocks:
-    """Hashes of blocks that follow each other, the first with this index."""
+    """Hashes of consecutive blocks; `first` is the index of the first one."""
 
     first: int
     hashes: list[int]
 
     @property
     def end(self) -> int:
-        """The position behind the last."""
+        """Position behind the last block."""
         return (self.first + len(self.hashes)) * BLOCK
 
 
 class BlockEventLog:
-    """Events of one cache, told to `tell` once a tick. Owned by the engine thread.
+    """Events of one cache, passed to `publish` once per tick. Owned by the engine thread.
 
-    Hashes are kept by node, so that only tokens that are new are hashed: a long prompt is stored in many pieces.
+    Hashes are kept by node, so that only new tokens are hashed: a long prompt is stored in many pieces.
     """
 
-    def __init__(self, tell: Callable[[Sequence[Event]], None]) -> None:
-        self._tell = tell
+    def __init__(self, publish: Callable[[Sequence[Event]], None]) -> None:
+        self._publish = publish
         self._events: list[Event] = [AllBlocksCleared()]
         self._held: set[int] = set()
-        # Of nodes with KV; a node that was cut since has hashes of blocks that end above it, too.
+        # Blocks of nodes with KV. A node that was split since also has hashes of blocks that end above it.
         self._blocks: dict[RadixNode, _Blocks] = {}
 
     def hold(self, salt: str, node: RadixNode) -> None:
-        """A node has its KV: blocks that end in it are held."""
+        """Add an event for the blocks that end in a node, which has its KV now."""
         above, tokens, begin = self._unhashed(node)
         hashes = hash_blocks(salt.encode() if above is None else above.to_bytes(8), tokens)
-        # Blocks between the end of what was hashed and this node end in nodes that are too short to be kept.
+        # Blocks between the hashed tokens and this node end in nodes without hashes.
         skipped = (node.begin - begin) // BLOCK
         own = hashes[skipped:]
         self._blocks[node] = _Blocks(node.begin // BLOCK, own)
@@ -93,7 +93,7 @@ class BlockEventLog:
         )
 
     def let_go(self, salt: str, node: RadixNode) -> None:
-        """A node loses its KV: blocks that end in it are not held."""
+        """Add an event for the blocks that end in a node, which loses its KV."""
         blocks = self._blocks.pop(node, _Blocks(0, []))
         gone = [each for each in blocks.hashes[node.begin // BLOCK - blocks.first :] if each in self._held]
         if gone:
@@ -101,14 +101,14 @@ class BlockEventLog:
             self._events.append(BlockRemoved(gone, MEDIUM))
 
     def flush(self) -> None:
-        """Tell what has happened since the last time."""
+        """Publish the events since the last call."""
         if self._events:
             events, self._events = self._events, []
-            self._tell(events)
+            self._publish(events)
 
     def _unhashed(self, node: RadixNode) -> tuple[int | None, Tokens, int]:
-        """The hash of the last block that is known above a node, None for none, the tokens behind it up to the node's
-        end, and the position of the first of them."""
+        """Return the hash of the last hashed block above a node or None, the tokens between it and the node's end, and
+        the position of the first of them."""
         edges: list[Tokens] = []
         at: RadixNode | None = node
         while at is not None:
@@ -122,7 +122,7 @@ class BlockEventLog:
 
 
 def hash_blocks(above: bytes, tokens: Tokens) -> list[int]:
-    """Of each whole block, chained from what is above."""
+    """Return the hash of each whole block, chained from `above`."""
     hashes: list[int] = []
     for begin in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
         above = hashlib.blake2b(above + tokens[begin : begin + BLOCK].tobytes(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Place of a row in the tree of prefixes, and the tokens that came next there before."""
+"""Cursor of a row in the prefix tree, for drafts from the tokens that followed there before."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,20 @@ from worker.prefix_cache.radix_tree import RadixNode
 
 
 class PrefixCursor:
-    """Place of a row in the tree. Reads tokens alone, each in constant time; owned by the engine thread.
+    """Position of a row in the tree. Reads only tokens, each in constant time. Owned by the engine thread.
 
-    Edges may be cut and evicted meanwhile: a node keeps its tokens, and knows what is above it.
+    Edges may be split and evicted in the meantime: a node keeps its tokens and its parent.
     """
 
     __slots__ = ("_at", "_node")
 
     def __init__(self, node: RadixNode, at: int) -> None:
-        """`at` is the number of the row's tokens; the last of them is in `node`."""
+        """`at` is the number of the row's tokens, the last of which is in `node`."""
         self._node = node
         self._at = at
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Go on by these tokens of the row; False where they are not in the tree, and the branch has ended."""
+        """Move over these tokens of the row. Returns False if they are not in the tree."""
         for token in tokens:
             node = self._edge()
             if self._at == node.end:
@@ -34,7 +34,7 @@ class PrefixCursor:
         return True
 
     def ahead(self, most: int) -> list[int]:
-        """At most so many tokens that come next, along the newest edges, up to a medium."""
+        """Return at most `most` tokens that follow along the newest edges, up to a medium."""
         node, at, ahead = self._edge(), self._at, list[int]()
         while len(ahead) < most:
             if at == node.end:
@@ -50,7 +50,7 @@ class PrefixCursor:
         return ahead
 
     def _edge(self) -> RadixNode:
-        """The edge in which the row's last token is: the one that it was found in may have been cut."""
+        """Return the edge of the row's last token, which may have been split off `_node`."""
         node = self._node
         while self._at <= node.begin and node.parent is not None:
             node = node.parent

@@ -1,4 +1,4 @@
-"""The disk cache: its index and its two threads, one for write-behind, one for read-ahead. No step waits for them."""
+"""Disk cache: its index, and its two threads for write-behind and read-ahead, for which no step waits."""
 
 import logging
 import os
@@ -28,8 +28,8 @@ from worker.prefix_cache.file_format import (
 
 log = logging.getLogger("mlxd.worker")
 
-# Bytes that may wait to be written; they may keep memory that the prefix cache has let go of.
-QUEUE_BYTES: Final = 1 << 30
+# Limit of the bytes that wait to be written, which may already be evicted from the prefix cache.
+MAX_QUEUED_BYTES: Final = 1 << 30
 
 
 class FileStatus(Enum):
@@ -40,7 +40,7 @@ class FileStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class DiskEntry:
-    """A file, or one to be. The engine thread makes it; after that, only the disk threads change its status."""
+    """File of the cache, written or not. The engine thread makes it; then only the disk threads change its status."""
 
     key: str
     parent: "DiskEntry | None"
@@ -62,7 +62,7 @@ class DiskEntry:
 
 @dataclass(slots=True, eq=False)
 class DiskRead:
-    """A pending read. `span` stays None until it completes, or if the file was unusable."""
+    """Pending read. `span` is None until it completes, and if the file is unusable."""
 
     entry: DiskEntry
     with_state: bool
@@ -80,7 +80,7 @@ class _Write:
 
 
 class CacheDisk:
-    """One worker's view of the folder. Methods are for the engine thread; none of them touches a file but `scan`."""
+    """Disk cache of one worker. Methods are for the engine thread, and only `start` touches files."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class CacheDisk:
         model_key: str,
         cap: int,
         wake: Callable[[], None] = lambda: None,
-        queue_bytes: int = QUEUE_BYTES,
+        queue_bytes: int = MAX_QUEUED_BYTES,
         claim: FolderOwner | None = None,
     ) -> None:
         self._folder = ModelFolder(root, model_key, cap, claim)
@@ -110,14 +110,14 @@ class CacheDisk:
         ]
 
     def start(self) -> list[DiskEntry]:
-        """Begin; returns what is there from before, each parent ahead of its children."""
+        """Start the threads. Returns the entries of an earlier run, each parent before its children."""
         entries = self._scan()
         for thread in self._threads:
             thread.start()
         return entries
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Write what is queued, for as long as this at most. No thread should be in native code when Python ends."""
+        """Write queued files, for at most `timeout_s`. No thread should be in native code when Python exits."""
         self._to_write.put(None)
         self._to_read.put(None)
         end = time.monotonic() + timeout_s
@@ -132,12 +132,12 @@ class CacheDisk:
     def entry(
         self, parent: DiskEntry | None, salt: str, begin: int, tokens: Tokens, has_kv: bool, has_state: bool
     ) -> DiskEntry:
-        """A new entry for an edge that begins where `parent`'s tokens include the one before."""
+        """Return a new entry for an edge; the token before `begin` is in `parent`."""
         key = file_key(parent.key if parent else "", salt, begin, tokens, has_kv)
         return DiskEntry(key, parent, salt, begin, tokens, has_state)
 
     def write(self, entry: DiskEntry, span: Span, state: list[Any] | None) -> None:
-        """Queue a file. All arrays must be evaluated. When too much waits already, the entry is lost."""
+        """Queue a file. All arrays must be evaluated. The entry is dropped if too much is queued."""
         nbytes = sum(array.nbytes for array in arrays_of(span, state or []))
         with self._mutex:
             is_full = self._queued_bytes > 0 and self._queued_bytes + nbytes > self._queue_limit
@@ -149,7 +149,7 @@ class CacheDisk:
         self._to_write.put(_Write(entry, span, state, nbytes))
 
     def read(self, entry: DiskEntry, *, with_state: bool) -> DiskRead:
-        """Queue a read, or join one that is queued. Where no thread reads any more, it is done with nothing read."""
+        """Queue a read, or return the one that is queued. If the reading thread has ended, it is done without data."""
         with self._mutex:
             if not self._is_reading:
                 return DiskRead(entry, with_state, is_done=True)
@@ -159,10 +159,10 @@ class CacheDisk:
                 self._to_read.put(read)
         return read
 
-    # -- what was there before ---------------------------------------------------------------------------------------
+    # -- entries of an earlier run -----------------------------------------------------------------------------------
 
     def _scan(self) -> list[DiskEntry]:
-        """Headers only. What cannot be used is quarantined; what has lost its parent is deleted."""
+        """Read all headers. Unusable files are quarantined, and files without their parent are deleted."""
         records: dict[str, tuple[FileHeader, Tokens, int]] = {}
         for path in self._folder.files():
             try:
@@ -175,7 +175,7 @@ class CacheDisk:
             except Corrupt as error:
                 self._quarantine(path, error)
             except FileNotFoundError:
-                continue  # another worker has just deleted it
+                continue  # deleted by another worker
             except OSError as error:
                 log.warning("disk cache: %s cannot be read: %s", path.name, error)
         children: dict[str, list[str]] = {}
@@ -221,7 +221,7 @@ class CacheDisk:
         self._folder.release()
 
     def _retire(self) -> None:
-        """Set aside stale files, which this model left in another form and no worker can use."""
+        """Quarantine files that this model left in another form, which no worker can use."""
         for stale in self._folder.retire():
             with self._mutex:
                 self.counts.disk_quarantined += stale.files
@@ -231,7 +231,7 @@ class CacheDisk:
             )  # fmt: skip
 
     def _complain(self, error: Exception) -> None:
-        """Once, until it goes well again."""
+        """Log a write error once, until a write succeeds."""
         if not self._is_failing:
             log.warning("disk cache: cannot write: %s: %s", type(error).__name__, error)
         self._is_failing = True
@@ -257,13 +257,13 @@ class CacheDisk:
         self._touch(entry)
 
     def _forget(self) -> None:
-        """The files that are gone."""
+        """Drop the entries whose files are gone."""
         here = {path.name.removesuffix(SUFFIX) for path in self._folder.files()}
         for entry in [entry for key, entry in list(self._entries.items()) if key not in here]:
             self._lose(entry)
 
     def _touch(self, entry: DiskEntry) -> None:
-        """Mark a path as used now, the root as the last."""
+        """Mark a path as used now, with the root as the newest."""
         now, at = time.time_ns(), 0
         step: DiskEntry | None = entry
         while step is not None:
@@ -287,7 +287,7 @@ class CacheDisk:
                 self._end(read)
 
     def _read_one(self, read: DiskRead) -> None:
-        """Read one file. With any error it is not used, and rows that wait for it are told at once."""
+        """Read one file. After an error it is not used again, and rows stop waiting for it."""
         path = self._folder.path(read.entry.key)
         try:
             span, read.state = load(path, read.entry.key, with_state=read.with_state)
@@ -308,7 +308,7 @@ class CacheDisk:
         read.is_done = True
         self._wake()
 
-    # -- books -------------------------------------------------------------------------------------------------------
+    # -- accounts ----------------------------------------------------------------------------------------------------
 
     def _settle(self, entry: DiskEntry, size: int) -> None:
         with self._mutex:
@@ -328,13 +328,13 @@ class CacheDisk:
             entry.status = FileStatus.LOST
 
     def drop(self, entry: DiskEntry) -> None:
-        """Give up an entry that is not written yet."""
+        """Drop an entry that is not written yet."""
         self._lose(entry)
         with self._mutex:
             self.counts.disk_dropped += 1
 
     def _quarantine(self, path: Path, error: Exception) -> None:
-        if not os.path.lexists(path):  # deleted while it was being read; never raises, as `Path.exists` may
+        if not os.path.lexists(path):  # deleted during the read; unlike `Path.exists`, this never raises
             return
         with self._mutex:
             self.counts.disk_quarantined += 1

@@ -1,4 +1,4 @@
-"""The folder that all workers keep their prefixes in: who uses which part of it, its cap, and what is set aside.
+"""Folder of the disk cache, shared by all workers: ownership of its parts, its size limit, and quarantine.
 
     .total                                      bytes of all files, and the lock for names
     <key of form>/.model                        the model's path, for people and for `mlxctl cache clear`
@@ -6,8 +6,8 @@
     <key of form>/<key of edge>.safetensors
     quarantine/<key of form>.<key of edge>.safetensors
 
-Files are written under another name, synced and renamed, so that a name stands for a whole file. Any of them may vanish
-at any time: by the cap, which every writer enforces, or by a person who clears the folder.
+Files are written under another name, synced and renamed, so that a name stands for a complete file. Any file may be
+deleted at any time: by a writer that enforces the limit, or by a person who clears the folder.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from worker.prefix_cache.file_format import SUFFIX, EncodedFile
 
 LABEL: Final = ".model"
 QUARANTINE: Final = "quarantine"
-# When the cap is reached, this share of it is kept: looking at every file pays off for many writes.
+# Part of the limit that stays when files are deleted, so that listing all files pays off for many writes.
 KEEP_RATIO: Final = 0.9
 _MARK: Final = ".for."
 _PART_DIGITS: Final = 8
@@ -36,7 +36,7 @@ _STALE_TEMP_S: Final = 3600.0
 
 
 class CacheFormat(msgspec.Struct, frozen=True):
-    """Form of cached KV: digests of all parts that it depends on. Files of another form cannot be used."""
+    """Form of cached KV: digests of everything that it depends on. Files of another form cannot be used."""
 
     libraries: str
     layout: str
@@ -50,31 +50,30 @@ class CacheFormat(msgspec.Struct, frozen=True):
 
 
 class FolderOwner(msgspec.Struct, frozen=True):
-    """Owner of a folder's files: a served model of one daemon, whatever form it has now.
+    """Owner of a folder's files: a served model of one daemon, in any form.
 
-    A daemon has one model of a name and a root of its own, so that what differs on purpose differs in `name` or, where
-    daemons share a folder through links, in `root` as each of them names it. Two models of one form share a folder,
-    which is stale only when neither has this form any more. Nor is it while a worker uses it: that one holds a lock.
+    Models of a daemon differ in `name`; daemons that share a folder through links differ in `root`. Two models of one
+    form share a folder, which is stale once neither of them has this form and no worker holds the lock of its mark.
     """
 
     name: str
     root: str
-    # Where the model was loaded from: for people.
+    # Path of the model, for people.
     path: str
     form: CacheFormat
 
     @property
     def owner(self) -> str:
-        """The beginning of the names of this owner's marks, in any form."""
+        """Prefix of the names of this owner's marks in all forms."""
         return _MARK + hashlib.blake2b(msgspec.json.encode((self.name, self.root)), digest_size=8).hexdigest() + "."
 
     @property
     def mark(self) -> str:
-        """The name of an empty file: there is nothing in it that a crash could leave half written."""
+        """Name of an empty file; without content, a crash cannot leave it half written."""
         return self.owner + ".".join(part[:_PART_DIGITS] for part in msgspec.structs.astuple(self.form))
 
     def differences(self, mark: str) -> str:
-        """Names of the fingerprint parts that differ from `mark`."""
+        """Return the names of the fingerprint's parts that differ from `mark`."""
         parts, own = (name.removeprefix(self.owner).split(".") for name in (mark, self.mark))
         names = CacheFormat.__struct_fields__ if len(parts) == len(own) else ()
         differing = [name for name, part, now in zip(names, parts, own, strict=False) if part != now]
@@ -83,7 +82,7 @@ class FolderOwner(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A folder whose files were set aside."""
+    """Stale folder whose files were quarantined."""
 
     model: str
     key: str
@@ -94,21 +93,21 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class DiskQuota:
-    """An empty file of the right size under another name; `is_counted` if all files were looked at to make room."""
+    """Reserved file with a temporary name; `is_counted` if all files were listed to make room."""
 
     temp: Path
     is_counted: bool
 
 
 class ModelFolder:
-    """One worker's part of the root. For the disk threads, and for the scan before these begin."""
+    """Part of the folder that one worker uses. For the disk threads, and for the scan before they start."""
 
     def __init__(self, root: Path, key: str, cap: int, claim: FolderOwner | None) -> None:
         self._root = root
         self._here = root / key
         self._cap = cap
         self._claim = claim
-        # The writer's: our mark, open and locked.
+        # Descriptor of our mark, which is locked. Used by the writing thread.
         self._lease: int | None = None
 
     def path(self, key: str) -> Path:
@@ -117,23 +116,23 @@ class ModelFolder:
     def files(self) -> list[Path]:
         return [self._here / name for name in _names(self._here) if name.endswith(SUFFIX)]
 
-    # -- whose it is -------------------------------------------------------------------------------------------------
+    # -- ownership ---------------------------------------------------------------------------------------------------
 
     def claim(self) -> None:
-        """Say whose files these are, and that they are in use. Raises OSError."""
+        """Mark the files as owned and in use. Raises `OSError`."""
         if self._claim is not None:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._ledger():
                 self._open_here()
 
     def release(self) -> None:
-        """They are in use no more."""
+        """Mark the files as not in use."""
         if self._lease is not None:
             os.close(self._lease)
             self._lease = None
 
     def retire(self) -> Iterator[Stale]:
-        """Set aside what this owner has left in other forms. Raises OSError."""
+        """Quarantine the files that this owner has left in other forms. Raises `OSError`."""
         claim = self._claim
         if claim is None:
             return
@@ -146,7 +145,7 @@ class ModelFolder:
                 yield stale
 
     def _retire(self, folder: Path, claim: FolderOwner) -> Stale | None:
-        """Under the lock. The mark stays: a worker that is on its way out may still write a file."""
+        """Quarantine a folder's files, under the lock. The mark stays, because an ending worker may still write."""
         names = _names(folder)
         marks = [name for name in names if name.startswith(_MARK)]
         own = [mark for mark in marks if mark.startswith(claim.owner)]
@@ -161,7 +160,7 @@ class ModelFolder:
         return Stale(claim.name, folder.name, len(moved), sum(moved), claim.differences(own[0]))
 
     def _open_here(self) -> None:
-        """Under the lock: our folder, with our mark, also where someone has deleted it."""
+        """Create our folder with our mark, under the lock, also if it was deleted."""
         self._here.mkdir(mode=0o700, exist_ok=True)
         for folder in (self._root, self._here):
             folder.chmod(0o700)
@@ -174,10 +173,10 @@ class ModelFolder:
         self._lease = os.open(self._here / self._claim.mark, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lease, fcntl.LOCK_SH | fcntl.LOCK_NB)  # no process locks it without the ledger
 
-    # -- the cap -----------------------------------------------------------------------------------------------------
+    # -- the limit ---------------------------------------------------------------------------------------------------
 
     def reserve(self, key: str, size: int) -> DiskQuota | None:
-        """Room for a file, with the cap kept; None if it can never fit. Raises OSError."""
+        """Reserve space for a file within the limit; None if it can never fit. Raises `OSError`."""
         if size > self._cap * KEEP_RATIO:
             return None
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -193,7 +192,7 @@ class ModelFolder:
         return DiskQuota(temp, is_counted)
 
     def publish(self, temp: Path, encoded: EncodedFile, key: str) -> None:
-        """Fill a reserved file and give it its name. Raises OSError; then nothing is left of it."""
+        """Write a reserved file and rename it. Raises `OSError`, after deleting it."""
         try:
             with temp.open("r+b") as file:
                 file.writelines((encoded.header, *encoded.buffers))
@@ -207,9 +206,9 @@ class ModelFolder:
 
     @contextmanager
     def _ledger(self) -> Generator[int]:
-        """The file that tells all workers how many bytes the folder holds (at least), locked.
+        """Lock and yield the file with the total size of the folder, which is an upper bound.
 
-        Names change only under the lock, or a worker that counts could miss a file that is just being renamed.
+        Names change only under the lock, so that a worker that lists all files cannot miss one during a rename.
         """
         ledger = os.open(self._root / ".total", os.O_CREAT | os.O_RDWR, 0o600)
         try:
@@ -219,28 +218,30 @@ class ModelFolder:
             os.close(ledger)
 
     def _make_room(self, size: int) -> int:
-        """Delete what was set aside, then the files that were used longest ago; returns the bytes that are left.
-        Parents are newer than their children, so that what goes first is an end of a path."""
+        """Delete quarantined files, then the least recently used ones. Returns the bytes that are left.
+
+        Parents are newer than their children, so that ends of paths are deleted first.
+        """
         files = _list_files(self._root)
         total = sum(file.nbytes for file in files)
         if total + size > self._cap:
             for file in sorted(files, key=lambda file: (file.path.parent.name != QUARANTINE, file.used)):
                 if total + size <= self._cap * KEEP_RATIO:
                     break
-                if file.path.suffix != _TEMP:  # another worker is writing that one
+                if file.path.suffix != _TEMP:  # another worker is writing it
                     file.path.unlink(missing_ok=True)
                     total -= file.nbytes
         return total
 
-    # -- what is not used --------------------------------------------------------------------------------------------
+    # -- quarantine --------------------------------------------------------------------------------------------------
 
     def set_aside(self, path: Path) -> None:
-        """Take a file out of the way: it is kept for people to look at until its room is needed."""
+        """Quarantine a file, for people to look at until its space is needed."""
         with suppress(OSError), self._ledger():
             self._move(path)
 
     def _move(self, path: Path) -> int | None:
-        """Under the lock. Its bytes; None if it has gone, or cannot be moved or deleted."""
+        """Move a file to the quarantine, under the lock. Returns its bytes; None if it is gone or cannot be moved."""
         try:
             nbytes = path.stat().st_size
         except OSError:
@@ -264,7 +265,7 @@ class _File:
 
 
 def _names(folder: Path) -> list[str]:
-    """Empty where there is no folder, or no more."""
+    """List a folder; empty if it does not exist."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -276,7 +277,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _is_leased(mark: Path) -> bool:
-    """Whether a worker that lives holds it."""
+    """Whether a running worker holds the lock of a mark."""
     try:
         descriptor = os.open(mark, os.O_RDWR)
     except FileNotFoundError:
@@ -291,7 +292,7 @@ def _is_leased(mark: Path) -> bool:
 
 
 def _allocate(temp: Path, size: int) -> None:
-    """Only the owner may read it from the first moment."""
+    """Create a file of this size that only its owner may read."""
     descriptor = os.open(temp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     try:
         os.truncate(descriptor, size)
@@ -303,7 +304,7 @@ def _allocate(temp: Path, size: int) -> None:
 
 
 def _list_files(root: Path) -> list[_File]:
-    """Every file of every model, and what is set aside. Remains of dead writers are deleted."""
+    """List all files of all models and the quarantine. Deletes temporary files of dead writers."""
     files: list[_File] = []
     for path in [*root.glob(f"*/*{SUFFIX}"), *root.glob(f"*/*{_TEMP}")]:
         try:
@@ -331,6 +332,6 @@ def _is_stale(temp: Path, modified: float) -> bool:
 
 
 def _read_total(ledger: int) -> int:
-    """More than any cap where there is no number, so that a worker that finds none counts the files."""
+    """Return the total size. Without a number in the file it is larger than any limit, so that the files are listed."""
     text = os.pread(ledger, 20, 0)
     return int(text) if text.isdigit() else sys.maxsize

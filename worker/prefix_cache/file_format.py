@@ -1,9 +1,8 @@
-"""A file of the disk cache: one edge of the prefix tree, as safetensors.
+"""File of the disk cache: one edge of the prefix tree, as safetensors.
 
-In order: the edge's token ids, the KV of the sliceable layers for these tokens and of the windowed ones for the last of
-them, and a checkpoint of the others at its end; either of the last two may be missing. The metadata says where the edge
-belongs. A seal over the header and a checksum of each section tell any change: what reads back is what was written, or
-`Corrupt`.
+In order, it has the token ids of the edge, their KV (the last tokens' KV for windowed layers), and a checkpoint of the
+stateful layers at the end; KV or checkpoint may be missing. The metadata has the place of the edge. A seal over the
+header and a checksum of each section detect any change: reading returns what was written, or raises `Corrupt`.
 """
 
 import hashlib
@@ -32,8 +31,8 @@ _SEAL: Final = b'"seal":"'
 _SEAL_DIGITS: Final = 16
 _MAX_HEADER: Final = 64 << 20
 _BLOCK: Final = 1 << 20
-# Arrays of a layer whose KV is not quantized.
-_PAIR: Final = 2
+# Number of arrays of a layer without quantization: keys and values.
+_PLAIN_ARRAYS: Final = 2
 # https://github.com/huggingface/safetensors#format
 _DTYPES: Final = {
     mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16", mx.uint32: "U32",
@@ -42,24 +41,24 @@ _DTYPES: Final = {
 
 
 class Corrupt(Exception):
-    """The file is not what was written, or not ours; the message says how that shows."""
+    """Raised for a file that was changed or is not ours, with a description."""
 
 
 class Array(msgspec.Struct, frozen=True, tag="array"):
-    """A tensor of the file, by number."""
+    """Tensor of the file, by number."""
 
     at: int
 
 
 class Items(msgspec.Struct, frozen=True, tag="items"):
-    """A list or a tuple."""
+    """List or tuple."""
 
     is_tuple: bool
     items: "list[Tree]"
 
 
 class Plain(msgspec.Struct, frozen=True, tag="plain"):
-    """A value as it is."""
+    """Plain value."""
 
     value: int | float | bool | str | None
 
@@ -68,14 +67,14 @@ Tree = Array | Items | Plain
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """The state of one layer's cache; `kind` is a class of mlx_lm.models.cache."""
+    """State of one layer's cache; `kind` is the name of a class in mlx_lm.models.cache."""
 
     kind: str
     state: Tree
 
 
 class FileHeader(msgspec.Struct, frozen=True):
-    """Header of a file. `parent` is the file whose tokens include the one before `begin`; "" at a root."""
+    """Header of a file. `parent` is the key of the file with the token before `begin`; empty at a root."""
 
     format: int
     key: str
@@ -87,7 +86,7 @@ class FileHeader(msgspec.Struct, frozen=True):
     kv_crc: int
     state_crc: int
     state: list[Leaf] | None
-    # Arrays of each layer; empty for keys and values of all of them.
+    # Number of arrays of each layer; empty if all have keys and values.
     parts: list[int] = []
 
 
@@ -104,7 +103,7 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EncodedFile:
-    """A file's bytes: the header, then the arrays as they lie in memory."""
+    """Bytes of a file: the header, then the arrays as they are in memory."""
 
     header: bytes
     buffers: list[memoryview]
@@ -113,7 +112,7 @@ class EncodedFile:
 
 @dataclass(frozen=True, slots=True)
 class OpenedFile:
-    """A header that was found to be whole, and where the sections are in the file."""
+    """Checked header of a file, and the offsets of its sections."""
 
     record: FileHeader
     tokens: Tokens
@@ -122,20 +121,22 @@ class OpenedFile:
 
 
 def file_key(parent: str, salt: str, begin: int, tokens: Tokens, has_kv: bool) -> str:
-    """A name that stands for the whole path: it chains the parent's. `salt` is its `salt_key`."""
+    """Return the name of a file, which identifies the whole path: it includes the parent's. `salt` is a `salt_key`."""
     digest = hashlib.blake2b(f"{FORMAT} {parent} {salt} {begin} {has_kv} ".encode(), digest_size=20)
     digest.update(tokens.astype("<i4").tobytes())
     return digest.hexdigest()
 
 
 def is_known(leaf: Any) -> bool:
-    """Whether a layer's cache can be written: the class of one that is not kept by tokens must be mlx-lm's own."""
+    """Whether a layer's cache can be written. A cache without KV must be of one of mlx-lm's classes."""
     return has_kv(leaf) or getattr(kinds, type(leaf).__name__, None) is type(leaf)
 
 
 def encode(record: FileHeader, tokens: Tokens, span: Span, state: Sequence[Any] | None) -> EncodedFile:
-    """The file for these; `record` lacks only what is computed here. All arrays must be evaluated. Raises Corrupt for
-    a state that has no form in a file."""
+    """Encode a file; missing fields of `record` are computed. All arrays must be evaluated.
+
+    Raises `Corrupt` for a state that cannot be encoded.
+    """
     states: list[mx.array] = []
     trees = None if state is None else [Leaf(type(leaf).__name__, _flatten(leaf.state, states)) for leaf in state]
     kv = [array for layer in span for array in layer]
@@ -143,7 +144,7 @@ def encode(record: FileHeader, tokens: Tokens, span: Span, state: Sequence[Any] 
     arrays = kv + states
     views = [memoryview(array) for array in arrays]  # type: ignore[arg-type]  # mlx arrays export buffers
     crcs = [_crc(views[: len(kv)]), _crc(views[len(kv) :])]
-    parts = [len(layer) for layer in span] if any(len(layer) != _PAIR for layer in span) else []
+    parts = [len(layer) for layer in span] if any(len(layer) != _PLAIN_ARRAYS for layer in span) else []
     record = msgspec.structs.replace(
         record, layers=len(span), kv_crc=crcs[0], state_crc=crcs[1], state=trees, parts=parts
     )
@@ -165,7 +166,7 @@ def encode(record: FileHeader, tokens: Tokens, span: Span, state: Sequence[Any] 
 
 
 def open_file(file: BinaryIO) -> OpenedFile:
-    """Check a file's header and token ids, which is cheap. Raises Corrupt."""
+    """Check a file's header and token ids, which is cheap. Raises `Corrupt`."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -195,7 +196,7 @@ def open_file(file: BinaryIO) -> OpenedFile:
 
 
 def load(path: Path, key: str, *, with_state: bool) -> tuple[Span, list[Any] | None]:
-    """KV and, if wanted, the checkpoint, checked and evaluated. Raises Corrupt, or OSError."""
+    """Read KV and, with `with_state`, the checkpoint, checked and evaluated. Raises `Corrupt` or `OSError`."""
     with path.open("rb") as file:
         opened = open_file(file)
         record = opened.record
@@ -205,7 +206,7 @@ def load(path: Path, key: str, *, with_state: bool) -> tuple[Span, list[Any] | N
         if with_state:
             _verify(file, opened.state, record.state_crc)
     arrays: Any = mx.load(str(path), format="safetensors")
-    parts = record.parts or [_PAIR] * record.layers
+    parts = record.parts or [_PLAIN_ARRAYS] * record.layers
     kv = iter([arrays[f"kv.{at}"] for at in range(sum(parts))])
     span: Span = [tuple(islice(kv, size)) for size in parts]
     state = None
@@ -263,5 +264,5 @@ def _verify(file: BinaryIO, section: tuple[int, int], expected: int) -> None:
 
 
 def _seal(header: bytes) -> bytes:
-    """Of a header whose seal is blank."""
+    """Return the seal of a header whose seal is blank."""
     return hashlib.blake2b(header, digest_size=_SEAL_DIGITS // 2).hexdigest().encode()

@@ -1,8 +1,8 @@
-"""Fingerprint of the files of the disk cache that a worker may use: same weights, computed in the same way.
+"""Fingerprint of the disk cache's files that a worker may use: equal weights, computed in the same way.
 
-The KV of some token ids follows from the weights, the configuration, the arithmetic and the form of the caches. The
-tokenizer is in the key because ids mean something else with another one. The chat template is not: it decides which
-ids a chat becomes, and where those are the same, so is their KV.
+The KV of token ids depends on the weights, the configuration, the arithmetic and the form of the caches. The tokenizer
+is part of the key because ids have another meaning with another one. The chat template is not: it only decides which
+ids a chat becomes.
 """
 
 import logging
@@ -33,10 +33,7 @@ log = logging.getLogger("mlxd.worker")
 def open_disk(
     spec: WorkerSpec, form: Callable[[], CacheFormat], layout: KvLayout, wake: Callable[[], None]
 ) -> CacheDisk | None:
-    """The disk cache that `spec` asks for; None if it asks for none. `form` is that of the KV.
-
-    Raises `LoadFailed` if it cannot be had.
-    """
+    """Open the disk cache of `spec`, if it is configured; `form` returns the form of the KV. Raises `LoadFailed`."""
     if not spec.disk_cache_dir:
         return None
     if spec.disk_cache_bytes <= 0 or spec.cache_bytes == 0:
@@ -51,14 +48,14 @@ def open_disk(
 
 
 def form_of(spec: WorkerSpec, loaded: LoadedModel, layout: KvLayout) -> CacheFormat:
-    """Form of the KV of a loaded model in caches of this layout."""
+    """Return the form of the KV of a loaded model in caches of this layout."""
     kinds = [kind_of_leaf(leaf) for leaf in leaves(layout.make())]
     return model_form(loaded, kinds, runs_code=spec.trust_remote_code)
 
 
 def model_form(loaded: LoadedModel, kinds: list[str], *, runs_code: bool = False) -> CacheFormat:
-    """Everything that the KV of given token ids depends on, without reading all of the weights; equal on all hosts."""
-    # What padding left on disk, where it is computed wrongly, is not to be read in another mode.
+    """Return digests of everything that KV depends on, equal on all hosts, without reading all of the weights."""
+    # If a model computes padded rows wrongly, KV of another batch mode must not be used.
     mode = () if loaded.plan.mode is BatchMode.TOGETHER else (loaded.plan.mode.value,)
     dtypes = sorted({str(array.dtype) for array in _arrays(loaded.model)})
     code = sorted(file.name for file in loaded.path.glob("*.py")) if runs_code else []

@@ -1,8 +1,7 @@
-"""Prefixes that were computed before, in memory and on disk.
+"""Prefix cache: KV of earlier sequences, in memory and on disk.
 
 Models with only sliceable layers reuse any number of tokens; others reuse up to the deepest checkpoint on the path.
-What is evicted from memory can be read back if it was written; reading is for other threads, and a `Ticket` says when
-it is done.
+Evicted KV can be read back if it was written. Other threads read it, and a `Ticket` tracks the reads.
 """
 
 import time
@@ -22,23 +21,22 @@ from worker.prefix_cache.salts import salt_key
 
 # Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
 MAX_ARRAYS: Final = 200_000
-# Less than this is not worth a node when only a part of a prefix fits the budget, nor a file, nor a read.
+# Minimum for a file, for a read, and for a node with a part of a prefix that does not fit the budget.
 MIN_TOKENS: Final = 64
-# A disk that takes longer than this is no help.
 READ_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 5.0
-# Nodes whose files have gone are forgotten when met, and all at once when this many have.
-_PRUNE_EVERY: Final = 256
+# Nodes whose files are gone are removed when they are met, and all of them once this many files were lost.
+_PRUNE_INTERVAL_FILES: Final = 256
 
 _Write = tuple[DiskEntry, Span, list[Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Reads that were started for one row, and what it needs of memory beside them."""
+    """Reads for one row, and the spans in memory that it needs besides them."""
 
     reads: dict[DiskEntry, DiskRead]
-    # With the tokens that the node had: it may be cut meanwhile.
+    # Each span with its number of tokens, because the node may be split in the meantime.
     held: dict[RadixNode, tuple[Span, int]]
     deadline: float
 
@@ -48,7 +46,7 @@ class Ticket:
 
 
 class PrefixCache:
-    """Owned by the engine thread. What it holds is never above its budgets between calls."""
+    """Prefix cache, owned by the engine thread. Between calls it never exceeds its budgets."""
 
     def __init__(
         self,
@@ -66,12 +64,12 @@ class PrefixCache:
         self._journal = journal
         self._disk = disk
         self._disk_min_tokens = max(MIN_TOKENS, disk_min_tokens)
-        # What `persist` chose in this tick and in the one before.
+        # Writes that `persist` chose in this tick and in the previous one.
         self._chosen: list[_Write] = []
         self._due: list[_Write] = []
         self._lost = 0
         self.counts = Stats()
-        # The newest failure to keep a row's KV.
+        # Newest failure to store a row's KV.
         self.failure: Exception | None = None
         if disk is not None:
             ends: dict[str, RadixNode] = {}
@@ -91,7 +89,7 @@ class PrefixCache:
 
     @property
     def budget(self) -> int:
-        """Bytes that it may hold."""
+        """Limit of `nbytes`."""
         return self._budget
 
     @property
@@ -107,18 +105,18 @@ class PrefixCache:
         return self._disk
 
     def longest(self, tokens: Tokens, salt: str = "", whole: Callable[[int], int] | None = None) -> int:
-        """Number of leading tokens that could be reused from memory; `whole` as for `fetch`."""
+        """Return the number of leading tokens that can be reused from memory; `whole` as for `fetch`."""
         return self._cut(*self._usable(self._tree.walk(tokens, salt_key(salt))), whole)[0]
 
     def branch(self, tokens: Tokens, salt: str = "") -> PrefixCursor | None:
-        """The place of these tokens among all that is known, where they are known to the last."""
+        """Return a cursor behind these tokens, if all of them are in the tree."""
         path = self._tree.walk(tokens, salt_key(salt))
         if not path or path[-1][0].begin + path[-1][1] < len(tokens):
             return None
         return PrefixCursor(path[-1][0], len(tokens))
 
     def attach(self, tokens: Tokens, salt: str, ticket: Ticket) -> None:
-        """Hold what was read for a prefix, as far as there is room."""
+        """Hold the results of a prefix's reads, as far as they fit."""
         self._attach(self._tree.walk(tokens, salt_key(salt)), ticket)
         self._evict()
 
@@ -129,9 +127,9 @@ class PrefixCache:
         ticket: Ticket | None = None,
         whole: Callable[[int], int] | None = None,
     ) -> tuple[int, list[Any]]:
-        """The longest reusable prefix: (number of tokens, a cache of its own to go on with, or [] for none).
+        """Return the longest reusable prefix: its number of tokens, and caches of its own, [] for none.
 
-        `whole` gives the last position up to another at which a prefix may end.
+        `whole` returns the last position up to another at which a prefix may end.
         """
         path = self._tree.walk(tokens, salt_key(salt))
         in_memory, _ = self._usable(path)
@@ -160,7 +158,7 @@ class PrefixCache:
         return reusable, caches
 
     def store(self, tokens: Tokens, caches: Sequence[Any], salt: str = "") -> None:
-        """Keep what `caches` hold for `tokens`, all of which they have processed; known prefixes cost nothing."""
+        """Store the KV of `tokens` from `caches`, which have processed all of them; only new tokens are copied."""
         if self._budget <= 0 or len(tokens) == 0:
             return
         node, depth = self._tree.descend(tokens, salt_key(salt))
@@ -176,24 +174,24 @@ class PrefixCache:
         self._evict()
 
     def resize(self, budget: int, price: TokenCost | None = None) -> None:
-        """Another budget in bytes, and what counts as such in a group; what is too much is evicted at once."""
+        """Set the budget in bytes, and the nominal sizes in a group. Evicts the excess at once."""
         self._budget = budget
         self._tree.set_price(price)
         self._evict()
 
     def clear(self) -> None:
-        """Let go of all memory; files stay known. Also after a `store` or `fetch` that raised."""
+        """Free all memory; files stay known. Also correct after a `store` or `fetch` that raised."""
         self._tree.clear()
 
     def fail(self, error: Exception) -> None:
-        """Count a failure to keep a row's KV, of which a part may be held, and let go of all memory."""
-        # A traceback would hold the KV that is in its frames.
+        """Count a failure to store a row's KV, and free all memory, because a part of it may be held."""
+        # A traceback would hold the KV in its frames.
         self.failure = error.with_traceback(None)
         self.counts.prefix_failures += 1
         self.clear()
 
     def check(self) -> None:
-        """Raise AssertionError if the books are wrong; slow."""
+        """Raise AssertionError if the accounts are wrong; slow."""
         self._tree.check()
         assert self.nbytes <= self._budget
         assert self.arrays <= self._max_arrays
@@ -201,7 +199,7 @@ class PrefixCache:
     # -- disk --------------------------------------------------------------------------------------------------------
 
     def restore(self, tokens: Tokens, salt: str = "") -> Ticket | None:
-        """Start to read what the disk has of this prefix beyond memory; None if that is not worth it."""
+        """Start to read the part of this prefix that is only on disk; None if it is too short."""
         if self._disk is None:
             return None
         path = self._tree.walk(tokens, salt_key(salt))
@@ -223,13 +221,14 @@ class PrefixCache:
         return Ticket(reads, held, time.monotonic() + READ_TIMEOUT_S)
 
     def persist(self, tokens: Tokens, checkpoints: Collection[int], salt: str = "") -> None:
-        """Write the path of `tokens`, parents first, with the checkpoints at these positions; `hand_over` starts it."""
+        """Choose the path of `tokens` for writing, parents first, with checkpoints at these positions; `hand_over`
+        queues it."""
         if self._disk is None or len(tokens) < self._disk_min_tokens:
             return
         key = salt_key(salt)
         above: DiskEntry | None = None
         path = self._tree.walk(tokens, key)
-        # A short end waits until there is more: many short answers must not become as many files.
+        # A short end is not written until it has grown, so that many short answers do not become as many files.
         new = next((node.begin for node, _ in path if not node.is_on_disk), len(tokens))
         stop = len(tokens) if len(tokens) - new >= MIN_TOKENS else new
         for node, matched in path:
@@ -251,9 +250,10 @@ class PrefixCache:
             above = node.extent.entry
 
     def hand_over(self) -> None:
-        """Give the writer what `persist` chose a tick ago; called once a tick. By now its arrays have been computed.
+        """Queue the writes that `persist` chose a tick ago, whose arrays have been computed by now. Called once per
+        tick.
 
-        Raises what computing them raises; what was not handed over then is given up.
+        Raises errors of computing them; writes that were not queued are then dropped.
         """
         if self._disk is None:
             return
@@ -269,7 +269,7 @@ class PrefixCache:
                 for entry, _, _ in (*due[handed_over:], *self._due):
                     self._disk.drop(entry)
                 self._due = []
-        if self._disk.lost - self._lost > _PRUNE_EVERY:
+        if self._disk.lost - self._lost > _PRUNE_INTERVAL_FILES:
             self._lost = self._disk.lost
             self._tree.prune()
 
@@ -279,7 +279,7 @@ class PrefixCache:
             self._journal.flush()
 
     def flush(self) -> None:
-        """Give the writer all that was chosen, for when there is no next tick."""
+        """Queue all chosen writes, if no tick follows."""
         self.hand_over()
         self.hand_over()
 
@@ -290,7 +290,7 @@ class PrefixCache:
             self._disk.close(timeout_s)
 
     def _reach(self, path: Path) -> tuple[int, RadixNode | None]:
-        """`_usable`, with what the disk has."""
+        """Return the same as `_usable`, with the files on disk."""
         reach, target = 0, None
         for node, matched in path:
             if not node.is_held and not node.is_readable:
@@ -303,7 +303,7 @@ class PrefixCache:
         return reach, target
 
     def _attach(self, path: Path, ticket: Ticket) -> None:
-        """Hold what was read."""
+        """Hold the results of reads."""
         last: RadixNode | None = None
         for node, _ in path:
             if not node.is_held:
@@ -322,7 +322,8 @@ class PrefixCache:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def _usable(self, path: Path) -> tuple[int, RadixNode | None]:
-        """(tokens that can be reused, the node that ends them). The deepest node counts when only slices are needed."""
+        """Return the number of reusable tokens and the node at their end: the deepest held one, or the deepest
+        checkpoint."""
         for node, matched in reversed(path):
             if not node.is_held:
                 continue
@@ -335,20 +336,21 @@ class PrefixCache:
     def _cut(
         self, reusable: int, node: RadixNode | None, whole: Callable[[int], int] | None
     ) -> tuple[int, RadixNode | None]:
-        """`_usable`, up to where a prefix may end: checkpoints are taken there, KV that can be cut is cut there."""
+        """Limit the result of `_usable` to where a prefix may end: KV can be cut there, and checkpoints are only taken
+        there."""
         if whole is None or whole(reusable) == reusable:
             return reusable, node
         reusable = 0 if self._layout.needs_checkpoints else whole(reusable)
         return reusable, node if reusable else None
 
     def _append(self, parent: RadixNode, tokens: Tokens, depth: int, caches: Sequence[Any]) -> RadixNode:
-        """A new leaf for tokens[depth:], or for the part that fits the budget; `parent` if nothing does."""
+        """Add a leaf for tokens[depth:], or for the part that fits the budget. Returns `parent` if nothing fits."""
         state = new_state(self._layout, caches)
         span = slice_span(caches, depth, len(tokens))
         room = self._budget - self._tree.path_bytes(parent)
         size = self._tree.span_bytes(len(tokens) - depth, span, state) + tokens[depth:].nbytes
         if size > room:
-            # Better a part of this prefix, or nothing of it, than everything else evicted and this as well.
+            # Storing all of it would evict everything else, and then this prefix too.
             fitting = depth + room * (len(tokens) - depth) // size
             if state is not None or fitting - depth < MIN_TOKENS:
                 return parent
@@ -374,7 +376,7 @@ class PrefixCache:
 
 
 def _part(ticket: Ticket, node: RadixNode) -> Span | None:
-    """The ticket's span of a node, which may have been split since."""
+    """Return the ticket's span of a node, which may have been split since."""
     span, size = ticket.held.get(node, (None, 0))
     if span is not None and size == len(node.tokens):
         return span

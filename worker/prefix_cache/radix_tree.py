@@ -1,10 +1,10 @@
-"""A radix tree over token ids whose edges hold KV, in memory, on disk, or both.
+"""Radix tree over token ids whose edges have KV, in memory, on disk, or both.
 
 An edge owns the KV of its tokens; a node may own a checkpoint of the stateful layers at its end. A path from the root
-is a prefix, shared by all that begin with it. Each salt has a tree of its own, and nothing crosses.
+is a prefix, shared by all sequences that begin with it. Each salt has its own tree.
 
-What is held in memory is closed upwards: the ancestors of a held node are held. Recency order keeps every held node
-newer than its held descendants, so that the oldest is always an end and evicting is letting go of the oldest.
+The ancestors of a node that is held in memory are held too. Recency order keeps every held node newer than its held
+descendants, so that the oldest is always a leaf, and eviction removes the oldest.
 """
 
 from collections import OrderedDict
@@ -34,8 +34,10 @@ class Extent:
 
 @dataclass(slots=True, eq=False)
 class RadixNode:
-    """One edge: `tokens`, ending at position `end`. `span` is their KV in memory, `extent` on disk; `state` and `saved`
-    are the checkpoint at the end, likewise."""
+    """One edge: `tokens`, ending at position `end`.
+
+    Their KV is `span` in memory and `extent` on disk; the checkpoint at the end is `state` in memory, `saved` on disk.
+    """
 
     tokens: Tokens
     end: int
@@ -44,7 +46,7 @@ class RadixNode:
     state: list[Any] | None = None
     extent: Extent | None = None
     saved: DiskEntry | None = None
-    # Holds more of the windows than its file does.
+    # The span has more of the windows than its file.
     is_longer: bool = False
     children: "dict[int, RadixNode]" = field(default_factory=dict)
     nbytes: int = 0
@@ -60,7 +62,7 @@ class RadixNode:
 
     @property
     def is_on_disk(self) -> bool:
-        """Written, or about to be."""
+        """Whether the edge is written, or queued to be."""
         return self.extent is not None and self.extent.entry.is_live
 
     @property
@@ -70,7 +72,7 @@ class RadixNode:
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Size of a node whatever its arrays take: so the ranks of a group, which have other layers, let go of the same."""
+    """Nominal size of nodes, so that all ranks of a group evict the same ones, although their layers differ."""
 
     token_bytes: int
     state_bytes: int
@@ -78,18 +80,18 @@ class TokenCost:
 
 
 Path = list[tuple[RadixNode, int]]
-"""Edges along some tokens, each with how many of its tokens match; only the last may match in part."""
+"""Edges along some tokens, each with the number of its matching tokens; only the last may match in part."""
 
 
 class Listener(Protocol):
-    """Hears of the nodes that get KV and lose it, with the salt of their tree."""
+    """Listener to nodes that get or lose KV, with the salt of their tree."""
 
     def hold(self, salt: str, node: RadixNode) -> None: ...
     def let_go(self, salt: str, node: RadixNode) -> None: ...
 
 
 class Tree:
-    """The nodes and their books. `nbytes` and `arrays` are exactly the sums over the held nodes."""
+    """The nodes and their accounts. `nbytes` and `arrays` are exactly the sums over the held nodes."""
 
     def __init__(self, layout: KvLayout, listener: "Listener | None" = None) -> None:
         self.layout = layout
@@ -101,7 +103,7 @@ class Tree:
         self._recency: OrderedDict[RadixNode, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Held nodes."""
+        """Return the number of held nodes."""
         return len(self._recency)
 
     @property
@@ -109,7 +111,7 @@ class Tree:
         return next(iter(self._recency))
 
     def walk(self, tokens: Tokens, salt: str) -> Path:
-        """The edges along `tokens`. Each token is compared once."""
+        """Return the edges along `tokens`. Each token is compared once."""
         path: Path = []
         node, depth = self._roots.get(salt), 0
         while node is not None and depth < len(tokens):
@@ -117,7 +119,7 @@ class Tree:
             if child is None:
                 break
             if not child.is_held and not child.is_on_disk:
-                self._detach(child)  # its file has gone, and with it all below
+                self._detach(child)  # its file was deleted, and all below is unreachable
                 break
             matched = common_prefix(child.tokens, tokens[depth:])
             path.append((child, matched))
@@ -126,7 +128,7 @@ class Tree:
         return path
 
     def descend(self, tokens: Tokens, salt: str) -> tuple[RadixNode, int]:
-        """The node where `tokens` leave the tree and how deep it is, splitting an edge if need be."""
+        """Return the node where `tokens` leave the tree, and its depth. Splits an edge if necessary."""
         path = self.walk(tokens, salt)
         if not path:
             return self._roots.setdefault(salt, RadixNode(EMPTY, 0, None)), 0
@@ -138,7 +140,7 @@ class Tree:
         return self.split(node, matched), depth
 
     def split(self, node: RadixNode, at: int) -> RadixNode:
-        """Cut an edge in two; returns the upper half, which has no checkpoint."""
+        """Split an edge. Returns the upper half, which has no checkpoint."""
         parent, extent, size = node.parent, node.extent, len(node.tokens)
         assert parent is not None
         upper = RadixNode(node.tokens[:at].copy(), node.begin + at, parent)
@@ -155,18 +157,18 @@ class Tree:
             node.span = lower_span
             self._account(node)
             upper.is_longer = node.is_longer
-            # Becomes the newest of all, so also newer than its descendants.
+            # The upper half becomes the newest node, so that it is newer than its descendants.
             self.hold(upper, upper_span)
         return upper
 
     def append(self, parent: RadixNode, tokens: Tokens) -> RadixNode:
-        """A new child with nothing in it."""
+        """Add a child without KV."""
         node = RadixNode(tokens.copy(), parent.end + len(tokens), parent)
         parent.children[int(tokens[0])] = node
         return node
 
     def hold(self, node: RadixNode, span: Span) -> None:
-        """Give a node its KV. The caller touches the path when it is complete."""
+        """Set the KV of a node. The caller must `touch` the path when it is complete."""
         assert not node.is_held
         node.span = span
         self._recency[node] = None
@@ -179,7 +181,7 @@ class Tree:
         self._account(node)
 
     def fill(self, node: RadixNode, caches: Sequence[Any]) -> None:
-        """Hold the whole path to `node`, from caches that have seen all of it."""
+        """Hold the whole path to `node`, from caches with all of its tokens."""
         missing: list[RadixNode] = []
         while node.parent is not None:
             if not node.is_held:
@@ -191,7 +193,7 @@ class Tree:
             self.hold(each, span)
 
     def covers(self, node: RadixNode) -> bool:
-        """Whether the held path to `node` has the whole of each window before its end."""
+        """Whether the held path to `node` has the complete windows before its end."""
         for size, at in self.layout.windows:
             need = min(size, node.end)
             step: RadixNode | None = node
@@ -204,8 +206,8 @@ class Tree:
         return True
 
     def cover(self, node: RadixNode, caches: Sequence[Any]) -> None:
-        """Complete the windows before a checkpoint, which may lack what lies above an edge that was cut or was computed
-        with a longer one."""
+        """Complete the windows before a checkpoint. Tokens may be missing above an edge that was split, or that was
+        computed with a longer one."""
         if self.covers(node):
             return
         begin = node.end - max(size for size, _ in self.layout.windows)
@@ -224,7 +226,7 @@ class Tree:
             node = node.parent
 
     def span_bytes(self, tokens: int, span: Span, state: Sequence[Any] | None) -> int:
-        """Bytes of so many tokens' KV, and of the checkpoint at their end."""
+        """Return the bytes of the KV of a number of tokens, and of the checkpoint at their end."""
         if self.price is not None:
             return tokens * self.price.token_bytes + (0 if state is None else self.price.state_bytes)
         return sum(array.nbytes for array in arrays_of(span, state or []))
@@ -243,21 +245,21 @@ class Tree:
         return total
 
     def release(self, node: RadixNode) -> None:
-        """Let go of the KV of an end, and of the nodes above that served only it."""
+        """Free the KV of a leaf, and of the nodes above that only it needed."""
         parent = node.parent
         assert parent is not None
         self._let_go(node)
         self.drop_useless(parent)
 
     def clear(self) -> None:
-        """Let go of all KV, the deepest first: a call that raised may have left an end newer than what is above it."""
+        """Free all KV, the deepest first: a call that raised may have left a leaf newer than its ancestors."""
         for node in sorted(self._recency, key=lambda node: node.end, reverse=True):
             if node.is_held:
                 self.release(node)
         self.prune()
 
     def drop_useless(self, node: RadixNode) -> None:
-        """Drop edges at the end of a path that have no checkpoint, where checkpoints are needed: they lead nowhere."""
+        """Free edges at the end of a path without a checkpoint, if checkpoints are needed: they cannot be reused."""
         while self.layout.needs_checkpoints and node.is_held and node.state is None and not _has_held_children(node):
             parent = node.parent
             assert parent is not None
@@ -267,13 +269,13 @@ class Tree:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
 
     def prune(self) -> None:
-        """Forget the nodes whose files have gone and that are not held."""
+        """Remove the nodes that are not held and whose files were deleted."""
         for node in list(self._nodes()):
             if node.parent is not None and not node.is_held and not node.is_on_disk:
                 self._detach(node)
 
     def place(self, entry: DiskEntry, above: RadixNode | None) -> RadixNode:
-        """Add a file that was found on disk; `above` is where its parent ends. Returns where it ends."""
+        """Add a file from disk below the node at which its parent ends. Returns the node at which it ends."""
         node = above or self._roots.setdefault(entry.salt, RadixNode(EMPTY, 0, None))
         while node.begin >= entry.begin and node.parent is not None:
             node = node.parent
@@ -290,12 +292,12 @@ class Tree:
             at += matched
         if entry.has_state:
             node.saved = entry
-            if at:  # a longer edge's file may hold less of the windows before this end
+            if at:  # the file of a longer edge may have less of the windows before this end
                 node.extent = Extent(entry, at - len(node.tokens), at)
         return node
 
     def check(self) -> None:
-        """Raise AssertionError if the books are wrong. Looks at every node: for tests, and for when in doubt."""
+        """Raise AssertionError if the accounts are wrong. Visits every node; for tests."""
         reached = list(self._nodes())
         for node in reached:
             for first, child in node.children.items():
@@ -330,14 +332,14 @@ class Tree:
             self._detach(node)
 
     def _salt(self, node: RadixNode) -> str:
-        """The salt of the tree that a node is in."""
+        """Return the salt of the tree of a node."""
         top = node
         while top.parent is not None:
             top = top.parent
         return next(salt for salt, root in self._roots.items() if root is top)
 
     def _detach(self, node: RadixNode) -> None:
-        """Forget a node and all below; none of them is held."""
+        """Remove a node and all below; none of them is held."""
         assert node.parent is not None
         del node.parent.children[int(node.tokens[0])]
         if node.parent.parent is None and not node.parent.children:
@@ -366,7 +368,7 @@ def new_state(layout: KvLayout, caches: Sequence[Any]) -> list[Any] | None:
 
 
 def common_prefix(left: Tokens, right: Tokens) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     size = min(len(left), len(right))
     differs = left[:size] != right[:size]
     at = int(differs.argmax()) if size else 0

@@ -1,4 +1,4 @@
-"""Salts of prefixes: KV under one salt is never used under another."""
+"""Salts of prefixes: KV is never used under another salt."""
 
 import hashlib
 from typing import Final
@@ -7,15 +7,16 @@ _ADAPTER: Final = "lora:"
 
 
 def adapter_salt(digest: str) -> str:
-    """The beginning of the salts of rows with an adapter, by the hexadecimal digest of its files.
+    """Return the prefix of the salts of rows with an adapter, from the hexadecimal digest of its files.
 
-    It stands in front, because a client chooses the end of a salt, which comes behind its key's and a NUL.
+    It comes first, because a client chooses the end of a salt, after its key's part and a NUL.
     """
     return f"{_ADAPTER}{digest}\0"
 
 
 def salt_key(salt: str) -> str:
-    """A salt as the cache and its files name it: they must not give it away. An adapter has its number behind it."""
+    """Return the name of a salt in the cache and its files, which must not reveal it. The number of an adapter is
+    appended."""
     key = hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()
     if not salt.startswith(_ADAPTER):
         return key
@@ -24,6 +25,6 @@ def salt_key(salt: str) -> str:
 
 
 def adapter_number(key: str) -> int | None:
-    """A positive number of 31 bits that stands for the adapter of a key, None for the base."""
+    """Return the number of the adapter of a key, positive with 31 bits; None for the base model."""
     _, _, number = key.partition(".")
     return int(number) if number else None

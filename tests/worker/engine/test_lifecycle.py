@@ -147,7 +147,7 @@ def test_an_abort_waits_as_long_for_its_request_as_that_is_prepared(
     request = endless()
     abort(engine, request.rid)
     ended(engine, engine.submit(short()))
-    monkeypatch.setattr("worker.engine.loop.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0))
+    monkeypatch.setattr("worker.engine.request_loop.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0))
     abort(engine, 10**9)
     assert ended(engine, engine.submit(request)).finish is Finish.ABORT
 

@@ -152,7 +152,7 @@ class _Check:
         steps = [step for output in expected for step in output.logprobs]
         if not all(bool(mx.isfinite(mx.max(step))) for step in steps):
             raise LoadFailed(Code.MODEL_CORRUPT, "the model's log-probabilities are not finite: its weights are broken")
-        # With quantized KV a rounding error can move a number to the next code.
+        # A rounding error can move a number to the next code.
         is_exact = steps[0].dtype == mx.float32 and not memory.has_gpu() and kv_form_of(self._model) is None
         drift = _drift([chunked], expected[1:])
         if not drift <= (EXACT_LIMIT if is_exact else CHUNKED_LIMIT):

@@ -28,9 +28,9 @@ MIN_STALL_S: Final = 0.003
 # long prompt may not, because its streams have been slowed for long already.
 SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
-# Without running streams a tick of prefill takes about this long, so that commands are handled in between.
+# A tick of prefill without running streams takes about this long, so that commands are handled in between.
 IDLE_TICK_S: Final = 0.25
-# The same with several prompts, one of them long, so that short prompts do not wait long for it.
+# This replaces it for several prompts, one of them long, so that short prompts do not wait long.
 SHARED_TICK_S: Final = 0.1
 # Two passes replace a fused one only if they take at most this part of its time.
 _MARGIN: Final = 0.9

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-# With a lower duty requests would hardly end.
+# Requests would hardly end with a lower duty.
 MIN_DUTY: Final = 0.05
 # Longest rest, so that streams continue.
 MAX_REST_S: Final = 2.0
