@@ -72,7 +72,7 @@ class Services(Runtime):
     ) -> "Services":
         """Raises `KeysUnusable` and `CertificateUnusable`."""
         metrics.declare(config.models)
-        metrics.unacked_aborts = lambda: link.aborts.count
+        metrics.unacked_aborts = lambda: link.unacked_aborts
         live = LiveConfig(config)
         metrics.has_vllm_names = lambda: live.config.server.metrics_compat == "vllm"
         trail = AuditTrail(Audit(config.home))

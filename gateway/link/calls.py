@@ -1,4 +1,4 @@
-"""Pending questions to workers about tokens, and the futures that wait for their answers."""
+"""Pending tokenize and detokenize calls to workers, and the futures that wait for their results."""
 
 import asyncio
 from collections.abc import Generator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from protocol.failures import Failure
 from protocol.from_worker import Tokenized
 
-Answer = asyncio.Future[Tokenized]
+CallResult = asyncio.Future[Tokenized]
 
 
 class CallRefused(Exception):
-    """A worker's answer to a question was no."""
+    """The worker rejected a call, or was lost before its result."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -19,44 +19,43 @@ class CallRefused(Exception):
 
 
 class PendingCalls:
-    """Open questions by their rid, with the epoch of the worker. Owned by the link."""
+    """Results of calls by rid, each with the epoch of its worker. Owned by the link."""
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[int, Answer]] = {}
+        self._pending: dict[int, tuple[int, CallResult]] = {}
 
     @contextmanager
-    def asking(self, epoch: int, rid: int) -> Generator[Answer, None, None]:
-        """The answer to come; it raises `CallRefused`. The question is forgotten at the end."""
-        answer: Answer = asyncio.get_running_loop().create_future()
-        self._open[rid] = (epoch, answer)
+    def open(self, epoch: int, rid: int) -> Generator[CallResult, None, None]:
+        """Yield the future of a call's result, which raises `CallRefused`."""
+        result: CallResult = asyncio.get_running_loop().create_future()
+        self._pending[rid] = (epoch, result)
         try:
-            yield answer
+            yield result
         finally:
-            del self._open[rid]
+            del self._pending[rid]
 
     def __contains__(self, rid: int) -> bool:
-        return rid in self._open
+        return rid in self._pending
 
-    def is_asked(self, epoch: int, rid: int) -> bool:
-        """Whether this question was put to the worker of `epoch`."""
-        return rid in self._open and self._open[rid][0] == epoch
+    def epoch_of(self, rid: int) -> int | None:
+        return self._pending[rid][0] if rid in self._pending else None
 
-    def are_open(self, epoch: int) -> bool:
-        """Whether this worker was asked something that it has not answered."""
-        return any(asked == epoch for asked, _ in self._open.values())
+    def has_any(self, epoch: int) -> bool:
+        """Whether the worker of `epoch` has a pending call."""
+        return any(own == epoch for own, _ in self._pending.values())
 
-    def answered(self, message: Tokenized) -> None:
-        pending = self._open.get(message.rid)
+    def resolve(self, message: Tokenized) -> None:
+        pending = self._pending.get(message.rid)
         if pending is not None and not pending[1].done():
             pending[1].set_result(message)
 
-    def refused(self, rid: int, failure: Failure) -> None:
-        pending = self._open.get(rid)
+    def reject(self, rid: int, failure: Failure) -> None:
+        pending = self._pending.get(rid)
         if pending is not None and not pending[1].done():
             pending[1].set_exception(CallRefused(failure))
 
-    def lost(self, epoch: int, failure: Failure) -> None:
-        """This worker is gone."""
-        for rid, (asked, _) in self._open.items():
-            if asked == epoch:
-                self.refused(rid, failure)
+    def reject_all(self, epoch: int, failure: Failure) -> None:
+        """Reject the calls of a worker that is gone."""
+        for rid, (own, _) in self._pending.items():
+            if own == epoch:
+                self.reject(rid, failure)

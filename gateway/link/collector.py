@@ -2,25 +2,23 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final, cast
 
-from protocol.failures import Failure
-from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob
+from protocol.from_worker import Delta, DeltaKind
 
-# A TOOL_BEGIN or TOOL_END is an event, not text: two of them are never one.
-_JOINABLE: Final = frozenset({DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_ARGS})
+# TOOL_BEGIN and TOOL_END are events, not text: two of them are never merged.
+_MERGEABLE: Final = frozenset({DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_ARGS})
 
-# Takes what is unread, and says whether it could.
+# Reads the unread deltas; returns False if it cannot take them now.
 Relay = Callable[[], bool]
 
 
 class Collector:
-    """Everything said about the sequences of one request, for one reader.
+    """Deltas and prompt facts of the sequences of one request, for one reader.
 
-    The link adds and delivers, one task reads. Nothing is dropped and the order per rid is kept; unread deltas of one
-    rid and kind become one, so what waits for a slow reader is bounded by its prompt and `max_tokens`. Exactly one
-    terminal delta per rid comes out, whatever is put. A terminal delta that the gateway made (`fail`) carries no usage.
+    The link calls `append_delta`, `wake_reader`, `send_delta` and the `note_` methods; one task calls `read_deltas`.
+    Nothing is dropped and the order per rid is kept. Unread deltas of one rid and kind are read as one, so the memory
+    for a slow reader is bounded by its prompt and `max_tokens`. Each rid has exactly one terminal delta.
     """
 
     __slots__ = (
@@ -28,19 +26,19 @@ class Collector:
         "_has_end",
         "_has_runs",
         "_loop",
-        "_open",
+        "_newest",
         "_patience_s",
         "_relay",
-        "_tails",
         "_timer",
+        "_unfinished",
         "_unread",
         "_waiter",
         "accepted",
-        "began",
         "cached",
         "last_activity",
         "left_out",
         "on_accepted",
+        "prefill_began_at",
         "progress",
         "relaxed",
         "rids",
@@ -49,24 +47,26 @@ class Collector:
     def __init__(self, rids: Sequence[int], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop or asyncio.get_running_loop()
         self.rids = tuple(rids)
+        # Prompt tokens by rid.
         self.accepted: dict[int, int] = {}
-        # What of its schema the grammar of the answer leaves out: the same for all sequences of a request.
+        # Parts of the JSON schema that the grammar does not enforce; the same for all sequences of a request.
         self.relaxed: tuple[str, ...] = ()
-        # Turns and tokens that were left out of the prompt; of several, those of the one that lost the most.
+        # Turns and tokens left out of the prompt, of the sequence that lost the most.
         self.left_out = (0, 0)
-        # Of each sequence's prompt, as far as that is known.
+        # Cached prompt tokens by rid.
         self.cached: dict[int, int] = {}
-        # When the first prefill was heard of, on the loop's clock.
-        self.began: float | None = None
+        # Times are on the loop's clock.
+        self.prefill_began_at: float | None = None
         self.progress: tuple[int, int] | None = None
         self.last_activity = self._loop.time()
-        # Called with a sequence and the tokens of its prompt, once its worker has read it; it may end the request.
+        # Called with a rid and its number of prompt tokens; may end the request.
         self.on_accepted: Callable[[int, int], None] | None = None
-        self._open = set(rids)
-        self._unread: list[Delta | _Run] = []
+        self._unfinished = set(rids)
+        # A list is a run of deltas that are read as one.
+        self._unread: list[Delta | list[Delta]] = []
         # rid -> index of its newest unread delta
-        self._tails: dict[int, int] = {}
-        # A terminal delta is among the unread; several that became one are.
+        self._newest: dict[int, int] = {}
+        # Whether the unread deltas contain a terminal delta, and a run.
         self._has_end = self._has_runs = False
         self._waiter: asyncio.Future[None] | None = None
         self._relay: Relay | None = None
@@ -76,30 +76,32 @@ class Collector:
 
     @property
     def is_done(self) -> bool:
-        """Every rid has had its terminal delta, and it was read."""
-        return not self._open and not self._unread
+        """Whether the terminal deltas of all rids were read."""
+        return not self._unfinished and not self._unread
 
-    def put(self, delta: Delta) -> None:
-        """Add a delta and deliver."""
-        self.add(delta, self._loop.time())
-        self.deliver()
+    # -- called by the link ------------------------------------------------------------------------------------------
 
-    def add(self, delta: Delta, now: float) -> None:
-        """Add a delta, `now` on the loop's clock. One that follows its rid's terminal delta is ignored."""
+    def send_delta(self, delta: Delta) -> None:
+        """Append a delta and wake the reader."""
+        self.append_delta(delta, self._loop.time())
+        self.wake_reader()
+
+    def append_delta(self, delta: Delta, now: float) -> None:
+        """Append a delta without waking the reader. A delta after its rid's terminal delta is ignored."""
         rid = delta.rid
-        if rid not in self._open:
+        if rid not in self._unfinished:
             return
         self.last_activity = now
-        index = self._tails.get(rid)
-        if index is None or not self._join(index, delta):
-            self._tails[rid] = len(self._unread)
+        index = self._newest.get(rid)
+        if index is None or not self._merge(index, delta):
+            self._newest[rid] = len(self._unread)
             self._unread.append(delta)
         if delta.finish is not None:
-            self._open.discard(rid)
+            self._unfinished.discard(rid)
             self._has_end = True
 
-    def deliver(self) -> None:
-        """Let the reader have what is unread: at once through its relay, or in its task."""
+    def wake_reader(self) -> None:
+        """Pass the unread deltas to the reader's relay, or wake its task."""
         waiter = self._waiter
         if waiter is None or waiter.done() or not self._unread:
             return
@@ -108,15 +110,10 @@ class Collector:
                 if self._relay():
                     self._deadline = self.last_activity + self._patience_s
                     return
-            except Exception as error:  # the reader's own, which it gets
+            except Exception as error:  # raised in the reader, whose relay it is
                 waiter.set_exception(error)
                 return
         waiter.set_result(None)
-
-    def fail(self, failure: Failure) -> None:
-        """End every unfinished rid with an ERROR delta."""
-        for rid in self.rids:
-            self.put(Delta(rid, finish=Finish.ERROR, failure=failure))
 
     def note_accepted(
         self, rid: int, prompt_tokens: int, relaxed: tuple[str, ...] = (), left_out: tuple[int, int] = (0, 0)
@@ -130,59 +127,57 @@ class Collector:
 
     def note_progress(self, rid: int, processed: int, total: int, cached: int = 0) -> None:
         self.last_activity = self._loop.time()
-        if self.began is None:
-            self.began = self.last_activity
+        if self.prefill_began_at is None:
+            self.prefill_began_at = self.last_activity
         self.progress = (processed, total)
         self.cached[rid] = cached
 
-    def touch(self) -> None:
-        """Something is being done for this request, though there is nothing to read."""
+    def note_activity(self) -> None:
+        """Record that work is done for this request, though there is nothing to read."""
         self.last_activity = self._loop.time()
 
-    async def next(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
-        """All unread deltas, waiting for the first. Empty on timeout, and at once when `is_done`.
-
-        While this waits, `relay` is called with anything but an end, in the callback that brought it, and takes it:
-        no task's turn for each token. Then the timeout begins again. What it cannot take is returned; what it raises
-        is raised here.
-        """
-        if not self._unread and self._open:
-            await self._wait(timeout_s, relay)
-        return self.take()
-
-    def take(self) -> list[Delta]:
-        """All unread deltas."""
-        unread = self._unread
-        if not unread:
-            return []
-        self._unread = []
-        self._tails.clear()
-        self._has_end = False
-        if not self._open:
-            self.close()
-        if not self._has_runs:
-            return cast("list[Delta]", unread)
-        self._has_runs = False
-        return [item if isinstance(item, Delta) else item.joined() for item in unread]
-
-    def close(self) -> None:
-        """Stop the timer. Called by the link when it forgets the request, and at the end."""
+    def stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _join(self, index: int, delta: Delta) -> bool:
+    # -- called by the reader ----------------------------------------------------------------------------------------
+
+    async def read_deltas(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
+        """Return all unread deltas, waiting for the first. Empty on timeout, and at once when `is_done`.
+
+        While this waits, `relay` reads all deltas but terminal ones in the link's callback, which saves a task switch
+        per token, and restarts the timeout. Deltas that it does not take are returned; its exception is raised here.
+        """
+        if not self._unread and self._unfinished:
+            await self._wait(timeout_s, relay)
+        return self.read_deltas_nowait()
+
+    def read_deltas_nowait(self) -> list[Delta]:
+        unread = self._unread
+        if not unread:
+            return []
+        self._unread = []
+        self._newest.clear()
+        self._has_end = False
+        if not self._unfinished:
+            self.stop_timer()
+        if not self._has_runs:
+            return cast("list[Delta]", unread)
+        self._has_runs = False
+        return [item if isinstance(item, Delta) else _merged(item) for item in unread]
+
+    def _merge(self, index: int, delta: Delta) -> bool:
         last = self._unread[index]
-        if isinstance(last, Delta):
-            if last.data or last.prompt is not None:
+        if isinstance(last, list):
+            if not _is_mergeable(last[0], delta):
                 return False
-            if not _is_joinable(last.kind, last.tool and last.tool.index, delta):
-                return False
-            self._unread[index] = last = _Run(last)
-            self._has_runs = True
-        elif not _is_joinable(last.first.kind, last.first.tool and last.first.tool.index, delta):
+            last.append(delta)
+            return True
+        if not _is_mergeable(last, delta):
             return False
-        last.add(delta)
+        self._unread[index] = [last, delta]
+        self._has_runs = True
         return True
 
     async def _wait(self, timeout_s: float | None, relay: Relay | None) -> None:
@@ -192,72 +187,49 @@ class Collector:
         self._patience_s = float("inf") if timeout_s is None else timeout_s
         self._deadline = self._loop.time() + self._patience_s
         if timeout_s is not None and (self._timer is None or self._timer.when() > self._deadline):
-            self._arm()
+            self._start_timer()
         try:
             await waiter
         finally:
             self._waiter = self._relay = None
 
-    def _arm(self) -> None:
-        self.close()
+    def _start_timer(self) -> None:
+        self.stop_timer()
         self._timer = self._loop.call_at(self._deadline, self._on_timer)
 
     def _on_timer(self) -> None:
-        # The timer outlives many waits: armed once, it looks at the newest deadline when it fires.
+        # One timer serves many waits: when it fires, it starts again if the deadline has moved.
         self._timer = None
         waiter = self._waiter
         if waiter is None or waiter.done() or self._deadline == float("inf"):
             return
         if self._loop.time() < self._deadline:
-            self._arm()
+            self._start_timer()
         else:
             waiter.set_result(None)
 
 
-def _is_joinable(kind: DeltaKind, tool_index: int | None, delta: Delta) -> bool:
-    if delta.kind is not kind or kind not in _JOINABLE or delta.data or delta.prompt is not None:
+def _is_mergeable(first: Delta, delta: Delta) -> bool:
+    if delta.kind is not first.kind or delta.kind not in _MERGEABLE:
         return False
-    return (delta.tool and delta.tool.index) == tool_index
+    if first.data or delta.data or first.prompt is not None or delta.prompt is not None:
+        return False
+    return (delta.tool and delta.tool.index) == (first.tool and first.tool.index)
 
 
-@dataclass(slots=True)
-class _Run:
-    """Unread deltas of one rid and kind. Owned by its collector."""
-
-    first: Delta
-    last: Delta = field(init=False)
-    texts: list[str] = field(init=False)
-    token_ids: list[int] = field(init=False)
-    logprobs: list[TokenLogprob] | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.last = self.first
-        self.texts = [self.first.text]
-        self.token_ids = list(self.first.token_ids)
-        self.logprobs = None if self.first.logprobs is None else list(self.first.logprobs)
-
-    def add(self, delta: Delta) -> None:
-        self.last = delta
-        if delta.text:
-            self.texts.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        if delta.logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = []
-            self.logprobs.extend(delta.logprobs)
-
-    def joined(self) -> Delta:
-        first, last = self.first, self.last
-        return Delta(
-            first.rid,
-            kind=first.kind,
-            text="".join(self.texts),
-            token_ids=tuple(self.token_ids),
-            tool=first.tool,
-            logprobs=None if self.logprobs is None else tuple(self.logprobs),
-            finish=last.finish,
-            usage=last.usage,
-            failure=last.failure,
-            stop=last.stop,
-            ending_ids=last.ending_ids,
-        )
+def _merged(run: list[Delta]) -> Delta:
+    first, last = run[0], run[-1]
+    scored = [delta.logprobs for delta in run if delta.logprobs is not None]
+    return Delta(
+        first.rid,
+        kind=first.kind,
+        text="".join([delta.text for delta in run]),
+        token_ids=tuple([token for delta in run for token in delta.token_ids]),
+        tool=first.tool,
+        logprobs=tuple([entry for entries in scored for entry in entries]) if scored else None,
+        finish=last.finish,
+        usage=last.usage,
+        failure=last.failure,
+        stop=last.stop,
+        ending_ids=last.ending_ids,
+    )

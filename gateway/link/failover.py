@@ -25,27 +25,27 @@ from protocol.to_worker import Generate
 
 log = logging.getLogger(__name__)
 
-# So many workers in a row that sent no token of a sequence make it suspicious.
-SUSPICIOUS_AFTER: Final = 2
-# A worker that gave up sequences and did not exit within this has only lost touch with us: it gets them back.
-STRANDED_S: Final = 0.5
+# Consecutive workers lost without a token of a sequence that make it suspicious.
+SUSPICIOUS_RESUMES: Final = 2
+# A worker that lost sequences and is still alive after this time had only lost its connection, and gets them back.
+RETURN_AFTER_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeLimits:
-    """How often a sequence may be given to another worker: in a row without a new token, and at all."""
+    """Limits of resumes per sequence: in a row without a new token, and in total."""
 
     fruitless: int = 8
     total: int = 20
-    # How long the others wait for the first token of one that is suspected of crashing workers.
+    # Longest time that other sequences wait for the first token of a suspicious one.
     trial_s: float = 30.0
 
 
 class ParkedSequences:
     """Parked sequences of one model, and which of them may crash its workers.
 
-    The link alone puts sequences in: `park` is where the connections of the model's workers lead to. The worker's state
-    machine says what became of the worker (`crashed`, `replaced` or `gone`) and when its successor serves (`resume`).
+    The link calls `park`. The worker's state machine reports the end of the worker (`on_crash`, `on_replacement` or
+    `fail_all`), and calls `resume` when the next one serves.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class ParkedSequences:
         self._events = events
         self._limits = limits
         self._now = now
-        # Parked from a worker whose end is not known yet, and queued for the next worker.
+        # Sequences of a worker whose exit is not known yet, and those queued for the next worker.
         self._lost: list[Sequence] = []
         self._lost_at = 0.0
         self._waiting: list[Sequence] = []
-        # Resumed and without a token yet, while a suspicious one waits for them or is among them.
+        # Resumed sequences without a token, while a suspicious one waits for them or is among them.
         self._watched: list[Sequence] = []
         self._watch_ends = 0.0
-        # The fingerprint of the only suspect of the newest crash.
-        self._suspect_of_crash: bytes | None = None
+        # Fingerprint of the only suspect of the newest crash.
+        self._crash_suspect: bytes | None = None
         self._quarantine = Quarantine()
 
     @property
@@ -82,38 +82,38 @@ class ParkedSequences:
         return self._quarantine.refusal(request, self._now())
 
     def park(self, sequence: Sequence) -> None:
-        """Take a sequence whose worker is gone, or has given it up. The link's alone."""
+        """Park a sequence that its worker has lost."""
         self._lost.append(sequence)
         self._lost_at = self._now()
 
-    # -- what became of the worker -----------------------------------------------------------------------------------
+    # -- end of a worker ---------------------------------------------------------------------------------------------
 
-    def replaced(self) -> None:
-        """Queue the lost ones for the next worker. Theirs did not crash, or the gateway ended it: none is suspected."""
+    def on_replacement(self) -> None:
+        """Queue the lost sequences for the next worker, without suspicion: no crash ended theirs."""
         self._waiting += [sequence for sequence in self._lost if not sequence.is_over]
         self._lost = []
         self._unwatch()
 
-    def crashed(self, failure: Failure) -> None:
-        """Queue the lost ones for the next worker; fail those that were resumed too often, or crashed two workers."""
+    def on_crash(self, failure: Failure) -> None:
+        """Queue the lost sequences for the next worker; fail those resumed too often or alone at two crashes."""
         lost = [sequence for sequence in self._lost if not sequence.is_over]
         suspects = [sequence for sequence in lost if sequence.is_fresh]
-        before, self._suspect_of_crash = self._suspect_of_crash, _only(suspects)
+        previous, self._crash_suspect = self._crash_suspect, _shared_fingerprint(suspects)
         for sequence in lost:
-            sequence.fruitless = sequence.fruitless + 1 if sequence.is_fresh else 0
-            is_alone = sequence.is_fresh and self._suspect_of_crash is not None
-            sequence.is_suspicious = is_alone or sequence.fruitless >= SUSPICIOUS_AFTER
-        if self._suspect_of_crash is not None and self._suspect_of_crash == before:
+            sequence.fruitless_resumes = sequence.fruitless_resumes + 1 if sequence.is_fresh else 0
+            is_alone = sequence.is_fresh and self._crash_suspect is not None
+            sequence.is_suspicious = is_alone or sequence.fruitless_resumes >= SUSPICIOUS_RESUMES
+        if self._crash_suspect is not None and self._crash_suspect == previous:
             self._quarantine_request(suspects)
         limits = self._limits
-        exhausted = [each for each in lost if each.fruitless > limits.fruitless or each.resumes >= limits.total]
+        exhausted = [each for each in lost if each.fruitless_resumes > limits.fruitless or each.resumes >= limits.total]
         if exhausted:
             log.error("model %s: %d sequences were resumed too often", self._model, len(exhausted))
             self._link.fail(exhausted, failure)
-        self.replaced()
+        self.on_replacement()
 
-    def gone(self, failure: Failure) -> None:
-        """End all of them: there is no next worker."""
+    def fail_all(self, failure: Failure) -> None:
+        """End all parked sequences: there is no next worker."""
         self._link.fail((*self._lost, *self._waiting), failure)
         self._lost, self._waiting = [], []
         self._unwatch()
@@ -121,14 +121,14 @@ class ParkedSequences:
     # -- the next worker ---------------------------------------------------------------------------------------------
 
     def resume(self, epoch: int) -> None:
-        """Send the worker of `epoch`, which serves, those that it may have now."""
+        """Resume sequences on the ready worker of `epoch`, all but those that wait for a suspicious one."""
         now = self._now()
-        if self._lost and now - self._lost_at > STRANDED_S:
-            self.replaced()
+        if self._lost and now - self._lost_at > RETURN_AFTER_S:
+            self.on_replacement()
         self._watched = [sequence for sequence in self._watched if sequence.is_watched]
         waiting = [sequence for sequence in self._waiting if not sequence.is_over]
-        # Stable: otherwise in order of arrival.
-        waiting.sort(key=lambda sequence: (sequence.is_suspicious, sequence.fruitless))
+        # The sort is stable: equal ones stay in order of arrival.
+        waiting.sort(key=lambda sequence: (sequence.is_suspicious, sequence.fruitless_resumes))
         sent = 0
         try:
             while waiting and not (waiting[0].is_suspicious and self._watched):
@@ -139,16 +139,16 @@ class ParkedSequences:
         self._waiting = waiting
         if sent:
             log.info("model %s: %d sequences go on at worker #%d, %d wait", self._model, sent, epoch, len(waiting))
-            self._events.resumed(self._model, sent)
+            self._events.sequences_resumed(self._model, sent)
 
     def expire(self) -> None:
-        """Expire deadlines and trials, once per heartbeat. A parked sequence counts as active: its model is loading."""
+        """Expire deadlines and trials, once per heartbeat. Parked sequences count as active: their model is loading."""
         if self._watched and self._now() >= self._watch_ends:
             self._unwatch()
         if parked := [*self._lost, *self._waiting]:
             self._link.expire(parked)
             for sequence in parked:
-                sequence.collector.touch()
+                sequence.collector.note_activity()
 
     def _resume_one(self, epoch: int, sequence: Sequence, now: float, *, is_watched: bool) -> bool:
         if (refusal := self.refusal(sequence.generate)) is not None:
@@ -170,20 +170,15 @@ class ParkedSequences:
 
     def _quarantine_request(self, suspects: list[Sequence]) -> None:
         log.error("model %s: request %d was alone at two crashes and is quarantined", self._model, suspects[0].rid)
-        poison = fingerprint(suspects[0].generate)
-        self._quarantine.add(poison, self._now())
-        self._events.quarantined(self._model)
-        self._suspect_of_crash = None
-        same = [each for each in (*suspects, *self._waiting) if fingerprint(each.generate) == poison]
+        digest = fingerprint(suspects[0].generate)
+        self._quarantine.add(digest, self._now())
+        self._events.request_quarantined(self._model)
+        self._crash_suspect = None
+        same = [each for each in (*suspects, *self._waiting) if fingerprint(each.generate) == digest]
         self._link.fail(same, REFUSED)
 
 
-def _only(sequences: list[Sequence]) -> bytes | None:
-    """The fingerprint that all of them share; choices of one request share theirs."""
-    only: bytes | None = None
-    for sequence in sequences:
-        own = fingerprint(sequence.generate)
-        if only is not None and own != only:
-            return None
-        only = own
-    return only
+def _shared_fingerprint(sequences: list[Sequence]) -> bytes | None:
+    """The fingerprint that all sequences share, as the choices of one request do; None if they differ."""
+    digests = {fingerprint(sequence.generate) for sequence in sequences}
+    return digests.pop() if len(digests) == 1 else None

@@ -1,4 +1,4 @@
-"""The link to the workers: the table of running sequences, and the fence that keeps old epochs out."""
+"""Link to the workers: the table of running sequences, and the fence against messages of old epochs."""
 
 import asyncio
 import itertools
@@ -11,13 +11,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from gateway.link.aborts import Aborts
 from gateway.link.calls import PendingCalls
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
 from gateway.link.sequence import PARKED, Sequence
 from gateway.link.transport import Transport, WorkerGone, frames_of
-from gateway.link.worker_connection import Carrier, Connection, Progressed, Report, Runner, SendFailed
+from gateway.link.worker_connection import Connection, FrameSender, Report, Runner, SendFailed, SequenceProgressed
 from protocol.codec import MalformedFrame, Unsendable, decode_up
 from protocol.failures import Code, Failure
 from protocol.from_worker import (
@@ -41,41 +40,40 @@ from protocol.to_worker import Abort, Detokenize, Down, Drain, Generate, Ping, S
 
 log = logging.getLogger(__name__)
 
-MALFORMED_LOG_S: Final = 1.0
-# A rid is the boot in its upper half, so that what a surviving worker still says about an earlier gateway's requests
-# can never be taken for ours. A Ping's seq is the epoch in its upper part: a Pong names no worker.
+MALFORMED_LOG_INTERVAL_S: Final = 1.0
+# A rid has the gateway's boot number above these bits, so that rids of an earlier gateway are never confused with ours.
 RID_BITS: Final = 32
+# A Ping's seq has the epoch above these bits, because a Pong does not name its worker.
 SEQ_BITS: Final = 24
 _LOST: Final = Failure(Code.WORKER_DIED, "the model's worker was lost; try again")
-# A worker ends a sequence at its deadline; we do it so much later, for a worker that does not.
+# Workers end sequences at their deadline. The gateway does it this much later if the worker has not.
 LATE_GRACE_S: Final = 1.0
 LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
 UNSENDABLE: Final = Failure(Code.INVALID_REQUEST, "the request cannot be sent to the model's worker")
 
 
 class WorkerLink:
-    """Sends to workers, and tells each collector what was said about its sequences.
+    """Sends messages to workers, and passes their messages to the collectors of the sequences.
 
-    The transport owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
-    home, forever: messages of an epoch that is not attached are dropped and counted. Every sequence belongs to an
-    attached epoch, or is parked: `_park` is the only way there, `resume` and the sequence's end the only ways back.
+    The transport owns the sockets; everything here runs on its loop. An epoch is never reused: messages of an epoch
+    that is not attached are dropped and counted. Every sequence belongs to an attached epoch, or is parked by `_park`
+    until `resume` or its end.
     """
 
     def __init__(self, run_dir: Path, events: LinkEvents, *, boot: int | None = None) -> None:
         self.boot = secrets.randbits(31) | 1 if boot is None else boot
-        self.aborts = Aborts()
-        self._transport = Transport(run_dir, self._handle, self.deliver)
+        self._transport = Transport(run_dir, self._handle, self.wake_readers)
         self.down, self.up = self._transport.down, self._transport.up
         self._events = events
         self._connections: dict[int, Connection] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._questions = PendingCalls()
-        # Also for threads that lower requests: the next of a count is one step of the interpreter.
+        self._calls = PendingCalls()
+        # Threads that lower requests use it too: `next` of a count is atomic in the interpreter.
         self._rids = itertools.count((self.boot << RID_BITS) + 1)
         self._seq = 0
         self._next_malformed_log = 0.0
-        # Whose readers have something to read.
-        self._due: dict[Collector, None] = {}
+        # Collectors with appended deltas whose readers were not woken yet, in order.
+        self._appended: dict[Collector, None] = {}
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -84,11 +82,11 @@ class WorkerLink:
         self._transport.open()
 
     async def run(self) -> None:
-        """Read until cancelled. Raises what reading raised."""
+        """Read until cancelled. Raises the exception of a failed read."""
         await self._transport.run()
 
     def close(self) -> None:
-        """Close the sockets at once. What was not sent is dropped."""
+        """Close the sockets at once. Unsent messages are dropped."""
         self._transport.close()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -100,10 +98,14 @@ class WorkerLink:
     def in_flight(self) -> int:
         return len(self._sequences)
 
+    @property
+    def unacked_aborts(self) -> int:
+        return sum(len(connection.unacked_aborts) for connection in self._connections.values())
+
     def is_busy(self, epoch: int) -> bool:
-        """Whether a worker incarnation has anything to do for us."""
+        """Whether a worker has sequences or calls of this gateway."""
         is_running = any(sequence.epoch == epoch for sequence in self._sequences.values())
-        return is_running or self._questions.are_open(epoch)
+        return is_running or self._calls.has_any(epoch)
 
     def submit(self, worker: Runner, requests: list[Generate]) -> Collector:
         """Start the sequences of one request on `worker`.
@@ -116,14 +118,14 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         now = loop.time()
         collector = Collector([request.rid for request in requests])
-        frames = frames_of([connection.addressed(request) for request in requests])
+        frames = frames_of([connection.prepare(request) for request in requests])
         try:
             for request, frame in zip(requests, frames, strict=True):
                 if (refusal := worker.refusal(request)) is not None:
-                    collector.put(Delta(request.rid, finish=Finish.ERROR, failure=refusal))
+                    collector.send_delta(Delta(request.rid, finish=Finish.ERROR, failure=refusal))
                     continue
                 deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
-                self._sequences[request.rid] = Sequence.begin(request, worker.epoch, collector, deadline)
+                self._sequences[request.rid] = Sequence(request, worker.epoch, collector, deadline)
                 self._transport.send_frame(connection, frame)
         except WorkerGone:
             for request in requests:
@@ -139,9 +141,9 @@ class WorkerLink:
         return collector
 
     def resume(self, epoch: int, sequence: Sequence) -> None:
-        """Let a parked sequence go on at the worker of `epoch`. Raises `WorkerGone`; then it stays parked.
+        """Resume a parked sequence on the worker of `epoch`. Raises `WorkerGone`; then it stays parked.
 
-        One that is too large to be sent with what its client has ends.
+        A sequence ends here if its deadline has passed, or if it became too large to send with its generated tokens.
         """
         now = asyncio.get_running_loop().time()
         if sequence.deadline is not None and now >= sequence.deadline:
@@ -149,7 +151,7 @@ class WorkerLink:
             return
         connection = self._attached(epoch)
         try:
-            self._transport.send(connection, connection.addressed(sequence.continuation(now)))
+            self._transport.send(connection, connection.prepare(sequence.continuation(now)))
         except WorkerGone:
             self._note_unreachable(connection)
             raise
@@ -158,42 +160,42 @@ class WorkerLink:
             self.fail([sequence], UNSENDABLE)
             return
         sequence.epoch = epoch
-        sequence.given = len(sequence.token_ids)
+        sequence.resumed_tokens = len(sequence.token_ids)
         sequence.resumes += 1
 
-    async def ask(self, epoch: int, question: Tokenize | Detokenize) -> Tokenized:
-        """A worker's answer. Raises `Refused`, also when the worker dies over it, `WorkerGone` and `Unsendable`."""
+    async def call(self, epoch: int, request: Tokenize | Detokenize) -> Tokenized:
+        """Call a worker. Raises `CallRefused`, also when the worker is lost, `WorkerGone` and `Unsendable`."""
         connection = self._attached(epoch)
-        with self._questions.asking(epoch, question.rid) as answer:
-            self.send(connection, question)
+        with self._calls.open(epoch, request.rid) as result:
+            self.send(connection, request)
             try:
-                return await answer
-            except asyncio.CancelledError:  # its client has left, or will not wait any longer
-                self._transport.try_send(connection, Abort((question.rid,)))
+                return await result
+            except asyncio.CancelledError:
+                self._transport.try_send(connection, Abort((request.rid,)))
                 raise
 
     def abort(self, rids: Iterable[int], reason: str) -> None:
-        """Stop sequences and forget them. Unknown and finished rids are ignored."""
+        """Abort sequences whose reader is gone. Unknown and finished rids are ignored."""
         by_epoch: defaultdict[int, list[int]] = defaultdict(list)
         for rid in rids:
             sequence = self._sequences.get(rid)
             if sequence is None:
                 continue
             self._end(sequence)
-            sequence.collector.close()
+            sequence.collector.stop_timer()
             by_epoch[sequence.epoch].append(rid)
         for epoch, own in by_epoch.items():
             if (connection := self._connections.get(epoch)) is not None:
-                self.aborts.sent(epoch, own)
+                connection.unacked_aborts.update(own)
                 self._transport.try_send(connection, Abort(tuple(own), reason))
 
     def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
-        """Abort sequences whose reader goes on reading: it is told that they ended, and of a failure if it was one."""
+        """Abort sequences whose reader still reads: it gets terminal deltas, with `failure` if that is given."""
         running = [sequence for rid in rids if (sequence := self._sequences.get(rid)) is not None]
         self.abort([sequence.rid for sequence in running], reason)
         finish = Finish.ABORT if failure is None else Finish.ERROR
         for sequence in running:
-            sequence.collector.put(Delta(sequence.rid, finish=finish, failure=failure))
+            sequence.collector.send_delta(Delta(sequence.rid, finish=finish, failure=failure))
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -203,36 +205,34 @@ class WorkerLink:
         epoch: int,
         post: Callable[[Report], None],
         park: Callable[[Sequence], None],
-        carrier: Carrier | None = None,
+        sender: FrameSender | None = None,
     ) -> Connection:
-        """Let the messages of an epoch in. What is sent to it goes by `carrier`, if it has one."""
-        connection = self._connections[epoch] = Connection(name, epoch, post, park, carrier)
+        """Accept the messages of an epoch. Messages to it are sent by `sender`, by default over ZeroMQ."""
+        connection = self._connections[epoch] = Connection(name, epoch, post, park, sender)
         return connection
 
     def detach(self, epoch: int) -> None:
-        """Fence an epoch off, and park its unfinished sequences."""
+        """Drop further messages of an epoch, and park its unfinished sequences."""
         connection = self._connections.pop(epoch, None)
         if connection is None:
             return
-        self.aborts.forget(epoch)
-        self._questions.lost(epoch, _LOST)
+        self._calls.reject_all(epoch, _LOST)
         for sequence in [sequence for sequence in self._sequences.values() if sequence.epoch == epoch]:
             self._park(connection, sequence)
 
     def _park(self, connection: Connection, sequence: Sequence) -> None:
-        """Park a sequence that its worker has lost: nothing that is said about it counts until it is resumed."""
         sequence.epoch = PARKED
         connection.park(sequence)
 
     def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None:
-        """End sequences with a failure, those of them that have not ended."""
+        """End the unfinished ones of these sequences with a failure."""
         for sequence in sequences:
             if not sequence.is_over:
                 self._end(sequence)
-                sequence.collector.put(Delta(sequence.rid, finish=Finish.ERROR, failure=failure))
+                sequence.collector.send_delta(Delta(sequence.rid, finish=Finish.ERROR, failure=failure))
 
     def abandon(self, failure: Failure) -> None:
-        """End everything: at the workers, which go on without us, and for the clients."""
+        """End all sequences with a failure, and abort them on the workers, which the next gateway adopts."""
         sequences = list(self._sequences.values())
         for epoch, connection in self._connections.items():
             if rids := tuple(sequence.rid for sequence in sequences if sequence.epoch == epoch):
@@ -240,21 +240,20 @@ class WorkerLink:
         self.fail(sequences, failure)
 
     def expire(self, sequences: Iterable[Sequence]) -> None:
-        """End the parked sequences whose deadline has passed: no worker does it for them."""
+        """End parked sequences whose deadline has passed."""
         now = asyncio.get_running_loop().time()
         self.fail(
             [sequence for sequence in sequences if sequence.deadline is not None and now >= sequence.deadline], LATE
         )
 
     def send(self, connection: Connection, message: Down) -> None:
-        """Send at once, also to an epoch that was detached. Raises `WorkerGone` when the worker is not connected, and
-        `Unsendable`."""
+        """Send at once, also to a detached epoch. Raises `WorkerGone` if the worker is not connected, `Unsendable`."""
         if isinstance(message, Shutdown) or (isinstance(message, Drain) and message.deadline_s > 0):
             connection.is_ending = True
         self._transport.send(connection, message)
 
     def ping(self, connection: Connection, t_ns: int) -> None:
-        """Send a heartbeat. A worker that is gone is noticed elsewhere."""
+        """Send a heartbeat, if the worker is connected."""
         self._seq = (self._seq + 1) & ((1 << SEQ_BITS) - 1)
         self._transport.try_send(connection, Ping(connection.epoch << SEQ_BITS | self._seq, t_ns))
 
@@ -268,31 +267,29 @@ class WorkerLink:
         connection.is_unreachable = True
         connection.post(SendFailed(connection.epoch))
 
-    # -- what is said by carriers --------------------------------------------------------------------------------------
+    # -- messages of peers -------------------------------------------------------------------------------------------
 
-    def receive(self, epoch: int, message: Accepted | Rejected | Progress | Step | Tokenized) -> None:
-        """Take what the runner of `epoch` said by its carrier, of its own sequences only. `deliver` follows."""
+    def receive_from_peer(self, epoch: int, message: Accepted | Rejected | Progress | Step | Tokenized) -> None:
+        """Process a message of the runner of `epoch`, about its own sequences only. `wake_readers` must follow."""
         if isinstance(message, Step):
             self._on_step(replace(message, epoch=epoch, stats=None))
-        elif self._is_of(epoch, message.rid):
+            return
+        sequence = self._sequences.get(message.rid)
+        if (self._calls.epoch_of(message.rid) if sequence is None else sequence.epoch) == epoch:
             self._on_other(message)
         else:
             self._events.stale_message()
 
-    def _is_of(self, epoch: int, rid: int) -> bool:
-        sequence = self._sequences.get(rid)
-        return self._questions.is_asked(epoch, rid) if sequence is None else sequence.epoch == epoch
+    # -- messages of workers -----------------------------------------------------------------------------------------
 
-    # -- what workers say --------------------------------------------------------------------------------------------
-
-    def deliver(self) -> None:
-        """Hand on what has come, after all that is there, so that several deltas for one reader are one."""
-        due, self._due = self._due, {}
-        for collector in due:
-            collector.deliver()
+    def wake_readers(self) -> None:
+        """Wake the readers of appended deltas, once after a batch, so that a reader gets several deltas as one."""
+        appended, self._appended = self._appended, {}
+        for collector in appended:
+            collector.wake_reader()
 
     def _handle(self, frame: bytes) -> int:
-        """Dispatch one frame. Returns how much work it was, in deltas."""
+        """Dispatch one frame. Returns its work in deltas."""
         try:
             message = decode_up(frame)
         except MalformedFrame as error:
@@ -310,21 +307,21 @@ class WorkerLink:
         if connection is None:
             self._events.stale_message()
             return
-        sequences, due = self._sequences, self._due
+        sequences, appended = self._sequences, self._appended
         now = asyncio.get_running_loop().time()
-        strangers: list[int] | None = None
+        unknown: list[int] = []
         for delta in step.deltas:
             rid = delta.rid
             sequence = sequences.get(rid)
             if sequence is None or sequence.epoch != epoch:
                 if delta.finish is not None:
-                    self.aborts.ended(epoch, rid)
-                # Just aborted, or begun by an earlier gateway: then nothing else will ever stop it.
-                if rid >> RID_BITS != self.boot and delta.finish is None:
-                    strangers = [*(strangers or ()), rid]
+                    connection.unacked_aborts.discard(rid)
+                elif rid >> RID_BITS != self.boot:
+                    # An earlier gateway started it: it must be aborted here, or it runs to its end.
+                    unknown.append(rid)
                 continue
             if delta.finish is not None:
-                if _is_given_up(connection, delta.failure):
+                if _is_lost_by_worker(connection, delta.failure):
                     self._park(connection, sequence)
                     continue
                 self._end(sequence)
@@ -332,17 +329,16 @@ class WorkerLink:
             collector = sequence.collector
             if delta.prompt is not None:
                 sequence.note_prompt(delta.prompt)
-            elif delta.logprobs is not None and not sequence.token_ids:
-                sequence.is_begun = True
-                sequence.echo_scored += len(delta.logprobs)
             else:
-                sequence.is_begun = True
+                sequence.has_output = True
+                if delta.logprobs is not None and not sequence.token_ids:
+                    sequence.echo_scored += len(delta.logprobs)
             if sequence.is_watched and delta.token_ids:
-                self._note_progress(sequence)
-            collector.add(delta, now)
-            due[collector] = None
-        if strangers:
-            self._transport.try_send(connection, Abort(tuple(strangers), "gateway restarted"))
+                self._report_progress(sequence)
+            collector.append_delta(delta, now)
+            appended[collector] = None
+        if unknown:
+            self._transport.try_send(connection, Abort(tuple(unknown), "gateway restarted"))
         if step.stats is not None:
             connection.stats = step.stats
         self._events.step(connection.name, step)
@@ -357,13 +353,13 @@ class WorkerLink:
                 if sequence := self._running(rid):
                     sequence.collector.note_progress(rid, processed, total, cached)
             case Tokenized():
-                self._questions.answered(message)
-            case Rejected(rid, failure) if rid in self._questions:
-                self._questions.refused(rid, failure)
+                self._calls.resolve(message)
+            case Rejected(rid, failure) if rid in self._calls:
+                self._calls.reject(rid, failure)
             case Rejected(rid, failure):
                 if sequence := self._running(rid):
                     connection = self._connections[sequence.epoch]
-                    if _is_given_up(connection, failure):
+                    if _is_lost_by_worker(connection, failure):
                         self._park(connection, sequence)
                     else:
                         self.fail([sequence], failure)
@@ -377,7 +373,7 @@ class WorkerLink:
                 else:
                     self._events.stale_message()
             case Step():
-                raise AssertionError("steps go the short way")
+                raise AssertionError("_on_step handles steps")
 
     def _running(self, rid: int) -> Sequence | None:
         sequence = self._sequences.get(rid)
@@ -389,12 +385,12 @@ class WorkerLink:
             sequence.timer.cancel()
         sequence.is_over = True
         if sequence.is_watched:
-            self._note_progress(sequence)
+            self._report_progress(sequence)
 
-    def _note_progress(self, sequence: Sequence) -> None:
+    def _report_progress(self, sequence: Sequence) -> None:
         sequence.is_watched = False
         if (connection := self._connections.get(sequence.epoch)) is not None:
-            connection.post(Progressed(connection.epoch))
+            connection.post(SequenceProgressed(connection.epoch))
 
     def _on_pong(self, pong: Pong) -> None:
         connection = self._connections.get(pong.seq >> SEQ_BITS)
@@ -421,14 +417,14 @@ class WorkerLink:
         self._events.malformed_frame()
         now = asyncio.get_running_loop().time()
         if now >= self._next_malformed_log:
-            self._next_malformed_log = now + MALFORMED_LOG_S
+            self._next_malformed_log = now + MALFORMED_LOG_INTERVAL_S
             log.warning("dropped a malformed frame of %d bytes: %s", len(frame), error)
 
 
-def _is_given_up(connection: Connection, failure: Failure | None) -> bool:
-    """Whether this end is not the sequence's but its worker's: then it goes on at the next one."""
+def _is_lost_by_worker(connection: Connection, failure: Failure | None) -> bool:
+    """Whether a sequence ended because its worker ends, so that the next worker resumes it."""
     if failure is None:
         return False
-    # A worker that drains without our command got a signal from outside, or lost its connection to us.
-    is_unasked = failure.code is Code.DRAINING and not connection.is_ending
-    return failure.code is Code.WORKER_DIED or is_unasked
+    # A worker that drains without a command got a signal from outside, or lost its connection to this gateway.
+    is_draining_itself = failure.code is Code.DRAINING and not connection.is_ending
+    return failure.code is Code.WORKER_DIED or is_draining_itself

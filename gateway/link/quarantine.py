@@ -1,4 +1,4 @@
-"""Quarantine of requests that crash workers: known by a fingerprint, refused for a while."""
+"""Quarantine of requests that crash workers: refused by fingerprint until it expires."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -19,11 +19,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def fingerprint(request: Generate) -> bytes:
-    """Digest of what a request asks for: all of it but its identity, urgency, position and chance.
-
-    The seed is chance: a client that comes again with the same prompt is given another one.
-    """
-    same = Generate(
+    """Digest of the fields that decide what a worker computes, without the seed, which differs between retries."""
+    computed = Generate(
         0,
         request.prompt,
         msgspec.structs.replace(request.sampling, seed=Sampling().seed),
@@ -37,30 +34,27 @@ def fingerprint(request: Generate) -> bytes:
         cuts_tokens=request.cuts_tokens,
         prompt_logprobs=request.prompt_logprobs,
     )
-    return hashlib.blake2b(_encoder.encode(same), digest_size=16).digest()
+    return hashlib.blake2b(_encoder.encode(computed), digest_size=16).digest()
 
 
 @dataclass(slots=True)
 class Quarantine:
-    """Refused fingerprints, each with its expiry in monotonic seconds. Owned by one model's `ParkedSequences`."""
+    """Refused fingerprints and their expiry in monotonic seconds. Owned by one model's `ParkedSequences`."""
 
-    _until: dict[bytes, float] = field(default_factory=dict[bytes, float])
+    _expiry: dict[bytes, float] = field(default_factory=dict[bytes, float])
 
-    def add(self, of: bytes, now: float) -> None:
-        self._until.pop(of, None)
-        if len(self._until) >= SIZE_MAX:
-            # Dicts keep their order: the first one is free soonest.
-            del self._until[next(iter(self._until))]
-        self._until[of] = now + EXPIRY_S
+    def add(self, digest: bytes, now: float) -> None:
+        self._expiry.pop(digest, None)
+        if len(self._expiry) >= SIZE_MAX:
+            # Dicts keep their order: the first entry expires first.
+            del self._expiry[next(iter(self._expiry))]
+        self._expiry[digest] = now + EXPIRY_S
 
     def refusal(self, request: Generate, now: float) -> Failure | None:
         """The reason to refuse this request, if any. Costs nothing while the table is empty."""
-        if not self._until:
+        if not self._expiry or (digest := fingerprint(request)) not in self._expiry:
             return None
-        of = fingerprint(request)
-        if of not in self._until:
-            return None
-        if now < self._until[of]:
+        if now < self._expiry[digest]:
             return REFUSED
-        del self._until[of]
+        del self._expiry[digest]
         return None

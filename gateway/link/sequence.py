@@ -1,8 +1,8 @@
-"""One sequence on its way: what its client has, and what a worker must know to go on with it."""
+"""Record of a running or parked sequence: what its client was sent, and what its next worker needs."""
 
 from asyncio import TimerHandle
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -10,62 +10,54 @@ from gateway.link.collector import Collector
 from protocol.from_worker import PromptPart
 from protocol.to_worker import Generate
 
-# The epoch of a sequence that no worker has: real ones begin at 1.
+# Epoch of a sequence without a worker. Epochs of workers begin at 1, those of peer streams at -1.
 PARKED: Final = 0
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One sequence between its Generate and its terminal event. Owned by the link.
+    """Sequence between its Generate and its terminal event. Owned by the link.
 
-    `generate` and `token_ids` (all that the client was sent) are what a successor needs to go on. While `epoch` is
-    `PARKED` no worker has it and nothing that a worker says about it counts.
+    `generate` and `token_ids` (all that the client was sent) are what its next worker needs. While `epoch` is `PARKED`,
+    messages about it are ignored.
     """
 
     generate: Generate
     epoch: int
     collector: Collector
-    # Of the loop's clock; None without a deadline.
+    # Deadline on the loop's clock, and the timer for a worker that does not keep it.
     deadline: float | None = None
-    # Ends it when its worker does not.
     timer: TimerHandle | None = None
-    token_ids: list[int] = field(default_factory=list)
-    # The client has had a delta of its output: an echo must not come again.
-    is_begun: bool = False
-    # Of its prompt, the client has had the ids, and so many entries of its log-probabilities.
+    token_ids: list[int] = field(init=False)
+    # Whether the client was sent output: an echo must not be repeated.
+    has_output: bool = field(init=False)
+    # Whether the client was sent the prompt's ids, and the number of its log-probability entries sent.
     has_prompt_ids: bool = False
-    prompt_scored: int = 0
-    # Entries of the echo's log-probabilities that the client has had.
-    echo_scored: int = 0
-    # It has ended or was aborted.
+    prompt_scored: int = field(init=False)
+    # Number of log-probability entries of the echo that the client was sent.
+    echo_scored: int = field(init=False)
+    # Whether it has ended or was aborted.
     is_over: bool = False
-    # Its first token, or its end, is reported: others wait for it.
+    # Whether its first token, or its end, is reported with `SequenceProgressed`.
     is_watched: bool = False
-    # Ids that its newest worker was given, how often it was given to another worker, and how often in a row without
-    # a single token from that one.
-    given: int = 0
+    # Number of `token_ids` when its worker started it.
+    resumed_tokens: int = field(init=False)
     resumes: int = 0
-    fruitless: int = 0
-    # Turns and tokens that its worker has left out of its prompt, as its next one shall; None while it has not said.
+    # Consecutive workers that were lost without sending a token of it.
+    fruitless_resumes: int = 0
+    # Turns and tokens that its worker has left out of the prompt, which its next worker must leave out too.
     left_out: tuple[int, int] | None = None
-    # It may be what kills its workers.
+    # Whether it may have crashed its workers.
     is_suspicious: bool = False
 
-    @classmethod
-    def begin(cls, generate: Generate, epoch: int, collector: Collector, deadline: float | None) -> Self:
-        """One that the worker of this epoch is sent now. It may go on from what an earlier gateway's client has."""
-        had = list(generate.resume)
-        return cls(
-            generate,
-            epoch,
-            collector,
-            deadline,
-            token_ids=had,
-            given=len(had),
-            is_begun=bool(had),
-            prompt_scored=generate.prompt_scored,
-            echo_scored=generate.echo_scored,
-        )
+    def __post_init__(self) -> None:
+        # A request of a client that an earlier gateway served begins with what that client has.
+        generate = self.generate
+        self.token_ids = list(generate.resume)
+        self.resumed_tokens = len(self.token_ids)
+        self.has_output = bool(self.token_ids)
+        self.prompt_scored = generate.prompt_scored
+        self.echo_scored = generate.echo_scored
 
     @property
     def rid(self) -> int:
@@ -73,11 +65,10 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether its newest worker has sent no token of it: it was waiting or in its prefill."""
-        return len(self.token_ids) == self.given
+        """Whether its worker has sent no token of it: it was queued or in its prefill."""
+        return len(self.token_ids) == self.resumed_tokens
 
     def note_prompt(self, part: PromptPart) -> None:
-        """Note a part of what the client wants to know of the prompt, which it is sent."""
         self.has_prompt_ids = self.has_prompt_ids or bool(part.ids)
         self.prompt_scored += len(part.logprobs)
 
@@ -86,8 +77,8 @@ class Sequence:
         return replace(
             self.generate,
             resume=tuple(self.token_ids),
-            # One with log-probabilities comes in parts, of which the others are still wanted.
-            echo=self.generate.echo and (self.echo_scored > 0 or not self.is_begun),
+            # An echo with log-probabilities is sent in parts, some of which may be missing.
+            echo=self.generate.echo and (self.echo_scored > 0 or not self.has_output),
             left_out=self.generate.left_out if self.left_out is None else self.left_out,
             prompt_ids=self.generate.prompt_ids and not self.has_prompt_ids,
             prompt_scored=self.prompt_scored,

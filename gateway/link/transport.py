@@ -1,4 +1,4 @@
-"""The gateway's two sockets: frames to workers by their identity, and frames from workers in batches."""
+"""ZeroMQ sockets of the gateway: a ROUTER to the workers and a PULL from them."""
 
 import asyncio
 import contextlib
@@ -19,34 +19,32 @@ log = logging.getLogger(__name__)
 
 # Deltas handled before other tasks get a turn.
 BATCH_DELTAS: Final = 128
-# A frame beyond this is not copied: libzmq sends it from where it is.
-LARGE_BYTES: Final = 256 * 1024
-# A worker that is refused is told so within this many tries; its sockets connect one after the other.
-DISMISSALS: Final = 100
+# Larger frames are sent without a copy.
+COPY_BYTES_MAX: Final = 256 * 1024
+DISMISS_ATTEMPTS: Final = 100
 DISMISS_RETRY_S: Final = 0.1
 
 
 class WorkerGone(Exception):
-    """The worker could not be reached. Nothing was sent: another attempt is safe."""
+    """The worker could not be reached. Nothing was sent, so a retry is safe."""
 
 
 class Transport:
-    """Owns a ROUTER to the workers and a PULL from them; everything here runs on one loop.
+    """Owns both sockets, on one event loop.
 
-    `handle` takes a frame and returns how much work it was, in deltas; `settle` follows all frames that were there.
-    Frames for a connection that has a carrier go by that, and not by the ROUTER.
+    `handle` processes a frame and returns its work in deltas. `end_batch` is called when no frame is left to read, or
+    after `BATCH_DELTAS`.
     """
 
-    def __init__(self, run_dir: Path, handle: Callable[[bytes], int], settle: Callable[[], None]) -> None:
+    def __init__(self, run_dir: Path, handle: Callable[[bytes], int], end_batch: Callable[[], None]) -> None:
         """Raises `PathTooLong`."""
         self.down, self.up = sockets.addresses(run_dir)
         self._handle = handle
-        self._settle = settle
+        self._end_batch = end_batch
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._pull: zmq.Socket[bytes] | None = None
-        # Ends `run`.
-        self._broken: asyncio.Future[None] | None = None
+        self._failure: asyncio.Future[None] | None = None
 
     def open(self) -> None:
         """Bind both sockets. The run directory's lock must be held: stale socket files are replaced."""
@@ -55,7 +53,7 @@ class Transport:
         self._pull = sockets.bind_pull(self._context, self.up)
 
     def close(self) -> None:
-        """Close the sockets at once. What was not sent is dropped."""
+        """Close the sockets at once. Unsent frames are dropped."""
         for socket in (self._router, self._pull):
             if socket is not None:
                 socket.close(0)
@@ -66,27 +64,27 @@ class Transport:
     # -- from workers ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Read until cancelled. Raises what reading raised."""
+        """Read until cancelled. Raises the exception of a failed read."""
         assert self._pull is not None, "open() comes first"
         loop = asyncio.get_running_loop()
         descriptor = self._pull.fileno()
-        self._broken = loop.create_future()
+        self._failure = loop.create_future()
         loop.add_reader(descriptor, self._read)
         try:
-            # The descriptor tells only of what comes from now on.
+            # ZeroMQ's descriptor signals only frames that arrive from now on.
             self._read()
-            await self._broken
+            await self._failure
         finally:
             loop.remove_reader(descriptor)
-            self._broken = None
+            self._failure = None
 
     def _read(self) -> None:
-        """Everything that is there, in batches. A callback, not a task: it is cheaper, and every token comes this way.
+        """Read all pending frames, in batches. A callback, because a task is too slow for every token.
 
-        It always reads until there is nothing left, or comes back: the descriptor wakes us only once for what is there.
+        It must read until nothing is left, or schedule itself: ZeroMQ's descriptor is edge-triggered.
         """
-        broken, pull = self._broken, self._pull
-        if broken is None or broken.done() or pull is None:
+        failure, pull = self._failure, self._pull
+        if failure is None or failure.done() or pull is None:
             return
         deltas = 0
         try:
@@ -94,12 +92,12 @@ class Transport:
                 deltas += self._handle(frame)
             if deltas >= BATCH_DELTAS:
                 asyncio.get_running_loop().call_soon(self._read)
-            self._settle()
+            self._end_batch()
         except Exception as error:  # the root of the callback: `run` raises it
-            broken.set_exception(error)
+            failure.set_exception(error)
 
     def drop_greetings(self) -> None:
-        """Discard what came up the ROUTER: a DEALER's first frame only makes it routable, and no other ever comes."""
+        """Discard frames received on the ROUTER: a worker sends one there, which makes its identity routable."""
         if self._router is not None:
             while sockets.receive_now(self._router) is not None:
                 pass
@@ -111,44 +109,46 @@ class Transport:
         self.send_frame(connection, encode(message))
 
     def try_send(self, connection: Connection, message: Down) -> None:
-        """Send where the worker is connected: one that is gone is noticed elsewhere."""
+        """Send if the worker is connected. Its loss is detected by its exit or its heartbeat."""
         with contextlib.suppress(WorkerGone):
             self.send(connection, message)
 
     def send_frame(self, connection: Connection, frame: bytes) -> None:
-        """Send a message that is encoded already. Raises `WorkerGone`."""
-        if connection.carrier is not None:
-            connection.carrier.carry(frame)
+        """Send an encoded message, by the connection's own sender if it has one. Raises `WorkerGone`."""
+        if connection.sender is not None:
+            connection.sender.send_frame(frame)
         else:
             self._post(connection.name, connection.epoch, frame)
 
     def dismiss(self, hello: Hello, is_wanted: Callable[[Hello], bool]) -> None:
-        """End a worker that was not started here: it holds memory that is not counted."""
-        log.warning("refused worker %s#%d (pid %d): not an expected incarnation", hello.worker, hello.epoch, hello.pid)
-        self._dismiss(hello, is_wanted, DISMISSALS)
+        """Shut down a worker that this gateway did not start: its memory is not counted.
 
-    def _dismiss(self, hello: Hello, is_wanted: Callable[[Hello], bool], tries: int) -> None:
+        Its Hello may arrive before its ROUTER connection, so sending is retried.
+        """
+        log.warning("refused worker %s#%d (pid %d): not an expected incarnation", hello.worker, hello.epoch, hello.pid)
+        self._dismiss(hello, is_wanted, DISMISS_ATTEMPTS)
+
+    def _dismiss(self, hello: Hello, is_wanted: Callable[[Hello], bool], attempts: int) -> None:
         if self._router is None or is_wanted(hello):
             return
         try:
             self._post(hello.worker, hello.epoch, encode(Shutdown("not one that is wanted")))
         except WorkerGone:
-            # Its Hello came before its other socket was connected.
-            if tries > 1:
-                asyncio.get_running_loop().call_later(DISMISS_RETRY_S, self._dismiss, hello, is_wanted, tries - 1)
+            if attempts > 1:
+                asyncio.get_running_loop().call_later(DISMISS_RETRY_S, self._dismiss, hello, is_wanted, attempts - 1)
 
     def _post(self, name: str, epoch: int, frame: bytes) -> None:
         if self._router is None:
             raise WorkerGone("the link is closed")
         try:
             identity = f"{name}#{epoch}".encode()
-            self._router.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < LARGE_BYTES)
+            self._router.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < COPY_BYTES_MAX)
         except zmq.ZMQError as error:
             raise WorkerGone(f"{name}#{epoch}: {error}") from error
 
 
 def frames_of(requests: list[Generate]) -> list[bytes]:
-    """The frames of one request's sequences. Together they are no larger than one may be: libzmq queues all of them.
+    """Encode the sequences of one request, all of which libzmq queues: together they must fit into one frame.
 
     Raises `Unsendable`.
     """

@@ -1,7 +1,7 @@
 """Connection of the link to one incarnation of a worker, or to one stream at a peer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.link.sequence import Sequence
@@ -13,31 +13,31 @@ from protocol.to_worker import Generate
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """A request could not be sent to the worker of this epoch: it is gone, or takes nothing."""
+    """A request could not be sent to the worker of this epoch: it is gone, or its queue is full."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Progressed:
+class SequenceProgressed:
     """A watched sequence of this epoch has its first token, or has ended."""
 
     epoch: int
 
 
-# Messages of a worker about itself, and what the link has noticed of it.
-Report = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet | SendFailed | Progressed
+# Messages of a worker about itself, and observations of the link about it.
+Report = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet | SendFailed | SequenceProgressed
 
 
-class Carrier(Protocol):
-    """A way to a runner that is no worker of this gateway."""
+class FrameSender(Protocol):
+    """Transport to a runner that is no worker of this gateway."""
 
-    def addressed(self, request: Generate) -> Generate:
-        """A request as it is sent this way."""
+    def prepare(self, request: Generate) -> Generate:
+        """Return the request as this transport sends it."""
         ...
 
-    def carry(self, frame: bytes) -> None:
-        """Send a frame, as it is made for a worker. Raises `WorkerGone`."""
+    def send_frame(self, frame: bytes) -> None:
+        """Send a frame that was encoded for a worker. Raises `WorkerGone`."""
         ...
 
 
@@ -45,28 +45,29 @@ class Carrier(Protocol):
 class Connection:
     """One attached epoch. Written by the link alone; it stays readable after the epoch is detached.
 
-    The link knows a worker only as two callbacks: `post` puts a report into a queue, and `park` takes each sequence
-    that the worker has lost. Neither calls the link.
+    `post` puts a report into the supervisor's queue, and `park` receives each sequence that the worker has lost.
+    Neither calls the link.
     """
 
     name: str
     epoch: int
     post: Callable[[Report], None]
     park: Callable[[Sequence], None]
-    carrier: Carrier | None = None
-    # The newest numbers that the worker has sent.
+    sender: FrameSender | None = None
     stats: Stats | None = None
-    # A request could not be sent: the next one must not come here.
+    # Sending a request has failed: no more are submitted here.
     is_unreachable: bool = False
-    # It was sent a Drain with a deadline, or a Shutdown: what it ends from now on has ended.
+    # It was sent a Drain with a deadline, or a Shutdown: sequences that it ends from now on are not resumed.
     is_ending: bool = False
+    # Rids whose Abort was sent and whose end the worker has not confirmed. A growing number is a stuck worker.
+    unacked_aborts: set[int] = field(default_factory=set[int])
 
-    def addressed(self, request: Generate) -> Generate:
-        return request if self.carrier is None else self.carrier.addressed(request)
+    def prepare(self, request: Generate) -> Generate:
+        return request if self.sender is None else self.sender.prepare(request)
 
 
 class Runner(Protocol):
-    """A worker, or a stream at a peer, that requests are submitted to."""
+    """Destination of requests: a worker, or a stream at a peer."""
 
     @property
     def name(self) -> str: ...
@@ -74,9 +75,9 @@ class Runner(Protocol):
     def epoch(self) -> int: ...
     @property
     def is_ready(self) -> bool:
-        """It takes new requests."""
+        """Whether it takes new requests."""
         ...
 
     def refusal(self, request: Generate) -> Failure | None:
-        """Reason why it must not get this request, if any."""
+        """The reason to refuse this request, if any."""
         ...

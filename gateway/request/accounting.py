@@ -147,7 +147,7 @@ class TokenAccounting:
     def _cut_phases(self, collector: Collector) -> None:
         """It ends before its worker could say where its time went: what was seen from here."""
         record = self._record
-        began = collector.began
+        began = collector.prefill_began_at
         # The collector's clock is the loop's.
         ago = 0.0 if began is None else asyncio.get_running_loop().time() - began
         now = time.perf_counter() - record.started

@@ -223,11 +223,11 @@ class Generation:
 
         `on_unread` is called with new output in this task's place while it waits: see `Collector.next`.
         """
-        return self._accounting.book(await self._opened().next(timeout_s, on_unread))
+        return self._accounting.book(await self._opened().read_deltas(timeout_s, on_unread))
 
     def read_now(self) -> list[Delta]:
         """New output without a wait, for an `on_unread`."""
-        return self._accounting.book(self._opened().take())
+        return self._accounting.book(self._opened().read_deltas_nowait())
 
     def shows_life(self) -> bool:
         """Whether the worker did anything since this was last asked.

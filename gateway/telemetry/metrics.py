@@ -254,7 +254,7 @@ class Metrics:
         """A worker's step age passed its limit."""
         self.model(model).stuck += 1
 
-    def resumed(self, model: str, sequences: int) -> None:
+    def sequences_resumed(self, model: str, sequences: int) -> None:
         """These went on at another worker."""
         self.model(model).resumes += sequences
 
@@ -262,7 +262,7 @@ class Metrics:
         """A model that was taken out of the configuration has stopped: its series end."""
         self.models.pop(model, None)
 
-    def quarantined(self, model: str) -> None:
+    def request_quarantined(self, model: str) -> None:
         """A request was found to kill workers."""
         self.model(model).quarantined += 1
 

@@ -135,7 +135,7 @@ async def test_what_runs_is_finished_while_new_requests_wait_and_nobody_is_lost(
         first = await r.ready("a")
         count = round(patient(300))
         long = r.generate(first, max_tokens=count)
-        begun = await long.next()
+        begun = await long.read_deltas()
         other = asyncio.create_task(r.complete("b", max_tokens=3))
         await until(lambda: not first.is_ready)
         assert first.state is State.READY, "it still runs"
@@ -188,7 +188,7 @@ async def test_a_worker_that_grows_is_asked_for_less_and_at_last_started_anew_wi
             async with asyncio.timeout(patient(60)):
                 deltas: list[Delta] = []
                 while not streams[0].is_done:
-                    deltas += await streams[0].next()
+                    deltas += await streams[0].read_deltas()
         assert text_of(deltas) == tokens(count)
         assert finish_of(deltas) is Finish.LENGTH
         assert r.events.trims[0] == "a"

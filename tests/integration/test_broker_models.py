@@ -212,7 +212,7 @@ async def test_streams_of_a_worker_that_is_started_anew_for_its_memory_equal_the
 async def read(collector: Collector) -> list[Delta]:
     deltas: list[Delta] = []
     while not collector.is_done:
-        deltas += await collector.next()
+        deltas += await collector.read_deltas()
     return deltas
 
 

@@ -134,12 +134,12 @@ async def test_a_worker_that_is_starved_for_a_moment_is_left_alone(home: Path) -
     async with Running(config(home), limits=WorkerLimits(heartbeat_s=0.05)) as running:
         worker = await running.ready()
         stream = running.generate(worker, max_tokens=100)
-        begun = await stream.next()
+        begun = await stream.read_deltas()
         pid, heard = worker.pid, worker.stats
         os.kill(pid, signal.SIGSTOP)
         # What had been said already, and then nothing.
-        begun += await stream.next(0.5)
-        assert not await stream.next(0.5)
+        begun += await stream.read_deltas(0.5)
+        assert not await stream.read_deltas(0.5)
         os.kill(pid, signal.SIGCONT)
 
         rest = await read_all(stream)
@@ -171,7 +171,7 @@ async def test_an_aborted_process_leaves_its_stacks_in_the_log_and_its_stream_go
         whole = text_of(await running.complete(text="one", max_tokens=600))
         worker = await running.ready()
         stream = running.generate(worker, "one", 600)
-        begun = await stream.next()
+        begun = await stream.read_deltas()
         with caplog.at_level("INFO", "worker"):
             os.kill(worker.pid, signal.SIGABRT)
             assert text_of(begun + await read_all(stream)) == whole
@@ -205,12 +205,12 @@ async def test_a_huge_prompt_is_tokenized_beside_the_stream_that_runs(home: Path
         worker = await running.ready()
         # More than it has said by then, however quick it is: a stream that has ended answers at once, and for ever.
         stream = running.generate(worker, "one", 120_000)
-        await stream.next()
+        await stream.read_deltas()
         question = Tokenize(running.link.next_rid(), TextPrompt("lorem ipsum dolor sit amet " * 60_000))
-        asking = asyncio.create_task(running.link.ask(worker, question))
+        asking = asyncio.create_task(running.link.call(worker.epoch, question))
         said = 0
         while not asking.done():
-            said += len(await stream.next(0.05))
+            said += len(await stream.read_deltas(0.05))
             await asyncio.sleep(0)
         running.link.abort(stream.rids, "client")
 

@@ -39,7 +39,7 @@ async def test_a_stopped_process_is_noticed_killed_and_replaced_and_its_stream_g
         whole = text_of(await pool.complete(text="one", max_tokens=600))
         worker = await pool.ready()
         stream = pool.generate(worker, "one", 600)
-        begun = await stream.next()
+        begun = await stream.read_deltas()
         os.kill(worker.pid, signal.SIGSTOP)
         assert text_of(begun + await read_all(stream)) == whole
         assert pool.events.stuck_workers == 1
@@ -75,7 +75,7 @@ async def test_an_abort_frees_the_row_and_unload_exits_cleanly(home: Path, model
     async with running(config(home, path=str(model_folder("qwen3"))), limits) as pool:
         worker = await pool.ready()
         stream = pool.generate(worker, "one", 100_000)
-        await stream.next()
+        await stream.read_deltas()
         pool.link.abort(stream.rids, "client")
         await until(lambda: worker.stats is not None and worker.stats.running == 0)
         await pool.pool.unload("m")

@@ -55,7 +55,7 @@ async def test_streams_of_a_killed_worker_go_on_at_its_successor_and_others_do_n
         doomed = await running.ready("a")
         streams = [running.generate(doomed, max_tokens=400) for _ in range(3)]
         neighbour = running.generate(await running.ready("b"), max_tokens=60)
-        begun = [await stream.next() for stream in streams]
+        begun = [await stream.read_deltas() for stream in streams]
         os.kill(doomed.pid, signal.SIGKILL)
         for start, stream in zip(begun, streams, strict=True):
             deltas = start + await read_all(stream)
@@ -77,7 +77,7 @@ async def test_a_stream_outlives_one_worker_after_another(home: Path) -> None:
         for _ in range(3):
             until_count = len([t for d in deltas for t in d.token_ids]) + 20
             while len([t for d in deltas for t in d.token_ids]) < until_count:
-                deltas += await stream.next()
+                deltas += await stream.read_deltas()
             os.kill(worker.pid, signal.SIGKILL)
         assert text_of(deltas + await read_all(stream)) == tokens(200)
 
@@ -95,7 +95,7 @@ async def test_a_restart_on_request_loses_no_stream(home: Path) -> None:
     async with Running(config(home)) as running:
         worker = await running.ready()
         streams = [running.generate(worker, max_tokens=100) for _ in range(16)]
-        begun = [await stream.next() for stream in streams]
+        begun = [await stream.read_deltas() for stream in streams]
         await running.pool.restart("m")
         for start, stream in zip(begun, streams, strict=True):
             assert text_of(start + await read_all(stream)) == tokens(100)
@@ -106,7 +106,7 @@ async def test_a_fault_in_the_loop_fails_nobody(home: Path) -> None:
     async with Running(config(home)) as running:
         worker = await running.ready()
         innocent = running.generate(worker, max_tokens=100)
-        await innocent.next()
+        await innocent.read_deltas()
         deltas = await running.complete(text="exit 70", max_tokens=1000)
         # The same request did it again at the successor.
         assert deltas[-1].failure is not None
@@ -121,7 +121,7 @@ async def test_a_request_that_kills_workers_is_refused_and_the_others_complete(h
         worker = await running.ready()
         streams = [running.generate(worker, max_tokens=150) for _ in range(4)]
         for stream in streams:
-            await stream.next()
+            await stream.read_deltas()
         poison = running.generate(worker, text="kill")
         assert (await read_all(poison))[-1].failure == REFUSED
         for stream in streams:
@@ -137,7 +137,7 @@ async def test_a_request_that_kills_workers_is_refused_and_the_others_complete(h
 async def test_a_hung_worker_is_ended_and_what_else_it_ran_goes_on(home: Path, fault: str) -> None:
     async with Running(config(home), limits=QUICK) as running:
         innocent = running.generate(await running.ready(), max_tokens=50)
-        begun = await innocent.next()
+        begun = await innocent.read_deltas()
         deltas = await running.complete(text=fault, max_tokens=1000)
         assert deltas[-1].failure == REFUSED
         assert text_of(begun + await read_all(innocent)) == tokens(50)
@@ -226,7 +226,7 @@ async def test_a_request_that_can_be_given_to_no_other_worker_ends_with_its_own(
     async with Running(config(home), limits=WorkerLimits(resume=ResumeLimits(fruitless=0))) as running:
         worker = await running.ready()
         stream = running.generate(worker, text="ignored")
-        assert await stream.next(0.05) == []
+        assert await stream.read_deltas(0.05) == []
         os.kill(worker.pid, signal.SIGKILL)
         deltas = await read_all(stream)
         assert deltas[-1].failure is not None
@@ -285,7 +285,7 @@ async def test_an_aborted_request_is_forgotten_at_once_and_freed_in_the_worker(h
     async with Running(config(home), limits=QUICK) as running:
         worker = await running.ready()
         stream = running.generate(worker, max_tokens=1_000_000)
-        await stream.next()
+        await stream.read_deltas()
         for _ in range(2):
             running.link.abort(stream.rids, "client")
         running.link.abort([123], "client")
@@ -299,7 +299,7 @@ async def test_a_reader_that_never_comes_costs_one_delta(home: Path) -> None:
         slow = running.generate(worker, max_tokens=3000)
         assert text_of(await read_all(running.generate(worker, max_tokens=3000))) == tokens(3000)
         await until(lambda: running.link.in_flight == 0)
-        deltas = await slow.next()
+        deltas = await slow.read_deltas()
         assert len(deltas) == 1
         assert deltas[0].text == tokens(3000)
 

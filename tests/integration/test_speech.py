@@ -282,10 +282,10 @@ async def test_a_client_that_leaves_before_its_clip_is_heard_leaves_nothing(gate
         request.cancel()
         await until(lambda: gateway.link.in_flight == 0 and services.media.numbers.used_bytes == 0)
         assert finished["abort"] == before + 1
-        assert gateway.link.aborts.count == 1
+        assert gateway.link.unacked_aborts == 1
     finally:
         os.kill(worker.pid, signal.SIGCONT)
-    await until(lambda: gateway.link.aborts.count == 0)
+    await until(lambda: gateway.link.unacked_aborts == 0)
     await heard(gateway)
     assert gateway.pool.worker("whisper") is worker
 
@@ -301,7 +301,7 @@ async def test_a_client_that_leaves_amid_speech_ends_it(gateway: Gateway) -> Non
         await anext(reply.aiter_raw())
     await until(lambda: gateway.link.in_flight == 0 and services.admission.inside("speaker") == 0)
     assert numbers.finished["abort"] == aborts + 1
-    await until(lambda: gateway.link.aborts.count == 0)
+    await until(lambda: gateway.link.unacked_aborts == 0)
     await spoken(gateway)
     await until(lambda: numbers.stats is not None and numbers.stats.spoken_s > spoken_s)
     assert numbers.stats is not None

@@ -11,7 +11,7 @@ import pytest
 from gateway.link.link import WorkerLink
 from gateway.link.sequence import Sequence
 from gateway.link.transport import WorkerGone
-from gateway.link.worker_connection import Carrier, Connection, Report
+from gateway.link.worker_connection import Connection, FrameSender, Report
 from gateway.workers.supervisor.ports import Effects
 from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State, WorkerLimits
 from gateway.workers.supervisor.worker import Worker
@@ -70,7 +70,7 @@ class FakeLink(WorkerLink):
         epoch: int,
         post: Callable[[Report], None],
         park: Callable[[Sequence], None],
-        carrier: Carrier | None = None,
+        sender: FrameSender | None = None,
     ) -> Connection:
         self._world.attached.append(epoch)
         self._world.post = post
@@ -102,10 +102,10 @@ class _Line:
         self._world = world
         self._epoch = epoch
 
-    def addressed(self, request: Generate) -> Generate:
+    def prepare(self, request: Generate) -> Generate:
         return request
 
-    def carry(self, frame: bytes) -> None:
+    def send_frame(self, frame: bytes) -> None:
         world = self._world
         if world.is_unreachable:
             raise WorkerGone(f"#{self._epoch}")
@@ -272,13 +272,13 @@ class Recorder:
     def stuck(self, model: str) -> None:
         self.stuck_workers += 1
 
-    def resumed(self, model: str, sequences: int) -> None:
+    def sequences_resumed(self, model: str, sequences: int) -> None:
         self.resumes += sequences
 
     def removed(self, model: str) -> None:
         raise AssertionError("the pool's, not a worker's")
 
-    def quarantined(self, model: str) -> None:
+    def request_quarantined(self, model: str) -> None:
         self.quarantines += 1
 
     def granted(self, model: str, wait_s: float, reason: str) -> None:
@@ -371,7 +371,7 @@ class Machine:
 
     def say(self, epoch: int, *deltas: Delta) -> None:
         """A step of the worker."""
-        self.world.link.receive(epoch, Step(epoch, 1, list(deltas)))
+        self.world.link.receive_from_peer(epoch, Step(epoch, 1, list(deltas)))
 
     def give_up(self, sequence: Sequence) -> None:
         """Its worker ends it, and not for any fault of its own."""

@@ -117,7 +117,7 @@ async def read_all(collector: Collector) -> list[Delta]:
     deltas: list[Delta] = []
     async with asyncio.timeout(patient(DEADLINE_S)):
         while not collector.is_done:
-            deltas += await collector.next()
+            deltas += await collector.read_deltas()
     return deltas
 
 

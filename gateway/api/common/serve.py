@@ -220,7 +220,7 @@ async def _answer(
             asked = question(services.link.next_rid())
             if (refusal := worker.incarnation.question_refusal(asked)) is not None:
                 raise from_failure(refusal)
-            return await services.link.ask(worker.epoch, asked)
+            return await services.link.call(worker.epoch, asked)
     except (ModelUnavailable, CallRefused) as error:
         wait_s = getattr(error, "retry_after_s", 0.0)
         raise from_failure(error.failure, wait_s, is_operator=record.caller.is_admin) from None

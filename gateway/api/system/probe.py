@@ -123,7 +123,7 @@ def prompt_for(ready: Ready | None) -> Prompt:
 
 async def _ending(collector: Collector) -> str:
     while True:
-        for delta in await collector.next():
+        for delta in await collector.read_deltas():
             if delta.finish in (Finish.ERROR, Finish.ABORT):
                 return delta.failure.message if delta.failure is not None else "it was aborted"
             if delta.finish is not None:

@@ -263,7 +263,7 @@ class Fleet:
         for candidate in self.candidates(model, [], None)[:ASKED_MAX]:
             stream = self.open(candidate, model.name, lambda _: None, "")
             try:
-                return await self.link.ask(stream.epoch, question)
+                return await self.link.call(stream.epoch, question)
             except Unsendable:
                 stream.discard()
                 raise

@@ -87,7 +87,7 @@ OnLoss = Callable[[PeerLost], None]
 
 
 class PeerStream:
-    """A `Runner` and its `Carrier`. What is sent in one turn of the event loop goes as one request, in the next.
+    """A `Runner` and its `FrameSender`. What is sent in one turn of the event loop goes as one request, in the next.
 
     `name` is the model's here, by which it is counted; `there` is its name at the peer.
     """
@@ -141,9 +141,9 @@ class PeerStream:
         self._link.detach(self.epoch)
         self.on_end()
 
-    # -- a carrier ---------------------------------------------------------------------------------------------------
+    # -- a frame sender ----------------------------------------------------------------------------------------------
 
-    def addressed(self, request: Generate) -> Generate:
+    def prepare(self, request: Generate) -> Generate:
         """As the peer gets it: without our tenants, and with a salt from which ours cannot be told.
 
         It asks for progress: the silence of a long prefill must not look like death.
@@ -154,7 +154,7 @@ class PeerStream:
             salt = hmac.digest(self._secret, salt.encode(), "blake2b")[:16].hex()
         return replace(request, cache_salt=salt, tenant="", want_progress=True)
 
-    def carry(self, frame: bytes) -> None:
+    def send_frame(self, frame: bytes) -> None:
         match _heads.decode(frame):
             case _AbortHead(rids):
                 self._abort(rids)
@@ -208,7 +208,7 @@ class PeerStream:
             async for data in response.aiter_raw():
                 for message in reader.feed(data):
                     self._take(message)
-                self._link.deliver()
+                self._link.wake_readers()
         if self._open:
             raise MalformedFrame("the answer ended before its sequences")
 
@@ -223,23 +223,23 @@ class PeerStream:
                         self._open.discard(delta.rid)
                 if any(delta.failure is not None for delta in deltas):
                     message = replace(message, deltas=[self._redirected(delta) for delta in deltas])
-                self._link.receive(self.epoch, message)
+                self._link.receive_from_peer(self.epoch, message)
             case Rejected(rid, failure):
                 self._open.discard(rid)
-                self._link.receive(self.epoch, Rejected(rid, self._elsewhere(failure)))
+                self._link.receive_from_peer(self.epoch, Rejected(rid, self._elsewhere(failure)))
             case Accepted(rid, prompt_tokens):
                 self.claims.check_accepted(message)
                 if self.prompt_tokens.setdefault(rid, prompt_tokens) != prompt_tokens:
                     raise MalformedFrame("its model reads the prompt as other tokens: it is not the same model")
-                self._link.receive(self.epoch, message)
+                self._link.receive_from_peer(self.epoch, message)
             case Progress():
                 self.claims.check_progress(message)
-                self._link.receive(self.epoch, message)
+                self._link.receive_from_peer(self.epoch, message)
             case Tokenized(rid, count):
                 if not 0 <= count <= MAX_FRAME_BYTES:
                     raise MalformedFrame("its count of tokens is out of range")
                 self._open.discard(rid)
-                self._link.receive(self.epoch, message)
+                self._link.receive_from_peer(self.epoch, message)
 
     def _redirected(self, delta: Delta) -> Delta:
         return delta if delta.failure is None else replace(delta, failure=self._elsewhere(delta.failure))
@@ -257,7 +257,7 @@ class PeerStream:
         if error.status in _FINAL:
             failure = Failure(Code.INTERNAL, f"The peer {self.node.name} does not take this request.", str(error))
             for rid in self._open:
-                self._link.receive(self.epoch, Rejected(rid, failure))
+                self._link.receive_from_peer(self.epoch, Rejected(rid, failure))
             self._open.clear()
         key_is_refused = error.status in (401, 403)
         s = KEY_REFUSED_S if key_is_refused else BUSY_S if error.status in (429, 503) else ABSENT_S
@@ -273,7 +273,7 @@ class PeerStream:
         self.node.failed(reason)
 
     def _finish(self) -> None:
-        self._link.deliver()
+        self._link.wake_readers()
         self.on_end()
         self._link.detach(self.epoch)
         lost = [sequence for sequence in self._parked if not sequence.is_over]

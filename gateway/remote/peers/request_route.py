@@ -109,7 +109,7 @@ class RequestRoute:
             # The others were sent before their worker was lost, which minds them.
             left = [sequence for sequence in left if sequence.epoch == PARKED]
             for sequence in left:
-                sequence.collector.touch()
+                sequence.collector.note_activity()
             await asyncio.sleep(LOOK_S)
 
     async def _move(self, left: list[Sequence]) -> bool:

@@ -110,11 +110,11 @@ class Verdict:
         """Do with the sequences of the worker what follows for them."""
         match self.sequences:
             case SequenceAction.FAIL:
-                parked.gone(self.stream_failure)
+                parked.fail_all(self.stream_failure)
             case SequenceAction.RESUME:
-                parked.replaced()
+                parked.on_replacement()
             case SequenceAction.SUSPECT:
-                parked.crashed(self.stream_failure)
+                parked.on_crash(self.stream_failure)
 
 
 def judge(status: int | None, lines: list[str], facts: LastFacts) -> Verdict:

@@ -208,7 +208,7 @@ class WorkerHandle:
 
     def _fail_waiting(self, failure: Failure) -> None:
         """Refuse all that wait for the model: callers, and parked sequences."""
-        self.parked.gone(failure)
+        self.parked.fail_all(failure)
         self._answer_waiters(failure)
 
     def _answer_waiters(self, failure: Failure | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from gateway.link.worker_connection import Progressed, Report, SendFailed
+from gateway.link.worker_connection import Report, SendFailed, SequenceProgressed
 from gateway.workers.supervisor.ports import WorkerPort
 from gateway.workers.supervisor.state import SHUTTING_DOWN, ModelUnavailable
 from protocol.failures import Failure
@@ -124,7 +124,7 @@ OfEpoch = (
     | MemoryDenied
     | ProcessExited
     | SendFailed
-    | Progressed
+    | SequenceProgressed
     | Hello
     | Loading
     | Ready

@@ -16,7 +16,7 @@ from typing import Any, assert_never
 from msgspec.structs import replace
 
 from gateway.link.link import WorkerLink
-from gateway.link.worker_connection import Progressed, SendFailed
+from gateway.link.worker_connection import SendFailed, SequenceProgressed
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.heartbeat import Heartbeat
@@ -112,7 +112,7 @@ class Worker(WorkerHandle):
             case Drained():
                 self._on_drained()
             # What waits behind a gate, or for the outcome of a trial, goes on when that is over.
-            case Progressed():
+            case SequenceProgressed():
                 self._serve()
             case inbox.WorkerEvent(kind):
                 self._on_event(kind)

@@ -21,15 +21,20 @@ def anyio_backend() -> str:
 async def drain(collector: Collector) -> list[Delta]:
     deltas: list[Delta] = []
     while not collector.is_done:
-        deltas += await collector.next(1.0)
+        deltas += await collector.read_deltas(1.0)
     return deltas
+
+
+def fail(collector: Collector) -> None:
+    for rid in collector.rids:
+        collector.send_delta(Delta(rid, finish=Finish.ERROR, failure=DIED))
 
 
 async def test_a_waiting_reader_gets_a_delta_as_it_was_put() -> None:
     collector = Collector([7])
     delta = Delta(7, text="hi", token_ids=(1,))
-    asyncio.get_running_loop().call_soon(collector.put, delta)
-    assert await collector.next() == [delta]
+    asyncio.get_running_loop().call_soon(collector.send_delta, delta)
+    assert await collector.read_deltas() == [delta]
     assert not collector.is_done
 
 
@@ -37,10 +42,10 @@ async def test_unread_deltas_of_one_kind_become_one_with_everything_in_it() -> N
     collector = Collector([7])
     one, two = TokenLogprob(b"a", -0.1), TokenLogprob(b"b", -0.2)
     usage = Usage(prompt=3, cached=0, completion=2)
-    collector.put(Delta(7, text="a", token_ids=(1,), logprobs=(one,)))
-    collector.put(Delta(7, token_ids=(2,), logprobs=(two,)))
-    collector.put(Delta(7, text="b", finish=Finish.STOP, usage=usage, ending_ids=(3,)))
-    assert await collector.next() == [
+    collector.send_delta(Delta(7, text="a", token_ids=(1,), logprobs=(one,)))
+    collector.send_delta(Delta(7, token_ids=(2,), logprobs=(two,)))
+    collector.send_delta(Delta(7, text="b", finish=Finish.STOP, usage=usage, ending_ids=(3,)))
+    assert await collector.read_deltas() == [
         Delta(
             7,
             text="ab",
@@ -59,8 +64,8 @@ async def test_parts_of_a_prompt_stay_apart_from_output_and_from_each_other() ->
     entries = tuple(PromptLogprob(token, b"x", -1.0, 1) for token in (5, 6))
     parts = [Delta(7, prompt=PromptPart((5, 6))), *(Delta(7, prompt=PromptPart(logprobs=(each,))) for each in entries)]
     for delta in (*parts, Delta(7, text="a"), Delta(7, text="b")):
-        collector.put(delta)
-    assert await collector.next() == [*parts, Delta(7, text="ab")]
+        collector.send_delta(delta)
+    assert await collector.read_deltas() == [*parts, Delta(7, text="ab")]
 
 
 async def test_kinds_and_tool_calls_are_never_merged_across_their_borders() -> None:
@@ -75,45 +80,45 @@ async def test_kinds_and_tool_calls_are_never_merged_across_their_borders() -> N
         Delta(7, kind=DeltaKind.TOOL_END, tool=ToolCallDelta(1)),
     ]
     for delta in deltas:
-        collector.put(delta)
-    assert await collector.next() == deltas
+        collector.send_delta(delta)
+    assert await collector.read_deltas() == deltas
 
 
 async def test_next_gives_up_at_its_timeout_and_then_still_works() -> None:
     collector = Collector([7])
-    assert await collector.next(0.01) == []
-    collector.put(Delta(7, text="late"))
-    assert await collector.next(0.01) == [Delta(7, text="late")]
-    assert await collector.next(0.01) == []
-    collector.close()
+    assert await collector.read_deltas(0.01) == []
+    collector.send_delta(Delta(7, text="late"))
+    assert await collector.read_deltas(0.01) == [Delta(7, text="late")]
+    assert await collector.read_deltas(0.01) == []
+    collector.stop_timer()
 
 
 async def test_a_shorter_timeout_after_a_longer_one_is_kept() -> None:
     collector = Collector([7])
     loop = asyncio.get_running_loop()
-    loop.call_soon(collector.put, Delta(7, text="a"))
-    await collector.next(60.0)
+    loop.call_soon(collector.send_delta, Delta(7, text="a"))
+    await collector.read_deltas(60.0)
     async with asyncio.timeout(patient(5)):
-        assert await collector.next(0.01) == []
-    collector.close()
+        assert await collector.read_deltas(0.01) == []
+    collector.stop_timer()
 
 
 async def test_a_wait_without_timeout_outlives_an_earlier_timer() -> None:
     collector = Collector([7])
     loop = asyncio.get_running_loop()
-    loop.call_soon(collector.put, Delta(7, text="a"))
-    await collector.next(0.02)
-    loop.call_later(0.05, collector.put, Delta(7, text="b"))
-    assert await collector.next() == [Delta(7, text="b")]
+    loop.call_soon(collector.send_delta, Delta(7, text="a"))
+    await collector.read_deltas(0.02)
+    loop.call_later(0.05, collector.send_delta, Delta(7, text="b"))
+    assert await collector.read_deltas() == [Delta(7, text="b")]
 
 
 async def test_failure_ends_only_the_unfinished_rids_and_a_second_one_adds_nothing() -> None:
     collector = Collector([1, 2])
-    collector.put(Delta(1, text="done", finish=Finish.STOP))
-    collector.put(Delta(2, text="half"))
-    collector.fail(DIED)
-    collector.fail(DIED)
-    collector.put(Delta(2, text="ghost"))
+    collector.send_delta(Delta(1, text="done", finish=Finish.STOP))
+    collector.send_delta(Delta(2, text="half"))
+    fail(collector)
+    fail(collector)
+    collector.send_delta(Delta(2, text="ghost"))
     assert await drain(collector) == [
         Delta(1, text="done", finish=Finish.STOP),
         Delta(2, text="half", finish=Finish.ERROR, failure=DIED),
@@ -122,20 +127,20 @@ async def test_failure_ends_only_the_unfinished_rids_and_a_second_one_adds_nothi
 
 async def test_a_cancelled_reader_loses_nothing() -> None:
     collector = Collector([7])
-    reader = asyncio.create_task(collector.next())
+    reader = asyncio.create_task(collector.read_deltas())
     await asyncio.sleep(0)
-    collector.put(Delta(7, text="kept"))
+    collector.send_delta(Delta(7, text="kept"))
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert await collector.next() == [Delta(7, text="kept")]
+    assert await collector.read_deltas() == [Delta(7, text="kept")]
 
 
 async def test_next_after_the_end_returns_at_once() -> None:
     collector = Collector([7])
-    collector.fail(DIED)
-    await collector.next()
-    assert await collector.next() == []
+    fail(collector)
+    await collector.read_deltas()
+    assert await collector.read_deltas() == []
 
 
 class Relay:
@@ -148,19 +153,19 @@ class Relay:
 
     def __call__(self) -> bool:
         if self.is_open:
-            self.taken += self.collector.take()
+            self.taken += self.collector.read_deltas_nowait()
         return self.is_open
 
 
 async def test_a_relay_takes_all_but_the_end_while_its_reader_waits() -> None:
     collector = Collector([7])
     relay = Relay(collector)
-    reader = asyncio.create_task(collector.next(relay=relay))
+    reader = asyncio.create_task(collector.read_deltas(relay=relay))
     await asyncio.sleep(0)
     for text in "abc":
-        collector.put(Delta(7, text=text))
+        collector.send_delta(Delta(7, text=text))
     assert [delta.text for delta in relay.taken] == ["a", "b", "c"]
-    collector.put(Delta(7, text="d", finish=Finish.STOP))
+    collector.send_delta(Delta(7, text="d", finish=Finish.STOP))
     assert await reader == [Delta(7, text="d", finish=Finish.STOP)]
     assert collector.is_done
 
@@ -168,12 +173,12 @@ async def test_a_relay_takes_all_but_the_end_while_its_reader_waits() -> None:
 async def test_a_relay_gets_what_was_added_between_two_deliveries_as_one() -> None:
     collector = Collector([7])
     relay = Relay(collector)
-    reader = asyncio.create_task(collector.next(relay=relay))
+    reader = asyncio.create_task(collector.read_deltas(relay=relay))
     await asyncio.sleep(0)
-    collector.add(Delta(7, text="a", token_ids=(1,)), 0.0)
-    collector.add(Delta(7, text="b", token_ids=(2,)), 0.0)
-    collector.deliver()
-    collector.deliver()
+    collector.append_delta(Delta(7, text="a", token_ids=(1,)), 0.0)
+    collector.append_delta(Delta(7, text="b", token_ids=(2,)), 0.0)
+    collector.wake_reader()
+    collector.wake_reader()
     assert relay.taken == [Delta(7, text="ab", token_ids=(1, 2))]
     reader.cancel()
 
@@ -182,12 +187,12 @@ async def test_what_a_relay_cannot_take_is_its_readers() -> None:
     collector = Collector([7])
     relay = Relay(collector)
     relay.is_open = False
-    reader = asyncio.create_task(collector.next(relay=relay))
+    reader = asyncio.create_task(collector.read_deltas(relay=relay))
     await asyncio.sleep(0)
-    collector.put(Delta(7, text="a"))
+    collector.send_delta(Delta(7, text="a"))
     relay.is_open = True
     # The reader has been woken: what comes before its turn must not overtake what it gets.
-    collector.put(Delta(7, text="b"))
+    collector.send_delta(Delta(7, text="b"))
     assert relay.taken == []
     assert await reader == [Delta(7, text="ab")]
 
@@ -198,9 +203,9 @@ async def test_what_a_relay_raises_is_raised_in_its_reader() -> None:
     def relay() -> bool:
         raise ValueError("an encoder's")
 
-    reader = asyncio.create_task(collector.next(relay=relay))
+    reader = asyncio.create_task(collector.read_deltas(relay=relay))
     await asyncio.sleep(0)
-    collector.put(Delta(7, text="a"))
+    collector.send_delta(Delta(7, text="a"))
     with pytest.raises(ValueError, match="an encoder's"):
         await reader
 
@@ -210,12 +215,12 @@ async def test_a_readers_timeout_begins_anew_with_what_its_relay_takes() -> None
     loop = asyncio.get_running_loop()
     started = loop.time()
     for index in range(1, 6):
-        loop.call_later(0.02 * index, collector.put, Delta(7, text="a"))
+        loop.call_later(0.02 * index, collector.send_delta, Delta(7, text="a"))
     relay = Relay(collector)
-    assert await collector.next(0.06, relay) == []
+    assert await collector.read_deltas(0.06, relay) == []
     assert len(relay.taken) == 5
     assert loop.time() - started >= 0.16
-    collector.close()
+    collector.stop_timer()
 
 
 KINDS = st.sampled_from([DeltaKind.TEXT, DeltaKind.REASONING])
@@ -237,22 +242,22 @@ def test_no_interleaving_of_puts_and_reads_loses_or_reorders_anything(script: li
         for action in script:
             match action:
                 case "read":
-                    read += await collector.next(0) if collector.is_done or put else []
+                    read += await collector.read_deltas(0) if collector.is_done or put else []
                 case "finish":
                     rid = 1 + len(put) % 3
-                    collector.put(Delta(rid, finish=Finish.STOP))
+                    collector.send_delta(Delta(rid, finish=Finish.STOP))
                     over.add(rid)
                 case "fail":
-                    collector.fail(DIED)
+                    fail(collector)
                     over |= {1, 2, 3}
                 case (int(rid), DeltaKind() as kind, str(text), int(token)):
                     delta = Delta(rid, kind=kind, text=text, token_ids=(token,))
-                    collector.put(delta)
+                    collector.send_delta(delta)
                     if rid not in over:
                         put.append(delta)
-        collector.fail(DIED)
+        fail(collector)
         read += await drain(collector)
-        collector.close()
+        collector.stop_timer()
         for rid in (1, 2, 3):
             assert spell(read, rid) == spell(put, rid)
             ids = [t for d in read if d.rid == rid for t in d.token_ids]

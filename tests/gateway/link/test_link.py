@@ -11,7 +11,7 @@ from gateway.link.collector import Collector
 from gateway.link.link import RID_BITS, SEQ_BITS, WorkerLink
 from gateway.link.sequence import PARKED, Sequence
 from gateway.link.transport import WorkerGone
-from gateway.link.worker_connection import Connection, Progressed, SendFailed
+from gateway.link.worker_connection import Connection, SendFailed, SequenceProgressed
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, decode_down, encode
 from protocol.failures import Code, Failure
@@ -126,12 +126,12 @@ async def test_what_a_worker_says_reaches_the_collector_of_its_request(home: Pat
         assert wire.hear() == request
         rid = request.rid
         wire.say(Accepted(rid, 9), Progress(rid, 4, 9), Step(3, 1, [Delta(rid, text="a", token_ids=(1,))], STATS))
-        assert await collector.next(5.0) == [Delta(rid, text="a", token_ids=(1,))]
+        assert await collector.read_deltas(5.0) == [Delta(rid, text="a", token_ids=(1,))]
         assert (collector.accepted, collector.progress) == ({rid: 9}, (4, 9))
         assert wire.connection.stats == STATS
         assert wire.events.steps == 1
         wire.say(Step(3, 2, [Delta(rid, finish=Finish.STOP)]))
-        assert [d.finish for d in await collector.next(5.0)] == [Finish.STOP]
+        assert [d.finish for d in await collector.read_deltas(5.0)] == [Finish.STOP]
         assert collector.is_done
         assert wire.link.in_flight == 0
 
@@ -142,7 +142,7 @@ async def test_deltas_of_several_sequences_of_one_request_share_a_collector(home
         collector = wire.link.submit(wire.runner, [one, two])
         assert collector.rids == (one.rid, two.rid)
         wire.say(Step(3, 1, [Delta(two.rid, text="b"), Delta(one.rid, text="a")]))
-        assert {d.rid: d.text for d in await collector.next(5.0)} == {one.rid: "a", two.rid: "b"}
+        assert {d.rid: d.text for d in await collector.read_deltas(5.0)} == {one.rid: "a", two.rid: "b"}
 
 
 async def test_the_table_keeps_the_request_and_every_token_that_came(home: Path) -> None:
@@ -152,11 +152,11 @@ async def test_the_table_keeps_the_request_and_every_token_that_came(home: Path)
         wire.say(Step(3, 1, [Delta(request.rid, token_ids=(1, 2))]), Step(3, 2, [Delta(request.rid, token_ids=(3,))]))
         got = 0
         while got < 3:
-            got += sum(len(d.token_ids) for d in await collector.next(5.0))
+            got += sum(len(d.token_ids) for d in await collector.read_deltas(5.0))
         sequence = wire.detached()
         assert (sequence.generate, sequence.token_ids) == (request, [1, 2, 3])
         wire.link.fail([sequence, sequence], DIED)
-        assert (await collector.next(5.0))[-1].failure == DIED
+        assert (await collector.read_deltas(5.0))[-1].failure == DIED
         assert wire.link.in_flight == 0
 
 
@@ -166,7 +166,7 @@ async def detached(wire: Wire, request: Generate, *deltas: Delta) -> tuple[Seque
     assert wire.hear() == request
     for delta in deltas:
         wire.say(Step(3, 1, [delta]))
-        await collector.next(5.0)
+        await collector.read_deltas(5.0)
     sequence = wire.detached()
     return sequence, collector
 
@@ -185,9 +185,9 @@ async def test_a_parked_sequence_goes_on_with_the_ids_its_client_has_and_the_sam
         assert 50_000 < again.deadline_ms <= 60_000
         assert again == replace(request, resume=(5, 6), echo=False, deadline_ms=again.deadline_ms)
         wire.say(Accepted(rid, 9), Step(3, 9, [Delta(rid, text="b", token_ids=(7,), finish=Finish.STOP)]))
-        assert [d.text for d in await collector.next(5.0)] == ["b"]
+        assert [d.text for d in await collector.read_deltas(5.0)] == ["b"]
         assert collector.is_done
-        assert (sequence.given, sequence.resumes, sequence.token_ids) == (2, 1, [5, 6, 7])
+        assert (sequence.resumed_tokens, sequence.resumes, sequence.token_ids) == (2, 1, [5, 6, 7])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ async def test_what_was_left_out_of_a_prompt_is_left_out_by_the_next_worker(
         collector = wire.link.submit(wire.runner, [request])
         assert wire.hear() == request
         wire.say(Accepted(request.rid, 9, left_out=told), Step(3, 1, [Delta(request.rid, token_ids=(5,))]))
-        await collector.next(5.0)
+        await collector.read_deltas(5.0)
         assert collector.left_out == told
         sequence = wire.detached()
         for _ in range(2):  # the second one may be lost before it has said anything
@@ -257,7 +257,7 @@ async def test_nothing_that_is_said_of_a_parked_sequence_counts(home: Path) -> N
             Step(3, 1, [Delta(request.rid, text="ghost"), Delta(request.rid, finish=Finish.STOP)]),
         )
         await until(lambda: wire.events.steps == 1)
-        assert (collector.accepted, await collector.next(0.0)) == ({}, [])
+        assert (collector.accepted, await collector.read_deltas(0.0)) == ({}, [])
         assert not sequence.is_over
 
 
@@ -267,7 +267,7 @@ async def test_a_parked_sequence_past_its_deadline_is_not_sent_and_ends(home: Pa
         await until(lambda: asyncio.get_running_loop().time() > (sequence.deadline or 0))
         wire.runner.attach(wire.link)
         wire.link.resume(3, sequence)
-        assert (await collector.next(5.0))[0].failure == Failure(
+        assert (await collector.read_deltas(5.0))[0].failure == Failure(
             Code.DEADLINE_EXCEEDED, "the request's deadline has passed"
         )
         wire.link.ping(wire.connection, 1)
@@ -295,7 +295,7 @@ async def test_a_worker_that_gives_up_a_sequence_unasked_does_not_end_it(home: P
         await until(lambda: wire.events.steps == 2)
         assert [sequence.rid for sequence in wire.runner.parked] == [one.rid, two.rid]
         assert [sequence.token_ids for sequence in wire.runner.parked] == [[], []]
-        assert await collector.next(0.0) == []
+        assert await collector.read_deltas(0.0) == []
 
 
 async def test_a_worker_that_was_told_to_drain_ends_its_sequences(home: Path) -> None:
@@ -305,7 +305,7 @@ async def test_a_worker_that_was_told_to_drain_ends_its_sequences(home: Path) ->
         wire.link.send(wire.connection, Drain(5.0))
         failure = Failure(Code.DRAINING, "stopping")
         wire.say(Step(3, 1, [Delta(request.rid, finish=Finish.ERROR, failure=failure)]))
-        assert (await collector.next(5.0))[0].failure == failure
+        assert (await collector.read_deltas(5.0))[0].failure == failure
         assert collector.is_done
 
 
@@ -331,14 +331,14 @@ async def test_a_trial_ends_with_a_token_or_an_end(home: Path, end: str) -> None
                 wire.say(Rejected(request.rid, Failure(Code.INTERNAL, "no")))
             case _:
                 wire.link.abort([request.rid], "client")
-        await until(lambda: wire.runner.posted == [Progressed(3)])
+        await until(lambda: wire.runner.posted == [SequenceProgressed(3)])
 
 
 async def test_a_refused_request_is_never_sent(home: Path) -> None:
     async with Wire(home) as wire:
         wire.runner.refused = Failure(Code.QUARANTINED, "no")
         collector = wire.link.submit(wire.runner, [wire.request(), wire.request()])
-        assert [d.failure for d in await collector.next(5.0)] == [wire.runner.refused] * 2
+        assert [d.failure for d in await collector.read_deltas(5.0)] == [wire.runner.refused] * 2
         assert collector.is_done
         assert wire.link.in_flight == 0
         wire.link.ping(wire.connection, 1)
@@ -357,7 +357,7 @@ async def test_stale_messages_are_dropped_and_counted(home: Path) -> None:
             Hello("other", 3, 1, 1, 0, "", "", "ready"),
             Step(3, 1, [Delta(request.rid, text="real")]),
         )
-        assert await collector.next(5.0) == [Delta(request.rid, text="real")]
+        assert await collector.read_deltas(5.0) == [Delta(request.rid, text="real")]
         assert wire.events.stale == 5
         assert wire.runner.posted == []
         assert wire.connection.stats is None
@@ -384,7 +384,7 @@ async def test_a_step_of_one_worker_cannot_touch_the_request_of_another(home: Pa
         request = wire.request()
         collector = wire.link.submit(wire.runner, [request])
         wire.say(Step(4, 1, [Delta(request.rid, text="ghost")]), Step(3, 1, [Delta(request.rid, text="real")]))
-        assert await collector.next(5.0) == [Delta(request.rid, text="real")]
+        assert await collector.read_deltas(5.0) == [Delta(request.rid, text="real")]
 
 
 async def test_sequences_of_an_earlier_gateway_are_aborted(home: Path) -> None:
@@ -401,7 +401,7 @@ async def test_a_rejection_is_the_terminal_delta(home: Path) -> None:
         collector = wire.link.submit(wire.runner, [request])
         failure = Failure(Code.CONTEXT_LENGTH_EXCEEDED, "too long")
         wire.say(Rejected(request.rid, failure), Rejected(request.rid, failure))
-        assert await collector.next(5.0) == [Delta(request.rid, finish=Finish.ERROR, failure=failure)]
+        assert await collector.read_deltas(5.0) == [Delta(request.rid, finish=Finish.ERROR, failure=failure)]
         assert collector.is_done
 
 
@@ -412,10 +412,10 @@ async def test_abort_goes_down_once_and_what_follows_is_ignored(home: Path) -> N
         wire.link.abort([request.rid, 999], "client")
         wire.link.abort([request.rid], "client")
         wire.link.ping(wire.connection, 1)
-        assert wire.link.aborts.count == 1
+        assert wire.link.unacked_aborts == 1
         wire.say(Step(3, 1, [Delta(request.rid, finish=Finish.ABORT)]))
         await until(lambda: wire.events.steps == 1)
-        assert wire.link.aborts.count == 0
+        assert wire.link.unacked_aborts == 0
         assert wire.hear() == request
         assert wire.hear() == Abort((request.rid,), "client")
         assert isinstance(wire.hear(), Ping)
@@ -428,7 +428,7 @@ async def test_aborts_of_a_worker_that_is_gone_are_not_waited_for(home: Path) ->
         wire.link.submit(wire.runner, [request])
         wire.link.abort([request.rid], "client")
         wire.link.detach(wire.runner.epoch)
-        assert wire.link.aborts.count == 0
+        assert wire.link.unacked_aborts == 0
 
 
 async def test_submit_to_a_worker_that_is_gone_registers_nothing(home: Path) -> None:
@@ -498,7 +498,7 @@ async def test_choices_that_together_exceed_a_frame_are_refused_before_one_is_se
 async def test_a_worker_is_told_that_nobody_waits_for_an_answer_any_more(home: Path) -> None:
     async with Wire(home) as wire:
         rid = wire.link.next_rid()
-        asking = asyncio.create_task(wire.link.ask(3, Tokenize(rid, TextPrompt("x"))))
+        asking = asyncio.create_task(wire.link.call(3, Tokenize(rid, TextPrompt("x"))))
         await asyncio.sleep(0)
         assert isinstance(wire.hear(), Tokenize)
         asking.cancel()
@@ -511,7 +511,7 @@ async def test_a_worker_is_told_that_nobody_waits_for_an_answer_any_more(home: P
 async def test_a_question_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
     async with Wire(home) as wire:
         with pytest.raises(FrameTooLarge):
-            await wire.link.ask(3, Tokenize(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES)))
+            await wire.link.call(3, Tokenize(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES)))
         assert not wire.link.is_busy(wire.runner.epoch)
         wire.link.ping(wire.connection, 1)
         assert isinstance(wire.hear(), Ping)
@@ -523,11 +523,11 @@ async def test_a_sequence_that_has_outgrown_a_frame_ends_when_its_worker_does(ho
         collector = wire.link.submit(wire.runner, [request])
         wire.hear()
         wire.say(Step(3, 1, [Delta(request.rid, text="y", token_ids=tuple(range(1000)))]))
-        await collector.next(5.0)
+        await collector.read_deltas(5.0)
         sequence = wire.detached()
         wire.runner.attach(wire.link)
         wire.link.resume(3, sequence)
-        (end,) = await collector.next(5.0)
+        (end,) = await collector.read_deltas(5.0)
         assert end.failure is not None
         assert end.failure.code is Code.INVALID_REQUEST
         assert wire.link.in_flight == 0

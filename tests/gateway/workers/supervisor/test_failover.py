@@ -263,7 +263,7 @@ async def test_a_restart_takes_everything_to_the_next_worker() -> None:
         await restarting
         assert m.world.resumed == [(2, sequence.rid) for sequence in sequences]
         assert m.world.failed == []
-        assert (m.worker.restart_policy.restarts, [f.fruitless for f in sequences]) == (0, [0, 0, 0])
+        assert (m.worker.restart_policy.restarts, [f.fruitless_resumes for f in sequences]) == (0, [0, 0, 0])
 
 
 async def test_restarts_are_nobodys_fault() -> None:
