@@ -250,7 +250,7 @@ class Metrics:
         """A frame that is no message was dropped."""
         self.malformed_frames += 1
 
-    def stuck(self, model: str) -> None:
+    def worker_stuck(self, model: str) -> None:
         """A worker's step age passed its limit."""
         self.model(model).stuck += 1
 
@@ -258,7 +258,7 @@ class Metrics:
         """These went on at another worker."""
         self.model(model).resumes += sequences
 
-    def removed(self, model: str) -> None:
+    def model_removed(self, model: str) -> None:
         """A model that was taken out of the configuration has stopped: its series end."""
         self.models.pop(model, None)
 
@@ -266,33 +266,33 @@ class Metrics:
         """A request was found to kill workers."""
         self.model(model).quarantined += 1
 
-    def granted(self, model: str, wait_s: float, reason: str) -> None:
+    def memory_granted(self, model: str, wait_s: float, reason: str) -> None:
         """A model may be loaded, because there was room or others left."""
         numbers = self.model(model)
         numbers.loads[reason] += 1
         numbers.load_wait.observe(wait_s)
 
-    def swapped(self, model: str, s: float) -> None:
+    def model_swapped_in(self, model: str, s: float) -> None:
         """A model for which others had to leave is ready."""
         self.model(model).swap.observe(s)
 
-    def evicted(self, model: str, reason: str) -> None:
+    def model_evicted(self, model: str, reason: str) -> None:
         """A model was unloaded automatically."""
         self.model(model).evictions[reason] += 1
 
-    def memory_returned(self, model: str, part: float, s: float) -> None:
+    def memory_returned(self, model: str, part: float) -> None:
         """Record the part of an ended process's memory that came back in time."""
         self.model(model).returned_part = part
 
-    def trimmed(self, model: str) -> None:
+    def memory_trimmed(self, model: str) -> None:
         """A worker was told to use less memory."""
         self.model(model).trims += 1
 
-    def refused(self, model: str) -> None:
+    def memory_refused(self, model: str) -> None:
         """A request was turned away because the machine is short of memory."""
         self.rejected(model, "memory")
 
-    def recycled(self, model: str) -> None:
+    def worker_recycled(self, model: str) -> None:
         """A worker was restarted because its memory had grown."""
         self.model(model).recycles += 1
 

@@ -200,7 +200,7 @@ async def test_streams_of_a_worker_that_is_started_anew_for_its_memory_equal_the
     expected, calm = await ids(WorkerLimits(), SHARE)
     assert calm.events.recycles == []
     # Less than Python alone takes: nothing that the worker can do will help.
-    eager = WorkerLimits(look_s=0.05, squeeze_s=0.1, creep_s=0.3, creep_bytes=0)
+    eager = WorkerLimits(measure_interval_s=0.05, squeeze_s=0.1, creep_s=0.3, creep_bytes=0)
     found, pressed = await ids(eager, 8 * MIB)
 
     assert pressed.events.recycles == ["m"]

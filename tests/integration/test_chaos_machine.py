@@ -149,7 +149,7 @@ async def test_a_worker_that_is_starved_for_a_moment_is_left_alone(home: Path) -
 
 
 async def test_a_gateway_that_did_not_run_for_a_while_blames_nobody(home: Path) -> None:
-    limits = WorkerLimits(heartbeat_s=0.05, pong_s=patient(0.5), step_s=patient(0.5), blackout_s=patient(0.3))
+    limits = WorkerLimits(heartbeat_s=0.05, pong_s=patient(0.5), step_s=patient(0.5))
     async with Running(config(home), limits=limits) as running:
         worker = await running.ready()
         stream = running.generate(worker, max_tokens=300)

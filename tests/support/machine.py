@@ -241,7 +241,7 @@ class Recorder:
         self.trims: list[str] = []
         self.recycles: list[str] = []
         self.refusals: list[str] = []
-        self.modes: list[str] = []
+        self.batch_modes: list[str] = []
         self.views = 0
         self.stale = self.malformed = self.resumes = self.quarantines = self.stuck_workers = self.steps = self.pongs = 0
 
@@ -261,7 +261,7 @@ class Recorder:
         self.loads.append(s)
 
     def batch_mode(self, model: str, mode: str) -> None:
-        self.modes.append(mode)
+        self.batch_modes.append(mode)
 
     def stale_message(self) -> None:
         self.stale += 1
@@ -269,37 +269,37 @@ class Recorder:
     def malformed_frame(self) -> None:
         self.malformed += 1
 
-    def stuck(self, model: str) -> None:
+    def worker_stuck(self, model: str) -> None:
         self.stuck_workers += 1
 
     def sequences_resumed(self, model: str, sequences: int) -> None:
         self.resumes += sequences
 
-    def removed(self, model: str) -> None:
+    def model_removed(self, model: str) -> None:
         raise AssertionError("the pool's, not a worker's")
 
     def request_quarantined(self, model: str) -> None:
         self.quarantines += 1
 
-    def granted(self, model: str, wait_s: float, reason: str) -> None:
+    def memory_granted(self, model: str, wait_s: float, reason: str) -> None:
         self.grants.append((model, reason))
 
-    def swapped(self, model: str, s: float) -> None:
+    def model_swapped_in(self, model: str, s: float) -> None:
         self.swaps.append(model)
 
-    def evicted(self, model: str, reason: str) -> None:
+    def model_evicted(self, model: str, reason: str) -> None:
         self.evictions.append((model, reason))
 
-    def memory_returned(self, model: str, part: float, s: float) -> None:
+    def memory_returned(self, model: str, part: float) -> None:
         self.returns.append(part)
 
-    def trimmed(self, model: str) -> None:
+    def memory_trimmed(self, model: str) -> None:
         self.trims.append(model)
 
-    def refused(self, model: str) -> None:
+    def memory_refused(self, model: str) -> None:
         self.refusals.append(model)
 
-    def recycled(self, model: str) -> None:
+    def worker_recycled(self, model: str) -> None:
         self.recycles.append(model)
 
     def memory(self, view: MemoryView) -> None:

@@ -20,9 +20,9 @@ from protocol import group
 from protocol.codec import MalformedFrame
 from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.group import GroupStopped, RankFailed, RankHeartbeat
+from protocol.run_clock import RunClock
 from protocol.spec import RankSpec
 from worker.group.rank_sockets import LINGER_MS, RankSockets, Socket
-from worker.group.run_clock import RunClock
 
 log = logging.getLogger("mlxd.worker")
 

@@ -218,7 +218,7 @@ async def _answer(
             worker = await services.pool.ensure_ready(model.name)
             check(model.name, model.path, worker.ready, record.media)
             asked = question(services.link.next_rid())
-            if (refusal := worker.incarnation.question_refusal(asked)) is not None:
+            if (refusal := worker.incarnation.call_refusal(asked)) is not None:
                 raise from_failure(refusal)
             return await services.link.call(worker.epoch, asked)
     except (ModelUnavailable, CallRefused) as error:

@@ -114,7 +114,7 @@ class Broker:
                 del self._asking[name]
             self._poke.set()
 
-    def entered(self, name: str, state: State) -> None:
+    def on_state(self, name: str, state: State) -> None:
         """A worker has changed its state."""
         now = self._clock()
         tenancy = self.tenancies.get(name)
@@ -125,7 +125,7 @@ class Broker:
                 self._returns.append(MemoryReturn(name, tenancy.pid, tenancy.held, tenancy.footprint, before, now))
         elif tenancy is not None and state is State.READY:
             if tenancy.is_swap and tenancy.asked_at is not None:
-                self._events.swapped(name, now - tenancy.asked_at)
+                self._events.model_swapped_in(name, now - tenancy.asked_at)
             tenancy.asked_at, tenancy.used_at = None, now
         self._poke.set()
 
@@ -318,7 +318,7 @@ class Broker:
         tenancy.pid, tenancy.available = worker.pid, self.machine.available()
         # What must come back is what it has now.
         tenancy.footprint = sum(map(self.machine.footprint, worker.incarnation.pids)) or tenancy.footprint
-        self._events.evicted(name, reason)
+        self._events.model_evicted(name, reason)
         return True
 
     def _grant(self, asking: PendingGrant, share: int, now: float) -> None:
@@ -327,7 +327,7 @@ class Broker:
         self.tenancies[asking.name] = tenancy
         asking.answer.set_result(share)
         reason = "swap" if asking.is_swap else "room"
-        self._events.granted(asking.name, now - asking.since, reason)
+        self._events.memory_granted(asking.name, now - asking.since, reason)
         log.info("model %s is granted %d MiB (%s)", asking.name, share >> 20, reason)
 
     def _tenancy(self, name: str, share: int, need: Need) -> Allocation:
@@ -381,7 +381,7 @@ class Broker:
             if part < RETURNED_PART and now - each.since < RETURN_DEADLINE_S:
                 continue
             self._returns.remove(each)
-            self._events.memory_returned(each.name, max(0.0, part), now - each.since)
+            self._events.memory_returned(each.name, max(0.0, part))
             if part < RETURNED_PART:
                 log.error("model %s: %.0f %% of its memory came back", each.name, 100 * part)
 

@@ -47,7 +47,7 @@ class MemoryWatch:
     async def run(self) -> None:
         self._events.memory(self._broker.view())
         while True:
-            await self._sleep(self._limits.look_s)
+            await self._sleep(self._limits.measure_interval_s)
             try:
                 await self.look()
             except Exception:  # The root of the task: the next look may be luckier.
@@ -103,12 +103,12 @@ class MemoryWatch:
             )
             self._broker.order(tenancy, tenancy.shrinking_to or tenancy.share)
             if pressure.level:
-                self._events.trimmed(tenancy.name)
+                self._events.memory_trimmed(tenancy.name)
         worker.incarnation.overload = _OVERLOAD if pressure.measure.is_refusing else None
         if pressure.is_hopeless(now) and self._may_recycle(tenancy.name, now):
             self._recycled[tenancy.name] = now
             log.warning("model %s is restarted: its memory has grown past its share", tenancy.name)
-            self._events.recycled(tenancy.name)
+            self._events.worker_recycled(tenancy.name)
             worker.recycle()
 
     def _may_recycle(self, name: str, now: float) -> bool:

@@ -79,7 +79,7 @@ class Pool:
         """
         registry = Registry(self._config.run_dir)
         spawner = Spawner(self._config.home, registry, self._command)
-        self._effects = Effects(self._broker.admit, self._broker.entered, spawner.spawn, registry.next_epoch)
+        self._effects = Effects(self._broker.admit, self._broker.on_state, spawner.spawn, registry.next_epoch)
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
         unwanted = [survivor for survivor in registry.survivors() if not self._adopt(survivor, spawner)]
@@ -291,7 +291,7 @@ class Pool:
             self._removed.discard(name)
             del self._workers[name]
             self._runs.pop(name).cancel()
-            self._events.removed(name)
+            self._events.model_removed(name)
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "start() comes first"

@@ -1,4 +1,4 @@
-"""Child: a process that this gateway started, and its output, which becomes lines of the log."""
+"""Child process of this gateway, and its output, which is copied to the log."""
 
 import asyncio
 import contextlib
@@ -14,16 +14,16 @@ from protocol.failures import Failure
 
 worker_log = logging.getLogger("worker")
 
-KEPT_LINES: Final = 50
+KEPT_LINES_MAX: Final = 50
 LINE_BYTES_MAX: Final = 8192
 READ_BYTES: Final = 65536
 REAP_S: Final = 1.0
-# How a worker's lines begin; what begins otherwise was printed by a library, or is a stack.
+# First words of log lines of a worker; other lines were printed by a library, or are a stack.
 _LEVELS: Final = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 
 
 class Child:
-    """A worker process that this gateway started."""
+    """Worker process that this gateway started."""
 
     is_adopted: bool = False
 
@@ -45,7 +45,7 @@ class Child:
         self._popen.send_signal(signum)
 
     def reap(self) -> None:
-        """Take note of the end of a process that has just begun and was killed: that is a matter of milliseconds."""
+        """Wait for the exit of a process that was killed just after its start, which takes milliseconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(REAP_S)
 
@@ -62,10 +62,10 @@ class Child:
 
 
 class Output:
-    """Output of a worker, copied to the log line by line; the last lines explain a crash."""
+    """Output of a worker, copied to the log line by line. The last lines are kept for the report of a crash."""
 
     def __init__(self, fd: int, label: str) -> None:
-        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES_MAX)
         self._fd = fd
         self._label = label
         self._rest = b""
@@ -74,7 +74,7 @@ class Output:
         self._loop.add_reader(fd, self.read)
 
     def read(self) -> None:
-        """Take what is there, one buffer at a time so that a chatty worker cannot hold the loop."""
+        """Read one buffer of pending output, so that a worker with much output cannot block the loop."""
         if self._fd < 0:
             return
         try:
@@ -110,6 +110,6 @@ class Output:
         if level is None:
             worker_log.info("%s: %s", self._label, text)
         else:
-            # Chosen by the worker, at a level that may be another than ours.
+            # The worker has filtered by its own level, so ours must not filter the line again.
             args = (self._label, rest)
             worker_log.handle(worker_log.makeRecord(worker_log.name, level, __file__, 0, "%s: %s", args, None))

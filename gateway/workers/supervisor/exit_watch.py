@@ -1,4 +1,4 @@
-"""Exit watch of a process that need not be our child (pidfd, kqueue, polling)."""
+"""Wait for the exit of any process, child or not (pidfd, kqueue, polling)."""
 
 import asyncio
 import os
@@ -11,26 +11,26 @@ POLL_S: Final = 0.05
 
 
 async def wait_exit(pid: int, is_gone: Callable[[], bool]) -> None:
-    """Return within milliseconds of the exit; where the system has no such event, `is_gone` is asked every 50 ms."""
+    """Return within milliseconds of the exit; on systems without an exit event, poll `is_gone`."""
     fd = _exit_fd(pid)
     if fd is None:
-        while not is_gone():  # noqa: ASYNC110 - nothing else can tell
+        while not is_gone():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(POLL_S)
         return
     loop = asyncio.get_running_loop()
-    over = asyncio.Event()
+    exited = asyncio.Event()
     try:
-        # Asked once more: the pid may have changed hands before the descriptor was made.
+        # The pid may have been reused before the descriptor was opened.
         if not is_gone():
-            loop.add_reader(fd, over.set)
-            await over.wait()
+            loop.add_reader(fd, exited.set)
+            await exited.wait()
     finally:
         loop.remove_reader(fd)
         os.close(fd)
 
 
 def _exit_fd(pid: int) -> int | None:
-    """A descriptor that becomes readable when `pid` exits, or None."""
+    """Open a descriptor that becomes readable when `pid` exits; None if that is impossible."""
     if sys.platform == "linux":
         try:
             return os.pidfd_open(pid)
@@ -51,7 +51,7 @@ if sys.platform == "darwin":
         except OSError:
             queue.close()
             return None
-        # The queue object closes its descriptor when collected: hand out one of our own.
+        # The queue object closes its own descriptor when it is garbage-collected.
         try:
             return os.dup(queue.fileno())
         finally:

@@ -1,47 +1,60 @@
-"""Table of worker exits: for each cause, what follows for the worker's sequences and for its model."""
+"""Worker exits: their causes, and what follows for the worker's sequences, for callers that wait, and for its model."""
 
 import logging
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
 from gateway.link.failover import ParkedSequences
-from gateway.workers.supervisor.postmortem import ExitKind, crash_report, examine
 from gateway.workers.supervisor.state import State
-from protocol.failures import Code, Failure
+from protocol.failures import EXIT_MEANING, FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.from_worker import Goodbye
 
 log = logging.getLogger(__name__)
 
-# The status that `Events.worker_exit` is given for an adopted worker, which is not our child.
+# Status reported for an adopted worker, which is not a child process of this gateway.
 UNKNOWN_EXIT: Final = 255
+CODES: Final[dict[int | None, Code]] = {
+    ExitStatus.BAD_CONFIG: Code.BAD_CONFIG,
+    ExitStatus.MODEL_UNUSABLE: Code.MODEL_CORRUPT,
+    ExitStatus.INCOMPATIBLE: Code.INCOMPATIBLE,
+    ExitStatus.OUT_OF_MEMORY: Code.OUT_OF_MEMORY,
+}
+# Codes of final exits, for a worker whose exit status cannot be read.
+_FINAL_CODES: Final = frozenset(
+    {Code.BAD_CONFIG, Code.MODEL_MISSING, Code.MODEL_CORRUPT, Code.MODEL_UNSUPPORTED, Code.INCOMPATIBLE}
+)
+# Signals for which macOS writes a crash report.
+_REPORTED: Final = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGTRAP})
+_LOGGED_LINES: Final = 20
 
 
 class Cause(Enum):
-    """Cause of an exit, by what was asked of the worker and how it ended."""
+    """Cause of an exit, by the command that ended the worker, its exit status and its last message."""
 
-    # Asked to end: by an unload or the shutdown; for its successor, or to make room.
+    # The gateway ended it: to unload the model or shut down, or to replace it or make room.
     UNLOADED = auto()
     REPLACED = auto()
-    # Ended by itself, in order, after it had been ready.
+    # It exited with status 0 after it had been ready.
     CLEAN = auto()
     CRASHED = auto()
-    # A rank of its group that lost another: no request of its own is to fault.
+    # A rank lost another rank of its group, so its own requests are not suspects.
     PARTNER_LOST = auto()
-    # Another start cannot help: the model's files or configuration, or another protocol.
+    # A restart cannot help: the model's files, the configuration or the protocol must change.
     FINAL = auto()
     INCOMPATIBLE = auto()
 
 
 class SequenceAction(Enum):
-    """Action on the sequences that a worker leaves."""
+    """Action on the sequences of a worker that has exited."""
 
     FAIL = auto()
-    # They go on at the next worker, and none is suspected.
+    # The next worker resumes them.
     RESUME = auto()
-    # They go on at the next worker, but for those that crash workers.
+    # The next worker resumes them, and those without a token are suspected of the crash.
     SUSPECT = auto()
 
 
@@ -51,7 +64,7 @@ class ExitRule:
 
     sequences: SequenceAction
     next: State
-    # Of a worker that had not been ready: a load that fails says nothing about requests.
+    # Action if the worker had not been ready: requests do not cause failed loads.
     while_loading: SequenceAction = SequenceAction.RESUME
 
 
@@ -66,34 +79,66 @@ EXITS: Final[Mapping[Cause, ExitRule]] = {
 }
 
 
-def cause_of(kind: ExitKind, fault: Failure | None, *, is_asked: bool, is_replaced: bool, was_ready: bool) -> Cause:
-    """The cause of an exit. `fault` is the reason for which the gateway ended the worker, if it was at fault."""
-    if is_asked:
-        return Cause.REPLACED if is_replaced else Cause.UNLOADED
-    if kind is ExitKind.INCOMPATIBLE or (fault is not None and fault.code is Code.INCOMPATIBLE):
-        return Cause.INCOMPATIBLE
-    if kind is ExitKind.FINAL:
-        return Cause.FINAL
-    if kind is ExitKind.PARTNER_LOST:
-        return Cause.PARTNER_LOST
-    is_clean = kind is ExitKind.STOPPED and fault is None and was_ready
-    return Cause.CLEAN if is_clean else Cause.CRASHED
-
-
-@dataclass(frozen=True, slots=True)
-class LastFacts:
-    """Facts about a process that has exited. `fault` is the reason for which the gateway ended it, if it was at fault;
-    `title` is its name and epoch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    """Facts about a process that has exited. `title` is its name and epoch, `lines` the end of its output."""
 
     title: str
     model: str
+    # None for an adopted process, whose status cannot be read.
+    status: int | None
+    lines: list[str]
     goodbye: Goodbye | None
+    # Why the gateway ended it, if it was at fault.
     fault: Failure | None
-    # The reason that its process gives, which the worker itself does not know: that of ssh, of a rank elsewhere.
+    # Reason that only its process handle knows, as that of ssh does for a remote rank.
     known: Failure | None
     is_asked: bool
     is_replaced: bool
     was_ready: bool
+
+    @property
+    def cause(self) -> Cause:
+        if self.is_asked:
+            return Cause.REPLACED if self.is_replaced else Cause.UNLOADED
+        code = self.goodbye.failure.code if self.goodbye is not None and self.goodbye.failure is not None else None
+        fault_code = self.fault.code if self.fault is not None else None
+        if self.status == ExitStatus.INCOMPATIBLE or Code.INCOMPATIBLE in (code, fault_code):
+            return Cause.INCOMPATIBLE
+        if self.status in FINAL_EXITS or (self.status is None and code in _FINAL_CODES):
+            return Cause.FINAL
+        if self.status == ExitStatus.PARTNER_LOST:
+            return Cause.PARTNER_LOST
+        return Cause.CLEAN if self._is_orderly and self.fault is None and self.was_ready else Cause.CRASHED
+
+    @property
+    def _is_orderly(self) -> bool:
+        is_unknown = self.status is None and self.goodbye is not None and self.goodbye.failure is None
+        return self.status == ExitStatus.OK or is_unknown
+
+    def verdict(self) -> "Verdict":
+        """The consequences of this exit, which is logged."""
+        rule, status, detail = EXITS[self.cause], self.status, "\n".join(self.lines)
+        meaning = "its exit status is not known"
+        if status is not None:
+            meaning = EXIT_MEANING.get(status, f"exit status {status}")
+        died = Failure(Code.WORKER_DIED, f"the worker of model '{self.model}' died ({meaning})", detail)
+        failure = self.fault or self.known or (self.goodbye.failure if self.goodbye is not None else None)
+        if failure is None and status in CODES:
+            failure = Failure(CODES[status], f"model '{self.model}' cannot be loaded: {meaning}", detail)
+        failure = failure or died
+        if rule.next is State.STOPPED:
+            log.info("worker %s has stopped", self.title)
+        else:
+            report = "\n".join([f"{failure.message}{crash_report(status)}", *self.lines[-_LOGGED_LINES:]])
+            log.error("worker %s ended: %s", self.title, report)
+        action = rule.sequences if self.was_ready else rule.while_loading
+        stream_failure = died
+        if action is SequenceAction.FAIL and self._is_orderly:
+            stream_failure = Failure(Code.DRAINING, f"model '{self.model}' was stopped")
+        if self.is_asked and status == -signal.SIGTERM:
+            status = 0  # it was exiting, and Python's handler for SIGTERM was already gone
+        return Verdict(UNKNOWN_EXIT if status is None else status, rule.next, failure, action, stream_failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +151,7 @@ class Verdict:
     sequences: SequenceAction
     stream_failure: Failure
 
-    def dispose_of(self, parked: ParkedSequences) -> None:
-        """Do with the sequences of the worker what follows for them."""
+    def apply_to(self, parked: ParkedSequences) -> None:
         match self.sequences:
             case SequenceAction.FAIL:
                 parked.fail_all(self.stream_failure)
@@ -117,23 +161,8 @@ class Verdict:
                 parked.on_crash(self.stream_failure)
 
 
-def judge(status: int | None, lines: list[str], facts: LastFacts) -> Verdict:
-    """The verdict on an exit, which goes to the log. `lines` are the end of the output."""
-    report = examine(facts.model, status, facts.goodbye, lines, facts.known)
-    cause = cause_of(
-        report.kind, facts.fault, is_asked=facts.is_asked, is_replaced=facts.is_replaced, was_ready=facts.was_ready
-    )
-    exit = EXITS[cause]
-    failure = facts.fault or report.failure
-    if exit.next is State.STOPPED:
-        log.info("worker %s has stopped", facts.title)
-    else:
-        report_lines = "\n".join([f"{failure.message}{crash_report(status)}", *lines[-20:]])
-        log.error("worker %s ended: %s", facts.title, report_lines)
-    action = exit.sequences if facts.was_ready else exit.while_loading
-    stream_failure = report.stream_failure
-    if action is SequenceAction.FAIL and report.kind is ExitKind.STOPPED:
-        stream_failure = Failure(Code.DRAINING, f"model '{facts.model}' was stopped")
-    # SIGTERM: it was leaving, and our reminder came when Python was already down.
-    known = 0 if facts.is_asked and status == -signal.SIGTERM else status
-    return Verdict(UNKNOWN_EXIT if known is None else known, exit.next, failure, action, stream_failure)
+def crash_report(status: int | None, platform: str = sys.platform) -> str:
+    """Text about the crash report that macOS writes some seconds after a crash; empty if it writes none."""
+    if platform != "darwin" or status not in _REPORTED:
+        return ""
+    return "; crash report: in ~/Library/Logs/DiagnosticReports, of a service in /Library/Logs/DiagnosticReports"

@@ -1,4 +1,4 @@
-"""Handle of a worker: what the pool, the memory broker and requests read of it and ask of it."""
+"""Handle of a worker: the state and the commands that the pool, the memory broker and requests use."""
 
 import asyncio
 import signal
@@ -28,10 +28,10 @@ from protocol.to_worker import Generate
 
 
 class WorkerHandle:
-    """The state of one model's worker, which `Worker` alone changes, and the commands that it takes from its inbox.
+    """State of one model's worker, which `Worker` alone changes, and commands to it, which go through its inbox.
 
-    Commands are handled in turn. What the very next request must see takes effect at once: the gate and the overload
-    that the memory broker sets, and a send that failed.
+    Three things take effect at once, because the next request must see them: the gate and the overload that the memory
+    broker sets, and a failed send.
     """
 
     incarnation: Incarnation
@@ -51,14 +51,14 @@ class WorkerHandle:
         self.is_preload = is_preload
         self.state = State.STOPPED
         self.since = effects.now()
-        # The model was unloaded for others, or by its time to live: a preload counts as complete without it.
+        # Whether it was unloaded for other models or by its TTL. Health checks ignore an evicted preload.
         self.was_evicted = False
         self.parked = ParkedSequences(spec.name, link, events, limits.resume, effects.now)
         self.restart_policy = RestartPolicy(spec.name)
         self._effects = effects
         self._events = events
         self._inbox = WorkerInbox()
-        # Callers that wait for the model, and for its end.
+        # Callers that wait until the model is ready, and until it has stopped.
         self._waiters = Waiters()
         self._stoppers = Waiters()
 
@@ -72,12 +72,12 @@ class WorkerHandle:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the model is in memory, or on its way there."""
+        """Whether the model is loaded or loading."""
         return self.state in (State.STARTING, State.LOADING, State.READY)
 
     @property
     def has_parked(self) -> bool:
-        """Whether sequences wait for a next worker, or for their turn at this one."""
+        """Whether sequences wait for the next worker, or for their turn on this one."""
         return self.parked.has_any or self.parked.is_isolating
 
     @property
@@ -124,60 +124,59 @@ class WorkerHandle:
         )
 
     def refusal(self, request: Generate) -> Failure | None:
-        """The reason to refuse this request: there is no memory for it, it is known to crash workers, or it has a
-        field that this worker is too old for."""
+        """The reason to refuse this request, if any: no memory, a field that this worker is too old for, quarantine."""
         if (overload := self.incarnation.overload) is not None:
-            self._events.refused(self.name)
+            self._events.memory_refused(self.name)
             return overload
         return self.incarnation.refusal(request) or self.parked.refusal(request)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
     async def ensure_ready(self) -> None:
-        """Return when the model can take requests, at once if it can. Raises `ModelUnavailable`."""
+        """Wait until the model can take requests. Raises `ModelUnavailable`."""
         if not self.is_ready:
-            await self._ask(partial(inbox.WorkerCommand, CommandKind.READY))
+            await self._command(partial(inbox.WorkerCommand, CommandKind.READY))
 
     async def load(self) -> None:
-        """Like `ensure_ready`, and an operator's fresh try after failures."""
-        await self._ask(partial(inbox.WorkerCommand, CommandKind.LOAD))
+        """Wait until the model is ready, starting it even after failures. Raises `ModelUnavailable`."""
+        await self._command(partial(inbox.WorkerCommand, CommandKind.LOAD))
 
     async def restart(self) -> None:
-        """Stop and start again; what runs goes on at the successor. Returns when ready. Raises `ModelUnavailable`."""
-        await self._ask(partial(inbox.WorkerCommand, CommandKind.RESTART))
+        """Replace the process, which resumes running sequences. Returns when ready. Raises `ModelUnavailable`."""
+        await self._command(partial(inbox.WorkerCommand, CommandKind.RESTART))
 
     async def stop(self, drain_s: float, *, is_closing: bool = False, reason: Failure | None = None) -> None:
-        """Finish what runs until the deadline, then stop. `is_closing`: and never start again.
+        """Let running sequences finish until the deadline, then stop; with `is_closing` for good.
 
-        `reason` is the failure of requests that wait for the model.
+        Waiting requests fail with `reason`.
         """
         if not self._inbox.is_closed:
-            await self._ask(lambda waiter: inbox.StopWorker(waiter, drain_s, is_closing, reason))
+            await self._command(lambda waiter: inbox.StopWorker(waiter, drain_s, is_closing, reason))
 
     def change(self, spec: WorkerSpec, load_timeout_s: float, *, is_preload: bool, is_reload: bool) -> None:
-        """Use another specification from now on. With `is_reload` a running worker restarts, and its streams pause."""
+        """Set the specification. With `is_reload` a running worker is replaced, which pauses its streams."""
         self._inbox.put(inbox.ChangeSpec(spec, load_timeout_s, is_preload, is_reload))
 
     def adopt(self, process: WorkerPort, epoch: int) -> None:
-        """Take over a worker that an earlier gateway started. Must come before every other command."""
+        """Adopt a worker of an earlier gateway. Must be the first command."""
         self._inbox.put(inbox.AdoptProcess(process, epoch))
 
     def kill(self) -> None:
-        """SIGKILL, without grace: the last resort of a daemon that must go now."""
+        """Send SIGKILL at once."""
         if (process := self.incarnation.process) is not None:
             process.signal(signal.SIGKILL)
 
-    async def _ask(self, command: Callable[[Waiter], inbox.InboxMessage]) -> None:
+    async def _command(self, command: Callable[[Waiter], inbox.InboxMessage]) -> None:
         if self._inbox.is_closed:
             raise ModelUnavailable(SHUTTING_DOWN)
         waiter: Waiter = asyncio.get_running_loop().create_future()
         self._inbox.put(command(waiter))
         await waiter
 
-    # -- the memory broker's -------------------------------------------------------------------------------------------
+    # -- commands of the memory broker ---------------------------------------------------------------------------------
 
     def evict(self) -> bool:
-        """End it to make room, if it is ready; nothing of it may run. The next request waits for room again."""
+        """Stop an idle worker to make room. Returns False if it is not ready or has parked sequences."""
         if self.state is not State.READY or self.has_parked:
             return False
         self.close_gate()
@@ -185,11 +184,11 @@ class WorkerHandle:
         return True
 
     def recycle(self) -> None:
-        """Replace the process, without waiting for it; what runs goes on at the successor."""
+        """Replace the process, which resumes running sequences, without waiting for it."""
         self._inbox.put(inbox.WorkerEvent(EventKind.RECYCLE, self.epoch))
 
     def close_gate(self) -> None:
-        """Let new requests wait. Takes effect at once."""
+        """Make new requests wait, at once."""
         self.incarnation.is_gated = True
 
     def open_gate(self) -> None:
@@ -197,22 +196,22 @@ class WorkerHandle:
             self.incarnation.is_gated = False
             self._inbox.put(inbox.WorkerEvent(EventKind.REOPEN, self.epoch))
 
-    # -- demand, and the answers to it ---------------------------------------------------------------------------------
+    # -- waiting callers and sequences ---------------------------------------------------------------------------------
 
     @property
-    def _is_asked_for(self) -> bool:
-        return self._has_demand() or self.is_preload
+    def _is_wanted(self) -> bool:
+        return self._has_demand or self.is_preload
 
+    @property
     def _has_demand(self) -> bool:
         return self.incarnation.has_successor or self._waiters.has_any() or self.parked.has_any
 
     def _fail_waiting(self, failure: Failure) -> None:
-        """Refuse all that wait for the model: callers, and parked sequences."""
+        """Fail waiting callers and parked sequences."""
         self.parked.fail_all(failure)
         self._answer_waiters(failure)
 
     def _answer_waiters(self, failure: Failure | None) -> None:
-        """Answer the callers that wait for the model."""
         if failure is None:
             self._waiters.wake()
             return

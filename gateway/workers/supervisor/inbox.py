@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from gateway.link.worker_connection import Report, SendFailed, SequenceProgressed
+from gateway.link.worker_connection import SendFailed, SequenceProgressed
 from gateway.workers.supervisor.ports import WorkerPort
 from gateway.workers.supervisor.state import SHUTTING_DOWN, ModelUnavailable
 from protocol.failures import Failure
-from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Ready
+from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.spec import WorkerSpec
 
 Waiter = asyncio.Future[None]
@@ -19,14 +19,14 @@ class CommandKind(Enum):
     """Kind of a `WorkerCommand`."""
 
     READY = auto()
-    # An operator asks for another try, also after failures.
+    # An operator's command: it also starts a model that has failed.
     LOAD = auto()
     RESTART = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """A caller waits until the model is ready."""
+    """Command of a caller that waits until the model is ready."""
 
     kind: CommandKind
     waiter: Waiter
@@ -37,13 +37,13 @@ class StopWorker:
     waiter: Waiter
     drain_s: float
     is_closing: bool
-    # The failure of the requests that wait; None: the model was unloaded, or the server ends.
+    # Failure of waiting requests; None for an unload or a shutdown.
     reason: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeSpec:
-    """Another specification for the next start; with `is_reload` a running worker is replaced now."""
+    """Specification for the next start. With `is_reload` a running worker is replaced now."""
 
     spec: WorkerSpec
     load_timeout_s: float
@@ -60,17 +60,17 @@ class AdoptProcess:
 class EventKind(Enum):
     """Kind of a `WorkerEvent`."""
 
-    # The memory broker ends the worker to make room, replaces it, or opens its gate again.
+    # Commands of the memory broker: end the worker to make room, replace it, open its gate again.
     EVICT = auto()
     RECYCLE = auto()
     REOPEN = auto()
-    # The Welcome was sent: requests will reach the worker from now on.
+    # The Welcome was sent, so the worker is routable.
     GREETED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:
-    """An event of one incarnation, which is ignored once another has taken its place."""
+    """Event of one incarnation."""
 
     kind: EventKind
     epoch: int
@@ -104,21 +104,8 @@ class HeartbeatDue:
     pass
 
 
-InboxMessage = (
-    WorkerCommand
-    | StopWorker
-    | ChangeSpec
-    | AdoptProcess
-    | WorkerEvent
-    | MemoryGranted
-    | MemoryDenied
-    | ProcessExited
-    | AlarmDue
-    | HeartbeatDue
-    | Report
-)
-# Reports of one incarnation, which count until another has taken its place. (A Pong is fenced by the link.)
-OfEpoch = (
+# Messages about one incarnation, which are ignored after the next one has begun. The link drops stale Pongs.
+EpochMessage = (
     WorkerEvent
     | MemoryGranted
     | MemoryDenied
@@ -132,10 +119,11 @@ OfEpoch = (
     | Goodbye
     | AdaptersSet
 )
+InboxMessage = WorkerCommand | StopWorker | ChangeSpec | AdoptProcess | AlarmDue | HeartbeatDue | Pong | EpochMessage
 
 
 class WorkerInbox:
-    """Queue of one worker's state machine. Once closed, no one takes from it any more."""
+    """Queue of one worker's state machine. Nothing is read after `close`."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[InboxMessage] = asyncio.Queue()
@@ -148,7 +136,7 @@ class WorkerInbox:
         return await self._queue.get()
 
     def close(self) -> None:
-        """Answer the callers whose commands were not handled; later ones are refused."""
+        """Answer the callers whose commands were not handled."""
         self.is_closed = True
         for _ in range(self._queue.qsize()):
             match self._queue.get_nowait():
@@ -161,7 +149,7 @@ class WorkerInbox:
 
 
 class Waiters:
-    """Futures of callers that wait for the same; each is answered once. Those whose caller has left are ignored."""
+    """Futures of callers that wait for one outcome. Cancelled ones are ignored."""
 
     def __init__(self) -> None:
         self._futures: list[Waiter] = []
@@ -173,15 +161,14 @@ class Waiters:
         return any(not future.done() for future in self._futures)
 
     def wake(self) -> None:
-        """Give each its result."""
-        for future in self._take():
+        for future in self._pop_pending():
             future.set_result(None)
 
     def refuse(self, reason: Callable[[], Exception]) -> None:
-        """Give each an exception of its own: one raised in several tasks gathers their frames."""
-        for future in self._take():
+        """Set an exception of its own on each: one exception raised in several tasks collects their tracebacks."""
+        for future in self._pop_pending():
             future.set_exception(reason())
 
-    def _take(self) -> list[Waiter]:
+    def _pop_pending(self) -> list[Waiter]:
         futures, self._futures = self._futures, []
         return [future for future in futures if not future.done()]

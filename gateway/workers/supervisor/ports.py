@@ -20,35 +20,35 @@ class WorkerPort(Protocol):
     @property
     def is_adopted(self) -> bool: ...
     async def wait(self) -> int | None:
-        """Its exit status as subprocess reports it; None when it was not our child."""
+        """Return its exit status as subprocess reports it; None if it is not a child process."""
         ...
 
     def signal(self, signum: int) -> None:
-        """Send a signal; nothing happens when it has exited."""
+        """Send a signal, unless it has exited."""
         ...
 
     def last_lines(self) -> list[str]:
-        """The end of its output."""
+        """Return the end of its output."""
         ...
 
     def failure(self) -> Failure | None:
-        """The reason why it has exited, where its exit status and last message do not tell all of it."""
+        """Return a reason of its exit that its exit status and Goodbye do not contain."""
         ...
 
     def close(self) -> None:
-        """Release what it holds here, and its state file. It has exited."""
+        """Release the resources of an exited process, and remove its state file."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """Effects of a state machine, as functions of those whose they are; clock and chance are injected by tests."""
+    """Effects of a state machine on the machine; tests inject clock and randomness."""
 
-    # Returns when the machine has room for this worker: its share in bytes, 0 for no limit. May be cancelled. Raises
-    # `ModelUnavailable` when there will never be room.
+    # Waits for room, and returns the worker's share in bytes, 0 for no limit. Raises `ModelUnavailable` if there can
+    # never be room.
     admit: Callable[[WorkerSpec], Awaitable[int]]
-    # A worker is in another state. In a settled one but `ready` it has no process.
-    entered: Callable[[str, State], None]
+    # Called with a worker's name and new state.
+    on_state: Callable[[str, State], None]
     # Starts the process. Raises `OSError`.
     spawn: Callable[[WorkerSpec], WorkerPort]
     next_epoch: Callable[[], int]

@@ -1,4 +1,4 @@
-"""Ranks of a group: processes that run one model together, started with one worker and ended with it."""
+"""Ranks of a group: processes that run one model together, as one worker."""
 
 import asyncio
 import contextlib
@@ -15,26 +15,22 @@ from protocol.failures import FINAL_EXITS, ExitStatus, Failure
 from protocol.sharding import parts_of
 from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
 
-# Ranks of one machine are heard on it alone.
 _THIS_HOST: Final = HostSpec("", ("127.0.0.1",))
-# From the end of rank 0 to SIGTERM and to SIGKILL: ranks that see its end leave by themselves.
-LEAVE_S: Final = 0.5
+# Followers exit by themselves after rank 0. Those that do not get SIGTERM, and SIGKILL after TERM_S more.
+FOLLOWER_GRACE_S: Final = 0.5
 TERM_S: Final = 1.0
-# From the end of a follower to the end of rank 0, which has heard of it as well.
-NOTICE_S: Final = 2.0
+# Rank 0 exits by itself after a follower. If it does not, it gets SIGTERM.
+LEAD_GRACE_S: Final = 2.0
 _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE})
 
 
 def is_local(group: GroupSpec) -> bool:
-    """Whether all ranks are of this machine."""
+    """Whether all ranks run on this machine."""
     return all(node == LOCAL for node in group.nodes)
 
 
 def ranks_of(spec: WorkerSpec) -> list[WorkerSpec]:
-    """The specifications of all ranks of one start: with new keys, and ports that were free a moment ago.
-
-    Raises `OSError`.
-    """
+    """Return the specifications of all ranks, with new keys and free ports. Raises `OSError`."""
     assert spec.group is not None
     group, nodes = spec.group, spec.group.nodes
     hosts = group.hosts or (_THIS_HOST,) * group.size
@@ -55,46 +51,46 @@ def ranks_of(spec: WorkerSpec) -> list[WorkerSpec]:
             beside=nodes.count(nodes[rank]),
             is_remote=nodes[rank] != LOCAL,
         )
-        specs.append(_elsewhere(spec, group, own) if own.is_remote else replace(spec, rank=own))
+        specs.append(_remote_spec(spec, group, own) if own.is_remote else replace(spec, rank=own))
     return specs
 
 
-def _elsewhere(spec: WorkerSpec, group: GroupSpec, rank: RankSpec) -> WorkerSpec:
-    """The specification of a rank on another machine: sockets and the template of this one are nothing to it.
+def _remote_spec(spec: WorkerSpec, group: GroupSpec, rank: RankSpec) -> WorkerSpec:
+    """The specification of a rank on another machine, without this machine's sockets and template.
 
-    Of the memory that the operator gives the group its host has the part of all ranks there.
+    Its memory is the share of all ranks on its host.
     """
     parts = parts_of(group.size, group.split)
-    there = sum(part for node, part in zip(group.nodes, parts, strict=True) if node == group.nodes[rank.rank])
-    memory_bytes = int(group.memory_bytes * there)
+    host_part = sum(part for node, part in zip(group.nodes, parts, strict=True) if node == group.nodes[rank.rank])
+    memory_bytes = int(group.memory_bytes * host_part)
     return replace(spec, rank=rank, down="", up="", chat_template="", memory_bytes=memory_bytes)
 
 
 def _free_addresses(ip: str) -> tuple[str, str]:
-    """Two addresses of this machine; both ports are held until both are known. Raises `OSError`."""
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
+    """Find two free addresses of this machine. Raises `OSError`."""
+    with socket.socket() as plan_socket, socket.socket() as watch_socket:
+        for each in (plan_socket, watch_socket):
             try:
                 each.bind((ip, 0))
             except OSError as error:
                 why = f"{ip}, of the first host in its host file, is no address of this machine, which runs rank 0"
                 raise OSError(error.errno, f"{why} ({error.strerror})") from error
-        plan, watch = (f"tcp://{ip}:{each.getsockname()[1]}" for each in (one, other))
+        plan, watch = (f"tcp://{ip}:{each.getsockname()[1]}" for each in (plan_socket, watch_socket))
         return plan, watch
 
 
 class RankGroup:
-    """The processes of a group as one: that of rank 0, which is the worker's, and those of its followers.
+    """Processes of a group as one `WorkerPort`: rank 0, which is the worker, and its followers.
 
-    Rank 0 hears of a lost follower by itself. Its end is the end of all of them: none is left when `wait` returns.
+    Rank 0 detects a lost follower itself. When `wait` returns, all processes have exited.
     """
 
-    def __init__(self, lead: WorkerPort, followers: Sequence[WorkerPort], here: Sequence[int]) -> None:
-        """`here` are the pids of the followers on this machine."""
-        self.pids = (lead.pid, *here)
+    def __init__(self, lead: WorkerPort, followers: Sequence[WorkerPort], local_followers: Sequence[int]) -> None:
+        """`local_followers` are the pids of the followers on this machine."""
+        self.pids = (lead.pid, *local_followers)
         self._lead = lead
         self._followers = list(followers)
-        # Followers that ended before rank 0 did.
+        # Followers that ended before rank 0.
         self._lost: list[WorkerPort] = []
         self._is_killed = False
 
@@ -114,12 +110,12 @@ class RankGroup:
             if not lead.done() and not self._is_killed:
                 self._lost = [each for each, task in zip(self._followers, followers, strict=True) if task.done()]
             lost = [task.result() for task in followers if task.done()] if self._lost else []
-            if lost and await self._end([self._lead], [lead], (NOTICE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL)):
-                # A clean stop is one in whatever order the ranks end.
+            if lost and await self._end([self._lead], [lead], (LEAD_GRACE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL)):
+                # Followers may exit before rank 0 in a clean stop.
                 lost = [] if lead.result() == ExitStatus.OK else lost
             await asyncio.wait([lead])
-            await self._end(self._followers, followers, (LEAVE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL))
-        return _verdict(lead.result(), lost)
+            await self._end(self._followers, followers, (FOLLOWER_GRACE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL))
+        return _group_status(lead.result(), lost)
 
     async def _end(
         self,
@@ -127,7 +123,7 @@ class RankGroup:
         waits: "Sequence[asyncio.Task[int | None]]",
         *steps: tuple[float, signal.Signals],
     ) -> bool:
-        """Send each signal after its delay to those that have not ended by then; whether all had ended before any."""
+        """Send each signal after its delay to the processes that still run. Return whether no signal was needed."""
         for step, (delay_s, signum) in enumerate(steps):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
@@ -162,14 +158,14 @@ class RankGroup:
             process.close()
 
 
-def _verdict(status: int | None, lost: Sequence[int | None]) -> int | None:
-    """Exit status of a group, of which followers that ended before rank 0 did may be the cause."""
+def _group_status(status: int | None, lost: Sequence[int | None]) -> int | None:
+    """Exit status of a group; `lost` are those of followers that ended before rank 0."""
     if not lost:
-        # Native code that lost a partner ends its process with 1, and so does the guard of a rank that is stuck in it.
+        # Native code that loses another rank exits with 1, and so does the guard of a rank that is stuck in it.
         return ExitStatus.PARTNER_LOST if status == 1 else status
     final = next((each for each in lost if each in FINAL_EXITS), None)
     if final is not None:
         return final
     fault = next((each for each in lost if each is not None and -each in _FAULTS), None)
-    # Faults in native code may come from a request: they count as those of a worker do.
+    # A request may have caused a fault in native code, so it counts as a crash of the worker.
     return ExitStatus.PARTNER_LOST if fault is None else fault

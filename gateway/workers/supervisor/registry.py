@@ -1,8 +1,8 @@
-"""Registry of running workers: a state file for each, by which the next gateway adopts them, and the epoch counter.
+"""Registry of running workers: one state file each, from which the next gateway adopts them, and the epoch counter.
 
-State files may be another version's. Each begins with what all versions write and read alike, the worker's process;
-the specification behind it is decoded strictly. A worker whose specification is not understood is stopped and loaded
-again: it is in no case left running without its memory being counted.
+Another version may have written a state file. All versions write the fields of the process; the specification is
+decoded strictly. A worker whose specification is not understood is stopped and loaded again, because the memory of
+every running worker must be counted.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ _ENDED: Final = "it has ended"
 
 
 class WorkerProcess(Struct, frozen=True, kw_only=True):
-    """A worker's process, enough to know it again. Its arguments name its epoch, which no other worker ever has."""
+    """Identity of a worker's process. Its arguments contain its epoch, which is never reused."""
 
     pid: Annotated[int, Meta(gt=1, lt=2**31)]
     epoch: int
     argv: Annotated[list[str], Meta(min_length=2)]
-    # Since the boot: a step of the system's clock changes nothing. 0 where it was not written or cannot be told.
+    # Ticks from boot to its start; 0 if unknown.
     start_ticks: int = 0
 
     def mismatch(self) -> str:
-        """The reason why the pid is not this process; empty when it runs."""
+        """Why the pid is not this process; empty if it runs."""
         try:
             process = psutil.Process(self.pid)
             if process.status() == psutil.STATUS_ZOMBIE:
@@ -53,23 +53,23 @@ class WorkerProcess(Struct, frozen=True, kw_only=True):
         return ""
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs: pids are used again, arguments with an epoch are not."""
+        """Whether this process still runs and its pid was not reused."""
         return not self.mismatch()
 
 
 class WorkerRecord(WorkerProcess, frozen=True, kw_only=True):
-    """A state file: the process, and the specification that tells whether it is what the configuration wants."""
+    """State file: the process, and the specification to compare with the configuration."""
 
     spec: WorkerSpec
-    # Read by the version before, which knew a process by it.
+    # The previous version identifies a process by it.
     create_time: float = 0.0
-    # Of a group, the other ranks that run here.
+    # The other local ranks of a group.
     ranks: list[WorkerProcess] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A worker of an earlier gateway. `spec` is None when another version wrote what is not understood here."""
+    """Worker of an earlier gateway. `spec` is None, and `problem` why, if it could not be decoded."""
 
     name: str
     process: WorkerProcess
@@ -79,7 +79,7 @@ class Survivor:
 
 
 class Registry:
-    """State files and epoch counter below `run/`. Used by the holder of the run directory's lock only."""
+    """State files and epoch counter below `run/`, whose lock must be held."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "workers"
@@ -88,7 +88,7 @@ class Registry:
         self._epoch = max(self._read_counter(), *(survivor.process.epoch for survivor in self._recorded()), 0)
 
     def next_epoch(self) -> int:
-        """A number that no worker of this home ever had, also after a crash of the gateway."""
+        """Return an epoch that no worker of this home ever had, also after a crash of the gateway."""
         self._epoch += 1
         _write(self._counter, str(self._epoch).encode())
         return self._epoch
@@ -97,12 +97,12 @@ class Registry:
         _write(self._file(record.spec.name), msgspec.json.encode(record))
 
     def remove(self, name: str) -> None:
-        # A name that is too long for a file has none: see `_write`.
+        # A name that is too long for a file name was not written.
         with contextlib.suppress(OSError):
             self._file(name).unlink(missing_ok=True)
 
     def survivors(self) -> list[Survivor]:
-        """Workers of an earlier gateway that still run. Files of others are removed, with the reason in the log."""
+        """Return workers of an earlier gateway that still run. Other state files are removed, and the reason logged."""
         alive: list[Survivor] = []
         for survivor in self._recorded():
             reason = survivor.process.mismatch()
@@ -142,7 +142,7 @@ class Registry:
 
 
 def _decode(name: str, content: bytes) -> Survivor:
-    """Raises `msgspec.DecodeError` for what does not even name a process."""
+    """Decode a state file. Raises `msgspec.DecodeError` if it does not identify a process."""
     process = msgspec.json.decode(content, type=WorkerProcess)
     try:
         record = msgspec.json.decode(content, type=WorkerRecord)
@@ -152,11 +152,10 @@ def _decode(name: str, content: bytes) -> Survivor:
 
 
 def _write(path: Path, content: bytes) -> None:
-    # Whole or not at all: the gateway may be killed at any instant.
+    """Write a file atomically. If the disk is full, this worker cannot be adopted, but it must serve."""
     fresh = path.with_name(path.name + ".new")
     try:
         fresh.write_bytes(content)
         os.replace(fresh, path)
     except OSError as error:
-        # A full disk must not stop the serving; what is lost is adoption after a crash of ours.
         log.error("cannot write %s: %s", path, error)

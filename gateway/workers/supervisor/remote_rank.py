@@ -1,7 +1,7 @@
-"""Rank on another machine: the process of its ssh client, which logs in, encrypts, and ends with its rank.
+"""Rank on another machine: the process of its ssh client, which ends with the rank.
 
-ssh passes no signals on. The rank reads its specification from its standard input, and ends when that ends: when this
-end of it is closed, when the client is killed, and when the connection is lost.
+ssh does not forward signals. The rank reads its specification from its standard input, and exits when that is closed:
+by this process, by the end of the client, or by a lost connection.
 """
 
 import os
@@ -14,14 +14,13 @@ from typing import Final
 import msgspec
 
 from gateway.workers.supervisor.child import Child
-from gateway.workers.supervisor.postmortem import CODES
+from gateway.workers.supervisor.exits import CODES
 from protocol import __version__
 from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.spec import WorkerSpec
 
-# No question is asked: there is nobody to answer. A host that is silent is lost as soon as one whose rank is; one that
-# does not answer at first may be starting again, and rank 0 waits for it for a minute. Each rank has a connection of
-# its own, whatever the user's configuration shares.
+# Prompts are disabled (BatchMode). A silent host is lost after 6 s, as a silent rank is. Connecting is retried, because
+# the host may be booting; rank 0 waits a minute. Each rank has its own connection, whatever ssh_config shares.
 OPTIONS: Final = (
     "BatchMode=yes",
     "ConnectTimeout=3",
@@ -32,64 +31,64 @@ OPTIONS: Final = (
     "ControlPath=none",
     "ClearAllForwardings=yes",
 )
-# The exit status of ssh itself, and of a rank that a signal has ended.
+# Exit status of ssh if the connection fails or a signal ends the remote command.
 SSH_FAILED: Final = 255
-# As a shell reports an end by a signal, a program that it cannot run, and one that it cannot find.
-_BY_SIGNAL: Final = 128
+# Exit statuses of a shell: this plus the signal that ended the program, and a program that cannot be run or found.
+_SIGNAL_STATUS: Final = 128
 _NO_PROGRAM: Final = (126, 127)
-# Variables are read line by line up to an empty one, so that none of them stands in a list of processes. Without the
-# last command the shell would give way to its program, and a signal that ends that would be lost on the way.
+# Variables are read from standard input up to an empty line, so that they do not appear in process lists. The final
+# `exit` prevents the shell from replacing itself with the program: ssh would not report the signal that ends it.
 _SCRIPT: Final = 'while IFS= read -r line && [ -n "$line" ]; do export "$line"; done; {program}; exit $?'
 
 
 def ssh_command(destination: str, python: str, arguments: Sequence[str]) -> list[str]:
-    """The command that starts a rank with these arguments of the interpreter."""
+    """Command that starts a rank; `arguments` are those of the interpreter."""
     program = shlex.join([python, *arguments, "--over-ssh", __version__])
-    # The login shell may be any; this one is everywhere.
+    # The user's login shell may not be a POSIX shell.
     remote = f"exec /bin/sh -c {shlex.quote(_SCRIPT.format(program=program))}"
     return ["ssh", "-T", *(part for option in OPTIONS for part in ("-o", option)), "--", destination, remote]
 
 
 def input_of(spec: WorkerSpec, envs: Sequence[str]) -> bytes:
-    """What the command reads, in lines: variables, an empty one, and the specification."""
+    """Standard input of the command: lines of variables, an empty line, and the specification."""
     return "".join(f"{each}\n" for each in (*envs, "")).encode() + msgspec.json.encode(spec) + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
-class _Trouble:
-    """A failure of ssh, by what it prints. What `is_final` needs the operator, everything else another attempt."""
+class _SshFailure:
+    """Failure of ssh, recognized by a line of its output. Only the operator can resolve a final one."""
 
-    sign: str
+    printed: str
     is_final: bool
     text: str
 
 
-# The first that is found counts. `{host}` is its destination.
-_TROUBLES: Final = (
-    _Trouble(
+# The first match counts.
+_SSH_FAILURES: Final = (
+    _SshFailure(
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
         True,
         "its host key is another one than before: find out why, then run 'ssh-keygen -R {host}' and 'ssh {host}' as "
         "the user that mlxd runs as",
     ),
-    _Trouble(
+    _SshFailure(
         "Host key verification failed",
         True,
         "its host key is not known: run 'ssh {host}' once as the user that mlxd runs as, and compare the fingerprint",
     ),
-    _Trouble(
+    _SshFailure(
         "Permission denied (",
         True,
         "it refuses the login: give it the public key of the user that mlxd runs as with 'ssh-copy-id {host}'; the key "
         "must need no passphrase, because nobody is asked for one",
     ),
-    _Trouble(
+    _SshFailure(
         "Too many authentication failures",
         True,
         "it refuses the login after too many keys: name one with IdentityFile and IdentitiesOnly in ~/.ssh/config",
     ),
-    _Trouble("Could not resolve hostname", False, "its name cannot be found"),
-    _Trouble(
+    _SshFailure("Could not resolve hostname", False, "its name cannot be found"),
+    _SshFailure(
         "connect to host",
         False,
         "it cannot be reached: it must be on, and allow logins over ssh (on a Mac: Remote Login)",
@@ -98,12 +97,12 @@ _TROUBLES: Final = (
 
 
 class RemoteRank:
-    """`Process` of a rank that `ssh` has started. `title` names it, for people."""
+    """`WorkerPort` of a rank that `ssh` has started. `title` names it in messages."""
 
     is_adopted: bool = False
 
     def __init__(self, ssh: Child, stdin: int, title: str, destination: str, python: str) -> None:
-        """Owns `stdin`, the descriptor that the client's standard input is written to."""
+        """Owns `stdin`, the write end of the client's standard input."""
         self.ssh = ssh
         self._stdin = stdin
         self._title = title
@@ -113,15 +112,15 @@ class RemoteRank:
 
     @property
     def pid(self) -> int:
-        """Of the client, which is on this machine."""
+        """Pid of the ssh client."""
         return self.ssh.pid
 
     async def wait(self) -> int | None:
-        status, self._failure = self._end_of(await self.ssh.wait())
+        status, self._failure = self._rank_exit(await self.ssh.wait())
         return status
 
     def signal(self, signum: int) -> None:
-        self._end_input()
+        self._close_stdin()
         if signum == signal.SIGKILL:
             self.ssh.signal(signum)
 
@@ -132,22 +131,22 @@ class RemoteRank:
         return self._failure
 
     def close(self) -> None:
-        self._end_input()
+        self._close_stdin()
         self.ssh.close()
 
-    def _end_input(self) -> None:
+    def _close_stdin(self) -> None:
         if self._stdin >= 0:
             os.close(self._stdin)
             self._stdin = -1
 
-    def _end_of(self, status: int | None) -> tuple[int | None, Failure | None]:
-        """The exit status that a rank of this machine would have had, and the reason of its end where one is known."""
+    def _rank_exit(self, status: int | None) -> tuple[int | None, Failure | None]:
+        """Return the exit status that a local rank would have had, and the reason if it is known."""
         lines = self.ssh.last_lines()
         if status is None or status < 0:
             why = f"its ssh client has ended (exit status {status})"
             return ExitStatus.PARTNER_LOST, self._reason(Code.WORKER_DIED, why)
         if status == SSH_FAILED:
-            return self._lost(lines)
+            return self._ssh_failure(lines)
         if status in _NO_PROGRAM:
             why = f"it cannot run {self._python}: install mlxd there, and name its interpreter as python of the group"
             return self._refused(ExitStatus.BAD_CONFIG, why)
@@ -157,21 +156,20 @@ class RemoteRank:
         if status == 2 and any("unrecognized arguments" in line for line in lines):
             return self._refused(ExitStatus.INCOMPATIBLE, f"mlxd is older there: install {__version__}")
         if status in FINAL_EXITS:
-            said = [line.removeprefix("ERROR ") for line in lines if line.startswith("ERROR ")]
-            return self._refused(
-                ExitStatus(status), said[-1].strip() if said else f"it ended with exit status {status}"
-            )
-        if status > _BY_SIGNAL:
-            return _BY_SIGNAL - status, None
+            errors = [line.removeprefix("ERROR ") for line in lines if line.startswith("ERROR ")]
+            why = errors[-1].strip() if errors else f"it ended with exit status {status}"
+            return self._refused(ExitStatus(status), why)
+        if status > _SIGNAL_STATUS:
+            return _SIGNAL_STATUS - status, None
         return status, None
 
-    def _lost(self, lines: Sequence[str]) -> tuple[int, Failure]:
-        for trouble in _TROUBLES:
-            line = next((line for line in lines if trouble.sign in line), None)
-            if line is not None and trouble.is_final:
-                return self._refused(ExitStatus.BAD_CONFIG, trouble.text.format(host=self._destination))
+    def _ssh_failure(self, lines: Sequence[str]) -> tuple[int, Failure]:
+        for known in _SSH_FAILURES:
+            line = next((line for line in lines if known.printed in line), None)
+            if line is not None and known.is_final:
+                return self._refused(ExitStatus.BAD_CONFIG, known.text.format(host=self._destination))
             if line is not None:
-                return ExitStatus.PARTNER_LOST, self._reason(Code.WORKER_DIED, f"{trouble.text} ({line})")
+                return ExitStatus.PARTNER_LOST, self._reason(Code.WORKER_DIED, f"{known.text} ({line})")
         why = f"the connection to it has ended{f' ({lines[-1]})' if lines else ''}"
         return ExitStatus.PARTNER_LOST, self._reason(Code.WORKER_DIED, why)
 

@@ -20,16 +20,16 @@ LOADING_WEIGHT: Final = 2
 class Breaker:
     """Circuit breaker and back-off of one worker's crashes. Owned by `RestartPolicy`; times are monotonic seconds.
 
-    The first crash after a healthy time costs no delay; the next ones 0.5·2ⁿ s with full jitter. Five crashes in ten
-    minutes, those while loading counted twice, open the breaker; one try every five minutes is allowed then. A worker
-    that has generated something was no part of a crash loop: the count begins again with its crash.
+    The first crash after a healthy minute causes no delay, the next ones 0.5·2ⁿ s with full jitter. Five crashes in ten
+    minutes, those while loading counted twice, open the breaker; then one start every five minutes is allowed. The
+    count restarts at the crash of a worker that had generated something, because that is no crash loop.
     """
 
     _streak: int = 0
     _crashes: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def crash(self, now: float, *, is_loading: bool, healthy_s: float, is_useful: bool = False) -> None:
-        """Count a crash of a worker that had been ready for `healthy_s`."""
+        """Count a crash of a worker that was ready for `healthy_s`."""
         if healthy_s >= HEALTHY_S:
             self._streak = 0
         if is_useful:
@@ -46,11 +46,10 @@ class Breaker:
         """Delay before the next start; `random` is uniform in [0, 1)."""
         if self._streak <= 1:
             return 0.0
-        # The exponent is bounded so that a long streak cannot overflow a float.
+        # The bound on the exponent avoids a float overflow.
         return random * min(DELAY_CAP_S, FIRST_DELAY_S * 2.0 ** min(self._streak - 2, 10))
 
     def reset(self) -> None:
-        """Forget all crashes: an operator asked for another try."""
         self._streak = 0
         self._crashes.clear()
 
@@ -61,9 +60,9 @@ class RestartPolicy:
     def __init__(self, model: str) -> None:
         self._model = model
         self._breaker = Breaker()
-        self._at = 0.0
+        self._next_start_at = 0.0
         self.last_failure: Failure | None = None
-        # Another start cannot help until the model or its configuration is changed, and an operator asks for it.
+        # Whether a start cannot help until the model or its configuration changes.
         self.is_final = False
         self.has_crashed = False
         # Starts that followed a crash.
@@ -71,39 +70,39 @@ class RestartPolicy:
 
     @property
     def reason(self) -> Failure:
-        """The reason why the model is not available."""
+        """Why the model is not available."""
         return self.last_failure or Failure(Code.INTERNAL, f"model '{self._model}' is not available")
 
     def may_start(self, now: float) -> bool:
-        return not self.is_final and now >= self._at
+        return not self.is_final and now >= self._next_start_at
 
     def wait_s(self, now: float) -> float:
         """Seconds until the next start is allowed; 0 when none is planned."""
-        return 0.0 if self.is_final else max(0.0, self._at - now)
+        return 0.0 if self.is_final else max(0.0, self._next_start_at - now)
 
-    def started(self) -> None:
+    def note_start(self) -> None:
         self.restarts += self.has_crashed
         self.is_final = self.has_crashed = False
 
-    def ended(self, failure: Failure) -> None:
-        """Record a failure that a restart cannot mend."""
+    def note_final(self, failure: Failure) -> None:
+        """Record a failure that a restart cannot fix."""
         self.last_failure = failure
         self.is_final = True
 
-    def crashed(
+    def note_crash(
         self, failure: Failure, now: float, random: float, healthy_s: float | None, *, is_useful: bool
     ) -> tuple[float, bool]:
-        """Count a crash; `healthy_s` is None while loading. Returns the delay, and whether the breaker is open."""
+        """Count a crash; `healthy_s` is None while loading. Return the delay, and whether the breaker is open."""
         self.last_failure = failure
         self.has_crashed = True
         self._breaker.crash(now, is_loading=healthy_s is None, healthy_s=healthy_s or 0.0, is_useful=is_useful)
         is_open = self._breaker.is_open(now)
         delay_s = HALF_OPEN_S if is_open else self._breaker.delay_s(random)
-        self._at = now + delay_s
+        self._next_start_at = now + delay_s
         return delay_s, is_open
 
     def reset(self) -> None:
-        """Forget the failures: an operator asked for another try."""
+        """Forget the failures, because an operator tries again."""
         self._breaker.reset()
         self.is_final = False
-        self._at = 0.0
+        self._next_start_at = 0.0

@@ -29,15 +29,15 @@ Command = Callable[[WorkerSpec], list[str]]
 
 
 def default_command(spec: WorkerSpec) -> list[str]:
-    """`-P`: a `worker/` in the current folder must never be imported instead of ours.
+    """Command of a worker. Its name and epoch identify the process; the specification is sent on standard input.
 
-    Its name and epoch tell it from every other process; the rest of the specification comes on its standard input.
+    `-P` prevents the import of a `worker/` in the current folder.
     """
     rank = ["--rank", str(spec.rank.rank)] if spec.rank is not None else []
     return [sys.executable, "-P", "-m", "worker", spec.name, "--epoch", str(spec.epoch), *rank, "--spec", STDIN]
 
 
-# Bytes that a pipe takes before a reader has come, on every system: macOS's number.
+# Capacity of a pipe without a reader, on macOS; Linux has more.
 PIPE_BYTES: Final = 16 * 1024
 
 
@@ -64,7 +64,7 @@ class Spawner:
         children, followers = [lead], list[WorkerPort]()
         recorded: list[WorkerProcess] = []
         with contextlib.ExitStack() as undo:
-            undo.callback(lambda: _kill(children, [lead, *followers]))  # only this function knows of them
+            undo.callback(lambda: _kill(children, [lead, *followers]))
             for rank, each in enumerate(others, 1):
                 if each.rank is not None and each.rank.is_remote:
                     remote = self._start_remote(each, group, rank)
@@ -84,7 +84,7 @@ class Spawner:
         """Start a process of this machine. Raises `OSError`."""
         down = Path(spec.down.removeprefix("ipc://"))
         if not down.exists():
-            # It would never hear of us, and we would wait for it until the load's deadline.
+            # The worker could not connect, and its load would time out.
             raise FileNotFoundError(f"{down} is gone: somebody removed the run folder; restart mlxd")
         argv = self._command(spec)
         variables = {FOLDER_ENV: str(wisdom_dir(self._home))}
@@ -94,7 +94,7 @@ class Spawner:
             return self._popen(argv, stdin, label, forget, variables), argv
 
     def _start_remote(self, spec: WorkerSpec, group: GroupSpec, rank: int) -> RemoteRank:
-        """Start a rank over ssh. Returns at once: where that fails, so does its process. Raises `OSError`."""
+        """Start a rank over ssh, and return at once: a failure to connect ends its process. Raises `OSError`."""
         destination = group.hosts[rank].ssh
         python = group.python or sys.executable
         argv = ssh_command(destination, python, self._command(spec)[1:])
@@ -103,7 +103,7 @@ class Spawner:
             raise OSError(errno.E2BIG, f"the specification of rank {rank} has {len(data)} bytes")
         read_fd, write_fd = os.pipe()
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, write_fd)  # only this function knows of this end of the pipe
+            undo.callback(os.close, write_fd)
             try:
                 os.write(write_fd, data)
                 ssh = self._popen(argv, read_fd, f"{spec.name}#{spec.epoch}/{rank} ({destination})", lambda: None, {})
@@ -115,10 +115,10 @@ class Spawner:
     def _popen(
         self, argv: Sequence[str], stdin: int, label: str, forget: Callable[[], None], variables: dict[str, str]
     ) -> Child:
-        """Start a process in a session of its own, so that no signal to our group reaches it. Raises `OSError`."""
+        """Start a process in its own session, so that signals to this group do not reach it. Raises `OSError`."""
         read_fd, write_fd = os.pipe()
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, read_fd)  # only this function knows of this end of the pipe
+            undo.callback(os.close, read_fd)
             try:
                 popen = subprocess.Popen(
                     argv,
@@ -144,9 +144,9 @@ class Spawner:
 
 @contextlib.contextmanager
 def _input(data: bytes, folder: Path) -> Generator[int, None, None]:
-    """A descriptor that a process reads `data` from, without a wait for that process.
+    """Yield a descriptor from which a process can read `data` later.
 
-    A pipe where it holds all of it, so that a model starts although the disk is full; else a file without a name.
+    It is a pipe if that can hold all of it, because a model must start while the disk is full; else an unnamed file.
     """
     if len(data) > PIPE_BYTES:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -164,7 +164,7 @@ def _input(data: bytes, folder: Path) -> Generator[int, None, None]:
 
 
 def _kill(children: Sequence[Child], processes: Sequence[WorkerPort]) -> None:
-    """Kill all children, then release every process with what belongs to it."""
+    """Kill all children, then release the resources of all processes."""
     for child in children:
         child.signal(signal.SIGKILL)
         child.reap()
@@ -183,7 +183,7 @@ def _record(pid: int, spec: WorkerSpec, argv: list[str], ranks: list[WorkerProce
 
 
 class AdoptedProcess:
-    """A worker process that an earlier gateway started. Its output went away with that gateway."""
+    """Worker process that an earlier gateway started. Its output is lost."""
 
     is_adopted: bool = True
 
@@ -199,7 +199,7 @@ class AdoptedProcess:
         await wait_exit(self.pid, lambda: not self._process.is_alive())
 
     def signal(self, signum: int) -> None:
-        # The pid may belong to another process by now.
+        # The pid may have been reused.
         if self._process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)

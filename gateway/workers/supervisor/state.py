@@ -1,4 +1,4 @@
-"""States, snapshots, limits and events of workers, shared by the supervisor, the pool and their readers."""
+"""States, snapshots, limits and events of workers."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -31,7 +31,7 @@ SHUTTING_DOWN: Final = Failure(Code.DRAINING, "the server is shutting down")
 
 
 class ModelUnavailable(Exception):
-    """The model is not available. `retry_after_s` is 0 when trying again cannot help until something is changed."""
+    """The model is not available. `retry_after_s` is 0 if a retry cannot help."""
 
     def __init__(self, failure: Failure, retry_after_s: float = 0.0) -> None:
         super().__init__(failure.message)
@@ -48,7 +48,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     pid: int = 0
     is_adopted: bool = False
-    # Whether the daemon is not complete without it.
+    # Whether readiness of the daemon waits for it.
     is_preload: bool = False
     ready: Ready | None = None
     stats: Stats | None = None
@@ -62,7 +62,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one loaded model; `floor_bytes` is what it cannot run without."""
+    """Memory of one loaded model; `floor_bytes` is the least that it can run with."""
 
     share_bytes: int
     floor_bytes: int
@@ -72,7 +72,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryView(msgspec.Struct, frozen=True):
-    """Snapshot of the memory grants; `waiting` are models for which room is being made, in order."""
+    """Snapshot of the memory grants; `waiting` are the models that wait for a grant, in order."""
 
     budget_bytes: int
     granted_bytes: int
@@ -84,25 +84,25 @@ class MemoryView(msgspec.Struct, frozen=True):
 class MemoryEvents(Protocol):
     """Events of the memory broker. Called on the event loop."""
 
-    def granted(self, model: str, wait_s: float, reason: str) -> None: ...
-    def swapped(self, model: str, s: float) -> None: ...
-    def evicted(self, model: str, reason: str) -> None: ...
-    def memory_returned(self, model: str, part: float, s: float) -> None: ...
-    def trimmed(self, model: str) -> None: ...
-    def refused(self, model: str) -> None: ...
-    def recycled(self, model: str) -> None: ...
+    def memory_granted(self, model: str, wait_s: float, reason: str) -> None: ...
+    def model_swapped_in(self, model: str, s: float) -> None: ...
+    def model_evicted(self, model: str, reason: str) -> None: ...
+    def memory_returned(self, model: str, part: float) -> None: ...
+    def memory_trimmed(self, model: str) -> None: ...
+    def memory_refused(self, model: str) -> None: ...
+    def worker_recycled(self, model: str) -> None: ...
     def memory(self, view: MemoryView) -> None: ...
 
 
 class Events(LinkEvents, MemoryEvents, Protocol):
-    """Events of the pool and of the link. Called on the event loop: cheap, and never raises."""
+    """Events of the pool and of the link. Called on the event loop: methods are cheap and never raise."""
 
     def worker_exit(self, model: str, status: int) -> None: ...
     def state(self, model: str, state: State) -> None: ...
     def load_seconds(self, model: str, s: float) -> None: ...
     def batch_mode(self, model: str, mode: str) -> None: ...
-    def stuck(self, model: str) -> None: ...
-    def removed(self, model: str) -> None: ...
+    def worker_stuck(self, model: str) -> None: ...
+    def model_removed(self, model: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,37 +110,36 @@ class WorkerLimits:
     """Limits of a worker and its memory; times in seconds."""
 
     heartbeat_s: float = 1.0
-    # No Pong for this long while the process lives, or a step older than that: stuck.
+    # A worker is stuck if it sends no Pong for `pong_s`, or if its newest step is older than `step_s`.
     pong_s: float = 15.0
     step_s: float = 60.0
-    # Our own loop did not run for this long (sleep, a stopped process): no worker is to blame.
-    blackout_s: float = 5.0
+    # A stuck process gets Dump, SIGABRT after `dump_s` and SIGKILL after `abort_s` more.
     dump_s: float = 0.5
     abort_s: float = 5.0
-    # A worker that could not be reached dies within this, or is stuck.
+    # An unreachable worker that has not exited after this time is stuck.
     suspect_s: float = 2.0
-    # From Shutdown to SIGTERM, and to SIGKILL: the last one grows with the weights.
+    # A worker that must stop gets Shutdown, SIGTERM after `term_s` and SIGKILL after `stop_grace_s`.
     term_s: float = 2.0
     grace_s: float = 10.0
     grace_bytes_per_s: float = 4e9
-    # The last words of a worker that exits by itself may still be on the way.
+    # Delay between an exit and its verdict: the worker's Goodbye may still be in the socket.
     goodbye_s: float = 0.03
-    # How long a new connection may take to become routable, and an adopted worker to answer.
+    # Time-outs of a new connection to become routable, and of an adopted worker to respond.
     greet_s: float = 5.0
     adopt_s: float = 10.0
     drain_s: float = 30.0
     resume: ResumeLimits = field(default_factory=ResumeLimits)
-    # How often memory is looked at; how long one measure gets before the next, and how long all must be well before
-    # one is taken back.
-    look_s: float = 1.0
+    # Interval of memory measurements; minimum time before a stronger measure, and without pressure before a weaker one.
+    measure_interval_s: float = 1.0
     squeeze_s: float = 3.0
     relax_s: float = 30.0
-    # A worker that stays above its share for this long in spite of all is started again: one model, and any, so often.
+    # A worker that stays this much above its share for `creep_s` is restarted, with minimum intervals for the same
+    # model and for any two.
     creep_s: float = 10.0
     creep_bytes: int = 64 << 20
     recycle_s: float = 600.0
     recycle_gap_s: float = 60.0
 
     def stop_grace_s(self, weights_bytes: int) -> float:
-        """From Shutdown to SIGKILL: freeing wired memory takes time, and killing amid it strands it."""
+        """Seconds from Shutdown to SIGKILL: a process that is killed while it frees wired memory may leak it."""
         return self.grace_s + weights_bytes / self.grace_bytes_per_s

@@ -2,9 +2,9 @@
 
     STOPPED → STARTING → LOADING → READY → DRAINING → STOPPING → STOPPED, or BACKOFF, FAILED, INCOMPATIBLE after a crash
 
-`run` is the single writer: it takes one message after another from the inbox and waits for nothing else. Callers wait
-on futures, and the waits for memory, exits and delays are tasks that report to the inbox. What dies with a process is
-in its incarnation, what became of it in `exits.py`, and the sequences without a process are parked in the link.
+`run` is the single writer: it handles one inbox message after another and waits for nothing else. Callers wait on
+futures, and the waits for memory, exits and delays are tasks that report to the inbox. The state of one process is in
+its incarnation, the rules for its exit in `exits.py`, and the sequences without a process are parked in the link.
 """
 
 import asyncio
@@ -19,7 +19,6 @@ from gateway.link.link import WorkerLink
 from gateway.link.worker_connection import SendFailed, SequenceProgressed
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.heartbeat import Heartbeat
 from gateway.workers.supervisor.inbox import CommandKind, EventKind, Waiter
 from gateway.workers.supervisor.incarnation import Incarnation
 from gateway.workers.supervisor.ports import Effects
@@ -27,6 +26,7 @@ from gateway.workers.supervisor.state import SHUTTING_DOWN, Events, State, Worke
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.minors import MAJOR
+from protocol.run_clock import RunClock
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Drain
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker(WorkerHandle):
-    """The worker of one model over all its processes. Every settled state answers the callers that wait."""
+    """Worker of one model over all its processes. Entering a settled state answers all waiting callers."""
 
     def __init__(
         self,
@@ -50,7 +50,9 @@ class Worker(WorkerHandle):
         super().__init__(spec, effects=effects, link=link, events=events, limits=limits, is_preload=is_preload)
         self._limits = limits
         self._load_timeout_s = load_timeout_s
-        self._heartbeat = Heartbeat(self.since, limits.blackout_s)
+        # Heartbeat time-outs count only time in which this gateway runs. A late turn counts as two.
+        self._run_clock = RunClock(2 * limits.heartbeat_s, effects.now)
+        self._answered_at = 0.0
         self._tasks: asyncio.TaskGroup | None = None
         self._alarm: asyncio.Task[None] | None = None
         self._alarm_token = 0
@@ -58,7 +60,7 @@ class Worker(WorkerHandle):
         self._new_incarnation = partial(
             Incarnation, spec.name, link, self.parked.park, effects, events, limits, self._inbox.put, self._start_task
         )
-        # Epoch 0 means that no process has been started yet.
+        # Epoch 0: no process has been started yet.
         self.incarnation = self._new_incarnation(0)
 
     # -- the single writer ---------------------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ class Worker(WorkerHandle):
                     message = await self._inbox.get()
                     try:
                         self._handle(message)
-                    except Exception:  # The root of a worker's task: the model is given up, the task goes on.
+                    except Exception:  # The root of a worker's task, which must outlive a failed transition.
                         log.exception("worker %s: internal error in state %s", self.name, self.state)
                         why = f"model '{self.name}' is not available: internal error"
                         self._fail_waiting(Failure(Code.INTERNAL, why))
@@ -84,11 +86,10 @@ class Worker(WorkerHandle):
 
     def _handle(self, message: inbox.InboxMessage) -> None:
         incarnation = self.incarnation
-        # Nothing that is reported of an earlier process counts any more.
-        if isinstance(message, inbox.OfEpoch) and message.epoch != incarnation.epoch:
+        # Messages about an earlier process are stale.
+        if isinstance(message, inbox.EpochMessage) and message.epoch != incarnation.epoch:
             return
         match message:
-            # A caller waits until a settled state answers it.
             case inbox.WorkerCommand(kind, waiter):
                 self._on_command(kind, waiter)
             case inbox.StopWorker():
@@ -97,12 +98,10 @@ class Worker(WorkerHandle):
                 self._on_change(message)
             case inbox.AdoptProcess():
                 self._on_adopt(message)
-            # There is no process without a grant.
             case inbox.MemoryGranted(_, share_bytes):
-                self._on_admitted(share_bytes)
+                self._on_granted(share_bytes)
             case inbox.MemoryDenied(_, failure):
                 self._on_denied(failure)
-            # A worker is loading once it has introduced itself, and serves once it is loaded and requests reach it.
             case Hello():
                 self._on_hello(message)
             case Loading() | AdaptersSet() | Goodbye():
@@ -111,23 +110,20 @@ class Worker(WorkerHandle):
                 self._on_ready(message)
             case Drained():
                 self._on_drained()
-            # What waits behind a gate, or for the outcome of a trial, goes on when that is over.
             case SequenceProgressed():
                 self._serve()
             case inbox.WorkerEvent(kind):
                 self._on_event(kind)
-            # A worker that may be lost is ended and replaced: no state lasts without a sign of life.
             case Pong():
                 self._on_pong(message)
             case inbox.HeartbeatDue():
-                self._on_beat()
+                self._on_heartbeat()
             case SendFailed():
                 if self.state is State.READY:
-                    self._arm(self._limits.suspect_s)
+                    self._set_alarm(self._limits.suspect_s)
             case inbox.AlarmDue(token):
                 if token == self._alarm_token:
                     self._on_alarm()
-            # Every process ends here, once.
             case inbox.ProcessExited(_, status):
                 self._on_exited(status)
             case _:
@@ -143,7 +139,7 @@ class Worker(WorkerHandle):
         if kind is not CommandKind.READY:
             self.restart_policy.reset()
         if kind is CommandKind.RESTART:
-            # An operator's restart goes on when their connection does not.
+            # The restart continues if the operator disconnects.
             self.incarnation.has_successor = True
             if self.is_resident:
                 self._replace()
@@ -173,13 +169,13 @@ class Worker(WorkerHandle):
         match self.state:
             case State.READY:
                 self._enter(State.DRAINING)
-                # The worker keeps the deadline; ours is for a worker that does not.
+                # The alarm is for a worker that does not keep the deadline itself.
                 if command.drain_s > 0 and self.incarnation.send(Drain(command.drain_s)):
-                    self._arm(command.drain_s + 1.0)
+                    self._set_alarm(command.drain_s + 1.0)
                 else:
                     self._terminate()
             case State.DRAINING if command.drain_s > 0:
-                self._arm(command.drain_s)
+                self._set_alarm(command.drain_s)
             case State.STARTING | State.LOADING | State.DRAINING:
                 self._terminate()
             case State.STOPPING:
@@ -198,7 +194,7 @@ class Worker(WorkerHandle):
             case State.READY | State.STARTING | State.LOADING:
                 self._replace()
             case State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
-                # What was wrong may be what was changed.
+                # The change may have removed the cause of the failures.
                 self.restart_policy.reset()
                 self._enter(State.STOPPED)
                 self._start_on_demand()
@@ -223,22 +219,22 @@ class Worker(WorkerHandle):
 
     def _start(self) -> None:
         """Begin the next incarnation, which waits for memory first."""
-        self.restart_policy.started()
+        self.restart_policy.note_start()
         incarnation = self.incarnation = self._new_incarnation(self._effects.next_epoch())
         self._enter(State.STARTING)
         spec = replace(self.spec, epoch=self.epoch)
         incarnation.admission = self._start_task(incarnation.wait_for_memory(spec))
 
     def _on_adopt(self, command: inbox.AdoptProcess) -> None:
-        """A worker of an earlier gateway serves once it has answered this one, and is replaced if it does not."""
+        """Adopt a worker of an earlier gateway. It serves once it has sent Ready and Drained, or is replaced."""
         self.incarnation = self._new_incarnation(command.epoch)
         self.incarnation.adopt(command.process)
         self._enter(State.STARTING)
-        self._arm(self._limits.adopt_s)
+        self._set_alarm(self._limits.adopt_s)
         self.incarnation.greet()
 
-    def _on_admitted(self, share_bytes: int) -> None:
-        """Spawn the process: there is memory for it."""
+    def _on_granted(self, share_bytes: int) -> None:
+        """Spawn the process."""
         if self.state is not State.STARTING:
             return
         try:
@@ -246,10 +242,10 @@ class Worker(WorkerHandle):
         except OSError as error:
             self._settle_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
             return
-        self._arm(self._load_timeout_s)
+        self._set_alarm(self._load_timeout_s)
 
     def _on_denied(self, failure: Failure) -> None:
-        """It does not fit, whatever is unloaded. The next request asks again: pins and budgets change."""
+        """Stop: the model cannot fit now. The next request tries again, because pins and budgets may change."""
         if self.state is State.STARTING:
             self.restart_policy.last_failure = failure
             self._fail_waiting(failure)
@@ -260,17 +256,17 @@ class Worker(WorkerHandle):
         if not incarnation.is_sender_of(hello):
             return
         if hello.proto_major != MAJOR:
-            self._terminate(incarnation.foreign(hello))
+            self._terminate(incarnation.protocol_fault(hello))
         elif self.state is State.STARTING:
             incarnation.hello = hello
             self._enter(State.LOADING)
-            self._arm(self._load_timeout_s)
+            self._set_alarm(self._load_timeout_s)
             incarnation.greet()
 
     def _on_ready(self, ready: Ready) -> None:
         if self.state in (State.STARTING, State.LOADING):
             if self.incarnation.is_adopted and self.ready is None:
-                self._arm(self._limits.adopt_s)
+                self._set_alarm(self._limits.adopt_s)
             self.incarnation.note_ready(ready, self.spec.adapters)
             self._serve_when_loaded()
 
@@ -284,7 +280,7 @@ class Worker(WorkerHandle):
     def _serve_when_loaded(self) -> None:
         if self.state in (State.STARTING, State.LOADING) and self.incarnation.is_loaded:
             self.incarnation.begin_serving(self.spec.log_level)
-            self._heartbeat.answered(self.incarnation.ready_at)
+            self._answered_at = self._run_clock.now
             self._enter(State.READY)
             self._serve()
 
@@ -299,23 +295,23 @@ class Worker(WorkerHandle):
     # -- heartbeat and alarms ------------------------------------------------------------------------------------------
 
     def _on_pong(self, pong: Pong) -> None:
-        self._heartbeat.answered(self._effects.now())
+        self._answered_at = self._run_clock.now
         age_s = pong.stats.step_age_ms / 1000
         is_late = pong.stats.running > 0 and age_s > self._limits.step_s
         if is_late and self.state in (State.READY, State.DRAINING):
             self._abort(f"its newest step is {age_s:.0f} s old")
         is_idle = not pong.stats.running and not pong.stats.waiting
-        if self.incarnation.is_outgrown and is_idle and self.state is State.READY:
+        if self.incarnation.is_too_old and is_idle and self.state is State.READY:
             log.info("replacing worker %s: requests need a later version of it", self.incarnation)
             self._replace()
 
-    def _on_beat(self) -> None:
+    def _on_heartbeat(self) -> None:
         self._start_task(self._put_after(self._limits.heartbeat_s, inbox.HeartbeatDue()))
-        silence_s = self._heartbeat.beat(self._effects.now())
+        silence_s = self._run_clock.look() - self._answered_at
         self.parked.expire()
         self._serve()
-        if self.state is State.STARTING and self.incarnation.process is None and not self._is_asked_for:
-            # No request waits any more for the room that others would have to make.
+        if self.state is State.STARTING and self.incarnation.process is None and not self._is_wanted:
+            # The requests have left, so other models must not be unloaded for this one.
             self._terminate()
         if self.incarnation.process is None or self.state is State.STOPPING:
             return
@@ -326,7 +322,7 @@ class Worker(WorkerHandle):
     def _on_alarm(self) -> None:
         match self.state:
             case State.STARTING | State.LOADING:
-                self._terminate(self.incarnation.overdue(self._load_timeout_s))
+                self._terminate(self.incarnation.load_timeout_fault(self._load_timeout_s))
             case State.READY:
                 self._abort("it cannot be reached")
             case State.DRAINING:
@@ -339,8 +335,8 @@ class Worker(WorkerHandle):
             case State.STOPPED | State.STOPPING | State.INCOMPATIBLE:
                 pass
 
-    def _arm(self, delay_s: float | None) -> None:
-        """Set the alarm of this state, in place of the one before; None for no alarm."""
+    def _set_alarm(self, delay_s: float | None) -> None:
+        """Replace the alarm of this state; None for no alarm."""
         self._alarm_token += 1
         if self._alarm is not None:
             self._alarm.cancel()
@@ -358,7 +354,7 @@ class Worker(WorkerHandle):
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def _terminate(self, fault: Failure | None = None) -> None:
-        """End the process gently. `fault` makes it a crash, and waiters are told at once."""
+        """End the process gently. A `fault` makes it a crash and fails waiting callers at once."""
         incarnation = self.incarnation
         incarnation.fault = fault
         if fault is not None:
@@ -372,29 +368,29 @@ class Worker(WorkerHandle):
         incarnation.shut_down()
 
     def _replace(self) -> None:
-        """End this incarnation; what it does goes on at the next one."""
+        """End this incarnation; the next one resumes its sequences."""
         self.incarnation.has_successor = True
         if self.state is State.READY:
             self.incarnation.detach()
         self._terminate()
 
     def _abort(self, why: str) -> None:
-        """End a stuck process. Its streams wait for the next one."""
+        """End a stuck process and park its sequences."""
         incarnation = self.incarnation
         log.error("worker %s is stuck: %s", incarnation, why)
-        self._events.stuck(self.name)
+        self._events.worker_stuck(self.name)
         incarnation.fault = Failure(Code.WORKER_DIED, f"the worker of model '{self.name}' was stuck: {why}")
         self._enter(State.STOPPING)
         incarnation.abort()
         incarnation.detach()
 
     def _on_exited(self, status: int | None) -> None:
-        """Do what the table of exits says of this one. A stuck worker counts as asked to end while a stop waits."""
+        """Apply the verdict on an exit. A stuck worker counts as asked to end while a stop waits for it."""
         incarnation = self.incarnation
         is_asked = incarnation.fault is None or self._stoppers.has_any()
         verdict = incarnation.close(status, is_asked=is_asked and self.state in (State.DRAINING, State.STOPPING))
         self._events.worker_exit(self.name, verdict.status)
-        verdict.dispose_of(self.parked)
+        verdict.apply_to(self.parked)
         if verdict.next is State.STOPPED:
             self._settle_stopped()
         elif verdict.next is State.BACKOFF:
@@ -405,30 +401,30 @@ class Worker(WorkerHandle):
     # -- settled states: each answers every waiter ---------------------------------------------------------------------
 
     def _settle_stopped(self) -> None:
-        """Stopped, with no process. Starts again when the model is asked for."""
+        """Enter `stopped`, or start again if callers or sequences wait."""
         self._enter(State.STOPPED)
         self._stoppers.wake()
         if self._is_closing:
             self._fail_waiting(SHUTTING_DOWN)
-        elif self._has_demand():
+        elif self._has_demand:
             self._start()
 
     def _settle_final(self, state: State, failure: Failure) -> None:
-        self.restart_policy.ended(failure)
+        self.restart_policy.note_final(failure)
         self._enter(state)
         self._stoppers.wake()
         self._fail_waiting(failure)
 
     def _settle_crashed(self, failure: Failure) -> None:
         effects, incarnation = self._effects, self.incarnation
-        delay_s, is_open = self.restart_policy.crashed(
+        delay_s, is_open = self.restart_policy.note_crash(
             failure, effects.now(), effects.random(), incarnation.healthy_s, is_useful=incarnation.is_useful
         )
         self._stoppers.wake()
         if delay_s > 0:
             self._enter(State.FAILED if is_open else State.BACKOFF)
-            self._arm(delay_s)
-            # Callers wait for the next try, as later ones do, unless it is too far away.
+            self._set_alarm(delay_s)
+            # Callers wait for the next try, unless that is minutes away.
             if is_open or self._is_closing:
                 self._fail_waiting(failure)
         else:
@@ -436,16 +432,15 @@ class Worker(WorkerHandle):
             self._start_on_demand()
 
     def _start_on_demand(self) -> None:
-        """Start if the model is asked for, or is a preload."""
-        if not self._is_closing and self._is_asked_for:
+        if not self._is_closing and self._is_wanted:
             self._start()
 
     def _enter(self, state: State) -> None:
-        """Change the state. Ends the alarm of the one before."""
+        """Change the state, and cancel the alarm of the previous one."""
         if state is not self.state:
             log.info("worker %s: %s -> %s", self.incarnation, self.state, state)
         self.state = state
         self.since = self._effects.now()
-        self._arm(None)
+        self._set_alarm(None)
         self._events.state(self.name, state)
-        self._effects.entered(self.name, state)
+        self._effects.on_state(self.name, state)

@@ -82,7 +82,7 @@ def test_what_a_worker_reports_is_shown() -> None:
     metrics.worker_exit("m", -9)
     metrics.worker_exit("m", 0)
     metrics.load_seconds("m", 3)
-    metrics.stuck("m")
+    metrics.worker_stuck("m")
     metrics.stale_message()
     metrics.malformed_frame()
 

@@ -108,7 +108,7 @@ async def test_models_may_come_and_go_while_a_text_is_rendered(metrics: Metrics)
     async def change() -> None:
         for number in range(1000):
             metrics.model(f"new-{number % 7}")
-            metrics.removed(f"new-{(number + 3) % 7}")
+            metrics.model_removed(f"new-{(number + 3) % 7}")
             metrics.key(f"new-{number}")
             await asyncio.sleep(0)
 

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from gateway.workers.supervisor.exits import EXITS, Cause, SequenceAction, cause_of
-from gateway.workers.supervisor.postmortem import ExitKind, examine
 from gateway.workers.supervisor.ranks import RankGroup, ranks_of
-from gateway.workers.supervisor.state import State
 from protocol.curve import encoded
 from protocol.failures import ExitStatus, Failure
 from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
@@ -105,14 +102,6 @@ async def test_a_clean_stop_is_one_whichever_rank_ends_first(tmp_path: Path) -> 
 
 async def test_a_killed_group_is_killed_as_a_whole() -> None:
     assert await end_of(ASLEEP, DEAF, signal.SIGKILL) == (-signal.SIGKILL, -signal.SIGKILL)
-
-
-def test_a_lost_partner_is_retried_and_no_request_is_blamed() -> None:
-    report = examine("m", ExitStatus.PARTNER_LOST, None, [])
-    assert report.kind is ExitKind.PARTNER_LOST
-    cause = cause_of(report.kind, None, is_asked=False, is_replaced=False, was_ready=True)
-    assert cause is Cause.PARTNER_LOST
-    assert (EXITS[cause].sequences, EXITS[cause].next) == (SequenceAction.RESUME, State.BACKOFF)
 
 
 def test_each_start_has_keys_and_ports_of_its_own_and_no_follower_the_secret_of_rank_0() -> None:

@@ -767,7 +767,7 @@ async def test_an_adopted_worker_is_given_no_request_of_which_it_would_ignore_a_
         await m.succeed()
         assert (m.worker.state, len(m.world.processes)) == (State.READY, 1)
         assert m.worker.refusal(newer) is None
-        assert m.worker.incarnation.question_refusal(Tokenize(2, EmbedPrompt(("hi",)))) is None
+        assert m.worker.incarnation.call_refusal(Tokenize(2, EmbedPrompt(("hi",)))) is None
 
 
 async def test_an_adopted_worker_of_an_earlier_minor_stays_while_requests_ask_for_nothing_newer() -> None:
@@ -779,8 +779,8 @@ async def test_an_adopted_worker_of_an_earlier_minor_stays_while_requests_ask_fo
         m.post(Drained(17, 0))
         await settle()
         assert m.worker.refusal(Generate(1, TextPrompt("hi"), Sampling())) is None
-        assert m.worker.incarnation.question_refusal(Tokenize(2, TextPrompt("hi"))) is None
-        assert m.worker.incarnation.question_refusal(Detokenize(3, (1,))) is None
+        assert m.worker.incarnation.call_refusal(Tokenize(2, TextPrompt("hi"))) is None
+        assert m.worker.incarnation.call_refusal(Detokenize(3, (1,))) is None
         m.pong()
         await settle()
         assert m.worker.state is State.READY
@@ -794,7 +794,7 @@ async def test_a_worker_of_an_earlier_minor_is_asked_no_question_that_it_would_n
         m.ready()
         m.post(Drained(17, 0))
         await settle()
-        refusal = m.worker.incarnation.question_refusal(Tokenize(2, EmbedPrompt(("hi",))))
+        refusal = m.worker.incarnation.call_refusal(Tokenize(2, EmbedPrompt(("hi",))))
         assert refusal is not None
         assert refusal.code is Code.INCOMPATIBLE
         assert "prompts of models that read" in refusal.message

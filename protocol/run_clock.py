@@ -1,14 +1,14 @@
-"""Clock of a watch thread, which stops while the thread does not run."""
+"""Clock for heartbeat time-outs, which stops while its own thread or event loop does not run."""
 
 import time
 from collections.abc import Callable
 
 
 class RunClock:
-    """Clock for timeouts of other ranks. Owned by the watch thread, which calls `look` in each of its turns.
+    """Clock of one watcher of heartbeats, which calls `look` in each of its turns.
 
-    A turn that took longer than `turn_s` counts as `turn_s`: the machine slept, or was too busy to run this thread, and
-    no message could be received in that time.
+    A turn that took longer than `turn_s` counts as `turn_s`: the machine slept or was too busy to run the watcher, and
+    no heartbeat could be received in that time.
     """
 
     def __init__(self, turn_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:

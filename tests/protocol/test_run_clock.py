@@ -1,6 +1,6 @@
-"""The clock of a watch, which blames nobody for time in which its own thread did not run."""
+"""The clock of a watch of heartbeats, which stops while its own thread does not run."""
 
-from worker.group.run_clock import RunClock
+from protocol.run_clock import RunClock
 
 
 def test_a_turn_that_the_machine_did_not_run_counts_as_one_turn() -> None:
