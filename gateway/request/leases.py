@@ -31,7 +31,7 @@ def leases(
             bill = held.enter_context(caller.meter.hold(_estimate(caller.meter, generates, record), count))
         # A model that only peers have is not in the pool.
         if runtime.pool.find(model.name) is not None:
-            held.enter_context(runtime.pool.busy(model.name))
+            held.enter_context(runtime.pool.lease(model.name))
         held.enter_context(runtime.requests.hold(served))
         if model.adapter:
             running = runtime.metrics.model(model.name).adapters_running

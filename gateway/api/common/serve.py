@@ -201,7 +201,7 @@ async def ask(
         held.enter_context(services.admission.question(model, caller.key, share))
         bill = None if caller.meter is None else held.enter_context(caller.meter.question(estimate))
         if services.pool.find(model.name) is not None:
-            held.enter_context(services.pool.busy(model.name))
+            held.enter_context(services.pool.lease(model.name))
         answer = await _answer(services, record, model, question)
         if bill is not None:
             bill.prompt = answer.count

@@ -59,7 +59,7 @@ class LoadOrder:
         queue_s = services.config.server.queue_timeout_s
         with ExitStack() as held:
             held.enter_context(services.admission.lease(model, 1, caller.key, share))
-            held.enter_context(services.pool.busy(model.name))
+            held.enter_context(services.pool.lease(model.name))
             try:
                 async with asyncio.timeout(queue_s or None):
                     await services.pool.ensure_ready(model.name)

@@ -1,13 +1,14 @@
-"""Shares out the machine's memory among the models: who may be loaded, and who makes room for whom.
+"""Memory broker: grants memory to models, and evicts others for them.
 
-`policy.plan` decides; this carries it out, and asks it again whenever anything has changed. All on the event loop.
+`policy.plan` decides; the broker applies the plan, and makes a new one after every change. All on the event loop.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from gateway.config.settings import Config, ModelConfig
@@ -35,21 +36,20 @@ from protocol.to_worker import SetMemory
 
 log = logging.getLogger(__name__)
 
-# A worker in one of these has no process.
-_GONE: Final = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
-# Memory is back when this part of what a process held is; the next load does not wait longer than this for it.
+_WITHOUT_PROCESS: Final = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
+# The next load waits until this part of an ended process's memory has returned, or for the deadline.
 RETURNED_PART: Final = 0.95
 RETURN_DEADLINE_S: Final = 2.0
 RETURN_POLL_S: Final = 0.02
 SHRINK_DEADLINE_S: Final = 5.0
 ROOM_POLL_S: Final = 0.05
-# Whatever the operator says: those who waited for a model are served before it may leave again.
-TURN_S: Final = 0.5
+# Least residency, whatever is configured: requests that waited for a model must reach it before its eviction.
+RESIDENCY_MIN_S: Final = 0.5
 FAULT_PAUSE_S: Final = 1.0
 
 
 class Broker:
-    """Owns every grant. `workers` are the pool's, by name."""
+    """Owner of all grants. `workers` are the pool's, by name."""
 
     def __init__(
         self,
@@ -59,30 +59,26 @@ class Broker:
         events: MemoryEvents,
         machine: HostMemory,
         limits: WorkerLimits,
-        clock: Callable[[], float],
-        times: KnownTimes | None = None,
+        times: KnownTimes,
     ) -> None:
-        self._workers = workers
+        self.workers = workers
         self._link = link
         self._events = events
         self.machine = machine
         self._limits = limits
-        self._clock = clock
-        # What loads before have shown; None knows nothing.
         self._times = times
-        # Of groups with ranks on other machines; None where there can be none.
-        self.tenancies: dict[str, Allocation] = {}
+        self.allocations: dict[str, Allocation] = {}
         self._leases: dict[str, int] = {}
-        self._asking: dict[str, PendingGrant] = {}
+        self._pending: dict[str, PendingGrant] = {}
         self._returns: list[MemoryReturn] = []
         self._numbers = itertools.count()
-        self._poke = asyncio.Event()
+        self._changed = asyncio.Event()
         self._pins: dict[str, bool] = {}
         self._models: Mapping[str, ModelConfig] = {}
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """Another configuration. Where a model's own `pin` changed, it counts again instead of what was ordered."""
+        """Apply a configuration. A changed `pin` of a model replaces the operator's command."""
         before, self._models = self._models, config.models
         self._pins = {
             name: is_pinned
@@ -92,90 +88,90 @@ class Broker:
         self._memory = config.memory
         budget = config.memory.budget_bytes
         self.budget = self.machine.budget() if budget == "auto" else budget
-        self._poke.set()
+        self._changed.set()
 
-    # -- the workers' side -------------------------------------------------------------------------------------------
+    # -- called for workers and requests -----------------------------------------------------------------------------
 
     async def admit(self, spec: WorkerSpec) -> int:
-        """Wait for room; returns the share in bytes. Raises `ModelUnavailable` when there can never be any."""
+        """Wait for room, and return the share in bytes. Raises `ModelUnavailable` if there can never be room."""
         name = spec.name
-        number, since = next(self._numbers), self._clock()
+        number, since = next(self._numbers), time.monotonic()
         model = self._models.get(name)
-        if model is None:  # removed, and on its way out
+        if model is None:  # removed from the configuration meanwhile
             return 0
         need = await asyncio.to_thread(self._need_here, model)
-        asking = PendingGrant(name, number, since, need, asyncio.get_running_loop().create_future())
-        self._asking[name] = asking
-        self._poke.set()
+        pending = PendingGrant(name, number, since, need, asyncio.get_running_loop().create_future())
+        self._pending[name] = pending
+        self._changed.set()
         try:
-            return await asking.answer
+            return await pending.answer
         finally:
-            if self._asking.get(name) is asking:
-                del self._asking[name]
-            self._poke.set()
+            if self._pending.get(name) is pending:
+                del self._pending[name]
+            self._changed.set()
 
     def on_state(self, name: str, state: State) -> None:
-        """A worker has changed its state."""
-        now = self._clock()
-        tenancy = self.tenancies.get(name)
-        if tenancy is not None and state in _GONE:
-            del self.tenancies[name]
-            if tenancy.pid:
-                before = tenancy.available or self.machine.available()
-                self._returns.append(MemoryReturn(name, tenancy.pid, tenancy.held, tenancy.footprint, before, now))
-        elif tenancy is not None and state is State.READY:
-            if tenancy.is_swap and tenancy.asked_at is not None:
-                self._events.model_swapped_in(name, now - tenancy.asked_at)
-            tenancy.asked_at, tenancy.used_at = None, now
-        self._poke.set()
+        """Update a worker's grant after a change of its state."""
+        now = time.monotonic()
+        allocation = self.allocations.get(name)
+        if allocation is not None and state in _WITHOUT_PROCESS:
+            del self.allocations[name]
+            if allocation.pid:
+                before = allocation.available or self.machine.available()
+                self._returns.append(
+                    MemoryReturn(name, allocation.pid, allocation.held, allocation.footprint, before, now)
+                )
+        elif allocation is not None and state is State.READY:
+            if allocation.is_swap and allocation.requested_at is not None:
+                self._events.model_swapped_in(name, now - allocation.requested_at)
+            allocation.requested_at, allocation.used_at = None, now
+        self._changed.set()
 
     def adopt(self, name: str, share: int) -> None:
-        """A worker of an earlier gateway has this share already."""
+        """Record the share of a worker of an earlier gateway."""
         need = self._need_here(self._models[name])
         share = share or need.floor
-        self.tenancies[name] = self._tenancy(name, share, need)
+        self.allocations[name] = self._new_allocation(name, share, need)
 
     def _need_here(self, model: ModelConfig) -> Need:
-        """Of the ranks of a group those on this machine: its grant is for all of them."""
-        need, group = self.need_of(model), model.group
+        """Memory of a model's processes on this machine: of a group, all local ranks. Reads files."""
+        profile, group = self._times.of(model.name, model.path), model.group
+        need = estimate(model, self.budget, profile.load if profile is not None else None)
         if not group.ranks:
             return need
         parts = zip(group.ranks, parts_of(len(group.ranks), group.split), strict=True)
-        here = [part for node, part in parts if node == LOCAL]
-        return portion(need, sum(here), len(here))
+        local = [part for node, part in parts if node == LOCAL]
+        return portion(need, sum(local), len(local))
 
-    def need_of(self, model: ModelConfig) -> Need:
-        """Memory of a model in one process. Reads files."""
-        wisdom = self._times.of(model.name, model.path) if self._times is not None else None
-        return estimate(model, self.budget, wisdom.load if wisdom is not None else None)
-
-    def hold(self, name: str) -> None:
-        """Count a request that holds a model: it is busy until `release`."""
+    @contextmanager
+    def lease(self, name: str) -> Generator[None, None, None]:
+        """Keep a model busy for one request."""
         self._leases[name] = self.leases(name) + 1
-        self._used(name)
-
-    def release(self, name: str) -> None:
-        self._leases[name] -= 1
-        if not self._leases[name]:
-            del self._leases[name]
-        self._used(name)
+        self._note_use(name)
+        try:
+            yield
+        finally:
+            self._leases[name] -= 1
+            if not self._leases[name]:
+                del self._leases[name]
+            self._note_use(name)
 
     def leases(self, name: str) -> int:
-        """The number of requests that hold a model."""
+        """Number of requests that have a lease of a model."""
         return self._leases.get(name, 0)
 
-    def _used(self, name: str) -> None:
-        if (tenancy := self.tenancies.get(name)) is not None:
-            tenancy.used_at = self._clock()
-        if self._asking:
-            self._poke.set()
+    def _note_use(self, name: str) -> None:
+        if (allocation := self.allocations.get(name)) is not None:
+            allocation.used_at = time.monotonic()
+        if self._pending:
+            self._changed.set()
 
-    # -- the operator's side -----------------------------------------------------------------------------------------
+    # -- called for operators ----------------------------------------------------------------------------------------
 
     def pin(self, name: str, is_pinned: bool) -> None:
-        """Until the daemon ends, or the configuration says otherwise."""
+        """Pin or unpin a model until the daemon ends or its configured `pin` changes."""
         self._pins[name] = is_pinned
-        self._poke.set()
+        self._changed.set()
 
     def is_pinned(self, name: str) -> bool:
         model = self._models.get(name)
@@ -187,194 +183,205 @@ class Broker:
         return 0.0 if model is None or self.is_pinned(name) else model.ttl_s
 
     def view(self) -> MemoryView:
-        now = self._clock()
+        now = time.monotonic()
         models = {
             name: ModelMemory(
-                share_bytes=tenancy.share,
-                floor_bytes=tenancy.floor,
-                footprint_bytes=tenancy.footprint,
-                idle_s=now - tenancy.used_at,
-                is_gated=tenancy.gated_at is not None,
+                share_bytes=allocation.share,
+                floor_bytes=allocation.floor,
+                footprint_bytes=allocation.footprint,
+                idle_s=now - allocation.used_at,
+                is_gated=allocation.gated_at is not None,
             )
-            for name, tenancy in self.tenancies.items()
+            for name, allocation in self.allocations.items()
         }
-        waiting = tuple(asking.name for asking in self._queue())
-        footprint = sum(tenancy.footprint for tenancy in self.tenancies.values())
+        waiting = tuple(pending.name for pending in self._queue())
+        footprint = sum(allocation.footprint for allocation in self.allocations.values())
         return MemoryView(self.budget, self.granted, footprint, waiting, models)
 
     @property
     def granted(self) -> int:
-        """Bytes that are spoken for: by workers, and by what processes that have ended still hold."""
-        workers = sum(tenancy.held for tenancy in self.tenancies.values())
+        """Bytes granted to workers, and those of ended processes that have not returned."""
+        workers = sum(allocation.held for allocation in self.allocations.values())
         return workers + sum(each.share for each in self._returns)
 
     @property
     def has_waiters(self) -> bool:
-        return bool(self._asking) or bool(self._returns)
+        return bool(self._pending) or bool(self._returns)
 
-    # -- carrying out ------------------------------------------------------------------------------------------------
+    # -- plans -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Look again at every change, until cancelled."""
+        """Apply a new plan after every change, until cancelled."""
         wake_at: float | None = None
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._delay_s(wake_at)):
-                    await self._poke.wait()
-            self._poke.clear()
+                    await self._changed.wait()
+            self._changed.clear()
             try:
                 wake_at = self._settle()
-            except Exception:  # The root of the task: what runs must go on, and the next look may be luckier.
+            except Exception:  # The root of the task, which must go on.
                 log.exception("internal error while memory was granted")
-                wake_at = self._clock() + FAULT_PAUSE_S
+                wake_at = time.monotonic() + FAULT_PAUSE_S
 
     def _delay_s(self, wake_at: float | None) -> float | None:
         if self._returns:
             return RETURN_POLL_S
-        # A worker that makes room is not done at an event of ours alone: what it still says comes by the link.
-        if any(t.shrinking_to is not None or t.gated_at is not None for t in self.tenancies.values()):
+        # Messages of a worker that makes room arrive at the link, which does not set `_changed`.
+        if any(
+            allocation.shrinking_to is not None or allocation.gated_at is not None
+            for allocation in self.allocations.values()
+        ):
             return ROOM_POLL_S
-        return None if wake_at is None else max(0.0, wake_at - self._clock())
+        return None if wake_at is None else max(0.0, wake_at - time.monotonic())
 
     def _settle(self) -> float | None:
-        """One look at everything; returns when to look again at the latest."""
-        now = self._clock()
-        self._collect(now)
-        for tenancy in self.tenancies.values():
-            self._end_shrinking(tenancy, now)
+        """Apply one plan. Return the latest time for the next one."""
+        now = time.monotonic()
+        self._check_returns(now)
+        for allocation in self.allocations.values():
+            self._end_shrinking(allocation, now)
         if queue := self._queue():
-            plan = policy.plan([asking.claim for asking in queue], self.picture(), self.terms(), now)
+            plan = policy.plan([pending.claim for pending in queue], self._snapshot(), self._eviction_terms(), now)
         else:
-            plan = policy.relieve(self.picture(), self.terms(), now)
-        self._carry_out(plan, now)
+            plan = policy.relieve(self._snapshot(), self._eviction_terms(), now)
+        self._apply(plan, now)
         return plan.wake_at
 
     def _queue(self) -> list[PendingGrant]:
-        waiting = (asking for asking in self._asking.values() if not asking.answer.done())
-        return sorted(waiting, key=lambda asking: asking.number)
+        waiting = (pending for pending in self._pending.values() if not pending.answer.done())
+        return sorted(waiting, key=lambda pending: pending.number)
 
-    def terms(self) -> EvictionTerms:
-        leaving = [tenancy for tenancy in self.tenancies.values() if self._is_leaving(tenancy)]
-        returning = sum(t.held for t in leaving) + sum(each.share for each in self._returns)
+    def _eviction_terms(self) -> EvictionTerms:
+        exiting = [allocation for allocation in self.allocations.values() if self._is_exiting(allocation)]
+        returning = sum(allocation.held for allocation in exiting) + sum(each.share for each in self._returns)
         memory = self._memory
-        residency_s = max(memory.min_residency_s, TURN_S)
+        residency_s = max(memory.min_residency_s, RESIDENCY_MIN_S)
         available = self.machine.available()
-        return EvictionTerms(self.budget, memory.max_loaded, residency_s, returning, len(leaving), available)
+        return EvictionTerms(self.budget, memory.max_loaded, residency_s, returning, len(exiting), available)
 
-    def picture(self) -> list[ModelSnapshot]:
-        return [self._tenant(tenancy) for tenancy in self.tenancies.values() if not self._is_leaving(tenancy)]
+    def _snapshot(self) -> list[ModelSnapshot]:
+        return [
+            self._model_snapshot(allocation)
+            for allocation in self.allocations.values()
+            if not self._is_exiting(allocation)
+        ]
 
-    def _is_leaving(self, tenancy: Allocation) -> bool:
-        state = self._workers[tenancy.name].state
-        return bool(tenancy.leaving) or state in (State.DRAINING, State.STOPPING)
+    def _is_exiting(self, allocation: Allocation) -> bool:
+        state = self.workers[allocation.name].state
+        return bool(allocation.evict_reason) or state in (State.DRAINING, State.STOPPING)
 
-    def _tenant(self, tenancy: Allocation) -> ModelSnapshot:
-        worker = self._workers[tenancy.name]
+    def _model_snapshot(self, allocation: Allocation) -> ModelSnapshot:
+        worker = self.workers[allocation.name]
         return ModelSnapshot(
-            tenancy.name,
-            tenancy.held,
-            min(tenancy.floor, tenancy.held),
+            allocation.name,
+            allocation.held,
+            min(allocation.floor, allocation.held),
             is_ready=worker.state is State.READY,
             is_busy=self.is_busy(worker),
-            is_pinned=self.is_pinned(tenancy.name),
-            gated_at=tenancy.gated_at,
-            shrinking_to=tenancy.shrinking_to,
+            is_pinned=self.is_pinned(allocation.name),
+            gated_at=allocation.gated_at,
+            shrinking_to=allocation.shrinking_to,
             ready_at=worker.incarnation.ready_at,
-            used_at=tenancy.used_at,
+            used_at=allocation.used_at,
         )
 
     def is_busy(self, worker: WorkerHandle) -> bool:
-        """Behind a closed gate only what runs counts: who waits there holds a lease, too."""
-        is_asked_for = self.leases(worker.name) > 0 and self.tenancies[worker.name].gated_at is None
-        return is_asked_for or worker.has_parked or self._link.is_busy(worker.epoch)
+        """Whether a model runs or expects requests. Behind a closed gate leases do not count: they may only wait."""
+        is_leased = self.leases(worker.name) > 0 and self.allocations[worker.name].gated_at is None
+        return is_leased or worker.has_parked or self._link.is_busy(worker.epoch)
 
-    def _carry_out(self, made: MemoryPlan, now: float) -> None:
-        for never in made.never:
-            self._refuse(never)
-        for name in made.evictions:
+    def _apply(self, plan: MemoryPlan, now: float) -> None:
+        for claim in plan.infeasible:
+            self._refuse(claim)
+        for name in plan.evictions:
             self.evict(name, "memory")
-        for name, tenancy in self.tenancies.items():
-            if name in made.gated and tenancy.gated_at is None:
+        for name, allocation in self.allocations.items():
+            if name in plan.gated and allocation.gated_at is None:
                 log.info("model %s takes no new requests until it is unloaded", name)
-                tenancy.gated_at = now
-                self._workers[name].close_gate()
-            elif name not in made.gated and tenancy.gated_at is not None and not tenancy.leaving:
-                tenancy.gated_at = None
-                self._workers[name].open_gate()
-        for name, share in made.shrinks:
-            self._shrink(self.tenancies[name], share, now)
-        for name, share in made.grants:
-            self._grant(self._asking[name], share, now)
-        if (made.evictions or made.gated or made.shrinks) and (queue := self._queue()):
-            queue[0].is_swap |= bool(made.evictions or made.gated)
+                allocation.gated_at = now
+                self.workers[name].close_gate()
+            elif name not in plan.gated and allocation.gated_at is not None and not allocation.evict_reason:
+                allocation.gated_at = None
+                self.workers[name].open_gate()
+        for name, share in plan.shrinks:
+            self._shrink(self.allocations[name], share, now)
+        for name, share in plan.grants:
+            self._grant(self._pending[name], share, now)
+        if (plan.evictions or plan.gated or plan.shrinks) and (queue := self._queue()):
+            queue[0].is_swap |= bool(plan.evictions or plan.gated)
 
     def evict(self, name: str, reason: str) -> bool:
-        """End an idle worker. False when it has something to do by now."""
-        tenancy, worker = self.tenancies[name], self._workers[name]
+        """Stop an idle worker. Return False if it is busy now."""
+        allocation, worker = self.allocations[name], self.workers[name]
         if self.is_busy(worker) or not worker.evict():
             return False
         log.info("unloading model %s: %s", name, reason)
-        tenancy.leaving = reason
-        tenancy.pid, tenancy.available = worker.pid, self.machine.available()
-        # What must come back is what it has now.
-        tenancy.footprint = sum(map(self.machine.footprint, worker.incarnation.pids)) or tenancy.footprint
+        allocation.evict_reason = reason
+        allocation.pid, allocation.available = worker.pid, self.machine.available()
+        # This measurement is compared with the memory that returns.
+        allocation.footprint = sum(map(self.machine.footprint, worker.incarnation.pids)) or allocation.footprint
         self._events.model_evicted(name, reason)
         return True
 
-    def _grant(self, asking: PendingGrant, share: int, now: float) -> None:
-        tenancy = self._tenancy(asking.name, share, asking.need)
-        tenancy.asked_at, tenancy.is_swap = asking.since, asking.is_swap
-        self.tenancies[asking.name] = tenancy
-        asking.answer.set_result(share)
-        reason = "swap" if asking.is_swap else "room"
-        self._events.memory_granted(asking.name, now - asking.since, reason)
-        log.info("model %s is granted %d MiB (%s)", asking.name, share >> 20, reason)
+    def _grant(self, pending: PendingGrant, share: int, now: float) -> None:
+        allocation = self._new_allocation(pending.name, share, pending.need)
+        allocation.requested_at, allocation.is_swap = pending.since, pending.is_swap
+        self.allocations[pending.name] = allocation
+        pending.answer.set_result(share)
+        reason = "swap" if pending.is_swap else "room"
+        self._events.memory_granted(pending.name, now - pending.since, reason)
+        log.info("model %s is granted %d MiB (%s)", pending.name, share >> 20, reason)
 
-    def _tenancy(self, name: str, share: int, need: Need) -> Allocation:
-        return Allocation(name, share, min(share, need.floor), need.most, self._clock(), Pressure(self._limits))
+    def _new_allocation(self, name: str, share: int, need: Need) -> Allocation:
+        return Allocation(name, share, min(share, need.floor), need.most, time.monotonic(), Pressure(self._limits))
 
-    def _refuse(self, never: Infeasible) -> None:
-        asking = self._asking[never.name]
-        why = _why(never, self.budget, self._memory.max_loaded)
-        log.error("model '%s' cannot be loaded: %s", never.name, why)
-        message = f"model '{never.name}' {why}"
-        asking.answer.set_exception(ModelUnavailable(Failure(Code.DOES_NOT_FIT, message)))
+    def _refuse(self, infeasible: Infeasible) -> None:
+        pending = self._pending[infeasible.name]
+        why = _why(infeasible, self.budget, self._memory.max_loaded)
+        log.error("model '%s' cannot be loaded: %s", infeasible.name, why)
+        message = f"model '{infeasible.name}' {why}"
+        pending.answer.set_exception(ModelUnavailable(Failure(Code.DOES_NOT_FIT, message)))
 
     # -- shares that change ------------------------------------------------------------------------------------------
 
-    def order(self, tenancy: Allocation, share: int) -> bool:
-        """Tell a worker its share, under the measures that are in force. False when it cannot be told."""
-        worker, measure = self._workers[tenancy.name], tenancy.pressure.measure
+    def send_share(self, allocation: Allocation, share: int) -> bool:
+        """Send a worker its share, and the current pressure measure. Return False if it cannot be reached."""
+        worker, measure = self.workers[allocation.name], allocation.pressure.measure
         return worker.incarnation.send(SetMemory(share, measure.kv_part, measure.cache_part))
 
-    def _shrink(self, tenancy: Allocation, share: int, now: float) -> None:
-        if self.order(tenancy, share):
-            log.info("model %s gives back %d MiB", tenancy.name, (tenancy.share - share) >> 20)
-            tenancy.shrinking_to, tenancy.shrink_ends = share, now + SHRINK_DEADLINE_S
+    def _shrink(self, allocation: Allocation, share: int, now: float) -> None:
+        if self.send_share(allocation, share):
+            log.info("model %s gives back %d MiB", allocation.name, (allocation.share - share) >> 20)
+            allocation.shrinking_to, allocation.shrink_ends = share, now + SHRINK_DEADLINE_S
 
-    def _end_shrinking(self, tenancy: Allocation, now: float) -> None:
-        """Its share is smaller when the worker has said so and it was measured, or as small as it gets in time."""
-        target = tenancy.shrinking_to
+    def _end_shrinking(self, allocation: Allocation, now: float) -> None:
+        """Lower the share once the worker has confirmed it and its footprint fits, or as far as it got in time."""
+        target = allocation.shrinking_to
         if target is None:
             return
-        worker = self._workers[tenancy.name]
+        worker = self.workers[allocation.name]
         worker.incarnation.ping()
         stats = worker.stats
         if stats is not None and stats.share_bytes == target:
-            tenancy.footprint = sum(map(self.machine.footprint, worker.incarnation.pids))
-            if tenancy.footprint <= target:
-                tenancy.share, tenancy.shrinking_to = target, None
+            allocation.footprint = sum(map(self.machine.footprint, worker.incarnation.pids))
+            if allocation.footprint <= target:
+                allocation.share, allocation.shrinking_to = target, None
                 return
-        if now >= tenancy.shrink_ends:
-            held = max(target, tenancy.footprint) if stats is not None and stats.share_bytes == target else tenancy.held
-            log.warning("model %s holds %d MiB, above its target of %d", tenancy.name, held >> 20, target >> 20)
-            tenancy.share = tenancy.floor = held
-            tenancy.shrinking_to = None
+        if now >= allocation.shrink_ends:
+            held = (
+                max(target, allocation.footprint)
+                if stats is not None and stats.share_bytes == target
+                else allocation.held
+            )
+            log.warning("model %s holds %d MiB, above its target of %d", allocation.name, held >> 20, target >> 20)
+            allocation.share = allocation.floor = held
+            allocation.shrinking_to = None
 
-    # -- memory that comes back --------------------------------------------------------------------------------------
+    # -- memory of ended processes -----------------------------------------------------------------------------------
 
-    def _collect(self, now: float) -> None:
-        """Forget what has come back, and what does not come back in time."""
+    def _check_returns(self, now: float) -> None:
+        """Stop counting memory that has returned, or has not returned in time."""
         for each in list(self._returns):
             left = self.machine.unreturned(each.pid, each.footprint, each.available)
             part = 1.0 if each.footprint == 0 else 1 - left / each.footprint
@@ -386,13 +393,13 @@ class Broker:
                 log.error("model %s: %.0f %% of its memory came back", each.name, 100 * part)
 
 
-def _why(never: Infeasible, budget: int, max_loaded: int) -> str:
-    """The numbers behind a refusal."""
-    pinned = ", ".join(never.pinned)
-    if never.is_full:
+def _why(infeasible: Infeasible, budget: int, max_loaded: int) -> str:
+    """Explanation of a refusal, with its numbers."""
+    pinned = ", ".join(infeasible.pinned)
+    if infeasible.is_full:
         return f"cannot be loaded: max_loaded is {max_loaded}, and as many are pinned ({pinned})."
-    need = f"does not fit: it needs {_size(never.need)}, and the memory budget is {_size(budget)}"
-    return f"{need}, {_size(budget - never.cap)} of it for pinned models ({pinned})." if pinned else need + "."
+    need = f"does not fit: it needs {_size(infeasible.need)}, and the memory budget is {_size(budget)}"
+    return f"{need}, {_size(budget - infeasible.cap)} of it for pinned models ({pinned})." if pinned else need + "."
 
 
 def _size(count: int) -> str:

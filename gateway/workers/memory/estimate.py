@@ -1,4 +1,4 @@
-"""Memory that a model needs, before it is loaded: from its files' headers and its settings."""
+"""Estimate of a model's memory before it is loaded, from its files' headers and its settings."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,38 +11,34 @@ from protocol.kinds import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
 from protocol.timing_profile import LoadFacts
 from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST
 
-# A share is comfortable with KV for a sequence of so many tokens, and of no use with less than so many.
+# Context for which a model gets KV, and the least with which it is useful.
 COMFORT_TOKENS: Final = 32_768
 LEAST_TOKENS: Final = 1024
-# Where the KV of an architecture is not computed: a part of the weights, and at least this.
-UNKNOWN_KV_PART: Final = 8
+# KV of an architecture for which it cannot be computed: weights divided by this, and at least this.
+UNKNOWN_KV_DIVISOR: Final = 8
 UNKNOWN_KV_BYTES: Final = 64 * MIB
-# Of models that read, hear or speak, which keep no KV: what one pass computes, at least this and this part of the
-# weights, and the most of a loan that they have a use for.
-READERS: Final = frozenset({EMBED, RERANK, AUDIO})
+# Kinds of models without KV. One forward pass takes their weights divided by PASS_DIVISOR, and at least PASS_BYTES;
+# loans beyond PASS_LOAN_MAX are of no use.
+KINDS_WITHOUT_KV: Final = frozenset({EMBED, RERANK, AUDIO})
 PASS_BYTES: Final = 64 * MIB
-PASS_PART: Final = 8
-PASS_MOST: Final = 2048 * MIB
-# The worker gives KV about this part of what its weights leave of its share (worker/model/memory.py).
+PASS_DIVISOR: Final = 8
+PASS_LOAN_MAX: Final = 2048 * MIB
+# Part of the share beyond the weights that the worker gives to KV (worker/model/memory.py).
 KV_PART: Final = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes. With less than `least` a model is of no use; `floor` is what it gets; more is lent up to `most`."""
+    """Memory in bytes: `least` is the minimum, `floor` the usual grant, and more is lent up to `most`."""
 
     weights: int
     least: int
     floor: int
     most: int
 
-    def within(self, cap: int) -> int:
-        """The floor under a cap: less than comfortable is better than nothing."""
-        return min(self.floor, max(self.least, cap))
-
 
 def portion(need: Need, part: float, processes: int) -> Need:
-    """Need of so many ranks that have a part of a model together; `need` is that of one process with all of it."""
+    """Need of `processes` ranks that together have `part` of a model; `need` is that of the whole model in one."""
     process = OVERHEAD_BYTES + BUFFER_BYTES
 
     def own(count: int) -> int:
@@ -51,11 +47,10 @@ def portion(need: Need, part: float, processes: int) -> Need:
     return Need(int(need.weights * part), own(need.least), own(need.floor), own(need.most))
 
 
-def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -> Need:
-    """Memory that `model` needs; `lendable` is the largest possible loan. Unreadable files: only the overhead.
+def estimate(model: ModelConfig, loan_max: int, load: LoadFacts | None = None) -> Need:
+    """Memory that `model` needs; `loan_max` is the largest possible loan. Unreadable files count as empty.
 
-    `load` is what its newest load has shown: the KV of an architecture that is not computed here, and a process that is
-    larger than others.
+    `load` has measurements of its newest load: KV that cannot be computed here, and an unusually large process.
     """
     info, draft = _info(model, model.path), _info(model, model.draft) if model.draft else None
     weights = 0 if info is None else info.weights_bytes
@@ -66,32 +61,32 @@ def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -
         fixed = max(fixed, load.footprint_bytes - load.weights_bytes + weights)
     cache = model.cache.ram_bytes
     if model.memory_bytes != "auto":
-        # The operator's word: it is what the worker is told to stay in, whatever we think of it.
+        # The operator's setting is the worker's limit, whatever the estimate.
         least = max(model.memory_bytes, weights)
         return Need(weights, least, least, least)
     kind = _kind(model, info)
-    if kind in READERS:
-        least = floor = fixed + max(PASS_BYTES, weights // PASS_PART)
-        if kind == AUDIO and _hears(model, info):
+    if kind in KINDS_WITHOUT_KV:
+        least = floor = fixed + max(PASS_BYTES, weights // PASS_DIVISOR)
+        if kind == AUDIO and _transcribes(model, info):
             least, floor = least + CLIP_BYTES_LEAST, floor + CLIP_BYTES
-        return Need(weights, least, floor, floor + min(lendable, PASS_MOST))
+        return Need(weights, least, floor, floor + min(loan_max, PASS_LOAN_MAX))
     if model.kv_bytes is not None:
         floor = fixed + model.kv_bytes + (cache or 0)
-        return Need(weights, floor, floor, floor if cache is not None else floor + lendable)
+        return Need(weights, floor, floor, floor if cache is not None else floor + loan_max)
     infos = [info, *([draft] if draft is not None else ())]
     floor = fixed + (cache or 0) + sum(_kv_bytes(each, COMFORT_TOKENS, load) for each in infos)
     least = fixed + (cache or 0) + sum(_kv_bytes(each, LEAST_TOKENS, load) for each in infos)
-    return Need(weights, least, floor, floor + lendable)
+    return Need(weights, least, floor, floor + loan_max)
 
 
 def _info(model: ModelConfig, path: str) -> ModelMetadata | None:
-    """The files of a model, or of the one that drafts for it, with its settings."""
+    """Metadata of a model, or of its draft model, with its settings; None if its files cannot be read."""
     try:
         is_draft = path != model.path
         cache = -1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes
         return inspect(find(path), model.dtype, model.context, 0, 0 if is_draft else model.kv_bits or 0, cache)
     except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
-        # Its worker says what is wrong with it; nothing that is in a file may harm the others.
+        # Its worker reports the error; the other models must not be affected.
         return None
 
 
@@ -101,8 +96,8 @@ def _kind(model: ModelConfig, info: ModelMetadata | None) -> str:
     return info.kind if info is not None else ""
 
 
-def _hears(model: ModelConfig, info: ModelMetadata | None) -> bool:
-    """Whether a model of audio holds clips. One whose family is not known may."""
+def _transcribes(model: ModelConfig, info: ModelMetadata | None) -> bool:
+    """Whether an audio model needs memory for clips. One of an unknown family may."""
     return audio_family({"model_type": info.model_type if info is not None else ""}, model.path) not in SPEAKERS
 
 
@@ -111,6 +106,6 @@ def _kv_bytes(info: ModelMetadata | None, tokens: int, load: LoadFacts | None) -
         longest = min(tokens, (info.context if info is not None else None) or tokens)
         return int((load.token_bytes * longest + load.row_bytes) / KV_PART)
     if info is None or info.kv_1k_bytes is None:
-        return max(UNKNOWN_KV_BYTES, (info.weights_bytes if info else 0) // UNKNOWN_KV_PART)
+        return max(UNKNOWN_KV_BYTES, (info.weights_bytes if info else 0) // UNKNOWN_KV_DIVISOR)
     longest = min(tokens, info.context or tokens)
     return int((info.kv_1k_bytes * longest // 1000 + info.kv_window_bytes) / KV_PART)

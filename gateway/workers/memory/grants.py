@@ -1,4 +1,4 @@
-"""Records of the broker: a model's claim to memory, its tenancy, and memory that it has just given back."""
+"""Records of the broker: pending grants, allocations, and memory that ended processes return."""
 
 import asyncio
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from gateway.workers.memory.pressure import Pressure
 
 @dataclass(slots=True)
 class PendingGrant:
-    """A worker that waits to be started. Owned by the broker."""
+    """Grant that a worker waits for. Owned by the broker."""
 
     name: str
-    # The order of arrival: the files are read after it was taken.
+    # Order of arrival, taken before the model's files are read.
     number: int
     since: float
     need: Need
     answer: asyncio.Future[int]
-    # Others have to leave for it.
+    # Whether other models are evicted for it.
     is_swap: bool = False
 
     @property
@@ -28,7 +28,7 @@ class PendingGrant:
 
 @dataclass(slots=True)
 class Allocation:
-    """A worker that has been given memory, from the grant to the end of its process. Owned by the broker."""
+    """Memory of a worker, from the grant to the end of its process. Owned by the broker."""
 
     name: str
     share: int
@@ -36,29 +36,29 @@ class Allocation:
     most: int
     used_at: float
     pressure: Pressure
-    # When it was asked for; None once it is ready, and for an adopted one.
-    asked_at: float | None = None
+    # When the model was requested; None after it is ready, and for an adopted worker.
+    requested_at: float | None = None
     is_swap: bool = False
     gated_at: float | None = None
-    # What its worker was told to shrink to, and until when that may take.
+    # Share that its worker was told to shrink to, and the deadline for it.
     shrinking_to: int | None = None
     shrink_ends: float = 0.0
-    # Why it was told to go.
-    leaving: str = ""
+    # Empty while it is not evicted.
+    evict_reason: str = ""
     pid: int = 0
     footprint: int = 0
-    # What the machine had left when it was told to go.
+    # Free memory of the machine at its eviction.
     available: int = 0
 
     @property
     def held(self) -> int:
-        """Bytes that count against the budget: its share, or the measured footprint if that is more."""
+        """Bytes that count against the budget: the larger of its share and its measured footprint."""
         return max(self.share, self.footprint)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReturn:
-    """A process that has ended, and what it held: counted until it was measured to be back."""
+    """Memory of a process that has ended, which counts until its return is measured."""
 
     name: str
     pid: int

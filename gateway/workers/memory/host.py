@@ -1,4 +1,4 @@
-"""Memory of this machine, and what a process holds of it. Darwin's calls were not run here."""
+"""Memory of this machine and of processes. The calls for Darwin were not run on a Mac."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import psutil
 from gateway.workers.supervisor.os_process import darwin_rusage
 
 GIB: Final = 1 << 30
-# For the system and everything that is not a model: this part, within these bounds.
+# Part reserved for the system and other programs, within these bounds.
 RESERVE_PART: Final = 0.1
 RESERVE_MIN: Final = GIB
 RESERVE_MAX: Final = 16 * GIB
@@ -21,27 +21,27 @@ _CGROUP_USES: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/m
 
 
 class HostMemory(Protocol):
-    """The machine's memory as the broker sees it; a test may have a smaller machine."""
+    """Memory of the machine; tests simulate a smaller one."""
 
     def budget(self) -> int:
-        """Bytes that all models may take together when the operator does not say."""
+        """Return the default budget of all models in bytes."""
         ...
 
     def available(self) -> int:
-        """Bytes that could be had now without pushing anything out."""
+        """Return the bytes that are free without swapping."""
         ...
 
     def footprint(self, pid: int) -> int:
-        """Bytes that end with a process; 0 when there is none."""
+        """Return the bytes that are freed when a process ends; 0 if it does not exist."""
         ...
 
     def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
-        """Bytes of a process that has ended which the system has not got back yet."""
+        """Return the bytes of an ended process that are not free yet."""
         ...
 
 
 class ThisMachine:
-    """The real one. What cannot be read, because we have too many files open, is as it was at the last look."""
+    """Memory of the real machine. If it cannot be read, as with too many open files, the last result is returned."""
 
     def __init__(self) -> None:
         self._free = 0
@@ -60,7 +60,7 @@ class ThisMachine:
         for limit_path, use_path in zip(_CGROUP_LIMITS, _CGROUP_USES, strict=True):
             limit, use = _number(_read(limit_path)), _number(_read(use_path))
             if limit is not None and use is not None:
-                # The kernel drops file pages before it refuses memory.
+                # The kernel drops cached file pages before it refuses memory.
                 free = min(free, limit - use + _reclaimable(Path(use_path).parent / "memory.stat"))
         self._free = max(0, free)
         return self._free
@@ -80,20 +80,20 @@ class ThisMachine:
 
     def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
         if sys.platform == "darwin":
-            # Wired memory of a process that was killed can stay behind when the process is gone.
+            # Wired memory of a killed process may be freed after its exit.
             return max(0, footprint - max(0, self.available() - available_before))
         return self.footprint(pid)
 
 
 def linux_budget(limits: list[str | None], ram: int) -> int:
-    """`limits`: what the files of cgroup v2 and v1 hold, None for one that is not there."""
+    """Default budget; `limits` are the contents of the limit files of cgroup v2 and v1, None if missing."""
     known = [limit for text in limits if (limit := _number(text)) is not None]
     total = min([ram, *known])
     return total - _reserve(total)
 
 
 def darwin_budget(wired_limit_mb: str | None, ram: int) -> int:
-    """`wired_limit_mb`: what sysctl prints; 0 leaves it to the system."""
+    """Default budget; `wired_limit_mb` is the output of sysctl, where 0 means the system's default."""
     limit = (_number(wired_limit_mb) or 0) << 20
     return min(limit or int(ram * WORKING_SET_PART), ram - _reserve(ram))
 
@@ -103,7 +103,7 @@ def _reserve(total: int) -> int:
 
 
 def _number(text: str | None) -> int | None:
-    """None also for `max`, cgroup v2's word for no limit."""
+    """Parse a number; None also for `max`, which is no limit in cgroup v2."""
     return int(text) if text is not None and text.strip().isdigit() else None
 
 
@@ -123,7 +123,7 @@ def _reclaimable(stat: Path) -> int:
 
 
 def _sysctl(name: str) -> str | None:
-    # By its path: a service has no /usr/sbin in its PATH.
+    # The PATH of a service has no /usr/sbin.
     try:
         done = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -132,7 +132,7 @@ def _sysctl(name: str) -> str | None:
 
 
 def _linux_footprint(pid: int) -> int:
-    """Private bytes: what others share with it stays when it ends."""
+    """Private bytes, because shared memory is not freed when the process ends."""
     try:
         return int(psutil.Process(pid).memory_full_info().uss)
     except psutil.Error:

@@ -1,8 +1,8 @@
-"""Memory monitor, about once a second: pressure, idle models, unused loans."""
+"""Memory monitor, about once a second: pressure, idle models, unused memory."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
 from typing import Final
 
 from gateway.workers.memory.broker import Broker
@@ -14,123 +14,110 @@ from protocol.failures import Code, Failure
 
 log = logging.getLogger(__name__)
 
-# The machine is short of memory when less than this part of the budget is to be had.
+# The machine is short of memory when the larger of both is more than it has free.
 SHORT_PART: Final = 0.01
-SHORT_MIN: Final = 256 << 20
-# More is lent only when that is worth the message, and not all the time.
-LEND_EVERY_S: Final = 10.0
-LEND_MIN: Final = 64 << 20
+SHORT_MIN_BYTES: Final = 256 << 20
+LEND_INTERVAL_S: Final = 10.0
+LEND_MIN_BYTES: Final = 64 << 20
 _OVERLOAD: Final = Failure(Code.OUT_OF_MEMORY, "the machine is short of memory; try again")
 
 
 class MemoryWatch:
-    """Measures, and has done what follows. Time and sleep are injected."""
+    """Measures the footprints of workers, relieves pressure, evicts idle models and lends unused memory."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        worker_of: Callable[[str], WorkerHandle],
-        events: MemoryEvents,
-        limits: WorkerLimits,
-        clock: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]],
-    ) -> None:
+    def __init__(self, broker: Broker, events: MemoryEvents, limits: WorkerLimits) -> None:
         self._broker = broker
-        self._worker_of = worker_of
         self._events = events
         self._limits = limits
-        self._clock = clock
-        self._sleep = sleep
-        self._recycled: dict[str, float] = {}
+        self._recycled_at: dict[str, float] = {}
         self._lent_at = float("-inf")
 
     async def run(self) -> None:
         self._events.memory(self._broker.view())
         while True:
-            await self._sleep(self._limits.measure_interval_s)
+            await asyncio.sleep(self._limits.measure_interval_s)
             try:
-                await self.look()
-            except Exception:  # The root of the task: the next look may be luckier.
+                await self._check()
+            except Exception:  # The root of the task, which must go on.
                 log.exception("internal error while memory was measured")
 
-    async def look(self) -> None:
-        """One round."""
+    async def _check(self) -> None:
         await self._measure()
-        now = self._clock()
+        now = time.monotonic()
         broker = self._broker
         is_short = self._is_short()
-        for tenancy in list(broker.tenancies.values()):
-            worker = self._worker_of(tenancy.name)
-            if worker.state is State.READY and not tenancy.leaving:
-                self._press(tenancy, worker, now, is_short)
-                self._expire(tenancy, worker, now)
-        if not broker.has_waiters and not is_short and now - self._lent_at >= LEND_EVERY_S:
+        for allocation in list(broker.allocations.values()):
+            worker = broker.workers[allocation.name]
+            if worker.state is State.READY and not allocation.evict_reason:
+                self._press(allocation, worker, now, is_short)
+                self._expire(allocation, worker, now)
+        if not broker.has_waiters and not is_short and now - self._lent_at >= LEND_INTERVAL_S:
             self._lend(now)
         self._events.memory(broker.view())
 
     async def _measure(self) -> None:
-        """In a thread: a large process has many pages to count."""
-        machine = self._broker.machine
-        pids = {
-            tenancy.name: self._worker_of(tenancy.name).incarnation.pids for tenancy in self._broker.tenancies.values()
-        }
+        """Measure in a thread, because a large process has many pages to count."""
+        machine, workers, allocations = self._broker.machine, self._broker.workers, self._broker.allocations
+        pids = {name: workers[name].incarnation.pids for name in allocations}
 
         def footprints() -> dict[str, int]:
             return {name: sum(map(machine.footprint, own)) for name, own in pids.items() if own}
 
         for name, footprint in (await asyncio.to_thread(footprints)).items():
-            tenancy = self._broker.tenancies.get(name)
-            # Another incarnation may have taken its place meanwhile.
-            if tenancy is not None and self._worker_of(name).incarnation.pids == pids[name] and not tenancy.leaving:
-                tenancy.pid, tenancy.footprint = pids[name][0], footprint
+            allocation = allocations.get(name)
+            # The process may have been replaced meanwhile.
+            is_same = allocation is not None and workers[name].incarnation.pids == pids[name]
+            if allocation is not None and is_same and not allocation.evict_reason:
+                allocation.pid, allocation.footprint = pids[name][0], footprint
 
     def _is_short(self) -> bool:
         broker = self._broker
-        total = sum(tenancy.footprint for tenancy in broker.tenancies.values())
-        low = min(max(SHORT_MIN, int(broker.budget * SHORT_PART)), broker.budget // 10)
+        total = sum(allocation.footprint for allocation in broker.allocations.values())
+        low = min(max(SHORT_MIN_BYTES, int(broker.budget * SHORT_PART)), broker.budget // 10)
         return total > broker.budget or broker.machine.available() < low
 
-    def _press(self, tenancy: Allocation, worker: WorkerHandle, now: float, is_short: bool) -> None:
-        pressure = tenancy.pressure
-        if pressure.observe(now, tenancy.footprint, tenancy.share, is_short=is_short):
+    def _press(self, allocation: Allocation, worker: WorkerHandle, now: float, is_short: bool) -> None:
+        pressure = allocation.pressure
+        if pressure.observe(now, allocation.footprint, allocation.share, is_short=is_short):
             log.warning(
                 "model %s holds %d MiB of its %d MiB%s: measure %d",
-                tenancy.name,
-                tenancy.footprint >> 20,
-                tenancy.share >> 20,
+                allocation.name,
+                allocation.footprint >> 20,
+                allocation.share >> 20,
                 ", and the machine is short of memory" if is_short else "",
                 pressure.level,
             )
-            self._broker.order(tenancy, tenancy.shrinking_to or tenancy.share)
+            self._broker.send_share(allocation, allocation.shrinking_to or allocation.share)
             if pressure.level:
-                self._events.memory_trimmed(tenancy.name)
+                self._events.memory_trimmed(allocation.name)
         worker.incarnation.overload = _OVERLOAD if pressure.measure.is_refusing else None
-        if pressure.is_hopeless(now) and self._may_recycle(tenancy.name, now):
-            self._recycled[tenancy.name] = now
-            log.warning("model %s is restarted: its memory has grown past its share", tenancy.name)
-            self._events.worker_recycled(tenancy.name)
+        if pressure.is_hopeless(now) and self._may_recycle(allocation.name, now):
+            self._recycled_at[allocation.name] = now
+            log.warning("model %s is restarted: its memory has grown past its share", allocation.name)
+            self._events.worker_recycled(allocation.name)
             worker.recycle()
 
     def _may_recycle(self, name: str, now: float) -> bool:
-        newest = max(self._recycled.values(), default=float("-inf"))
-        own = self._recycled.get(name, float("-inf"))
+        newest = max(self._recycled_at.values(), default=float("-inf"))
+        own = self._recycled_at.get(name, float("-inf"))
         return now - own >= self._limits.recycle_s and now - newest >= self._limits.recycle_gap_s
 
-    def _expire(self, tenancy: Allocation, worker: WorkerHandle, now: float) -> None:
-        ttl_s = self._broker.ttl_s(tenancy.name)
-        if ttl_s and now - tenancy.used_at >= ttl_s and not self._broker.is_busy(worker):
-            self._broker.evict(tenancy.name, "ttl")
+    def _expire(self, allocation: Allocation, worker: WorkerHandle, now: float) -> None:
+        ttl_s = self._broker.ttl_s(allocation.name)
+        if ttl_s and now - allocation.used_at >= ttl_s and not self._broker.is_busy(worker):
+            self._broker.evict(allocation.name, "ttl")
 
     def _lend(self, now: float) -> None:
         """Lend free memory to models with little more than their floor, the most recently used first."""
         broker = self._broker
         spare = min(broker.budget - broker.granted, broker.machine.available())
-        for tenancy in sorted(broker.tenancies.values(), key=lambda tenancy: -tenancy.used_at):
-            more = min(int(spare * LENT_PART), tenancy.most - tenancy.share)
-            loan = tenancy.share - tenancy.floor
-            is_calm = tenancy.shrinking_to is None and not tenancy.pressure.level and not tenancy.leaving
-            is_ready = self._worker_of(tenancy.name).state is State.READY
-            if is_calm and is_ready and more >= max(LEND_MIN, loan) and broker.order(tenancy, tenancy.share + more):
-                tenancy.share += more
+        for allocation in sorted(broker.allocations.values(), key=lambda allocation: -allocation.used_at):
+            more = min(int(spare * LENT_PART), allocation.most - allocation.share)
+            loan = allocation.share - allocation.floor
+            is_calm = allocation.shrinking_to is None and not allocation.pressure.level and not allocation.evict_reason
+            is_ready = broker.workers[allocation.name].state is State.READY
+            is_worthwhile = more >= max(LEND_MIN_BYTES, loan)
+            if is_calm and is_ready and is_worthwhile and broker.send_share(allocation, allocation.share + more):
+                allocation.share += more
                 spare -= more
                 self._lent_at = now

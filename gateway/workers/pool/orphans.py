@@ -1,4 +1,4 @@
-"""Workers that an earlier gateway has left: which of them are adopted, and the end of the others."""
+"""Workers of an earlier gateway: reasons not to adopt them, and their end."""
 
 import asyncio
 import signal
@@ -12,20 +12,20 @@ from gateway.workers.supervisor.ranks import is_local
 from gateway.workers.supervisor.registry import Survivor
 from protocol.spec import WorkerSpec
 
-# Between SIGTERM and SIGKILL of a worker that is not adopted: its weights are unknown.
-LEFTOVER_GRACE_S: Final = 30.0
+# Time from SIGTERM to SIGKILL of a worker that is not adopted, whatever the size of its weights.
+ORPHAN_GRACE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptionRefusal:
-    """The reason why a worker is stopped, and whether its model is loaded again in its place."""
+    """Reason why a worker is stopped, and whether its model is loaded again."""
 
     reason: str
     is_loaded_again: bool = False
 
 
-def objection(survivor: Survivor, wanted: WorkerSpec | None) -> AdoptionRefusal | None:
-    """The objection to an earlier gateway's worker, by the specification that its model has now; None adopts it."""
+def adoption_refusal(survivor: Survivor, wanted: WorkerSpec | None) -> AdoptionRefusal | None:
+    """Return why an earlier gateway's worker does not match its configured specification; None to adopt it."""
     spec = survivor.spec
     if wanted is None:
         return AdoptionRefusal("its model is not configured")
@@ -36,8 +36,8 @@ def objection(survivor: Survivor, wanted: WorkerSpec | None) -> AdoptionRefusal 
     return None if loads_alike(spec, wanted) else AdoptionRefusal("its configuration has changed")
 
 
-async def stop_leftovers(processes: Sequence[WorkerPort]) -> None:
-    """Stop the workers that are not adopted. Returns when the last of them has ended."""
+async def stop_orphans(processes: Sequence[WorkerPort]) -> None:
+    """Stop the workers that are not adopted, and wait for their exits."""
     async with asyncio.TaskGroup() as tasks:
         for process in processes:
             tasks.create_task(_stop(process))
@@ -46,7 +46,7 @@ async def stop_leftovers(processes: Sequence[WorkerPort]) -> None:
 async def _stop(process: WorkerPort) -> None:
     process.signal(signal.SIGTERM)
     try:
-        async with asyncio.timeout(LEFTOVER_GRACE_S):
+        async with asyncio.timeout(ORPHAN_GRACE_S):
             await process.wait()
     except TimeoutError:
         process.signal(signal.SIGKILL)

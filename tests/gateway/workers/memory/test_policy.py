@@ -131,13 +131,13 @@ def test_loans_are_called_before_anybody_leaves() -> None:
 def test_memory_on_its_way_is_not_asked_for_twice() -> None:
     tenants = [tenant("b", 60, floor=30, shrinking_to=30), tenant("c", 40, used_at=10)]
     assert decide([claim("a", 30)], tenants, 100) == MemoryPlan()
-    assert decide([claim("a", 50)], [tenant("c", 40)], 100, returning=60, leaving=1) == MemoryPlan()
+    assert decide([claim("a", 50)], [tenant("c", 40)], 100, returning=60, exiting=1) == MemoryPlan()
 
 
 def test_with_room_enough_max_loaded_still_makes_one_leave() -> None:
     tenants = [tenant("b", 10, used_at=20), tenant("c", 10, used_at=10)]
     assert decide([claim("a", 10)], tenants, 100, max_loaded=2) == MemoryPlan(evictions=["c"])
-    assert decide([claim("a", 10)], tenants[:1], 100, max_loaded=2, leaving=1, returning=10) == MemoryPlan()
+    assert decide([claim("a", 10)], tenants[:1], 100, max_loaded=2, exiting=1, returning=10) == MemoryPlan()
 
 
 # -- the queue -------------------------------------------------------------------------------------------------------
@@ -168,19 +168,19 @@ def test_a_gate_that_nobody_needs_closed_is_not_in_the_plan() -> None:
 
 def test_what_is_larger_than_the_budget_is_refused_at_once() -> None:
     made = decide([claim("a", 300, least=101), claim("b", 50)], [], 100)
-    assert [(never.name, never.need, never.cap, never.pinned) for never in made.never] == [("a", 101, 100, ())]
+    assert [(never.name, never.need, never.cap, never.pinned) for never in made.infeasible] == [("a", 101, 100, ())]
     assert made.grants == [("b", 50)]
 
 
 def test_what_does_not_fit_beside_the_pinned_is_refused_with_their_names() -> None:
     made = decide([claim("a", 60)], [tenant("p", 50, is_pinned=True), tenant("b", 50)], 100)
-    (never,) = made.never
+    (never,) = made.infeasible
     assert (never.cap, never.pinned, never.is_full) == (50, ("p",), False)
     assert not made.evictions
 
 
 def test_pinned_models_that_fill_max_loaded_leave_no_hope() -> None:
-    (never,) = decide([claim("a", 1)], [tenant("p", 5, is_pinned=True)], 100, max_loaded=1).never
+    (never,) = decide([claim("a", 1)], [tenant("p", 5, is_pinned=True)], 100, max_loaded=1).infeasible
     assert never.is_full
 
 
@@ -270,7 +270,7 @@ class World:
         return made
 
     def carry_out(self, made: MemoryPlan) -> None:
-        for never in made.never:
+        for never in made.infeasible:
             self.refused.add(never.name)
             del self.asked[never.name]
         for name in made.evictions:
