@@ -25,7 +25,7 @@ from gateway.link.link import WorkerLink
 from gateway.reload import Reloader, facts_of
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
-from gateway.workers.power.desktop import DesktopWatch, make_senses
+from gateway.workers.power.desktop import DesktopWatch, make_probe
 from gateway.workers.power.keep_awake import Awake
 from gateway.workers.supervisor.spawn import Command, default_command
 from gateway.workers.supervisor.state import State
@@ -160,7 +160,7 @@ class Daemon:
 
     def _desktop(self) -> DesktopWatch:
         services = self._app.services
-        watch = DesktopWatch(lambda: services.config.server.desktop, self._pool.handles, senses=make_senses())
+        watch = DesktopWatch(lambda: services.config.server.desktop, self._pool.handles, probe=make_probe())
         services.metrics.pace_duty = lambda: watch.duty
         return watch
 

@@ -1,1 +1,1 @@
-"""Power and display of the machine: sleep is held off while requests run, and a desktop in use gets shorter steps."""
+"""Power and display of the machine: prevention of sleep, and a pace that leaves GPU time to the display."""

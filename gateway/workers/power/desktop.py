@@ -1,6 +1,6 @@
-"""Pace of workers beside a person at this machine: short submissions and rests for the display.
+"""Pace of workers while a person uses this machine: short GPU submissions, and rests for the display.
 
-On a Mac that is seen from the system's own tools; those were not run here. Elsewhere the operator says.
+On a Mac, use is detected with the system's tools, which were not run here. On other systems the operator sets the mode.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ from protocol.to_worker import SetPace
 log = logging.getLogger(__name__)
 
 Thermal = Literal["nominal", "serious", "critical"]
-# What a command prints; empty where it cannot be run.
+# Runs a command and returns its output; empty if it fails.
 Run = Callable[[Sequence[str]], str]
 
 FULL: Final = SetPace()
-# A person who has touched nothing for so long is away.
+# Seconds without input after which the person is away.
 AWAY_S: Final = 60.0
-# Beside a person: parts of the time in which models compute, the longest tick of prefill, and its tokens of a row.
+# Parts of the time in which models compute while the machine is in use, on battery, and when it is hot.
 DUTY: Final = 0.8
 BATTERY_DUTY: Final = 0.6
 HOT_DUTY: Final[dict[Thermal, float]] = {"nominal": 1.0, "serious": 0.7, "critical": 0.5}
+# Limits of a prefill tick while the machine is in use: its time, and its tokens per row.
 TICK_MS: Final = 60
-CHUNK: Final = 256
-# Workers are looked at so often, the person every few seconds, battery and heat more rarely.
+CHUNK_TOKENS: Final = 256
 POLL_S: Final = 1.0
-INPUT_EVERY_S: Final = 5.0
-POWER_EVERY_S: Final = 30.0
+INPUT_INTERVAL_S: Final = 5.0
+POWER_INTERVAL_S: Final = 30.0
 
 _IDLE: Final = re.compile(r'"HIDIdleTime" = (\d+)')
 _POWER: Final = re.compile(r'"CurrentPowerState"\s*=\s*(\d+)')
@@ -50,7 +50,7 @@ _THERMAL: Final = ("/usr/bin/pmset", "-g", "therm")
 
 @dataclass(frozen=True, slots=True)
 class DesktopState:
-    """State of the machine as far as a pace depends on it; `idle_s` are seconds since its newest input."""
+    """State of the machine that decides the pace; `idle_s` is the time since its newest input."""
 
     idle_s: float = 0.0
     display_on: bool = True
@@ -58,28 +58,23 @@ class DesktopState:
     thermal: Thermal = "nominal"
 
 
-def pace(idle_s: float, display_on: bool, on_battery: bool, thermal: Thermal) -> SetPace:
-    """The pace beside a person, who is there while the display is on and something was touched a moment ago.
+def pace(mode: Desktop, state: DesktopState | None) -> SetPace:
+    """Pace of a mode; `state` is None on a machine without a probe, where `auto` is full speed.
 
-    Heat slows down in any case: a machine that throttles itself does so without regard for its display.
+    In `auto` the machine is in use while its display is on and it had input lately. Heat always slows models down,
+    because the machine's own throttling ignores the display.
     """
-    hot = HOT_DUTY[thermal]
-    if not display_on or idle_s >= AWAY_S:
-        return SetPace(hot) if hot < 1.0 else FULL
-    return SetPace(min(hot, BATTERY_DUTY if on_battery else DUTY), TICK_MS, CHUNK)
-
-
-def wanted(mode: Desktop, scene: DesktopState | None) -> SetPace:
-    """The pace of a mode; `auto` is full where the machine cannot be seen."""
-    if mode is True:
-        return pace(0.0, True, scene is not None and scene.on_battery, "nominal" if scene is None else scene.thermal)
-    if mode is False or scene is None:
+    if mode is False or (state is None and mode is not True):
         return FULL
-    return pace(scene.idle_s, scene.display_on, scene.on_battery, scene.thermal)
+    state = state or DesktopState()
+    hot = HOT_DUTY[state.thermal]
+    if mode is not True and (not state.display_on or state.idle_s >= AWAY_S):
+        return SetPace(hot) if hot < 1.0 else FULL
+    return SetPace(min(hot, BATTERY_DUTY if state.on_battery else DUTY), TICK_MS, CHUNK_TOKENS)
 
 
 class DesktopProbe:
-    """State of a Mac as its tools tell it, through `run`. What cannot be read counts as a person at a cool machine."""
+    """State of a Mac, read with its tools through `run`. Unreadable parts count as a cool machine in use."""
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
@@ -88,92 +83,92 @@ class DesktopProbe:
         self._on_battery = False
         self._thermal: Thermal = "nominal"
 
-    def scene(self) -> DesktopState:
-        """Blocks for some milliseconds: not for the event loop."""
+    def read(self) -> DesktopState:
+        """Read the state. Blocks for some milliseconds."""
         now = self._clock()
-        if now - self._power_at >= POWER_EVERY_S:
+        if now - self._power_at >= POWER_INTERVAL_S:
             self._power_at = now
             self._on_battery = "'Battery Power'" in self._run(_BATTERY)
             self._thermal = thermal_of(self._run(_THERMAL))
         idle_s = idle_of(self._run(_INPUT))
-        # Asked only where it could make a difference.
+        # The display matters only if there was input.
         display_on = idle_s < AWAY_S and display_of(self._run(_DISPLAY))
         return DesktopState(idle_s, display_on, self._on_battery, self._thermal)
 
 
-def idle_of(printed: str) -> float:
-    """Seconds since the newest input, of what `ioreg -c IOHIDSystem` prints in nanoseconds."""
-    match = _IDLE.search(printed)
+def idle_of(output: str) -> float:
+    """Parse the seconds since the newest input from `ioreg -c IOHIDSystem`, which prints nanoseconds."""
+    match = _IDLE.search(output)
     return int(match.group(1)) / 1e9 if match else 0.0
 
 
-def display_of(printed: str) -> bool:
-    """Whether the display is on, of what ioreg prints of its power state; true where it says nothing."""
-    match = _POWER.search(printed)
+def display_of(output: str) -> bool:
+    """Parse from ioreg's power state whether the display is on; true if there is none."""
+    match = _POWER.search(output)
     return match is None or int(match.group(1)) >= _DISPLAY_ON
 
 
-def thermal_of(printed: str) -> Thermal:
-    """Heat by the limit of the processor's speed that `pmset -g therm` prints in percent; nothing is 100."""
-    match = _SPEED.search(printed)
+def thermal_of(output: str) -> Thermal:
+    """Parse the processor's speed limit from `pmset -g therm`, in percent; without one it is 100."""
+    match = _SPEED.search(output)
     percent = int(match.group(1)) if match else 100
     return "nominal" if percent >= 100 else "serious" if percent >= 70 else "critical"
 
 
 class DesktopWatch:
-    """Tells workers their pace whenever it is another, and new workers once they are ready. One task runs it."""
+    """Sends workers a changed pace, and new workers the current one. One task runs it."""
 
     def __init__(
         self,
         mode: Callable[[], Desktop],
         workers: Callable[[], Iterable[WorkerHandle]],
         *,
-        senses: DesktopProbe | None = None,
+        probe: DesktopProbe | None = None,
         clock: Callable[[], float] = time.monotonic,
         poll_s: float = POLL_S,
     ) -> None:
         self._mode = mode
         self._workers = workers
-        self._senses = senses
+        self._probe = probe
         self._clock = clock
         self._poll_s = poll_s
-        self._scene: DesktopState | None = None
-        self._seen_at = float("-inf")
-        # By name: the epoch that was told, and what.
-        self._told: dict[str, tuple[int, SetPace]] = {}
+        self._state: DesktopState | None = None
+        self._read_at = float("-inf")
+        # Epoch and newest pace of each worker that was sent one, by name.
+        self._sent: dict[str, tuple[int, SetPace]] = {}
         self.duty = 1.0
 
     async def run(self) -> None:
-        """Look now and again until cancelled."""
+        """Update the pace about once a second, until cancelled."""
         while True:
             try:
-                await self.look()
-            except Exception:  # The root of the task: the next look may be luckier.
+                await self.update()
+            except Exception:  # The root of the task, which must go on.
                 log.exception("the pace of workers could not be chosen")
             await asyncio.sleep(self._poll_s)
 
-    async def look(self) -> None:
-        """One round."""
+    async def update(self) -> None:
         mode, now = self._mode(), self._clock()
         workers = [worker for worker in self._workers() if worker.state is State.READY]
-        if self._senses is not None and mode is not False and workers and now - self._seen_at >= INPUT_EVERY_S:
-            self._seen_at = now
-            self._scene = await asyncio.to_thread(self._senses.scene)
-        order = wanted(mode, self._scene)
-        if order.duty != self.duty:
-            log.info("workers compute for %.0f %% of the time", 100 * order.duty)
-        self.duty = order.duty
+        if self._probe is not None and mode is not False and workers and now - self._read_at >= INPUT_INTERVAL_S:
+            self._read_at = now
+            self._state = await asyncio.to_thread(self._probe.read)
+        command = pace(mode, self._state)
+        if command.duty != self.duty:
+            log.info("workers compute for %.0f %% of the time", 100 * command.duty)
+        self.duty = command.duty
         for worker in workers:
-            told = self._told.get(worker.name)
-            before = None if worker.incarnation.is_adopted else FULL  # it may go by what an earlier gateway has said
-            if told is not None and told[0] == worker.epoch:
-                before = told[1]
-            if before != order and worker.incarnation.minor >= SET_PACE_MINOR and worker.incarnation.send(order):
-                self._told[worker.name] = worker.epoch, order
+            # An earlier gateway may have sent an adopted worker any pace.
+            before = None if worker.incarnation.is_adopted else FULL
+            epoch, sent = self._sent.get(worker.name, (0, FULL))
+            if epoch == worker.epoch:
+                before = sent
+            if before != command and worker.incarnation.minor >= SET_PACE_MINOR and worker.incarnation.send(command):
+                self._sent[worker.name] = worker.epoch, command
 
 
 def run_tool(command: Sequence[str]) -> str:
-    """Run one of the system's tools."""
+    """Run a tool of the system, and return its output; empty if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -181,6 +176,6 @@ def run_tool(command: Sequence[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def make_senses() -> DesktopProbe | None:
-    """Those of this machine, where it has any."""
+def make_probe() -> DesktopProbe | None:
+    """Make the probe of this machine; None if it has none."""
     return DesktopProbe(run_tool) if CAN_SEE_DESKTOP else None

@@ -1,6 +1,6 @@
-"""Keeping a Mac awake while it has something to do: a `caffeinate` that runs as long as there is.
+"""Prevention of sleep on a Mac while the daemon is busy, by a `caffeinate` process.
 
-On other systems nothing is held: an operator of mlxd on a machine that sleeps configures that in the system.
+On other systems the operator configures sleep in the system.
 """
 
 import asyncio
@@ -15,20 +15,20 @@ from gateway.config.settings import PreventSleep
 
 log = logging.getLogger(__name__)
 
-# A second request soon after the first should find the machine as it was left.
+# Sleep is prevented this long after the last request.
 LINGER_S: Final = 30.0
 POLL_S: Final = 1.0
 
 
-class Holder(Protocol):
-    """A process that keeps the machine awake while it runs."""
+class AwakeProcess(Protocol):
+    """Process that keeps the machine awake while it runs."""
 
     def poll(self) -> int | None: ...
     def terminate(self) -> None: ...
 
 
-def caffeinate() -> Holder:
-    """`-i`: the display may sleep. `-w`: it ends with us, however we end. Raises `OSError`."""
+def caffeinate() -> AwakeProcess:
+    """Start caffeinate: `-i` lets the display sleep, `-w` ends it with this process. Raises `OSError`."""
     quiet = subprocess.DEVNULL
     return subprocess.Popen(
         ("/usr/bin/caffeinate", "-i", "-w", str(os.getpid())), stdin=quiet, stdout=quiet, stderr=quiet
@@ -36,51 +36,49 @@ def caffeinate() -> Holder:
 
 
 class Awake:
-    """Holds at most one; `mode` and `is_busy` are asked again each second."""
+    """Runs at most one process that prevents sleep; `mode` and `is_busy` are called each second."""
 
     def __init__(
         self,
         mode: Callable[[], PreventSleep],
         is_busy: Callable[[], bool],
         *,
-        hold: Callable[[], Holder] = caffeinate,
+        start: Callable[[], AwakeProcess] = caffeinate,
         clock: Callable[[], float] = time.monotonic,
         poll_s: float = POLL_S,
     ) -> None:
         self._mode = mode
         self._is_busy = is_busy
-        self._hold = hold
+        self._start = start
         self._clock = clock
         self._poll_s = poll_s
-        self._holder: Holder | None = None
+        self._process: AwakeProcess | None = None
         self._busy_at: float | None = None
-        # Processes that were told to end, until they have: they are reaped here only.
-        self._leaving: list[Holder] = []
+        # Terminated processes that were not reaped yet.
+        self._terminated: list[AwakeProcess] = []
 
     @property
     def is_held(self) -> bool:
-        return self._holder is not None
+        return self._process is not None
 
     async def run(self) -> None:
-        """Until cancelled; or until it turns out that it cannot be done."""
+        """Prevent sleep until cancelled; return if this system has no caffeinate."""
         try:
-            while True:
-                if not self._tick():
-                    return
+            while self._update():  # noqa: ASYNC110 - processes and the clock are polled
                 await asyncio.sleep(self._poll_s)
         finally:
-            self._let_go()
+            self._terminate()
 
-    def _tick(self) -> bool:
-        """One look. False when there is no use in another."""
-        self._leaving = [holder for holder in self._leaving if holder.poll() is None]
-        if self._holder is not None and self._holder.poll() is not None:
-            self._holder = None
+    def _update(self) -> bool:
+        """Start or end the process. Return False if it cannot be started."""
+        self._terminated = [process for process in self._terminated if process.poll() is None]
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
         if not self._is_wanted():
-            self._let_go()
-        elif self._holder is None:
+            self._terminate()
+        elif self._process is None:
             try:
-                self._holder = self._hold()
+                self._process = self._start()
             except OSError as error:
                 log.warning("the machine may sleep during requests: no caffeinate (%s)", error.strerror)
                 return False
@@ -97,8 +95,8 @@ class Awake:
             return self._busy_at is not None and now - self._busy_at < LINGER_S
         return False
 
-    def _let_go(self) -> None:
-        if self._holder is not None:
-            self._holder.terminate()
-            self._leaving.append(self._holder)
-            self._holder = None
+    def _terminate(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._terminated.append(self._process)
+            self._process = None

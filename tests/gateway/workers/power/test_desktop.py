@@ -9,20 +9,20 @@ import pytest
 from gateway.workers.power.desktop import (
     AWAY_S,
     BATTERY_DUTY,
-    CHUNK,
+    CHUNK_TOKENS,
     DUTY,
     FULL,
-    INPUT_EVERY_S,
-    POWER_EVERY_S,
+    INPUT_INTERVAL_S,
+    POWER_INTERVAL_S,
     TICK_MS,
     DesktopProbe,
     DesktopState,
     DesktopWatch,
+    Thermal,
     display_of,
     idle_of,
     pace,
     thermal_of,
-    wanted,
 )
 from gateway.workers.supervisor.state import State
 from protocol.minors import MINOR, SET_PACE_MINOR
@@ -41,28 +41,32 @@ BATTERY = "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=1)	81%; dis
 MAINS = "Now drawing from 'AC Power'\n"
 
 
+def auto(idle_s: float, display_on: bool, on_battery: bool, thermal: Thermal = "nominal") -> SetPace:
+    return pace("auto", DesktopState(idle_s, display_on, on_battery, thermal))
+
+
 def test_a_person_gets_short_ticks_and_a_part_of_the_time() -> None:
-    assert pace(0.0, True, False, "nominal") == SetPace(DUTY, TICK_MS, CHUNK)
-    assert pace(AWAY_S - 1, True, True, "nominal") == SetPace(BATTERY_DUTY, TICK_MS, CHUNK)
+    assert auto(0.0, True, False) == SetPace(DUTY, TICK_MS, CHUNK_TOKENS)
+    assert auto(AWAY_S - 1, True, True) == SetPace(BATTERY_DUTY, TICK_MS, CHUNK_TOKENS)
 
 
 @pytest.mark.parametrize(("idle_s", "display_on"), [(AWAY_S, True), (0.0, False), (1e6, False)])
 def test_with_nobody_there_all_of_the_machine_is_used(idle_s: float, display_on: bool) -> None:
-    assert pace(idle_s, display_on, False, "nominal") == pace(idle_s, display_on, True, "nominal") == FULL
+    assert auto(idle_s, display_on, False) == auto(idle_s, display_on, True) == FULL
 
 
 def test_heat_slows_down_whoever_is_there() -> None:
-    assert pace(AWAY_S, False, False, "critical").duty < pace(AWAY_S, False, False, "serious").duty < 1.0
-    assert pace(AWAY_S, False, False, "critical").tick_ms == 0
-    assert pace(0.0, True, False, "critical").duty < DUTY
+    assert auto(AWAY_S, False, False, "critical").duty < auto(AWAY_S, False, False, "serious").duty < 1.0
+    assert auto(AWAY_S, False, False, "critical").tick_ms == 0
+    assert auto(0.0, True, False, "critical").duty < DUTY
 
 
 def test_a_mode_that_is_set_counts_wherever_this_is_and_auto_where_the_machine_can_be_seen() -> None:
     away, here = DesktopState(idle_s=AWAY_S), DesktopState()
-    assert wanted(True, None) == wanted(True, away) == pace(0.0, True, False, "nominal")
-    assert wanted(False, here) == wanted("auto", None) == wanted("auto", away) == FULL
-    assert wanted("auto", here) == wanted(True, None)
-    assert wanted(True, DesktopState(on_battery=True)).duty == BATTERY_DUTY
+    assert pace(True, None) == pace(True, away) == auto(0.0, True, False)
+    assert pace(False, here) == pace("auto", None) == pace("auto", away) == FULL
+    assert pace("auto", here) == pace(True, None)
+    assert pace(True, DesktopState(on_battery=True)).duty == BATTERY_DUTY
 
 
 def test_what_the_tools_of_macos_print_is_read_and_silence_is_a_person_at_a_cool_machine() -> None:
@@ -102,12 +106,12 @@ class Mac:
 
 def test_battery_and_heat_are_looked_at_more_rarely_than_input() -> None:
     mac = Mac(power=BATTERY)
-    senses = DesktopProbe(mac.run, mac.clock)
-    assert senses.scene() == DesktopState(0.0, True, True, "nominal")
-    mac.now, mac.power = POWER_EVERY_S - 1, MAINS
-    assert senses.scene().on_battery
-    mac.now = POWER_EVERY_S
-    assert not senses.scene().on_battery
+    probe = DesktopProbe(mac.run, mac.clock)
+    assert probe.read() == DesktopState(0.0, True, True, "nominal")
+    mac.now, mac.power = POWER_INTERVAL_S - 1, MAINS
+    assert probe.read().on_battery
+    mac.now = POWER_INTERVAL_S
+    assert not probe.read().on_battery
     assert mac.runs.count("batt") == 2
     assert mac.runs.count("IOHIDSystem") == 3
 
@@ -157,7 +161,7 @@ def watched(mac: Mac, models: list[Model], mode: list[object]) -> tuple[DesktopW
     watch = DesktopWatch(
         lambda: mode[0],  # type: ignore[arg-type,return-value]
         lambda: models,  # type: ignore[arg-type,return-value]
-        senses=DesktopProbe(mac.run, mac.clock),
+        probe=DesktopProbe(mac.run, mac.clock),
         clock=mac.clock,
     )
     return watch, wire
@@ -166,17 +170,17 @@ def watched(mac: Mac, models: list[Model], mode: list[object]) -> tuple[DesktopW
 async def test_workers_are_told_once_and_again_when_it_changes_and_new_ones_when_they_are_ready() -> None:
     mac, models = Mac(), [Model("a"), Model("b", State.LOADING)]
     watch, wire = watched(mac, models, ["auto"])
-    slow = wanted("auto", DesktopState())
+    slow = pace("auto", DesktopState())
     for _ in range(3):
-        await watch.look()
+        await watch.update()
     assert wire.sent == [("a", 1, slow)]
     assert watch.duty == slow.duty
     models[1].state = State.READY
     models[0].incarnation.epoch = 2
-    await watch.look()
+    await watch.update()
     assert sorted(wire.sent[1:], key=str) == [("a", 2, slow), ("b", 1, slow)]
-    mac.idle_s, mac.now = AWAY_S, INPUT_EVERY_S
-    await watch.look()
+    mac.idle_s, mac.now = AWAY_S, INPUT_INTERVAL_S
+    await watch.update()
     assert [(name, order) for name, _, order in wire.sent[3:]] == [("a", FULL), ("b", FULL)]
     assert watch.duty == 1.0
 
@@ -185,10 +189,10 @@ async def test_a_worker_that_could_not_be_reached_is_told_later_and_an_old_one_n
     mac, models = Mac(), [Model("a"), Model("old", minor=SET_PACE_MINOR - 1)]
     watch, wire = watched(mac, models, [True])
     wire.gone = {"a"}
-    await watch.look()
+    await watch.update()
     assert wire.sent == []
     wire.gone = set()
-    await watch.look()
+    await watch.update()
     assert [name for name, _, _ in wire.sent] == ["a"]
 
 
@@ -196,6 +200,6 @@ async def test_a_worker_of_an_earlier_gateway_is_told_also_that_it_may_compute_a
     mac, models = Mac(), [Model("kept", is_adopted=True), Model("fresh")]
     watch, wire = watched(mac, models, [False])
     for _ in range(2):
-        await watch.look()
+        await watch.update()
     assert wire.sent == [("kept", 1, FULL)]
     assert mac.runs == [], "nothing is looked at that nothing depends on"

@@ -25,7 +25,7 @@ class Mac:
         self.now = 100.0
         self.holders: list[subprocess.Popen[bytes]] = []
         self.looks = 0
-        self.awake = Awake(lambda: self.mode, self.look, hold=self.hold, clock=lambda: self.now, poll_s=0.005)
+        self.awake = Awake(lambda: self.mode, self.look, start=self.hold, clock=lambda: self.now, poll_s=0.005)
 
     def look(self) -> bool:
         self.looks += 1
@@ -104,7 +104,7 @@ async def test_a_machine_without_caffeinate_is_warned_of_once(caplog: pytest.Log
     def missing() -> subprocess.Popen[bytes]:
         raise FileNotFoundError(2, "No such file or directory")
 
-    await asyncio.wait_for(Awake(lambda: "always", lambda: False, hold=missing).run(), patient(DEADLINE_S))
+    await asyncio.wait_for(Awake(lambda: "always", lambda: False, start=missing).run(), patient(DEADLINE_S))
 
     assert [record.message for record in caplog.records] == [
         "the machine may sleep during requests: no caffeinate (No such file or directory)"
