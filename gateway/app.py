@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api.common.catalog import Catalog
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.embeddings import Embeddings
-from gateway.api.parts import Parts
+from gateway.api.parts import Endpoint, Parts
 from gateway.api.responses.endpoints import Responses
 from gateway.api.system import health, operations
 from gateway.config.origins import is_loopback
@@ -158,7 +158,7 @@ def create_admin_app(
             Route("/v1/route", admin.RouteOf(services), methods=["GET"]),
             Route("/v1/keys/usage", admin.KeyUsageEndpoint(services), methods=["GET"]),
             Route("/v1/usage", admin.UsageByDay(services), methods=["GET"]),
-            Route("/healthz", health.HealthResponse(services), methods=["GET"]),
+            Route("/healthz", Endpoint(health.health, services), methods=["GET"]),
             *requests.routes(services),
             # `mlxctl chat` and `bench` need no key: who owns the socket owns the models.
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),

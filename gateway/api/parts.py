@@ -1,15 +1,19 @@
-"""Parts of the public API of which its endpoints are made, and the makers that the table of operations names."""
+"""Parts of the public API that its endpoints are made of, and the makers that the tables of operations name."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.common.catalog import Catalog
 from gateway.api.ollama.pull_stream import DownloadQueue
 from gateway.api.responses.endpoints import Responses
 from gateway.remote.upstreams.upstream import UpstreamFallback
 from gateway.services import Services
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +28,40 @@ class Parts:
 
 # Makes an operation's endpoint; operations of one path and maker share the endpoint.
 Maker = Callable[[Parts], ASGIApp]
+# An ASGI function with the part of the API that it serves as its first argument.
+Handler = Callable[[T, Scope, Receive, Send], Awaitable[None]]
+
+
+class Endpoint:
+    """ASGI app of a handler. Starlette's router would call a bare function with a `Request`."""
+
+    def __init__(self, handler: Handler[T], part: T) -> None:
+        self._app: ASGIApp = partial(handler, part)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
 def served(endpoint: Callable[[Services], ASGIApp]) -> Maker:
-    """An endpoint that needs nothing but the services."""
+    """Maker of an endpoint that needs only the services."""
     return lambda parts: endpoint(parts.services)
 
 
 def or_upstream(endpoint: Callable[[Services], ASGIApp], dialect: str) -> Maker:
-    """The same, whose requests may go to an upstream."""
+    """Maker of an endpoint whose requests may go to an upstream."""
     return lambda parts: UpstreamFallback(endpoint(parts.services), parts.services, dialect)
 
 
-def listed(endpoint: Callable[[Catalog], ASGIApp]) -> Maker:
-    """An endpoint that lists the catalog of models."""
-    return lambda parts: endpoint(parts.catalog)
+def on_services(handler: Handler[Services]) -> Maker:
+    """Maker of the endpoint of a handler that needs only the services."""
+    return lambda parts: Endpoint(handler, parts.services)
+
+
+def on_catalog(handler: Handler[Catalog]) -> Maker:
+    """Maker of the endpoint of a handler that reads the catalog of models."""
+    return lambda parts: Endpoint(handler, parts.catalog)
+
+
+def on_responses(handler: Handler[Responses]) -> Maker:
+    """Maker of the endpoint of a method of the Responses API."""
+    return lambda parts: Endpoint(handler, parts.responses)

@@ -1,4 +1,4 @@
-"""`POST /infill`: what fills the middle of a text, in the form of llama.cpp's server."""
+"""`POST /infill`: fill in the middle of a text, in the form of llama.cpp's server."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final
@@ -20,12 +20,10 @@ from protocol.from_worker import Delta, Finish, Usage
 from protocol.prompts import Infill, TextPrompt
 from protocol.to_worker import Generate
 
-# Other files of a request.
-FILES_MAX: Final = 256
-# How llama.cpp caches, where its slots are, and what is left of a prompt that is too long: here every prefix is cached,
-# and such a prompt is a 400.
+EXTRA_FILES_MAX: Final = 256
+# llama.cpp's cache, slots and truncation: here every prefix is cached, and a prompt that is too long is a 400.
 NO_ACTION: Final = frozenset({"cache_prompt", "id_slot", "n_keep"})
-# llama.vim and llama.vscode send these with each request; here they are ignored, and named.
+# llama.vim and llama.vscode send these with each request: they are reported as ignored, not refused.
 _ALWAYS_SENT: Final = frozenset({"samplers", "n_indent", "t_max_predict_ms"})
 _REFUSED: Final = {name: each for name, each in REFUSED_FIELDS.items() if name not in _ALWAYS_SENT}
 _EMPTY: Final = Usage(0, 0, 0)
@@ -41,16 +39,12 @@ class InfillFile(Struct, frozen=True):
 
 
 class InfillRequest(SamplingFields, frozen=True, kw_only=True):
-    """`POST /infill`. `prompt` is the beginning of the middle; with `n_predict` 0 the prompt is only computed."""
+    """`POST /infill`. `prompt` begins the middle; with `n_predict` 0 the request only fills the prefix cache."""
 
     input_prefix: str = ""
     input_suffix: str = ""
-    input_extra: Annotated[list[InfillFile], Meta(max_length=FILES_MAX)] | None = None
+    input_extra: Annotated[list[InfillFile], Meta(max_length=EXTRA_FILES_MAX)] | None = None
     prompt: str | None = None
-
-    @property
-    def is_only_computed(self) -> bool:
-        return self.n_predict == 0
 
     @property
     def most_tokens(self) -> int | None:
@@ -71,7 +65,7 @@ class Timings(Struct, frozen=True):
 
 
 class InfillResponse(Struct, frozen=True, kw_only=True):
-    """A piece of the middle, or all of it. The last has `stop` true and what it cost."""
+    """A piece of the middle, or all of it. The last has `stop` true, and the counts and timings."""
 
     content: str
     stop: bool
@@ -88,26 +82,21 @@ class InfillResponse(Struct, frozen=True, kw_only=True):
 _infill = Schema(InfillRequest, NO_ACTION, "input_extra", InfillFile, refused=_REFUSED)
 
 
-class FillMiddle:
-    """An ASGI endpoint."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, record = self._services, record_of(scope)
-        request, unknown = await serve.read(services, record, scope, receive, _infill.decode)
-        if request.n not in (None, 1):
-            raise BadRequest("'n' is 1 where a middle is filled in.", "n", "invalid_value")
-        is_stream = bool(request.stream)
-        model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown)
-        deadline_ms = serve.deadline_ms(services)
-        generates = await serve.lower(
-            services, record, model, lambda: _lower(request, model, services.link.next_rid, seed, deadline_ms)
-        )
-        answer = _Middle(model.full_name, is_silent=request.is_only_computed)
-        job = serve.PreparedRequest(services, record, model, generates)
-        await (job.stream(answer, receive, send) if is_stream else job.whole(answer, receive, send))
+async def fill_middle(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `POST /infill`."""
+    record = record_of(scope)
+    request, unknown = await serve.read(services, record, scope, receive, _infill.decode)
+    if request.n not in (None, 1):
+        raise BadRequest("'n' is 1 where a middle is filled in.", "n", "invalid_value")
+    is_stream = bool(request.stream)
+    model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown)
+    deadline_ms = serve.deadline_ms(services)
+    generates = await serve.lower(
+        services, record, model, lambda: _lower(request, model, services.link.next_rid, seed, deadline_ms)
+    )
+    encoder = InfillEncoder(model.full_name, is_silent=request.n_predict == 0)
+    job = serve.PreparedRequest(services, record, model, generates)
+    await (job.stream(encoder, receive, send) if is_stream else job.whole(encoder, receive, send))
 
 
 def _lower(
@@ -118,8 +107,8 @@ def _lower(
     return lower_texts(request, model, [prompt], next_rid, seed, request.most_tokens, deadline_ms)
 
 
-class _Middle:
-    """A `StreamEncoder` and a `Fold`."""
+class InfillEncoder:
+    """Encodes infill deltas as llama.cpp's stream events, and collects them for the whole answer."""
 
     def __init__(self, model: str, *, is_silent: bool) -> None:
         self._model = model
@@ -134,11 +123,11 @@ class _Middle:
         return b""
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
-        text = self._take(deltas)
+        text = self._text(deltas)
         return _event(InfillResponse(content=text, stop=False, model=self._model)) if text else b""
 
     def add(self, deltas: Sequence[Delta]) -> None:
-        self._texts.append(self._take(deltas))
+        self._texts.append(self._text(deltas))
 
     def keepalive(self) -> bytes:
         return b": keepalive\n\n"
@@ -152,8 +141,8 @@ class _Middle:
     def result(self) -> bytes:
         return _encode(self._last("".join(self._texts)))
 
-    def _take(self, deltas: Sequence[Delta]) -> str:
-        """The text of these deltas."""
+    def _text(self, deltas: Sequence[Delta]) -> str:
+        """Text of these deltas to send; notes the end among them."""
         for delta in deltas:
             if delta.finish is not None:
                 self._end = delta

@@ -11,14 +11,12 @@ from gateway.http.exchange import send_body
 from gateway.request.record import record_of
 from protocol.kinds import AUDIO, EMBED, RERANK
 
-Kind = Literal["llm", "vlm", "embeddings"]
-
 
 class ModelV0(Struct, frozen=True):
-    """One model. What is not known is left out."""
+    """One model. Unknown fields are left out."""
 
     id: str
-    type: Kind
+    type: Literal["llm", "vlm", "embeddings"]
     state: Literal["loaded", "not-loaded"]
     capabilities: tuple[str, ...]
     object: str = "model"
@@ -65,7 +63,7 @@ class Capabilities(Struct, frozen=True):
 
 
 class ModelV1(Struct, frozen=True):
-    """One model. `key` is the name to ask for."""
+    """One model. Requests name it by its `key`."""
 
     key: str
     display_name: str
@@ -86,50 +84,44 @@ class ModelsV1(Struct, frozen=True):
     models: list[ModelV1]
 
 
-class ListV0:
-    """An ASGI endpoint."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        entries = await self._catalog.list(record_of(scope).caller)
-        await send_body(send, 200, msgspec.json.encode(ModelsV0([_v0(entry) for entry in entries if _is_known(entry)])))
+async def list_v0(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /api/v0/models`."""
+    await send_body(send, 200, msgspec.json.encode(ModelsV0([_v0(entry) for entry in await _entries(catalog, scope)])))
 
 
-class ListV1:
-    """An ASGI endpoint."""
+async def list_v1(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /api/v1/models`."""
+    await send_body(send, 200, msgspec.json.encode(ModelsV1([_v1(entry) for entry in await _entries(catalog, scope)])))
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        entries = await self._catalog.list(record_of(scope).caller)
-        await send_body(send, 200, msgspec.json.encode(ModelsV1([_v1(entry) for entry in entries if _is_known(entry)])))
+async def _entries(catalog: Catalog, scope: Scope) -> list[CatalogEntry]:
+    """Models that the caller may use and that LM Studio has a type for: neither rerankers nor audio."""
+    entries = await catalog.list(record_of(scope).caller)
+    return [entry for entry in entries if entry.kind not in (RERANK, AUDIO)]
 
 
 def _v0(entry: CatalogEntry) -> ModelV0:
-    ready, bits = entry.view.ready, entry.facts.bits
+    bits, loaded_context = entry.facts.bits, entry.loaded_context
     return ModelV0(
         entry.name,
-        "embeddings" if entry.kind == EMBED else "vlm" if _sees(entry) else "llm",
-        "loaded" if ready is not None and entry.is_loaded else "not-loaded",
+        "embeddings" if entry.kind == EMBED else "vlm" if "image" in entry.modalities else "llm",
+        "not-loaded" if loaded_context is None else "loaded",
         ("tool_use",) if entry.knows_tools else (),
         publisher=_publisher(entry),
         arch=entry.facts.architecture or UNSET,
         quantization=f"{bits}bit" if bits else UNSET,
         max_context_length=entry.longest_context or UNSET,
-        loaded_context_length=ready.max_context if ready is not None and entry.is_loaded else UNSET,
+        loaded_context_length=UNSET if loaded_context is None else loaded_context,
     )
 
 
 def _v1(entry: CatalogEntry) -> ModelV1:
-    ready, facts = entry.view.ready, entry.facts
+    facts, loaded_context = entry.facts, entry.loaded_context
     return ModelV1(
         entry.name,
         entry.name,
-        [] if ready is None or not entry.is_loaded else [Instance(entry.name, InstanceConfig(ready.max_context))],
-        Capabilities(_sees(entry), entry.knows_tools),
+        [] if loaded_context is None else [Instance(entry.name, InstanceConfig(loaded_context))],
+        Capabilities("image" in entry.modalities, entry.knows_tools),
         "embedding" if entry.kind == EMBED else "llm",
         quantization=Quantization(f"{facts.bits}bit", facts.bits) if facts.bits else None,
         publisher=_publisher(entry),
@@ -139,16 +131,7 @@ def _v1(entry: CatalogEntry) -> ModelV1:
     )
 
 
-def _is_known(entry: CatalogEntry) -> bool:
-    """Whether LM Studio has a type for it: none for rerankers and audio."""
-    return entry.kind not in (RERANK, AUDIO)
-
-
-def _sees(entry: CatalogEntry) -> bool:
-    return "image" in entry.modalities
-
-
 def _publisher(entry: CatalogEntry) -> str | UnsetType:
     """The owner of a repository of the hub; a folder has none."""
-    owner, slash, name = entry.found.model.path.partition("/")
+    owner, slash, name = entry.model.path.partition("/")
     return owner if slash and owner not in ("", ".", "..", "~") and "/" not in name else UNSET

@@ -15,29 +15,30 @@ from gateway.api.common.catalog import Catalog, CatalogEntry
 from gateway.api.ollama.request import decode_show
 from gateway.api.ollama.response import timestamp
 from gateway.http.exchange import send_body
+from gateway.request.defaults import over
 from gateway.request.headers import ignored_header
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.kinds import EMBED, TEXT
 
-# Version of Ollama whose API this is: clients refuse older ones.
+# Version of Ollama that implements this API; clients refuse older ones.
 VERSION: Final = "0.34.0"
-# When a model expires that is never unloaded for idling.
+# Expiry of a model that is never unloaded when idle.
 NEVER: Final = "9999-12-31T23:59:59Z"
-# Signs of a chat template that can show reasoning, or turn it on.
-_THINKING: Final = ("<think", "enable_thinking", "reasoning_effort", "<|channel|>")
+# A chat template with one of these can render reasoning, or turn it on.
+_THINKING_MARKS: Final = ("<think", "enable_thinking", "reasoning_effort", "<|channel|>")
 _BILLION: Final = 1_000_000_000
 _MILLION: Final = 1_000_000
 
 
-class VersionEndpoint(Struct, frozen=True):
+class OllamaVersion(Struct, frozen=True):
     """The version of Ollama's API."""
 
     version: str
 
 
 class Details(Struct, frozen=True):
-    """Form of a model's weights. What its files do not say is empty."""
+    """Form of a model's weights; a field that its files do not determine is empty."""
 
     parent_model: str
     format: str
@@ -48,7 +49,7 @@ class Details(Struct, frozen=True):
 
 
 class Tag(Struct, frozen=True):
-    """One model. `name` and `model` are the name to ask for; `size` is in bytes, 0 while no files are here."""
+    """One model. Requests name it by `name` or `model`; `size` is in bytes, 0 while no files are here."""
 
     name: str
     model: str
@@ -65,7 +66,7 @@ class Tags(Struct, frozen=True):
 
 
 class Running(Struct, frozen=True):
-    """A loaded model. Its memory is that of its worker, all of which the GPU sees."""
+    """A loaded model. Its memory is that of its worker, all of it visible to the GPU."""
 
     name: str
     model: str
@@ -96,52 +97,32 @@ class ShowResponse(Struct, frozen=True):
     parent_model: str | UnsetType = UNSET
 
 
-class OllamaVersion:
-    """An ASGI endpoint."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, msgspec.json.encode(VersionEndpoint(VERSION)))
+async def ollama_version(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /api/version`."""
+    await send_body(send, 200, msgspec.json.encode(OllamaVersion(VERSION)))
 
 
-class ListTags:
-    """An ASGI endpoint."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        entries = await self._catalog.list(record_of(scope).caller)
-        await send_body(send, 200, msgspec.json.encode(Tags([_tag(entry) for entry in entries])))
+async def list_tags(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /api/tags`."""
+    entries = await catalog.list(record_of(scope).caller)
+    await send_body(send, 200, msgspec.json.encode(Tags([_tag(entry) for entry in entries])))
 
 
-class ListRunning:
-    """An ASGI endpoint."""
-
-    def __init__(self, services: Services, catalog: Catalog) -> None:
-        self._services = services
-        self._catalog = catalog
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        entries = await self._catalog.list(record_of(scope).caller)
-        memory = self._services.pool.memory().models
-        idle = {name: each.idle_s for name, each in memory.items()}
-        running = [_running(entry, idle) for entry in entries if not entry.parent]
-        models = [each for each in running if each is not None]
-        await send_body(send, 200, msgspec.json.encode(RunningModels(models)))
+async def list_running(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /api/ps`."""
+    entries = await catalog.list(record_of(scope).caller)
+    idle_s = {name: each.idle_s for name, each in catalog.services.pool.memory().models.items()}
+    running = [_running(entry, idle_s) for entry in entries if not entry.parent]
+    models = [each for each in running if each is not None]
+    await send_body(send, 200, msgspec.json.encode(RunningModels(models)))
 
 
-class ShowModel:
-    """An ASGI endpoint."""
-
-    def __init__(self, services: Services, catalog: Catalog) -> None:
-        self._services = services
-        self._catalog = catalog
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, record = self._services, record_of(scope)
-        request, unknown = await serve.read(services, record, scope, receive, decode_show)
-        entry = await self._catalog.find(request.wanted, record.caller)
-        await send_body(send, 200, msgspec.json.encode(_shown(entry, record.caller)), ignored_header(unknown))
+async def show_model(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `POST /api/show`."""
+    record = record_of(scope)
+    request, unknown = await serve.read(catalog.services, record, scope, receive, decode_show)
+    entry = await catalog.find(request.wanted, record.caller)
+    await send_body(send, 200, msgspec.json.encode(_shown(entry, record.caller)), ignored_header(unknown))
 
 
 def _tag(entry: CatalogEntry) -> Tag:
@@ -149,16 +130,16 @@ def _tag(entry: CatalogEntry) -> Tag:
 
 
 def _running(entry: CatalogEntry, idle_s: dict[str, float]) -> Running | None:
-    ready, stats = entry.view.ready, entry.view.stats
-    if ready is None or not entry.is_loaded:
+    ready, stats, context = entry.view.ready, entry.view.stats, entry.loaded_context
+    if ready is None or context is None:
         return None
     size = stats.memory_bytes if stats is not None and stats.memory_bytes else ready.weights_bytes
-    ttl_s = entry.found.model.ttl_s
+    ttl_s = entry.model.ttl_s
     expires = NEVER
     if ttl_s:
-        left_s = max(0.0, ttl_s - idle_s.get(entry.found.model.name, 0.0))
+        left_s = max(0.0, ttl_s - idle_s.get(entry.model.name, 0.0))
         expires = timestamp(datetime.fromtimestamp(time.time() + left_s, UTC))
-    return Running(entry.name, entry.name, size, _digest(entry), _details(entry), expires, size, ready.max_context)
+    return Running(entry.name, entry.name, size, _digest(entry), _details(entry), expires, size, context)
 
 
 def _shown(entry: CatalogEntry, caller: Caller) -> ShowResponse:
@@ -181,14 +162,12 @@ def _shown(entry: CatalogEntry, caller: Caller) -> ShowResponse:
 
 
 def _sampling(entry: CatalogEntry) -> dict[str, object]:
-    """The sampling that is configured, in Ollama's words."""
-    model, profile = entry.found.model, entry.found.profile
-    own = msgspec.structs.asdict(model.sampling)
-    if profile:
-        chosen = msgspec.structs.asdict(model.profiles[profile].sampling)
-        own |= {name: value for name, value in chosen.items() if value is not None}
+    """The configured sampling, in Ollama's names."""
+    own = entry.model.sampling
+    if entry.profile:
+        own = over(entry.model.profiles[entry.profile].sampling, own)
     names = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}
-    return {names.get(name, name): value for name, value in own.items() if value is not None}
+    return {names.get(name, name): value for name, value in msgspec.structs.asdict(own).items() if value is not None}
 
 
 def _capabilities(entry: CatalogEntry) -> list[str]:
@@ -197,7 +176,7 @@ def _capabilities(entry: CatalogEntry) -> list[str]:
         "tools": entry.knows_tools,
         "vision": "image" in entry.modalities,
         "audio": "audio" in entry.modalities,
-        "thinking": any(sign in entry.chat_template for sign in _THINKING),
+        "thinking": any(sign in entry.chat_template for sign in _THINKING_MARKS),
     }
     if entry.kind != TEXT:
         # Ollama has no name for rerankers and audio.
@@ -222,10 +201,10 @@ def parameter_size(parameters: int | None) -> str:
 
 
 def _digest(entry: CatalogEntry) -> str:
-    """Tells one state of a model's files from another; the weights are not read for it."""
+    """Hash of the state of a model's files; the weights are not read for it."""
     facts = entry.facts
-    said = f"{entry.root}\0{facts.size_bytes}\0{facts.parameters}\0{facts.modified_s}"
-    return hashlib.blake2b(said.encode(), digest_size=32).hexdigest()
+    state = f"{entry.model.root}\0{facts.size_bytes}\0{facts.parameters}\0{facts.modified_s}"
+    return hashlib.blake2b(state.encode(), digest_size=32).hexdigest()
 
 
 def _modified(entry: CatalogEntry) -> str:

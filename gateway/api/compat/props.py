@@ -1,4 +1,4 @@
-"""`GET /props`: what clients of llama.cpp's server read of it, of one model."""
+"""`GET /props`: the properties of a model that clients of llama.cpp's server read."""
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -6,15 +6,13 @@ from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 import protocol
-from gateway.access.caller import Caller
-from gateway.api.common.catalog import Catalog, CatalogEntry
+from gateway.api.common.catalog import Catalog
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
-from gateway.services import Services
 
 
 class SlotSettings(Struct, frozen=True):
-    """Settings of each slot. `n_ctx` is what is served, before a load as the model's files say; left out if unknown."""
+    """Settings of each slot. Before a load `n_ctx` is that of the model's files; it is left out if unknown."""
 
     n_ctx: int | UnsetType = UNSET
 
@@ -27,7 +25,7 @@ class PropsModalities(Struct, frozen=True):
 
 
 class Props(Struct, frozen=True):
-    """Properties of a model. `total_slots` are the sequences that run at once."""
+    """Properties of a model. `total_slots` sequences run at once."""
 
     default_generation_settings: SlotSettings
     total_slots: int
@@ -38,30 +36,22 @@ class Props(Struct, frozen=True):
     chat_template: str | UnsetType = UNSET
 
 
-class ModelProps:
-    """An ASGI endpoint. Without `?model=` it is about the default model, or the only one that the caller may use."""
-
-    def __init__(self, services: Services, catalog: Catalog) -> None:
-        self._services = services
-        self._catalog = catalog
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = record_of(scope).caller
-        name = QueryParams(scope["query_string"]).get("model", "")
-        if not name:
-            usable = caller.usable(self._services.config.models.values())
-            name = usable[0].name if len(usable) == 1 else ""
-        await send_body(send, 200, msgspec.json.encode(_props(await self._catalog.find(name, caller), caller)))
-
-
-def _props(entry: CatalogEntry, caller: Caller) -> Props:
-    model, ready = entry.found.model, entry.view.ready
-    return Props(
+async def model_props(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /props`, by default for the default model or the only one that the caller may use."""
+    caller = record_of(scope).caller
+    name = QueryParams(scope["query_string"]).get("model", "")
+    if not name:
+        usable = caller.usable(catalog.services.config.models.values())
+        name = usable[0].name if len(usable) == 1 else ""
+    entry = await catalog.find(name, caller)
+    ready = entry.view.ready
+    props = Props(
         SlotSettings(entry.longest_context or UNSET),
-        ready.max_running if ready is not None else model.slots,
+        ready.max_running if ready is not None else entry.model.slots,
         entry.name,
         entry.source(caller),
         PropsModalities("image" in entry.modalities, "audio" in entry.modalities),
         f"mlxd-{protocol.__version__}",
         entry.chat_template or UNSET,
     )
+    await send_body(send, 200, msgspec.json.encode(props))

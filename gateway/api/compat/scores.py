@@ -1,4 +1,4 @@
-"""Scores of pairs: `POST /v1/rerank` in the form of Jina and Cohere, or of TEI, and `POST /v1/score` in vLLM's."""
+"""Scores of pairs of texts: `POST /v1/rerank` in the forms of Jina, Cohere and TEI, `POST /v1/score` in vLLM's."""
 
 from typing import Annotated, Any, ClassVar, Final
 
@@ -19,7 +19,7 @@ from protocol.prompts import ScorePrompt
 from protocol.to_worker import Generate, Sampling
 
 DOCUMENTS_MAX: Final = 2048
-_NO_ACTION: Final = frozenset({"user"})
+NO_ACTION: Final = frozenset({"user"})
 Truncate = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Text = Annotated[str, shape(TEXT)]
 
@@ -29,7 +29,7 @@ class RankedDocument(Struct, frozen=True):
 
 
 class RerankRequest(Struct, frozen=True, kw_only=True):
-    """`POST /v1/rerank`. Up to 2,048 documents, texts or objects with a `text`; or `texts`, for an answer as TEI's."""
+    """`POST /v1/rerank`. Up to 2,048 `documents`, each a text or an object with one; or `texts` for TEI's answer."""
 
     hint: ClassVar = {"anyOf": [case(("documents",), texts=NULL), case(("texts",), documents=NULL)]}
 
@@ -37,16 +37,16 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
     query: Text
     documents: Annotated[list[Text | RankedDocument], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
     texts: Annotated[list[Text], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
-    # TEI's: whether each result has its text, and whether a pair that is too long is cut.
+    # TEI's fields: each result has its text; a pair that is too long is cut.
     return_text: bool | None = None
     truncate: bool | None = None
     top_n: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
     return_documents: bool | None = None
-    # Cohere's: a longer document is cut.
+    # Cohere's field: a longer document is cut.
     max_tokens_per_doc: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
-    # vLLM's: a longer pair is cut at the end of its document, with -1 to what the model takes.
+    # vLLM's field: a longer pair is cut at the end of its document; -1 is the model's own limit.
     truncate_prompt_tokens: Truncate | None = None
-    # The task, for models that were trained to be told.
+    # Description of the task, for models that were trained with one.
     instruction: Annotated[str, Meta(max_length=65_536)] | None = None
 
 
@@ -117,69 +117,57 @@ _REFUSED: Final = {
     "raw_scores": RefusedField("scores are as the model's files say", (False,)),
     "truncation_direction": RefusedField("the end of a document is cut", ("right", "Right")),
 }
-_rerank = Schema(RerankRequest, _NO_ACTION, "documents", refused=_REFUSED)
-_score = Schema(ScoreRequest, _NO_ACTION)
+_rerank = Schema(RerankRequest, NO_ACTION, "documents", refused=_REFUSED)
+_score = Schema(ScoreRequest, NO_ACTION)
 
 
-class Rerank:
-    """An ASGI endpoint."""
+async def rerank(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `POST /v1/rerank`."""
+    request, unknown = await serve.read(services, record_of(scope), scope, receive, _rerank.decode)
+    documents = _documents(request)
+    prompt = ScorePrompt(
+        (request.query,),
+        documents,
+        request.instruction or "",
+        request.truncate_prompt_tokens or (-1 if request.truncate else 0),
+        request.max_tokens_per_doc or 0,
+        params=("query", "documents" if request.texts is None else "texts"),
+    )
+    job = await _job(services, scope, request.model, unknown, prompt)
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def render(vectors: Vectors) -> bytes:
+        scores = [vectors.numbers(at)[0] for at in range(vectors.count)]
+        order = sorted(range(len(scores)), key=lambda at: -scores[at])[: request.top_n or len(scores)]
+        if request.texts is not None:
+            ranked = [RankedText(at, scores[at], documents[at] if request.return_text else UNSET) for at in order]
+            return msgspec.json.encode(ranked)
+        results = [
+            RerankResult(at, scores[at], RankedDocument(documents[at]) if request.return_documents else UNSET)
+            for at in order
+        ]
+        usage = ScoreUsage(vectors.prompt_tokens, vectors.prompt_tokens)
+        return msgspec.json.encode(RerankList(serve.new_id("rerank"), job.model.name, results, usage))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, record = self._services, record_of(scope)
-        request, unknown = await serve.read(services, record, scope, receive, _rerank.decode)
-        documents = _documents(request)
-        prompt = ScorePrompt(
-            (request.query,),
-            documents,
-            request.instruction or "",
-            request.truncate_prompt_tokens or (-1 if request.truncate else 0),
-            request.max_tokens_per_doc or 0,
-            params=("query", "documents" if request.texts is None else "texts"),
-        )
-        job = await _job(services, scope, request.model, unknown, prompt)
-
-        def render(vectors: Vectors) -> bytes:
-            scores = [vectors.numbers(at)[0] for at in range(vectors.count)]
-            order = sorted(range(len(scores)), key=lambda at: -scores[at])[: request.top_n or len(scores)]
-            if request.texts is not None:
-                ranked = [RankedText(at, scores[at], documents[at] if request.return_text else UNSET) for at in order]
-                return msgspec.json.encode(ranked)
-            results = [
-                RerankResult(at, scores[at], RankedDocument(documents[at]) if request.return_documents else UNSET)
-                for at in order
-            ]
-            usage = ScoreUsage(vectors.prompt_tokens, vectors.prompt_tokens)
-            return msgspec.json.encode(RerankList(serve.new_id("rerank"), job.model.name, results, usage))
-
-        await respond_vectors(job, len(documents), render, receive, send)
+    await respond_vectors(job, len(documents), render, receive, send)
 
 
-class ScorePairs:
-    """An ASGI endpoint."""
+async def score(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `POST /v1/score`."""
+    request, unknown = await serve.read(services, record_of(scope), scope, receive, _score.decode)
+    queries, documents = _texts(request.text_1), _texts(request.text_2)
+    if len(queries) not in (1, len(documents)):
+        message = f"'text_1' has {len(queries)} texts and 'text_2' {len(documents)}: one, or as many, are paired."
+        raise BadRequest(message, "text_1", "invalid_value")
+    truncate = request.truncate_prompt_tokens or 0
+    prompt = ScorePrompt(queries, documents, request.instruction or "", truncate, params=("text_1", "text_2"))
+    job = await _job(services, scope, request.model, unknown, prompt)
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def render(vectors: Vectors) -> bytes:
+        data = [ScoredPair(at, vectors.numbers(at)[0]) for at in range(vectors.count)]
+        usage = ScoreUsage(vectors.prompt_tokens, vectors.prompt_tokens)
+        return msgspec.json.encode(ScoreList(serve.new_id("score"), serve.now(), job.model.name, data, usage))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, record = self._services, record_of(scope)
-        request, unknown = await serve.read(services, record, scope, receive, _score.decode)
-        queries, documents = _texts(request.text_1), _texts(request.text_2)
-        if len(queries) not in (1, len(documents)):
-            message = f"'text_1' has {len(queries)} texts and 'text_2' {len(documents)}: one, or as many, are paired."
-            raise BadRequest(message, "text_1", "invalid_value")
-        truncate = request.truncate_prompt_tokens or 0
-        prompt = ScorePrompt(queries, documents, request.instruction or "", truncate, params=("text_1", "text_2"))
-        job = await _job(services, scope, request.model, unknown, prompt)
-
-        def render(vectors: Vectors) -> bytes:
-            data = [ScoredPair(at, vectors.numbers(at)[0]) for at in range(vectors.count)]
-            usage = ScoreUsage(vectors.prompt_tokens, vectors.prompt_tokens)
-            return msgspec.json.encode(ScoreList(serve.new_id("score"), serve.now(), job.model.name, data, usage))
-
-        await respond_vectors(job, len(documents), render, receive, send)
+    await respond_vectors(job, len(documents), render, receive, send)
 
 
 async def _job(

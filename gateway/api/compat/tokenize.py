@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, as vLLM and SGLang have them, and llama.cpp."""
+"""`POST /tokenize` and `POST /detokenize`, in the forms of vLLM, SGLang and llama.cpp."""
 
 from typing import Any, ClassVar, Final
 
@@ -25,7 +25,7 @@ from protocol.prompts import ChatPrompt, TextPrompt
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
-    """`prompt` or `messages`, in vLLM's words, or `content`, in llama.cpp's: without special tokens around it."""
+    """Prompt in `prompt` or `messages`, vLLM's fields, or `content`, llama.cpp's, which gets no special tokens."""
 
     hint: ClassVar = {
         "anyOf": [
@@ -39,7 +39,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     content: str | None = None
     messages: list[RequestMessage] | None = None
-    # Whether the tokenizer's special tokens are put around a text: by default around `prompt`, not around `content`.
+    # Whether the tokenizer's special tokens surround a text; by default they surround `prompt`, not `content`.
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
@@ -57,13 +57,12 @@ class TokenizedText(Struct, frozen=True):
 
 
 class DetokenizedText(Struct, frozen=True):
-    """The text by both of its names."""
+    """The text, in vLLM's and in llama.cpp's field."""
 
     prompt: str
     content: str
 
 
-# Of vLLM and llama.cpp.
 _REFUSED: Final = {
     "parse_special": RefusedField("special tokens in a text are tokens", (True,)),
     "with_pieces": RefusedField("send each of the tokens to /detokenize", (False,)),
@@ -77,37 +76,27 @@ _tokenize = Schema(TokenizeRequest, listed="messages", item=RequestMessage, refu
 _detokenize = Schema(DetokenizeRequest)
 
 
-class TokenizeText:
-    """An ASGI endpoint."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, record = self._services, record_of(scope)
-        request, unknown = await serve.read(services, record, scope, receive, _tokenize.decode)
-        model, _ = serve.begin(services, record, request.model, False, None, unknown)
-        prompt = await services.bodies.work(record.body_bytes, _prompt, request, model.thinking)
-        async with cut_off(record, receive):
-            tokenized = await serve.tokenize(services, record, model, prompt, want_ids=True)
-            ready = services.view(model).ready
-            answer = TokenizedText(tokenized.ids, tokenized.count, ready.max_context if ready is not None else 0)
-            await send_body(send, 200, msgspec.json.encode(answer), record.headers)
+async def tokenize(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `POST /tokenize`."""
+    record = record_of(scope)
+    request, unknown = await serve.read(services, record, scope, receive, _tokenize.decode)
+    model, _ = serve.begin(services, record, request.model, False, None, unknown)
+    prompt = await services.bodies.work(record.body_bytes, _prompt, request, model.thinking)
+    async with cut_off(record, receive):
+        tokenized = await serve.tokenize(services, record, model, prompt, want_ids=True)
+        ready = services.view(model).ready
+        answer = TokenizedText(tokenized.ids, tokenized.count, ready.max_context if ready is not None else 0)
+        await send_body(send, 200, msgspec.json.encode(answer), record.headers)
 
 
-class DetokenizeIds:
-    """An ASGI endpoint."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, record = self._services, record_of(scope)
-        request, unknown = await serve.read(services, record, scope, receive, _detokenize.decode)
-        model, _ = serve.begin(services, record, request.model, False, None, unknown)
-        async with cut_off(record, receive):
-            decoded = await serve.detokenize(services, record, model, tuple(request.tokens))
-            await send_body(send, 200, msgspec.json.encode(DetokenizedText(decoded.text, decoded.text)), record.headers)
+async def detokenize(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `POST /detokenize`."""
+    record = record_of(scope)
+    request, unknown = await serve.read(services, record, scope, receive, _detokenize.decode)
+    model, _ = serve.begin(services, record, request.model, False, None, unknown)
+    async with cut_off(record, receive):
+        decoded = await serve.detokenize(services, record, model, tuple(request.tokens))
+        await send_body(send, 200, msgspec.json.encode(DetokenizedText(decoded.text, decoded.text)), record.headers)
 
 
 def _prompt(request: TokenizeRequest, default: ThinkingDefaults) -> ChatPrompt | TextPrompt:

@@ -1,24 +1,20 @@
-"""`POST /v1/responses/compact`: a conversation as its user's words and the model's summary of the rest."""
+"""Compaction of a conversation: the user's messages, and the model's summary of the rest."""
 
 import secrets
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.responses import response as out
-from gateway.api.responses.history import ResponseHistory, numbered
-from gateway.api.responses.lowering import lower_prompt, lower_responses, seal
-from gateway.api.responses.request import ContentPart, InputItem, InputTokensRequest, ResponsesRequest, decode_count
-from gateway.api.responses.tools import toolbox
-from gateway.request.record import record_of
-from gateway.services import Services
+from gateway.api.responses.history import id_of, numbered
+from gateway.api.responses.lowering import seal
+from gateway.api.responses.request import ContentPart, InputItem, InputTokensRequest, ResponsesRequest
 from protocol.from_worker import Delta, DeltaKind, Usage
 
 SUMMARY_TOKENS_MAX: Final = 4096
-ASK: Final = (
+SUMMARY_INSTRUCTION: Final = (
     "Summarize our conversation so far, for yourself: from now on you will see your summary and my messages only. "
     "Keep what is needed to go on: decisions, facts, names of files, results of tools, and what is still to be done. "
     "Answer with the summary alone."
@@ -27,47 +23,20 @@ ASK: Final = (
 _encode = msgspec.json.Encoder().encode
 
 
-class Compact:
-    """An ASGI endpoint."""
-
-    def __init__(self, services: Services, history: ResponseHistory) -> None:
-        self._services = services
-        self._history = history
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, record = self._services, record_of(scope)
-        request, ignored = await serve.read(services, record, scope, receive, decode_count)
-        items = await self._history.resolved(record, request.items)
-        before = [*await self._history.before(record, request.previous_response_id), *items]
-        # What could not be answered cannot be summed up either.
-        whole, asking = msgspec.structs.replace(request, input=None), _asking(request)
-        work, size = services.bodies.work, record.body_bytes
-        await work(size, lower_prompt, whole, toolbox(request), before)
-        prompt, left_out = await work(size, lower_prompt, asking, toolbox(asking), before)
-        model, seed = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
-        prompt = await serve.with_media(services, record, model, prompt, self._history.media(record))
-        deadline_ms, next_rid = serve.deadline_ms(services), services.link.next_rid
-        generates = await serve.lower(
-            services, record, model, lambda: lower_responses(asking, prompt, model, next_rid, seed, deadline_ms)
-        )
-        job = serve.PreparedRequest(services, record, model, generates)
-        await job.whole(_Summary(before), receive, send)
-
-
-def _asking(request: InputTokensRequest) -> ResponsesRequest:
-    """The request that has a summary for its answer: no tools, and no long thoughts about it."""
+def summary_request(request: InputTokensRequest) -> ResponsesRequest:
+    """The request for a summary of the conversation of `request`, without tools or reasoning."""
     return ResponsesRequest(
         model=request.model,
         instructions=request.instructions,
-        input=ASK,
+        input=SUMMARY_INSTRUCTION,
         reasoning_effort="none",
         max_output_tokens=SUMMARY_TOKENS_MAX,
         store=False,
     )
 
 
-class _Summary:
-    """A `Fold`."""
+class SummaryFold:
+    """Collects a summary, and answers with it and the user's messages of the conversation."""
 
     def __init__(self, conversation: Sequence[InputItem]) -> None:
         self._conversation = conversation
@@ -86,14 +55,14 @@ class _Summary:
 
     def result(self) -> bytes:
         stem = secrets.token_hex(20)
-        kept = [_listed(item) for item in numbered(self._conversation, stem) if _is_users(item)]
+        kept = [
+            _listed(item)
+            for item in numbered(self._conversation, stem)
+            if item.kind == "message" and item.role == "user"
+        ]
         summary = InputItem("compaction", f"cmp_{stem}", encrypted_content=seal("".join(self._texts)))
         usage = out.ResponseUsage.of(self._usage)
-        return _encode(out.CompactedResponse(f"resp_{stem}", serve.now(), [*kept, summary], usage))
-
-
-def _is_users(item: InputItem) -> bool:
-    return item.kind == "message" and item.role == "user"
+        return _encode(out.CompactedResponse(id_of(stem), serve.now(), [*kept, summary], usage))
 
 
 def _listed(item: InputItem) -> InputItem:

@@ -1,7 +1,7 @@
-"""History of a response: those kept before it, and the items in them."""
+"""History of a response: the stored responses that it continues, and the items in them."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -10,7 +10,8 @@ from gateway.api.openai.request import AudioData
 from gateway.api.responses import response as out
 from gateway.api.responses.lowering import FOREIGN_ITEMS, unseal
 from gateway.api.responses.request import ContentPart, InputItem
-from gateway.api.responses.store import Store, StoreBroken, StoredResponse, StoredSizes, TooMuchSaid
+from gateway.api.responses.response_database import ResponseDatabase, StoredResponse, StoredSizes, StoredTooLarge
+from gateway.api.responses.store import Store, StoreBroken
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.exchange import reserve
 from gateway.media.reference import stored_url
@@ -18,10 +19,11 @@ from gateway.request.record import RequestRecord
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.prompts import Media
 
-# Of the conversation before a request, in all.
-ITEMS_MAX: Final = 20_000
+T = TypeVar("T")
 
-# Path of the media that a request's own input has, not the conversation before it.
+CONVERSATION_ITEMS_MAX: Final = 20_000
+
+# Prefix of the `param` of media in a request's own input, not in the conversation before it.
 OWN_MEDIA: Final = "input["
 _RESPONSE: Final = "resp_"
 _PREFIXES: Final = {
@@ -43,7 +45,7 @@ class _Output(Struct, frozen=True):
     status: str = ""
 
 
-# Kept with one of these, a response has not ended; without a task that generates it, it never will.
+# A response stored with one of these is being generated, or was interrupted by the end of its daemon.
 UNENDED: Final = frozenset({"queued", "in_progress"})
 
 _encode = msgspec.json.Encoder().encode
@@ -60,7 +62,7 @@ class ResponseNotFound(ApiError):
 def numbered(items: Sequence[InputItem], stem: str) -> list[InputItem]:
     """Input items as they are listed: each with an id, the client's or one of ours.
 
-    Of what no model here is ever shown, that it was there is all that is listed.
+    Items that no model here is ever shown are listed without their content.
     """
     return [
         msgspec.structs.replace(
@@ -77,7 +79,7 @@ def _bare(item: InputItem) -> InputItem:
 
 
 def with_stored_media(items: Sequence[InputItem], media: Sequence[Media]) -> list[InputItem]:
-    """Input items, their media by digest in place of their bytes."""
+    """Input items with their media replaced by references to the stored bytes."""
     digests = {each.param: each.digest for each in media}
     if not digests:
         return list(items)
@@ -107,10 +109,10 @@ def _by_digest(part: ContentPart, digest: bytes | None) -> ContentPart:
 
 
 class ResponseHistory:
-    """The store, in the terms of this API. Everything raises `ApiError`.
+    """The store in the terms of this API. Methods raise `ApiError`.
 
-    `limit_bytes` bounds what one request may have read again: a conversation is no larger than a body. What is
-    decoded is decoded in the store's thread.
+    `limit_bytes` bounds the stored items that one request may read: a conversation is no larger than a body. Stored
+    JSON is decoded in the store's thread.
     """
 
     def __init__(self, store: Store, limit_bytes: Callable[[], int], is_running: Callable[[str], bool]) -> None:
@@ -123,91 +125,70 @@ class ResponseHistory:
     def is_on(self) -> bool:
         return self._store.is_on
 
-    def keep(
-        self,
-        tenant: str,
-        last: out.Response,
-        inputs: Sequence[InputItem],
-        media: Mapping[bytes, bytes],
-        about_bytes: int,
-    ) -> None:
-        """Keep a response that has ended, with the bytes of the media that its input has by digest."""
-
-        def make() -> StoredResponse:
-            ids = [item.id for item in (*inputs, *last.output) if item.id]
-            sent = _encode(inputs)
-            said_bytes = len(sent) + len(_encode(last.output))
-            return StoredResponse(
-                last.id, tenant, last.previous_response_id, _encode(last), sent, ids, said_bytes, media
-            )
-
-        self._store.keep(about_bytes, make)
-
     def keeper(
-        self, tenant: str, inputs: Sequence[InputItem], media: Mapping[bytes, bytes], about_bytes: int
+        self, tenant: str, inputs: Sequence[InputItem], media: Sequence[Media], about_bytes: int
     ) -> Callable[[out.Response], None]:
-        """`keep` of one response, for each of its states."""
-        return lambda last: self.keep(tenant, last, inputs, media, about_bytes)
+        """Return a function that stores each state of one response, with its input items and their media."""
+        own = {each.digest: each.data for each in media if each.param.startswith(OWN_MEDIA)}
+        size = about_bytes + sum(map(len, own.values()))
+
+        def keep(response: out.Response) -> None:
+            def make() -> StoredResponse:
+                ids = [item.id for item in (*inputs, *response.output) if item.id]
+                sent = _encode(inputs)
+                items_bytes = len(sent) + len(_encode(response.output))
+                previous, body = response.previous_response_id, _encode(response)
+                return StoredResponse(response.id, tenant, previous, body, sent, ids, items_bytes, own)
+
+            self._store.keep(size, make)
+
+        return keep
 
     def media(self, record: RequestRecord) -> Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]:
-        """Bytes of media that earlier responses of the request's tenant have kept. Raises `ApiError`."""
+        """Return a function that loads stored media of the request's tenant by digest. It raises `ApiError`."""
 
-        async def kept(digests: Sequence[bytes]) -> dict[bytes, bytes]:
+        async def load(digests: Sequence[bytes]) -> dict[bytes, bytes]:
             try:
-                return await self._store.media(tenant_of(record), digests, MAX_FRAME_BYTES)
-            except StoreBroken:
-                raise _broken() from None
-            except TooMuchSaid:
+                return await self._read(lambda kept: kept.media(tenant_of(record), digests, MAX_FRAME_BYTES))
+            except StoredTooLarge:
                 message = f"The media of the conversation are larger than {MAX_FRAME_BYTES} bytes."
                 raise BadRequest(message, "previous_response_id", "conversation_too_large") from None
 
-        return kept
+        return load
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises `ResponseNotFound`."""
-        try:
-            stored = await self._store.get(tenant, response_id)
-        except StoreBroken:
-            raise _broken() from None
+        stored = await self._read(lambda kept: kept.get(tenant, response_id))
         if stored is None:
             raise ResponseNotFound(response_id)
         return stored
 
     async def sizes(self, tenant: str, response_id: str) -> StoredSizes:
-        """Sizes of a response. Raises `ResponseNotFound`."""
-        try:
-            sizes = await self._store.sizes(tenant, response_id)
-        except StoreBroken:
-            raise _broken() from None
+        """Raises `ResponseNotFound`."""
+        sizes = await self._read(lambda kept: kept.sizes(tenant, response_id))
         if sizes is None:
             raise ResponseNotFound(response_id)
         return sizes
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises `ResponseNotFound`."""
-        try:
-            is_found = await self._store.delete(tenant, response_id)
-        except StoreBroken:
-            raise _broken() from None
-        if not is_found:
+        if not await self._read(lambda kept: kept.delete(tenant, response_id)):
             raise ResponseNotFound(response_id)
 
     async def before(self, record: RequestRecord, previous: str | None) -> list[InputItem]:
-        """The conversation up to a response, its output included.
+        """The conversation up to and including a response.
 
-        Raises `BadRequest` when a part of it is gone, when it has failed, or is too large with the request's body.
+        Raises `BadRequest` if a part of it is gone, has failed, or is too large together with the request's body.
         """
         if previous is None:
             return []
-        room = self._limit_bytes() - record.body_bytes
+        tenant, room = tenant_of(record), self._limit_bytes() - record.body_bytes
         try:
-            conversation = await self._store.conversation(tenant_of(record), previous, room, _turns)
-        except StoreBroken:
-            raise _broken() from None
-        except TooMuchSaid:
+            conversation = await self._read(lambda kept: kept.conversation(tenant, previous, room, _turns))
+        except StoredTooLarge:
             raise self._too_large("previous_response_id") from None
         except NotContinued as error:
-            # Kept as running by a daemon that has ended, it never will end.
+            # A response that an ended daemon was generating never ends.
             has_failed = error.status == "failed" or not self._is_running(previous)
             what, code = ("failed", "failed") if has_failed else ("not ended", "not_ended")
             message = f"Response {previous[:100]!r} has {what}: a conversation cannot go on from it."
@@ -216,44 +197,50 @@ class ResponseHistory:
             message = f"Previous response with id {previous[:100]!r} not found, or one before it is gone."
             raise BadRequest(message, "previous_response_id", "previous_response_not_found")
         size, items = conversation
-        if len(items) > ITEMS_MAX:
-            message = f"The conversation before has {len(items)} items; at most {ITEMS_MAX} can be continued."
+        if len(items) > CONVERSATION_ITEMS_MAX:
+            message = (
+                f"The conversation before has {len(items)} items; at most {CONVERSATION_ITEMS_MAX} can be continued."
+            )
             raise BadRequest(message, "previous_response_id", "conversation_too_long")
-        await _note(record, size)
+        await _reserve_more(record, size)
         return items
 
     async def resolved(self, record: RequestRecord, items: Sequence[InputItem]) -> list[InputItem]:
-        """The items, each reference replaced by what it refers to. What is not found stays."""
+        """Replace each reference by the item that it names. References that are not found stay."""
         references = [item.id for item in items if item.id and item.kind == "item_reference"]
         if not references:
             return list(items)
-        room = self._limit_bytes() - record.body_bytes
+        tenant, room = tenant_of(record), self._limit_bytes() - record.body_bytes
         try:
-            owners = await self._store.owners(tenant_of(record), references, room, _all_items)
-        except StoreBroken:
-            raise _broken() from None
-        except TooMuchSaid:
+            owners = await self._read(lambda kept: kept.owners(tenant, references, room, _all_items))
+        except StoredTooLarge:
             raise self._too_large("input") from None
         owned = {item.id: item for item in owners}
-        # The same item may be referred to many times.
+        # An item counts as often as it is referred to.
         sizes = {item_id: len(_encode(owned[item_id])) for item_id in dict.fromkeys(references) if item_id in owned}
         size = sum(sizes.get(item_id, 0) for item_id in references)
         if size > room:
             raise self._too_large("input")
-        await _note(record, size)
+        await _reserve_more(record, size)
         return [owned.get(item.id, item) if item.kind == "item_reference" else item for item in items]
 
-    def has_ended(self, stored: StoredResponse) -> bool:
-        """Whether its generation had ended when it was kept."""
-        return _status.decode(stored.body).status not in UNENDED
-
-    def inputs(self, stored: StoredResponse) -> list[InputItem]:
-        """The client's input of a response."""
-        return _items.decode(stored.inputs)
+    async def _read(self, action: Callable[[ResponseDatabase], T]) -> T:
+        try:
+            return await self._store.read(action)
+        except StoreBroken:
+            raise Unavailable("Kept responses cannot be read now.", code="store_unavailable") from None
 
     def _too_large(self, param: str) -> BadRequest:
         message = f"The request and the conversation that it continues are larger than {self._limit_bytes()} bytes."
         return BadRequest(message, param, "conversation_too_large")
+
+
+class NotContinued(Exception):
+    """A conversation cannot continue a response that has failed or not ended."""
+
+    def __init__(self, status: str) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 def id_of(stem: str) -> str:
@@ -266,17 +253,19 @@ def stem_of(response: out.Response) -> str:
     return response.id.removeprefix(_RESPONSE)
 
 
-class NotContinued(Exception):
-    """A response that has failed, or not ended, says nothing that a conversation could go on from."""
-
-    def __init__(self, status: str) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 def tenant_of(record: RequestRecord) -> str:
     """The tenant that owns the responses stored for this request."""
     return record.caller.key or ""
+
+
+def has_ended(stored: StoredResponse) -> bool:
+    """Whether its generation had ended when it was stored."""
+    return _status.decode(stored.body).status not in UNENDED
+
+
+def inputs_of(stored: StoredResponse) -> list[InputItem]:
+    """The input items of a stored response."""
+    return _items.decode(stored.inputs)
 
 
 def _turns(stored: StoredResponse) -> list[InputItem]:
@@ -284,19 +273,15 @@ def _turns(stored: StoredResponse) -> list[InputItem]:
     answer = _output.decode(stored.body)
     if answer.status == "failed" or answer.status in UNENDED:
         raise NotContinued(answer.status)
-    return [*_items.decode(stored.inputs), *answer.output]
+    return [*inputs_of(stored), *answer.output]
 
 
 def _all_items(stored: StoredResponse) -> list[InputItem]:
     """Items that a request can refer to. Runs in the store's thread."""
-    return [*_items.decode(stored.inputs), *_output.decode(stored.body).output]
+    return [*inputs_of(stored), *_output.decode(stored.body).output]
 
 
-async def _note(record: RequestRecord, size_bytes: int) -> None:
-    """Count stored items that are read again as part of the request's body."""
+async def _reserve_more(record: RequestRecord, size_bytes: int) -> None:
+    """Count stored items that are read as part of the request's body."""
     record.body_bytes += size_bytes
     await reserve(record, record.body_bytes)
-
-
-def _broken() -> Unavailable:
-    return Unavailable("Kept responses cannot be read now.", code="store_unavailable")

@@ -36,9 +36,9 @@ class ResponseOutput:
 
     def __init__(self, stem: str, forms: Mapping[str, ToolIdentity], is_sealed: bool) -> None:
         self._stem = stem
-        self._forms = forms
+        self.forms = forms
         # Whether reasoning is also sent as `encrypted_content`.
-        self._is_sealed = is_sealed
+        self.is_sealed = is_sealed
         self._done: list[out.Item] = []
         self._open: _Open | None = None
         # Of the newest call, as they were written.
@@ -111,11 +111,11 @@ class ResponseOutput:
         if isinstance(self._open, _Reasoning):
             return self._open.add(text)
         events = self._finish(COMPLETED)
-        reasoning = _Reasoning(self._item_id("rs"), len(self._done), self._is_sealed)
+        reasoning = _Reasoning(self._item_id("rs"), len(self._done), self.is_sealed)
         return events + self._opened(reasoning) + reasoning.add(text)
 
     def _call(self, tool: ToolCallDelta) -> _Open:
-        form = self._forms.get(tool.name) or ToolIdentity(tool.name)
+        form = self.forms.get(tool.name) or ToolIdentity(tool.name)
         index = len(self._done)
         if form.is_custom:
             return _CustomCall(self._item_id("ctc"), index, tool.call_id, form)

@@ -16,7 +16,7 @@ from gateway.api.common import serve
 from gateway.api.responses import journal
 from gateway.api.responses.background import Background, Backgrounds
 from gateway.api.responses.encoder import ResponseRun
-from gateway.api.responses.history import OWN_MEDIA, ResponseHistory, ResponseNotFound, stem_of
+from gateway.api.responses.history import ResponseHistory, ResponseNotFound, has_ended, stem_of
 from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.journal import ResponseJournals
 from gateway.api.responses.journal_records import (
@@ -124,13 +124,12 @@ class Resumption:
             stored = await self._history.get(asked.key or "", asked.response.id)
         except ResponseNotFound:
             return False
-        return self._history.has_ended(stored)
+        return has_ended(stored)
 
     def _run(self, asked: JournaledRequest) -> ResponseRun:
         prompt, response = asked.generate.prompt, asked.response
         media = prompt.media if isinstance(prompt, ChatPrompt) else ()
-        own = {each.digest: each.data for each in media if each.param.startswith(OWN_MEDIA)}
-        keep = self._history.keeper(asked.key or "", asked.inputs, own, asked.body_bytes)
+        keep = self._history.keeper(asked.key or "", asked.inputs, media, asked.body_bytes)
         output = ResponseOutput(stem_of(response), asked.forms, asked.is_sealed)
         stop = partial(self._services.link.stop, reason="cancelled")
         return ResponseRun(response, output, serve.now, keep, stop, asked.body_bytes)

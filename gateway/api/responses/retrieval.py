@@ -1,4 +1,4 @@
-"""Retrieval of responses and their input items: each answer is encoded once for all clients that read it."""
+"""Answers with responses and their input items, each encoded once for all clients that read it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,9 +10,9 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.responses import response as out
 from gateway.api.responses.background import Background, failed_by_restart
 from gateway.api.responses.encoder import ResponseRun
-from gateway.api.responses.history import ResponseHistory, tenant_of
+from gateway.api.responses.history import ResponseHistory, has_ended, inputs_of, tenant_of
 from gateway.api.responses.request import InputItem
-from gateway.api.responses.store import StoredResponse
+from gateway.api.responses.response_database import StoredResponse
 from gateway.errors import BadRequest
 from gateway.http.exchange import reserve, send_body
 from gateway.http.shared_answers import SharedAnswers
@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Retrieval:
-    """The ways to answer with a response. Raises `Unavailable` where there is no room for the answer."""
+    """Answers with a response. Methods raise `Unavailable` where there is no memory for the answer."""
 
     def __init__(self, services: Services, history: ResponseHistory) -> None:
         self._services = services
@@ -33,7 +33,7 @@ class Retrieval:
     async def send_state(
         self, run: ResponseRun, state: out.Response, record: RequestRecord, send: Send, headers: Sequence[Header] = ()
     ) -> None:
-        """Answer with a response as it is, or just was."""
+        """Answer with a state of a response."""
         size = run.size_bytes
         make = partial(self._services.bodies.work, size, _encode, state)
         key = (state.id, state.status, run.output.deltas)
@@ -47,13 +47,10 @@ class Retrieval:
 
         async def make() -> bytes:
             stored = await self._history.get(tenant, response_id)
-            return await self._services.bodies.work(size, self._ended, stored)
+            return await self._services.bodies.work(size, _ended, stored)
 
         async with self._answers.reading(record, (response_id, size), size, make) as body:
             await send_body(send, 200, body)
-
-    def _ended(self, stored: StoredResponse) -> bytes:
-        return stored.body if self._history.has_ended(stored) else failed_by_restart(stored.body)
 
     async def send_events(self, background: Background, after: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the events that follow number `after`. Raises `BadRequest`."""
@@ -66,7 +63,7 @@ class Retrieval:
     async def send_items(
         self, response_id: str, query: QueryParams, limit: int, record: RequestRecord, send: Send
     ) -> None:
-        """Answer with a page of what the model was given, the conversation before included.
+        """Answer with a page of the input items, which include the conversation before.
 
         Raises `ResponseNotFound` and `BadRequest`.
         """
@@ -78,9 +75,9 @@ class Retrieval:
             record.body_bytes += sizes.inputs_bytes
             await reserve(record, min(record.body_bytes, self._services.bodies.largest_bytes()))
             stored = await history.get(tenant, response_id)
-            page = await work(record.body_bytes, _page, before, history, stored, query, limit)
+            page = await work(record.body_bytes, _page, before, stored, query, limit)
             assert record.lease is not None, "the middleware makes one for each request"
-            # The items are gone, and the page has a lease of its own.
+            # The items are freed, and the page has a lease of its own.
             record.lease.close()
             return page
 
@@ -89,14 +86,16 @@ class Retrieval:
             await send_body(send, 200, body)
 
 
-def _page(
-    before: list[InputItem], history: ResponseHistory, stored: StoredResponse, query: QueryParams, limit: int
-) -> bytes:
-    """The newest first, unless asked otherwise. Raises `BadRequest`."""
+def _ended(stored: StoredResponse) -> bytes:
+    return stored.body if has_ended(stored) else failed_by_restart(stored.body)
+
+
+def _page(before: list[InputItem], stored: StoredResponse, query: QueryParams, limit: int) -> bytes:
+    """A page of input items, by default the newest first. Raises `BadRequest`."""
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
         raise BadRequest("Invalid value for 'order': expected asc or desc.", "order", "invalid_value")
-    items = [*before, *history.inputs(stored)]
+    items = [*before, *inputs_of(stored)]
     ordered = items if order == "asc" else items[::-1]
     if after is not None:
         places = [index for index, item in enumerate(ordered) if item.id == after]

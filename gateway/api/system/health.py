@@ -24,14 +24,14 @@ _STORE_DAMAGED: Final = "the store of responses was damaged: it was set aside, a
 
 
 class Health(Struct, frozen=True):
-    """`reasons` say what is wrong; `notes` what works, but not as fast as it could."""
+    """Health of the daemon. `reasons` are its problems; `notes` name models that run slower than they could."""
 
     status: str
     reasons: list[str] = []
     notes: list[str] | UnsetType = UNSET
 
 
-class AboutEndpoint(Struct, frozen=True):
+class AboutServer(Struct, frozen=True):
     """The answer to `GET /`, for a person who opens the address in a browser."""
 
     version: str
@@ -43,92 +43,72 @@ class AboutEndpoint(Struct, frozen=True):
     openapi: str = "/openapi.json"
 
 
-class LiveEndpoint:
-    """Liveness: the gateway answers."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, msgspec.json.encode(Health("alive")))
+async def live(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /livez`: the gateway answers."""
+    await send_body(send, 200, msgspec.json.encode(Health("alive")))
 
 
-class Readiness:
-    """Readiness: whether traffic should come. Not while draining, nor before the models to preload are ready.
+async def ready(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /readyz`: 503 while draining, and before the models to preload are ready.
 
-    Every client gets the status; names and reasons only of models that it may use. `?model=` asks for one of these:
-    whether it is loaded and takes requests, for a router that has each model as an endpoint of its own.
+    Every client gets the status; names and reasons only of models that it may use. `?model=` is for a router that has
+    each model as an endpoint of its own: whether it is loaded and takes requests.
     """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reasons = ["draining"] if self._services.admission.takes_none else []
-        if name := QueryParams(scope["query_string"]).get("model"):
-            await send_body(send, *self._of_model(name, scope, reasons))
-            return
-        views = self._services.pool.workers()
-        missing = [view for view in views if view.is_preload and view.state is not State.READY]
-        is_ready = not reasons and not missing
-        reasons += _describe(missing, scope, self._services)
-        body = Health("ready" if is_ready else "not ready", reasons)
-        await send_body(send, 200 if is_ready else 503, msgspec.json.encode(body))
-
-    def _of_model(self, name: str, scope: Scope, reasons: list[str]) -> tuple[int, bytes]:
-        """Status and body for one model of this daemon. Raises `ModelNotFound`, also without a key that may use it."""
-        services = self._services
-        worker = services.pool.worker(services.router.locate_here(name, record_of(scope).caller).model.name)
-        if not worker.is_ready:
-            held = worker.state is State.READY
-            reasons = [
-                *reasons,
-                f"model {worker.name} waits for memory"
-                if held
-                else _reason(worker.view(), record_of(scope).caller.is_admin),
-            ]
-        body = msgspec.json.encode(Health("not ready" if reasons else "ready", reasons))
-        return 503 if reasons else 200, body
+    reasons = ["draining"] if services.admission.takes_none else []
+    if name := QueryParams(scope["query_string"]).get("model"):
+        await send_body(send, *_model_readiness(name, scope, services, reasons))
+        return
+    missing = [view for view in services.pool.workers() if view.is_preload and view.state is not State.READY]
+    is_ready = not reasons and not missing
+    reasons += _describe(missing, scope, services)
+    body = Health("ready" if is_ready else "not ready", reasons)
+    await send_body(send, 200 if is_ready else 503, msgspec.json.encode(body))
 
 
-class HealthResponse:
-    """For people and monitors: 200 while the gateway can serve anything, with what is wrong.
+def _model_readiness(name: str, scope: Scope, services: Services, reasons: list[str]) -> tuple[int, bytes]:
+    """Status and body for one model of this daemon. Raises `ModelNotFound`, also without a key that may use it."""
+    caller = record_of(scope).caller
+    worker = services.pool.worker(services.router.locate_here(name, caller).model.name)
+    if not worker.is_ready:
+        # A worker whose memory is wanted is READY, but takes no requests.
+        is_held = worker.state is State.READY
+        reason = f"model {worker.name} waits for memory" if is_held else _reason(worker.view(), caller.is_admin)
+        reasons = [*reasons, reason]
+    body = msgspec.json.encode(Health("not ready" if reasons else "ready", reasons))
+    return 503 if reasons else 200, body
 
-    `?deep=1` asks each loaded model for a token, or the one that `&model=` names; 503 when any does not give it.
+
+async def health(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /health`: 200 while the gateway can serve anything, with its problems.
+
+    `?deep=1` generates a token with each loaded model, or with the one that `&model=` names; 503 if any fails.
     """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        query = QueryParams(scope["query_string"])
-        depth = query.get("deep", "0")
-        if depth not in ("0", "1"):
-            raise BadRequest(f"'deep' is 0 or 1, not {depth[:40]!r}.", "deep", "invalid_value")
-        is_deep = depth == "1"
-        if is_deep:
-            probe.require_admin(record_of(scope))
-        if self._services.admission.takes_none:
-            await send_body(send, 503, msgspec.json.encode(Health("draining")))
-            return
-        if is_deep:
-            probed = await probe.examine(self._services, query.get("model"))
-            await send_body(send, 200 if probed.status == "healthy" else 503, msgspec.json.encode(probed))
-            return
-        views = self._services.pool.workers()
-        broken = [view for view in views if view.state in BROKEN]
-        notes = _notes(views, scope, self._services) or UNSET
-        is_store_damaged = self._services.metrics.store_problems["damaged"] > 0
-        if not broken and not is_store_damaged:
-            await send_body(send, 200, msgspec.json.encode(Health("healthy", notes=notes)))
-            return
-        can_serve = not broken or len(broken) < len(views)
-        reasons = _describe(broken, scope, self._services)
-        if is_store_damaged and record_of(scope).caller is not NOBODY:
-            reasons.append(_STORE_DAMAGED)
-        body = Health("degraded" if can_serve else "unhealthy", reasons, notes)
-        await send_body(send, 200 if can_serve else 503, msgspec.json.encode(body))
+    record, query = record_of(scope), QueryParams(scope["query_string"])
+    depth = query.get("deep", "0")
+    if depth not in ("0", "1"):
+        raise BadRequest(f"'deep' is 0 or 1, not {depth[:40]!r}.", "deep", "invalid_value")
+    if depth == "1":
+        probe.require_admin(record)
+    if services.admission.takes_none:
+        await send_body(send, 503, msgspec.json.encode(Health("draining")))
+        return
+    if depth == "1":
+        probed = await probe.examine(services, query.get("model"))
+        await send_body(send, 200 if probed.status == "healthy" else 503, msgspec.json.encode(probed))
+        return
+    views = services.pool.workers()
+    broken = [view for view in views if view.state in BROKEN]
+    reasons, is_store_damaged = _describe(broken, scope, services), services.metrics.store_problems["damaged"] > 0
+    if is_store_damaged and record.caller is not NOBODY:
+        reasons.append(_STORE_DAMAGED)
+    can_serve = not broken or len(broken) < len(views)
+    status = "healthy" if not broken and not is_store_damaged else "degraded" if can_serve else "unhealthy"
+    body = Health(status, reasons, _notes(views, scope, services) or UNSET)
+    await send_body(send, 200 if can_serve else 503, msgspec.json.encode(body))
 
 
 class Scrape:
-    """Prometheus' text format."""
+    """ASGI endpoint of the metrics in Prometheus' text format."""
 
     def __init__(self, services: Services) -> None:
         self._text = ScrapeText(services.metrics)
@@ -137,19 +117,14 @@ class Scrape:
         await send_body(send, 200, await self._text.read(), kind=CONTENT_TYPE_LATEST.encode())
 
 
-class Root:
-    """A friendly answer at `/`; on Ollama's port the one that its clients look for."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if came_to(scope, self._services.config.server.ollama_port):
-            await send_body(send, 200, OLLAMA_RUNNING, kind=b"text/plain; charset=utf-8")
-            return
-        models = record_of(scope).caller.usable(self._services.config.models.values())
-        about = AboutEndpoint(protocol.__version__, [model.name for model in models])
-        await send_body(send, 200, msgspec.json.encode(about))
+async def root(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /`: name, version and models, or on Ollama's port the text that its clients look for."""
+    if came_to(scope, services.config.server.ollama_port):
+        await send_body(send, 200, OLLAMA_RUNNING, kind=b"text/plain; charset=utf-8")
+        return
+    models = record_of(scope).caller.usable(services.config.models.values())
+    about = AboutServer(protocol.__version__, [model.name for model in models])
+    await send_body(send, 200, msgspec.json.encode(about))
 
 
 def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
@@ -159,14 +134,14 @@ def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list
 
 
 def _notes(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
-    """Slower batch modes that keep results exact, for those that the caller may use."""
+    """Restrictions of models' batching that keep them exact, for those that the caller may use."""
     caller = record_of(scope).caller
     reasons = [(view.name, view.ready.batch_mode_reason) for view in views if view.ready is not None]
     return [f"{name}: {why}" for name, why in reasons if why and caller.may_use(services.config.models[name])]
 
 
 def _reason(view: WorkerView, is_operator: bool) -> str:
-    # One that drains was ready: what failed is a predecessor of its.
+    # A draining worker was ready: its last failure is that of a predecessor.
     failure = None if view.state is State.DRAINING else view.last_failure
     cause = f": {message_of(failure, is_operator)}" if failure is not None else ""
     return f"model {view.name} is {view.state}{cause}"

@@ -1,9 +1,8 @@
-"""`GET /v1/models`, also at `/models`, and `GET /v1/models/{id}`: the fields of OpenAI, Anthropic and llama.cpp.
+"""`GET /v1/models` and `GET /v1/models/{id}`, with the fields of OpenAI, Anthropic and llama.cpp in one form.
 
-Each dialect's clients skip the fields of the others, so there is one form for all.
+Each dialect's clients skip the fields of the others.
 """
 
-import time
 from datetime import UTC, datetime
 from typing import Self
 
@@ -21,7 +20,7 @@ from gateway.workers.supervisor.state import State, WorkerView
 
 
 class ModelMeta(Struct, frozen=True):
-    """Numbers as llama.cpp's clients read them; what is not known is left out. `size` is in bytes."""
+    """Numbers that llama.cpp's clients read; unknown ones are left out. `size` is in bytes."""
 
     n_ctx: int | UnsetType = UNSET
     n_ctx_train: int | UnsetType = UNSET
@@ -30,7 +29,7 @@ class ModelMeta(Struct, frozen=True):
 
 
 class LoadProgress(Struct, frozen=True):
-    """Progress of a load; 0 bytes are not known yet."""
+    """Progress of a load; a count of 0 bytes is not known yet."""
 
     stage: str
     loaded_bytes: int
@@ -38,7 +37,7 @@ class LoadProgress(Struct, frozen=True):
 
 
 class DefaultSampling(Struct, frozen=True):
-    """Sampling of requests that do not set it. Without `max_tokens` an answer ends where its context does."""
+    """Sampling of requests that do not set it. Without `max_tokens` only the context limits an answer."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -51,12 +50,17 @@ class DefaultSampling(Struct, frozen=True):
 
     @classmethod
     def of(cls, defaults: SamplingDefaults) -> Self:
-        told = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
-        return cls(**{name: value for name, value in told.items() if name in cls.__struct_fields__})
+        fields = msgspec.structs.asdict(defaults)
+        return cls(**{name: fields[name] for name in cls.__struct_fields__ if fields[name] is not None})
 
 
 class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
-    """One model. `context_length`, `max_model_len` and `max_input_tokens` are one number in three clients' words."""
+    """One model. `context_length`, `max_model_len` and `max_input_tokens` are one number for three kinds of clients.
+
+    `input_modalities` and `kind` are those of its worker, before a load those of its files. `kind` is what it makes:
+    `text`, `embed` for embeddings, `rerank` for scores of pairs, or `audio`. `kv_bits` is left out where the KV is not
+    quantized, `load` unless it is being loaded. `parent` is the model of which it is a profile or an adapter.
+    """
 
     id: str
     created: int
@@ -68,25 +72,20 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     lifecycle: str = "active"
     owned_by: str = "mlxd"
     root: str | UnsetType = UNSET
-    # The model of which this is a profile or an adapter.
     parent: str | UnsetType = UNSET
     context_length: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
     max_input_tokens: int | UnsetType = UNSET
-    # As its worker says, or before a load as its files promise.
     input_modalities: tuple[str, ...] = (TEXT,)
-    # What it makes: `text`, `embed` for embeddings, `rerank` for scores of pairs, or `audio`.
     kind: str = TEXT
-    # Bits of a number of its KV; left out where it is as the model computes it.
     kv_bits: int | UnsetType = UNSET
     meta: ModelMeta = ModelMeta()
     default_sampling: DefaultSampling = DefaultSampling()
-    # While it loads.
     load: LoadProgress | UnsetType = UNSET
 
 
 class ModelList(Struct, frozen=True, tag_field="object", tag="list"):
-    """Always whole: `has_more` is for Anthropic's clients, which turn pages until it is false."""
+    """All models: `has_more` is for Anthropic's clients, which request pages until it is false."""
 
     data: list[ModelCard]
     first_id: str | None
@@ -94,55 +93,44 @@ class ModelList(Struct, frozen=True, tag_field="object", tag="list"):
     has_more: bool = False
 
 
-class Models:
-    """An ASGI endpoint for the list."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._created = int(time.time())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = record_of(scope).caller
-        cards = [self.card(entry, caller) for entry in await self._catalog.list(caller)]
-        ids = [card.id for card in cards] or [None]
-        await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1])))
-
-    def card(self, entry: CatalogEntry, caller: Caller) -> ModelCard:
-        model, profile = entry.found.model, entry.found.profile
-        aliases = tuple(name for name in model.names if name != model.full_name)
-        context, facts = entry.context or UNSET, entry.facts
-        return ModelCard(
-            entry.name,
-            self._created,
-            datetime.fromtimestamp(self._created, UTC).isoformat(),
-            entry.name,
-            tuple(f"{alias}:{profile}" for alias in aliases) if profile else aliases,
-            str(entry.view.state),
-            root=entry.source(caller),
-            parent=entry.parent or UNSET,
-            context_length=context,
-            max_model_len=context,
-            max_input_tokens=context,
-            input_modalities=entry.modalities,
-            kind=entry.kind,
-            kv_bits=entry.kv_bits or UNSET,
-            meta=ModelMeta(context, facts.context or UNSET, facts.parameters or UNSET, facts.size_bytes or UNSET),
-            default_sampling=DefaultSampling.of(entry.sampling),
-            load=_load(entry.view),
-        )
+async def list_models(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /v1/models`."""
+    caller = record_of(scope).caller
+    cards = [_card(entry, caller, catalog.created_s) for entry in await catalog.list(caller)]
+    ids = [card.id for card in cards] or [None]
+    await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1])))
 
 
-class OneModel:
-    """An ASGI endpoint for one model, by its name or an alias; ids hold slashes."""
+async def get_model(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `GET /v1/models/{id}`, by a model's name or an alias; ids hold slashes."""
+    caller = record_of(scope).caller
+    entry = await catalog.find(scope["path_params"]["id"], caller)
+    await send_body(send, 200, msgspec.json.encode(_card(entry, caller, catalog.created_s)))
 
-    def __init__(self, catalog: Catalog, models: Models) -> None:
-        self._catalog = catalog
-        self._models = models
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = record_of(scope).caller
-        entry = await self._catalog.find(scope["path_params"]["id"], caller)
-        await send_body(send, 200, msgspec.json.encode(self._models.card(entry, caller)))
+def _card(entry: CatalogEntry, caller: Caller, created_s: int) -> ModelCard:
+    model, profile = entry.model, entry.profile
+    aliases = tuple(name for name in model.names if name != model.full_name)
+    context, facts = entry.context or UNSET, entry.facts
+    return ModelCard(
+        entry.name,
+        created_s,
+        datetime.fromtimestamp(created_s, UTC).isoformat(),
+        entry.name,
+        tuple(f"{alias}:{profile}" for alias in aliases) if profile else aliases,
+        str(entry.view.state),
+        root=entry.source(caller),
+        parent=entry.parent or UNSET,
+        context_length=context,
+        max_model_len=context,
+        max_input_tokens=context,
+        input_modalities=entry.modalities,
+        kind=entry.kind,
+        kv_bits=entry.kv_bits or UNSET,
+        meta=ModelMeta(context, facts.context or UNSET, facts.parameters or UNSET, facts.size_bytes or UNSET),
+        default_sampling=DefaultSampling.of(entry.sampling),
+        load=_load(entry.view),
+    )
 
 
 def _load(view: WorkerView) -> LoadProgress | UnsetType:

@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec import inspect as types
 
 from gateway.api.parts import Maker
+from gateway.errors import ErrorBody
 
 Schema = dict[str, Any]
 
@@ -17,7 +18,8 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 LINES: Final = "application/x-ndjson"
 FORM: Final = "multipart/form-data"
-# Named in an operation's `errors`; what they mean is the same everywhere.
+# Statuses that any request can get.
+ALWAYS: Final = (401, 403, 421, 429, 431, 500)
 MEANINGS: Final = {
     400: "The request cannot be served as it is.",
     401: "No API key, or none that is valid.",
@@ -45,15 +47,16 @@ class Parameter:
     place: str
     schema: Mapping[str, Any]
     description: str
-    # Of a parameter in the path, which the router has to know.
+    # Whether a parameter in the path may contain slashes.
     has_slashes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. `events` are what a stream is made of; `error` is the dialect's shape.
+    """One method of one path.
 
-    `maker` makes the endpoint. `extra` are fields that a body may also have, and that do nothing here.
+    `maker` makes the endpoint. `extra` are fields of the body that have no effect, `events` the types of a stream's
+    events, `error` is the dialect's shape of errors, and `errors` are its statuses.
     """
 
     method: str
@@ -61,23 +64,22 @@ class Operation:
     maker: Maker
     summary: str
     answer: Any
-    error: Any
-    errors: Sequence[int] = ()
     body: type[Struct] | None = None
     extra: frozenset[str] = frozenset()
     events: Sequence[Any] = ()
-    # Whether each event also carries its number, which is known when it is written.
+    error: Any = ErrorBody
+    errors: Sequence[int] = ALWAYS
+    # Whether each event also has a `sequence_number`, which is known when it is written.
     is_numbered: bool = False
     parameters: Sequence[Parameter] = ()
     # Whether a key is needed; None where that is configured.
     needs_key: bool | None = True
-    # Of a body that is not JSON, of an answer that is not, and of others that it may have.
     body_type: str = JSON
     media_type: str = JSON
+    # Descriptions of the answer's other media types.
     media_types: Mapping[str, str] = field(default_factory=dict[str, str])
-    # Of a stream: server-sent events, or lines of JSON.
     stream_type: str = EVENTS
-    # Statuses other than 200 whose body is an `answer` all the same.
+    # Statuses other than 200 whose body is an `answer` too.
     also: Mapping[int, str] = field(default_factory=dict[int, str])
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -102,7 +104,7 @@ def document(operations: Sequence[Operation], *, version: str, description: str)
     components, references = _components(operations)
     paths: dict[str, Schema] = {}
     for operation in operations:
-        if operation.method == "HEAD":  # GET without its body
+        if operation.method == "HEAD":
             continue
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, references)
     schemes = {
@@ -117,7 +119,7 @@ def document(operations: Sequence[Operation], *, version: str, description: str)
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": schemes},
     }
-    # Defaults in the schemas are still what they are in Python.
+    # Defaults in the schemas are still Python objects.
     return msgspec.json.decode(msgspec.json.encode(whole))
 
 
@@ -153,7 +155,7 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
         kind: {"schema": {"type": "string", "description": text}} for kind, text in operation.media_types.items()
     }
     if operation.events:
-        # 3.1 has no word for one event of many: `itemSchema` is 3.2's.
+        # OpenAPI 3.1 cannot describe one event of a stream: `itemSchema` came with 3.2.
         data: Schema = {"anyOf": [references[event] for event in operation.events]}
         if operation.is_numbered:
             data |= {"properties": {"sequence_number": {"type": "integer"}}, "required": ["sequence_number"]}
@@ -176,13 +178,13 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
 
 
 def _event(data: Schema) -> Schema:
-    """A server-sent event, as 3.2 describes it. The end mark of OpenAI's streams, `[DONE]`, is not JSON."""
+    """A server-sent event in the form of OpenAPI 3.2. The end mark of OpenAI's streams, `[DONE]`, is not JSON."""
     coded = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": coded}, "required": ["data"]}
 
 
 def _qualified(struct: type) -> str:
-    """`openai.ChatRequest`: its dialect, or its module where it belongs to none; `openai_out` has what is answered."""
+    """Name such as `openai.ChatRequest`: its dialect, with `_out` for answers, or else its module."""
     package, _, module = struct.__module__.rpartition(".")
     dialect = package.rpartition(".")[2]
     place = {"request": dialect, "response": f"{dialect}_out", "tools": f"{dialect}_tools"}.get(module, module)
@@ -220,7 +222,7 @@ def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Sche
 
 
 def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
-    """All structs that these are made of."""
+    """All structs that these shapes contain."""
     structs: dict[type[Struct], types.StructType] = {}
     seen: set[int] = set()
     waiting: list[Any] = list(types.multi_type_info(shapes))
@@ -241,12 +243,12 @@ def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
 
 
 def _given_name(struct: type[Struct], schemas: Mapping[str, Any]) -> str:
-    """msgspec's name of a struct: with its module only where the plain name is taken."""
+    """msgspec's name of a struct, with its module only where two share the plain name."""
     return struct.__name__ if struct.__name__ in schemas else f"{struct.__module__}.{struct.__name__}"
 
 
 def _sent(struct: type[Struct]) -> list[str]:
-    """The fields that are always sent: a default is written too, unless it says that there is nothing."""
+    """The fields that are always sent, which include those with a default other than UNSET."""
     config = struct.__struct_config__
     tag = [config.tag_field] if config.tag_field is not None else []
     info = types.type_info(struct)
@@ -257,12 +259,12 @@ def _sent(struct: type[Struct]) -> list[str]:
 
 
 def _is_unset(one: types.Field) -> bool:
-    """Whether its default is UNSET, which is how a field is left out."""
+    """Whether its default is UNSET, with which a field is left out."""
     return not one.required and one.default is msgspec.NODEFAULT and one.default_factory is msgspec.NODEFAULT
 
 
 def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
-    """With the references in it leading to the final names."""
+    """The schema with its references replaced by those to the final names."""
     if isinstance(schema, list):
         return [_renamed(one, names) for one in schema]
     if not isinstance(schema, dict):

@@ -1,52 +1,35 @@
-"""Operations of the public API: its routes, and what the OpenAPI document says of them."""
+"""Operations of the public API: its routes and their descriptions in the OpenAPI document."""
 
+from functools import cache
 from typing import Any, Final
 
 import msgspec
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 import protocol
-from gateway.api.compat.infill import NO_ACTION as INFILL_NO_ACTION
-from gateway.api.compat.infill import FillMiddle, InfillRequest, InfillResponse
-from gateway.api.compat.lm_studio import ListV0, ListV1, ModelsV0, ModelsV1
-from gateway.api.compat.props import ModelProps, Props
-from gateway.api.compat.tokenize import (
-    DetokenizedText,
-    DetokenizeIds,
-    DetokenizeRequest,
-    TokenizedText,
-    TokenizeRequest,
-    TokenizeText,
-)
-from gateway.api.dialect_operations import ALWAYS, DIALECTS, GENERATE, IGNORED, SEED, TOKENIZE
-from gateway.api.parts import Maker, Parts, listed, served
-from gateway.api.system import openapi
-from gateway.api.system.health import (
-    AboutEndpoint,
-    Health,
-    HealthResponse,
-    LiveEndpoint,
-    Readiness,
-    Root,
-    Scrape,
-)
-from gateway.api.system.models import ModelCard, ModelList, Models, OneModel
-from gateway.api.system.openapi import Operation, Parameter
+from gateway.api.compat import infill, lm_studio, props
+from gateway.api.compat import tokenize as tokens
+from gateway.api.dialect_operations import DIALECTS, generation, tokenization
+from gateway.api.parts import Maker, Parts, on_catalog, on_services, served
+from gateway.api.system import health, models, openapi
+from gateway.api.system.openapi import ALWAYS, Operation, Parameter
 from gateway.errors import ErrorBody
 from gateway.http.exchange import send_body
+from gateway.services import Services
 
+_TEXT: Final = {"type": "string"}
 _MODEL_ID: Final = Parameter(
     "id",
     "path",
-    {"type": "string", "minLength": 1},
+    _TEXT | {"minLength": 1},
     "A model's name or alias; it may contain slashes.",
     has_slashes=True,
 )
 _ONE_MODEL: Final = Parameter(
     "model",
     "query",
-    {"type": "string"},
+    _TEXT,
     "A model's name or alias; without it the default model, or the only one that the key may use.",
 )
 
@@ -61,112 +44,77 @@ error after the first byte of a stream is an event of the stream.
 """
 
 
-def _live(_: Parts) -> ASGIApp:
-    return LiveEndpoint()
+async def _openapi(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    await send_body(send, 200, _document())
 
 
-def _one_model(parts: Parts) -> ASGIApp:
-    return OneModel(parts.catalog, Models(parts.catalog))
+@cache
+def _document() -> bytes:
+    document = openapi.document(OPERATIONS, version=protocol.__version__, description=DESCRIPTION)
+    return msgspec.json.encode(document)
 
 
 _MLXD: Final = (
-    Operation(
-        "POST",
-        "/tokenize",
-        served(TokenizeText),
-        "Tokenize a prompt.",
-        TokenizedText,
-        ErrorBody,
-        TOKENIZE,
-        TokenizeRequest,
-        headers=IGNORED,
+    tokenization(
+        "/tokenize", on_services(tokens.tokenize), "Tokenize a prompt.", tokens.TokenizedText, tokens.TokenizeRequest
     ),
-    Operation(
-        "POST",
+    tokenization(
         "/detokenize",
-        served(DetokenizeIds),
+        on_services(tokens.detokenize),
         "Decode tokens into text.",
-        DetokenizedText,
-        ErrorBody,
-        TOKENIZE,
-        DetokenizeRequest,
-        headers=IGNORED,
+        tokens.DetokenizedText,
+        tokens.DetokenizeRequest,
     ),
-    Operation(
-        "POST",
+    generation(
         "/infill",
-        served(FillMiddle),
+        on_services(infill.fill_middle),
         "Fill in the middle of a text, as llama.cpp's server does.",
-        InfillResponse,
-        ErrorBody,
-        GENERATE,
-        InfillRequest,
-        INFILL_NO_ACTION,
-        (InfillResponse, ErrorBody),
-        headers=SEED,
+        infill.InfillResponse,
+        infill.InfillRequest,
+        infill.NO_ACTION,
+        (infill.InfillResponse, ErrorBody),
     ),
-    Operation(
-        "GET", "/v1/models", listed(Models), "List the models that the key may use.", ModelList, ErrorBody, ALWAYS
+    *(
+        Operation("GET", path, on_catalog(handler), summary, answer)
+        for path, handler, summary, answer in (
+            ("/v1/models", models.list_models, "List the models that the key may use.", models.ModelList),
+            ("/models", models.list_models, "List the models, as `/v1/models` does.", models.ModelList),
+            ("/api/v0/models", lm_studio.list_v0, "List the models in LM Studio's older form.", lm_studio.ModelsV0),
+            ("/api/v1/models", lm_studio.list_v1, "List the models in LM Studio's form.", lm_studio.ModelsV1),
+        )
     ),
     Operation(
         "GET",
         "/v1/models/{id}",
-        _one_model,
+        on_catalog(models.get_model),
         "Get a model.",
-        ModelCard,
-        ErrorBody,
-        (*ALWAYS, 404),
+        models.ModelCard,
+        errors=(*ALWAYS, 404),
         parameters=(_MODEL_ID,),
     ),
-    Operation("GET", "/models", listed(Models), "List the models, as `/v1/models` does.", ModelList, ErrorBody, ALWAYS),
     Operation(
         "GET",
         "/props",
-        lambda parts: ModelProps(parts.services, parts.catalog),
+        on_catalog(props.model_props),
         "Get a model's properties in the form of llama.cpp's server.",
-        Props,
-        ErrorBody,
-        (*ALWAYS, 400, 404),
+        props.Props,
+        errors=(*ALWAYS, 400, 404),
         parameters=(_ONE_MODEL,),
     ),
     Operation(
         "GET",
-        "/api/v0/models",
-        listed(ListV0),
-        "List the models in LM Studio's older form.",
-        ModelsV0,
-        ErrorBody,
-        ALWAYS,
-    ),
-    Operation(
-        "GET", "/api/v1/models", listed(ListV1), "List the models in LM Studio's form.", ModelsV1, ErrorBody, ALWAYS
-    ),
-    Operation(
-        "GET",
         "/",
-        served(Root),
+        on_services(health.root),
         "Get the name, version and entry points of this server.",
-        AboutEndpoint,
-        ErrorBody,
-        ALWAYS,
+        health.AboutServer,
     ),
-    Operation(
-        "GET",
-        "/openapi.json",
-        lambda _: OpenApiDocument(),
-        "Get this OpenAPI document.",
-        dict[str, Any],
-        ErrorBody,
-        ALWAYS,
-    ),
+    Operation("GET", "/openapi.json", on_services(_openapi), "Get this OpenAPI document.", dict[str, Any]),
     Operation(
         "GET",
         "/metrics",
-        served(Scrape),
+        served(health.Scrape),
         "Get the metrics in Prometheus' text format. Once there are keys, one of role `metrics` or `admin` is needed.",
         str,
-        ErrorBody,
-        ALWAYS,
         needs_key=None,
         media_type="text/plain",
     ),
@@ -175,28 +123,39 @@ _DEEP: Final = (
     Parameter(
         "deep", "query", {"enum": ["0", "1"], "default": "0"}, "With 1, generate a token with each loaded model."
     ),
-    Parameter("model", "query", {"type": "string"}, "Probe only this model."),
+    Parameter("model", "query", _TEXT, "Probe only this model."),
 )
-_HEALTH: Final = tuple(
-    Operation("GET", path, endpoint, summary, Health, ErrorBody, (403, 421, 431, 500), needs_key=False, also=also)
-    for path, endpoint, summary, also in (
-        ("/livez", _live, "Liveness: whether the daemon answers.", {}),
-        ("/readyz", served(Readiness), "Readiness: whether the daemon accepts requests.", {503: "Not ready."}),
-    )
-) + tuple(
-    Operation(
-        "GET",
-        path,
-        served(HealthResponse),
-        "Health and the reasons of problems. With `deep` (admin keys only), `models` has each model's result.",
-        Health,
-        ErrorBody,
-        (400, 401, 403, 404, 421, 431, 500),
-        needs_key=False,
-        parameters=_DEEP,
-        also={503: "Nothing can be served, or a probed model did not answer."},
-    )
-    for path in ("/health", "/healthz")
+_HEALTH: Final = (
+    *(
+        Operation(
+            "GET",
+            path,
+            on_services(handler),
+            summary,
+            health.Health,
+            errors=(403, 421, 431, 500),
+            needs_key=False,
+            also=also,
+        )
+        for path, handler, summary, also in (
+            ("/livez", health.live, "Liveness: whether the daemon answers.", {}),
+            ("/readyz", health.ready, "Readiness: whether the daemon accepts requests.", {503: "Not ready."}),
+        )
+    ),
+    *(
+        Operation(
+            "GET",
+            path,
+            on_services(health.health),
+            "Health and the reasons of problems. With `deep` (admin keys only), `models` has each model's result.",
+            health.Health,
+            errors=(400, 401, 403, 404, 421, 431, 500),
+            needs_key=False,
+            parameters=_DEEP,
+            also={503: "Nothing can be served, or a probed model did not answer."},
+        )
+        for path in ("/health", "/healthz")
+    ),
 )
 OPERATIONS: Final[tuple[Operation, ...]] = (*DIALECTS, *_MLXD, *_HEALTH)
 
@@ -207,16 +166,3 @@ def routes(parts: Parts) -> list[Route]:
     for one in OPERATIONS:
         methods.setdefault((one.routed_path, one.maker), []).append(one.method)
     return [Route(path, maker(parts), methods=names) for (path, maker), names in methods.items()]
-
-
-class OpenApiDocument:
-    """ASGI endpoint of the OpenAPI document, built at its first request."""
-
-    def __init__(self) -> None:
-        self._body: bytes | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._body is None:
-            document = openapi.document(OPERATIONS, version=protocol.__version__, description=DESCRIPTION)
-            self._body = msgspec.json.encode(document)
-        await send_body(send, 200, self._body)

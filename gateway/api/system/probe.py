@@ -1,7 +1,7 @@
 """Deep health: one real token from each loaded model.
 
-It is no traffic: neither admission nor keys nor the metrics of requests know of it, it keeps no model from being
-unloaded, and it loads none. The tokens that a worker counts include its one.
+A probe counts in no admission queue, key or metric of requests, loads no model and keeps none from being unloaded.
+Only the tokens that a worker counts include it.
 """
 
 import asyncio
@@ -25,20 +25,18 @@ from protocol.to_worker import Generate, Sampling
 
 DEADLINE_S: Final = 10.0
 POLL_S: Final = 0.05
-# Before everything that any key may ask for.
-PRIORITY: Final = -1_000_000
-# In one of these a model is broken; one that is stopped is merely not asked for.
+# Higher than the priority of any key.
+PROBE_PRIORITY: Final = -1_000_000
 BROKEN: Final = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
-# Shares no cached prefix with any key.
-SALT: Final = "health"
-# For models that generate no text.
+# Salt of the prefix cache that no key has.
+PROBE_SALT: Final = "health"
 _PROMPTS: Final[dict[str, Prompt]] = {
     EMBED: EmbedPrompt(("Hi",)),
     RERANK: ScorePrompt(("Hi",), ("Hi",)),
     AUDIO: SpeechPrompt("Hi."),
 }
-_DESCRIBED: Final = SpeechPrompt("Hi.", instructions="A calm voice.")
-# A quarter of a second of silence, as a WAV file.
+_SPEECH_WITH_INSTRUCTIONS: Final = SpeechPrompt("Hi.", instructions="A calm voice.")
+# 0.25 s of silence at 16 kHz.
 _SAMPLES: Final = bytes(8000)
 _SILENCE: Final = TranscribePrompt(
     b"RIFF"
@@ -50,7 +48,7 @@ _SILENCE: Final = TranscribePrompt(
 
 
 def require_admin(record: RequestRecord) -> None:
-    """It costs a step of every model. Raises `Unauthorized` or `Forbidden`."""
+    """Raises `Unauthorized` or `Forbidden`: a probe costs a step of every model."""
     caller = record.caller
     if caller.is_admin:
         return
@@ -60,13 +58,13 @@ def require_admin(record: RequestRecord) -> None:
 
 
 async def examine(services: Services, model: str | None = None, deadline_s: float = DEADLINE_S) -> DeepHealth:
-    """Ask every loaded model, or this one, all at once. Raises `ModelNotFound`."""
+    """Probe all loaded models, or only `model`, concurrently. Raises `ModelNotFound`."""
     names = [view.name for view in services.pool.workers() if view.state is State.READY]
     if model is not None:
         names = [services.router.resolve(model, OWNER).name]
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(_probe(services, services.pool.worker(name), deadline_s)) for name in names]
-    probes = [task.result() for task in asked]
+        running = [tasks.create_task(_probe(services, services.pool.worker(name), deadline_s)) for name in names]
+    probes = [task.result() for task in running]
     is_good = all(probe.ok for probe in probes)
     return DeepHealth("healthy" if is_good else "unhealthy", probes)
 
@@ -77,8 +75,8 @@ async def _probe(services: Services, worker: WorkerHandle, deadline_s: float) ->
     error = ""
     try:
         async with asyncio.timeout(deadline_s):
-            # It may be held back for a moment, because its memory is wanted or another request is on trial.
-            while worker.state is State.READY and not worker.is_ready:  # noqa: ASYNC110 - it tells nobody
+            # A worker takes no requests while its memory is wanted or a suspect request runs alone.
+            while worker.state is State.READY and not worker.is_ready:  # noqa: ASYNC110 - no event announces it
                 await asyncio.sleep(POLL_S)
             if worker.state is not State.READY:
                 return Probe(worker.name, worker.state not in BROKEN, str(worker.state), 0.0, "")
@@ -87,22 +85,22 @@ async def _probe(services: Services, worker: WorkerHandle, deadline_s: float) ->
         error = "its worker cannot be reached"
     except TimeoutError:
         if _steps(worker) != steps:
-            # Others had all its rows, and their tokens are as good a sign of life as ours.
+            # Other requests had all its rows, and their steps show that it works.
             return Probe(worker.name, True, "busy", _ms(began), "")
         error = f"no token within {deadline_s:g} s"
     return Probe(worker.name, not error, "failed" if error else "ready", _ms(began), error)
 
 
 async def _one_token(services: Services, worker: WorkerHandle) -> str:
-    """Generate one token, or what else the model makes; returns the error, or an empty string. Raises `WorkerGone`."""
+    """Generate one token, vector, score or clip; returns the error, or an empty string. Raises `WorkerGone`."""
     link = services.link
     request = Generate(
         link.next_rid(),
         prompt_for(worker.ready),
         Sampling(temperature=0.0),
         max_tokens=1,
-        priority=PRIORITY,
-        cache_salt=SALT,
+        priority=PROBE_PRIORITY,
+        cache_salt=PROBE_SALT,
     )
     collector = link.submit(worker, [request])
     try:
@@ -112,12 +110,12 @@ async def _one_token(services: Services, worker: WorkerHandle) -> str:
 
 
 def prompt_for(ready: Ready | None) -> Prompt:
-    """The least that a model can be asked for."""
+    """The smallest prompt for a model of this kind."""
     audio = ready.audio if ready is not None else None
     if audio is not None and audio.transcribes:
         return _SILENCE
     if audio is not None and audio.needs_instructions:
-        return _DESCRIBED
+        return _SPEECH_WITH_INSTRUCTIONS
     return _PROMPTS.get(ready.kind if ready is not None else "", TextPrompt("Hi"))
 
 

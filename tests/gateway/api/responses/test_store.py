@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken, StoredResponse, TooMuchSaid
+from gateway.api.responses.response_database import StoredResponse, StoredTooLarge
+from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken
 from gateway.wall_clock import STEP_S, TRUST_S, WallClock
 
 
@@ -49,22 +50,34 @@ def keep(store: Store, one: StoredResponse) -> None:
     store.keep(len(one.body), lambda: one)
 
 
-async def conversation(store: Store, name: str, tenant: str = "", most_bytes: int = 1000) -> list[str] | None:
-    found = await store.conversation(tenant, name, most_bytes, lambda stored: [stored.id])
+async def get(store: Store, tenant: str, name: str) -> StoredResponse | None:
+    return await store.read(lambda kept: kept.get(tenant, name))
+
+
+async def delete(store: Store, tenant: str, name: str) -> bool:
+    return await store.read(lambda kept: kept.delete(tenant, name))
+
+
+async def media(store: Store, tenant: str, digests: list[bytes], max_bytes: int) -> dict[bytes, bytes]:
+    return await store.read(lambda kept: kept.media(tenant, digests, max_bytes))
+
+
+async def conversation(store: Store, name: str, tenant: str = "", max_bytes: int = 1000) -> list[str] | None:
+    found = await store.read(lambda kept: kept.conversation(tenant, name, max_bytes, lambda stored: [stored.id]))
     return None if found is None else found[1]
 
 
-async def owners(store: Store, *item_ids: str, tenant: str = "", most_bytes: int = 1000) -> list[str]:
-    return await store.owners(tenant, item_ids, most_bytes, lambda stored: [stored.id])
+async def owners(store: Store, *item_ids: str, tenant: str = "", max_bytes: int = 1000) -> list[str]:
+    return await store.read(lambda kept: kept.owners(tenant, item_ids, max_bytes, lambda stored: [stored.id]))
 
 
 def test_what_was_kept_is_there_at_once_and_after_a_restart(path: Path, clock: Clock) -> None:
     first = Store(path, 1000, 500.0, WallClock(clock, clock))
     keep(first, stored("a", body=b'{"x":1}'))
-    found = asyncio.run(first.get("", "a"))
+    found = asyncio.run(get(first, "", "a"))
     first.close()
     second = Store(path, 1000, 500.0, WallClock(clock, clock))
-    again = asyncio.run(second.get("", "a"))
+    again = asyncio.run(get(second, "", "a"))
     second.close()
 
     assert found is not None
@@ -78,16 +91,16 @@ def test_one_that_is_kept_again_further_on_keeps_its_items_and_its_media_where_t
     async def use() -> None:
         first = stored("a", body=b'"begun"')
         keep(store, msgspec.structs.replace(first, media={b"d": b"picture"}))
-        assert await store.get("", "a") is not None
+        assert await get(store, "", "a") is not None
         with contextlib.closing(sqlite3.connect(path)) as database:
             database.execute("CREATE TABLE gone (n)")
             database.execute("CREATE TRIGGER t AFTER DELETE ON media BEGIN INSERT INTO gone VALUES (1); END")
         keep(store, msgspec.structs.replace(first, body=b'"ended"', item_ids=["item_b"], media={b"d": b"picture"}))
-        again = await store.get("", "a")
+        again = await get(store, "", "a")
         assert again is not None
         assert again.body == b'"ended"'
         assert await owners(store, "item_a", "item_b") == ["a"]
-        assert await store.media("", [b"d"], 1000) == {b"d": b"picture"}
+        assert await media(store, "", [b"d"], 1000) == {b"d": b"picture"}
         with contextlib.closing(sqlite3.connect(path)) as database:
             assert database.execute("SELECT COUNT(*) FROM gone").fetchone() == (0,)
 
@@ -99,19 +112,19 @@ def test_a_conversation_is_oldest_first_and_whole_or_nothing(store: Store) -> No
         keep(store, one)
 
     assert asyncio.run(conversation(store, "c")) == ["a", "b", "c"]
-    assert asyncio.run(store.delete("", "a"))
+    assert asyncio.run(delete(store, "", "a"))
     assert asyncio.run(conversation(store, "c")) is None
-    assert not asyncio.run(store.delete("", "a"))
+    assert not asyncio.run(delete(store, "", "a"))
 
 
 def test_nothing_of_one_tenant_is_there_for_another(store: Store) -> None:
     keep(store, stored("a", tenant="alice"))
 
-    assert asyncio.run(store.get("bob", "a")) is None
+    assert asyncio.run(get(store, "bob", "a")) is None
     assert asyncio.run(conversation(store, "a", "bob")) is None
     assert asyncio.run(owners(store, "item_a", tenant="bob")) == []
-    assert not asyncio.run(store.delete("bob", "a"))
-    assert asyncio.run(store.get("alice", "a")) is not None
+    assert not asyncio.run(delete(store, "bob", "a"))
+    assert asyncio.run(get(store, "alice", "a")) is not None
 
 
 def test_an_item_leads_to_its_response_until_that_is_deleted(store: Store) -> None:
@@ -119,7 +132,7 @@ def test_an_item_leads_to_its_response_until_that_is_deleted(store: Store) -> No
     keep(store, stored("b"))
     assert asyncio.run(owners(store, "item_b", "item_a", "item_b", "item_c")) == ["b", "a"]
 
-    asyncio.run(store.delete("", "a"))
+    asyncio.run(delete(store, "", "a"))
     assert asyncio.run(owners(store, "item_a")) == []
 
 
@@ -127,19 +140,19 @@ def test_what_is_old_goes_unless_it_was_used(store: Store, clock: Clock) -> None
     keep(store, stored("a"))
     keep(store, stored("b"))
     # Now both have been written.
-    assert asyncio.run(store.get("", "b")) is not None
+    assert asyncio.run(get(store, "", "b")) is not None
     clock.now += 400
     assert asyncio.run(conversation(store, "a")) == ["a"]
     clock.now += 200
 
-    assert asyncio.run(store.get("", "b")) is None
-    assert asyncio.run(store.get("", "a")) is not None
+    assert asyncio.run(get(store, "", "b")) is None
+    assert asyncio.run(get(store, "", "a")) is not None
 
 
 def test_the_least_used_go_when_there_is_too_much(store: Store) -> None:
     for name in "abcde":
         keep(store, stored(name, body=b"x" * 290))
-    found = [name for name in "abcde" if asyncio.run(store.get("", name)) is not None]
+    found = [name for name in "abcde" if asyncio.run(get(store, "", name)) is not None]
 
     assert found == ["c", "d", "e"]
 
@@ -149,11 +162,11 @@ def test_a_smaller_limit_holds_at_once_and_makes_no_file(path: Path, clock: Cloc
     for name in ("a", "b"):
         keep(store, stored(name, body=b"x" * 300))
     store.limit(400, 500.0)
-    assert asyncio.run(store.get("", "a")) is None
-    assert asyncio.run(store.get("", "b")) is not None
+    assert asyncio.run(get(store, "", "a")) is None
+    assert asyncio.run(get(store, "", "b")) is not None
     store.limit(0, 500.0)
     assert not store.is_on
-    assert asyncio.run(store.get("", "b")) is None
+    assert asyncio.run(get(store, "", "b")) is None
     store.close()
 
     unused = Store(tmp_path / "unused" / "responses.sqlite", 1000, 500.0, WallClock(clock, clock))
@@ -164,7 +177,7 @@ def test_a_smaller_limit_holds_at_once_and_makes_no_file(path: Path, clock: Cloc
 
 def test_the_file_is_private(store: Store, path: Path) -> None:
     keep(store, stored("a"))
-    asyncio.run(store.get("", "a"))
+    asyncio.run(get(store, "", "a"))
 
     for file in path.parent.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
@@ -176,7 +189,7 @@ def test_a_damaged_file_is_put_aside(path: Path, clock: Clock) -> None:
     path.write_bytes(b"not a database" * 100)
     store = Store(path, 1000, 500.0, WallClock(clock, clock))
     keep(store, stored("a"))
-    found = asyncio.run(store.get("", "a"))
+    found = asyncio.run(get(store, "", "a"))
     store.close()
 
     assert found is not None
@@ -188,7 +201,7 @@ def test_a_place_that_cannot_be_written_is_an_error_for_readers_only(tmp_path: P
     store = Store(tmp_path / "file" / "responses.sqlite", 1000, 500.0, WallClock(clock, clock))
     keep(store, stored("a"))
     with pytest.raises(StoreBroken):
-        asyncio.run(store.get("", "a"))
+        asyncio.run(get(store, "", "a"))
     store.close()
 
 
@@ -206,8 +219,8 @@ def test_one_tenants_writes_never_evict_anothers(store: Store) -> None:
     for number in range(20):
         keep(store, stored(f"b{number}", tenant="bob", body=b"y" * 300))
 
-    assert asyncio.run(store.get("alice", "old")) is not None
-    left = [number for number in range(20) if asyncio.run(store.get("bob", f"b{number}")) is not None]
+    assert asyncio.run(get(store, "alice", "old")) is not None
+    left = [number for number in range(20) if asyncio.run(get(store, "bob", f"b{number}")) is not None]
     assert left == [17, 18, 19]
 
 
@@ -220,21 +233,21 @@ def test_a_conversation_larger_than_is_asked_for_is_not_read(store: Store) -> No
         read.append(one.id)
         return []
 
-    assert asyncio.run(store.conversation("", "b", 604, note)) == (604, [])
+    assert asyncio.run(store.read(lambda kept: kept.conversation("", "b", 604, note))) == (604, [])
     assert read == ["a", "b"]
-    with pytest.raises(TooMuchSaid):
-        asyncio.run(store.conversation("", "b", 603, note))
-    with pytest.raises(TooMuchSaid):
-        asyncio.run(store.owners("", ["item_a", "item_b"], 603, note))
+    with pytest.raises(StoredTooLarge):
+        asyncio.run(store.read(lambda kept: kept.conversation("", "b", 603, note)))
+    with pytest.raises(StoredTooLarge):
+        asyncio.run(store.read(lambda kept: kept.owners("", ["item_a", "item_b"], 603, note)))
     assert read == ["a", "b"]
 
 
 def test_what_a_conversation_says_counts_not_what_is_kept_beside_it(store: Store) -> None:
-    keep(store, StoredResponse("a", "", None, b"x" * 700, b"[]", said_bytes=10))
+    keep(store, StoredResponse("a", "", None, b"x" * 700, b"[]", items_bytes=10))
 
-    assert asyncio.run(conversation(store, "a", most_bytes=10)) == ["a"]
-    with pytest.raises(TooMuchSaid):
-        asyncio.run(conversation(store, "a", most_bytes=9))
+    assert asyncio.run(conversation(store, "a", max_bytes=10)) == ["a"]
+    with pytest.raises(StoredTooLarge):
+        asyncio.run(conversation(store, "a", max_bytes=9))
 
 
 def traces(path: Path, word: bytes) -> list[str]:
@@ -243,9 +256,9 @@ def traces(path: Path, word: bytes) -> list[str]:
 
 def test_deleted_text_is_in_no_file_any_more(store: Store, path: Path) -> None:
     keep(store, stored("a", body=b'"marzipan"' + b"x" * 300))
-    assert asyncio.run(store.get("", "a")) is not None
+    assert asyncio.run(get(store, "", "a")) is not None
     assert traces(path, b"marzipan") != []
-    assert asyncio.run(store.delete("", "a"))
+    assert asyncio.run(delete(store, "", "a"))
 
     assert traces(path, b"marzipan") == []
 
@@ -255,9 +268,9 @@ def test_evicted_text_is_in_no_file_any_more(path: Path, clock: Clock) -> None:
     keep(store, stored("a", body=b"marzipan" * 5000))
     for name in "bcd":
         keep(store, stored(name, body=b"x" * 40_000))
-    assert asyncio.run(store.get("", "a")) is None
+    assert asyncio.run(get(store, "", "a")) is None
     # What is evicted goes when nothing waits; the next call comes after it.
-    assert asyncio.run(store.get("", "d")) is not None
+    assert asyncio.run(get(store, "", "d")) is not None
 
     assert traces(path, b"marzipan") == []
     store.close()
@@ -270,7 +283,7 @@ def test_a_damaged_page_costs_what_was_kept_and_nothing_that_comes(path: Path, c
     # More than SQLite remembers of the file.
     for number in range(60):
         keep(store, stored(f"a{number}", body=b"x" * 100_000))
-    assert asyncio.run(store.get("", "a0")) is not None
+    assert asyncio.run(get(store, "", "a0")) is not None
     if not is_open:
         store.close()
     size = path.stat().st_size
@@ -281,18 +294,21 @@ def test_a_damaged_page_costs_what_was_kept_and_nothing_that_comes(path: Path, c
     if not is_open:
         store = Store(path, 10_000_000, 5000.0, WallClock(clock, clock), problems)
 
-    assert None in [asyncio.run(store.get("", f"a{number}")) for number in range(60)]
+    assert None in [asyncio.run(get(store, "", f"a{number}")) for number in range(60)]
     keep(store, stored("b"))
-    assert asyncio.run(store.get("", "b")) is not None
+    assert asyncio.run(get(store, "", "b")) is not None
     assert problems == {"damaged": 1}
     assert path.with_suffix(".damaged").exists()
     store.close()
 
 
 def test_what_no_longer_decodes_is_damage_too(store: Store) -> None:
+    def decoded(one: StoredResponse) -> list[object]:
+        return [msgspec.json.decode(one.body)]
+
     keep(store, stored("a", body=b"\xff"))
 
-    assert asyncio.run(store.conversation("", "a", 1000, lambda one: [msgspec.json.decode(one.body)])) is None
+    assert asyncio.run(store.read(lambda kept: kept.conversation("", "a", 1000, decoded))) is None
 
 
 def test_what_the_disk_does_not_keep_up_with_is_dropped_and_counted(path: Path, clock: Clock) -> None:
@@ -308,8 +324,8 @@ def test_what_the_disk_does_not_keep_up_with_is_dropped_and_counted(path: Path, 
     keep(store, stored("b"))
     is_held.set()
 
-    assert asyncio.run(store.get("", "a")) is not None
-    assert asyncio.run(store.get("", "b")) is None
+    assert asyncio.run(get(store, "", "a")) is not None
+    assert asyncio.run(get(store, "", "b")) is None
     assert problems == {"dropped": 1}
     store.close()
 
@@ -318,20 +334,20 @@ def test_a_clock_that_jumps_forward_deletes_nothing_until_it_has_stayed_there(pa
     wall, monotonic = Hands(1000.0), Hands(0.0)
     store = Store(path, 1000, 10 * STEP_S, WallClock(wall, monotonic))
     keep(store, stored("a"))
-    assert asyncio.run(store.get("", "a")) is not None
+    assert asyncio.run(get(store, "", "a")) is not None
     wall.now += 1e9
     keep(store, stored("b"))
-    assert asyncio.run(store.get("", "a")) is not None
+    assert asyncio.run(get(store, "", "a")) is not None
     store.close()
 
     # Nor does a restart make it believed.
     store = Store(path, 1000, 10 * STEP_S, WallClock(wall, monotonic))
     store.limit(1000, 10 * STEP_S)
-    assert asyncio.run(store.get("", "a")) is not None
+    assert asyncio.run(get(store, "", "a")) is not None
     monotonic.now += TRUST_S + 1
     keep(store, stored("c"))
-    assert asyncio.run(store.get("", "a")) is None
-    assert asyncio.run(store.get("", "c")) is not None
+    assert asyncio.run(get(store, "", "a")) is None
+    assert asyncio.run(get(store, "", "c")) is not None
     store.close()
 
 
@@ -358,13 +374,13 @@ def test_a_call_of_a_client_that_left_while_it_waited_takes_no_room(
             return stored("late")
 
         store.keep(2, late)
-        call = asyncio.create_task(store.get("", "late"))
+        call = asyncio.create_task(get(store, "", "late"))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         is_free.set()
-        assert await store.get("", "late") is not None
+        assert await get(store, "", "late") is not None
 
     for _ in range(3):
         asyncio.run(leave())
@@ -375,6 +391,6 @@ def test_a_response_that_cannot_be_made_takes_no_room(store: Store) -> None:
         raise ValueError("no JSON")
 
     store.keep(PENDING_BYTES_MAX, broken)
-    assert asyncio.run(store.get("", "a")) is None
+    assert asyncio.run(get(store, "", "a")) is None
     keep(store, stored("a"))
-    assert asyncio.run(store.get("", "a")) is not None
+    assert asyncio.run(get(store, "", "a")) is not None
