@@ -24,8 +24,9 @@ from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, words
 from gateway.api.common.drafts import SparsePrefill, Speculate, most_drafted, sparse_keep
 from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, RefusedField, constraint_fields
+from gateway.api.common.sampling import first, sampling_values
 from gateway.api.common.thinking import of_config
-from gateway.api.openai.lowering import derive_seed, first
+from gateway.api.openai.lowering import derive_seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import IMAGE, by_base64, by_url
@@ -177,13 +178,7 @@ def lower_messages(
         next_rid(),
         prompt,
         Sampling(
-            temperature=first(request.temperature, defaults.temperature, 1.0),
-            top_p=first(request.top_p or None, defaults.top_p, 1.0),
-            top_k=int(first(request.top_k, defaults.top_k, 0)),
-            min_p=defaults.min_p or 0.0,
-            repetition_penalty=defaults.repetition_penalty or 1.0,
-            presence_penalty=defaults.presence_penalty or 0.0,
-            frequency_penalty=defaults.frequency_penalty or 0.0,
+            **sampling_values(request, defaults) | {"top_p": first(request.top_p or None, defaults.top_p, 1.0)},
             seed=derive_seed(seed, 0),
         ),
         max_tokens=request.max_tokens,

@@ -17,14 +17,14 @@ from protocol.prompts import ChatPrompt, Media
 
 T = TypeVar("T")
 
-# What a value may be nested in, and called below, when it is sent: how deep it may be is measured from here.
-_ROOM: Final = 50
+# A value is checked for its depth inside of so many lists, because it is encoded inside of a message.
+_SPARE_DEPTH: Final = 50
 
 TOOLS_MAX: Final = 512
-# A worker looks for each of them in every sequence of a request.
+# A worker searches every sequence of a request for each of them.
 STOPS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 1024
-# OpenAI's effort words, then those of others, as templates know them; the first two mean: do not think.
+# Efforts of OpenAI and other servers, as templates know them; an empty one turns thinking off.
 EFFORTS: Final[dict[str, str]] = {
     "none": "",
     "minimal": "",
@@ -53,7 +53,7 @@ class FunctionTool(Struct, frozen=True):
     is_strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """The shape that chat templates render: OpenAI's. Some fail where description or parameters are missing."""
+        """OpenAI's form, which chat templates render. Some fail where description or parameters are missing."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -82,7 +82,7 @@ class ToolPolicy(Struct, frozen=True):
         return () if self.choice is ToolMode.NONE else self.tools
 
     def check(self, param: str) -> "ToolPolicy":
-        """Raises `BadRequest` for what no model could do."""
+        """Raises `BadRequest` for a policy that no model could follow."""
         names = [tool.name for tool in self.tools]
         if len(names) > TOOLS_MAX:
             raise BadRequest(f"At most {TOOLS_MAX} tools in one request.", param, "invalid_value")
@@ -94,7 +94,7 @@ class ToolPolicy(Struct, frozen=True):
 
 
 class ThinkingBudget(Struct, frozen=True):
-    """Thinking effort and budget of a request: None leaves it to the model. `budget` is in tokens."""
+    """Thinking effort and budget of a request: None leaves a value to the model. `budget` is in tokens."""
 
     is_enabled: bool | None = None
     effort: str = ""
@@ -102,13 +102,13 @@ class ThinkingBudget(Struct, frozen=True):
 
     @classmethod
     def of_effort(cls, effort: str, param: str) -> "ThinkingBudget":
-        """From an effort word. Raises `BadRequest`."""
+        """Return the budget of an effort. Raises `BadRequest`."""
         if effort not in EFFORTS:
             raise BadRequest(f"Invalid value for '{param}': {effort[:40]!r} is none of {', '.join(EFFORTS)}.", param)
         return cls(is_enabled=bool(EFFORTS[effort]), effort=EFFORTS[effort])
 
     def over(self, weaker: "ThinkingBudget") -> "ThinkingBudget":
-        """This wish, and where it says nothing the other one."""
+        """This budget, with the values that it leaves open from the other one."""
         return ThinkingBudget(
             weaker.is_enabled if self.is_enabled is None else self.is_enabled,
             self.effort or weaker.effort,
@@ -116,26 +116,26 @@ class ThinkingBudget(Struct, frozen=True):
         )
 
     def under(self, default: "ThinkingBudget") -> "ThinkingBudget":
-        """This wish of a request, and where it says nothing what is configured. Who does not think needs no effort."""
+        """This budget of a request, with open values from the configured one, unless thinking is off."""
         return self if self.is_enabled is False else self.over(default)
 
 
 def with_thinking(prompt: ChatPrompt, thinking: ThinkingBudget) -> ChatPrompt:
-    """A prompt that was made before it was known how much to think."""
+    """Add the thinking budget to a prompt."""
     return msgspec.structs.replace(prompt, thinking=thinking.is_enabled, effort=thinking.effort)
 
 
 def sendable(value: T, param: str) -> T:
-    """Free-form JSON of a client, if it can be sent to a worker. Raises `BadRequest`."""
+    """Return a client's free-form JSON if it can be sent to a worker. Raises `BadRequest`."""
     if not _is_sendable(value):
         raise BadRequest(f"'{param}' is too deep or holds too large a number.", param, "invalid_value")
     return value
 
 
 def _is_sendable(value: object) -> bool:
-    """The wire knows neither numbers beyond 64 bits nor half a character, both of which JSON has."""
+    """Whether msgpack can encode a value: unlike JSON, it has neither numbers beyond 64 bits nor lone surrogates."""
     try:
-        for _ in range(_ROOM):
+        for _ in range(_SPARE_DEPTH):
             value = [value]
         msgspec.msgpack.encode(value)
     except (OverflowError, RecursionError, UnicodeEncodeError):
@@ -143,12 +143,12 @@ def _is_sendable(value: object) -> bool:
     return True
 
 
-# A turn's text, or its texts and media in order, each a part of a message.
+# Text of a turn, or its texts and media in order, each a part of a message.
 Content = str | list[dict[str, Any]]
 
 
 def content(parts: Iterable[str | dict[str, Any]], joint: str) -> Content:
-    """The content of a turn. Texts that follow one another are one, with `joint` between them."""
+    """The content of a turn. Consecutive texts are joined by `joint`."""
     shown: list[dict[str, Any]] = []
     texts: list[str] = []
     for part in parts:
@@ -166,7 +166,7 @@ def _text_part(texts: list[str], joint: str) -> list[dict[str, Any]]:
 
 
 def only_text(content: Content, where: str) -> str:
-    """The content of a turn that cannot show media. Raises `BadRequest`."""
+    """The content of a turn that cannot have media. Raises `BadRequest`."""
     if isinstance(content, str):
         return content
     param = next((part["media"].param for part in content if "media" in part), where)
@@ -183,7 +183,7 @@ def user(content: Content) -> dict[str, Any]:
 
 
 def assistant(content: str, calls: Sequence[Call] = (), reasoning: str | None = None) -> dict[str, Any]:
-    """A turn of the model, with its reasoning for templates that show it again."""
+    """A turn of the model, with its reasoning for templates that render it."""
     turn: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         turn["tool_calls"] = [
@@ -196,7 +196,7 @@ def assistant(content: str, calls: Sequence[Call] = (), reasoning: str | None = 
 
 
 def tool_result(call_id: str, name: str, content: Content) -> dict[str, Any]:
-    """The result of a tool call. `name` is that of the call it belongs to; some templates want it."""
+    """The result of a tool call. Some templates need `name`, that of the call."""
     turn = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**turn, "name": name} if name else turn
 
@@ -256,7 +256,7 @@ def named_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """An object, whatever the model once wrote: a broken call of the past must not break the present."""
+    """Arguments as an object, which templates need, also where the model's text is not one."""
     try:
         decoded = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Constraints on an answer's form, in the words of OpenAI and of other servers, as one `protocol.Constraint`."""
+"""Constraints on an answer's form, in the fields of OpenAI and of other servers, as one `protocol.Constraint`."""
 
 import json
 from typing import Annotated, Any, Final, cast
@@ -20,7 +20,7 @@ _OBJECT: Final = {"type": "object"}
 _TEXT: Final = {"anyOf": [TEXT, NULL]}
 _SCHEMA: Final = {"type": ["object", "string", "null"]}
 _JSON: Final = {"type": ["object", "string"]}
-# As the document tells of them.
+# Schemas of the OpenAPI document.
 RESPONSE_FORMAT: Final = {
     "anyOf": [
         typed("text"),
@@ -43,8 +43,8 @@ RESPONSE_FORMAT: Final = {
 }
 STRUCTURED_OUTPUTS: Final = {
     "anyOf": [
-        {"type": "object", "properties": {name: one}, "required": [name], "additionalProperties": False}
-        for name, one in (
+        {"type": "object", "properties": {name: schema}, "required": [name], "additionalProperties": False}
+        for name, schema in (
             ("json", _JSON),
             ("regex", TEXT),
             ("grammar", TEXT),
@@ -56,8 +56,8 @@ STRUCTURED_OUTPUTS: Final = {
 }
 
 
-# By field: those of vLLM's older clients, llama.cpp's and SGLang's.
-_SPELLINGS: Final = {
+# Kinds of constraint by the fields of vLLM's older clients, llama.cpp and SGLang.
+_KIND_OF_FIELD: Final = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_grammar": "grammar",
@@ -67,8 +67,8 @@ _SPELLINGS: Final = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-# Of these an empty text is none, as in llama.cpp's server.
-_EMPTY: Final = frozenset({"grammar", "regex", "ebnf"})
+# An empty text in one of these fields is no constraint, as in llama.cpp's server.
+_NONE_IF_EMPTY: Final = frozenset({"grammar", "regex", "ebnf"})
 
 
 class FormatFields(Struct, frozen=True, kw_only=True):
@@ -87,12 +87,12 @@ class FormatFields(Struct, frozen=True, kw_only=True):
 
 
 def lower_constraint(request: FormatFields, *, after_reasoning: bool) -> Constraint | None:
-    """The one constraint of a request, None if it has none. Raises `BadRequest`, also for two at once."""
-    wishes = [response_format(request.response_format), _structured_outputs(request.structured_outputs)]
-    for name, kind in _SPELLINGS.items():
+    """The one constraint of a request, or None. Raises `BadRequest`, also for two at once."""
+    given = [response_format(request.response_format), _structured_outputs(request.structured_outputs)]
+    for name, kind in _KIND_OF_FIELD.items():
         value = getattr(request, name)
-        wishes.append(_guided(kind, None if value == "" and name in _EMPTY else value, name))
-    constraints = [each for each in wishes if each is not None]
+        given.append(_guided(kind, None if value == "" and name in _NONE_IF_EMPTY else value, name))
+    constraints = [each for each in given if each is not None]
     if len(constraints) > 1:
         names = " and ".join(f"'{each.param}'" for each in constraints)
         raise BadRequest(f"{names} exclude each other.", constraints[1].param, "invalid_value")
@@ -100,8 +100,8 @@ def lower_constraint(request: FormatFields, *, after_reasoning: bool) -> Constra
 
 
 def response_format(value: Any) -> Constraint | None:
-    """`text`, `json_object` (with Together's `schema`), `json_schema`, Fireworks' `grammar`, and TGI's words, which are
-    `json`, `json_object` and `regex` with a `value`. Raises `BadRequest`."""
+    """Lower `text`, `json_object` (with Together's `schema`), `json_schema`, Fireworks' `grammar`, and TGI's forms
+    (`json`, `json_object` and `regex` with a `value`). Raises `BadRequest`."""
     if value is None:
         return None
     fields = _object(value, "response_format")
@@ -131,20 +131,20 @@ def response_format(value: Any) -> Constraint | None:
 
 
 def _structured_outputs(value: Any) -> Constraint | None:
-    """vLLM's: exactly one of json, regex, grammar, choice and json_object."""
+    """Lower vLLM's field: exactly one of json, regex, grammar, choice and json_object."""
     if value is None:
         return None
-    fields = {name: one for name, one in _object(value, "structured_outputs").items() if one not in (None, False)}
+    fields = {name: each for name, each in _object(value, "structured_outputs").items() if each not in (None, False)}
     for name in fields:
         if name not in _KINDS and name != "json_object":
             raise Unsupported(f"'structured_outputs.{name}' is not supported.", f"structured_outputs.{name}")
     if len(fields) != 1:
         raise _invalid("structured_outputs", "exactly one of json, regex, grammar, choice and json_object")
-    ((name, one),) = fields.items()
+    ((name, given),) = fields.items()
     param = f"structured_outputs.{name}"
     if name != "json_object":
-        return _guided(name, one, param)
-    if one is not True:
+        return _guided(name, given, param)
+    if given is not True:
         raise _invalid(param, "true")
     return Constraint(ConstraintKind.JSON_OBJECT, param=param)
 
@@ -165,7 +165,7 @@ def _guided(name: str, value: Any, param: str) -> Constraint | None:
 
 
 def _schema(value: Any, param: str, *, is_strict: bool = True) -> Constraint:
-    """A schema as an object, or as its JSON text, as vLLM takes it."""
+    """Lower a schema, given as an object or, as vLLM accepts it, as its JSON text."""
     if isinstance(value, str) and not param.startswith("response_format"):
         return Constraint(ConstraintKind.JSON_SCHEMA, value, param=param, is_strict=is_strict)
     try:

@@ -1,7 +1,7 @@
-"""Decoding of bodies to structs, alike for every dialect: errors are a `BadRequest`, unknown fields are named.
+"""Decoding of bodies to structs for every dialect: errors are a `BadRequest`, and unknown fields are named.
 
-The interpreter belongs to one thread for as long as a call into the decoder lasts, and a large body is decoded while
-streams run: it is decoded in pieces, once its structure is known to be no larger than any conversation's.
+The decoder holds the interpreter's lock during a call, and a large body is decoded while streams run. It is decoded in
+pieces, once its structure is known to be no larger than any conversation's.
 """
 
 import re
@@ -18,11 +18,10 @@ from gateway.errors import BadRequest
 
 T = TypeVar("T", bound=Struct)
 
-# Bodies up to this are decoded in one call, larger ones in pieces of about this.
+# Bodies up to this size are decoded in one call, larger ones in pieces of about this size.
 PIECE_BYTES: Final = 128 * 1024
-# Of one object: the names of unknown fields must be looked at, and there may be as many as bytes.
+# Limit of the unknown fields of one object: each of their names is checked, and there may be as many as bytes.
 UNKNOWN_BYTES_MAX: Final = 256 * 1024
-# Of a field whose entries are none of a conversation's.
 _BIAS: Final = "logit_bias"
 BIAS_BYTES_MAX: Final = 512 * 1024
 
@@ -30,9 +29,9 @@ _keys = msgspec.json.Decoder(dict[str, Raw])
 _raws = msgspec.json.Decoder(list[Raw])
 _message_keys = msgspec.json.Decoder(list[dict[str, Raw]])
 _raw = msgspec.json.Decoder(Raw)
-# How deep a body may be is measured with room around it: what is echoed and kept is written from deeper calls.
-_ROOM: Final = 50
-# No body with fewer brackets than this can be too deep; Python's own limit is 1000.
+# A body is checked for its depth inside of so many lists, because its values are encoded from deeper calls.
+_SPARE_DEPTH: Final = 50
+# A body with fewer brackets cannot be too deep; Python's own limit is 1000.
 _BRACKETS_MIN: Final = 500
 _MISSING: Final = "missing required field `"
 _ITEM_PATH: Final = re.compile(r" - at `\$\[(\d+)\]")
@@ -41,9 +40,9 @@ _ITEM_PATH: Final = re.compile(r" - at `\$\[(\d+)\]")
 class Schema(Generic[T]):
     """Decoder of one endpoint's bodies.
 
-    `no_action` names fields that are taken and do nothing. `listed` is the field that holds the conversation, as a
-    list of `item`s or anything else; with `item_fields` what its items hold beside these is named too. What the body
-    holds of `refused` is a `BadRequest` where it asks for something.
+    `no_action` names fields that are accepted without effect. `listed` is the field that holds the conversation, which
+    may be a list of `item`s; with `item_fields`, other fields of its items are named too. A field of `refused` is a
+    `BadRequest` where its value would have an effect.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Schema(Generic[T]):
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """The request, and the names of its unknown fields. Raises `BadRequest`."""
         try:
-            # msgspec skips over fields that the struct lacks without decoding them.
+            # msgspec skips fields that the struct lacks without checking their text.
             body.decode("utf-8")
             if len(body) > PIECE_BYTES:
                 return self._in_pieces(body)
@@ -92,7 +91,7 @@ class Schema(Generic[T]):
         return unknown
 
     def _ignored(self, fields: Mapping[str, bytes | Raw]) -> list[str]:
-        """The names of unknown fields that do nothing. Raises `BadRequest` for those that would not do nothing."""
+        """The names of unknown fields without effect. Raises `BadRequest` for refused ones."""
         unknown = [key for key in fields if key not in self._known]
         refuse({key: msgspec.json.decode(fields[key]) for key in unknown if key in self._refused}, self._refused)
         return [key for key in unknown if key not in self._refused]
@@ -115,7 +114,7 @@ class Schema(Generic[T]):
             seen |= self._names(piece)
         if self._item_fields is not None:
             unknown += [f"{self._listed}.{key}" for key in sorted(seen - self._item_fields)]
-        # The rest, with an item in place of all.
+        # The other fields are decoded with only the first item.
         rest = _object(fields | {self._listed: b"[" + bytes(raws[0]) + b"]"})
         request = self._decoder.decode(rest)
         return msgspec.structs.replace(request, **{self._listed: items}), unknown
@@ -124,9 +123,9 @@ class Schema(Generic[T]):
         try:
             return self._items.decode(piece)
         except msgspec.ValidationError as error:
-            # As if all had been decoded at once.
+            # The error names the item's index in the whole list.
             path = _ITEM_PATH.sub(
-                lambda found: f" - at `$.{self._listed}[{first + int(found[1])}]", str(error), count=1
+                lambda match: f" - at `$.{self._listed}[{first + int(match[1])}]", str(error), count=1
             )
             raise msgspec.ValidationError(path) from None
 
@@ -135,13 +134,13 @@ class Schema(Generic[T]):
         if self._item_parts is None:
             return set()
         if len(piece) > UNKNOWN_BYTES_MAX:
-            # One item.
+            # A piece of this size is one item.
             return set(_fields(self._item_parts, piece[1:-1], f"One of '{self._listed}'"))
         return {key for item in _message_keys.decode(piece) for key in item}
 
 
 def converted(raw: dict[str, Any], struct: type[T], where: str, *, strict: bool = True) -> T:
-    """A part of a body that was decoded as any object, with values as texts unless `strict`. Raises `BadRequest`."""
+    """Convert a part of a body; unless `strict`, also its texts to numbers. Raises `BadRequest`."""
     try:
         return msgspec.convert(raw, struct, strict=strict)
     except msgspec.ValidationError as error:
@@ -151,14 +150,14 @@ def converted(raw: dict[str, Any], struct: type[T], where: str, *, strict: bool 
 
 
 def _parts(known: AbstractSet[str]) -> msgspec.json.Decoder[Any]:
-    """A decoder that finds where each known field of an object is, and skips over all others."""
+    """A decoder that locates each known field of an object, and skips all others."""
     ordered = sorted(known)
     fields = [(f"f{at}", Raw, msgspec.field(name=name, default=Raw())) for at, name in enumerate(ordered)]
     return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, frozen=True, gc=False))
 
 
 def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[str, bytes]:
-    """All fields of an object, when little of it is unknown. Raises `BadRequest`."""
+    """All fields of an object. Raises `BadRequest` for too many bytes of unknown ones."""
     known = parts.decode(text)
     known_bytes = sum(len(bytes(getattr(known, name))) for name in known.__struct_fields__)
     if len(text) - known_bytes > UNKNOWN_BYTES_MAX:
@@ -167,7 +166,7 @@ def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[st
 
 
 def _pieces(raws: list[Raw]) -> Iterator[bytes]:
-    """The items as lists of at most about `PIECE_BYTES`, or of one item."""
+    """Lists of items of at most about `PIECE_BYTES`, or of one item."""
     piece: list[bytes] = []
     size = 0
     for raw in raws:
@@ -185,13 +184,13 @@ def _object(fields: dict[str, bytes]) -> bytes:
 
 
 def _check_depth(body: bytes) -> None:
-    """Raises RecursionError."""
+    """Raises `RecursionError`."""
     if body.count(b"{") + body.count(b"[") > _BRACKETS_MIN:
-        _raw.decode(b"[" * _ROOM + body + b"]" * _ROOM)
+        _raw.decode(b"[" * _SPARE_DEPTH + body + b"]" * _SPARE_DEPTH)
 
 
 def _validation(text: str) -> BadRequest:
-    """msgspec's sentence in OpenAI's words: which parameter, and what was expected of it."""
+    """msgspec's message in OpenAI's form: the parameter, and what was expected of it."""
     what, _, path = text.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if _MISSING in what:

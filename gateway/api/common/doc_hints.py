@@ -1,7 +1,7 @@
-"""Schema hints of the OpenAPI document: constraints on a field beyond its type. Decoding does not look at them: the
-lowering refuses a value, with its own message, and the hints tell clients beforehand which values are accepted.
+"""Schema hints of the OpenAPI document: constraints on a field beyond its type, which decoding does not enforce.
 
-A struct's own `hint`, a class variable, is added to its schema: what its fields mean together.
+The lowering refuses a value with a message of its own; hints inform clients in advance. A struct's class variable
+`hint` is added to its schema, for constraints on several fields.
 """
 
 from typing import Any, Final
@@ -10,17 +10,17 @@ from msgspec import Meta
 
 
 def words(*known: str) -> Meta:
-    """One of these."""
+    """Hint for a text that is one of these."""
     return Meta(extra_json_schema={"enum": list(known)})
 
 
 def known(*likely: str) -> Meta:
-    """One of these, or another that does nothing or is refused where it stands."""
+    """Hint for a text that is one of these, or another, which has no effect or is refused where it is used."""
     return Meta(extra_json_schema={"anyOf": [{"enum": list(likely)}, {"type": "string"}]})
 
 
 def shape(schema: dict[str, Any]) -> Meta:
-    """Any JSON Schema."""
+    """Hint of any JSON Schema."""
     return Meta(extra_json_schema=schema)
 
 
@@ -34,7 +34,7 @@ def typed(*known: str, **properties: Any) -> dict[str, Any]:
 
 
 def case(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
-    """One of the forms that an object may have."""
+    """The schema of one form that an object may have."""
     return {"properties": properties, "required": list(required)}
 
 

@@ -1,4 +1,4 @@
-"""Work of a draft model, as a request may want it: the same two fields in each dialect."""
+"""Request fields `speculate` and `sparse_prefill`, which are the same in each dialect."""
 
 from typing import Annotated
 
@@ -6,12 +6,12 @@ from msgspec import Meta, Struct
 
 
 class DraftSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """At most so many tokens of a draft at a time."""
+    """Limit of the tokens in a draft."""
 
     most: Annotated[int, Meta(ge=0, le=1024)]
 
 
-# False for none; true, or nothing, as the model's settings say.
+# False turns drafts off; true, or no value, uses the model's settings.
 Speculate = bool | DraftSpec
 
 
@@ -21,19 +21,19 @@ class SparseSpec(Struct, frozen=True, forbid_unknown_fields=True):
     keep: Annotated[float, Meta(gt=0, le=1)]
 
 
-# True for the part that the model's settings name; false, or nothing, runs the whole prompt.
+# True uses the part in the model's settings; false, or no value, runs the whole prompt.
 SparsePrefill = bool | SparseSpec
 
 
-def sparse_keep(wish: SparsePrefill | None) -> float | None:
-    """The part of the prompt to keep, 0 for as the model's settings say, None for all of it."""
-    if isinstance(wish, SparseSpec):
-        return wish.keep
-    return 0.0 if wish else None
+def sparse_keep(spec: SparsePrefill | None) -> float | None:
+    """The part of the prompt to keep, 0 for that of the model's settings, None for all of it."""
+    if isinstance(spec, SparseSpec):
+        return spec.keep
+    return 0.0 if spec else None
 
 
-def most_drafted(wish: Speculate | None) -> int | None:
-    """The most tokens of a draft, None for as the model's settings say."""
-    if isinstance(wish, DraftSpec):
-        return wish.most
-    return 0 if wish is False else None
+def most_drafted(spec: Speculate | None) -> int | None:
+    """The maximum tokens of a draft, None for that of the model's settings."""
+    if isinstance(spec, DraftSpec):
+        return spec.most
+    return 0 if spec is False else None

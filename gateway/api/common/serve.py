@@ -44,7 +44,10 @@ async def read(
     decode: Callable[[bytes], tuple[T, list[str]]],
     limit_bytes: int | None = None,
 ) -> tuple[T, list[str]]:
-    """The request's decoded body, of `max_body` or `limit_bytes` at most, and its unknown fields. Raises `ApiError`."""
+    """Read and decode the body, of at most `max_body` or `limit_bytes`. Returns also its unknown fields.
+
+    Raises `ApiError`.
+    """
     body = await read_body(scope, receive, limit_bytes or services.config.server.max_body_bytes)
     return await services.bodies.work(record.body_bytes, decode, body)
 
@@ -70,7 +73,7 @@ async def lower(
 async def with_media(
     services: Services, record: RequestRecord, model: ModelConfig, prompt: ChatPrompt, stored: Stored | None = None
 ) -> ChatPrompt:
-    """The prompt with the bytes of its media, of which `stored` gives those that were kept. Raises `ApiError`."""
+    """Add the bytes of its media to a prompt; `stored` loads those of stored responses. Raises `ApiError`."""
     references = [each for each in prompt.media if isinstance(each, Reference)]
     if not references:
         return prompt
@@ -79,7 +82,7 @@ async def with_media(
     record.media_lease.owner = record.caller.key or ""
     size = record.encoded_bytes = sum(len(each.encoded) + len(each.url) for each in references)
 
-    # A short reference may stand for many bytes.
+    # A URL may refer to many bytes.
     cost = size if all(map(is_inline, references)) else LARGE_BYTES + 1
 
     def offload(action: Callable[[], Media]) -> Awaitable[Media]:
@@ -101,22 +104,22 @@ def begin(
     unknown: list[str],
     sequences: int = 1,
 ) -> tuple[ModelConfig, int]:
-    """The model and the seed of a request, noted on its record. Raises `ModelNotFound`, and `BadRequest` for more
-    sequences than can ever run: before any of them is made."""
-    model = _begin(services, record, name, unknown, sequences)
-    # Drawn here when the client gives none, and told, so that any answer can be had again.
+    """Note the model and the seed of a request on its record.
+
+    Raises `ModelNotFound`, and `BadRequest` for more sequences than can ever run.
+    """
+    model = begin_reading(services, record, name, unknown, sequences)
+    # The seed is always reported, so that any answer can be reproduced.
     seed = secrets.randbits(63) if asked_seed is None else asked_seed
     record.stream = is_stream
     record.headers = [(b"x-mlxd-seed", str(seed).encode()), *record.headers]
     return model, seed
 
 
-def begin_reading(services: Services, record: RequestRecord, name: str, unknown: list[str]) -> ModelConfig:
-    """The model of a request that generates nothing, noted on its record. Raises as `begin`."""
-    return _begin(services, record, name, unknown, 1)
-
-
-def _begin(services: Services, record: RequestRecord, name: str, unknown: list[str], sequences: int) -> ModelConfig:
+def begin_reading(
+    services: Services, record: RequestRecord, name: str, unknown: list[str], sequences: int = 1
+) -> ModelConfig:
+    """Note the model of a request without a seed on its record. Raises as `begin`."""
     model = services.router.resolve(name, record.caller)
     record.model = model.name
     record.headers = ignored_header(unknown)
@@ -131,15 +134,16 @@ def _begin(services: Services, record: RequestRecord, name: str, unknown: list[s
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request, lowered and ready to run."""
+    """A request, lowered and ready to run on a model of `kind`.
+
+    The answer has the log-probabilities of each prompt `repeats` times.
+    """
 
     services: Services
     record: RequestRecord
     model: ModelConfig
     generates: list[Generate]
-    # Of the model that it is for.
     kind: str = TEXT
-    # How often the answer has the log-probabilities of a prompt.
     repeats: int = 1
 
     async def stream(
@@ -150,9 +154,9 @@ class PreparedRequest:
         kind: bytes = EVENTS,
         pace: StreamTiming = DEFAULT_PACE,
     ) -> ApiError | None:
-        """Generate and answer as events, in a stream of this content type.
+        """Generate and answer as a stream of this content type.
 
-        Raises `ApiError` while the status can still say so; returns a later one.
+        Raises an `ApiError` before the status is sent; returns a later one.
         """
         write_timeout_s = self.services.config.server.write_timeout_s
         with self.generation(encoder.bind) as generation:
@@ -166,7 +170,7 @@ class PreparedRequest:
             await respond_whole(generation, fold, self.record, receive, send)
 
     def generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
-        """The sequences of it. Entering takes the leases."""
+        """Its sequences. Entering takes the leases."""
         return Generation(
             self.services, self.model, self.generates, self.record, bind, kind=self.kind, repeats=self.repeats
         )
@@ -194,7 +198,7 @@ async def ask(
     estimate: float,
     question: Callable[[int], Tokenize | Detokenize],
 ) -> Tokenized:
-    """The answer of the model's worker to a question of about so many tokens. Raises `ApiError`."""
+    """Send a question of about so many tokens to the model's worker. Raises `ApiError`."""
     caller = record.caller
     share = caller.queue_share or services.config.server.queue_share
     with ExitStack() as held:

@@ -1,4 +1,4 @@
-"""The structure of a body, counted before anything is made of it: how many containers, values and keys it holds."""
+"""Structure of a body, counted before it is decoded: its containers, values and keys."""
 
 from typing import Final, NamedTuple
 
@@ -6,21 +6,20 @@ from gateway.errors import BadRequest
 
 
 class Structure(NamedTuple):
-    """Objects and lists of a body, its values, and the keys of its objects, or bounds of them."""
+    """Numbers of objects and lists, of values, and of keys in a body, or their limits."""
 
     containers: int
     values: int
     keys: int = 0
 
 
-# A container takes hundreds of bytes and the garbage collector's time, a plain value tens of bytes; each key of an
-# object is compared with those that are known.
+# A container takes hundreds of bytes and the garbage collector's time, a plain value tens of bytes, and each key of an
+# object is compared with the known ones.
 JSON_MAX: Final = Structure(50_000, 1 << 20, 250_000)
-# Of a peer's request, where each sequence has its own copy of the conversation; keys are values.
+# A peer's request holds a copy of the conversation for each sequence. Keys count as values.
 MSGPACK_MAX: Final = Structure(250_000, 1 << 22)
-# What is looked at in one go.
 WINDOW_BYTES: Final = 256 * 1024
-# Of lengths and numbers behind the first byte of a msgpack value.
+# Bytes that follow the first byte of a msgpack value: a length, or a number.
 _CONTAINERS: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 _TEXTS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _NUMBERS: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
@@ -46,9 +45,9 @@ def _check(counted: Structure, most: Structure) -> None:
 
 
 def count_json(body: bytes, window_bytes: int = WINDOW_BYTES) -> Structure:
-    """The objects and lists of a body, the commas between values, and the keys.
+    """Count the objects and lists of a body, the commas between values, and the keys.
 
-    Exact for what is JSON, up to the first byte that is not: nothing beyond that is decoded either.
+    The counts are exact up to the first byte that is not JSON, at which the decoder stops too.
     """
     containers = values = keys = 0
     is_in_string = is_escaped = False
@@ -67,9 +66,9 @@ def count_json(body: bytes, window_bytes: int = WINDOW_BYTES) -> Structure:
 
 
 def count_msgpack(body: bytes) -> Structure:
-    """The containers and all values of a body, up to the first beyond the bounds.
+    """Count the containers and all values of a body, up to the first beyond the limits.
 
-    Exact for what is msgpack; no message has an extension, and what follows one counts as it may.
+    The counts are exact for msgpack without extensions, which no message has.
     """
     containers = values = at = 0
     size, heads = len(body), _HEADS
@@ -86,7 +85,7 @@ def count_msgpack(body: bytes) -> Structure:
 
 
 def _head(head: int) -> tuple[int, int, bool]:
-    """Of a first byte: bytes to the next value, those of a text's length among them, and whether it is a container."""
+    """Return for a first byte: bytes to the next value, bytes of a text's length, and whether it is a container."""
     if head in _CONTAINERS:
         return 1 + _CONTAINERS[head], 0, True
     if head in _TEXTS:

@@ -1,4 +1,4 @@
-"""Thinking effort and budget, in all the spellings that chat clients know, as one `ThinkingBudget`."""
+"""Thinking effort and budget in all spellings of chat clients, as one `ThinkingBudget`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Protocol
@@ -11,7 +11,7 @@ from gateway.config.settings import ThinkingDefaults
 from gateway.errors import BadRequest
 
 Budget = Annotated[int, Meta(ge=0, le=1 << 40)]
-# Anthropic's words; adaptive leaves it to the model.
+# Types of Anthropic's `thinking`; the last two leave it to the model.
 _TYPES: Final[dict[str, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 
@@ -32,7 +32,7 @@ class AnthropicThinking(Struct, frozen=True):
 
 
 class ThinkingFields(Protocol):
-    """The fields of a request that say how much to think."""
+    """The fields of a request for thinking."""
 
     @property
     def reasoning_effort(self) -> str | None: ...
@@ -49,20 +49,20 @@ class ThinkingFields(Protocol):
 
 
 def of_config(defaults: ThinkingDefaults | None) -> ThinkingBudget:
-    """Thinking as configured."""
+    """The configured thinking budget."""
     if defaults is None:
         return ThinkingBudget()
-    wish = ThinkingBudget(defaults.enabled, budget=defaults.budget)
+    thinking = ThinkingBudget(defaults.enabled, budget=defaults.budget)
     if defaults.effort is not None:
-        wish = wish.over(ThinkingBudget.of_effort(defaults.effort, "effort"))
-    return ThinkingBudget(False) if wish.is_enabled is False else wish
+        thinking = thinking.over(ThinkingBudget.of_effort(defaults.effort, "effort"))
+    return ThinkingBudget(False) if thinking.is_enabled is False else thinking
 
 
 def lower_thinking(request: ThinkingFields, default: ThinkingDefaults | None = None) -> ThinkingBudget:
-    """One wish from all. Where two contradict each other, the one nearer to the model wins. Raises `BadRequest`.
+    """Merge all fields into one budget. Raises `BadRequest`.
 
     From the strongest: `chat_template_kwargs`, `enable_thinking` and `thinking_budget`, `thinking`, `reasoning`,
-    `reasoning_effort`, and what is configured.
+    `reasoning_effort`, and the configured default.
     """
     plain = ThinkingBudget(request.enable_thinking, budget=request.thinking_budget)
     thinking = _of_template(request.chat_template_kwargs or {}).over(plain)
@@ -76,15 +76,15 @@ def lower_thinking(request: ThinkingFields, default: ThinkingDefaults | None = N
 
 
 def _of_template(kwargs: Mapping[str, Any]) -> ThinkingBudget:
-    """Thinking given in the template's arguments; values that only the template knows are left to it."""
+    """The budget in the template's arguments, without values that only the template knows."""
     switches = [kwargs.get("enable_thinking"), kwargs.get("thinking")]
     is_enabled = next((switch for switch in switches if isinstance(switch, bool)), None)
     budget, effort = kwargs.get("thinking_budget"), kwargs.get("reasoning_effort")
     is_count = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0
-    wish = ThinkingBudget(is_enabled, budget=budget if is_count else None)
+    thinking = ThinkingBudget(is_enabled, budget=budget if is_count else None)
     if isinstance(effort, str) and effort in EFFORTS:
-        wish = wish.over(ThinkingBudget.of_effort(effort, "chat_template_kwargs.reasoning_effort"))
-    return wish
+        thinking = thinking.over(ThinkingBudget.of_effort(effort, "chat_template_kwargs.reasoning_effort"))
+    return thinking
 
 
 def _of_type(spec: AnthropicThinking) -> ThinkingBudget:
@@ -96,5 +96,5 @@ def _of_type(spec: AnthropicThinking) -> ThinkingBudget:
 
 def _of_reasoning(spec: ReasoningSpec) -> ThinkingBudget:
     budget = spec.max_tokens if spec.budget is None else spec.budget
-    wish = ThinkingBudget(spec.enabled, budget=budget)
-    return wish if spec.effort is None else wish.over(ThinkingBudget.of_effort(spec.effort, "reasoning.effort"))
+    thinking = ThinkingBudget(spec.enabled, budget=budget)
+    return thinking if spec.effort is None else thinking.over(ThinkingBudget.of_effort(spec.effort, "reasoning.effort"))

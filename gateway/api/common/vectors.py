@@ -1,4 +1,4 @@
-"""Vectors and scores of a request: computed like any generation, and answered in one piece."""
+"""Vectors and scores of a request, computed like any generation and answered in one piece."""
 
 import base64
 import sys
@@ -17,7 +17,7 @@ from protocol.from_worker import Delta
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Numbers of an answer: `count` rows of equal length, float32 and little-endian in `data`."""
+    """Numbers of an answer: `data` is `count` rows of equal length, float32 and little-endian."""
 
     data: bytes
     count: int
@@ -29,7 +29,7 @@ class Vectors:
         return len(self.data) // 4 // self.count
 
     def base64(self, row: int) -> str:
-        """A row as OpenAI's SDK asks for it."""
+        """A row in the encoding of OpenAI's SDK."""
         return base64.b64encode(self._row(row)).decode("ascii")
 
     def numbers(self, row: int) -> list[float]:
@@ -44,7 +44,7 @@ class Vectors:
 
 
 class VectorFold:
-    """The one delta that has all numbers."""
+    """Collects the numbers of a request."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -64,7 +64,7 @@ class VectorFold:
 
 
 async def compute(job: PreparedRequest, count: int) -> Vectors:
-    """The numbers that a request asks for, `count` rows of them. Raises `ApiError`."""
+    """Compute the `count` rows of a request. Raises `ApiError`."""
     fold = VectorFold()
     with job.generation(fold.bind) as generation:
         data = await folded(generation, fold)
@@ -74,7 +74,7 @@ async def compute(job: PreparedRequest, count: int) -> Vectors:
 async def respond_vectors(
     job: PreparedRequest, count: int, render: Callable[[Vectors], bytes], receive: Receive, send: Send
 ) -> None:
-    """Answer with what `render` makes of the numbers, in the thread of large bodies where they are many."""
+    """Answer with the numbers as `render` encodes them, in the thread of large bodies where they are many."""
     async with cut_off(job.record, receive):
         vectors = await compute(job, count)
         body = await job.services.bodies.work(len(vectors.data), render, vectors)

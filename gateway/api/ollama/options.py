@@ -10,7 +10,8 @@ from gateway.api.common.canonical import STOP_CHARS_MAX, STOPS_MAX
 from gateway.api.common.decode import converted
 from gateway.api.common.doc_hints import shape
 from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, constraint_fields, refuse
-from gateway.api.openai.lowering import derive_seed, first
+from gateway.api.common.sampling import first, sampling_values
+from gateway.api.openai.lowering import derive_seed
 from gateway.api.openai.request import RepetitionPenalty
 from gateway.config.settings import SamplingDefaults
 from protocol.to_worker import Sampling
@@ -74,14 +75,11 @@ class OllamaOptions(Struct, frozen=True):
         """Return the sampling of a request. Options that it lacks are the model's own defaults, not Ollama's."""
         looks_back = self.repeat_last_n is None or self.repeat_last_n != 0
         repetition = first(self.repeat_penalty, defaults.repetition_penalty, 1.0)
+        values = sampling_values(self, defaults) | {"repetition_penalty": repetition}
+        if not looks_back:
+            values |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return Sampling(
-            temperature=first(self.temperature, defaults.temperature, 1.0),
-            top_p=first(self.top_p, defaults.top_p, 1.0),
-            top_k=max(0, int(first(self.top_k, defaults.top_k, 0))),
-            min_p=first(self.min_p, defaults.min_p, 0.0),
-            repetition_penalty=repetition if looks_back else 1.0,
-            presence_penalty=first(self.presence_penalty, defaults.presence_penalty, 0.0) if looks_back else 0.0,
-            frequency_penalty=first(self.frequency_penalty, defaults.frequency_penalty, 0.0) if looks_back else 0.0,
+            **values,
             seed=derive_seed(seed, 0),
             penalty_window=max(0, int(self.repeat_last_n or 0)),
             typical_p=1.0 if self.typical_p is None else self.typical_p,

@@ -6,6 +6,7 @@ from typing import Any, Final
 from gateway.api.common.canonical import chat_prompt, sendable
 from gateway.api.common.constraints import lower_constraint
 from gateway.api.common.drafts import most_drafted, sparse_keep
+from gateway.api.common.sampling import first, sampling_values
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.media_parts import media_options
 from gateway.api.openai.messages import turns
@@ -194,24 +195,18 @@ def _generates(
 
 
 def _sampling(request: SamplingFields, model: SamplingDefaults, bias: _Biases, seed: int) -> Sampling:
-    top_k = first(request.top_k, model.top_k, 0)
-    more = sampler_values(request)
-    asked = request.repeat_penalty if request.repetition_penalty is None else request.repetition_penalty
-    repetition = first(asked, model.repetition_penalty, 1.0)
-    return Sampling(
-        temperature=first(request.temperature, model.temperature, 1.0),
-        top_p=first(request.top_p, model.top_p, 1.0),
-        top_k=max(top_k, 0),
-        min_p=first(request.min_p, model.min_p, 0.0),
+    values = sampling_values(request, model) | sampler_values(request)
+    if request.penalty_window is None:
         # A window of no tokens leaves nothing to penalize.
-        repetition_penalty=repetition if request.penalty_window is not None else 1.0,
-        presence_penalty=first(request.presence_penalty, model.presence_penalty, 0.0),
-        frequency_penalty=first(request.frequency_penalty, model.frequency_penalty, 0.0),
+        values["repetition_penalty"] = 1.0
+    elif request.repetition_penalty is None:
+        values["repetition_penalty"] = first(request.repeat_penalty, model.repetition_penalty, 1.0)
+    return Sampling(
+        **values,
         logit_bias=bias[0],
         bias_texts=bias[1],
         seed=seed,
         ignore_eos=bool(request.ignore_eos),
-        **more,
     )
 
 
@@ -219,13 +214,6 @@ def _sooner(deadline_ms: int, timeout_s: float | None) -> int:
     """Return the server's deadline or the request's own, whichever is earlier; 0 is none."""
     asked_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
     return min(deadline_ms, asked_ms) if deadline_ms and asked_ms else deadline_ms or asked_ms
-
-
-def first(asked: float | None, configured: float | None, default: float) -> Any:
-    """Return the requested value, else the configured one, else the API's default."""
-    if asked is not None:
-        return asked
-    return default if configured is None else configured
 
 
 def _biases(given: Mapping[str, float] | Sequence[tuple[int | str, float]]) -> _Biases:

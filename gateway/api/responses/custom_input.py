@@ -6,19 +6,19 @@ from typing import Final
 
 from gateway.api.responses.tools import INPUT
 
-# Up to the first character of the value. Anything else the model may have written is looked at when it is whole.
+# The text before the value. Arguments of another shape are parsed once they are whole.
 _HEAD: Final = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
-# A run of plain characters, an escape, or a pair of escapes that are one character.
+# A run of plain characters, an escape, or a surrogate pair of escapes.
 _PIECE: Final = re.compile(
     r'[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]|\\u'
 )
-# The start of an escape, or the first half of a pair, at the end of what has come.
+# An incomplete escape or surrogate pair at the end of the input so far.
 _CUT: Final = re.compile(r"\\(u[0-9a-fA-F]{0,3})?$|\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u[0-9a-fA-F]{0,3})?)?$")
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class InputReader:
-    """Fed with pieces of JSON, gives pieces of text. What it gave is never taken back."""
+    """Incremental decoder: fed with pieces of JSON, it returns pieces of text, which are final."""
 
     def __init__(self) -> None:
         self._raw: list[str] = []
@@ -29,11 +29,11 @@ class InputReader:
 
     @property
     def value(self) -> str:
-        """All that was given out."""
+        """The text returned so far."""
         return "".join(self._parts)
 
     def feed(self, text: str) -> str:
-        """More of the input, as far as it is certain."""
+        """The text that these arguments add."""
         self._raw.append(text)
         if self._is_over:
             return ""
@@ -44,24 +44,24 @@ class InputReader:
                 return ""
             self._is_inside = True
             self._pending = self._pending[head.end() :]
-        return self._give(self._read(is_end=False))
+        return self._emit(self._read(is_end=False))
 
     def finish(self) -> str:
-        """The rest: of arguments in another shape all of it."""
+        """The remaining text; for arguments of another shape the whole."""
         if self._is_over:
             return ""
         if self._is_inside:
-            return self._give(self._read(is_end=True))
+            return self._emit(self._read(is_end=True))
         self._is_over = True
-        return self._give(_salvage("".join(self._raw)))
+        return self._emit(_salvage("".join(self._raw)))
 
-    def _give(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         if text:
             self._parts.append(text)
         return text
 
     def _read(self, is_end: bool) -> str:
-        """Decode up to the closing quote, or to what could still be cut in two."""
+        """Decode up to the closing quote, or to an incomplete escape."""
         pending = self._pending
         cut = None if is_end else _CUT.search(pending)
         limit = len(pending) if cut is None else cut.start()
@@ -72,7 +72,7 @@ class InputReader:
                 self._is_over = True
                 break
             piece = _PIECE.match(pending, position)
-            if piece is None:  # A lone backslash at the very end.
+            if piece is None:  # A lone backslash ends the input.
                 break
             decoded.append(_decode(piece.group()))
             position = piece.end()
@@ -84,7 +84,7 @@ def _decode(piece: str) -> str:
     if piece[0] != "\\":
         return piece
     if piece[1] != "u":
-        # An escape that JSON does not have is kept as it was written.
+        # An invalid escape is kept unchanged.
         return _ESCAPES.get(piece[1]) or (piece[1] if piece[1] in '"\\/' else piece)
     if len(piece) < 6:
         return piece
@@ -93,7 +93,7 @@ def _decode(piece: str) -> str:
 
 
 def _salvage(raw: str) -> str:
-    """The input in arguments of another shape: the one text in them, or all of it as it is."""
+    """The input from arguments of another shape: the only text in them, or all of them unchanged."""
     try:
         arguments = json.loads(raw, strict=False)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Canonical events as the events of a Responses stream, and folded into one response."""
+"""Canonical events as the events of a Responses stream, or as one whole response."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from gateway.errors import ApiError
 from gateway.request.bodies import LARGE_BYTES
 from protocol.from_worker import Delta, Finish
 
-# A delta is about a word.
+# About the text of a delta, which is a word.
 DELTA_BYTES: Final = 8
 
 _encode = msgspec.json.Encoder().encode
@@ -20,9 +20,10 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class ResponseRun:
-    """One response from its request to its last state. Owned by its request; `cancel` comes from another one.
+    """One response from its request to its last state. Owned by its request; another request may `cancel` it.
 
-    `keep` gets the last state, once. `stop` ends the sequences, whose reader then sees them end.
+    `keep` stores a state. `stop` ends the sequences. `asked_bytes` is the size of the request's body, which the
+    response echoes in part. `last` is the last state, once there is one.
     """
 
     response: out.Response
@@ -30,10 +31,8 @@ class ResponseRun:
     now: Callable[[], int]
     keep: Callable[[out.Response], None]
     stop: Callable[[Sequence[int]], None]
-    # Size of its request's body, which the response echoes in part.
     asked_bytes: int = 0
     is_cancelled: bool = False
-    # Its last state, once it has one.
     last: out.Response | None = None
     _rids: Sequence[int] = field(default_factory=tuple[int, ...])
 
@@ -49,18 +48,18 @@ class ResponseRun:
 
     @property
     def size_bytes(self) -> int:
-        """About what a snapshot takes as JSON."""
+        """About the size of a snapshot as JSON."""
         return self.asked_bytes + DELTA_BYTES * self.output.deltas
 
     def cancel(self) -> out.Response:
-        """End it now. Returns the response as it is then."""
+        """Cancel it. Returns its state then."""
         self.is_cancelled = True
         if self._rids:
             self.stop(self._rids)
         return self._state("cancelled")
 
     def complete(self) -> out.Response:
-        """The last state of a sequence that has ended by itself."""
+        """The last state of a sequence that reached its end."""
         usage = None if self.output.usage is None else out.ResponseUsage.of(self.output.usage)
         if self.output.finish is Finish.LENGTH:
             last = msgspec.structs.replace(
@@ -72,12 +71,12 @@ class ResponseRun:
         return last
 
     def fail(self, error: ApiError) -> out.Response:
-        """The last state of one that has not."""
+        """The last state of a sequence that failed or was cancelled."""
         last = self._state("cancelled" if self.is_cancelled else "failed")
         if not self.is_cancelled:
             last = msgspec.structs.replace(last, error=out.ErrorInfo.of(error))
             if not self.output.deltas and self.asked_bytes >= LARGE_BYTES:
-                # A request that was refused, perhaps for its size, is not needed again to read why.
+                # The error of a refused request is kept without its large fields.
                 last = msgspec.structs.replace(last, instructions=None, tools=[])
         self._end(last)
         return last
@@ -91,11 +90,11 @@ class ResponseRun:
 
 
 class ResponseStream:
-    """A `StreamEncoder`."""
+    """Encodes the events of a response's stream."""
 
     def __init__(self, run: ResponseRun) -> None:
         self._run = run
-        # The first two are the beginning's, which is written when there is something to put after it.
+        # `begin` writes the events 0 and 1, possibly after the first `encode`.
         self._number = 2
 
     def bind(self, rids: Sequence[int]) -> None:
@@ -106,11 +105,11 @@ class ResponseStream:
         return out.stream_bytes([out.ResponseCreated(response), out.InProgress(response)], 0)[0]
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
-        take = self._run.output.take
-        return self._write([event for delta in deltas for event in take(delta)])
+        add = self._run.output.add
+        return self._write([event for delta in deltas for event in add(delta)])
 
     def keepalive(self) -> bytes:
-        # An event, for comments do not reset Codex's idle timer.
+        # Codex's idle timer is reset by events, not by comments.
         return self._write([out.InProgress(self._run.response)])
 
     def error(self, error: ApiError) -> bytes:
@@ -132,24 +131,24 @@ class QueuedStream(ResponseStream):
     """The events of a background response, which is queued first."""
 
     def skip(self, count: int) -> int:
-        """Leave out so many numbers. Returns the next one."""
+        """Skip event numbers. Returns the next number."""
         self._number += count
         return self._number
 
     def queued(self) -> bytes:
-        """Events before anything is done for it."""
+        """Events of a response that has not started."""
         self._number = 0
         response = self._run.response
         return self._write([out.ResponseCreated(response), out.ResponseQueued(response)])
 
     def started(self) -> bytes:
-        """The event of its beginning: a worker has it."""
+        """The event of its start on a worker."""
         self._run.response = msgspec.structs.replace(self._run.response, status="in_progress")
         return self._write([out.InProgress(self._run.response)])
 
 
 class ResponseFold:
-    """A `Fold`: what `ResponseStream` would have sent last."""
+    """Collects the whole response."""
 
     def __init__(self, run: ResponseRun) -> None:
         self._run = run
@@ -159,7 +158,7 @@ class ResponseFold:
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            self._run.output.take(delta)
+            self._run.output.add(delta)
 
     def result(self) -> bytes:
         self._run.output.close()

@@ -14,7 +14,7 @@ from gateway.api.common import serve
 from gateway.api.common.canonical import with_thinking
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.responses import response as out
-from gateway.api.responses.background import GONE, Background, Backgrounds, keep_nothing
+from gateway.api.responses.background import EVENTS_GONE_MESSAGE, Background, Backgrounds, keep_nothing
 from gateway.api.responses.compact import SummaryFold, summary_request
 from gateway.api.responses.echo import echo
 from gateway.api.responses.encoder import ResponseFold, ResponseRun, ResponseStream
@@ -157,7 +157,7 @@ class Responses:
                 if run is None:
                     # Raises `ResponseNotFound` where there is no response at all.
                     await self._history.sizes(tenant, response_id)
-                raise BadRequest(GONE, "stream", "events_gone")
+                raise BadRequest(EVENTS_GONE_MESSAGE, "stream", "events_gone")
             await self._retrieval.send_events(background, after, scope, receive, send)
         elif run is not None:
             await self._retrieval.send_state(run, run.snapshot(), record, send)

@@ -1,4 +1,4 @@
-"""Events of a background response, kept so that clients can come back for those that they have not had."""
+"""Log of a background response's events, from which clients that come back read those that they missed."""
 
 import asyncio
 from array import array
@@ -6,28 +6,28 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-# Of one response: about 40,000 tokens. When it has more, the older half goes.
-BYTES_MAX: Final = 8 * 1024 * 1024
-# Limit of one read: each reader has a copy of its own while it is sent.
+# About 40,000 tokens of one response. Beyond them the older half is dropped.
+LOG_BYTES_MAX: Final = 8 * 1024 * 1024
+# Limit of one read, of which each reader has a copy of its own.
 READ_BYTES_MAX: Final = 64 * 1024
-# A value that events repeat is left out of them from this size on.
+# Repeated values of at least this size are left out of the kept events.
 REPEATED_MIN_BYTES: Final = 64 * 1024
 _END: Final = b"\n\n"
 
 
 class EventsGone(Exception):
-    """The events that a reader is to go on with are no longer kept."""
+    """The next events of a reader were dropped."""
 
 
 class ReaderPosition(NamedTuple):
-    """Position of a reader: its next event, and how many bytes of that it has had."""
+    """Position of a reader: its next event, and how many bytes of it were read."""
 
     number: int
     offset: int = 0
 
 
 class _Gap(NamedTuple):
-    """Place in the kept bytes of a repeated value that was left out, and its part of the echo."""
+    """Place in the kept bytes where a repeated value was left out, and its part of the echo."""
 
     at: int
     begin: int
@@ -35,15 +35,15 @@ class _Gap(NamedTuple):
 
 
 class EventLog:
-    """Events in their order, numbered from 0. One writer; any number of readers, each at a place of its own.
+    """Events in order, numbered from 0, of one writer for any number of readers.
 
-    Bytes and the end of each event in two flat buffers: nothing else is kept for a token. Several events repeat what
-    was asked, which may be most of a large body. Such values are left out of what is kept; a reader brings them along,
-    one after the other, as the echo.
+    Two flat buffers hold the bytes and the end of each event, and nothing else per token. Several events repeat values
+    of the request, which may be most of a large body. These are left out of the kept bytes; a reader passes them, one
+    after the other, as the echo.
     """
 
-    def __init__(self, max_bytes: int = BYTES_MAX, repeated: Sequence[Callable[[], bytes]] = ()) -> None:
-        """`repeated` write values as they stand in events; they must write the same each time."""
+    def __init__(self, max_bytes: int = LOG_BYTES_MAX, repeated: Sequence[Callable[[], bytes]] = ()) -> None:
+        """Each of `repeated` returns a value as it is written in events, always the same."""
         self._max_bytes = max_bytes
         self._repeated: list[Callable[[], bytes]] = []
         self.echo_bytes = 0
@@ -53,10 +53,10 @@ class EventLog:
                 self.echo_bytes += size
         self._gaps: list[_Gap] = []
         self._data = bytearray()
-        # Ends of the events in `_data`, the first of which has the number `_first`.
+        # Ends of the events in `_data`; the first event has the number `_first`.
         self._ends = array("Q")
         self._first = 0
-        self._news: asyncio.Future[None] | None = None
+        self._new_events: asyncio.Future[None] | None = None
         self.is_over = False
 
     @property
@@ -79,30 +79,30 @@ class EventLog:
         self._wake()
 
     def skip(self, number: int) -> None:
-        """Forget all events: the next one has this number."""
+        """Drop all events: the next one has this number."""
         self._data.clear()
         self._gaps.clear()
         self._ends = array("Q")
         self._first = number
 
     def close(self) -> None:
-        """No more events come."""
+        """Mark the last event."""
         self.is_over = True
         self._wake()
 
     def check(self, place: ReaderPosition) -> None:
-        """Raises `EventsGone` when the next event of a reader is no longer kept."""
+        """Raises `EventsGone` if the next event of a reader was dropped."""
         if place.number < self._first:
             raise EventsGone
 
     def echo(self) -> bytes:
-        """The repeated values, for those who read. For any thread."""
+        """The repeated values, for readers. May run in any thread."""
         return b"".join(write() for write in self._repeated)
 
     async def read(self, place: ReaderPosition, timeout_s: float, echo: bytes = b"") -> tuple[bytes, ReaderPosition]:
-        """Events that follow `place`, and the place behind them. Nothing new on timeout, and at the end.
+        """Events that follow `place`, and the position after them. No bytes on timeout, and at the end.
 
-        They are whole, but for one that is larger than a read, which comes in pieces. Raises `EventsGone` for a reader
+        Events are whole, except one that is larger than a read, which comes in pieces. Raises `EventsGone` for a reader
         that is too slow.
         """
         self.check(place)
@@ -122,7 +122,7 @@ class EventLog:
         return self._ends[index - 1] if index else 0
 
     def _whole_events(self, index: int, begin: int) -> int:
-        """The end of the events from this one on that are one read and have no gap; `index` where there is none."""
+        """Index after the last whole event without a gap that fits into one read; `index` if there is none."""
         end = begin + READ_BYTES_MAX
         if gap := self._gaps_of(begin, end)[:1]:
             end = gap[0].at
@@ -139,12 +139,12 @@ class EventLog:
         begin += skipped
         piece = bytes(source[begin : min(end, begin + READ_BYTES_MAX)])
         is_whole = len(parts) == 1 and begin + len(piece) == end
-        return piece, ReaderPosition(place.number + 1) if is_whole else ReaderPosition(
-            place.number, place.offset + len(piece)
-        )
+        if is_whole:
+            return piece, ReaderPosition(place.number + 1)
+        return piece, place._replace(offset=place.offset + len(piece))
 
     def _parts(self, index: int, echo: bytes) -> list[tuple[bytes | bytearray, int, int]]:
-        """The buffers in which an event is, from where to where."""
+        """Slices of buffers that make up an event."""
         begin, end = self._begin(index), self._ends[index]
         parts: list[tuple[bytes | bytearray, int, int]] = []
         for gap in self._gaps_of(begin, end):
@@ -157,7 +157,7 @@ class EventLog:
         return [gap for gap in self._gaps if begin <= gap.at < end]
 
     def _leave_out(self, data: bytes) -> bytes:
-        """Events without the repeated values, whose places are kept."""
+        """Return the events without the repeated values, and note the gaps."""
         parts: list[bytes | tuple[int, int]] = [data]
         echoed = 0
         for write in self._repeated:
@@ -177,18 +177,18 @@ class EventLog:
         return b"".join(kept)
 
     async def _wait(self, timeout_s: float) -> None:
-        if self._news is None:
-            self._news = asyncio.get_running_loop().create_future()
-        # Shared by all readers: one that gives up must not cancel it.
-        await asyncio.wait({self._news}, timeout=timeout_s)
+        if self._new_events is None:
+            self._new_events = asyncio.get_running_loop().create_future()
+        # All readers share the future, so a timeout must not cancel it.
+        await asyncio.wait({self._new_events}, timeout=timeout_s)
 
     def _wake(self) -> None:
-        if self._news is not None:
-            self._news.set_result(None)
-            self._news = None
+        if self._new_events is not None:
+            self._new_events.set_result(None)
+            self._new_events = None
 
     def _drop_older_half(self) -> None:
-        """At least one event where there are two; the newest stays, however large."""
+        """Drop at least one event of two; the newest stays, however large."""
         count = min(max(1, bisect_left(self._ends, len(self._data) // 2)), len(self._ends) - 1)
         if count <= 0:
             return

@@ -1,8 +1,8 @@
-"""Canonical events as the output items of a response, with the events that tell of each step."""
+"""Output items of a response from canonical events, with the stream events of each step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol, assert_never
+from typing import Final, assert_never
 
 import msgspec
 from msgspec import UNSET
@@ -21,39 +21,29 @@ COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"
 
 
-class _Open(Protocol):
-    """The item that is being written."""
-
-    @property
-    def kind(self) -> DeltaKind: ...
-    def start(self) -> Events: ...
-    def snapshot(self, status: str) -> out.Item: ...
-    def finish(self, status: str) -> Events: ...
-
-
 class ResponseOutput:
-    """The items of one response so far. Owned by its encoder. Ids are made of the response's, so they are its own."""
+    """The items of one response so far. Owned by its encoder. Item ids are derived from the response's `stem`.
+
+    With `is_sealed` reasoning is also sent as `encrypted_content`.
+    """
 
     def __init__(self, stem: str, forms: Mapping[str, ToolIdentity], is_sealed: bool) -> None:
         self._stem = stem
         self.forms = forms
-        # Whether reasoning is also sent as `encrypted_content`.
         self.is_sealed = is_sealed
         self._done: list[out.Item] = []
-        self._open: _Open | None = None
-        # Of the newest call, as they were written.
-        self._arguments: list[str] = []
-        # Of text that the parser still holds back.
+        self._open: _Message | _Reasoning | _Call | None = None
+        # Log-probabilities whose text the parser still holds back.
         self._early_logprobs: list[ContentLogprob] = []
-        # Number of those that were taken.
+        # Number of deltas so far.
         self.deltas = 0
         self.finish: Finish | None = None
         self.usage: Usage | None = None
 
-    def take(self, delta: Delta) -> Events:
+    def add(self, delta: Delta) -> Events:
         """Events for a delta."""
         self.deltas += 1
-        events = self._take(delta)
+        events = self._add(delta)
         if delta.finish is not None:
             self.finish, self.usage = delta.finish, delta.usage
         return events
@@ -62,41 +52,33 @@ class ResponseOutput:
         """End the last item: incomplete if the tokens ran out."""
         status = INCOMPLETE if self.finish is Finish.LENGTH else COMPLETED
         if self._open is None and not self._done:
-            # Clients expect an answer, though an empty one.
-            return self._opened(_Message(self._item_id("msg"), 0)) + self._finish(status)
+            # Clients expect a message, even if it is empty.
+            return self._start(_Message(self._item_id("msg"), 0)) + self._finish(status)
         return self._finish(status)
 
     def items(self) -> list[out.Item]:
-        """All items, the open one as far as it is."""
+        """All items, the open one with its content so far."""
         return self._done if self._open is None else [*self._done, self._open.snapshot(INCOMPLETE)]
 
-    def _take(self, delta: Delta) -> Events:
+    def _add(self, delta: Delta) -> Events:
         match delta.kind:
             case DeltaKind.TEXT:
-                return self._take_text(delta)
+                return self._add_text(delta)
             case DeltaKind.REASONING:
-                return self._take_reasoning(delta.text) if delta.text else []
+                return self._add_reasoning(delta.text) if delta.text else []
             case DeltaKind.TOOL_BEGIN:
-                self._arguments = []
-                return self._finish(COMPLETED) + self._opened(self._call(_tool(delta)))
+                assert delta.tool is not None, "the first delta of a call names its tool"
+                return self._finish(COMPLETED) + self._start(self._call(delta.tool))
             case DeltaKind.TOOL_ARGS:
-                assert isinstance(self._open, _Call | _CustomCall), "arguments come after the beginning of a call"
-                self._arguments.append(delta.text)
+                assert isinstance(self._open, _Call), "arguments come after the beginning of a call"
                 return self._open.add(delta.text) if delta.text else []
             case DeltaKind.TOOL_END:
-                return self._finish(COMPLETED if self._is_call_whole() else INCOMPLETE)
+                assert isinstance(self._open, _Call), "the end of a call comes after its arguments"
+                return self._finish(COMPLETED if self._open.has_json else INCOMPLETE)
             case _:
                 assert_never(delta.kind)
 
-    def _is_call_whole(self) -> bool:
-        """Whether the arguments are JSON; a call that broke off must not look as if it could be run."""
-        try:
-            msgspec.json.decode("".join(self._arguments), type=msgspec.Raw)
-        except msgspec.DecodeError:
-            return False
-        return True
-
-    def _take_text(self, delta: Delta) -> Events:
+    def _add_text(self, delta: Delta) -> Events:
         logprobs = [] if delta.logprobs is None else chat_logprobs(delta.logprobs)
         if isinstance(self._open, _Message):
             return self._open.add(delta.text, logprobs) if delta.text or logprobs else []
@@ -104,29 +86,28 @@ class ResponseOutput:
         if not delta.text:
             return []
         logprobs, self._early_logprobs = self._early_logprobs, []
-        message = _Message(self._item_id("msg"), len(self._done) + (self._open is not None))
-        return self._finish(COMPLETED) + self._opened(message) + message.add(delta.text, logprobs)
+        events = self._finish(COMPLETED)
+        message = _Message(self._item_id("msg"), len(self._done))
+        return events + self._start(message) + message.add(delta.text, logprobs)
 
-    def _take_reasoning(self, text: str) -> Events:
+    def _add_reasoning(self, text: str) -> Events:
         if isinstance(self._open, _Reasoning):
             return self._open.add(text)
         events = self._finish(COMPLETED)
         reasoning = _Reasoning(self._item_id("rs"), len(self._done), self.is_sealed)
-        return events + self._opened(reasoning) + reasoning.add(text)
+        return events + self._start(reasoning) + reasoning.add(text)
 
-    def _call(self, tool: ToolCallDelta) -> _Open:
+    def _call(self, tool: ToolCallDelta) -> "_Call":
         form = self.forms.get(tool.name) or ToolIdentity(tool.name)
-        index = len(self._done)
-        if form.is_custom:
-            return _CustomCall(self._item_id("ctc"), index, tool.call_id, form)
-        return _Call(self._item_id("fc"), index, tool.call_id, form)
+        prefix, call = ("ctc", _CustomCall) if form.is_custom else ("fc", _Call)
+        return call(self._item_id(prefix), len(self._done), tool.call_id, form)
 
     def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._stem}{len(self._done) + (self._open is not None):04x}"
+        return f"{prefix}_{self._stem}{len(self._done):04x}"
 
-    def _opened(self, item: _Open) -> Events:
+    def _start(self, item: "_Message | _Reasoning | _Call") -> Events:
         self._open = item
-        if item.kind is not DeltaKind.TEXT:
+        if not isinstance(item, _Message):
             self._early_logprobs = []
         return item.start()
 
@@ -139,24 +120,12 @@ class ResponseOutput:
         return events
 
 
-def _tool(delta: Delta) -> ToolCallDelta:
-    assert delta.tool is not None, "a tool delta names its tool"
-    return delta.tool
-
-
-# -- the items -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Message:
     id: str
     index: int
     texts: list[str] = field(default_factory=list[str])
     logprobs: list[ContentLogprob] = field(default_factory=list[ContentLogprob])
-
-    @property
-    def kind(self) -> DeltaKind:
-        return DeltaKind.TEXT
 
     def start(self) -> Events:
         return [
@@ -190,10 +159,6 @@ class _Reasoning:
     index: int
     is_sealed: bool
     texts: list[str] = field(default_factory=list[str])
-
-    @property
-    def kind(self) -> DeltaKind:
-        return DeltaKind.REASONING
 
     def start(self) -> Events:
         return [
@@ -229,8 +194,13 @@ class _Call:
     texts: list[str] = field(default_factory=list[str])
 
     @property
-    def kind(self) -> DeltaKind:
-        return DeltaKind.TOOL_BEGIN
+    def has_json(self) -> bool:
+        """Whether the arguments are JSON. A call that broke off must not look as if it could be run."""
+        try:
+            msgspec.json.decode("".join(self.texts), type=msgspec.Raw)
+        except msgspec.DecodeError:
+            return False
+        return True
 
     def start(self) -> Events:
         return [out.ItemAdded(self.index, self.snapshot(IN_PROGRESS))]
@@ -251,21 +221,13 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _CustomCall:
-    id: str
-    index: int
-    call_id: str
-    form: ToolIdentity
+class _CustomCall(_Call):
+    """A call of a custom tool, whose free-form input is read from the arguments."""
+
     reader: InputReader = field(default_factory=InputReader)
 
-    @property
-    def kind(self) -> DeltaKind:
-        return DeltaKind.TOOL_BEGIN
-
-    def start(self) -> Events:
-        return [out.ItemAdded(self.index, self.snapshot(IN_PROGRESS))]
-
     def add(self, text: str) -> Events:
+        self.texts.append(text)
         return self._delta(self.reader.feed(text))
 
     def snapshot(self, status: str) -> out.Item:

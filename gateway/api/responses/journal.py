@@ -1,6 +1,6 @@
-"""Journals: a file for each background response that runs, by which the next daemon goes on with it.
+"""Journals: a file for each running background response, from which the next daemon resumes it.
 
-Events are shown to clients only once their tokens are written, so that no client ever has more than the file.
+Events are shown to clients only once their tokens are written, so no client ever has more than the file.
 """
 
 import asyncio
@@ -32,63 +32,64 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SUFFIX: Final = ".journal"
-# From one write of all journals to the next: a frame of a screen, and for fast models a write for several tokens.
-PACE_S: Final = 0.02
-# How long events wait for the disk. Then they are shown, and their response ends with its daemon.
-STALL_S: Final = 2.0
-# The same for the request, which may be large.
-CREATE_S: Final = 10.0
-FULL: Final = "the journals of all, or those of its key, fill [server] response_journal"
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-_SYSCTL: Final = ("/usr/sbin/sysctl", "-n", "kern.bootsessionuuid")
-_SYSCTL_S: Final = 5.0
+# Minimum time between two writes of all journals: about a frame of a screen, and several tokens of a fast model.
+WRITE_INTERVAL_S: Final = 0.02
+# Events wait this long for the disk, and the creation of a file, which holds a large request, this long. Then the
+# journal is abandoned: its response ends with the daemon.
+WRITE_TIMEOUT_S: Final = 2.0
+CREATE_TIMEOUT_S: Final = 10.0
+_JOURNALS_FULL: Final = "the journals of all, or those of its key, fill [server] response_journal"
+_BOOT_ID_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID_COMMAND: Final = ("/usr/sbin/sysctl", "-n", "kern.bootsessionuuid")
+_BOOT_ID_TIMEOUT_S: Final = 5.0
 
 
 @cache
 def boot_id() -> str:
-    """The boot of this machine, which a power cut ends; empty where the system does not say."""
+    """Id of this boot of the machine; empty where the system has none."""
     try:
-        if _BOOT_ID.exists():
-            return _BOOT_ID.read_text().strip()
-        return subprocess.run(_SYSCTL, capture_output=True, text=True, timeout=_SYSCTL_S, check=True).stdout.strip()
+        if _BOOT_ID_FILE.exists():
+            return _BOOT_ID_FILE.read_text().strip()
+        return subprocess.run(
+            _BOOT_ID_COMMAND, capture_output=True, text=True, timeout=_BOOT_ID_TIMEOUT_S, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
 class ResponseJournal:
-    """The file of one response. Owned by its background; everything but the file itself belongs to the event loop.
+    """The file of one response. Everything but the file itself is used on the event loop only.
 
-    `is_sound` while what clients were shown is in the file. When that cannot be kept, the file goes and the events are
-    shown without it.
+    `is_sound` while the file has everything that clients were shown. If it can no longer be written, it is deleted,
+    and events are shown without it. `owner` is the key in whose share of the limit it counts. `file` is open for
+    appending; it is None while it is being created, and once it is closed.
     """
 
     def __init__(
         self, journals: "ResponseJournals", path: Path, show: Callable[[bytes], None], owner: str = ""
     ) -> None:
         self.path = path
-        # The key whose share of the room it takes.
         self.owner = owner
         self.is_sound = True
-        # Open for appending; None while it is being created, and once it is closed.
         self.file: int | None = None
         self.size_bytes = 0
         self._journals = journals
         self._show = show
         self._records: list[bytes] = []
-        # Events of records that are written or wait for it, and how many of these the writing thread has.
+        # Events that wait for their records to be written; the first `_writing` of them are with the writing thread.
         self._unshown: list[bytes] = []
-        self._taken = 0
+        self._writing = 0
         self._settled: asyncio.Future[None] | None = None
 
-    def put(self, record: Record | None, events: bytes) -> None:
-        """Write a record, and show its events once that is done. Without a record they only keep their order."""
+    def append(self, record: Record | None, events: bytes) -> None:
+        """Write a record, then show its events. Events without a record are shown in their order."""
         if not self.is_sound or (record is None and not self._unshown):
             self._show(events)
             return
         if record is not None:
             frame = framed(record)
             if not self._journals.reserve(self, len(frame)):
-                self.give_up(FULL)
+                self.abandon(_JOURNALS_FULL)
                 self._show(events)
                 return
             self._records.append(frame)
@@ -96,53 +97,51 @@ class ResponseJournal:
         self._journals.wake(self)
 
     async def settle(self) -> None:
-        """Return once everything before is shown. The journals' patience bounds it."""
+        """Return once all earlier events are shown, at the latest after WRITE_TIMEOUT_S."""
         if self._unshown:
             if self._settled is None:
                 self._settled = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._settled)
 
     async def leave(self) -> None:
-        """Write the rest, to the disk itself, and close the file for the next daemon."""
-        self.put(ShutdownRecord(), b"")
+        """Write the rest, sync it to the disk, and close the file for the next daemon."""
+        self.append(ShutdownRecord(), b"")
         await self.settle()
         if self.is_sound:
             await self._journals.close_file(self, is_kept=True)
 
     async def remove(self) -> None:
-        """Delete the file, once what it stood for is kept elsewhere, or is to be nowhere."""
+        """Delete the file, once the response is stored, or is not to be stored."""
         await self.settle()
         if self.is_sound:
             self._show_all()
             await self._journals.close_file(self, is_kept=False)
 
-    def give_up(self, reason: str) -> None:
-        """Go on without the file."""
+    def abandon(self, reason: str) -> None:
+        """Continue without the file."""
         if self.is_sound:
             self._journals.note_loss(self, reason)
             self._show_all()
 
     def _show_all(self) -> None:
-        """From now on events are shown without being written."""
+        """Show all events, and later ones without writing them."""
         self.is_sound = False
         self._records = []
-        unshown, self._unshown, self._taken = self._unshown, [], 0
+        unshown, self._unshown, self._writing = self._unshown, [], 0
         for events in unshown:
             self._show(events)
         self._note_settled()
 
-    # For the journals.
-
-    def take(self) -> bytes:
-        """Frames for the writing thread."""
-        data, self._records, self._taken = b"".join(self._records), [], len(self._unshown)
+    def begin_write(self) -> bytes:
+        """Return the frames for the writing thread."""
+        data, self._records, self._writing = b"".join(self._records), [], len(self._unshown)
         return data
 
-    def written(self) -> None:
-        """Show the events of the records that were taken: they are in the file."""
+    def end_write(self) -> None:
+        """Show the events whose records are in the file now."""
         if not self.is_sound:
             return
-        shown, self._unshown, self._taken = self._unshown[: self._taken], self._unshown[self._taken :], 0
+        shown, self._unshown, self._writing = self._unshown[: self._writing], self._unshown[self._writing :], 0
         for events in shown:
             if events:
                 self._show(events)
@@ -156,12 +155,11 @@ class ResponseJournal:
 
 
 class ResponseJournals:
-    """The folder of the journals. Belongs to the event loop, and its files to its threads.
+    """The folder of the journals. Used on the event loop only; its threads work on the files.
 
-    Records of all journals are written together, by a thread that is given the next ones when it is done with the last:
-    the more there is, the less each costs. Files are created, read and deleted by another one, so that no large request
-    holds up the tokens of others. `limit_bytes` is for all files; 0 keeps none. While `has_others` says that several
-    keys share it, one may fill half.
+    A thread writes the records of all journals together, one batch after the other, so that a loaded disk gets larger
+    batches. Another thread creates, reads and deletes files, so that no large request delays the tokens of others.
+    `limit_bytes` is for all files; 0 turns journals off. One key may fill half of it while `has_others`.
     """
 
     def __init__(
@@ -176,30 +174,30 @@ class ResponseJournals:
         self._has_others = has_others
         self._problems = problems
         self._writer = ThreadPoolExecutor(1, "journal")
-        self._keeper = ThreadPoolExecutor(1, "journals")
+        self._opener = ThreadPoolExecutor(1, "journals")
         self._used_bytes = 0
         self._held = Counter[str]()
         self._dirty: dict[ResponseJournal, None] = {}
         self._writing: list[ResponseJournal] = []
-        self._began = -PACE_S
+        self._began = -WRITE_INTERVAL_S
         self._next: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def create(
         self, response_id: str, asked: JournaledRequest, about_bytes: int, show: Callable[[bytes], None]
     ) -> ResponseJournal:
-        """The journal of a new response, whose request takes about so many bytes. One that cannot be is not sound."""
+        """Create the journal of a new response, of about this many bytes. It is not sound if there is no room."""
         journal = ResponseJournal(self, self._folder / f"{response_id}{SUFFIX}", show, asked.key or "")
         if not self.is_on:
             journal.is_sound = False
         elif not self.reserve(journal, about_bytes):
-            journal.give_up(FULL)
+            journal.abandon(_JOURNALS_FULL)
         else:
             self._open(journal, about_bytes, lambda: _create(journal.path, asked, boot_id()))
         return journal
 
     def reopen(self, path: Path, content: ContentRecord, show: Callable[[bytes], None]) -> ResponseJournal:
-        """The journal of a response that goes on: `BeginRecord` follows what it holds."""
+        """Reopen the journal of a response that is resumed, and append a `BeginRecord`."""
         journal = ResponseJournal(self, path, show, content.asked.key or "")
         self._take(journal, content.whole_bytes)
         self._open(journal, content.whole_bytes, lambda: _reopen(path, content.whole_bytes, boot_id()))
@@ -209,31 +207,29 @@ class ResponseJournals:
     def is_on(self) -> bool:
         return self._limit_bytes() > 0
 
-    async def names(self) -> list[Path]:
-        """The files that earlier daemons left, the oldest first."""
-        return await self._keep(lambda: _names(self._folder))
+    async def paths(self) -> list[Path]:
+        """Files that earlier daemons left, the oldest first."""
+        return await self._on_files(lambda: _paths(self._folder))
 
     async def read(self, path: Path) -> ContentRecord:
         """Raises `NotUnderstood` and `OSError`."""
-        return await self._keep(lambda: parsed(path.read_bytes()))
+        return await self._on_files(lambda: parsed(path.read_bytes()))
 
     async def discard(self, path: Path) -> None:
-        """Delete a file that no response goes on from."""
+        """Delete a file from which no response is resumed."""
         with contextlib.suppress(OSError):
-            await self._keep(lambda: path.unlink(missing_ok=True))
+            await self._on_files(lambda: path.unlink(missing_ok=True))
 
     def close(self) -> None:
         """Finish what was begun. The last call."""
         for timer in (self._timer, self._next):
             if timer is not None:
                 timer.cancel()
-        self._keeper.shutdown()
+        self._opener.shutdown()
         self._writer.shutdown()
 
-    # For a journal.
-
     def reserve(self, journal: ResponseJournal, size_bytes: int) -> bool:
-        """Whether there is room for so many bytes more, which is taken then."""
+        """Reserve so many bytes more. Returns False if there is no room."""
         limit = self._limit_bytes()
         is_within_share = self._held[journal.owner] + size_bytes <= share_bytes(limit, self._has_others())
         has_room = self._used_bytes + size_bytes <= limit and is_within_share
@@ -242,13 +238,13 @@ class ResponseJournals:
         return has_room
 
     def wake(self, journal: ResponseJournal) -> None:
-        """It has something to write or to show."""
+        """Schedule a write for a journal with records or events."""
         if journal.file is not None:
             self._dirty[journal] = None
             self._schedule()
 
     def note_loss(self, journal: ResponseJournal, reason: str) -> None:
-        """A journal is given up: its file is deleted, behind what is being written."""
+        """Count and log the loss of a journal, and delete its file after the current write."""
         self._problems["journal"] += 1
         log.error("background response %s will not survive a restart: %s", journal.path.stem, reason)
         self._dirty.pop(journal, None)
@@ -258,11 +254,11 @@ class ResponseJournals:
             self._writer.submit(_close, file, journal.path, False)
 
     async def close_file(self, journal: ResponseJournal, *, is_kept: bool) -> None:
-        """Close a file behind what is being written."""
+        """Close a file after the current write."""
         file, journal.file = journal.file, None
         self._dirty.pop(journal, None)
         self._free(journal)
-        # One that was closed for the next daemon is deleted by its path.
+        # A file that was closed for the next daemon is deleted by its path.
         if file is not None or not is_kept:
             await asyncio.wrap_future(self._writer.submit(_close, file, journal.path, is_kept))
 
@@ -280,16 +276,16 @@ class ResponseJournals:
 
     def _open(self, journal: ResponseJournal, about_bytes: int, open_file: Callable[[], int]) -> None:
         loop = asyncio.get_running_loop()
-        patience = loop.call_later(CREATE_S, journal.give_up, "the disk does not keep up")
+        timeout = loop.call_later(CREATE_TIMEOUT_S, journal.abandon, "the disk does not keep up")
 
         def opened(future: Future[int]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # The loop has ended.
                 loop.call_soon_threadsafe(note, future)
 
         def note(future: Future[int]) -> None:
-            patience.cancel()
+            timeout.cancel()
             if (error := future.exception()) is not None:
-                journal.give_up(f"its file cannot be written: {error}")
+                journal.abandon(f"its file cannot be written: {error}")
             elif not journal.is_sound:
                 self._writer.submit(_close, future.result(), journal.path, False)
             else:
@@ -297,14 +293,14 @@ class ResponseJournals:
                 self._take(journal, os.fstat(journal.file).st_size - about_bytes)
                 self.wake(journal)
 
-        self._keeper.submit(open_file).add_done_callback(opened)
+        self._opener.submit(open_file).add_done_callback(opened)
 
     def _schedule(self) -> None:
-        """Write what is there: at once, or when it is time again."""
+        """Write now, or WRITE_INTERVAL_S after the last write."""
         if self._writing or self._next is not None:
             return
         loop = asyncio.get_running_loop()
-        wait_s = self._began + PACE_S - loop.time()
+        wait_s = self._began + WRITE_INTERVAL_S - loop.time()
         if wait_s <= 0:
             self._write()
         else:
@@ -319,11 +315,11 @@ class ResponseJournals:
         self._dirty = {}
         self._began = loop.time()
         if self._timer is None:
-            self._timer = loop.call_later(STALL_S, self._check)
-        frames = [(journal.file, journal.take()) for journal in self._writing]
+            self._timer = loop.call_later(WRITE_TIMEOUT_S, self._check)
+        frames = [(journal.file, journal.begin_write()) for journal in self._writing]
 
         def done(future: Future[list[OSError | None]]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # The loop has ended.
                 loop.call_soon_threadsafe(self._note_written, future.result())
 
         self._writer.submit(_append, frames).add_done_callback(done)
@@ -332,33 +328,30 @@ class ResponseJournals:
         written, self._writing = self._writing, []
         for journal, error in zip(written, errors, strict=True):
             if error is None:
-                journal.written()
+                journal.end_write()
             else:
-                journal.give_up(f"its file cannot be written: {error}")
+                journal.abandon(f"its file cannot be written: {error}")
         if self._dirty:
             self._schedule()
 
     def _check(self) -> None:
-        # Armed once for many writes: it looks at the newest when it fires.
+        # One timer serves many writes, and checks the newest when it fires.
         loop = asyncio.get_running_loop()
         self._timer = None
         if not self._writing:
             return
-        left_s = self._began + STALL_S - loop.time()
+        left_s = self._began + WRITE_TIMEOUT_S - loop.time()
         if left_s <= 0:
             for journal in [*self._writing, *self._dirty]:
-                journal.give_up("the disk does not keep up")
-        # Those that come while the thread is still at it wait no longer than this either.
-        self._timer = loop.call_later(left_s if left_s > 0 else STALL_S, self._check)
+                journal.abandon("the disk does not keep up")
+        # Records that arrive while the thread still writes wait no longer than this either.
+        self._timer = loop.call_later(left_s if left_s > 0 else WRITE_TIMEOUT_S, self._check)
 
-    async def _keep(self, action: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._keeper.submit(action))
-
-
-# In the threads.
+    async def _on_files(self, action: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._opener.submit(action))
 
 
-def _names(folder: Path) -> list[Path]:
+def _paths(folder: Path) -> list[Path]:
     try:
         return sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
     except OSError:
@@ -369,7 +362,7 @@ def _create(path: Path, asked: JournaledRequest, boot: str) -> int:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with contextlib.ExitStack() as undo:
-        undo.callback(_close, file, path, False)  # no half of a file stays
+        undo.callback(_close, file, path, False)
         _write_all(file, MAGIC + framed(asked) + framed(BeginRecord(boot)))
         undo.pop_all()
     return file
@@ -378,7 +371,7 @@ def _create(path: Path, asked: JournaledRequest, boot: str) -> int:
 def _reopen(path: Path, whole_bytes: int, boot: str) -> int:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     with contextlib.ExitStack() as undo:
-        undo.callback(os.close, file)  # the next daemon finds it as this one did
+        undo.callback(os.close, file)
         os.ftruncate(file, whole_bytes)
         _write_all(file, framed(BeginRecord(boot)))
         undo.pop_all()

@@ -1,4 +1,4 @@
-"""Records of a journal: what was asked, and each piece of the output, framed so that a cut or damaged end is seen."""
+"""Records of a journal: the request, then each piece of the output, framed so that a damaged end is detected."""
 
 import struct
 import zlib
@@ -16,17 +16,18 @@ from protocol.codec import UNREADABLE
 from protocol.from_worker import Delta
 from protocol.to_worker import Generate
 
-# Another form of the file has another first line: no version reads one that it does not know.
+# A file format has a first line of its own, so that no version reads a format that it does not know.
 MAGIC: Final = b"mlxd-journal 1\n"
-# Length and CRC-32 of a record.
+# Each record is preceded by its length and its CRC-32.
 _HEAD: Final = struct.Struct("<II")
 
 
 class JournaledRequest(Struct, frozen=True, omit_defaults=True):
-    """A background response before its first token, with all that its generation needs: the first record.
+    """First record: a background response before its first token, with everything that its generation needs.
 
-    `key` is the name of the key that asked; `path` is of the model's weights. `began` is wall-clock time, `limit_s` of
-    0 no limit. `inputs` are its input items as they are kept. `is_everybodys` of an anonymous caller.
+    `key` is the name of the caller's key, and `path` that of the model's weights. `began` is wall-clock time, and a
+    `limit_s` of 0 is no limit. `inputs` are its input items as they are stored. `is_everybodys` if the caller was
+    anonymous.
     """
 
     key: str | None
@@ -45,29 +46,31 @@ class JournaledRequest(Struct, frozen=True, omit_defaults=True):
 
 
 class BeginRecord(Struct, frozen=True, array_like=True, tag=1):
-    """A daemon writes from here on. `boot` is the boot of the machine; empty where it is not known."""
+    """Start of a daemon's records. `boot` is the id of the machine's boot; empty where it is not known."""
 
     boot: str
 
 
 class StartRecord(Struct, frozen=True, array_like=True, tag=2):
-    """A worker has it."""
+    """The request was given to a worker."""
 
 
 class DeltaRecord(Struct, frozen=True, array_like=True, tag=3):
-    """Deltas that were encoded together: so are they again, and their events get the same numbers."""
+    """Deltas that were encoded together; encoded together again, their events get the same numbers.
+
+    `left_out` are turns and tokens that were left out of the prompt.
+    """
 
     deltas: list[Delta]
-    # Turns and tokens of the prompt that were left out of it.
     left_out: tuple[int, int] = (0, 0)
 
 
 class ShutdownRecord(Struct, frozen=True, array_like=True, tag=4):
-    """The daemon ended in order: everything before is on the disk."""
+    """Orderly end of a daemon: all earlier records are on the disk."""
 
 
 class PlacementRecord(Struct, frozen=True, array_like=True, tag=5):
-    """Form of the model that generates the deltas from here on, at a peer perhaps."""
+    """Form of the model, here or at a peer, that generates the deltas from here on."""
 
     form: str
 
@@ -77,7 +80,7 @@ Record = BeginRecord | StartRecord | DeltaRecord | ShutdownRecord | PlacementRec
 
 @dataclass(frozen=True, slots=True)
 class ContentRecord:
-    """A journal as it was read; `whole_bytes` is where its last whole record ends."""
+    """Content of a journal; `whole_bytes` is where its last whole record ends."""
 
     asked: JournaledRequest
     records: list[Record]
@@ -85,7 +88,7 @@ class ContentRecord:
 
 
 class NotUnderstood(Exception):
-    """A file that is no journal, or that of another version."""
+    """A file is not a journal, or that of another version."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -94,7 +97,7 @@ _record: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def framed(record: Record | JournaledRequest) -> bytes:
-    """A record as it stands in the file."""
+    """Bytes of a record in the file."""
     payload = _encode(record)
     return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
@@ -119,7 +122,7 @@ def parsed(data: bytes) -> ContentRecord:
 
 
 def _payload(data: bytes, place: int) -> tuple[memoryview, int]:
-    """The record that begins at `place`, empty where there is none, and the end of it."""
+    """The record that begins at `place`, empty where there is none, and its end."""
     begin = place + _HEAD.size
     if begin > len(data):
         return memoryview(b""), place

@@ -1,4 +1,4 @@
-"""From a Responses request and the conversation before it to one `protocol.Generate`."""
+"""Lowering of a Responses request, with the conversation before it, to one `protocol.Generate`."""
 
 import base64
 import binascii
@@ -13,6 +13,7 @@ from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content
 from gateway.api.common.constraints import response_format
 from gateway.api.common.drafts import most_drafted, sparse_keep
+from gateway.api.common.sampling import sampling_values
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.lowering import derive_seed, template_kwargs
 from gateway.api.responses.request import ContentPart, InputItem, InputTokensRequest, ResponsesRequest, TextFormat
@@ -25,12 +26,11 @@ from protocol.to_worker import Constraint, Generate, Sampling
 
 T = TypeVar("T")
 
-JOINT: Final = "\n\n"
-# Marks reasoning that we have put into `encrypted_content`, for clients that send nothing else back.
+TEXT_SEPARATOR: Final = "\n\n"
+# Prefix of reasoning that we have put into `encrypted_content`, for clients that send nothing else back.
 SEAL: Final = "mlxd1."
-# What comes before the summary that a conversation was compacted to.
-SUMMARY: Final = "Summary of the conversation so far:\n"
-# What servers of others did in earlier turns: nothing here can show it to a model.
+SUMMARY_PREFIX: Final = "Summary of the conversation so far:\n"
+# Calls that other servers ran in earlier turns: nothing here can show them to a model.
 FOREIGN_ITEMS: Final = frozenset(
     {
         "web_search_call",
@@ -57,12 +57,12 @@ FOREIGN_ITEMS: Final = frozenset(
 
 
 def seal(reasoning: str) -> str:
-    """Reasoning as an opaque text: not encrypted, for it is the client's own."""
+    """Encode reasoning as an opaque text. It is not encrypted: it is the client's own."""
     return SEAL + base64.b64encode(reasoning.encode()).decode()
 
 
 def unseal(sealed: str | None) -> str | None:
-    """Reverse of `seal`; None for a text that it has not made, or that was damaged in transit."""
+    """Decode a text of `seal`; None for any other, or one that was damaged in transit."""
     if sealed is None or not sealed.startswith(SEAL):
         return None
     try:
@@ -74,9 +74,9 @@ def unseal(sealed: str | None) -> str | None:
 def lower_prompt(
     request: InputTokensRequest, box: Toolbox, history: Iterable[InputItem]
 ) -> tuple[ChatPrompt, list[str]]:
-    """The prompt, and what of the input is left out. References must have been resolved. Raises `BadRequest`.
+    """The prompt, and the names of the input items left out. References must be resolved. Raises `BadRequest`.
 
-    What is configured for the model is still to be said with `with_thinking`: it is not known yet.
+    The model is not known yet: `with_thinking` adds its configuration.
     """
     turns = _Turns()
     if isinstance(request.instructions, str):
@@ -89,9 +89,10 @@ def lower_prompt(
     if not messages:
         raise BadRequest("Missing required parameter: 'input'.", "input", "missing_required_parameter")
     kwargs = template_kwargs(request.chat_template_kwargs)
-    _constraint(request)  # what could not be answered is not counted either
+    # A request that cannot be answered is refused here, also where its tokens are only counted.
+    _constraint(request)
     messages = canonical.named_results(messages)
-    return canonical.chat_prompt(messages, box.use, lower_thinking(request), kwargs), turns.ignored
+    return canonical.chat_prompt(messages, box.policy, lower_thinking(request), kwargs), turns.ignored
 
 
 def lower_responses(
@@ -110,13 +111,7 @@ def lower_responses(
         next_rid(),
         canonical.with_thinking(prompt, thinking),
         Sampling(
-            temperature=first(request.temperature, defaults.temperature, 1.0),
-            top_p=first(request.top_p, defaults.top_p, 1.0),
-            top_k=max(int(first(request.top_k, defaults.top_k, 0)), 0),
-            min_p=first(request.min_p, defaults.min_p, 0.0),
-            repetition_penalty=first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
-            presence_penalty=first(request.presence_penalty, defaults.presence_penalty, 0.0),
-            frequency_penalty=first(request.frequency_penalty, defaults.frequency_penalty, 0.0),
+            **sampling_values(request, defaults),
             seed=derive_seed(seed, 0),
         ),
         max_tokens=defaults.max_tokens if request.max_output_tokens is None else request.max_output_tokens,
@@ -129,13 +124,6 @@ def lower_responses(
         truncate=-1 if request.truncation == "auto" else 0,
         sparse_keep=sparse_keep(request.sparse_prefill),
     )
-
-
-def first(asked: float | None, configured: float | None, default: float) -> float:
-    """The request's word, the model's configuration, or OpenAI's default."""
-    if asked is not None:
-        return asked
-    return default if configured is None else configured
 
 
 def _constraint(request: InputTokensRequest) -> Constraint | None:
@@ -157,7 +145,7 @@ def _constraint(request: InputTokensRequest) -> Constraint | None:
 
 
 def _as_chat(wanted: TextFormat) -> dict[str, Any]:
-    """The one difference: chat nests what a schema comes with."""
+    """Nest the fields of a schema as chat's `response_format` does."""
     if wanted.type != "json_schema":
         return {"type": wanted.type}
     schema = None if wanted.schema is UNSET else wanted.schema
@@ -165,12 +153,9 @@ def _as_chat(wanted: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
 
 
-# -- items to turns --------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Turns:
-    """Items in order, as turns: what the assistant thought, said and called between two others' turns is one."""
+    """Turns from items in order. Reasoning, texts and calls between two turns of others are one assistant's turn."""
 
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     ignored: list[str] = field(default_factory=list[str])
@@ -203,9 +188,11 @@ class _Turns:
                 self._flush()
                 call_id = _required(item.call_id, f"{where}.call_id")
                 output = _required(item.output, f"{where}.output")
-                self.messages.append(canonical.tool_result(call_id, "", _content(output, f"{where}.output", JOINT)))
+                self.messages.append(
+                    canonical.tool_result(call_id, "", _content(output, f"{where}.output", TEXT_SEPARATOR))
+                )
             case "compaction" if (summary := unseal(item.encrypted_content)) is not None:
-                self.add_system(f"{SUMMARY}{summary}")
+                self.add_system(f"{SUMMARY_PREFIX}{summary}")
             case "item_reference":
                 raise BadRequest(f"Item with id {(item.id or '')[:100]!r} not found.", where, "item_not_found")
             case kind if kind in FOREIGN_ITEMS:
@@ -222,9 +209,9 @@ class _Turns:
                 self._texts.append(canonical.only_text(_content(content, place, ""), place))
             case "user":
                 self._flush()
-                self.messages.append(canonical.user(_content(content, place, JOINT)))
+                self.messages.append(canonical.user(_content(content, place, TEXT_SEPARATOR)))
             case "system" | "developer":
-                self.add_system(canonical.only_text(_content(content, place, JOINT), place))
+                self.add_system(canonical.only_text(_content(content, place, TEXT_SEPARATOR), place))
             case None:
                 raise BadRequest(f"Missing required parameter: '{where}.role'.", f"{where}.role")
             case role:
@@ -234,10 +221,12 @@ class _Turns:
                 raise BadRequest(message, f"{where}.role", "invalid_value")
 
     def _flush(self) -> None:
-        """End the assistant's turn, if one is open; reasoning that nothing came of is not shown again."""
+        """End the assistant's turn. Reasoning without a text or call after it is dropped."""
         if self._texts or self._calls:
-            reasoning = JOINT.join(filter(None, self._reasoning)) or None
-            self.messages.append(canonical.assistant(JOINT.join(filter(None, self._texts)), self._calls, reasoning))
+            reasoning = TEXT_SEPARATOR.join(filter(None, self._reasoning)) or None
+            self.messages.append(
+                canonical.assistant(TEXT_SEPARATOR.join(filter(None, self._texts)), self._calls, reasoning)
+            )
         self._reasoning, self._texts, self._calls = [], [], []
 
 
@@ -250,13 +239,13 @@ def _call(item: InputItem, where: str) -> Call:
 
 
 def _reasoning(item: InputItem) -> str:
-    """Text of a reasoning item: in full, as sealed by us, or at least its summary."""
+    """Text of a reasoning item: its content, else the sealed text, else its summary."""
     content = item.content if isinstance(item.content, list) else []
     if text := "".join(part.text or "" for part in content):
         return text
     if sealed := unseal(item.encrypted_content):
         return sealed
-    return JOINT.join(part.text or "" for part in item.summary or ())
+    return TEXT_SEPARATOR.join(part.text or "" for part in item.summary or ())
 
 
 def _content(content: str | list[ContentPart], where: str, joint: str) -> Content:

@@ -1,4 +1,4 @@
-"""The request body of OpenAI's Responses API. Items are one tolerant struct: their `type` says which fields count."""
+"""Request bodies of OpenAI's Responses API. Items of all types are one struct: their `type` selects its fields."""
 
 from typing import Annotated, Any, ClassVar, Final
 
@@ -24,9 +24,9 @@ from gateway.api.openai.request import (
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import DETAILS
 
-# Accepted because they ask for nothing that a local server does, whatever their value.
+# Accepted with any value, because a local server has nothing to do for them.
 NO_ACTION: Final = frozenset({"client_metadata", "prompt_cache_retention", "stream_options", "service_tier"})
-# As the document tells of them; tools that are OpenAI's own are taken and left out.
+# Schemas of the OpenAPI document. Tools of OpenAI's own are accepted and left out.
 TOOL: Final = typed(
     "function",
     "custom",
@@ -68,7 +68,10 @@ class ContentPart(Struct, frozen=True, omit_defaults=True):
 
 
 class InputItem(Struct, frozen=True, omit_defaults=True):
-    """An input item of any type, and an output item that comes back. Without a type it is a message or a reference."""
+    """An input item of any type, or an output item that is sent back. Without a type it is a message or a reference.
+
+    It is also listed to clients, so fields that were not given are left out.
+    """
 
     hint: ClassVar = {
         "anyOf": [
@@ -94,7 +97,6 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
 
     type: str | None = None
     id: str | None = None
-    # An `InputItem` is also what is listed to clients: what was never given is left out.
     role: Annotated[str, words("user", "assistant", "system", "developer")] | None = None
     content: str | list[ContentPart] | None = None
     status: str | None = None
@@ -110,14 +112,14 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
 
     @property
     def kind(self) -> str:
-        """The type, also where the client left it out."""
+        """The type, deduced where the client left it out."""
         if self.type is not None:
             return self.type
         return "item_reference" if self.role is None and self.content is None else "message"
 
 
-class ReasoningWish(ReasoningSpec, frozen=True):
-    """A summary cannot be made here: what was thought is sent as it is."""
+class SummarizedReasoning(ReasoningSpec, frozen=True):
+    """Reasoning with fields for a summary, which are ignored: reasoning is sent in full."""
 
     summary: str | None = None
     generate_summary: str | None = None
@@ -131,7 +133,7 @@ class TextFormat(Struct, frozen=True):
     strict: bool | UnsetType | None = UNSET
 
 
-class TextWish(Struct, frozen=True):
+class TextSpec(Struct, frozen=True):
     format: TextFormat | None = None
     verbosity: str | None = None
 
@@ -157,10 +159,10 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
         Annotated[str, words("auto", "none", "required")] | Annotated[dict[str, Any], shape(TOOL_CHOICE)] | None
     ) = None
     parallel_tool_calls: bool | None = None
-    reasoning: ReasoningWish | None = None
-    text: TextWish | None = None
+    reasoning: SummarizedReasoning | None = None
+    text: TextSpec | None = None
     truncation: Annotated[str, words("auto", "disabled")] | None = None
-    # How other servers, and chat, spell how much to think.
+    # Spellings of the effort in chat and on other servers.
     reasoning_effort: Effort | None = None
     thinking: AnthropicThinking | None = None
     enable_thinking: bool | None = None
@@ -176,7 +178,7 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
-    """`POST /v1/responses`. What comes after `user` is not OpenAI's, but other servers take it."""
+    """`POST /v1/responses`. The fields after `user` are those of other servers."""
 
     stream: bool | None = None
     store: bool | None = None
@@ -197,13 +199,12 @@ class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     top_k: TopK | None = None
     min_p: Unit | None = None
     seed: Seed | None = None
-    # Ours: whether next tokens are drafted, and at most how many at a time.
+    # mlxd's own fields.
     speculate: Speculate | None = None
-    # Ours: whether of a long prompt only what matters most is run, and how much of it.
     sparse_prefill: SparsePrefill | None = None
 
     def includes(self, what: str) -> bool:
-        """Whether the client wants this extra."""
+        """Whether `include` has this extra."""
         return what in (self.include or ())
 
 
@@ -223,10 +224,10 @@ def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
 
 
 def decode_count(body: bytes) -> tuple[InputTokensRequest, list[str]]:
-    """Takes a whole request too. Raises `BadRequest`."""
+    """The request, which may have all fields of a response's, and the names of ignored ones. Raises `BadRequest`."""
     request, unknown = _count.decode(body)
     _refuse_unserved(request)
-    # All of a prompt is counted.
+    # The whole prompt is counted.
     return request, [*unknown, "truncation"] if request.truncation == "auto" else unknown
 
 

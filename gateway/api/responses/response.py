@@ -1,4 +1,4 @@
-"""Answers of the Responses API: the response, its items, its stream events. A struct's tag is its `type`."""
+"""Answers of the Responses API: the response, its items and its stream events. The tag of a struct is its `type`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,8 +11,6 @@ from gateway.api.openai.response import ContentLogprob
 from gateway.api.responses.request import InputItem as InputItem
 from gateway.errors import ApiError
 from protocol.from_worker import Usage
-
-# -- items -----------------------------------------------------------------------------------------------------------
 
 
 class OutputText(Struct, frozen=True, tag="output_text"):
@@ -36,7 +34,7 @@ class OutputMessage(Struct, frozen=True, tag="message"):
 
 
 class ReasoningItem(Struct, frozen=True, tag="reasoning"):
-    """`encrypted_content` is there when it was asked for."""
+    """Reasoning, with `encrypted_content` if the request includes it."""
 
     id: str
     content: list[ReasoningText]
@@ -64,23 +62,21 @@ class CustomToolCall(Struct, frozen=True, tag="custom_tool_call"):
 
 Item = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
-# -- the response ----------------------------------------------------------------------------------------------------
-
 
 class InputDetails(Struct, frozen=True):
+    """Parts of the input tokens. Counts of media, and of a sparse prefill, are left out where they are 0."""
+
     cached_tokens: int
     cache_write_tokens: int = 0
-    # As chat tells them, where there are any.
     image_tokens: int | UnsetType = UNSET
     video_tokens: int | UnsetType = UNSET
     audio_tokens: int | UnsetType = UNSET
-    # Of a sparse prefill.
     kept_tokens: int | UnsetType = UNSET
 
     @classmethod
     def of(cls, usage: Usage) -> "InputDetails":
-        told = (usage.image_tokens, usage.video_tokens, usage.audio_tokens, usage.kept)
-        return cls(usage.cached, 0, *(count or UNSET for count in told))
+        counts = (usage.image_tokens, usage.video_tokens, usage.audio_tokens, usage.kept)
+        return cls(usage.cached, 0, *(count or UNSET for count in counts))
 
 
 class ReasoningTokens(Struct, frozen=True):
@@ -111,7 +107,7 @@ class ErrorInfo(Struct, frozen=True):
 
     @classmethod
     def of(cls, error: ApiError) -> "ErrorInfo":
-        """In the few words of the published list; Codex reads one more, of a prompt that is too long."""
+        """Map an error to the published codes, and to one more that Codex reads."""
         if error.code == "context_length_exceeded":
             return cls(error.code, error.message)
         if error.status == 429:
@@ -144,7 +140,7 @@ class TextEcho(Struct, frozen=True):
 
 
 class Response(Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
-    """A response at any moment. `user` is left out when it was not given: null is not allowed there."""
+    """State of a response. `user` is left out where it was not given, because null is not allowed there."""
 
     id: str
     created_at: int
@@ -185,7 +181,7 @@ class DeletedResponse(Struct, frozen=True, tag_field="object", tag="response"):
 
 
 class CompactedResponse(Struct, frozen=True, tag_field="object", tag="response.compaction"):
-    """A conversation made short: user messages, and an item of type `compaction` for the rest."""
+    """A compacted conversation: user messages, and an item of type `compaction` for the rest."""
 
     id: str
     created_at: int
@@ -204,9 +200,6 @@ class ItemList(Struct, frozen=True, tag_field="object", tag="list"):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-# -- stream events: each gets its `sequence_number` when it is written -------------------------------------------------
 
 
 class _InItem(Struct, frozen=True):
@@ -317,14 +310,14 @@ Event = (
 )
 
 _encode: Final = msgspec.json.Encoder().encode
-# Fields of a response that a request fills, without a bound but that of its body.
+# Fields of a response that echo the request, limited in size only by its body.
 _ECHOED: Final = (
     "instructions", "tools", "tool_choice", "text", "metadata", "user", "prompt_cache_key", "safety_identifier",
 )  # fmt: skip
 
 
 def echoes(response: Response) -> list[Callable[[], bytes]]:
-    """Writers of what a response tells of its request, of any size, as it stands in each of its events."""
+    """Writers of the echoed fields, each as it is written in all events of the response."""
     return [partial(_field, name, getattr(response, name)) for name in _ECHOED]
 
 
@@ -332,22 +325,17 @@ def _field(name: str, value: object) -> bytes:
     return b'"%b":%b' % (name.encode(), _encode(value)) if value is not UNSET else b""
 
 
-def event_bytes(event: Event, sequence_number: int) -> bytes:
-    """One server-sent event."""
-    tag = type(event).__struct_config__.tag
-    return b'event: %b\ndata: %b,"sequence_number":%d}\n\n' % (str(tag).encode(), _encode(event)[:-1], sequence_number)
-
-
 def error_bytes(code: str, message: str, sequence_number: int) -> bytes:
-    """The event of a stream that cannot go on, though its response may."""
+    """The event that ends a stream but not its response."""
     fields = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": sequence_number}
     return b"event: error\ndata: %b\n\n" % _encode(fields)
 
 
 def stream_bytes(events: Iterable[Event], sequence_number: int) -> tuple[bytes, int]:
-    """Events numbered from here on, and the number of the next one."""
+    """Server-sent events numbered from `sequence_number`, and the next number."""
     parts: list[bytes] = []
     for event in events:
-        parts.append(event_bytes(event, sequence_number))
+        tag = str(type(event).__struct_config__.tag).encode()
+        parts.append(b'event: %b\ndata: %b,"sequence_number":%d}\n\n' % (tag, _encode(event)[:-1], sequence_number))
         sequence_number += 1
     return b"".join(parts), sequence_number

@@ -1,4 +1,4 @@
-"""Resumption: background responses that an earlier daemon left, which this one goes on with at its start."""
+"""Resumption of background responses that an earlier daemon left, at the start of this one."""
 
 import asyncio
 import logging
@@ -44,26 +44,28 @@ from protocol.to_worker import Generate
 PATH: Final = "/v1/responses"
 log = logging.getLogger(__name__)
 
-# Daemons in a row that ended before they had a token of it: perhaps it is what ends them.
-FRUITLESS_MAX: Final = 5
-# How long a model that only peers have is waited for, and how often it is looked for.
-PEERS_S: Final = 30.0
-LOOK_S: Final = 0.2
-# Numbers that are left out where clients may have had more events than are in the journal: so many never were there.
-GAP: Final = 1 << 24
+# A response for which more daemons in a row ended without a token may be what ends them.
+FRUITLESS_DAEMONS_MAX: Final = 5
+# How long to wait for a model that only peers have.
+PEERS_TIMEOUT_S: Final = 30.0
+PEERS_POLL_S: Final = 0.2
+# Event numbers to skip where clients may have had events that the journal lost, more than there can be.
+LOST_EVENTS_MAX: Final = 1 << 24
 
 
 @dataclass(slots=True)
 class ReplayedResponse:
-    """A journal as its response has it: the tokens so far, and how many daemons in a row had none."""
+    """Outcome of a journal: the tokens so far, and how many daemons in a row generated none.
+
+    `left_out` are turns and tokens that were left out of its prompt.
+    """
 
     token_ids: list[int] = field(default_factory=list[int])
     fruitless: int = 0
-    # Turns and tokens that were left out of its prompt.
     left_out: tuple[int, int] = (0, 0)
 
     def rest_of(self, generate: Generate, rid: int, deadline_ms: int) -> Generate:
-        """The request for what is missing."""
+        """The request for the missing tokens."""
         is_cut = generate.truncate != 0 and len(self.token_ids) > 0
         return msgspec.structs.replace(
             generate,
@@ -75,7 +77,7 @@ class ReplayedResponse:
 
 
 class Resumption:
-    """Reads what is left, once, before the daemon serves."""
+    """Resumes each journal once, before the daemon serves."""
 
     def __init__(
         self, services: Services, history: ResponseHistory, journals: ResponseJournals, backgrounds: Backgrounds
@@ -86,11 +88,11 @@ class Resumption:
         self._backgrounds = backgrounds
 
     async def run(self) -> None:
-        """Begin to go on with all of them. One that cannot be leaves the others alone."""
-        for path in await self._journals.names():
+        """Start all responses. One that fails does not affect the others."""
+        for path in await self._journals.paths():
             try:
                 await self._resume(path)
-            except Exception:  # The root of what a start does for one file.
+            except Exception:  # The root of the work for one file.
                 self._services.metrics.unhandled_errors += 1
                 log.exception("journal %s: its response does not go on", path.name)
 
@@ -103,11 +105,11 @@ class Resumption:
         background = Background(asked.key or "", self._run(asked))
         records = [*content.records, BeginRecord(journal.boot_id())]
         replayed = await self._services.bodies.work(content.whole_bytes, replay, background, records)
-        background.record_in(self._journals.reopen(path, content, background.events.add))
+        background.journal = self._journals.reopen(path, content, background.events.add)
         log.info("background response %s goes on after %d tokens", background.id, len(replayed.token_ids))
         is_whole = background.run.output.finish is not None
-        work = self._finish(background) if is_whole else self._go_on(background, asked, replayed)
-        self._backgrounds.hold(background, work)
+        work = self._finish(background) if is_whole else self._continue(background, asked, replayed)
+        self._backgrounds.register(background, work)
 
     async def _content(self, path: Path) -> ContentRecord | None:
         if not self._journals.is_on:
@@ -119,7 +121,7 @@ class Resumption:
             return None
 
     async def _has_ended(self, asked: JournaledRequest) -> bool:
-        """Whether its end is kept. A daemon that was killed may not have kept its beginning yet."""
+        """Whether its end is stored. A daemon that was killed may not have stored its beginning."""
         try:
             stored = await self._history.get(asked.key or "", asked.response.id)
         except ResponseNotFound:
@@ -138,10 +140,10 @@ class Resumption:
         await background.complete()
         await self._backgrounds.end(background)
 
-    async def _go_on(self, background: Background, asked: JournaledRequest, replayed: ReplayedResponse) -> None:
+    async def _continue(self, background: Background, asked: JournaledRequest, replayed: ReplayedResponse) -> None:
         with ExitStack() as held:
             try:
-                generation = await self._entered(background, asked, replayed, held)
+                generation = await self._enter(background, asked, replayed, held)
             except ApiError as error:
                 log.warning("background response %s does not go on: %s", background.id, error.message)
                 await background.fail(error)
@@ -150,12 +152,12 @@ class Resumption:
             leases = held.pop_all()
         await self._backgrounds.run(background, generation, leases)
 
-    async def _entered(
+    async def _enter(
         self, background: Background, asked: JournaledRequest, replayed: ReplayedResponse, held: ExitStack
     ) -> Generation:
-        """Its generation, as any request has to be admitted. Raises `ApiError`."""
+        """Its generation, which is admitted as any request. Raises `ApiError`."""
         services = self._services
-        if replayed.fruitless > FRUITLESS_MAX:
+        if replayed.fruitless > FRUITLESS_DAEMONS_MAX:
             raise Unavailable("The server was restarted too often while it was generating this response.")
         if asked.is_everybodys and not services.keyring.is_open:
             raise Unauthorized("This response was asked for without an API key, and there are keys by now.", None)
@@ -188,12 +190,9 @@ class Resumption:
     async def _model(
         self, background: Background, asked: JournaledRequest, resolve: Callable[[], ModelConfig], form: str | None
     ) -> ModelConfig:
-        """The model that it was asked of; one that only peers have once a peer has it in the same form.
-
-        Raises `ApiError`.
-        """
+        """Its model. If only peers have it, wait until a peer has it in the same form. Raises `ApiError`."""
         services, loop = self._services, asyncio.get_running_loop()
-        end = loop.time() + PEERS_S
+        end = loop.time() + PEERS_TIMEOUT_S
         while True:
             try:
                 model = resolve()
@@ -209,11 +208,11 @@ class Resumption:
             if services.admission.is_draining:
                 background.leave()
             background.check()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(PEERS_POLL_S)
 
 
 def replay(background: Background, records: list[JournalRecord]) -> ReplayedResponse:
-    """Give a response the events of its journal, with the numbers that they had. For any thread."""
+    """Restore a response's events from its journal, with their numbers. May run in any thread."""
     encoder, events = background.encoder, background.events
     events.add(encoder.queued())
     replayed = ReplayedResponse()
@@ -222,9 +221,9 @@ def replay(background: Background, records: list[JournalRecord]) -> ReplayedResp
     for record in records:
         match record:
             case BeginRecord():
-                # After a power cut, clients may have had events of which the disk knows nothing.
+                # Clients may have had events that the disk lost in a power cut.
                 if boot is not None and not is_certain and not (boot and record.boot == boot):
-                    events.skip(encoder.skip(GAP))
+                    events.skip(encoder.skip(LOST_EVENTS_MAX))
                 boot = record.boot
                 replayed.fruitless += 1
             case StartRecord():

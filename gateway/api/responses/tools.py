@@ -1,20 +1,20 @@
-"""Tools of a Responses request: as the prompt offers them, and as their calls are returned to the client."""
+"""Tools of a Responses request, in the forms of the prompt and of the client."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
 from msgspec import Struct
 
 from gateway.api.common.canonical import FunctionTool, ToolMode, ToolPolicy, sendable
+from gateway.api.common.decode import converted
 from gateway.api.responses.request import InputTokensRequest
 from gateway.errors import BadRequest
 
-# Between a namespace and the name of a function in it: names may hold letters, digits, `_` and `-` only.
-SEPARATOR: Final = "__"
-# A custom tool is shown as a function with this one string.
+# Joins a namespace and the name of a function in it: names contain only letters, digits, `_` and `-`.
+NAMESPACE_SEPARATOR: Final = "__"
+# The only parameter, a string, of the function that stands for a custom tool.
 INPUT: Final = "input"
-# Run by OpenAI's servers, or known to its models only: left out, and named in `x-mlxd-ignored`.
+# Tools that OpenAI's servers run, or only its models know: they are left out, and named in `x-mlxd-ignored`.
 FOREIGN: Final = frozenset(
     {
         "web_search",
@@ -38,7 +38,7 @@ _CHOICES: Final = {"auto": ToolMode.AUTO, "none": ToolMode.NONE, "required": Too
 
 
 class InputGrammar(Struct, frozen=True):
-    """Format of a custom tool's input: described to the model, not enforced."""
+    """Format of a custom tool's input, which the prompt describes and nothing enforces."""
 
     type: str = "text"
     syntax: str = ""
@@ -76,60 +76,54 @@ class ToolIdentity:
     is_custom: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Toolbox:
-    """The tools of one request: as the model sees them, by name as the client knows them, and as they are echoed."""
+    """Tools of one request: those of the prompt, their client names by the model's, the echo, and ignored tools."""
 
-    use: ToolPolicy
+    policy: ToolPolicy
     forms: dict[str, ToolIdentity]
     echo: list[dict[str, Any]]
     ignored: list[str]
 
 
-@dataclass(slots=True)
-class _Collected:
-    tools: list[FunctionTool] = field(default_factory=list[FunctionTool])
-    forms: dict[str, ToolIdentity] = field(default_factory=dict[str, ToolIdentity])
-    ignored: list[str] = field(default_factory=list[str])
-
-
 def toolbox(request: InputTokensRequest) -> Toolbox:
     """Raises `BadRequest`."""
-    collected = _Collected()
-    echo: list[dict[str, Any]] = []
+    tools: list[FunctionTool] = []
+    box = Toolbox(ToolPolicy(), {}, [], [])
     for index, raw in enumerate(request.tools or ()):
         where = f"tools[{index}]"
-        spec = _convert(raw, ResponseTool, where)
-        _collect(spec, "", where, collected)
-        echo.append(
+        spec = converted(raw, ResponseTool, where)
+        _collect(spec, "", where, tools, box)
+        box.echo.append(
             {"description": None, "parameters": None, **raw, "strict": bool(spec.strict)}
             if spec.type == "function"
             else raw
         )
-    use = _use(request, collected)
-    return Toolbox(use.check("tool_choice"), collected.forms, echo, collected.ignored)
+    box.policy = _policy(request, tuple(tools)).check("tool_choice")
+    return box
 
 
 def flat_name(name: str, namespace: str | None) -> str:
     """The name under which the model knows a function."""
-    return f"{namespace}{SEPARATOR}{name}" if namespace else name
+    return f"{namespace}{NAMESPACE_SEPARATOR}{name}" if namespace else name
 
 
-def _collect(spec: ResponseTool, namespace: str, where: str, found: _Collected) -> None:
+def _collect(spec: ResponseTool, namespace: str, where: str, tools: list[FunctionTool], box: Toolbox) -> None:
+    """Add a tool, or the tools of a namespace, to `tools` and `box`."""
     match spec.type:
         case "function" | "custom":
             if not spec.name:
                 raise BadRequest(f"Missing required parameter: '{where}.name'.", f"{where}.name")
             tool = _function(spec, namespace, where) if spec.type == "function" else _custom(spec, namespace)
-            found.tools.append(tool)
+            tools.append(tool)
             if spec.type == "custom" and spec.format is not None and spec.format.definition:
-                found.ignored.append("tools.custom.format")
-            found.forms[tool.name] = ToolIdentity(spec.name, namespace, spec.type == "custom")
+                box.ignored.append("tools.custom.format")
+            box.forms[tool.name] = ToolIdentity(spec.name, namespace, spec.type == "custom")
         case "namespace" if not namespace:
             for index, inner in enumerate(spec.tools or ()):
-                _collect(inner, spec.name, f"{where}.tools[{index}]", found)
+                _collect(inner, spec.name, f"{where}.tools[{index}]", tools, box)
         case kind if kind in FOREIGN:
-            found.ignored.append(f"tools.{kind}")
+            box.ignored.append(f"tools.{kind}")
         case kind:
             message = f"Invalid value for '{where}.type': {kind[:50]!r} is not a type of tool."
             raise BadRequest(message, f"{where}.type", "invalid_value")
@@ -141,7 +135,7 @@ def _function(spec: ResponseTool, namespace: str, where: str) -> FunctionTool:
 
 
 def _custom(spec: ResponseTool, namespace: str) -> FunctionTool:
-    """Free-form text as the one string of a function; a grammar is told in the description."""
+    """A function with one string for the free-form text; its description has the grammar."""
     description = spec.description or ""
     if spec.format is not None and spec.format.definition:
         grammar = f"The {INPUT} must match this {spec.format.syntax or 'lark'} grammar:\n{spec.format.definition}"
@@ -151,20 +145,17 @@ def _custom(spec: ResponseTool, namespace: str) -> FunctionTool:
     return FunctionTool(flat_name(spec.name, namespace), description, parameters, False)
 
 
-# -- the choice among them -------------------------------------------------------------------------------------------
-
-
-def _use(request: InputTokensRequest, found: _Collected) -> ToolPolicy:
-    tools, is_parallel = tuple(found.tools), request.parallel_tool_calls is not False
+def _policy(request: InputTokensRequest, tools: tuple[FunctionTool, ...]) -> ToolPolicy:
+    is_parallel = request.parallel_tool_calls is not False
     choice = request.tool_choice
     if choice is None or isinstance(choice, str):
         return ToolPolicy(tools, _mode(choice or "auto", "tool_choice"), is_parallel=is_parallel)
-    spec = _convert(choice, ChoiceSpec, "tool_choice")
+    spec = converted(choice, ChoiceSpec, "tool_choice")
     match spec.type:
         case "function" | "custom":
             return ToolPolicy(tools, ToolMode.NAMED, flat_name(spec.name, spec.namespace), is_parallel)
         case "allowed_tools":
-            allowed = {flat_name(one.name, one.namespace) for one in spec.tools or ()}
+            allowed = {flat_name(tool.name, tool.namespace) for tool in spec.tools or ()}
             kept = tuple(tool for tool in tools if tool.name in allowed)
             return ToolPolicy(kept, _mode(spec.mode, "tool_choice.mode"), is_parallel=is_parallel)
         case kind:
@@ -175,12 +166,3 @@ def _mode(word: str, param: str) -> ToolMode:
     if word not in _CHOICES:
         raise BadRequest(f"Invalid value for '{param}': {word[:40]!r}.", param, "invalid_value")
     return _CHOICES[word]
-
-
-def _convert(raw: dict[str, Any], struct: type[Any], where: str) -> Any:
-    try:
-        return msgspec.convert(raw, struct)
-    except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
-        param = where + path.rstrip("`")
-        raise BadRequest(f"Invalid value for '{param}': {what}.", param, "invalid_value") from None

@@ -196,7 +196,7 @@ async def test_it_needs_the_store(gateway: Gateway, tmp_path: Path) -> None:
 
 async def test_a_refusal_is_told_at_once(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await gateway.client.post(PATH, json=asking(model="nope"))).status_code == 404
-    monkeypatch.setattr(background, "RUNNING_OF_KEY", 1)
+    monkeypatch.setattr(background, "RUNNING_PER_KEY_MAX", 1)
     made = (await gateway.client.post(PATH, json=asking(5000))).json()
     refused = await gateway.client.post(PATH, json=asking())
     await gateway.client.post(f"{PATH}/{made['id']}/cancel")

@@ -311,7 +311,7 @@ async def test_a_disk_that_hangs_holds_up_events_for_a_moment_only(
         release.wait(60)
         write(file, data)
 
-    monkeypatch.setattr(journals, "STALL_S", 0.1)
+    monkeypatch.setattr(journals, "WRITE_TIMEOUT_S", 0.1)
     async with running(tmp_path, SLOW) as gateway:
         made = await started(gateway, max_output_tokens=100)
         monkeypatch.setattr(journals, "_write_all", hang)
@@ -517,7 +517,7 @@ async def test_what_is_off_leaves_nothing(tmp_path: Path) -> None:
 async def test_one_that_may_be_what_ends_its_gateways_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resumption, "FRUITLESS_MAX", 2)
+    monkeypatch.setattr(resumption, "FRUITLESS_DAEMONS_MAX", 2)
     async with running(tmp_path, SLOW) as gateway:
         made = await started(gateway)
     for _ in range(2):

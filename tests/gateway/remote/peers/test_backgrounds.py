@@ -68,7 +68,7 @@ async def test_a_response_of_a_peers_model_goes_on_after_a_restart_of_the_door()
 async def test_a_response_does_not_go_on_at_a_peer_with_another_form_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(resumption, "PEERS_S", 2.0)
+    monkeypatch.setattr(resumption, "PEERS_TIMEOUT_S", 2.0)
     with short_home() as home, short_home() as far_home:
         key_file = key_for(far_home)
         async with running(far_home, SLOW, [MODEL]) as far, door(home, peer(far, key_file)) as near:
