@@ -86,7 +86,7 @@ class Services(Runtime):
         admission, requests, tasks = Admission(metrics.rejected), Requests(), TaskSet(metrics.unhandled_error)
         meter = LoadMeter(pool, requests, admission, metrics)
         fleet = Fleet(config, pool, link, metrics, tasks, lambda model: _here(meter, model))
-        live.look_elsewhere(fleet.find)
+        live.find_at_peers(fleet.find)
         metrics.loads = lambda: [(model.name, *_loads(meter, model)) for model in live.config.models.values()]
         bodies = Bodies(
             lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)

@@ -1,4 +1,4 @@
-"""Account of a request's tokens, times and ends: in its record, its model's metrics, the ledger and its key's bill."""
+"""Accounting of a request's tokens, times and ends: its record, its model's metrics, the ledger, its key's charge."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ _FINISHES: Final = {
 
 
 class TokenAccounting:
-    """Books what the sequences of one request bring. Owned by its generation, which passes every delta through it."""
+    """Counts the output of one request's sequences. Owned by its generation, which passes every delta through it."""
 
     def __init__(
         self, runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], record: RequestRecord
@@ -42,20 +42,20 @@ class TokenAccounting:
         if model.adapter:
             self._numbers.adapters[model.adapter] += len(generates)
         self._observe_gap = self._numbers.itl.observe
-        # Tokens of an earlier daemon, which it has charged nobody for.
-        self._had = sum(len(generate.resume) for generate in generates)
+        # Tokens of an earlier daemon, which it has not charged.
+        self._resumed_tokens = sum(len(generate.resume) for generate in generates)
         self._newest_token: dict[int, float] = {}
-        # Sequences of which the worker has told what they cost.
-        self._told = 0
+        # Sequences whose usage the worker has reported.
+        self._reported = 0
         self.tokens = 0
         self.ended: set[int] = set()
-        # That of an operator, or of scores without room, in place of the failure with which the worker ends it.
+        # Replaces the failure with which the worker ends a request that was cancelled, or has no room for its scores.
         self.cancelled: ApiError | None = None
-        # Why it cannot go on: set after everything before it was handed out.
+        # The error of a failed request, set once all output before it was returned.
         self.failure: ApiError | None = None
 
     def book(self, deltas: list[Delta]) -> list[Delta]:
-        """Count new deltas, and return those for the client: ERROR and ABORT end up in `failure`."""
+        """Count new deltas, and return those for the client: ERROR and ABORT become `failure`."""
         now = time.perf_counter()
         newest = self._newest_token
         for delta in deltas:
@@ -72,36 +72,32 @@ class TokenAccounting:
         return deltas
 
     def close(self, collector: Collector, unfinished: Sequence[int]) -> None:
-        """Book what was seen of sequences whose usage the worker did not tell; those `unfinished` were aborted."""
+        """Count sequences whose usage the worker did not report; those `unfinished` were aborted."""
         record = self._record
         for _ in unfinished:
             self._numbers.sequence_ended("abort", None)
             record.finishes.append("abort")
-        if self._told < self._sequences:
+        if self._reported < self._sequences:
             prompt, cached, completion = self._known(collector)
             record.prompt_tokens, record.cached_tokens, record.completion_tokens = prompt, cached, completion
             self._cut_phases(collector)
 
-    def charge(self, collector: Collector, bill: UsageCharge | None) -> None:
-        """Usage comes with the end; of what did not end, what is known counts."""
+    def charge(self, collector: Collector, usage: UsageCharge | None) -> None:
+        """Charge the reported usage, and the known tokens of sequences that did not end."""
         record = self._record
         prompt, cached, completion = self._known(collector)
         self._ledger.book(record.caller.key or "", self._model.name, self._sequences, prompt, cached, completion)
         record.is_booked = True
-        if bill is not None:
-            bill.prompt, bill.completion = prompt, completion
-
-    def leave(self) -> None:
-        """The request is over."""
-        self._numbers.e2e.observe(time.perf_counter() - self._record.started)
+        if usage is not None:
+            usage.prompt, usage.completion = prompt, completion
 
     def _known(self, collector: Collector) -> tuple[int, int, int]:
-        """Tokens of prompts, cached ones and completions, as the worker told at the end or as was seen until now."""
+        """Tokens of prompts, cached tokens and completions: as reported at the end, or as seen so far."""
         record = self._record
         return (
             max(record.prompt_tokens, sum(collector.accepted.values())),
             max(record.cached_tokens, sum(collector.cached.values())),
-            max(record.completion_tokens, self._had + self.tokens),
+            max(record.completion_tokens, self._resumed_tokens + self.tokens),
         )
 
     def _on_first_token(self, now: float) -> None:
@@ -110,7 +106,7 @@ class TokenAccounting:
             self._numbers.ttft.observe(self._record.first_token_s)
 
     def _book_ends(self, deltas: list[Delta]) -> list[Delta]:
-        """Book the terminal deltas among these, and keep failures apart."""
+        """Count the terminal deltas among these, and return those without a failure."""
         good: list[Delta] = []
         for delta in deltas:
             if delta.finish is None:
@@ -138,14 +134,14 @@ class TokenAccounting:
         if delta.usage is not None:
             if not record.served_by:
                 self._numbers.note_prefill(delta.usage)
-            self._told += 1
+            self._reported += 1
             record.prompt_tokens += delta.usage.prompt
             record.cached_tokens += delta.usage.cached
             record.completion_tokens += delta.usage.completion
             record.phases.add(delta.usage)
 
     def _cut_phases(self, collector: Collector) -> None:
-        """It ends before its worker could say where its time went: what was seen from here."""
+        """Estimate the phases of a request that ended before its worker reported them."""
         record = self._record
         began = collector.prefill_began_at
         # The collector's clock is the loop's.

@@ -1,5 +1,4 @@
-"""Leases on a model's queue: at most `max_running + max_waiting` sequences are inside at once, and of one key at most
-its share, so that what one key sends leaves room for the others."""
+"""Admission to a model's queue: at most `max_running + max_waiting` sequences at once, within each key's share."""
 
 import math
 import time
@@ -15,32 +14,31 @@ from gateway.errors import BadRequest, Overloaded, Unavailable
 RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
 DRAIN_RETRY_AFTER_S: Final = 5.0
-# Questions about tokens at once: of one key, of all models.
-QUESTIONS_OF_KEY: Final = 8
+# Concurrent requests to count or decode tokens, for all models.
+QUESTIONS_PER_KEY_MAX: Final = 8
 QUESTIONS_MAX: Final = 64
-# How much the newest request says about how long one takes.
-SMOOTHING: Final = 0.1
+# Weight of the newest request in the mean duration.
+MEAN_WEIGHT: Final = 0.1
 
 
 @dataclass(slots=True)
 class _Queue:
-    """One model's count. Owned by `Admission`."""
+    """Count of one model's sequences; `by_key` has keys with any. Owned by `Admission`."""
 
     bound: int
     slots: int
     inside: int = 0
     mean_s: float = 0.0
-    # Of each key that has any.
     by_key: Counter[str] = field(default_factory=Counter[str])
 
     def retry_after_s(self) -> float:
-        """About when the sequences inside will have made room for one more."""
+        """About when there will be room for one more sequence."""
         expected = self.mean_s * self.inside / self.slots / 2
         return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, math.ceil(expected)))
 
 
 class Admission:
-    """Counts leases per model. Everything happens on the event loop, without a wait: a full queue answers at once."""
+    """Counts leases per model, on the event loop only. A full queue refuses at once, without a wait."""
 
     def __init__(
         self, on_rejection: Callable[[str, str], None] | None = None, clock: Callable[[], float] = time.monotonic
@@ -49,23 +47,23 @@ class Admission:
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
         self._questions: Counter[str] = Counter()
-        # The daemon is about to end.
+        # Set before the daemon ends.
         self.is_draining = False
-        # It takes no new requests until an operator says otherwise, and stays up.
+        # Set by an operator, until an operator resets it.
         self.is_paused = False
 
     @property
     def takes_none(self) -> bool:
-        """Whether new requests are refused, for good or for a while."""
+        """Whether new requests are refused."""
         return self.is_draining or self.is_paused
 
     @contextmanager
     def lease(
         self, model: ModelConfig, sequences: int = 1, key: str | None = None, share: int = 100
     ) -> Generator[None, None, None]:
-        """Hold room for `sequences` of `model`, within `share` percent of its queue for the key that asks.
+        """Hold room for `sequences` of `model`, within the key's `share` percent of its queue.
 
-        Raises `BadRequest`, `Overloaded` or `Unavailable`; leaves nothing behind.
+        Raises `BadRequest`, `Overloaded` or `Unavailable`.
         """
         queue = self._admit(model, sequences, key or "", share)
         started = self._clock()
@@ -74,20 +72,20 @@ class Admission:
                 yield
         finally:
             taken = self._clock() - started
-            queue.mean_s = queue.mean_s + SMOOTHING * (taken - queue.mean_s) if queue.mean_s else taken
+            queue.mean_s = queue.mean_s + MEAN_WEIGHT * (taken - queue.mean_s) if queue.mean_s else taken
 
     @contextmanager
     def question(self, model: ModelConfig, key: str | None = None, share: int = 100) -> Generator[None, None, None]:
-        """Hold a place in the queue of `model` to ask it about tokens. Raises `Overloaded` or `Unavailable`."""
+        """Hold a place in the queue of `model` to count or decode tokens. Raises `Overloaded` or `Unavailable`."""
         questions = self._questions
-        if questions.total() >= QUESTIONS_MAX or (key is not None and questions[key] >= QUESTIONS_OF_KEY):
+        if questions.total() >= QUESTIONS_MAX or (key is not None and questions[key] >= QUESTIONS_PER_KEY_MAX):
             self._reject(model.name, "questions")
-            whose = "all" if key is None or questions[key] < QUESTIONS_OF_KEY else "this key's"
+            whose = "all" if key is None or questions[key] < QUESTIONS_PER_KEY_MAX else "this key's"
             raise Overloaded(
                 f"Too many concurrent requests to count or decode tokens, of {whose}. Try again.", RETRY_AFTER_MIN_S
             )
         name = key or ""
-        # How long it takes tells nothing about sequences.
+        # Its duration does not count in the mean, which is of generations.
         with self._inside(self._admit(model, 1, name, share), 1, name):
             questions[name] += 1
             try:
@@ -105,7 +103,7 @@ class Admission:
             raise Unavailable(reason, DRAIN_RETRY_AFTER_S, "draining")
 
     def check(self, model: ModelConfig, sequences: int, share: int = 100) -> None:
-        """Raises `BadRequest` for more sequences than the model's queue, or one key's part of it, ever has room for."""
+        """Raises `BadRequest` for more sequences than the model's queue, or one key's share of it, can ever hold."""
         most = _part(model.slots + model.max_waiting, share)
         if sequences > most:
             self._reject(model.name, "too_many_sequences")
@@ -118,7 +116,7 @@ class Admission:
         return queue.inside if queue else 0
 
     def mean_s(self, model: str) -> float:
-        """About how long a request of `model` takes; 0 before any has ended."""
+        """Mean duration of recent requests of `model`; 0 before any has ended."""
         queue = self._queues.get(model)
         return queue.mean_s if queue else 0.0
 

@@ -1,4 +1,4 @@
-"""Request bodies: the memory that all of them share, and the thread in which large ones are read and lowered."""
+"""Request bodies: the memory that they share, and the thread in which large ones are decoded and lowered."""
 
 import asyncio
 from collections import Counter, deque
@@ -15,13 +15,13 @@ from gateway.telemetry.metrics import BodyNumbers
 
 T = TypeVar("T")
 
-# What is made of a smaller body takes less time than it is worth to hand it to a thread.
+# Work on a smaller body takes less time than handing it to a thread.
 LARGE_BYTES: Final = 64 * 1024
-# How long a request waits for others to end when there is no room for its body, and then is told to come again.
-ROOM_WAIT_S: Final = 5.0
+# Longest wait of a request for memory for its body, after which it is refused.
+MEMORY_WAIT_S: Final = 5.0
 RETRY_AFTER_S: Final = 2.0
-# Of the machine's memory, where the configuration leaves it to us.
-_AUTO_PART: Final = 64
+# Part of the machine's memory that `auto` is: one 64th.
+_AUTO_DIVISOR: Final = 64
 _AUTO_MIN_BYTES: Final = 256 * 1024 * 1024
 
 
@@ -29,7 +29,7 @@ def memory_bytes(server: ServerConfig) -> int:
     """Memory limit of all bodies together."""
     if server.body_memory_bytes != "auto":
         return server.body_memory_bytes
-    return max(psutil.virtual_memory().total // _AUTO_PART, _AUTO_MIN_BYTES, server.max_body_bytes)
+    return max(psutil.virtual_memory().total // _AUTO_DIVISOR, _AUTO_MIN_BYTES, server.max_body_bytes)
 
 
 def share_bytes(server: ServerConfig, has_others: bool) -> int:
@@ -40,7 +40,7 @@ def share_bytes(server: ServerConfig, has_others: bool) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """One request that waits for room, and how much more."""
+    """One request that waits for memory, and how much."""
 
     owner: str
     size_bytes: int
@@ -48,11 +48,11 @@ class _Wait:
 
 
 class Bodies:
-    """The room for bodies. Everything but `work`'s action happens on the event loop.
+    """The memory for bodies. Everything but `work`'s action runs on the event loop.
 
-    A body counts as far as it has come until its request has ended: what was made of it lives as long. Requests that
-    find no room wait in order of arrival, small bodies before large ones. One whose key has its share holds up no
-    other key's.
+    The received part of a body counts until its request has ended, as long as its decoded form lives. Requests without
+    memory wait in order of arrival, small bodies before large ones. A request whose key has used up its share does not
+    delay those of other keys.
     """
 
     def __init__(self, limit_bytes: Callable[[], int], share_bytes: Callable[[], int] | None = None) -> None:
@@ -69,9 +69,9 @@ class Bodies:
         return BodyLease(self)
 
     async def work(self, size_bytes: int, action: Callable[..., T], *arguments: Any) -> T:
-        """Run `action` and return its result; in the thread when it works on a large body, one after the other.
+        """Run `action` and return its result. Actions on large bodies run in the thread, one after the other.
 
-        The interpreter is handed over between two calls into native code: none of them may take long.
+        A call into native code holds the interpreter's lock, so none may take long.
         """
         if size_bytes <= LARGE_BYTES:
             return action(*arguments)
@@ -79,11 +79,11 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._thread, action, *arguments)
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Finish all actions."""
         self._thread.shutdown()
 
     def take(self, owner: str, size_bytes: int, *, is_small: bool) -> bool:
-        """Whether there is room, which is taken then."""
+        """Reserve memory. Returns False if there is none."""
         must_wait = self._small or (self._large and not is_small)
         has_room = not must_wait and self._fits(size_bytes) and self._may_hold(owner, size_bytes)
         if has_room:
@@ -91,17 +91,17 @@ class Bodies:
         return has_room
 
     async def wait(self, owner: str, size_bytes: int, *, is_small: bool) -> None:
-        """Take room once there is some. Raises `Unavailable` when there is none in time."""
+        """Reserve memory once there is some. Raises `Unavailable` if there is none in time."""
         entry = _Wait(owner, size_bytes, asyncio.get_running_loop().create_future())
         waiting = self._small if is_small else self._large
         waiting.append(entry)
         self._admit()
         try:
-            async with asyncio.timeout(ROOM_WAIT_S):
+            async with asyncio.timeout(MEMORY_WAIT_S):
                 await entry.room
         except TimeoutError:
             if not entry.room.cancelled():
-                return  # it was given in the same turn of the loop
+                return  # Memory was granted in the same turn of the loop.
             self.numbers.refused += 1
             message = "The bodies of the requests that run fill the memory set aside for them."
             if not self._may_hold(owner, size_bytes):
@@ -117,12 +117,12 @@ class Bodies:
                 self._admit()
 
     def check(self, size_bytes: int) -> None:
-        """Raises `BodyTooLarge` for a body that no owner ever has room for."""
+        """Raises `BodyTooLarge` for a body that exceeds every owner's limit."""
         if size_bytes > (limit := self.largest_bytes()):
             raise BodyTooLarge(limit)
 
     def largest_bytes(self) -> int:
-        """Size of the largest body that an owner ever has room for."""
+        """Size of the largest body within an owner's limit."""
         return min(self._limit_bytes(), self._share_bytes())
 
     def give_back(self, owner: str, size_bytes: int) -> None:
@@ -159,18 +159,18 @@ class Bodies:
 
 
 class BodyLease:
-    """The room of one request. Owned by its record; closed when the request has ended."""
+    """Memory of one request's body. Owned by its record; closed when the request has ended."""
 
     __slots__ = ("_bodies", "owner", "size_bytes")
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
-        # The key whose share it is of. Set before the first byte.
+        # The key in whose share it counts, set before the first byte.
         self.owner = ""
         self.size_bytes = 0
 
     async def reach(self, size_bytes: int) -> None:
-        """Have room for so many bytes in all. Raises `Unavailable` or `BodyTooLarge`."""
+        """Reserve so many bytes in all, after a wait if needed. Raises `Unavailable` or `BodyTooLarge`."""
         more = size_bytes - self.size_bytes
         if more <= 0:
             return
@@ -181,11 +181,11 @@ class BodyLease:
         self.size_bytes = size_bytes
 
     def may_ever_hold(self, more_bytes: int) -> bool:
-        """Whether its owner has room for so many bytes more where it has nothing else."""
+        """Whether so many bytes more are within its owner's limit."""
         return self.size_bytes + more_bytes <= self._bodies.largest_bytes()
 
     def hold(self, more_bytes: int) -> bool:
-        """Whether there is room for so many bytes more now, which is taken then."""
+        """Reserve so many bytes more at once. Returns False if there is no memory."""
         if not more_bytes:
             return True
         if not self._bodies.take(self.owner, more_bytes, is_small=True):

@@ -1,4 +1,4 @@
-"""Defaults of a request where it is silent: from its profile, the model's table, then its `generation_config.json`."""
+"""Defaults of a request: from its profile, then the model's table, then its `generation_config.json`."""
 
 import json
 import logging
@@ -16,15 +16,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Struct)
 
-# What its makers recommend for sampling, as vLLM takes it over; the rest of the file is not about that.
-FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# A model that is not here may be downloaded at any time.
-RETRY_S: Final = 5.0
+# The sampling fields of `generation_config.json`, which vLLM uses too.
+SAMPLING_FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# A model whose files are missing may be downloaded at any time.
+MISSING_RETRY_S: Final = 5.0
 _NO_PROFILE: Final = ProfileConfig()
 
 
 class Defaults:
-    """Models with their defaults filled in. What was found in a model's folder counts until the next configuration."""
+    """Models with their defaults. Values from a model's folder stay until the next configuration."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,14 +32,14 @@ class Defaults:
         self._retry_at: dict[tuple[str, str], float] = {}
 
     def of(self, model: ModelConfig, profile: str = "") -> ModelConfig:
-        """`model` as a request of `profile` sees it. A profile that does not exist changes nothing."""
+        """`model` with the defaults of `profile`, which may be missing."""
         key = (model.full_name, profile)
         known = self._known.get(key)
         if known is not None and self._clock() < self._retry_at.get(key, float("inf")):
             return known
         own = recommended(model.path)
         if own is None:
-            self._retry_at[key] = self._clock() + RETRY_S
+            self._retry_at[key] = self._clock() + MISSING_RETRY_S
         else:
             self._retry_at.pop(key, None)
         chosen = model.profiles.get(profile, _NO_PROFILE)
@@ -53,7 +53,7 @@ class Defaults:
 
 
 def recommended(path: str) -> SamplingDefaults | None:
-    """The sampling that a model's makers recommend; None for a model that is not on this machine."""
+    """Sampling from a model's `generation_config.json`; None for a model that is not on this machine."""
     try:
         folder = find(path)
     except Unreadable:
@@ -70,8 +70,8 @@ def recommended(path: str) -> SamplingDefaults | None:
     return _usable(content, str(folder)) if isinstance(content, dict) else SamplingDefaults()
 
 
-def _usable(found: dict[str, Any], folder: str) -> SamplingDefaults:
-    values = {name: found[name] for name in FIELDS if found.get(name) is not None}
+def _usable(content: dict[str, Any], folder: str) -> SamplingDefaults:
+    values = {name: content[name] for name in SAMPLING_FIELDS if content.get(name) is not None}
     try:
         return msgspec.convert(values, SamplingDefaults)
     except msgspec.ValidationError as error:
@@ -80,6 +80,6 @@ def _usable(found: dict[str, Any], folder: str) -> SamplingDefaults:
 
 
 def over(stronger: T, weaker: T) -> T:
-    """The fields of `stronger`, and where one is None that of `weaker`."""
+    """`stronger`, with each field that is None taken from `weaker`."""
     pairs = ((name, getattr(stronger, name), getattr(weaker, name)) for name in stronger.__struct_fields__)
-    return msgspec.structs.replace(stronger, **{name: theirs for name, own, theirs in pairs if own is None})
+    return msgspec.structs.replace(stronger, **{name: other for name, own, other in pairs if own is None})

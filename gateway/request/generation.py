@@ -1,5 +1,6 @@
-"""One request from admission to its last event: what its client reads, its abort, what operators see of it."""
+"""One request from admission to its last event: its output, its abort, and its state for operators."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -24,9 +25,9 @@ from protocol.to_worker import Generate
 
 
 class Generation:
-    """The sequences of one request. A context manager: entering takes the leases, leaving gives everything back.
+    """The sequences of one request. Entering the context takes the leases, and leaving it releases them.
 
-    Entering raises `Overloaded`, `RateLimited` or `Unavailable`. Whatever is unfinished on leaving is aborted at once.
+    Entering raises `Overloaded`, `RateLimited` or `Unavailable`. Leaving aborts unfinished sequences at once.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class Generation:
         form: str = "",
         repeats: int = 1,
     ) -> None:
-        """`kind` is that of the model which such requests are for. `repeats` is how often the answer has the
-        log-probabilities of a prompt. One that `stays_here` is sent to no peer, nor is
-        one for anything but text, or for an adapter. With `form` it begins at a peer that has the model in it."""
+        """`kind` is the kind of model that the request needs, and the answer repeats a prompt's log-probabilities.
+
+        A request that `stays_here`, is not for text or names an adapter is sent to no peer. With `form` it begins at a
+        peer that has the model in that form.
+        """
         self._runtime = runtime
         self._model = model
         self._generates = [record.caller.bind(generate) for generate in generates]
@@ -57,16 +60,16 @@ class Generation:
         self._accounting = TokenAccounting(runtime, model, self._generates, record)
         self._scores = ScoreRoom(record.lease, repeats)
         self._held = ExitStack()
-        self._bill: UsageCharge | None = None
+        self._charge: UsageCharge | None = None
         self._collector: Collector | None = None
         self._numbers = runtime.metrics.model(model.name)
         self._seen_activity = 0.0
         self._seen_step = 0
-        # The next daemon goes on with it.
+        # The next daemon resumes it.
         self._is_left = False
 
     def __enter__(self) -> Self:
-        self._bill = self._held.enter_context(leases(self._runtime, self._model, self._generates, self))
+        self._charge = self._held.enter_context(leases(self._runtime, self._model, self._generates, self))
         return self
 
     def __exit__(
@@ -74,20 +77,18 @@ class Generation:
     ) -> None:
         collector = self._collector
         if collector is not None and not self._is_left:
-            # What is left to the next daemon is charged at its end.
-            self._accounting.charge(collector, self._bill)
+            # A request that is left to the next daemon is charged at its end there.
+            self._accounting.charge(collector, self._charge)
         self._held.close()
         if collector is not None:
             unfinished = [rid for rid in collector.rids if rid not in self._accounting.ended]
             if unfinished:
                 self._runtime.link.abort(unfinished, "client")
             self._accounting.close(collector, unfinished)
-        self._accounting.leave()
-
-    # -- starting ------------------------------------------------------------------------------------------------
+        self._numbers.e2e.observe(time.perf_counter() - self.record.started)
 
     def open_now(self) -> bool:
-        """Start on a worker that is ready, or at a peer. False when neither is: then `open` waits for a worker.
+        """Start on a worker that is ready, or at a peer. Returns False if there is neither; `open` waits for a worker.
 
         Raises `ApiError`.
         """
@@ -104,11 +105,9 @@ class Generation:
         self._collector = collector
         self._seen_step = self._newest_step()
 
-    # -- running -------------------------------------------------------------------------------------------------
-
     @property
     def is_open(self) -> bool:
-        """Whether it was given to a worker. From then on the loss of a worker is nothing but a pause."""
+        """Whether it was given to a worker. From then on it survives the loss of a worker."""
         return self._collector is not None
 
     @property
@@ -122,12 +121,12 @@ class Generation:
 
     @property
     def failure(self) -> ApiError | None:
-        """Why it cannot go on: set by a read after everything before it was handed out."""
+        """The error of a failed request, set once all output before it was read."""
         return self._accounting.failure
 
     @property
     def form(self) -> str:
-        """The form of the model that generates it, where peers have a part in it; empty if it is not known."""
+        """The form of the model that generates it, if peers may serve it; empty if it is not known."""
         return self._opener.form
 
     @property
@@ -137,13 +136,13 @@ class Generation:
 
     @property
     def headers(self) -> list[Header]:
-        """Of the answer, as far as they are known."""
+        """Headers of the answer known so far."""
         named = [*relaxed_header(self.relaxed), *truncated_header(self.left_out)]
         return [*self.record.headers, *named, *served_by_header(self.record.served_by)]
 
     @property
     def left_out(self) -> tuple[int, int]:
-        """Turns and tokens that were left out of its prompt, as far as that is known."""
+        """Turns and tokens that were left out of its prompt, as far as known."""
         return (0, 0) if self._collector is None else self._collector.left_out
 
     @property
@@ -167,14 +166,13 @@ class Generation:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Prompt tokens processed and in all, of the sequence whose worker told it last."""
+        """Prompt tokens processed and in all, of the sequence that reported last."""
         return None if self._collector is None else self._collector.progress
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens processed so far, of the sequence whose worker told it last."""
-        progress = None if self._collector is None else self._collector.progress
-        return 0 if progress is None else progress[0]
+        """Prompt tokens processed so far, of the sequence that reported last."""
+        return 0 if self.progress is None else self.progress[0]
 
     @property
     def generated_tokens(self) -> int:
@@ -186,22 +184,22 @@ class Generation:
 
     @property
     def state(self) -> str:
-        """`queued`, `loading`, `prefill` or `decode`: where the sequence that is furthest stands."""
+        """`queued`, `loading`, `prefill` or `decode`: the state of its most advanced sequence."""
         if self._opener.is_waiting:
             return "loading" if self._opener.is_loading else "queued"
         if self.record.first_token_s is not None:
             return "decode"
-        return "queued" if self._collector is None or self._collector.progress is None else "prefill"
+        return "queued" if self.progress is None else "prefill"
 
     def cancel(self) -> None:
-        """Cancel it as an operator: its client gets an error that says so."""
+        """Cancel it as an operator. Its client gets an error with that cause."""
         if self.is_done or self._accounting.cancelled is not None:
             return
         self._accounting.cancelled = Cancelled()
         self._stop("cancelled", self._accounting.cancelled)
 
     def _hold_scores(self, rid: int, prompt_tokens: int) -> None:
-        """Make room for the scores of a prompt, or end the request: its client gets the error that says why."""
+        """Reserve memory for the scores of a prompt, or end the request with an error."""
         try:
             self._scores.hold(next(each for each in self._generates if each.rid == rid), prompt_tokens)
         except ApiError as error:
@@ -210,7 +208,7 @@ class Generation:
                 self._runtime.link.stop(self._opened().rids, "no room for the scores of its prompt")
 
     def leave(self) -> None:
-        """End it here, for the next daemon to go on with: whoever asked is charged then, for all of it."""
+        """End it here, for the next daemon to resume, which charges all of it."""
         self._is_left = True
         self._stop("left to the next daemon")
 
@@ -219,20 +217,20 @@ class Generation:
             self._runtime.link.stop(self._collector.rids, reason)
 
     async def read(self, timeout_s: float | None = None, on_unread: Relay | None = None) -> list[Delta]:
-        """New output, never with an ERROR or ABORT in it: those end up in `failure`. Empty on timeout.
+        """New output, without ERROR or ABORT, which become `failure`. Empty on timeout.
 
-        `on_unread` is called with new output in this task's place while it waits: see `Collector.next`.
+        While the task waits, `on_unread` is called instead of it for new output: see `Collector.next`.
         """
         return self._accounting.book(await self._opened().read_deltas(timeout_s, on_unread))
 
     def read_now(self) -> list[Delta]:
-        """New output without a wait, for an `on_unread`."""
+        """New output without waiting, for an `on_unread`."""
         return self._accounting.book(self._opened().read_deltas_nowait())
 
     def shows_life(self) -> bool:
-        """Whether the worker did anything since this was last asked.
+        """Whether the worker was active since the last call.
 
-        A step for others counts: this request may wait behind them, or have output that the parser still holds back.
+        A step for other requests counts: this one may wait behind them, or have output that the parser holds back.
         """
         newest, step = self._opened().last_activity, self._newest_step()
         is_new = newest > self._seen_activity or step != self._seen_step

@@ -1,4 +1,4 @@
-"""Headers of an answer that name what of the request was ignored or relaxed."""
+"""Headers of an answer that name ignored and relaxed parts of the request."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -10,13 +10,13 @@ IGNORED_NAME_CHARS: Final = 40
 
 
 def ignored_header(names: Sequence[str]) -> list[Header]:
-    """`x-mlxd-ignored`: fields of the request that did nothing."""
+    """`x-mlxd-ignored`: fields of the request without effect."""
     return _names_header(b"x-mlxd-ignored", names)
 
 
 def relaxed_header(names: Sequence[str]) -> list[Header]:
-    """`x-mlxd-relaxed`: keywords of a schema that do not hold the answer, a video shown as images, and what of the
-    model is approximate, such as `kv-bits-8` or a sparse prefill."""
+    """`x-mlxd-relaxed`: keywords of a schema that were not enforced, a video shown as images, and approximations of the
+    model, such as `kv-bits-8` or a sparse prefill."""
     return _names_header(b"x-mlxd-relaxed", names)
 
 
@@ -32,7 +32,7 @@ def served_by_header(peer: str) -> list[Header]:
 
 
 def _names_header(header: bytes, names: Sequence[str]) -> list[Header]:
-    """Bounded, and with nothing of a client's in it that a header cannot hold."""
+    """A header of limited length, with characters that are not safe replaced."""
     if not names:
         return []
     shown = [_header_safe(name) for name in names[:IGNORED_NAMES_MAX]]

@@ -3,62 +3,43 @@
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from gateway.control_types import RequestView
-from gateway.request.record import RequestRecord
 
-# No id that a client may give has it.
-AGAIN: Final = "~"
+if TYPE_CHECKING:
+    from gateway.request.generation import Generation
 
-
-class InFlightRequest(Protocol):
-    """A request as it is listed; `Generation` is the one there is."""
-
-    record: RequestRecord
-
-    @property
-    def state(self) -> str: ...
-    @property
-    def sequences(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def prefilled_tokens(self) -> int: ...
-    @property
-    def generated_tokens(self) -> int: ...
-
-    def cancel(self) -> None: ...
+# No id of a client contains it.
+DUPLICATE_MARK: Final = "~"
 
 
 class Requests:
-    """By the id that their client gave, or else got. One that comes with an id in use is listed as `ID~2`, `ID~3`, …"""
+    """Requests by id. A request whose id is in use is listed as `ID~2`, `ID~3`, and so on."""
 
     def __init__(self) -> None:
-        self._served: dict[str, InFlightRequest] = {}
+        self._served: dict[str, Generation] = {}
 
     @contextmanager
-    def hold(self, served: InFlightRequest) -> Generator[None, None, None]:
-        """Be listed."""
+    def hold(self, served: "Generation") -> Generator[None, None, None]:
+        """List a request."""
         name = stem = served.record.id
         number = 1
         while name in self._served:
             number += 1
-            name = f"{stem}{AGAIN}{number}"
+            name = f"{stem}{DUPLICATE_MARK}{number}"
         self._served[name] = served
         try:
             yield
         finally:
             del self._served[name]
 
-    def of(self, model: str) -> Iterator[InFlightRequest]:
-        """Those of one model."""
+    def of(self, model: str) -> "Iterator[Generation]":
+        """Requests for one model."""
         return (served for served in self._served.values() if served.record.model == model)
 
     def views(self) -> list[RequestView]:
-        """All, the oldest first."""
+        """All requests, the oldest first."""
         return [_view(name, served) for name, served in self._served.items()]
 
     def view(self, name: str) -> RequestView | None:
@@ -66,7 +47,7 @@ class Requests:
         return None if served is None else _view(name, served)
 
     def cancel(self, name: str) -> bool:
-        """End one; its client is told why. False when there is none of this id."""
+        """Cancel a request, whose client gets an error. Returns False if there is none of this id."""
         served = self._served.get(name)
         if served is None:
             return False
@@ -74,7 +55,7 @@ class Requests:
         return True
 
 
-def _view(name: str, served: InFlightRequest) -> RequestView:
+def _view(name: str, served: "Generation") -> RequestView:
     record = served.record
     now = time.perf_counter()
     first = record.first_token_s

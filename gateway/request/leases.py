@@ -1,23 +1,26 @@
-"""Leases that a request holds while it is served: admission, its key's rate limit, its model, its place in lists."""
+"""Leases of a request while it is served: admission, its key's rate limit, its model, its place in lists."""
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from gateway.access.rate_limit import Meter, UsageCharge
 from gateway.config.settings import ModelConfig
 from gateway.media.modalities import likely_tokens
-from gateway.request.in_flight import InFlightRequest
 from gateway.request.record import RequestRecord
 from gateway.request.runtime import Runtime
 from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
 from protocol.to_worker import Generate
 
+if TYPE_CHECKING:
+    from gateway.request.generation import Generation
+
 
 @contextmanager
 def leases(
-    runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: InFlightRequest
+    runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: "Generation"
 ) -> Generator[UsageCharge | None, None, None]:
-    """Hold them all; the bill is what the caller's key is charged in the end.
+    """Hold all leases, and yield the charge that the caller's key gets in the end.
 
     Raises `Overloaded`, `RateLimited` or `Unavailable`, and holds nothing then.
     """
@@ -26,9 +29,9 @@ def leases(
     with ExitStack() as held:
         share = caller.queue_share or runtime.config.server.queue_share
         held.enter_context(runtime.admission.lease(model, count, caller.key, share))
-        bill = None
+        charge = None
         if caller.meter is not None:
-            bill = held.enter_context(caller.meter.hold(_estimate(caller.meter, generates, record), count))
+            charge = held.enter_context(caller.meter.hold(_estimate(caller.meter, generates, record), count))
         # A model that only peers have is not in the pool.
         if runtime.pool.find(model.name) is not None:
             held.enter_context(runtime.pool.lease(model.name))
@@ -37,15 +40,15 @@ def leases(
             running = runtime.metrics.model(model.name).adapters_running
             running[model.adapter] += count
             held.callback(running.subtract, {model.adapter: count})
-        yield bill
+        yield charge
 
 
 def _estimate(meter: Meter, generates: Sequence[Generate], record: RequestRecord) -> float:
-    """Tokens that this will probably be charged: the prompts' by their size, for they are not tokenized here."""
+    """Tokens that will probably be charged. Prompts count by size, because they are not tokenized here."""
     if not meter.is_limited:
         return 0.0
-    # Each sequence is charged for its prompt, and for the conversation that it continues, sent again or not. Media
-    # have far more bytes than tokens.
+    # Each sequence is charged for its prompt, which includes the stored conversation that it continues. Media have far
+    # more bytes than tokens.
     media_tokens = likely_tokens(record.media)
     return sum(
         (prompt_bytes(each) - record.media_bytes) / BYTES_PER_TOKEN + media_tokens + meter.expected(each.max_tokens)

@@ -1,4 +1,4 @@
-"""Load of a model at this daemon, as peers and routers score places by it. Computed when asked for; counts nothing."""
+"""Load of a model at this daemon, by which peers and routers score it. Computed on demand, from other counts."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,18 +10,18 @@ from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
 from gateway.workers.supervisor.state import State
 
-# A load of a model that was never loaded takes about so long, and one that has failed is no choice.
-LOAD_S: Final = 15.0
-FAILED_S: Final = 3600.0
+# Load time of a model that was never loaded, and one that keeps routers away from a model whose load failed.
+DEFAULT_LOAD_S: Final = 15.0
+FAILED_LOAD_S: Final = 3600.0
 _FAILED: Final = frozenset({State.FAILED, State.INCOMPATIBLE})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """`inside` are sequences that run or wait here; `backlog_tokens` those of their prompts that are not processed.
+    """Load of one model: `inside` sequences run or wait here, with `backlog_tokens` of unprocessed prompts.
 
-    `prefill_rate` is in tokens a second, 0 before any was measured. `wait_s` is about how long a new request waits
-    before its prompt is processed, and `load_s` about how long the model takes to load; 0 when it is loaded.
+    `prefill_rate` is in tokens per second, 0 before any was measured. `wait_s` is about the time until a new request's
+    prompt is processed, and `load_s` about the time to load the model, 0 if it is loaded.
     """
 
     state: State
@@ -33,7 +33,7 @@ class ModelLoad:
 
 
 class LoadMeter:
-    """Reads what requests, admission and metrics know of a model."""
+    """Computes loads from requests, admission and metrics."""
 
     def __init__(self, pool: Pool, requests: Requests, admission: Admission, metrics: Metrics) -> None:
         self._pool = pool
@@ -54,16 +54,20 @@ class LoadMeter:
         rate = numbers.prefill_rate
         worker = self._pool.worker(model.name)
         slots = worker.ready.max_running if worker.ready is not None else model.slots
-        # Once all slots are taken the next request waits for one of them to end.
+        # The next request waits for a slot if all are taken.
         beyond = max(0, inside + 1 - slots)
         wait_s = beyond * self._admission.mean_s(model.name) / slots
         if rate > 0:
             wait_s += backlog / rate
         state = worker.state
         loads = numbers.load
-        load_s = loads.sum / loads.count if loads.count else self._pool.times.load_s(model.name, model.path) or LOAD_S
+        load_s = (
+            loads.sum / loads.count
+            if loads.count
+            else self._pool.times.load_s(model.name, model.path) or DEFAULT_LOAD_S
+        )
         if state is State.READY:
             load_s = 0.0
         elif state in _FAILED:
-            load_s = FAILED_S
+            load_s = FAILED_LOAD_S
         return ModelLoad(state, inside, backlog, rate, wait_s, load_s)

@@ -32,7 +32,7 @@ LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.
 
 
 def retry_after_s(pool: Pool, model: ModelConfig) -> float:
-    """About when a model that was not ready in time will be: by what its loads took, within bounds."""
+    """About when a model that is not ready will be, by the time of its earlier loads, within limits."""
     return min(QUEUE_RETRY_AFTER_MAX_S, max(QUEUE_RETRY_AFTER_S, pool.load_left_s(model.name)))
 
 
@@ -58,14 +58,14 @@ class Opener:
         self._bind = bind
         self._numbers = runtime.metrics.model(model.name)
         self._kind = kind
-        # Kept, because a reload may take the model out of the pool. None of a model that only peers have.
+        # Kept, because a reload may remove the model from the pool. None for a model that only peers have.
         self._worker = runtime.pool.find(model.name)
         self._journey = (
             None
             if stays_here or kind != TEXT or model.adapter
             else runtime.fleet.journey(model, generates, record.id, self._note_place, form)
         )
-        # All sequences share it. It counts from the request's arrival, and holds while the model loads too.
+        # The deadline counts from the request's arrival and includes the load of the model.
         limit_ms = generates[0].deadline_ms
         self._deadline = record.started + limit_ms / 1000 if limit_ms else math.inf
         self._timeout: asyncio.Timeout | None = None
@@ -83,11 +83,11 @@ class Opener:
 
     @property
     def form(self) -> str:
-        """The form of the model that generates it, where peers have a part in it; empty if it is not known."""
+        """The form of the model that generates it, if peers may serve it; empty if it is not known."""
         return "" if self._journey is None else self._journey.form
 
     def interrupt(self, reason: Cancelled | None) -> bool:
-        """End the wait of `open`, which raises the reason if there is one. False when it does not wait."""
+        """End the wait of `open`, which raises `reason` if there is one. Returns False if it does not wait."""
         self._interruption = self._interruption or reason
         if self._timeout is None:
             return False
@@ -95,7 +95,7 @@ class Opener:
         return True
 
     def open_now(self) -> Collector | None:
-        """Start on a worker that is ready, or at a peer. None when neither is: then `open` waits for a worker.
+        """Start on a worker that is ready, or at a peer. Returns None if there is neither; `open` waits for a worker.
 
         Raises `ApiError`.
         """
@@ -117,7 +117,7 @@ class Opener:
             phases.load = (phases.sent_at or self._elapsed()) - phases.loading_from
 
     def _check_before_load(self) -> None:
-        """Refuse what the model is not for, before it is loaded in vain."""
+        """Raises `BadRequest` for a request of another kind than the model, before it is loaded in vain."""
         if self._worker is None and self._kind != TEXT:
             message = f"The model '{self._model.name}' is a peer's: peers are asked for text alone."
             raise BadRequest(message, "model", "unsupported_model_kind")
@@ -132,7 +132,7 @@ class Opener:
                 losses = 0
                 while losses < 2:
                     worker = await self._runtime.pool.ensure_ready(self._model.name)
-                    # Since then another model may have been given its memory: that is no loss, but a longer wait.
+                    # A worker that gave its memory to another model meanwhile is waited for, and not counted as lost.
                     losses += worker.is_ready
                     if (collector := self._submit(worker)) is not None:
                         return collector
@@ -154,7 +154,7 @@ class Opener:
             self._timeout = None
 
     def _submit(self, worker: WorkerHandle | PeerStream) -> Collector | None:
-        """None when the worker is gone. A peer's stream that nothing was sent by is given up."""
+        """Send the sequences. Returns None if the worker is gone. An unused stream of a peer is discarded."""
         collector: Collector | None = None
         try:
             collector = self._send(worker)
@@ -178,7 +178,7 @@ class Opener:
             raise from_unsendable(error) from None
 
     def _check(self, worker: WorkerHandle | PeerStream) -> None:
-        """Raise `BadRequest` when the model that is loaded there is not for this request."""
+        """Raises `BadRequest` if the loaded model cannot serve this request."""
         if isinstance(worker, PeerStream):
             check_kind(self._model, self._runtime.view(self._model).ready, self._kind)
         elif worker.is_ready:
@@ -187,7 +187,7 @@ class Opener:
             check(self._model.name, self._model.path, self._runtime.view(self._model).ready, self._record.media)
 
     def _timed(self) -> list[Generate]:
-        """The sequences with what is left until their deadline."""
+        """The sequences with the time left until their deadline."""
         if self._deadline == math.inf:
             return self._generates
         left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))

@@ -1,4 +1,4 @@
-"""The record of one HTTP request: facts for the access log and traces, its caller, and the headers of its answer."""
+"""Record of one HTTP request: facts for the access log and traces, its caller, and the headers of its answer."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Header = tuple[bytes, bytes]
 
 
 class ChunkWriter(Protocol):
-    """Writes pieces of a streamed body straight to the connection."""
+    """Writer of a streamed body's pieces to the connection."""
 
     @property
     def is_open(self) -> bool: ...
@@ -42,7 +42,7 @@ class ClientLeft(Exception):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Facts about one request, for its logs and traces, and what travels with it. Owned by its task."""
+    """Facts about one request for its logs and traces, and its leases. Owned by its task."""
 
     id: str
     method: str
@@ -52,42 +52,41 @@ class RequestRecord:
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     model: str | None = None
-    # The peer that serves it, or has served it last; empty is this daemon.
+    # The peer that serves it, or served it last; empty for this daemon.
     served_by: str = ""
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    # The sequences of it, and how each that has ended did.
+    # Its sequences, and the finish of each that has ended.
     rids: tuple[int, ...] = ()
     finishes: list[str] = field(default_factory=list[str])
     phases: Phases = field(default_factory=Phases)
-    # Where it stands in a trace of its client.
     trace: TraceContext | None = None
     first_token_s: float | None = None
     outcome: str = ""
-    # The ledger has it, whatever comes of it now.
+    # Whether the ledger has counted it.
     is_booked: bool = False
     detail: str = ""
     caller: Caller = NOBODY
-    # Of the body, with what it has had read again of earlier ones; and the room that they have.
+    # Size of its body with the stored items that it continues, and the lease on their memory.
     body_bytes: int = 0
     lease: BodyLease | None = None
-    # Images, video and audio without their bytes: how many these are, how many of the body's they were, and their room.
+    # Images, video and audio without their bytes, the size of these, their part of the body, and the lease on memory.
     media: tuple[Media, ...] = ()
     media_bytes: int = 0
     encoded_bytes: int = 0
     media_lease: MediaLease | None = None
-    # Headers that the endpoint's answer carries, and its refusal once the endpoint knows them.
+    # Headers of the endpoint's answer, and of its refusal once the endpoint has set them.
     headers: list[Header] = field(default_factory=list[Header])
-    # Headers of the middleware, on any answer: known before the endpoint runs, and only when it answers.
+    # Headers of the middleware on any answer: those known in advance, and those computed when it is sent.
     always: list[Header] = field(default_factory=list[Header])
     late_headers: Callable[[], list[Header]] | None = None
-    # Direct writes to the client, unless something wants to see what takes them.
+    # Writes directly to the client, unless the stream is captured.
     writer: ChunkWriter | None = None
 
     def detached(self, lease: BodyLease, media_lease: MediaLease) -> "RequestRecord":
-        """A record for what outlives the request: it takes over the room of its body and media, for these leases."""
+        """Return a record that outlives the request with its body's and media's leases; the request gets these."""
         own = replace(self, phases=Phases(), finishes=[], headers=list(self.headers), writer=None)
         self.lease, self.media_lease = lease, media_lease
         return own

@@ -1,4 +1,4 @@
-"""Routing: from the name that a client sends to a model, with its defaults from a profile and the model's own files."""
+"""Routing: resolves the name in a request to a model, with defaults of a profile and of the model's own files."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,9 +9,8 @@ from gateway.config.settings import Config, ModelConfig
 from gateway.errors import ModelNotFound
 from gateway.request.defaults import Defaults
 
-
-def _nowhere(name: str) -> ModelConfig | None:
-    return None
+# Finds a model of peers by its name.
+PeerLookup = Callable[[str], ModelConfig | None]
 
 
 class Router:
@@ -22,67 +21,63 @@ class Router:
         models: Mapping[str, ModelConfig],
         default: str = "",
         small: str = "",
-        elsewhere: Callable[[str], ModelConfig | None] = _nowhere,
+        find_at_peers: PeerLookup = lambda _: None,
     ) -> None:
-        """`default` and `small` are names that a client could ask for, or empty; `elsewhere` finds models of peers."""
+        """`default` and `small` are names of models, or empty."""
         self._names = Names(models, default, small)
         self._defaults = Defaults()
-        self._elsewhere = elsewhere
-
-    @classmethod
-    def of(cls, config: Config, elsewhere: Callable[[str], ModelConfig | None] = _nowhere) -> "Router":
-        return cls(config.models, config.server.default, config.server.small, elsewhere)
+        self._find_at_peers = find_at_peers
 
     def resolve(self, name: str, caller: Caller) -> ModelConfig:
-        """The model behind `name`, its defaults filled in from the profile and the model's own files.
+        """The model behind `name`, with defaults from the profile and the model's own files.
 
-        Raises `ModelNotFound`, for a model that `caller` may not use just as for none, and `BadRequest` without a name.
+        Raises `ModelNotFound`, also for a model that `caller` may not use, and `BadRequest` without a name.
         """
         return self.filled(self.locate(name, caller))
 
     def filled(self, target: ResolvedName) -> ModelConfig:
-        """A model with the defaults of a request that names it so."""
-        if not target.model.path:  # a peer has filled in its own
+        """A model with the defaults of the name's profile. A peer's model has its own already."""
+        if not target.model.path:
             return target.model
         return self._defaults.of(target.model, target.profile)
 
     def locate(self, name: str, caller: Caller) -> ResolvedName:
-        """Like `resolve`, with the model as it is configured. A name of this daemon comes before one of a peer."""
+        """Resolve a name without defaults. A name of this daemon takes precedence over one of a peer."""
         try:
             return self.locate_here(name, caller)
         except ModelNotFound:
-            model = self._elsewhere(name) or self._elsewhere(name.removesuffix(f":{LATEST}"))
+            model = self._find_at_peers(name) or self._find_at_peers(name.removesuffix(f":{LATEST}"))
             if model is None or not caller.may_use(model):
                 raise
             return ResolvedName(model)
 
     def resolve_here(self, name: str, caller: Caller) -> ModelConfig:
-        """Like `resolve`, of the models of this daemon only."""
+        """Resolve a name of this daemon's models only."""
         return self.filled(self.locate_here(name, caller))
 
     def locate_here(self, name: str, caller: Caller) -> ResolvedName:
-        """Like `locate`, of the models of this daemon only."""
+        """Resolve a name of this daemon's models only, without defaults."""
         return self._names.locate(name, caller.may_use)
 
 
 class LiveConfig:
     """The configuration in force, with its names. A reload replaces it as a whole, between two steps of the event loop.
 
-    A request takes from it once what it needs, so that it keeps what it began with.
+    A request reads each value once, so that a reload does not change it midway.
     """
 
-    __slots__ = ("_elsewhere", "config", "proxies", "router")
+    __slots__ = ("_find_at_peers", "config", "proxies", "router")
 
     def __init__(self, config: Config) -> None:
-        self._elsewhere: Callable[[str], ModelConfig | None] = _nowhere
+        self._find_at_peers: PeerLookup = lambda _: None
         self.apply(config)
 
-    def look_elsewhere(self, find: Callable[[str], ModelConfig | None]) -> None:
-        """Find with `find` the models of peers behind names that no model of the configuration has."""
-        self._elsewhere = find
+    def find_at_peers(self, find: PeerLookup) -> None:
+        """Use `find` for names that no model of the configuration has."""
+        self._find_at_peers = find
         self.apply(self.config)
 
     def apply(self, config: Config) -> None:
         self.config = config
-        self.router = Router.of(config, self._elsewhere)
+        self.router = Router(config.models, config.server.default, config.server.small, self._find_at_peers)
         self.proxies = Proxies(config.server.trusted_proxies)

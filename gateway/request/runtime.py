@@ -1,4 +1,4 @@
-"""The parts of a running gateway that serve a generation."""
+"""Parts of a running gateway that serve a generation."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Room for the log-probabilities of a request's prompts, which may be a thousand times as large as the prompts."""
+"""Memory for the log-probabilities of a request's prompts, which may be a thousand times as large as the prompts."""
 
 from typing import Final
 
@@ -6,31 +6,31 @@ from gateway.errors import BadRequest, Unavailable
 from gateway.request.bodies import RETRY_AFTER_S, BodyLease
 from protocol.to_worker import Generate
 
-# Log-probabilities of all prompts in one answer, each as often as it is written there.
+# Limit of the log-probabilities in one answer, including repetitions.
 SCORES_BYTES_MAX: Final = 256 << 20
-# About what one token takes as JSON, with its text. As objects that wait for a slow reader it takes twice as much.
-TOKEN_BYTES: Final = 80
+# About the size of one token as JSON, with its text. Objects that wait for a slow reader take twice as much.
+TOKEN_JSON_BYTES: Final = 80
 
 
 class ScoreRoom:
-    """What the prompts' scores of one request take until it has ended, in the room that all requests' bodies share.
+    """Memory that the prompts' scores of one request take until its end, reserved from that of all bodies.
 
-    They count twice, as they come and in the answer, and from before the first is computed: of requests that come
-    together some have their answer, where room that is taken bit by bit would fail them all.
+    Scores count twice, as objects and in the answer. All are reserved before the first is computed, so that some of
+    several concurrent requests finish; reserving bit by bit could fail them all.
     """
 
     def __init__(self, lease: BodyLease | None, repeats: int) -> None:
-        """`repeats`: how often `prompt_logprobs` of each prompt are in the answer."""
+        """`repeats` is the number of times that the answer has the `prompt_logprobs` of each prompt."""
         self._lease = lease
         self._repeats = repeats
         self._answer_bytes = 0
-        # Sequences that have their room: a worker that takes over accepts them again.
+        # Sequences with a reservation. A worker that takes over accepts them a second time.
         self._held: set[int] = set()
 
     def hold(self, generate: Generate, tokens: int) -> None:
-        """Make room for the scores that are asked for of a prompt of so many tokens.
+        """Reserve memory for the requested scores of a prompt of so many tokens.
 
-        Raises `BadRequest` for more than an answer may have, or the caller can ever have room for, and `Unavailable`.
+        Raises `BadRequest` for more than an answer may have, or the caller can ever reserve, and `Unavailable`.
         """
         if generate.rid in self._held:
             return
@@ -53,5 +53,5 @@ class ScoreRoom:
 
 
 def scores_bytes(tokens: int, top: int | None) -> int:
-    """About what log-probabilities of so many tokens take as JSON, each with so many of the likeliest tokens."""
-    return 0 if top is None else tokens * (1 + top) * TOKEN_BYTES
+    """About the size of log-probabilities as JSON, each token with so many of the likeliest ones."""
+    return 0 if top is None else tokens * (1 + top) * TOKEN_JSON_BYTES

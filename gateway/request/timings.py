@@ -1,4 +1,4 @@
-"""Phases of a request and the time that each took."""
+"""Phases of a request and their durations."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,16 +8,15 @@ from protocol.from_worker import Usage
 
 @dataclass(slots=True)
 class Phases:
-    """Times in seconds; of several sequences the longest counts. Owned by the request's generation.
+    """Times in seconds, the longest of several sequences. Owned by the request's generation.
 
-    `loading_from` and `sent_at` count from the request's arrival and are None until then.
+    `loading_from` and `sent_at` are times after the request's arrival, None until they come. `load` is any wait for the
+    model: a load, memory or a new worker. The worker reports `queue`, `prefill` and `decode`.
     """
 
     loading_from: float | None = None
-    # Waiting for its model, whatever that was for: a load, room in memory, a new worker.
     load: float = 0.0
     sent_at: float | None = None
-    # In the worker.
     queue: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
@@ -29,7 +28,7 @@ class Phases:
         self.decode = max(self.decode, usage.decode_ms / 1000)
 
     def cut(self, now: float, prefill_from: float | None, first_token: float | None) -> None:
-        """A request that ends before its worker could say: what was seen from here, also counted from its arrival."""
+        """Estimate the phases of a request that ended before its worker reported them, from times after its arrival."""
         if self.sent_at is None:
             return
         started = prefill_from if prefill_from is not None else first_token
@@ -40,7 +39,7 @@ class Phases:
             self.decode = max(self.decode, now - first_token)
 
     def spans(self) -> Iterator[tuple[str, float, float]]:
-        """Each phase that took time, with when it began and how long it took."""
+        """Each phase that took time, with its start and its duration."""
         if self.loading_from is not None and self.load > 0:
             yield "load", self.loading_from, self.load
         start = self.sent_at or 0.0
@@ -50,6 +49,6 @@ class Phases:
             start += length
 
     def fields(self) -> dict[str, float]:
-        """For a log line, in milliseconds."""
+        """Fields of a log line, in milliseconds."""
         named = {"load": self.load, "queue": self.queue, "prefill": self.prefill, "decode": self.decode}
         return {f"{name}_ms": round(length * 1000, 1) for name, length in named.items() if length > 0}

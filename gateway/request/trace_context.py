@@ -1,4 +1,4 @@
-"""Trace context that a client sends along: https://www.w3.org/TR/trace-context/"""
+"""Trace context in a client's headers: https://www.w3.org/TR/trace-context/"""
 
 import re
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.control.endpoints import StatusEndpoint
-from gateway.request.model_load import LOAD_S
+from gateway.request.model_load import DEFAULT_LOAD_S
 from gateway.workers.memory.estimate import estimate
 from gateway.workers.supervisor.spawn import default_command
 from protocol import timing_profile
@@ -43,7 +43,7 @@ async def test_a_load_is_expected_to_take_what_the_one_before_took() -> None:
     with short_home() as home:
         async with running(home) as gateway:
             meter, model = gateway.app.services.meter, gateway.app.services.config.models["m"]
-            assert meter.read(model).load_s == LOAD_S
+            assert meter.read(model).load_s == DEFAULT_LOAD_S
         timing_profile.write(wisdom_dir(home), kept(load_s=42.0))
         async with running(home) as gateway:
             meter, model = gateway.app.services.meter, gateway.app.services.config.models["m"]
