@@ -24,7 +24,6 @@ from gateway.reload import Reloader
 from gateway.remote.peer_api import peer_requests
 from gateway.services import Services, SpanTracer
 from gateway.telemetry.metrics import Metrics
-from gateway.web import entrance
 from gateway.web.backend import Backend
 from gateway.web.site import Site
 from gateway.workers.pool.pool import AppliedConfig, Pool
@@ -183,4 +182,4 @@ def _ui_routes(public: App | None, url: str | None) -> list[Route]:
     if public is None or public.backend is None:
         return []
     services = public.services
-    return entrance.socket_routes(public.backend.gate, services, lambda: url or url_of(services.config.server))
+    return public.backend.entrance.socket_routes(lambda: url or url_of(services.config.server))

@@ -4,7 +4,9 @@ import asyncio
 from contextlib import nullcontext
 from typing import Final
 
+import msgspec
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
@@ -106,6 +108,11 @@ def came_to(scope: Scope, port: int) -> bool:
     """Whether a request arrived at this port of the daemon; False for port 0."""
     server = scope.get("server")
     return bool(port) and server is not None and server[1] == port
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Return a JSON response for an endpoint that returns one; `send_body` is for ASGI endpoints."""
+    return Response(msgspec.json.encode(value), status, media_type=JSON.decode())
 
 
 async def send_body(

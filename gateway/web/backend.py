@@ -1,25 +1,29 @@
 """Server side of the page: its gate, its routes, its feed and its downloads, made once for an app."""
 
+from functools import partial
 from typing import Final
 
-import msgspec
-from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router, request_response
+from starlette.types import ASGIApp
 
 from gateway.control import endpoints as admin
 from gateway.control import requests
 from gateway.control.commands import AuditedCommand
-from gateway.http.exchange import send_body
+from gateway.http.exchange import json_response
 from gateway.reload import Reloader
 from gateway.services import Services
-from gateway.web import hub_routes, key_routes, model_orders, pulls
+from gateway.web import model_orders, pulls
 from gateway.web.charts import Sampler
 from gateway.web.config_routes import Configuration
-from gateway.web.connect_routes import Connect
-from gateway.web.entrance import LogInOrOut, WhoAmI, session_of
+from gateway.web.connect_routes import client_setup
+from gateway.web.entrance import Entrance, session_of
 from gateway.web.feed import Feed
 from gateway.web.gate import Gate
-from gateway.web.log_lines import LogsEndpoint
+from gateway.web.hub_routes import ModelFinder
+from gateway.web.key_routes import Keys
+from gateway.web.log_lines import list_log_lines
 from gateway.web.session import Sessions
 from gateway.web.site import LOG_IN, ME
 
@@ -31,27 +35,29 @@ class Backend:
 
     def __init__(self, services: Services) -> None:
         self.gate = Gate(Sessions(), services.live, services.throttle, services.metrics)
-        self.me: ASGIApp = WhoAmI(services)
+        self.entrance = Entrance(services, self.gate)
+        self.me: ASGIApp = request_response(self.entrance.show_visitor)
         self.sampler = Sampler(services)
         self.downloads = pulls.PullQueue(services)
         status = admin.StatusEndpoint(services)
         self.feed = Feed(services, status.status, self.sampler, self.downloads, self.gate.sessions)
         self._configuration = Configuration(services)
         self.routes = [
-            Route(LOG_IN, LogInOrOut(services, self.gate), methods=["POST", "DELETE"]),
-            Route(ME, self.me, methods=["GET"]),
+            Route(LOG_IN, self.entrance.log_in, methods=["POST"]),
+            Route(LOG_IN, self.entrance.log_out, methods=["DELETE"]),
+            Route(ME, self.entrance.show_visitor, methods=["GET"]),
             Route(f"{PREFIX}/status", status, methods=["GET"]),
             Route(f"{PREFIX}/usage", admin.UsageByDay(services), methods=["GET"]),
-            Route(f"{PREFIX}/history", HistoryEndpoint(self.sampler), methods=["GET"]),
-            Route(f"{PREFIX}/logs", LogsEndpoint(services), methods=["GET"]),
-            Route(f"{PREFIX}/connect", Connect(services), methods=["GET"]),
+            Route(f"{PREFIX}/history", self._show_history, methods=["GET"]),
+            Route(f"{PREFIX}/logs", partial(list_log_lines, services), methods=["GET"]),
+            Route(f"{PREFIX}/connect", partial(client_setup, services), methods=["GET"]),
             Route(f"{PREFIX}/feed", self.feed, methods=["GET"]),
             *requests.routes(services, PREFIX),
             *model_orders.routes(services, PREFIX),
-            *hub_routes.routes(services, PREFIX),
+            *ModelFinder(services).routes(PREFIX),
             *pulls.routes(self.downloads, PREFIX),
             *self._configuration.routes(PREFIX),
-            *key_routes.routes(services, PREFIX),
+            *Keys(services).routes(PREFIX),
         ]
         router = Router(self.routes, redirect_slashes=False)
         self.api: ASGIApp = AuditedCommand(router, services.audit, lambda scope: session_of(scope).id)
@@ -65,12 +71,5 @@ class Backend:
         self.feed.close()
         await self.downloads.close()
 
-
-class HistoryEndpoint:
-    """`GET /ui/api/history`."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, msgspec.json.encode(self._sampler.charts()))
+    async def _show_history(self, request: Request) -> Response:
+        return json_response(self.sampler.charts())

@@ -4,14 +4,14 @@ import asyncio
 from typing import Final
 
 import msgspec
-from starlette.datastructures import QueryParams
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
 
 from gateway.access.caller import OWNER
 from gateway.config.address import is_daemon_url
 from gateway.errors import BadRequest
 from gateway.failed import CommandFailed
-from gateway.http.exchange import send_body
+from gateway.http.exchange import json_response
 from gateway.services import Services
 from gateway.web.schemas import ClientSetup
 
@@ -19,27 +19,21 @@ from gateway.web.schemas import ClientSetup
 YOUR_KEY: Final = "YOUR-KEY"
 
 
-class Connect:
-    """`GET /ui/api/connect?client=NAME&model=NAME&url=URL`."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, query = self._services, QueryParams(scope["query_string"])
-        url = query.get("url", "").rstrip("/")
-        if not is_daemon_url(url):
-            raise BadRequest("'url' is mlxd's address, such as http://localhost:8484.", "url", "invalid_value")
-        model = services.router.resolve(query.get("model", ""), OWNER)
-        ready = services.view(model).ready
-        context = ready.max_context if ready is not None else model.context
-        services.keyring.refresh()
-        key = "" if services.keyring.is_open else YOUR_KEY
-        try:
-            setup = await asyncio.to_thread(_setup, query.get("client", ""), url, model.name, context, key)
-        except CommandFailed as error:
-            raise BadRequest(str(error), "client", "invalid_value") from None
-        await send_body(send, 200, msgspec.json.encode(setup))
+async def client_setup(services: Services, request: Request) -> Response:
+    """Answer `GET /ui/api/connect?client=NAME&model=NAME&url=URL`."""
+    query = request.query_params
+    url = query.get("url", "").rstrip("/")
+    if not is_daemon_url(url):
+        raise BadRequest("'url' is mlxd's address, such as http://localhost:8484.", "url", "invalid_value")
+    model = services.router.resolve(query.get("model", ""), OWNER)
+    ready = services.view(model).ready
+    context = ready.max_context if ready is not None else model.context
+    services.keyring.refresh()
+    key = "" if services.keyring.is_open else YOUR_KEY
+    try:
+        return json_response(await asyncio.to_thread(_setup, query.get("client", ""), url, model.name, context, key))
+    except CommandFailed as error:
+        raise BadRequest(str(error), "client", "invalid_value") from None
 
 
 def _setup(client: str, url: str, model: str, context: int, key: str) -> ClientSetup:

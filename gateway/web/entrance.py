@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 import protocol
 from gateway.access.audit_log import AuditActor, entry
@@ -14,109 +16,87 @@ from gateway.control.command_body import read_order
 from gateway.control.commands import Command, note
 from gateway.control_types import UiCode, UiRevoked
 from gateway.errors import ApiError, Forbidden
-from gateway.http.exchange import send_body
+from gateway.http.exchange import json_response
 from gateway.request.record import record_of
 from gateway.services import Services
 from gateway.web.gate import Gate, has_session_token
 from gateway.web.schemas import LoggedIn, LogIn, Me, OwnUsage
 from gateway.web.session import CODE_S, IDLE_S, WebSession
 
-_encode: Final = msgspec.json.Encoder().encode
 _log_in: Final = msgspec.json.Decoder(LogIn)
 
 
-class LogInOrOut:
-    """`POST` and `DELETE /ui/api/session`."""
+class Entrance:
+    """Endpoints of sessions on the page, and of their codes on the unix socket."""
 
     def __init__(self, services: Services, gate: Gate) -> None:
         self._services = services
         self._gate = gate
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "DELETE":
-            self._gate.sessions.end(session_of(scope))
-            await send_body(send, 200, b"{}")
-            return
-        order = await read_order(scope, receive, _log_in)
-        opened = self._gate.sessions.redeem(order.code)
-        self._record(scope, None if opened is None else opened[1])
+    def socket_routes(self, url: Callable[[], str]) -> list[Route]:
+        """Return the routes of the admin app; `url` returns the daemon's address."""
+
+        async def make_code(request: Request) -> Response:
+            return self._make_code(request, f"{from_here(url())}/ui/")
+
+        return [
+            Route("/v1/ui/code", make_code, methods=["POST"]),
+            Route("/v1/ui/revoke", self._revoke, methods=["POST"]),
+        ]
+
+    async def log_in(self, request: Request) -> Response:
+        """Exchange a code for a session."""
+        record = record_of(request.scope)
+        opened = self._gate.sessions.redeem((await read_order(request.scope, request.receive, _log_in)).code)
         if opened is None:
-            self._gate.fail(scope)
+            # Wrong codes are not logged, so that unauthenticated clients cannot roll the audit log.
+            self._gate.fail(request.scope)
             raise ApiError(
                 403, "The link is not valid any more: run 'mlxctl ui' again.", code="bad_code", type="permission_error"
             )
-        await send_body(send, 200, _encode(LoggedIn(opened[0], IDLE_S, protocol.__version__)))
+        token, session = opened
+        self._services.audit.record(entry("ui.login", session.id, client=str(record.client), actor=AuditActor()))
+        return json_response(LoggedIn(token, IDLE_S, protocol.__version__))
 
-    def _record(self, scope: Scope, session: WebSession | None) -> None:
-        # Wrong codes are not logged, so that unauthenticated clients cannot roll the audit log.
-        if session is not None:
-            client = str(record_of(scope).client)
-            self._services.audit.record(entry("ui.login", session.id, client=client, actor=AuditActor()))
+    async def log_out(self, request: Request) -> Response:
+        """End the session of the request."""
+        self._gate.sessions.end(session_of(request.scope))
+        return json_response({})
 
-
-class WhoAmI:
-    """`GET /ui/api/me`, which describes the request's caller."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, caller = self._services, record_of(scope).caller
-        is_session = has_session_token(scope)
+    async def show_visitor(self, request: Request) -> Response:
+        """Answer `GET /ui/api/me`, which describes the request's caller."""
+        services, caller = self._services, record_of(request.scope).caller
+        is_session = has_session_token(request.scope)
         usage = None
         if caller.key is not None:
             numbers = services.metrics.key(caller.key)
             requests = sum(numbers.requests.values())
             rejections = dict(numbers.rejections)
             usage = OwnUsage(requests, numbers.prompt_tokens, numbers.generation_tokens, numbers.running, rejections)
-        me = Me(
-            visitor="session" if is_session else "open" if caller.key is None else "key",
-            may_administer=is_session,
-            admin=services.config.ui.admin,
-            version=protocol.__version__,
-            models=[model.name for model in caller.usable(services.config.models.values())],
-            key=caller.key,
-            usage=usage,
+        return json_response(
+            Me(
+                visitor="session" if is_session else "open" if caller.key is None else "key",
+                may_administer=is_session,
+                admin=services.config.ui.admin,
+                version=protocol.__version__,
+                models=[model.name for model in caller.usable(services.config.models.values())],
+                key=caller.key,
+                usage=usage,
+            )
         )
-        await send_body(send, 200, _encode(me))
 
-
-class MakeCode:
-    """`POST /v1/ui/code` on the unix socket."""
-
-    def __init__(self, gate: Gate, services: Services, url: Callable[[], str]) -> None:
-        self._gate = gate
-        self._services = services
-        self._url = url
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note(scope, Command("ui.code"))
-        page = f"{from_here(self._url())}/ui/"
+    def _make_code(self, request: Request, page: str) -> Response:
+        note(request.scope, Command("ui.code"))
         if self._services.config.ui.admin == "off":
             raise Forbidden(f'[ui] admin is "off": nothing is administered by the page. For chat open {page}')
         code = self._gate.sessions.make_code()
-        await send_body(send, 200, _encode(UiCode(f"{page}#code={code}", code, CODE_S)))
+        return json_response(UiCode(f"{page}#code={code}", code, CODE_S))
 
-
-class Revoke:
-    """`POST /v1/ui/revoke` on the unix socket."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        order = note(scope, Command("ui.revoke"))
+    async def _revoke(self, request: Request) -> Response:
+        order = note(request.scope, Command("ui.revoke"))
         revoked = UiRevoked(self._gate.sessions.revoke())
         order.facts = {"sessions": revoked.sessions}
-        await send_body(send, 200, _encode(revoked))
-
-
-def socket_routes(gate: Gate, services: Services, url: Callable[[], str]) -> list[Route]:
-    """Return the routes of the admin app."""
-    return [
-        Route("/v1/ui/code", MakeCode(gate, services, url), methods=["POST"]),
-        Route("/v1/ui/revoke", Revoke(gate), methods=["POST"]),
-    ]
+        return json_response(revoked)
 
 
 def session_of(scope: Scope) -> WebSession:

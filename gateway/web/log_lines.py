@@ -3,15 +3,16 @@
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
-import msgspec
 from starlette.datastructures import QueryParams
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
 
 from gateway.errors import ApiError, BadRequest
-from gateway.http.exchange import send_body
+from gateway.http.exchange import json_response
 from gateway.services import Services
 from gateway.telemetry.log_file import last_lines
 from gateway.telemetry.log_reader import is_about, read_line
@@ -25,43 +26,30 @@ EVENT_LINES_MAX: Final = 50
 _HEAD: Final = frozenset({"time", "level", "logger", "message", "exception"})
 _TEXT_MAX: Final = 200
 
-_encode: Final = msgspec.json.Encoder(enc_hook=str).encode
+
+async def list_log_lines(services: Services, request: Request) -> Response:
+    """Answer `GET /ui/api/logs`."""
+    query, config = request.query_params, services.config
+    if not config.server.log_file:
+        raise ApiError(404, "[server] log_file is off: the log goes to stderr.", code="no_log_file")
+    lines = await asyncio.to_thread(last_lines, config.log_path, _count(query), _filter(query))
+    return json_response(LogLines([_line(fields) for line in lines if (fields := read_line(line)) is not None]))
 
 
-class LogsEndpoint:
-    """`GET /ui/api/logs`."""
+def _filter(query: QueryParams) -> Callable[[str], bool]:
+    """Return the filter of lines that a query asks for. Raises `BadRequest`."""
+    level, model, text = query.get("level", "debug"), query.get("model", ""), query.get("text", "")[:_TEXT_MAX].lower()
+    if level not in LEVELS:
+        raise BadRequest(f"'level' is one of {', '.join(LEVELS)}.", "level", "invalid_value")
+    levels = frozenset(LEVELS[LEVELS.index(level) :])
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        query, config = QueryParams(scope["query_string"]), self._services.config
-        if not config.server.log_file:
-            raise ApiError(404, "[server] log_file is off: the log goes to stderr.", code="no_log_file")
-        count, wanted = _count(query), _Wanted(query)
-        lines = await asyncio.to_thread(last_lines, config.log_path, count, wanted)
-        shown = [_line(fields) for line in lines if (fields := read_line(line)) is not None]
-        await send_body(send, 200, _encode(LogLines(shown)))
-
-
-class _Wanted:
-    """Filter of lines by the query. Raises `BadRequest`."""
-
-    def __init__(self, query: QueryParams) -> None:
-        level = query.get("level", "debug")
-        if level not in LEVELS:
-            raise BadRequest(f"'level' is one of {', '.join(LEVELS)}.", "level", "invalid_value")
-        self._levels = frozenset(LEVELS[LEVELS.index(level) :])
-        self._model = query.get("model", "")
-        self._text = query.get("text", "")[:_TEXT_MAX].lower()
-
-    def __call__(self, line: str) -> bool:
-        if self._text and self._text not in line.lower():
+    def is_wanted(line: str) -> bool:
+        if text and text not in line.lower():
             return False
         fields = read_line(line)
-        if fields is None or fields.get("level") not in self._levels:
-            return False
-        return not self._model or is_about(line, self._model)
+        return fields is not None and fields.get("level") in levels and (not model or is_about(line, model))
+
+    return is_wanted
 
 
 class LogTail(logging.Handler):

@@ -1,18 +1,20 @@
 """Orders for models from the page, which are accepted at once and carried out by a task."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final, Literal
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from gateway.access.audit_log import Action
 from gateway.access.caller import OWNER
 from gateway.control.command_body import read_order
 from gateway.control.commands import Command, note
 from gateway.control_types import ModelRef
-from gateway.http.exchange import send_body
+from gateway.http.exchange import json_response
 from gateway.services import Services
 from gateway.web.schemas import OrderAccepted
 from gateway.workers.supervisor.state import ModelUnavailable
@@ -34,7 +36,7 @@ def routes(services: Services, prefix: str) -> list[Route]:
     )
     orders = ModelOrders(services)
     return [
-        Route(f"{prefix}/models/{verb}", ModelOrder(services, orders, verb, action, run), methods=["POST"])
+        Route(f"{prefix}/models/{verb}", partial(orders.accept, verb, action, run), methods=["POST"])
         for verb, action, run in verbs
     ]
 
@@ -46,12 +48,18 @@ class ModelOrders:
         self._services = services
         self._running: set[tuple[str, str]] = set()
 
-    def start(self, verb: Verb, model: str, run: Callable[[str], Awaitable[None]]) -> None:
-        """Start an order. Its failure is shown as the model's `last_failure`."""
+    async def accept(
+        self, verb: Verb, action: Action, run: Callable[[str], Awaitable[None]], request: Request
+    ) -> Response:
+        """Answer `POST /ui/api/models/VERB`. A failure of the order is shown as the model's `last_failure`."""
+        ref = await read_order(request.scope, request.receive, _model_ref)
+        order = note(request.scope, Command(action, ref.model))
+        order.target = model = self._services.router.resolve(ref.model, OWNER).name
         key = (verb, model)
         if key not in self._running:
             self._running.add(key)
             self._services.tasks.start(self._carry_out(key, model, run), f"{verb} of model {model}")
+        return json_response(OrderAccepted(model, verb), 202)
 
     async def _carry_out(self, key: tuple[str, str], model: str, run: Callable[[str], Awaitable[None]]) -> None:
         try:
@@ -60,23 +68,3 @@ class ModelOrders:
             pass  # the model's state machine has logged it, and reports it to all viewers
         finally:
             self._running.discard(key)
-
-
-class ModelOrder:
-    """`POST /ui/api/models/{load,unload,restart,pin,unpin}`."""
-
-    def __init__(
-        self, services: Services, orders: ModelOrders, verb: Verb, action: Action, run: Callable[[str], Awaitable[None]]
-    ) -> None:
-        self._services = services
-        self._orders = orders
-        self._verb: Verb = verb
-        self._action: Action = action
-        self._run = run
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ref = await read_order(scope, receive, _model_ref)
-        order = note(scope, Command(self._action, ref.model))
-        order.target = name = self._services.router.resolve(ref.model, OWNER).name
-        self._orders.start(self._verb, name, self._run)
-        await send_body(send, 202, msgspec.json.encode(OrderAccepted(name, self._verb)))

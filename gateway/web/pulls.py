@@ -12,13 +12,14 @@ from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from gateway.control.command_body import read_order
 from gateway.control.commands import Command, note
 from gateway.errors import ApiError, Overloaded
-from gateway.http.exchange import send_body
+from gateway.http.exchange import json_response
 from gateway.services import Services
 from gateway.web.schemas import PullOrder, Pulls, PullStatus
 
@@ -32,7 +33,6 @@ _ERROR_BYTES_MAX: Final = 4096
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
-_encode: Final = msgspec.json.Encoder().encode
 _order: Final = msgspec.json.Decoder(PullOrder)
 
 
@@ -182,38 +182,26 @@ class PullQueue:
             _end(download, "failed", said or f"mlxctl pull ended with status {status}.")
 
 
-class ListPulls:
-    """`GET` and `POST /ui/api/pulls`."""
-
-    def __init__(self, downloads: PullQueue) -> None:
-        self._downloads = downloads
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "POST":
-            wanted = await read_order(scope, receive, _order)
-            note(scope, Command("model.pull", wanted.repository))
-            await send_body(send, 202, _encode(self._downloads.order(wanted.repository)))
-        else:
-            await send_body(send, 200, _encode(Pulls(self._downloads.views())))
-
-
-class CancelPull:
-    """`DELETE /ui/api/pulls/ID`."""
-
-    def __init__(self, downloads: PullQueue) -> None:
-        self._downloads = downloads
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pull = self._downloads.cancel(scope["path_params"]["id"])
-        note(scope, Command("model.pull", pull.repository, {"cancelled": True}))
-        await send_body(send, 200, _encode(pull))
-
-
 def routes(downloads: PullQueue, prefix: str) -> list[Route]:
     """Return all routes."""
+
+    async def show(request: Request) -> Response:
+        return json_response(Pulls(downloads.views()))
+
+    async def order(request: Request) -> Response:
+        repository = (await read_order(request.scope, request.receive, _order)).repository
+        note(request.scope, Command("model.pull", repository))
+        return json_response(downloads.order(repository), 202)
+
+    async def cancel(request: Request) -> Response:
+        pull = downloads.cancel(request.path_params["id"])
+        note(request.scope, Command("model.pull", pull.repository, {"cancelled": True}))
+        return json_response(pull)
+
     return [
-        Route(f"{prefix}/pulls", ListPulls(downloads), methods=["GET", "POST"]),
-        Route(f"{prefix}/pulls/{{id}}", CancelPull(downloads), methods=["DELETE"]),
+        Route(f"{prefix}/pulls", show, methods=["GET"]),
+        Route(f"{prefix}/pulls", order, methods=["POST"]),
+        Route(f"{prefix}/pulls/{{id}}", cancel, methods=["DELETE"]),
     ]
 
 
