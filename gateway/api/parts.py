@@ -8,8 +8,8 @@ from typing import TypeVar
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.common.catalog import Catalog
-from gateway.api.ollama.pull_stream import DownloadQueue
 from gateway.api.responses.endpoints import Responses
+from gateway.model_files.pull_queue import PullQueue
 from gateway.remote.upstreams.upstream import UpstreamFallback
 from gateway.services import Services
 
@@ -23,7 +23,7 @@ class Parts:
     services: Services
     catalog: Catalog
     responses: Responses
-    downloads: DownloadQueue
+    downloads: PullQueue
 
 
 # Makes an operation's endpoint; operations of one path and maker share the endpoint.

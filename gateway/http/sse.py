@@ -82,6 +82,14 @@ class StreamWatch:
             return False
         return self._task.uncancel() == 0 and kind is asyncio.CancelledError
 
+    async def write(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        """Send a piece of the body, and notice if the client does not read it."""
+        self.is_sending = True
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self.is_sending = False
+        self.sent += 1
+        self.is_over = not more
+
     async def _watch(self) -> None:
         # The rest of the request's body is dropped.
         while (await self._receive())["type"] != "http.disconnect":
@@ -179,10 +187,7 @@ class _Stream:
             data = encode(deltas)
             if not (data and self._is_started and generation.is_running):
                 break
-            watch.is_sending = True
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-            watch.is_sending = False
-            watch.sent += 1
+            await watch.write(self._send, data)
         await self._turn(data, is_silent=not deltas)
 
     def _write_unread(self) -> bool:
@@ -227,12 +232,7 @@ class _Stream:
             if isinstance(self._send, ResponseSender):
                 self._send = self._send.inner
         if data or not more:
-            watch = self._watch
-            watch.is_sending = True
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            watch.is_sending = False
-            watch.sent += 1
-            watch.is_over = not more
+            await self._watch.write(self._send, data, more=more)
 
 
 async def respond_stream(
@@ -250,14 +250,12 @@ async def respond_stream(
     Raises `ApiError` only before the status is sent; returns a later error.
     """
     error: ApiError | None = None
-    async with StreamWatch(receive, write_timeout_s) as watch:
+    async with cut_off(record, receive, write_timeout_s) as watch:
         # The stream runs in a task of its own, so that each token wakes a few frames instead of the whole app.
         stream = _Stream(generation, encoder, send, watch, pace, record.writer, kind)
         error = await asyncio.create_task(stream.run())
         if error is not None:
             record.outcome = error.code or "error"
-    if watch.reason is not None:
-        note_cut(record, watch.reason)
     return error
 
 
@@ -287,10 +285,10 @@ async def folded(generation: Generation, fold: Fold) -> bytes:
 
 
 @asynccontextmanager
-async def cut_off(record: RequestRecord, receive: Receive) -> AsyncGenerator[None]:
-    """Cancel the body of the context when its client leaves, and continue after it."""
-    async with StreamWatch(receive, 0) as watch:
-        yield
+async def cut_off(record: RequestRecord, receive: Receive, write_timeout_s: float = 0) -> AsyncGenerator[StreamWatch]:
+    """Cancel the body of the context when its client leaves or stalls, record that, and continue after it."""
+    async with StreamWatch(receive, write_timeout_s) as watch:
+        yield watch
     if watch.reason is not None:
         note_cut(record, watch.reason)
 

@@ -12,9 +12,10 @@ from gateway.control import endpoints as admin
 from gateway.control import requests
 from gateway.control.commands import AuditedCommand
 from gateway.http.exchange import json_response
+from gateway.model_files.pull_queue import PullQueue
 from gateway.reload import Reloader
 from gateway.services import Services
-from gateway.web import model_orders, pulls
+from gateway.web import model_orders
 from gateway.web.charts import Sampler
 from gateway.web.config_routes import Configuration
 from gateway.web.connect_routes import client_setup
@@ -38,7 +39,7 @@ class Backend:
         self.entrance = Entrance(services, self.gate)
         self.me: ASGIApp = request_response(self.entrance.show_visitor)
         self.sampler = Sampler(services)
-        self.downloads = pulls.PullQueue(services)
+        self.downloads = PullQueue(services.tasks, services.config.home)
         status = admin.StatusEndpoint(services)
         self.feed = Feed(services, status.status, self.sampler, self.downloads, self.gate.sessions)
         self._configuration = Configuration(services)
@@ -54,8 +55,7 @@ class Backend:
             Route(f"{PREFIX}/feed", self.feed, methods=["GET"]),
             *requests.routes(services, PREFIX),
             *model_orders.routes(services, PREFIX),
-            *ModelFinder(services).routes(PREFIX),
-            *pulls.routes(self.downloads, PREFIX),
+            *ModelFinder(services, self.downloads).routes(PREFIX),
             *self._configuration.routes(PREFIX),
             *Keys(services).routes(PREFIX),
         ]

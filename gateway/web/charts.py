@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec.structs import astuple
 
 from gateway.services import Services
 from gateway.web.schemas import Chart, Charts
@@ -15,30 +16,12 @@ POINTS: Final = 600
 
 
 @dataclass(slots=True)
-class Rates:
-    """Tokens per second of one model in the newest interval."""
-
-    tokens_per_s: float = 0.0
-    prompt_tokens_per_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    tokens_per_s: float
-    prompt_tokens_per_s: float
-    running: int
-    waiting: int
-    footprint_bytes: int
-
-
-@dataclass(slots=True)
 class _Series:
     """One model's samples, and its counters at the newest. Owned by `Sampler`."""
 
     generated: int
     prompted: int
-    rates: Rates = field(default_factory=Rates)
-    points: deque[_Point] = field(default_factory=lambda: deque(maxlen=POINTS))
+    chart: Chart = field(default_factory=lambda: Chart([], [], [], [], []))
 
 
 class Sampler:
@@ -68,38 +51,29 @@ class Sampler:
         for gone in self._series.keys() - {view.name for view in views}:
             del self._series[gone]
 
-    def rates(self, model: str) -> Rates:
-        """Return a model's newest rates."""
+    def rates(self, model: str) -> tuple[float, float]:
+        """Return a model's newest rates: generated and prompt tokens per second."""
         series = self._series.get(model)
-        return Rates() if series is None else series.rates
+        return (0.0, 0.0) if series is None else (series.chart.tokens_per_s[-1], series.chart.prompt_tokens_per_s[-1])
 
     def charts(self) -> Charts:
         """Return all samples. A new model has fewer."""
-        models = {name: _chart(series.points) for name, series in self._series.items()}
-        return Charts(self._until, INTERVAL_S, models)
+        return Charts(self._until, INTERVAL_S, {name: series.chart for name, series in self._series.items()})
 
     def _add(self, view: WorkerView, span_s: float, footprint_bytes: int) -> None:
         numbers = self._services.metrics.model(view.name)
         series = self._series.get(view.name)
         if series is None:
             series = self._series[view.name] = _Series(numbers.generation_tokens, numbers.prompt_tokens)
-        rates = series.rates
+        chart = series.chart
         # Counters restart if a model was removed and added again.
-        rates.tokens_per_s = round(max(0, numbers.generation_tokens - series.generated) / span_s, 1)
-        rates.prompt_tokens_per_s = round(max(0, numbers.prompt_tokens - series.prompted) / span_s, 1)
+        chart.tokens_per_s.append(round(max(0, numbers.generation_tokens - series.generated) / span_s, 1))
+        chart.prompt_tokens_per_s.append(round(max(0, numbers.prompt_tokens - series.prompted) / span_s, 1))
         series.generated, series.prompted = numbers.generation_tokens, numbers.prompt_tokens
         running = view.stats.running if view.stats else 0
         inside = self._services.admission.inside(view.name)
-        waiting = max(view.stats.waiting if view.stats else 0, inside - running)
-        point = _Point(rates.tokens_per_s, rates.prompt_tokens_per_s, running, waiting, footprint_bytes)
-        series.points.append(point)
-
-
-def _chart(points: deque[_Point]) -> Chart:
-    return Chart(
-        [point.tokens_per_s for point in points],
-        [point.prompt_tokens_per_s for point in points],
-        [point.running for point in points],
-        [point.waiting for point in points],
-        [point.footprint_bytes for point in points],
-    )
+        chart.running.append(running)
+        chart.waiting.append(max(view.stats.waiting if view.stats else 0, inside - running))
+        chart.footprint_bytes.append(footprint_bytes)
+        for samples in astuple(chart):
+            del samples[:-POINTS]

@@ -16,14 +16,14 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.control_types import DaemonStatus, MemoryStatus, ModelStatus, RequestView
 from gateway.errors import Overloaded
-from gateway.http.sse import HEADERS, StreamWatch, note_cut
+from gateway.http.sse import HEADERS, StreamWatch, cut_off
+from gateway.model_files.pull_queue import PullQueue, PullStatus
 from gateway.request.record import ChunkWriter, record_of
 from gateway.services import Services
 from gateway.web.charts import Sampler
 from gateway.web.entrance import session_of
 from gateway.web.log_lines import LogTail
-from gateway.web.pulls import PullQueue
-from gateway.web.schemas import FeedPing, FeedSnapshot, FeedTick, ModelTick, PullStatus, StateChange
+from gateway.web.schemas import FeedPing, FeedSnapshot, FeedTick, ModelTick, StateChange
 from gateway.web.session import Sessions, WebSession
 
 INTERVAL_S: Final = 1.0
@@ -123,15 +123,13 @@ class Feed:
             raise Overloaded(f"{VIEWERS_MAX} pages view already. Close one.", 10.0)
         wants_log = QueryParams(scope["query_string"]).get("log") == "1"
         viewer = _Viewer(session_of(scope), wants_log, record_of(scope).writer)
-        async with StreamWatch(receive, self._services.config.server.write_timeout_s) as watch:
+        async with cut_off(record_of(scope), receive, self._services.config.server.write_timeout_s) as watch:
             self._join(viewer)
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
                 await self._show(viewer, send, watch)
             finally:
                 self._leave(viewer)
-        if watch.reason is not None:
-            note_cut(record_of(scope), watch.reason)
 
     @property
     def viewers(self) -> int:
@@ -172,11 +170,7 @@ class Feed:
                 data += _event("end", {})
             if not data:
                 continue
-            watch.is_sending = True
-            await send({"type": "http.response.body", "body": data, "more_body": not is_over})
-            watch.is_sending = False
-            watch.sent += 1
-            watch.is_over = is_over
+            await watch.write(send, data, more=not is_over)
 
     async def _next(self, viewer: _Viewer) -> bytes:
         """Wait for events of the viewer, or return a ping."""
@@ -257,9 +251,9 @@ class Feed:
         return False
 
     def _numbers(self, model: ModelStatus) -> ModelTick:
-        rates = self._sampler.rates(model.name)
+        generated, prompted = self._sampler.rates(model.name)
         fields = {name: getattr(model, name) for name in _TICK_FIELDS}
-        return ModelTick(tokens_per_s=rates.tokens_per_s, prompt_tokens_per_s=rates.prompt_tokens_per_s, **fields)
+        return ModelTick(tokens_per_s=generated, prompt_tokens_per_s=prompted, **fields)
 
     def _newest_snapshot(self) -> bytes:
         """Return the snapshot, made once per tick and from the same state as the tick."""

@@ -1,4 +1,4 @@
-"""Models on the page: those of this machine, and those of the hub, which a child process queries."""
+"""Models on the page: those of this machine, downloads, and those of the hub, which a child process queries."""
 
 import asyncio
 import os
@@ -10,11 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.control.command_body import read_order
+from gateway.control.commands import Command, note
 from gateway.errors import ApiError, BadRequest, Overloaded, Unavailable
 from gateway.http.exchange import json_response
 from gateway.model_files.listing import ConfiguredModel, list_models
+from gateway.model_files.pull_queue import PullQueue
 from gateway.services import Services
-from gateway.web.schemas import HubAnswer, HubModels, HubOrder, ModelFilesList, PullOrder
+from gateway.web.schemas import HubAnswer, HubModels, HubOrder, ModelFilesList, PullOrder, Pulls
 from gateway.workers.memory.host import ThisMachine
 
 CHILD: Final = (sys.executable, "-P", "-m", "gateway.web.hub_child")
@@ -25,13 +28,16 @@ WORDS_MAX: Final = 16
 _TEXT_MAX: Final = 200
 
 _answer: Final = msgspec.json.Decoder(HubAnswer)
+_order: Final = msgspec.json.Decoder(PullOrder)
 
 
 class ModelFinder:
-    """Endpoints of models on this machine and on the hub. At most `QUERIES_MAX` child processes query the hub."""
+    """Endpoints of models on this machine and on the hub, and of downloads. At most `QUERIES_MAX` child processes query
+    the hub."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, downloads: PullQueue) -> None:
         self._services = services
+        self._downloads = downloads
         self._running = 0
 
     def routes(self, prefix: str) -> list[Route]:
@@ -41,6 +47,9 @@ class ModelFinder:
             Route(f"{prefix}/hub/search", self._search, methods=["GET"]),
             Route(f"{prefix}/hub/recommend", self._recommend, methods=["GET"]),
             Route(f"{prefix}/hub/info", self._inspect, methods=["GET"]),
+            Route(f"{prefix}/pulls", self._list_pulls, methods=["GET"]),
+            Route(f"{prefix}/pulls", self._pull, methods=["POST"]),
+            Route(f"{prefix}/pulls/{{id}}", self._cancel_pull, methods=["DELETE"]),
         ]
 
     async def _list_files(self, request: Request) -> Response:
@@ -78,6 +87,19 @@ class ModelFinder:
             raise BadRequest("'repository' is ORG/NAME.", "repository", "invalid_value") from None
         models = await self._query(HubOrder("info", self._available_bytes(), repository=repository))
         return json_response(models.models[0])
+
+    async def _list_pulls(self, request: Request) -> Response:
+        return json_response(Pulls(self._downloads.views()))
+
+    async def _pull(self, request: Request) -> Response:
+        repository = (await read_order(request.scope, request.receive, _order)).repository
+        note(request.scope, Command("model.pull", repository))
+        return json_response(self._downloads.order(repository), 202)
+
+    async def _cancel_pull(self, request: Request) -> Response:
+        pull = self._downloads.cancel(request.path_params["id"])
+        note(request.scope, Command("model.pull", pull.repository, {"cancelled": True}))
+        return json_response(pull)
 
     def _available_bytes(self) -> int:
         """Return the memory that one model could have if all others were unloaded for it."""

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from gateway.access.key import Expiry, Limit, Percent
 from gateway.control_types import MemoryStatus, ModelStatus, ReloadResult, RequestView
 from gateway.model_files.listing import ListedModel
+from gateway.model_files.pull_queue import PullStatus
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 # No part of a name may begin with a dot or a dash.
@@ -111,23 +112,6 @@ class PullOrder(Struct, frozen=True, forbid_unknown_fields=True):
     """`POST pulls`."""
 
     repository: RepositoryName
-
-
-class PullStatus(Struct, frozen=True):
-    """One download. `waiting` follows another; `failed` and `cancelled` keep partial files, resumed by a new order.
-
-    `left_s` is None while the rate is unknown. `message` describes the end, and `path` is the finished folder.
-    """
-
-    id: str
-    repository: str
-    state: Literal["waiting", "running", "done", "failed", "cancelled"]
-    downloaded_bytes: int = 0
-    total_bytes: int = 0
-    bytes_per_s: float = 0.0
-    left_s: float | None = None
-    message: str = ""
-    path: str = ""
 
 
 class Pulls(Struct, frozen=True):

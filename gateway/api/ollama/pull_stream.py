@@ -2,8 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 from msgspec import UNSET
@@ -15,8 +14,9 @@ from gateway.api.ollama.request import decode_pull
 from gateway.api.ollama.response import ErrorLine, PullLine
 from gateway.errors import ApiError, BadRequest, ModelNotFound, Unavailable
 from gateway.http.exchange import send_body
-from gateway.http.sse import JSON_LINES, StreamWatch, note_cut
+from gateway.http.sse import JSON_LINES, StreamWatch, cut_off
 from gateway.model_files.metadata import Unreadable, find
+from gateway.model_files.pull_queue import PullQueue, PullStatus
 from gateway.request.headers import ignored_header
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
@@ -32,39 +32,10 @@ _SUCCESS: Final = PullLine("success")
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class Download(Protocol):
-    """Port to the state of one download."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def repository(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def downloaded_bytes(self) -> int: ...
-    @property
-    def total_bytes(self) -> int: ...
-    @property
-    def message(self) -> str: ...
-
-
-class DownloadQueue(Protocol):
-    """Port to the daemon's downloads."""
-
-    def order(self, repository: str) -> Download:
-        """Queue a download after those ordered before. Raises `Overloaded`."""
-        ...
-
-    def views(self) -> Sequence[Download]:
-        """List all downloads, including those that ended recently."""
-        ...
-
-
 class PullEndpoint:
     """ASGI endpoint of pulls. A download continues if its client leaves, and the page or another pull can follow it."""
 
-    def __init__(self, services: Services, downloads: DownloadQueue) -> None:
+    def __init__(self, services: Services, downloads: PullQueue) -> None:
         self._services = services
         self._downloads = downloads
 
@@ -94,21 +65,19 @@ class PullEndpoint:
             return path
         return None
 
-    async def _whole(self, download: Download | None, record: RequestRecord, receive: Receive, send: Send) -> None:
-        async with StreamWatch(receive, 0) as watch:
-            while download is not None and not _has_ended(download):
+    async def _whole(self, download: PullStatus | None, record: RequestRecord, receive: Receive, send: Send) -> None:
+        async with cut_off(record, receive):
+            while download is not None and not download.has_ended:
                 await asyncio.sleep(CHECK_INTERVAL_S)
                 download = self._now(download)
             if download is not None and download.state != "done":
                 raise Unavailable(_failure(download), code="pull_failed")
             await send_body(send, 200, _encode(_SUCCESS), record.headers)
-        if watch.reason is not None:
-            note_cut(record, watch.reason)
 
-    async def _stream(self, download: Download | None, record: RequestRecord, receive: Receive, send: Send) -> None:
+    async def _stream(self, download: PullStatus | None, record: RequestRecord, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", JSON_LINES), (b"cache-control", b"no-cache"), *record.headers]
         timeout_s = self._services.config.server.write_timeout_s
-        async with StreamWatch(receive, timeout_s) as watch:
+        async with cut_off(record, receive, timeout_s) as watch:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await _write(send, watch, PullLine("pulling manifest"))
             last, silent_s = None, 0.0
@@ -117,7 +86,7 @@ class PullEndpoint:
                 if line != last or silent_s >= KEEPALIVE_S:
                     await _write(send, watch, line)
                     last, silent_s = line, 0.0
-                if _has_ended(download):
+                if download.has_ended:
                     break
                 await asyncio.sleep(CHECK_INTERVAL_S)
                 silent_s += CHECK_INTERVAL_S
@@ -130,10 +99,8 @@ class PullEndpoint:
             is_here = download is None or download.state == "done"
             end = _SUCCESS if is_here else ErrorLine(_failure(download) if download is not None else "")
             await _write(send, watch, end, more=False)
-        if watch.reason is not None:
-            note_cut(record, watch.reason)
 
-    def _now(self, download: Download) -> Download:
+    def _now(self, download: PullStatus) -> PullStatus:
         """Return the current state of a download. Raises `ApiError` once it is no longer listed."""
         for view in self._downloads.views():
             if view.id == download.id:
@@ -156,24 +123,16 @@ def repository_of(name: str) -> str:
     return name
 
 
-def _has_ended(download: Download) -> bool:
-    return download.state not in ("waiting", "running")
-
-
-def _progress(download: Download) -> PullLine:
+def _progress(download: PullStatus) -> PullLine:
     if not download.total_bytes:
         return PullLine(f"pulling {download.repository}" if download.state == "running" else "waiting")
     done = min(download.downloaded_bytes, download.total_bytes)
     return PullLine(f"pulling {download.repository}", download.id, download.total_bytes, done or UNSET)
 
 
-def _failure(download: Download) -> str:
+def _failure(download: PullStatus) -> str:
     return download.message or f"The download of {download.repository} has ended: {download.state}."
 
 
 async def _write(send: Send, watch: StreamWatch, line: PullLine | ErrorLine, *, more: bool = True) -> None:
-    watch.is_sending = True
-    await send({"type": "http.response.body", "body": _encode(line) + b"\n", "more_body": more})
-    watch.is_sending = False
-    watch.sent += 1
-    watch.is_over = not more
+    await watch.write(send, _encode(line) + b"\n", more=more)

@@ -15,8 +15,8 @@ from gateway.access.key_file import KeyFile
 from gateway.api.ollama.pull_stream import PullEndpoint, repository_of
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
+from gateway.model_files.pull_queue import PullQueue, PullStatus
 from gateway.request.record import RequestRecord
-from gateway.web.schemas import PullStatus as Ordered
 from tests.gateway.harness import Gateway, running
 from tests.support.hub import Hub, model_repo
 
@@ -72,13 +72,13 @@ async def test_a_download_that_fails_ends_with_the_reason(gateway: Gateway) -> N
     assert "nothing" in whole.json()["error"]
 
 
-class Forgetful:
+class Forgetful(PullQueue):
     """Downloads that are not listed once they are ordered."""
 
-    def order(self, repository: str) -> Ordered:
-        return Ordered("id", repository, "waiting")
+    def order(self, repository: str) -> PullStatus:
+        return PullStatus("id", repository, "waiting")
 
-    def views(self) -> list[Ordered]:
+    def views(self) -> list[PullStatus]:
         return []
 
 
@@ -96,7 +96,8 @@ async def test_a_stream_of_a_download_that_is_not_listed_any_more_ends_with_an_e
 
     record = RequestRecord("one", "POST", "/api/pull", caller=Caller(key="boss", is_admin=True))
     scope = {"type": "http", "headers": [], "mlxd.record": record}
-    await PullEndpoint(gateway.app.services, Forgetful())(scope, receive, send)
+    services = gateway.app.services
+    await PullEndpoint(services, Forgetful(services.tasks, services.config.home))(scope, receive, send)
     assert "not listed any more" in json.loads(sent[-1]["body"])["error"]
     assert (sent[-1]["more_body"], record.outcome) == (False, "pull_not_found")
 

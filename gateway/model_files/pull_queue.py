@@ -1,4 +1,4 @@
-"""Downloads ordered by the page: child processes `mlxctl pull`, one at a time, which resume partial files."""
+"""Queue of downloads: child processes `mlxctl pull`, one at a time, which resume partial files."""
 
 import asyncio
 import os
@@ -8,20 +8,14 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from gateway.control.command_body import read_order
-from gateway.control.commands import Command, note
 from gateway.errors import ApiError, Overloaded
-from gateway.http.exchange import json_response
-from gateway.services import Services
-from gateway.web.schemas import PullOrder, Pulls, PullStatus
+from gateway.task_set import TaskSet
 
 COMMAND: Final = (sys.executable, "-P", "-c", "from gateway.ctl import main; main()", "pull", "--yes", "--events", "--")
 WAITING_MAX: Final = 16
@@ -33,7 +27,26 @@ _ERROR_BYTES_MAX: Final = 4096
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
-_order: Final = msgspec.json.Decoder(PullOrder)
+
+class PullStatus(Struct, frozen=True):
+    """One download. `waiting` follows another; `failed` and `cancelled` keep partial files, resumed by a new order.
+
+    `left_s` is None while the rate is unknown. `message` describes the end, and `path` is the finished folder.
+    """
+
+    id: str
+    repository: str
+    state: State
+    downloaded_bytes: int = 0
+    total_bytes: int = 0
+    bytes_per_s: float = 0.0
+    left_s: float | None = None
+    message: str = ""
+    path: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state not in ("waiting", "running")
 
 
 class PullEvent(Struct, frozen=True):
@@ -98,8 +111,9 @@ class _Download:
 class PullQueue:
     """Queue of downloads in the order in which they were ordered, of which the first unfinished one runs."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, tasks: TaskSet, home: Path) -> None:
+        self._tasks = tasks
+        self._home = home
         self._all: list[_Download] = []
         self._is_running = False
 
@@ -121,7 +135,7 @@ class PullQueue:
             self._all.remove(each)
         if not self._is_running:
             self._is_running = True
-            self._services.tasks.start(self._run(), "downloads")
+            self._tasks.start(self._run(), "downloads")
         return download.view()
 
     def cancel(self, pull_id: str) -> PullStatus:
@@ -134,7 +148,7 @@ class PullQueue:
             if download.process is None:
                 _end(download, "cancelled", "It had not begun.")
             else:
-                self._services.tasks.start(_stop(download.process), f"end of download {download.id}")
+                self._tasks.start(_stop(download.process), f"end of download {download.id}")
         return download.view()
 
     async def close(self) -> None:
@@ -156,7 +170,7 @@ class PullQueue:
             _end(download, "cancelled", "It had not begun.")
             return
         download.state = "running"
-        environ = os.environ | {"MLXD_HOME": str(self._services.config.home), "NO_COLOR": "1"}
+        environ = os.environ | {"MLXD_HOME": str(self._home), "NO_COLOR": "1"}
         try:
             process = await asyncio.create_subprocess_exec(
                 *COMMAND, download.repository, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=environ
@@ -180,29 +194,6 @@ class PullQueue:
             _end(download, "cancelled", "What has come is kept: the next order resumes it.")
         else:
             _end(download, "failed", said or f"mlxctl pull ended with status {status}.")
-
-
-def routes(downloads: PullQueue, prefix: str) -> list[Route]:
-    """Return all routes."""
-
-    async def show(request: Request) -> Response:
-        return json_response(Pulls(downloads.views()))
-
-    async def order(request: Request) -> Response:
-        repository = (await read_order(request.scope, request.receive, _order)).repository
-        note(request.scope, Command("model.pull", repository))
-        return json_response(downloads.order(repository), 202)
-
-    async def cancel(request: Request) -> Response:
-        pull = downloads.cancel(request.path_params["id"])
-        note(request.scope, Command("model.pull", pull.repository, {"cancelled": True}))
-        return json_response(pull)
-
-    return [
-        Route(f"{prefix}/pulls", show, methods=["GET"]),
-        Route(f"{prefix}/pulls", order, methods=["POST"]),
-        Route(f"{prefix}/pulls/{{id}}", cancel, methods=["DELETE"]),
-    ]
 
 
 async def _follow(process: Process, download: _Download) -> tuple[int, str]:
