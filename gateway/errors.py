@@ -73,6 +73,17 @@ class Unsupported(BadRequest):
         super().__init__(message, param, "unsupported_parameter")
 
 
+def missing_parameter(param: str) -> BadRequest:
+    """Return the error of a request without a required parameter."""
+    return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+
+
+def invalid_choice(value: str, known: Iterable[str], param: str) -> BadRequest:
+    """Return the error of a parameter whose value is none of the known words."""
+    message = f"Invalid value for '{param}': {value[:40]!r} is none of {', '.join(known)}."
+    return BadRequest(message, param, "invalid_value")
+
+
 class InternalError(ApiError):
     """Of a request that failed by a fault of ours; the log has it."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gateway.errors import BadRequest
+from gateway.errors import invalid_choice
 from protocol.prompts import Media
 
 # URLs of this scheme refer to media that an earlier response of the same tenant stored, by their digest in hexadecimal.
@@ -57,8 +57,7 @@ def detail_options(detail: str | None, param: str) -> dict[str, int | float]:
     if detail is None:
         return {}
     if detail not in DETAILS:
-        message = f"Invalid value for '{param}': {detail[:40]!r} is none of {', '.join(DETAILS)}."
-        raise BadRequest(message, param, "invalid_value")
+        raise invalid_choice(detail, DETAILS, param)
     return DETAILS[detail]
 
 

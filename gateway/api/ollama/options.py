@@ -12,7 +12,7 @@ from gateway.api.common.doc_hints import shape
 from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, constraint_fields, refuse
 from gateway.api.common.sampling import first, sampling_values
 from gateway.api.openai.lowering import derive_seed
-from gateway.api.openai.request import RepetitionPenalty
+from gateway.api.openai.request import Penalty, RepetitionPenalty, Unit
 from gateway.config.settings import SamplingDefaults
 from protocol.to_worker import Sampling
 
@@ -22,8 +22,6 @@ _SEED_MAX: Final = (1 << 63) - 1
 Whole = Annotated[int, Meta(ge=-1, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-1, le=_WHOLE_MAX)]
 Limit = Annotated[int, Meta(ge=-2, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-2, le=_WHOLE_MAX)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=_SEED_MAX)] | Annotated[float, Meta(ge=-(2**62), le=2**62)]
-Unit = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopText = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 
 # These options control how Ollama's runner loads a model and truncates its context, and have no effect here.

@@ -11,7 +11,7 @@ from gateway.api.common.doc_hints import TEXT, shape, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.refused_fields import REFUSED_FIELDS, constraint_fields
 from gateway.api.ollama.options import OptionsField, read_options
-from gateway.api.openai.tools import ToolSpec
+from gateway.api.openai.request import ToolSpec
 from gateway.errors import BadRequest, Unsupported
 
 ROLES: Final = ("system", "user", "assistant", "tool")

@@ -7,7 +7,8 @@ from typing import assert_never
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from gateway.api.openai.choices import ChoiceFold, ChoiceStream, Heading, Partial, event
+from gateway.api.openai.choices import ChoiceFold, ChoiceStream, Heading, Partial
+from gateway.api.openai.events import event
 from gateway.api.openai.response import (
     ChatChoice,
     ChatChunk,
@@ -39,7 +40,7 @@ class ChatStream(ChoiceStream[ChatChunkChoice]):
         return b"".join(self._event(_opening(index)) for index in range(self._heading.choices))
 
     def keepalive(self) -> bytes:
-        return b": keepalive\n\n" if self._unopened else self._event(self._blank(0))
+        return super().keepalive() if self._unopened else self._event(self._blank(0))
 
     def _opened(self, index: int, ids: Sequence[int]) -> bytes:
         self._unopened.discard(index)

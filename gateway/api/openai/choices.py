@@ -9,9 +9,9 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
+from gateway.api.openai.events import EventEncoder, event
 from gateway.api.openai.prompt_logprobs import encode_entries, whole
 from gateway.api.openai.response import TokenIds, UsageBody, sum_usage
-from gateway.errors import ApiError, openai_body
 from protocol.from_worker import Delta, DeltaKind, Finish, Usage
 
 # `C` is a choice as it is encoded.
@@ -52,7 +52,7 @@ class Partial:
     prompt_logprobs: list[bytes] = field(default_factory=list[bytes])
 
 
-class ChoiceStream(ABC, Generic[C]):
+class ChoiceStream(EventEncoder, ABC, Generic[C]):
     """`StreamEncoder` of choices. The common chunk, a piece of text, is a prebuilt prefix and suffix around the text.
 
     `shape` makes a chunk of id, time, model, choices and usage; `key` is the choice's field that holds its text.
@@ -69,7 +69,7 @@ class ChoiceStream(ABC, Generic[C]):
         self._include_usage = include_usage
         self._shape = shape
         self._key = f'"{key}":""'.encode()
-        self._tells_ids = heading.sends_ids
+        self._sends_ids = heading.sends_ids
         self._usages: dict[int, Usage] = {}
         self._choices: dict[int, int] = {}
         # Each rid maps to the bytes before its text; the bytes after it are the same for all.
@@ -86,15 +86,12 @@ class ChoiceStream(ABC, Generic[C]):
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         parts: list[bytes] = []
         for delta in deltas:
-            if delta.kind is _TEXT and delta.finish is None and delta.logprobs is None and not self._tells_ids:
+            if delta.kind is _TEXT and delta.finish is None and delta.logprobs is None and not self._sends_ids:
                 if delta.text:
                     parts += (self._before[delta.rid], encode(delta.text), self._after)
             else:
                 parts.append(self._encode_any(delta))
         return b"".join(parts)
-
-    def error(self, error: ApiError) -> bytes:
-        return b"data: " + openai_body(error) + b"\n\n"
 
     def end(self) -> bytes:
         if not self._include_usage:
@@ -123,14 +120,14 @@ class ChoiceStream(ABC, Generic[C]):
         if delta.prompt is not None:
             return self._opened(index, delta.prompt.ids)
         choice = self._choice_for(index, delta)
-        if self._tells_ids:
+        if self._sends_ids:
             choice = self._with_ids(index, choice, delta.token_ids)
         events = b"" if choice is None else self._event(choice)
         if delta.finish is not None:
             if delta.usage is not None:
                 self._usages[delta.rid] = delta.usage
             ended = self._ended(index, delta.finish)
-            events += self._event(replace(ended, token_ids=delta.ending_ids) if self._tells_ids else ended)
+            events += self._event(replace(ended, token_ids=delta.ending_ids) if self._sends_ids else ended)
         return events
 
     def _with_ids(self, index: int, choice: C | None, ids: Sequence[int]) -> C | None:
@@ -146,11 +143,6 @@ class ChoiceStream(ABC, Generic[C]):
         heading = self._heading
         shown = usage if self._include_usage else UNSET
         return event(self._shape(heading.id, heading.created, heading.model, choices, shown))
-
-
-def event(chunk: Struct) -> bytes:
-    """Encode a chunk as a server-sent event."""
-    return b"data: " + encode(chunk) + b"\n\n"
 
 
 class ChoiceFold(ABC, Generic[C, P]):

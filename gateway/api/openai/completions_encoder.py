@@ -21,12 +21,6 @@ class TextStream(ChoiceStream[TextChoice]):
         super().__init__(heading, include_usage, TextCompletion, "text")
         self._builders: dict[int, TextLogprobsBuilder] = {}
 
-    def begin(self, prompt_tokens: int) -> bytes:
-        return b""
-
-    def keepalive(self) -> bytes:
-        return b": keepalive\n\n"
-
     def _blank(self, index: int) -> TextChoice:
         return TextChoice(index, "")
 

@@ -12,7 +12,7 @@ from gateway.api.common.doc_hints import TEXT, known, shape, words
 from gateway.api.common.refused_fields import RefusedField
 from gateway.api.common.vectors import Vectors, respond_vectors
 from gateway.api.openai.request import NO_ACTION, PROMPTS, TokenId
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, invalid_choice
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.kinds import EMBED
@@ -24,8 +24,9 @@ INPUTS_MAX: Final = 2048
 _INPUTS: Final = PROMPTS | {"maxItems": INPUTS_MAX}
 _QUERY: Final = ("query", "search_query")
 _DOCUMENT: Final = ("document", "passage", "search_document")
-# These types change an embedding only if the model has prompts for them.
-_OTHERS: Final = ("classification", "clustering")
+# Types change an embedding only if the model has prompts for them.
+_INPUT_TYPES: Final = (*_QUERY, *_DOCUMENT, "classification", "clustering")
+ENCODINGS: Final = ("float", "base64")
 Truncate = Annotated[int, Meta(ge=-1, le=1 << 31)]
 
 
@@ -34,10 +35,10 @@ class EmbeddingsRequest(Struct, frozen=True, kw_only=True):
 
     model: str = ""
     input: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(_INPUTS)]
-    encoding_format: Annotated[str, words("float", "base64")] | None = None
+    encoding_format: Annotated[str, words(*ENCODINGS)] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     # Selects one of the model's prompts that precedes each text; the values are those of other servers.
-    input_type: Annotated[str, known(*_QUERY, *_DOCUMENT, *_OTHERS)] | None = None
+    input_type: Annotated[str, known(*_INPUT_TYPES)] | None = None
     prompt_name: Annotated[str, Meta(max_length=256)] | None = None
     # vLLM's field: longer inputs are truncated, with -1 to the model's limit.
     truncate_prompt_tokens: Truncate | None = None
@@ -83,13 +84,10 @@ _schema = Schema(EmbeddingsRequest, NO_ACTION, "input", refused=_REFUSED)
 def decode_embeddings(body: bytes) -> tuple[EmbeddingsRequest, list[str]]:
     """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     request, unknown = _schema.decode(body)
-    if request.encoding_format not in (None, "float", "base64"):
-        message = f"Invalid value for 'encoding_format': {request.encoding_format[:40]!r} is none of float, base64."
-        raise BadRequest(message, "encoding_format", "invalid_value")
-    known_types = (*_QUERY, *_DOCUMENT, *_OTHERS)
-    if request.input_type is not None and request.input_type not in known_types:
-        message = f"Invalid value for 'input_type': {request.input_type[:40]!r} is none of {', '.join(known_types)}."
-        raise BadRequest(message, "input_type", "invalid_value")
+    if request.encoding_format not in (None, *ENCODINGS):
+        raise invalid_choice(request.encoding_format, ENCODINGS, "encoding_format")
+    if request.input_type is not None and request.input_type not in _INPUT_TYPES:
+        raise invalid_choice(request.input_type, _INPUT_TYPES, "input_type")
     return request, unknown
 
 

@@ -52,6 +52,8 @@ BIAS_MAX: Final = 16_384
 # The worker encodes each of these texts.
 BIAS_TEXTS_MAX: Final = 256
 BIAS_TEXT_CHARS_MAX: Final = 16_384
+# OpenAI's default of text completions.
+DEFAULT_MAX_TOKENS: Final = 16
 _Biases = tuple[dict[int, float], tuple[tuple[str, float], ...]]
 _MASK63: Final = (1 << 63) - 1
 _MASK64: Final = (1 << 64) - 1
@@ -75,57 +77,37 @@ def lower_chat(
         raise BadRequest(f"Invalid value for '{name}': expected int >= 1.", name, "invalid_value")
     tool_use, thinking = lower_tools(request), lower_thinking(request, model.thinking)
     prompt = chat_prompt(messages, tool_use, thinking, template_kwargs(request.chat_template_kwargs), continues)
-    return _generates(
+    return lower_texts(
         request,
         model,
         [prompt],
         next_rid,
         seed,
-        max_tokens=request.token_limit if request.max_completion_tokens is None else request.max_completion_tokens,
+        request.token_limit if request.max_completion_tokens is None else request.max_completion_tokens,
+        deadline_ms,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        deadline_ms=deadline_ms,
         thinking_budget=thinking.budget,
-        has_reasoning=True,
         prediction=sendable(request.prediction.text, "prediction") if request.prediction is not None else "",
-        about=request,
     )
 
 
 def lower_completion(
     request: CompletionRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> list[Generate]:
-    """Make one `Generate` per prompt and choice, with a prompt's choices in a row. Raises `BadRequest`."""
-    echo = bool(request.echo)
+    """Lower as `lower_texts`, with OpenAI's default length. Raises `BadRequest`."""
     max_tokens, is_silent = request.token_limit, request.max_tokens is None and request.n_predict is None
-    if max_tokens == 0 and not echo:
+    if max_tokens == 0 and not request.echo:
         raise BadRequest("'max_tokens' 0 needs 'echo': true.", "max_tokens", "invalid_value")
-    return _generates(
+    return lower_texts(
         request,
         model,
         _prompts(request.prompt, request.suffix, adds_special=request.add_special_tokens is not False),
         next_rid,
         seed,
-        # 16 is OpenAI's default for completions.
-        max_tokens=16 if is_silent and model.sampling.max_tokens is None else max_tokens,
+        DEFAULT_MAX_TOKENS if is_silent and model.sampling.max_tokens is None else max_tokens,
+        deadline_ms,
         top_logprobs=request.logprobs,
-        echo=echo,
-        deadline_ms=deadline_ms,
-        about=request,
-    )
-
-
-def lower_texts(
-    request: SamplingFields,
-    model: ModelConfig,
-    prompts: Sequence[Prompt],
-    next_rid: Callable[[], int],
-    seed: int,
-    max_tokens: int | None,
-    deadline_ms: int = 0,
-) -> list[Generate]:
-    """Make one `Generate` per prompt and choice, for other endpoints with sampling fields. Raises `BadRequest`."""
-    return _generates(
-        request, model, prompts, next_rid, seed, max_tokens=max_tokens, top_logprobs=None, deadline_ms=deadline_ms
+        echo=bool(request.echo),
     )
 
 
@@ -139,28 +121,28 @@ def derive_seed(seed: int, choice: int) -> int:
     return (z ^ (z >> 31)) & _MASK63
 
 
-def _generates(
+def lower_texts(
     request: SamplingFields,
     model: ModelConfig,
     prompts: Sequence[Prompt],
     next_rid: Callable[[], int],
     seed: int,
-    *,
     max_tokens: int | None,
-    top_logprobs: int | None,
-    deadline_ms: int,
+    deadline_ms: int = 0,
+    *,
+    top_logprobs: int | None = None,
     echo: bool = False,
     thinking_budget: int | None = None,
-    has_reasoning: bool = False,
     prediction: str = "",
-    about: PromptFields | None = None,
 ) -> list[Generate]:
+    """Make one `Generate` per prompt and choice, with a prompt's choices in a row. Raises `BadRequest`."""
     choices = request.n or 1
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise BadRequest("'min_tokens' is more than 'max_tokens'.", "min_tokens", "invalid_value")
-    constraint = lower_constraint(request, after_reasoning=has_reasoning)
+    constraint = lower_constraint(request, after_reasoning=isinstance(prompts[0], ChatPrompt))
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     bias = _biases(request.logit_bias or {})
+    about = request if isinstance(request, PromptFields) else None
     truncate = (about.truncate_prompt_tokens or 0) if about is not None else 0
     sends_ids = about is not None and bool(about.return_token_ids)
     scored = about.scored if about is not None else None

@@ -1,11 +1,10 @@
 """Message parts that hold an image, a video or audio, as OpenAI and other servers spell them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gateway.api.openai.request import AudioData, ChatCompletionRequest, MediaLink, MessagePart
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, missing_parameter
 from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, merged
 
 # Each type of part has its kind of medium, and the fields that may hold its URL, the usual one first.
@@ -21,17 +20,9 @@ MEDIA_PARTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
 }
 
 Options = dict[str, int | float]
-
-
-@dataclass(frozen=True, slots=True)
-class MediaOptions:
-    """Options of a request for all its media of a kind."""
-
-    image: Options = field(default_factory=dict[str, int | float])
-    video: Options = field(default_factory=dict[str, int | float])
-
-
-NO_OPTIONS: Final = MediaOptions()
+# Options of a request for all its media of a kind.
+MediaOptions = Mapping[str, Options]
+NO_OPTIONS: Final[MediaOptions] = {IMAGE: {}, VIDEO: {}, AUDIO: {}}
 
 
 def media_options(request: ChatCompletionRequest) -> MediaOptions:
@@ -44,7 +35,7 @@ def media_options(request: ChatCompletionRequest) -> MediaOptions:
     frames = {} if processing is None else _set(fps=processing.fps)
     if reading is not None and reading.video is not None:
         frames |= _set(num_frames=reading.video.num_frames, fps=reading.video.fps)
-    return MediaOptions(pixels, pixels | frames)
+    return {IMAGE: pixels, VIDEO: pixels | frames, AUDIO: {}}
 
 
 def media_part(part: MessagePart, where: str, options: MediaOptions) -> dict[str, Any]:
@@ -54,21 +45,12 @@ def media_part(part: MessagePart, where: str, options: MediaOptions) -> dict[str
     if isinstance(given, AudioData):
         return by_base64(kind, given.data, where)
     if given is None:
-        param = f"{where}.{fields[0]}"
-        raise BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+        raise missing_parameter(f"{where}.{fields[0]}")
     url, detail = (given.url, given.detail) if isinstance(given, MediaLink) else (given, None)
-    wishes = detail_options(detail or part.detail, f"{where}.detail") if kind == IMAGE else {}
-    return by_url(kind, url, where, _over(wishes, kind, options))
-
-
-def _over(asked: Mapping[str, int | float], kind: str, options: MediaOptions) -> Options:
-    match kind:
-        case "image":
-            return merged(asked, options.image)
-        case "video":
-            return options.video
-        case _:
-            return {}
+    if kind == IMAGE:
+        own = detail_options(detail or part.detail, f"{where}.detail")
+        return by_url(kind, url, where, merged(own, options[kind]))
+    return by_url(kind, url, where, options[kind])
 
 
 def _set(**options: float | None) -> Options:

@@ -9,27 +9,21 @@ from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content, named_results
 from gateway.api.openai.media_parts import MEDIA_PARTS, NO_OPTIONS, MediaOptions, media_part
 from gateway.api.openai.request import ROLES, TEXT_PARTS, CalledFunction, CallSpec, MessagePart, RequestMessage
-from gateway.errors import BadRequest, Unsupported
+from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 
 
 def turns(messages: Sequence[RequestMessage], options: MediaOptions = NO_OPTIONS) -> list[dict[str, Any]]:
     """Lower a conversation. Each result gets its call's name; `options` are for all media. Raises `BadRequest`."""
-    lowered: list[dict[str, Any]] = []
     # Legacy function calls have no ids: each gets one, which matches its result.
     legacy: dict[str, str] = {}
-    for index, message in enumerate(messages):
-        lowered.append(_turn(message, index, legacy, options))
-    return named_results(lowered)
+    return named_results(
+        [_turn(message, f"messages[{index}]", legacy, options) for index, message in enumerate(messages)]
+    )
 
 
-def _turn(message: RequestMessage, index: int, legacy: dict[str, str], options: MediaOptions) -> dict[str, Any]:
-    where = f"messages[{index}]"
+def _turn(message: RequestMessage, where: str, legacy: dict[str, str], options: MediaOptions) -> dict[str, Any]:
     if message.role not in ROLES:
-        raise BadRequest(
-            f"Invalid value for '{where}.role': {message.role[:50]!r} is none of {', '.join(ROLES)}.",
-            f"{where}.role",
-            "invalid_value",
-        )
+        raise invalid_choice(message.role, ROLES, f"{where}.role")
     if message.audio is not None:
         raise Unsupported("Audio is not supported.", f"{where}.audio")
     if message.role == "assistant":
@@ -38,16 +32,16 @@ def _turn(message: RequestMessage, index: int, legacy: dict[str, str], options: 
         raise BadRequest("Only the assistant calls tools.", f"{where}.tool_calls", "invalid_value")
     if message.role == "tool":
         if message.tool_call_id is None:
-            raise _missing(f"{where}.tool_call_id")
+            raise missing_parameter(f"{where}.tool_call_id")
         content = _content(message.content, where, options)
         return canonical.tool_result(message.tool_call_id, message.name or "", content)
     if message.role == "function":
         if message.name is None:
-            raise _missing(f"{where}.name")
+            raise missing_parameter(f"{where}.name")
         call_id = legacy.get(message.name, f"call_{message.name}")
         return canonical.tool_result(call_id, message.name, _content(message.content, where, options))
     if message.content is None:
-        raise _missing(f"{where}.content")
+        raise missing_parameter(f"{where}.content")
     content = _content(message.content, where, options)
     is_user = message.role == "user"
     # Templates expect "system", which OpenAI now calls "developer".
@@ -71,7 +65,7 @@ def _call(spec: CallSpec, where: str) -> Call:
     if spec.type != "function":
         raise Unsupported(f"Calls of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
     if spec.function is None:
-        raise _missing(f"{where}.function")
+        raise missing_parameter(f"{where}.function")
     return Call(spec.id, spec.function.name, _arguments(spec.function))
 
 
@@ -79,10 +73,6 @@ def _arguments(function: CalledFunction) -> str:
     """Return arguments as JSON text, also if a client sends the object itself."""
     given = function.arguments
     return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
-
-
-def _missing(param: str) -> BadRequest:
-    return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
 
 
 def _content(content: str | list[MessagePart] | None, where: str, options: MediaOptions) -> Content:
@@ -97,7 +87,7 @@ def _content(content: str | list[MessagePart] | None, where: str, options: Media
 def _part(part: MessagePart, where: str, options: MediaOptions) -> str | dict[str, Any]:
     if part.type in TEXT_PARTS:
         if part.text is None:
-            raise BadRequest(f"Missing required parameter: '{where}.text'.", f"{where}.text")
+            raise missing_parameter(f"{where}.text")
         return part.text
     if part.type == "refusal":
         return part.refusal or ""

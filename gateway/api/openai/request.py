@@ -4,14 +4,13 @@ from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta, Struct
 
-from gateway.api.common.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX
+from gateway.api.common.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX, ToolMode
 from gateway.api.common.decode import Schema
-from gateway.api.common.doc_hints import NULL, TEXT, UNSERVED, case, shape, words
+from gateway.api.common.doc_hints import NAMED, NULL, TEXT, UNSERVED, case, shape, typed, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.refused_fields import REFUSED_FIELDS
 from gateway.api.common.thinking import AnthropicThinking, ReasoningSpec
-from gateway.api.openai.samplers import SamplerFields
-from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
+from gateway.api.openai.samplers import SamplerFields, TokenId, Unit
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import DETAILS
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
@@ -27,7 +26,6 @@ PROMPTS_MAX: Final = 4096
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
-Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -38,7 +36,6 @@ Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 StopText = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
 Effort = Annotated[str, Meta(max_length=32), words(*EFFORTS)]
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 # A prompt may be several texts, the ids of one prompt, or those of several.
 _ID: Final = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
 _IDS: Final = {"type": "array", "items": _ID, "minItems": 1}
@@ -247,6 +244,41 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
     def scored(self) -> int | None:
         """Number of likeliest tokens per position of the prompt; None if no log-probabilities of it are returned."""
         return None if self.stream else self.prompt_logprobs
+
+
+class FunctionSpec(Struct, frozen=True):
+    name: Annotated[str, shape({"pattern": r"^[a-zA-Z0-9_.:/@$-]{1,128}$"})]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(Struct, frozen=True):
+    type: Annotated[str, Meta(max_length=64), words("function")] = "function"
+    function: FunctionSpec | None = None
+
+
+TOOL_MODES: Final = {
+    "auto": ToolMode.AUTO,
+    "none": ToolMode.NONE,
+    "required": ToolMode.REQUIRED,
+    "any": ToolMode.REQUIRED,
+}
+# The API document describes `allowed_tools` by this schema.
+_ALLOWED: Final = {
+    "type": "object",
+    "properties": {"mode": {"enum": list(TOOL_MODES)}, "tools": {"type": "array", "items": {"type": "object"}}},
+}
+TOOL_CHOICE: Final = {
+    "anyOf": [
+        {"enum": list(TOOL_MODES)},
+        {**typed("function", function=NAMED), "required": ["type", "function"]},
+        {**typed("function", name=TEXT), "required": ["type", "name"]},
+        typed("allowed_tools", allowed_tools=_ALLOWED),
+        NULL,
+    ]
+}
+FUNCTION_CALL: Final = {"anyOf": [{"enum": ["none", "auto"]}, NAMED, NULL]}
 
 
 class PredictedPart(Struct, frozen=True):

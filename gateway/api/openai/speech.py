@@ -4,15 +4,15 @@ import base64
 from collections.abc import Sequence
 from typing import Annotated, Final
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, shape, words
+from gateway.api.openai.events import EventEncoder, event
 from gateway.api.openai.request import Seed
-from gateway.errors import ApiError, BadRequest, openai_body
+from gateway.errors import ApiError, BadRequest, invalid_choice
 from gateway.http.direct_write import outlet_of
 from gateway.http.sse import StreamTiming
 from gateway.request.record import record_of
@@ -121,22 +121,14 @@ def _checked(request: SpeechRequest, most_chars: int) -> str:
         raise BadRequest(message, "input", "invalid_value")
     format = request.response_format or "mp3"
     if format not in FORMATS:
-        message = f"Invalid value for 'response_format': {format[:40]!r} is none of {', '.join(FORMATS)}."
-        raise BadRequest(message, "response_format", "invalid_value")
+        raise invalid_choice(format, FORMATS, "response_format")
     if request.stream_format not in (None, *STREAMS):
-        message = f"Invalid value for 'stream_format': {request.stream_format[:40]!r} is none of audio, sse."
-        raise BadRequest(message, "stream_format", "invalid_value")
+        raise invalid_choice(request.stream_format, STREAMS, "stream_format")
     return format
 
 
-class SpeechFile:
+class SpeechFile(EventEncoder):
     """Encoder of a file's bytes as they are made. A failed file is cut off, so that its client sees it incomplete."""
-
-    def bind(self, rids: Sequence[int]) -> None:
-        """Ignore the rid, as a request has only one."""
-
-    def begin(self, prompt_tokens: int) -> bytes:
-        return b""
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join(delta.data for delta in deltas)
@@ -151,34 +143,18 @@ class SpeechFile:
         return b""
 
 
-class SpeechEvents:
+class SpeechEvents(EventEncoder):
     """Encoder of a file as server-sent events."""
 
     def __init__(self) -> None:
         self._usage: Usage | None = None
 
-    def bind(self, rids: Sequence[int]) -> None:
-        """Ignore the rid, as a request has only one."""
-
-    def begin(self, prompt_tokens: int) -> bytes:
-        return b""
-
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         self._usage = next((delta.usage for delta in deltas if delta.usage is not None), self._usage)
         data = b"".join(delta.data for delta in deltas)
-        return _event(AudioDelta(base64.b64encode(data).decode("ascii"))) if data else b""
-
-    def keepalive(self) -> bytes:
-        return b": keep-alive\n\n"
-
-    def error(self, error: ApiError) -> bytes:
-        return b"data: " + openai_body(error) + b"\n\n"
+        return event(AudioDelta(base64.b64encode(data).decode("ascii"))) if data else b""
 
     def end(self) -> bytes:
         usage = self._usage or Usage(0, 0, 0)
         spoken = SpeechUsage(usage.prompt, usage.completion, usage.prompt + usage.completion)
-        return _event(AudioDone(spoken))
-
-
-def _event(event: AudioDelta | AudioDone) -> bytes:
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+        return event(AudioDone(spoken))

@@ -2,29 +2,17 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from gateway.api.common.canonical import FunctionTool, ToolMode, ToolPolicy, sendable
 from gateway.api.common.decode import converted
-from gateway.api.common.doc_hints import NAMED, NULL, TEXT, shape, typed, words
-from gateway.errors import BadRequest, Unsupported
+from gateway.api.openai.request import TOOL_MODES, ChatCompletionRequest, FunctionSpec, ToolSpec
+from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 
 # Parsers accept longer and other names than OpenAI, since gateways to other servers put paths into theirs.
 _NAME: Final = re.compile(r"[\w.\-:/@$]{1,128}")
-
-
-class FunctionSpec(Struct, frozen=True):
-    name: Annotated[str, shape({"pattern": r"^[a-zA-Z0-9_.:/@$-]{1,128}$"})]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolSpec(Struct, frozen=True):
-    type: Annotated[str, Meta(max_length=64), words("function")] = "function"
-    function: FunctionSpec | None = None
 
 
 class _Named(Struct, frozen=True):
@@ -45,40 +33,7 @@ class _ChoiceSpec(Struct, frozen=True):
     allowed_tools: _Allowed | None = None
 
 
-class ToolFields(Protocol):
-    """Port to the fields of a request about tools."""
-
-    @property
-    def tools(self) -> list[ToolSpec] | None: ...
-    @property
-    def tool_choice(self) -> Any: ...
-    @property
-    def parallel_tool_calls(self) -> bool | None: ...
-    @property
-    def functions(self) -> list[FunctionSpec] | None: ...
-    @property
-    def function_call(self) -> Any: ...
-
-
-_MODES: Final = {"auto": ToolMode.AUTO, "none": ToolMode.NONE, "required": ToolMode.REQUIRED, "any": ToolMode.REQUIRED}
-# The API document describes `allowed_tools` by this schema.
-_ALLOWED: Final = {
-    "type": "object",
-    "properties": {"mode": {"enum": list(_MODES)}, "tools": {"type": "array", "items": {"type": "object"}}},
-}
-TOOL_CHOICE: Final = {
-    "anyOf": [
-        {"enum": list(_MODES)},
-        {**typed("function", function=NAMED), "required": ["type", "function"]},
-        {**typed("function", name=TEXT), "required": ["type", "name"]},
-        typed("allowed_tools", allowed_tools=_ALLOWED),
-        NULL,
-    ]
-}
-FUNCTION_CALL: Final = {"anyOf": [{"enum": ["none", "auto"]}, NAMED, NULL]}
-
-
-def lower_tools(request: ToolFields) -> ToolPolicy:
+def lower_tools(request: ChatCompletionRequest) -> ToolPolicy:
     """Lower tools and their choice. Raises `BadRequest`."""
     if request.functions:
         if request.tools:
@@ -99,7 +54,7 @@ def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolPolicy:
         return ToolPolicy(tools, ToolMode.NAMED, name, is_parallel=False).check("function_call")
     if call not in (None, "none", "auto"):
         raise BadRequest(f"Invalid value for 'function_call': {_shown(call)}.", "function_call", "invalid_value")
-    return ToolPolicy(tools, _MODES[call or "auto"], is_parallel=False).check("functions")
+    return ToolPolicy(tools, TOOL_MODES[call or "auto"], is_parallel=False).check("functions")
 
 
 def lower_tool(spec: ToolSpec, where: str) -> FunctionTool:
@@ -107,9 +62,7 @@ def lower_tool(spec: ToolSpec, where: str) -> FunctionTool:
     if spec.type != "function":
         raise Unsupported(f"Tools of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
     if spec.function is None:
-        raise BadRequest(
-            f"Missing required parameter: '{where}.function'.", f"{where}.function", "missing_required_parameter"
-        )
+        raise missing_parameter(f"{where}.function")
     return _function(spec.function, f"{where}.function")
 
 
@@ -131,8 +84,7 @@ def _choose(tools: list[FunctionTool], choice: Any, is_parallel: bool) -> ToolPo
         case "function":
             name = spec.function.name if spec.function is not None else spec.name
             if name is None:
-                param = "tool_choice.function"
-                raise BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+                raise missing_parameter("tool_choice.function")
             return ToolPolicy(tuple(tools), ToolMode.NAMED, name, is_parallel)
         case "allowed_tools":
             return _allow(tools, spec.allowed_tools or _Allowed(), is_parallel)
@@ -155,9 +107,9 @@ def _allow(tools: list[FunctionTool], allowed: _Allowed, is_parallel: bool) -> T
 
 
 def _mode(word: str, param: str) -> ToolMode:
-    if word not in _MODES:
-        raise BadRequest(f"Invalid value for '{param}': {_shown(word)}.", param, "invalid_value")
-    return _MODES[word]
+    if word not in TOOL_MODES:
+        raise invalid_choice(word, TOOL_MODES, param)
+    return TOOL_MODES[word]
 
 
 def _shown(value: Any) -> str:

@@ -12,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.common import serve
 from gateway.api.common.decode import converted
 from gateway.api.common.doc_hints import known, shape, words
+from gateway.api.openai.events import EventEncoder, event
 from gateway.api.openai.request import Seed
 from gateway.api.openai.transcript_forms import TokenUsage, Transcript
-from gateway.errors import ApiError, BadRequest, BodyTooLarge, Unsupported, openai_body
+from gateway.errors import BadRequest, BodyTooLarge, Unsupported, invalid_choice, missing_parameter
 from gateway.http.exchange import send_body
 from gateway.http.multipart import ROOM_BYTES, MultipartForm, read_form
 from gateway.http.sse import cut_off, folded
@@ -163,7 +164,7 @@ def _request(form: MultipartForm, struct: type[TranslationRequest]) -> tuple[Tra
 def _file(form: MultipartForm, limit_bytes: int) -> bytes:
     """Return the file's bytes. Raises `ApiError`."""
     if form.file is None:
-        raise BadRequest("Missing required parameter: 'file'.", FILE, "missing_required_parameter")
+        raise missing_parameter(FILE)
     if not form.file:
         raise BadRequest("'file' is empty.", FILE, "invalid_value")
     if len(form.file) > limit_bytes:
@@ -175,8 +176,7 @@ def _checked(request: TranslationRequest, *, is_stream: bool) -> Sequence[str]:
     """Return the wanted granularities of times. Raises `BadRequest` for fields that exclude each other."""
     format = request.response_format
     if format not in FORMATS:
-        message = f"Invalid value for 'response_format': {format[:40]!r} is none of {', '.join(FORMATS)}."
-        raise BadRequest(message, "response_format", "invalid_value")
+        raise invalid_choice(format, FORMATS, "response_format")
     if is_stream and format != JSON:
         raise BadRequest("A stream has the 'response_format' json.", "response_format", "invalid_value")
     if not isinstance(request, TranscriptionRequest):
@@ -186,10 +186,9 @@ def _checked(request: TranslationRequest, *, is_stream: bool) -> Sequence[str]:
     if request.chunking_strategy != "auto":
         raise Unsupported("'chunking_strategy' is auto.", "chunking_strategy")
     granularities = request.timestamp_granularities
-    strange = [each for each in granularities if each not in GRANULARITIES]
-    if strange:
-        message = f"'timestamp_granularities' holds {strange[0][:40]!r}, which is none of {', '.join(GRANULARITIES)}."
-        raise BadRequest(message, "timestamp_granularities", "invalid_value")
+    for each in granularities:
+        if each not in GRANULARITIES:
+            raise invalid_choice(each, GRANULARITIES, "timestamp_granularities")
     if granularities and format != VERBOSE:
         message = "'timestamp_granularities' needs the 'response_format' verbose_json."
         raise BadRequest(message, "timestamp_granularities", "invalid_value")
@@ -229,32 +228,15 @@ class TranscriptFold:
                 return whole.json()
 
 
-class TranscriptEncoder:
+class TranscriptEncoder(EventEncoder):
     """Encoder of a transcript stream: the text of each window, and then the whole text."""
 
     def __init__(self) -> None:
         self._transcript = Transcript()
 
-    def bind(self, rids: Sequence[int]) -> None:
-        """Ignore the rid, as a request has only one."""
-
-    def begin(self, prompt_tokens: int) -> bytes:
-        return b""
-
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         new = self._transcript.add(deltas)
-        return _event(msgspec.json.encode(TranscriptDelta(new))) if new else b""
-
-    def keepalive(self) -> bytes:
-        return b": keep-alive\n\n"
-
-    def error(self, error: ApiError) -> bytes:
-        return _event(openai_body(error))
+        return event(TranscriptDelta(new)) if new else b""
 
     def end(self) -> bytes:
-        done = TranscriptDone(self._transcript.text.strip(), self._transcript.tokens())
-        return _event(msgspec.json.encode(done))
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+        return event(TranscriptDone(self._transcript.text.strip(), self._transcript.tokens()))
