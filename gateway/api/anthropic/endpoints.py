@@ -29,11 +29,9 @@ class MessagesEndpoint:
         request, unknown = await serve.read(services, record, scope, receive, decode_messages)
         ignored = unknown + _betas(scope)
         model, seed = serve.begin(services, record, request.model, bool(request.stream), None, ignored)
-        deadline_ms = serve.deadline_ms(services)
-        generates = await serve.lower(
-            services, record, model, lambda: lower_messages(request, model, services.link.next_rid, seed, deadline_ms)
+        job = await serve.prepare(
+            services, record, model, lambda next_rid, ms: lower_messages(request, model, next_rid, seed, ms)
         )
-        job = serve.PreparedRequest(services, record, model, generates)
         message_id = serve.new_id("msg").replace("-", "_")
         if request.stream:
             await job.stream(MessageStream(message_id, model.full_name), receive, send)

@@ -176,6 +176,20 @@ class PreparedRequest:
         )
 
 
+async def prepare(
+    services: Services,
+    record: RequestRecord,
+    model: ModelConfig,
+    make: Callable[[Callable[[], int], int], Generate | list[Generate]],
+    kind: str = TEXT,
+    repeats: int = 1,
+) -> PreparedRequest:
+    """Lower a decoded request with `make`, which gets the source of rids and the deadline. Raises `ApiError`."""
+    next_rid, limit_ms = services.link.next_rid, deadline_ms(services)
+    generates = await lower(services, record, model, lambda: make(next_rid, limit_ms))
+    return PreparedRequest(services, record, model, generates, kind, repeats)
+
+
 async def tokenize(
     services: Services, record: RequestRecord, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False
 ) -> Tokenized:

@@ -22,9 +22,8 @@ class ChatCompletions:
         request, unknown = await serve.read(services, record, scope, receive, decode_chat)
         is_stream, choices = bool(request.stream), request.n or 1
         model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown, choices)
-        deadline_ms = serve.deadline_ms(services)
-        generates = await serve.lower(
-            services, record, model, lambda: lower_chat(request, model, services.link.next_rid, seed, deadline_ms)
+        job = await serve.prepare(
+            services, record, model, lambda next_rid, ms: lower_chat(request, model, next_rid, seed, ms)
         )
         heading = Heading(
             serve.new_id("chatcmpl"),
@@ -35,7 +34,6 @@ class ChatCompletions:
             is_legacy=bool(request.functions),
             sends_ids=bool(request.return_token_ids),
         )
-        job = serve.PreparedRequest(services, record, model, generates)
         if request.stream:
             await job.stream(ChatStream(heading, request.wants_usage), receive, send)
         else:

@@ -22,19 +22,21 @@ class Completions:
         request, unknown = await serve.read(services, record, scope, receive, decode_completion)
         is_stream, sequences = bool(request.stream), request.sequences
         model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown, sequences)
-        deadline_ms = serve.deadline_ms(services)
-        generates = await serve.lower(
-            services, record, model, lambda: lower_completion(request, model, services.link.next_rid, seed, deadline_ms)
+        job = await serve.prepare(
+            services,
+            record,
+            model,
+            lambda next_rid, ms: lower_completion(request, model, next_rid, seed, ms),
+            repeats=request.n or 1,
         )
         heading = Heading(
             serve.new_id("cmpl"),
             serve.now(),
             model.full_name,
-            len(generates),
+            len(job.generates),
             request.n or 1,
             sends_ids=bool(request.return_token_ids),
         )
-        job = serve.PreparedRequest(services, record, model, generates, repeats=request.n or 1)
         if request.stream:
             await job.stream(TextStream(heading, request.wants_usage), receive, send)
         else:

@@ -142,12 +142,10 @@ class Embeddings:
         request, unknown = await serve.read(services, record, scope, receive, decode_embeddings)
         model = serve.begin_reading(services, record, request.model, unknown)
         inputs = inputs_of(request)
-        deadline_ms = serve.deadline_ms(services)
-        generates = await serve.lower(
-            services, record, model, lambda: lower_embeddings(request, inputs, services.link.next_rid(), deadline_ms)
+        job = await serve.prepare(
+            services, record, model, lambda next_rid, ms: lower_embeddings(request, inputs, next_rid(), ms), EMBED
         )
         is_base64 = request.encoding_format == "base64"
-        job = serve.PreparedRequest(services, record, model, generates, EMBED)
         await respond_vectors(job, len(inputs), lambda vectors: _render(vectors, model.name, is_base64), receive, send)
 
 

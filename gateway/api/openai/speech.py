@@ -87,22 +87,25 @@ class SpeechEndpoint:
         request, unknown = await serve.read(services, record, scope, receive, _schema.decode)
         format = _checked(request, services.config.audio.max_input)
         model, seed = serve.begin(services, record, request.model, True, request.seed, unknown)
-        generate = Generate(
-            services.link.next_rid(),
-            SpeechPrompt(
-                request.input,
-                voice=request.voice if isinstance(request.voice, str) else request.voice.id,
-                speed=1.0 if request.speed is None else request.speed,
-                format=format,
-                instructions=request.instructions or "",
-                most_s=services.config.audio.max_speech_s,
+        job = await serve.prepare(
+            services,
+            record,
+            model,
+            lambda next_rid, ms: Generate(
+                next_rid(),
+                SpeechPrompt(
+                    request.input,
+                    voice=request.voice if isinstance(request.voice, str) else request.voice.id,
+                    speed=1.0 if request.speed is None else request.speed,
+                    format=format,
+                    instructions=request.instructions or "",
+                    most_s=services.config.audio.max_speech_s,
+                ),
+                Sampling(seed=seed),
+                deadline_ms=ms,
+                priority=request.priority or 0,
             ),
-            Sampling(seed=seed),
-            deadline_ms=serve.deadline_ms(services),
-            priority=request.priority or 0,
-        )
-        job = serve.PreparedRequest(
-            services, record, model, await serve.lower(services, record, model, lambda: generate), AUDIO
+            AUDIO,
         )
         if request.stream_format == "sse":
             await job.stream(SpeechEvents(), receive, send)

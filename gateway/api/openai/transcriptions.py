@@ -114,22 +114,25 @@ class Transcriptions:
         record.media_lease.owner = record.caller.key or ""
         record.media_lease.grow(len(data))
         record.media_bytes = len(data)
-        generate = Generate(
-            services.link.next_rid(),
-            TranscribePrompt(
-                data,
-                language=request.language if isinstance(request, TranscriptionRequest) else "",
-                text=request.prompt,
-                is_translated=self._is_translated,
-                has_words="word" in granularities,
-                most_s=settings.max_duration_s,
+        job = await serve.prepare(
+            services,
+            record,
+            model,
+            lambda next_rid, ms: Generate(
+                next_rid(),
+                TranscribePrompt(
+                    data,
+                    language=request.language if isinstance(request, TranscriptionRequest) else "",
+                    text=request.prompt,
+                    is_translated=self._is_translated,
+                    has_words="word" in granularities,
+                    most_s=settings.max_duration_s,
+                ),
+                Sampling(temperature=request.temperature, seed=seed),
+                deadline_ms=ms,
+                priority=request.priority,
             ),
-            Sampling(temperature=request.temperature, seed=seed),
-            deadline_ms=serve.deadline_ms(services),
-            priority=request.priority,
-        )
-        job = serve.PreparedRequest(
-            services, record, model, await serve.lower(services, record, model, lambda: generate), AUDIO
+            AUDIO,
         )
         if is_stream:
             await job.stream(TranscriptEncoder(), receive, send)
