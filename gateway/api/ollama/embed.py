@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
 from gateway.api.common.vectors import Vectors, respond_vectors
-from gateway.api.ollama.load_orders import LoadOrder
+from gateway.api.ollama.load_orders import load_or_unload
 from gateway.api.ollama.options import OptionsField, read_options
 from gateway.api.ollama.request import KeepAlive, is_zero
 from gateway.api.ollama.response import nanoseconds
@@ -77,7 +77,6 @@ class Embed:
     def __init__(self, services: Services, *, is_old: bool) -> None:
         self._services = services
         self._is_old = is_old
-        self._loading = LoadOrder(services)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
@@ -85,14 +84,12 @@ class Embed:
         model = serve.begin_reading(services, record, request.model, ignored)
         name, inputs = request.model or model.name, _inputs(request)
         if not inputs:
-            await self._loading.run(record, model, receive, is_last=is_zero(request.keep_alive))
+            await load_or_unload(services, record, model, receive, is_last=is_zero(request.keep_alive))
             await send_body(send, 200, self._render(Vectors(b"", 0, 0, []), name, record), record.headers)
             return
-        deadline_ms = serve.deadline_ms(services)
-        generates = await serve.lower(
-            services, record, model, lambda: _lower(request, inputs, services.link.next_rid(), deadline_ms)
+        job = await serve.prepare(
+            services, record, model, lambda next_rid, ms: _lower(request, inputs, next_rid(), ms), EMBED
         )
-        job = serve.PreparedRequest(services, record, model, generates, EMBED)
         await respond_vectors(job, len(inputs), lambda vectors: self._render(vectors, name, record), receive, send)
 
     def _decode(self, body: bytes) -> tuple[EmbedRequest | OllamaEmbeddingsRequest, list[str]]:

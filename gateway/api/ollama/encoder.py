@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any, Final, assert_never
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from gateway.api.ollama.conversation import ConversationTurn, write_context
 from gateway.api.ollama.response import (
@@ -42,13 +42,52 @@ class SentText(Struct, frozen=True):
     logprobs: tuple[ContentLogprob, ...] = ()
 
 
-class StreamEnd(Struct, frozen=True):
-    """Fields of the last line. Times are in seconds."""
+_NOTHING: Final = SentText()
 
-    finish: Finish
-    usage: Usage
-    total_s: float
-    load_s: float
+
+@dataclass(slots=True)
+class AnswerSoFar:
+    """An answer so far, without its thinking. Owned by its encoder."""
+
+    texts: list[str] = field(default_factory=list[str])
+    # The call that is incomplete, and pieces of its arguments.
+    call: OllamaToolCall | None = None
+    arguments: list[str] = field(default_factory=list[str])
+    finish: Finish = Finish.STOP
+    usage: Usage = _EMPTY
+
+    def add(self, delta: Delta) -> SentText | None:
+        """Return the content that a delta adds, or None. A call is returned once it is complete."""
+        if delta.finish is not None:
+            self.finish, self.usage = delta.finish, delta.usage or _EMPTY
+        logprobs = tuple(chat_logprobs(delta.logprobs)) if delta.logprobs is not None else ()
+        match delta.kind:
+            case DeltaKind.TEXT:
+                self.texts.append(delta.text)
+                content = SentText(delta.text, logprobs=logprobs)
+            case DeltaKind.REASONING:
+                content = SentText(thinking=delta.text, logprobs=logprobs)
+            case DeltaKind.TOOL_BEGIN:
+                assert delta.tool is not None
+                self.call = OllamaToolCall(delta.tool.call_id, OllamaFunction(delta.tool.index, delta.tool.name, {}))
+                self.arguments.clear()
+                content = SentText(logprobs=logprobs)
+            case DeltaKind.TOOL_ARGS:
+                self.arguments.append(delta.text)
+                content = SentText(logprobs=logprobs)
+            case DeltaKind.TOOL_END:
+                content = SentText(calls=self._whole_call(), logprobs=logprobs)
+            case _:
+                assert_never(delta.kind)
+        return content if content != _NOTHING else None
+
+    def _whole_call(self) -> tuple[OllamaToolCall, ...]:
+        assert self.call is not None
+        arguments = arguments_of("".join(self.arguments))
+        if arguments is None:
+            return ()
+        function = structs.replace(self.call.function, arguments=dict(arguments))
+        return (OllamaToolCall(self.call.id, function),)
 
 
 class LineForm(ABC):
@@ -56,27 +95,32 @@ class LineForm(ABC):
 
     key: str
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, record: RequestRecord) -> None:
         self._model = model
+        self._record = record
         self._created_at = timestamp()
 
     @abstractmethod
-    def line(self, said: SentText, ending: StreamEnd | None, answer: str = "") -> OllamaLine:
-        """Make one line. The last one has its `ending`, and the whole text in `answer`."""
+    def line(self, content: SentText, answer: AnswerSoFar | None = None) -> OllamaLine:
+        """Make one line. The last one has the whole `answer`."""
 
-    def _shared_fields(self, said: SentText, ending: StreamEnd | None) -> dict[str, Any]:
+    def loaded(self, reason: str) -> OllamaLine:
+        """Make the only line of a request that loads or unloads its model."""
+        return structs.replace(self.line(_NOTHING), created_at=timestamp(), done=True, done_reason=reason)
+
+    def _shared_fields(self, content: SentText, answer: AnswerSoFar | None) -> dict[str, Any]:
         """Return the fields that both endpoints have."""
-        shared: dict[str, Any] = {"model": self._model, "created_at": self._created_at, "done": ending is not None}
-        if said.logprobs:
-            shared["logprobs"] = list(said.logprobs)
-        if ending is None:
+        shared: dict[str, Any] = {"model": self._model, "created_at": self._created_at, "done": answer is not None}
+        if content.logprobs:
+            shared["logprobs"] = list(content.logprobs)
+        if answer is None:
             return shared
-        usage = ending.usage
+        usage = answer.usage
         return shared | {
             "created_at": timestamp(),
-            "done_reason": DONE_REASONS.get(ending.finish, "stop"),
-            "total_duration": nanoseconds(ending.total_s),
-            "load_duration": nanoseconds(ending.load_s),
+            "done_reason": DONE_REASONS.get(answer.finish, "stop"),
+            "total_duration": nanoseconds(perf_counter() - self._record.started),
+            "load_duration": nanoseconds(self._record.phases.load),
             "prompt_eval_count": usage.prompt,
             "prompt_eval_duration": nanoseconds(usage.prefill_ms / 1000),
             "eval_count": usage.completion,
@@ -89,10 +133,10 @@ class ChatForm(LineForm):
 
     key = "content"
 
-    def line(self, said: SentText, ending: StreamEnd | None, answer: str = "") -> OllamaLine:
-        calls = list(said.calls) if said.calls else UNSET
-        message = OllamaMessage("assistant", said.text, said.thinking or UNSET, calls)
-        return ChatLine(message=message, **self._shared_fields(said, ending))
+    def line(self, content: SentText, answer: AnswerSoFar | None = None) -> OllamaLine:
+        calls = list(content.calls) if content.calls else UNSET
+        message = OllamaMessage("assistant", content.text, content.thinking or UNSET, calls)
+        return ChatLine(message=message, **self._shared_fields(content, answer))
 
 
 class GenerateForm(LineForm):
@@ -100,77 +144,25 @@ class GenerateForm(LineForm):
 
     key = "response"
 
-    def __init__(self, model: str, turns: list[ConversationTurn] | None) -> None:
-        super().__init__(model)
+    def __init__(self, model: str, record: RequestRecord, turns: list[ConversationTurn] | None) -> None:
+        super().__init__(model, record)
         self._turns = turns
 
-    def line(self, said: SentText, ending: StreamEnd | None, answer: str = "") -> OllamaLine:
+    def line(self, content: SentText, answer: AnswerSoFar | None = None) -> OllamaLine:
         context: list[int] | UnsetType = UNSET
-        if ending is not None and self._turns is not None:
-            context = write_context([*self._turns, ConversationTurn("assistant", answer)])
-        shared = self._shared_fields(said, ending)
-        return GenerateLine(response=said.text, thinking=said.thinking or UNSET, context=context, **shared)
-
-
-@dataclass(slots=True)
-class _Answer:
-    """An answer so far, without its thinking. Owned by its encoder."""
-
-    texts: list[str] = field(default_factory=list[str])
-    # The call that is incomplete, and pieces of its arguments.
-    call: OllamaToolCall | None = None
-    arguments: list[str] = field(default_factory=list[str])
-    finish: Finish = Finish.STOP
-    usage: Usage = _EMPTY
-
-    def take(self, delta: Delta) -> SentText | None:
-        """Return the content that a delta adds, or None. A call is returned once it is complete."""
-        if delta.finish is not None:
-            self.finish, self.usage = delta.finish, delta.usage or _EMPTY
-        logprobs = tuple(chat_logprobs(delta.logprobs)) if delta.logprobs is not None else ()
-        match delta.kind:
-            case DeltaKind.TEXT:
-                self.texts.append(delta.text)
-                said = SentText(delta.text, logprobs=logprobs)
-            case DeltaKind.REASONING:
-                said = SentText(thinking=delta.text, logprobs=logprobs)
-            case DeltaKind.TOOL_BEGIN:
-                assert delta.tool is not None
-                self.call = OllamaToolCall(delta.tool.call_id, OllamaFunction(delta.tool.index, delta.tool.name, {}))
-                self.arguments.clear()
-                said = SentText(logprobs=logprobs)
-            case DeltaKind.TOOL_ARGS:
-                self.arguments.append(delta.text)
-                said = SentText(logprobs=logprobs)
-            case DeltaKind.TOOL_END:
-                said = SentText(calls=self._whole_call(), logprobs=logprobs)
-            case _:
-                assert_never(delta.kind)
-        return said if said != _NOTHING else None
-
-    def _whole_call(self) -> tuple[OllamaToolCall, ...]:
-        assert self.call is not None
-        arguments = arguments_of("".join(self.arguments))
-        if arguments is None:
-            return ()
-        function = msgspec.structs.replace(self.call.function, arguments=dict(arguments))
-        return (OllamaToolCall(self.call.id, function),)
-
-    def ending(self, record: RequestRecord) -> StreamEnd:
-        return StreamEnd(self.finish, self.usage, perf_counter() - record.started, record.phases.load)
-
-
-_NOTHING: Final = SentText()
+        if answer is not None and self._turns is not None:
+            context = write_context([*self._turns, ConversationTurn("assistant", "".join(answer.texts))])
+        shared = self._shared_fields(content, answer)
+        return GenerateLine(response=content.text, thinking=content.thinking or UNSET, context=context, **shared)
 
 
 class LineStream:
     """`StreamEncoder` of lines. The common line, a piece of text, is a prebuilt prefix and suffix around the text."""
 
-    def __init__(self, form: LineForm, record: RequestRecord) -> None:
+    def __init__(self, form: LineForm) -> None:
         self._form = form
-        self._record = record
-        self._answer = _Answer()
-        blank = _encode(form.line(_NOTHING, None)) + b"\n"
+        self._answer = AnswerSoFar()
+        blank = _encode(form.line(_NOTHING)) + b"\n"
         self._blank = blank
         # Quotes inside a string are escaped, so only the key itself can match.
         head, key, self._after = blank.partition(f'"{form.key}":""'.encode())
@@ -189,8 +181,8 @@ class LineStream:
                 if delta.text:
                     self._answer.texts.append(delta.text)
                     parts += (self._before, _encode(delta.text), self._after)
-            elif (said := self._answer.take(delta)) is not None:
-                parts.append(_encode(self._form.line(said, None)) + b"\n")
+            elif (content := self._answer.add(delta)) is not None:
+                parts.append(_encode(self._form.line(content)) + b"\n")
         return b"".join(parts)
 
     def keepalive(self) -> bytes:
@@ -201,32 +193,29 @@ class LineStream:
         return _encode(ErrorLine(error.message)) + b"\n"
 
     def end(self) -> bytes:
-        answer = self._answer
-        return _encode(self._form.line(_NOTHING, answer.ending(self._record), "".join(answer.texts))) + b"\n"
+        return _encode(self._form.line(_NOTHING, self._answer)) + b"\n"
 
 
 class LineFold:
     """`Fold` of one line with the content of `LineStream`."""
 
-    def __init__(self, form: LineForm, record: RequestRecord) -> None:
+    def __init__(self, form: LineForm) -> None:
         self._form = form
-        self._record = record
-        self._answer = _Answer()
-        self._said: list[SentText] = []
+        self._answer = AnswerSoFar()
+        self._sent: list[SentText] = []
 
     def bind(self, rids: Sequence[int]) -> None:
-        self._answer = _Answer()
-        self._said.clear()
+        self._answer = AnswerSoFar()
+        self._sent.clear()
 
     def add(self, deltas: Sequence[Delta]) -> None:
-        self._said += [said for delta in deltas if (said := self._answer.take(delta)) is not None]
+        self._sent += [content for delta in deltas if (content := self._answer.add(delta)) is not None]
 
     def result(self) -> bytes:
-        answer, text = self._answer, "".join(self._answer.texts)
         whole = SentText(
-            text,
-            "".join(said.thinking for said in self._said),
-            tuple(call for said in self._said for call in said.calls),
-            tuple(logprob for said in self._said for logprob in said.logprobs),
+            "".join(self._answer.texts),
+            "".join(content.thinking for content in self._sent),
+            tuple(call for content in self._sent for call in content.calls),
+            tuple(logprob for content in self._sent for logprob in content.logprobs),
         )
-        return _encode(self._form.line(whole, answer.ending(self._record), text))
+        return _encode(self._form.line(whole, self._answer))

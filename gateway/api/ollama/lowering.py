@@ -20,9 +20,10 @@ from gateway.api.ollama.request import (
     OllamaChatRequest,
     OllamaTurn,
 )
+from gateway.api.openai.messages import arguments_text
 from gateway.api.openai.tools import lower_tool
 from gateway.config.settings import ModelConfig
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, invalid_choice
 from gateway.media.reference import IMAGE, by_base64, by_url
 from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt
 from protocol.to_worker import Constraint, ConstraintKind, Generate
@@ -53,15 +54,8 @@ def lower_generate(
     thinking = _thinking(request, model)
     turns = [{"role": turn.role, "content": turn.text} for turn in _before(request)]
     turns.append(canonical.user(_content(request.prompt or "", request.images, "images")))
-    return _generate(
-        request,
-        canonical.chat_prompt(turns, ToolPolicy(), thinking),
-        model,
-        next_rid,
-        seed,
-        deadline_ms,
-        thinking.budget,
-    )
+    prompt = canonical.chat_prompt(turns, ToolPolicy(), thinking)
+    return _generate(request, prompt, model, next_rid, seed, deadline_ms, thinking.budget)
 
 
 def conversation_of(request: GenerateRequest) -> list[ConversationTurn]:
@@ -165,19 +159,16 @@ class _Turns:
                 call_id = self._answered(message)
                 return canonical.tool_result(call_id, message.tool_name or self._names.get(call_id, ""), content)
             case role:
-                param = f"{where}.role"
-                problem = f"Invalid value for '{param}': {role[:50]!r} is none of {', '.join(ROLES)}."
-                raise BadRequest(problem, param, "invalid_value")
+                raise invalid_choice(role, ROLES, f"{where}.role")
 
     def _call(self, spec: OllamaCall) -> Call:
         self._count += 1
-        call_id, name, arguments = spec.id or f"call_{self._count}", spec.function.name, spec.function.arguments
+        call_id, name = spec.id or f"call_{self._count}", spec.function.name
         self._names[call_id] = name
         self._waiting[self._count] = call_id, name
         self._by_id.setdefault(call_id, deque()).append(self._count)
         self._by_name.setdefault(name, deque()).append(self._count)
-        text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
-        return Call(call_id, name, text)
+        return Call(call_id, name, arguments_text(spec.function))
 
     def _answered(self, message: OllamaTurn) -> str:
         """Return the id of the call that a result belongs to."""

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
-from gateway.api.ollama.admin_only import order
+from gateway.api.ollama.load_orders import authorize
 from gateway.api.ollama.request import decode_pull
 from gateway.api.ollama.response import ErrorLine, PullLine
 from gateway.errors import ApiError, BadRequest, ModelNotFound, Unavailable
@@ -46,7 +46,7 @@ class PullEndpoint:
         path = await asyncio.to_thread(self._path_to_download, request.wanted, record)
         download = None
         if path is not None:
-            order(services, record, "model.pull", path[:200], "Downloading a model")
+            authorize(services, record, "model.pull", path[:200], "Downloading a model")
             download = self._downloads.order(repository_of(path))
         if request.stream is False:
             await self._whole(download, record, receive, send)

@@ -11,7 +11,7 @@ from gateway.api.common.doc_hints import TEXT, shape, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.refused_fields import REFUSED_FIELDS, constraint_fields
 from gateway.api.ollama.options import OptionsField, read_options
-from gateway.api.openai.request import ToolSpec
+from gateway.api.openai.request import CalledFunction, ToolSpec
 from gateway.errors import BadRequest, Unsupported
 
 ROLES: Final = ("system", "user", "assistant", "tool")
@@ -27,15 +27,10 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 ContextWord = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 
 
-class OllamaCalledFunction(Struct, frozen=True):
-    name: str
-    arguments: dict[str, Any] | str | None = None
-
-
 class OllamaCall(Struct, frozen=True):
     """A call in an earlier turn."""
 
-    function: OllamaCalledFunction
+    function: CalledFunction
     id: str | None = None
 
 
@@ -137,14 +132,14 @@ _REFUSED: Final = REFUSED_FIELDS | constraint_fields("format", "options.num_pred
 
 _chat = Schema(OllamaChatRequest, listed="messages", item=OllamaTurn, refused=_REFUSED)
 _generate = Schema(GenerateRequest, refused=_REFUSED)
-_show = Schema(ShowRequest, SHOW_NO_ACTION)
-_pull = Schema(PullRequest, PULL_NO_ACTION)
+decode_show: Final = Schema(ShowRequest, SHOW_NO_ACTION).decode
+decode_pull: Final = Schema(PullRequest, PULL_NO_ACTION).decode
 
 
 def decode_chat(body: bytes) -> tuple[OllamaChatRequest, list[str]]:
     """Decode a chat. Returns it with the names of ignored fields. Raises `BadRequest`."""
     request, unknown = _chat.decode(body)
-    return request, unknown + _ignored(request, is_empty=not request.messages)
+    return request, unknown + _ignored(request)
 
 
 def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
@@ -159,7 +154,7 @@ def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
         raise BadRequest("'raw' excludes 'system' and 'context'.", "raw", "invalid_value")
     if request.raw and request.images:
         raise Unsupported("'images' are not supported with 'raw'.", "images")
-    ignored = _ignored(request, is_empty=is_empty(request))
+    ignored = _ignored(request)
     if (request.raw or request.suffix) and request.think:  # no template is applied that could enable thinking
         ignored.append("think")
     if request.suffix and request.truncate:  # there are no turns that could be dropped
@@ -167,30 +162,26 @@ def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
     return request, unknown + ignored
 
 
-def decode_show(body: bytes) -> tuple[ShowRequest, list[str]]:
-    """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
-    return _show.decode(body)
-
-
-def decode_pull(body: bytes) -> tuple[PullRequest, list[str]]:
-    """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
-    return _pull.decode(body)
-
-
 def is_zero(keep_alive: float | str | None) -> bool:
     """Whether a `keep_alive` is zero."""
     return bool(_ZERO.fullmatch(keep_alive.strip())) if isinstance(keep_alive, str) else keep_alive == 0
 
 
-def is_empty(request: GenerateRequest) -> bool:
-    """Whether a completion has no prompt, and so loads or unloads its model."""
-    return not request.prompt and not request.images and not request.suffix
+def is_empty(request: GenerationFields) -> bool:
+    """Whether a request has no prompt, and so loads or unloads its model."""
+    match request:
+        case OllamaChatRequest():
+            return not request.messages
+        case GenerateRequest():
+            return not request.prompt and not request.images and not request.suffix
+        case _:
+            return False
 
 
-def _ignored(request: GenerationFields, *, is_empty: bool) -> list[str]:
+def _ignored(request: GenerationFields) -> list[str]:
     """List ignored fields: loading times are configured by the server, and no answer is truncated."""
     _, ignored = read_options(request.options)
-    if request.keep_alive is not None and not is_empty:
+    if request.keep_alive is not None and not is_empty(request):
         ignored.append("keep_alive")
     if request.top_logprobs and not request.logprobs:
         ignored.append("top_logprobs")

@@ -55,7 +55,7 @@ def _assistant(message: RequestMessage, where: str, legacy: dict[str, str]) -> d
     if message.function_call is not None:
         function = message.function_call
         legacy[function.name] = f"call_{len(legacy)}_{function.name}"
-        calls.append(Call(legacy[function.name], function.name, _arguments(function)))
+        calls.append(Call(legacy[function.name], function.name, arguments_text(function)))
     text = canonical.only_text(_content(message.content, where, NO_OPTIONS), where)
     turn = canonical.assistant(text, calls, reasoning)
     return turn if message.name is None else {**turn, "name": message.name}
@@ -66,10 +66,10 @@ def _call(spec: CallSpec, where: str) -> Call:
         raise Unsupported(f"Calls of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
     if spec.function is None:
         raise missing_parameter(f"{where}.function")
-    return Call(spec.id, spec.function.name, _arguments(spec.function))
+    return Call(spec.id, spec.function.name, arguments_text(spec.function))
 
 
-def _arguments(function: CalledFunction) -> str:
+def arguments_text(function: CalledFunction) -> str:
     """Return arguments as JSON text, also if a client sends the object itself."""
     given = function.arguments
     return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()

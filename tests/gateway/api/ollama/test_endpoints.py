@@ -14,7 +14,7 @@ from gateway.access.caller import Caller
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.api.ollama.encoder import ChatForm, LineStream
-from gateway.api.ollama.load_orders import LoadOrder
+from gateway.api.ollama.load_orders import load_or_unload
 from gateway.config.patterns import Pattern
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.errors import ModelNotFound
@@ -196,7 +196,7 @@ async def test_a_long_wait_is_bridged_by_lines_that_say_nothing(gateway: Gateway
     model = ModelConfig(name="m", path="m")
     script = json.dumps([["progress"], ["wait"], ["wait"], ["text", "Hi"], ["finish", "stop"]])
     prompt = ChatPrompt([{"role": "user", "content": script}])
-    encoder = LineStream(ChatForm("m"), record)
+    encoder = LineStream(ChatForm("m", record))
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -262,11 +262,11 @@ async def test_an_unload_of_a_peers_model_names_only_the_models_of_its_key(gatew
     async def silence() -> Message:
         raise AssertionError("a refusal comes before any wait")
 
-    loading, elsewhere = LoadOrder(gateway.app.services), ModelConfig(name="elsewhere", path="")
+    elsewhere = ModelConfig(name="elsewhere", path="")
     for models, named in (None, True), ((Pattern("elsewhere"),), False):
         record = RequestRecord("one", "POST", GENERATE, caller=Caller(key="k", models=models))
         with pytest.raises(ModelNotFound) as refused:
-            await loading.run(record, elsewhere, silence, is_last=True)
+            await load_or_unload(gateway.app.services, record, elsewhere, silence, is_last=True)
         assert refused.value.message.endswith(": m." if named else ": .")
 
 
