@@ -77,15 +77,16 @@ def _table(adapters: list[AdapterStatus]) -> "Table":
 
     from gateway.ctl.tables import size_or_dash, table
 
-    rows = table(("ADAPTER", "STATE", "KIND"), ("RANK", "MEMORY", "REQUESTS"), ("PATH",))
-    for each in adapters:
-        rows.add_row(
-            Text(f"{each.model}:{each.name}"),
+    rows = (
+        (
+            f"{each.model}:{each.name}",
             Text(each.state, style="red" if each.failure else ""),
-            Text(each.kind or "-"),
-            str(each.rank or "-"),
+            each.kind or "-",
+            each.rank or "-",
             size_or_dash(each.size_bytes),
-            str(each.requests),
-            Text(each.path),
+            each.requests,
+            each.path,
         )
-    return rows
+        for each in adapters
+    )
+    return table(("ADAPTER", "STATE", "KIND"), ("RANK", "MEMORY", "REQUESTS"), rows, ("PATH",))

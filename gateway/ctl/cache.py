@@ -7,7 +7,7 @@ import typer
 from gateway.config.settings import Config
 from gateway.ctl.complete import a_model
 from gateway.ctl.model_verbs.offline import read_config
-from gateway.ctl.printing import Json, console, print_json, tell
+from gateway.ctl.printing import Json, print_json, tell
 from gateway.failed import CommandFailed
 
 app = typer.Typer(help="Show and clear the prefix cache on disk.", no_args_is_help=True)
@@ -32,7 +32,7 @@ def stats(json: Json = False) -> None:
     total, cap = sum(folder.size_bytes for folder in folders), config.prefix_cache_bytes
     typer.echo(f"{config.prefix_cache_dir}: {tables.size(total)} of {tables.size(cap)}")
     if folders:
-        tables.cache(folders, time.time(), console())
+        tables.cache(folders, time.time())
 
 
 @app.command()

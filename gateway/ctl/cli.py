@@ -36,7 +36,7 @@ from gateway.ctl.model_verbs import (
     rm,
     search,
 )
-from gateway.ctl.printing import Anyway, Json, console, print_json, tell
+from gateway.ctl.printing import Anyway, Json, print_json, tell
 from gateway.ctl.talk import run
 from gateway.ctl.talk.chat import MaxTokens, System, Temperature
 
@@ -87,30 +87,33 @@ def status(json: Json = False) -> None:
         return
     from gateway.ctl import tables
 
-    tables.status(daemon, console())
+    tables.status(daemon)
 
 
-app.command("logs")(logs.logs)
-app.command("cancel")(requests.cancel)
-app.command("calibrate")(calibrating.calibrate)
-app.command("connect")(connecting.connect)
-app.command("doctor")(inspect.doctor)
-app.command("bench")(bench.bench)
-app.command("drain")(drain.drain)
-app.command("info")(info.info)
-app.command("pull")(pull.pull)
-app.command("recommend")(search.recommend)
-app.command("repack")(repack.repack)
-app.command("rm")(rm.rm)
-app.command("route")(route.route)
-app.command("run")(run.run)
-app.command("search")(search.search)
-app.command("top")(top.top)
-app.command("ui")(ui.ui)
-app.command("undrain")(drain.undrain)
-app.command("usage")(usage.usage)
-app.command("models")(models.models)
-app.command("ps")(models.ps)
+for verb in (
+    logs.logs,
+    requests.cancel,
+    calibrating.calibrate,
+    connecting.connect,
+    inspect.doctor,
+    bench.bench,
+    drain.drain,
+    info.info,
+    pull.pull,
+    search.recommend,
+    repack.repack,
+    rm.rm,
+    route.route,
+    run.run,
+    search.search,
+    top.top,
+    ui.ui,
+    drain.undrain,
+    usage.usage,
+    models.models,
+    models.ps,
+):
+    app.command()(verb)
 
 
 @app.command()
@@ -132,49 +135,29 @@ def chat(
     talking.talk(model, prompt, talking.ChatOptions(system, max_tokens, temperature), json=json)
 
 
-@app.command()
-def load(model: Model, json: Json = False) -> None:
-    """Load a model now, even after failed attempts.
+def _model_verb(verb: str, help: str, state: str = "") -> None:
+    """Add a verb that orders something for one model; `state` replaces the state that the daemon reports."""
 
-    Example: mlxctl load coder
-    """
-    _command("load", model, json)
+    def command(model: Model, json: Json = False) -> None:
+        done = client.post(f"/v1/models/{verb}", {"model": model}, CommandDone)
+        tell(done, f"{done.model} is {state or done.state}", json)
 
-
-@app.command()
-def unload(model: Model, json: Json = False) -> None:
-    """Finish a model's running requests, then end its worker. The next request loads the model again.
-
-    Example: mlxctl unload coder
-    """
-    _command("unload", model, json)
+    app.command(verb, help=f"{help}\n\nExample: mlxctl {verb} coder")(command)
 
 
-@app.command()
-def restart(model: Model, json: Json = False) -> None:
-    """Restart a model's worker. Its streams pause and resume on the new worker.
-
-    Example: mlxctl restart coder
-    """
-    _command("restart", model, json)
-
-
-@app.command()
-def pin(model: Model, json: Json = False) -> None:
-    """Keep a model from being unloaded for another, until the daemon ends or `mlxctl unpin`. Does not load it.
-
-    Example: mlxctl pin coder
-    """
-    _command("pin", model, json, "pinned")
-
-
-@app.command()
-def unpin(model: Model, json: Json = False) -> None:
-    """Allow a model to be unloaded when another needs its memory, even if the configuration pins it.
-
-    Example: mlxctl unpin coder
-    """
-    _command("unpin", model, json, "no longer pinned")
+_model_verb("load", "Load a model now, even after failed attempts.")
+_model_verb("unload", "Finish a model's running requests, then end its worker. The next request loads the model again.")
+_model_verb("restart", "Restart a model's worker. Its streams pause and resume on the new worker.")
+_model_verb(
+    "pin",
+    "Keep a model from being unloaded for another, until the daemon ends or `mlxctl unpin`. Does not load it.",
+    "pinned",
+)
+_model_verb(
+    "unpin",
+    "Allow a model to be unloaded when another needs its memory, even if the configuration pins it.",
+    "no longer pinned",
+)
 
 
 @app.command(
@@ -253,8 +236,3 @@ def version(json: Json = False) -> None:
     from protocol import __version__
 
     typer.echo(f'{{"version":"{__version__}"}}' if json else f"mlxctl {__version__}")
-
-
-def _command(verb: str, model: str, json: bool, said: str = "") -> None:
-    done = client.post(f"/v1/models/{verb}", {"model": model}, CommandDone)
-    tell(done, f"{done.model} is {said or done.state}", json)

@@ -5,15 +5,14 @@ The secret alone is written to stdout, so that `KEY=$(mlxctl keys create NAME)` 
 
 import time
 from collections.abc import Callable
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 
 from gateway.control_types import UsageReport
 from gateway.ctl.client import get
-from gateway.ctl.printing import Json, console, print_json, seconds, tell
+from gateway.ctl.printing import Json, print_json, seconds, tell
 from gateway.failed import CommandFailed
 from gateway.state_dir.home_paths import default_home, keys_path, usage_path
 
@@ -24,136 +23,109 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Create, change, show and revoke API keys.", no_args_is_help=True)
 
 
-class Role(StrEnum):
-    """Roles of keys."""
-
-    USER = "user"
-    ADMIN = "admin"
-    METRICS = "metrics"
-    PEER = "peer"
-
-
 Name = Annotated[str, typer.Argument(help="The key's name, as logs and metrics show it.", show_default=False)]
-More = Annotated[list[str] | None, typer.Argument(hidden=True)]
 
 
 def _limit(text: str) -> object:
     return typer.Option(min=0, help=f"{text}; 0 is no limit.", show_default=False)
 
 
-Models = Annotated[
-    list[str] | None,
-    typer.Option(help="Names, aliases or patterns of models; '*' means all.", metavar="PATTERN..."),
-]
-Rpm = Annotated[int | None, _limit("Requests per minute, each counted as its sequences (prompts x n)")]
-Tpm = Annotated[int | None, _limit("Tokens per minute, prompt and completion")]
-Concurrency = Annotated[int | None, _limit("Sequences (prompts x n) at once, of all requests")]
-MaxSequences = Annotated[int | None, _limit("Sequences (prompts x n) of one request")]
-MaxTokens = Annotated[int | None, _limit("Tokens of one answer")]
-DayRequests = Annotated[int | None, _limit("Requests of a day, each counted as its sequences")]
-DayTokens = Annotated[int | None, _limit("Tokens of a day")]
-MonthRequests = Annotated[int | None, _limit("Requests of a month, each counted as its sequences")]
-MonthTokens = Annotated[int | None, _limit("Tokens of a month")]
-AlertAt = Annotated[
-    int | None,
-    typer.Option(
-        min=0, max=100, help="Percent of a budget at which a warning is logged; 0 is never.", show_default=False
-    ),
-]
-QueueShare = Annotated[
-    int | None,
-    typer.Option(min=0, max=100, help="Most percent of a model's queue; 0 means the server's.", show_default=False),
-]
-Expires = Annotated[str | None, typer.Option(help="Expiry after a duration (12h, 30d), or never.")]
-RoleOption = Annotated[
-    Role | None,
-    typer.Option(
-        "--role",
-        help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics; peer: another mlxd.",
-        show_default=False,
-    ),
-]
-Admin = Annotated[bool, typer.Option("--admin", help="The same as --role admin.")]
-Priority = Annotated[
-    int | None, typer.Option(min=-100, max=100, help="Lower runs first when a model is busy.", show_default=False)
-]
-ShareCache = Annotated[
-    bool | None, typer.Option("--share-cache/--own-cache", help="Share the prefix cache with other keys that share it.")
-]
-
-MayLeave = Annotated[
-    bool | None,
-    typer.Option("--may-leave/--stays", help="Whether its requests may go to upstreams, outside of this machine."),
-]
+def _percent(text: str) -> object:
+    return typer.Option(min=0, max=100, help=text, show_default=False)
 
 
-class KeyOptions(msgspec.Struct, frozen=True):
-    """Options of a verb for the key `name`: fields of `Key`, and whether it shares the prefix cache."""
-
-    name: str
-    fields: dict[str, Any]
-    share_cache: bool | None
-    json: bool
+# A change gets the key's name, the fields of `Key` that its options set, whether the key shares the prefix cache, and
+# whether to print JSON.
+_Change = Callable[[str, dict[str, Any], bool | None, bool], None]
 
 
-def _with_options(name: str) -> Callable[[Callable[[KeyOptions], None]], Callable[[KeyOptions], None]]:
+def _with_options(verb: str) -> Callable[[_Change], _Change]:
     """Make a function a verb with the options of a key."""
 
-    def command_of(function: Callable[[KeyOptions], None]) -> Callable[[KeyOptions], None]:
+    def register(change: _Change) -> _Change:
         def command(
             name: Name,
-            more: More = None,
-            models: Models = None,
-            rpm: Rpm = None,
-            tpm: Tpm = None,
-            concurrency: Concurrency = None,
-            max_sequences: MaxSequences = None,
-            max_tokens: MaxTokens = None,
-            requests_per_day: DayRequests = None,
-            tokens_per_day: DayTokens = None,
-            requests_per_month: MonthRequests = None,
-            tokens_per_month: MonthTokens = None,
-            alert_at: AlertAt = None,
-            queue_share: QueueShare = None,
-            expires: Expires = None,
-            role: RoleOption = None,
-            admin: Admin = False,
-            priority: Priority = None,
-            share_cache: ShareCache = None,
-            may_leave: MayLeave = None,
+            more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+            models: Annotated[
+                list[str] | None,
+                typer.Option(help="Names, aliases or patterns of models; '*' means all.", metavar="PATTERN..."),
+            ] = None,
+            rpm: Annotated[
+                int | None, _limit("Requests per minute, each counted as its sequences (prompts x n)")
+            ] = None,
+            tpm: Annotated[int | None, _limit("Tokens per minute, prompt and completion")] = None,
+            concurrency: Annotated[int | None, _limit("Sequences (prompts x n) at once, of all requests")] = None,
+            max_sequences: Annotated[int | None, _limit("Sequences (prompts x n) of one request")] = None,
+            max_tokens: Annotated[int | None, _limit("Tokens of one answer")] = None,
+            requests_per_day: Annotated[int | None, _limit("Requests of a day, each counted as its sequences")] = None,
+            tokens_per_day: Annotated[int | None, _limit("Tokens of a day")] = None,
+            requests_per_month: Annotated[
+                int | None, _limit("Requests of a month, each counted as its sequences")
+            ] = None,
+            tokens_per_month: Annotated[int | None, _limit("Tokens of a month")] = None,
+            alert_at: Annotated[
+                int | None, _percent("Percent of a budget at which a warning is logged; 0 is never.")
+            ] = None,
+            queue_share: Annotated[
+                int | None, _percent("Most percent of a model's queue; 0 means the server's.")
+            ] = None,
+            expires: Annotated[str | None, typer.Option(help="Expiry after a duration (12h, 30d), or never.")] = None,
+            role: Annotated[
+                Literal["user", "admin", "metrics", "peer"] | None,
+                typer.Option(
+                    help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics; "
+                    "peer: another mlxd.",
+                    show_default=False,
+                ),
+            ] = None,
+            admin: Annotated[bool, typer.Option("--admin", help="The same as --role admin.")] = False,
+            priority: Annotated[
+                int | None,
+                typer.Option(min=-100, max=100, help="Lower runs first when a model is busy.", show_default=False),
+            ] = None,
+            share_cache: Annotated[
+                bool | None,
+                typer.Option("--share-cache/--own-cache", help="Share the prefix cache with other keys that share it."),
+            ] = None,
+            may_leave: Annotated[
+                bool | None,
+                typer.Option(
+                    "--may-leave/--stays", help="Whether its requests may go to upstreams, outside of this machine."
+                ),
+            ] = None,
             json: Json = False,
         ) -> None:
-            function(KeyOptions(name, _asked(locals()), share_cache, json))
+            change(name, _fields(locals()), share_cache, json)
 
-        app.command(name, help=function.__doc__)(command)
-        return function
+        app.command(verb, help=change.__doc__)(command)
+        return change
 
-    return command_of
+    return register
 
 
 @_with_options("create")
-def create(change: KeyOptions) -> None:
+def create(name: str, fields: dict[str, Any], shares_cache: bool | None, json: bool) -> None:
     """Create a key and print its secret, which is shown once.
 
     Example: mlxctl keys create alice --models 'qwen*' --rpm 60 --expires 30d
     """
     from gateway.access.key import Key
 
-    key = Key(name=change.name, prefix="", salt="", hash="", **change.fields)
-    made, secret = _file().create(key, shares_cache=change.share_cache is True)
-    _show_secret(made, secret, change.json)
+    key, secret = _file().create(
+        Key(name=name, prefix="", salt="", hash="", **fields), shares_cache=shares_cache is True
+    )
+    _show_secret(key, secret, json)
 
 
 @_with_options("set")
-def set_key(change: KeyOptions) -> None:
+def set_key(name: str, fields: dict[str, Any], shares_cache: bool | None, json: bool) -> None:
     """Change a key in place: only the given options change; the secret stays.
 
     Example: mlxctl keys set alice --rpm 120 --tokens-per-day 2000000
     """
-    if not change.fields and change.share_cache is None:
+    if not fields and shares_cache is None:
         raise typer.BadParameter("name what to change, such as --rpm 60")
-    key = _file().change(change.name, shares_cache=change.share_cache, **change.fields)
-    _show_changed(key, f"{change.name} is changed", change.json)
+    tell(_public(_file().change(name, shares_cache=shares_cache, **fields)), f"{name} is changed", json)
 
 
 @app.command()
@@ -162,7 +134,7 @@ def disable(name: Name, json: Json = False) -> None:
 
     Example: mlxctl keys disable alice
     """
-    _show_changed(_file().change(name, is_disabled=True), f"{name} is disabled", json)
+    tell(_public(_file().change(name, is_disabled=True)), f"{name} is disabled", json)
 
 
 @app.command()
@@ -171,7 +143,7 @@ def enable(name: Name, json: Json = False) -> None:
 
     Example: mlxctl keys enable alice
     """
-    _show_changed(_file().change(name, is_disabled=False), f"{name} is enabled", json)
+    tell(_public(_file().change(name, is_disabled=False)), f"{name} is enabled", json)
 
 
 @app.command("list")
@@ -189,7 +161,7 @@ def list_keys(json: Json = False) -> None:
     elif not keys:
         typer.echo("No keys. Make one with: mlxctl keys create NAME", err=True)
     else:
-        tables.keys(keys, used, time.time(), console())
+        tables.keys(keys, used, time.time())
 
 
 @app.command()
@@ -200,11 +172,8 @@ def revoke(name: Name, json: Json = False) -> None:
     """
     file = _file()
     left = file.revoke(name)
-    if json:
-        print_json({"name": name, "left": left})
-        return
-    typer.echo(f"{name} is revoked")
-    if not left:
+    tell({"name": name, "left": left}, f"{name} is revoked", json)
+    if not left and not json:
         typer.echo(
             f"No key is left, and every request is refused until there is one. To open the loopback to every client "
             f"again, remove {file.path}",
@@ -218,8 +187,7 @@ def rotate(name: Name, json: Json = False) -> None:
 
     Example: mlxctl keys rotate alice
     """
-    made, secret = _file().rotate(name)
-    _show_secret(made, secret, json)
+    _show_secret(*_file().rotate(name), json)
 
 
 @app.command()
@@ -234,7 +202,7 @@ def usage(json: Json = False) -> None:
     if json:
         print_json(report)
     else:
-        tables.usage(report, console())
+        tables.usage(report)
 
 
 def _file() -> "KeyFile":
@@ -255,12 +223,12 @@ def _last_used() -> dict[str, float]:
     return used | {key.name: key.last_used for key in report.keys if key.last_used}
 
 
-def _asked(options: dict[str, Any]) -> dict[str, Any]:
+def _fields(options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a key that the options of a verb set."""
     from gateway.access.key import Key
 
     models, more, expires, role = (options[name] for name in ("models", "more", "expires", "role"))
-    if options["admin"] and role not in (None, Role.ADMIN):
+    if options["admin"] and role not in (None, "admin"):
         raise typer.BadParameter(f"a key is an admin's or has the role {role}, not both", param_hint="--admin")
     if more and not models:
         raise typer.BadParameter(f"what is {more[0]!r}? One name; patterns of models belong after --models")
@@ -275,8 +243,7 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     if expires is not None:
         fields["expires"] = None if expires == "never" else _expiry(expires)
     if role is not None or options["admin"]:
-        fields |= {"is_admin": role in (None, Role.ADMIN)}
-        fields |= {"is_metrics_only": role is Role.METRICS, "is_peer": role is Role.PEER}
+        fields |= {"is_admin": role in (None, "admin"), "is_metrics_only": role == "metrics", "is_peer": role == "peer"}
     return fields
 
 
@@ -285,10 +252,6 @@ def _expiry(text: str) -> float:
     if length_s <= 0:
         raise typer.BadParameter("a key must last a while", param_hint="--expires")
     return time.time() + length_s
-
-
-def _show_changed(key: "Key", text: str, json: bool) -> None:
-    tell(_public(key), text, json)
 
 
 def _show_secret(key: "Key", secret: str, json: bool) -> None:

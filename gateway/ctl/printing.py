@@ -37,10 +37,10 @@ def records(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterato
 
 
 def console() -> "Console":
-    """Return a console for tables. A pipe has no width, so a wide one is assumed and nothing is cut off."""
+    """Return a console on which all text is data, never markup. A pipe gets a wide one, so that nothing is cut off."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=240)
+    return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 240)
 
 
 def harmless(text: str) -> str:

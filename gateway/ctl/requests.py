@@ -80,32 +80,33 @@ def cancel(request: Id, json: Json = False) -> None:
 
 
 def _table(found: RequestList) -> None:
-    from rich.text import Text
-
     from gateway.ctl.tables import duration, table
 
     if not found.requests and not found.captured:
-        console().print("nothing is being served", highlight=False)
+        typer.echo("nothing is being served")
         return
     if found.requests:
-        rows = table(("ID", "MODEL", "KEY", "PATH", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
-        for request in found.requests:
-            # Text that a client may choose is escaped: it is never markup.
-            words = (
+        rows = (
+            (
                 request.id,
                 request.model,
                 request.key or "-",
                 request.path,
                 request.state,
                 duration(request.age_s),
+                request.prompt_tokens or "-",
+                request.cached_tokens or "-",
+                request.generated_tokens or "-",
+                request.tokens_per_s or "-",
             )
-            numbers = (request.prompt_tokens, request.cached_tokens, request.generated_tokens, request.tokens_per_s)
-            rows.add_row(*(Text(word) for word in words), *(str(number or "-") for number in numbers))
-        console().print(rows)
+            for request in found.requests
+        )
+        numbers = ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S")
+        console().print(table(("ID", "MODEL", "KEY", "PATH", "STATE"), numbers, rows))
     for line in found.captured:
         when = datetime.fromtimestamp(line.at).astimezone().isoformat(" ", "seconds")
         text = f"{when} {line.id} {line.status} {line.path} {line.model or '-'} {line.ms:.0f} ms {line.outcome}"
-        console().print(text, highlight=False, markup=False, soft_wrap=True)
+        console().print(text, soft_wrap=True)
 
 
 def _facts(view: RequestView) -> list[tuple[str, object]]:

@@ -56,17 +56,17 @@ def _table(places: list[PlaceView]) -> "Table":
 
     from gateway.ctl.tables import table
 
-    rows = table(("PLACE", "STATE"), ("QUEUE", "LOAD", "PREFILL", "COST"), ("FORM", "NOTE"))
-    for place in places:
-        is_choice = not place.objection
-        rows.add_row(
+    rows = (
+        (
             Text(place.name or HERE, style="bold" if place.is_chosen else ""),
-            Text(place.state or "-"),
-            f"{place.wait_s:.1f} s" if is_choice else "-",
-            f"{place.load_s:.0f} s" if place.load_s and is_choice else "-",
+            place.state or "-",
+            "-" if place.objection else f"{place.wait_s:.1f} s",
+            f"{place.load_s:.0f} s" if place.load_s and not place.objection else "-",
             f"{place.prefill_rate:.0f}/s" if place.prefill_rate else "-",
-            f"{place.cost_s:.1f} s" if is_choice else "-",
-            Text(place.form[:8] or "-"),
-            Text(place.objection or ("chosen" if place.is_chosen else "")),
+            "-" if place.objection else f"{place.cost_s:.1f} s",
+            place.form[:8] or "-",
+            place.objection or ("chosen" if place.is_chosen else ""),
         )
-    return rows
+        for place in places
+    )
+    return table(("PLACE", "STATE"), ("QUEUE", "LOAD", "PREFILL", "COST"), rows, ("FORM", "NOTE"))

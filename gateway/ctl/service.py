@@ -36,40 +36,17 @@ def install(
     _do("install", system, run_as, dry_run, manager, json)
 
 
-@app.command()
-def uninstall(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
-    """Stop the service and remove it. Its home stays.
+def _verb(verb: str, help: str) -> None:
+    def command(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
+        _do(verb, system, None, dry_run, manager, json)
 
-    Example: mlxctl service uninstall
-    """
-    _do("uninstall", system, None, dry_run, manager, json)
+    app.command(verb, help=f"{help}\n\nExample: mlxctl service {verb}")(command)
 
 
-@app.command()
-def start(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
-    """Start the service.
-
-    Example: mlxctl service start
-    """
-    _do("start", system, None, dry_run, manager, json)
-
-
-@app.command()
-def stop(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
-    """Stop the service and all workers, after running requests have finished.
-
-    Example: mlxctl service stop
-    """
-    _do("stop", system, None, dry_run, manager, json)
-
-
-@app.command()
-def restart(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
-    """Restart the gateway alone: requests finish first, and the workers keep their models.
-
-    Example: mlxctl service restart
-    """
-    _do("restart", system, None, dry_run, manager, json)
+_verb("uninstall", "Stop the service and remove it. Its home stays.")
+_verb("start", "Start the service.")
+_verb("stop", "Stop the service and all workers, after running requests have finished.")
+_verb("restart", "Restart the gateway alone: requests finish first, and the workers keep their models.")
 
 
 @app.command()

@@ -20,33 +20,39 @@ def setup() -> None:
     """Install what is optional: vision, audio."""
 
 
-@app.command()
-def vision(
-    find: Annotated[str, typer.Option("--from", help="A folder of wheels to install from, instead of PyPI.")] = "",
-    show: Annotated[bool, typer.Option("--print", help="Print the command, and run nothing.")] = False,
-) -> None:
+def _verb(part: str, library: str, advice: str, help: str) -> None:
+    def command(
+        find: Annotated[str, typer.Option("--from", help="A folder of wheels to install from, instead of PyPI.")] = "",
+        show: Annotated[bool, typer.Option("--print", help="Print the command, and run nothing.")] = False,
+    ) -> None:
+        _install(part, library, advice, find, show=show)
+
+    app.command(part, help=help)(command)
+
+
+_verb(
+    "vision",
+    "mlx-vlm",
+    "Restart vision models that are loaded: mlxctl restart MODEL",
     """Install mlx-vlm, with which vision models take images, video and audio: one version, by its hash, alone.
 
     Its own dependencies are 660 MB of which nothing is used here; they are left out. Loaded models take media once
     they are restarted.
 
     Example: mlxctl setup vision
-    """
-    _install("vision", "mlx-vlm", "Restart vision models that are loaded: mlxctl restart MODEL", find, show=show)
-
-
-@app.command()
-def audio(
-    find: Annotated[str, typer.Option("--from", help="A folder of wheels to install from, instead of PyPI.")] = "",
-    show: Annotated[bool, typer.Option("--print", help="Print the command, and run nothing.")] = False,
-) -> None:
+    """,
+)
+_verb(
+    "audio",
+    "mlx-audio",
+    "Models of audio are loaded when they are asked for.",
     """Install mlx-audio, with which models hear and speak, and what of its dependencies is used: each by its hash.
 
     Hearing needs mlx-audio alone; speech needs scipy (110 MB), and files other than WAV need PyAV.
 
     Example: mlxctl setup audio
-    """
-    _install("audio", "mlx-audio", "Models of audio are loaded when they are asked for.", find, show=show)
+    """,
+)
 
 
 def _install(part: str, library: str, advice: str, find: str, *, show: bool) -> None:

@@ -1,8 +1,7 @@
 """Tables and lines that `mlxctl` prints for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from gateway.control_types import (
     UsageReport,
 )
 from gateway.ctl.prefix_files import PrefixFolder
+from gateway.ctl.printing import console
 from gateway.ctl.rates import ModelSample, RateSample, waiting
 
 # Models of these kinds generate no tokens.
@@ -32,74 +32,63 @@ STATE_COLORS = {
 }
 
 
-def status(status: DaemonStatus, console: Console) -> None:
+def status(status: DaemonStatus) -> None:
     """Print one line for the daemon and one row for each model."""
-    console.print(headline(status), highlight=False, soft_wrap=True)
+    out = console()
+    out.print(headline(status), soft_wrap=True)
     if status.memory is not None:
-        console.print(_memory(status.memory), highlight=False, soft_wrap=True, markup=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("MODEL", overflow="fold", min_width=12)
-    for name in ("STATE", "PID"):
-        table.add_column(name, no_wrap=True)
-    for name in ("RUN", "WAIT", "MEMORY", "SHARE", "IDLE", "CONTEXT", "TOKENS", "CRASHES"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ALIASES", no_wrap=True, overflow="ellipsis")
-    for model in status.models:
-        table.add_row(*_row(model))
-    console.print(table)
-    batch_modes(status.models, console)
+        out.print(_memory(status.memory), soft_wrap=True)
+    numbers = ("PID", "RUN", "WAIT", "MEMORY", "SHARE", "IDLE", "CONTEXT", "TOKENS", "CRASHES")
+    out.print(table(("MODEL", "STATE"), numbers, map(_row, status.models), ("ALIASES",)))
+    notes(status.models)
     for model in status.models:
         if model.group is not None:
-            ranks(model.name, model.group, console)
+            ranks(model.name, model.group)
     for model in status.models:
         if model.kind in OUTPUT_UNITS:
             length = f" of {model.dimensions} numbers" if model.dimensions else ""
-            console.print(f"{model.name}: makes {OUTPUT_UNITS[model.kind]}{length}", highlight=False, markup=False)
+            out.print(f"{model.name}: makes {OUTPUT_UNITS[model.kind]}{length}")
     for model in status.models:
         if model.last_failure and model.state not in ("ready", "draining"):
             again = f" (next try in {duration(model.retry_after_s)})" if model.retry_after_s else ""
-            console.print(f"{model.name}: {model.last_failure}{again}", style="red", highlight=False, markup=False)
+            out.print(f"{model.name}: {model.last_failure}{again}", style="red")
 
 
-def ranks(name: str, group: GroupStatus, console: Console) -> None:
+def ranks(name: str, group: GroupStatus) -> None:
     """Print the ranks of a model that several processes run."""
-    console.print(f"{name}: {len(group.ranks)} ranks, {group.parallel} parallel by {group.backend}", highlight=False)
+    out = console()
+    out.print(f"{name}: {len(group.ranks)} ranks, {group.parallel} parallel by {group.backend}")
     for rank in group.ranks:
         place = " ".join(part for part in (rank.node, rank.host and f"({rank.host})", f"pid {rank.pid}") if part)
         weights, active = size(rank.weights_bytes), size(rank.active_bytes)
-        line = f"  rank {rank.rank}: {place}, weights {weights}, {active} allocated, step {rank.step_ms:.1f} ms"
-        console.print(line, highlight=False, markup=False)
+        out.print(f"  rank {rank.rank}: {place}, weights {weights}, {active} allocated, step {rank.step_ms:.1f} ms")
 
 
-def batch_modes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None:
+def notes(models: Sequence[ModelStatus | ModelSample]) -> None:
     """Print lost batch modes, the state and gain of drafting, and measured speeds of models."""
+    out = console()
     for model in models:
         if model.batch_mode_reason:
-            console.print(f"{model.name}: {model.batch_mode_reason}", style="yellow", highlight=False, markup=False)
+            out.print(f"{model.name}: {model.batch_mode_reason}", style="yellow")
         if model.speculation.startswith(("off, ", "auto, ")):
-            console.print(f"{model.name}: speculation is {model.speculation}", highlight=False, markup=False)
+            out.print(f"{model.name}: speculation is {model.speculation}")
         if model.attention.startswith("mlx, "):
-            console.print(f"{model.name}: attention by {model.attention}", highlight=False, markup=False)
+            out.print(f"{model.name}: attention by {model.attention}")
         if model.measured is not None and (model.measured.decode or model.measured.prefill):
-            console.print(measured(model.name, model.measured), highlight=False, markup=False)
+            out.print(measured(model.name, model.measured))
         if model.drafted_tokens:
             right = 100 * model.accepted_tokens // model.drafted_tokens
             tokens = "1 token" if model.drafted_tokens == 1 else f"{model.drafted_tokens} tokens"
-            console.print(
+            out.print(
                 f"{model.name}: {tokens} drafted, {right} % right; steps with drafts give "
-                f"{model.draft_gain:.2f} × the tokens a second of steps without",
-                highlight=False,
-                markup=False,
+                f"{model.draft_gain:.2f} × the tokens a second of steps without"
             )
         if model.sparse_prompts:
-            console.print(sparse(model), highlight=False, markup=False)
-
-
-def sparse(model: ModelStatus | ModelSample) -> str:
-    """Format the sparse prefills of a model as one line."""
-    part = 100 * model.sparse_kept_tokens // max(1, model.sparse_prompt_tokens)
-    prompts = f"{model.sparse_prompts} prompt{'' if model.sparse_prompts == 1 else 's'}"
-    return f"{model.name}: {prompts} prefilled sparsely, {part} % of {model.sparse_prompt_tokens} tokens kept"
+            part = 100 * model.sparse_kept_tokens // max(1, model.sparse_prompt_tokens)
+            prompts = f"{model.sparse_prompts} prompt{'' if model.sparse_prompts == 1 else 's'}"
+            out.print(
+                f"{model.name}: {prompts} prefilled sparsely, {part} % of {model.sparse_prompt_tokens} tokens kept"
+            )
 
 
 def measured(name: str, speeds: Speeds) -> str:
@@ -125,7 +114,7 @@ def _memory(memory: MemoryStatus) -> str:
     return f"memory: {granted} of {budget} granted, {size(memory.footprint_bytes)} in use{waiting}"
 
 
-def _row(model: ModelStatus) -> list[str | Text]:
+def _row(model: ModelStatus) -> tuple[object, ...]:
     state = model.state
     if state == "loading" and model.total_bytes:
         state = f"loading {100 * model.loaded_bytes // model.total_bytes}%"
@@ -135,26 +124,25 @@ def _row(model: ModelStatus) -> list[str | Text]:
         state = "making room"
     if model.is_pinned:
         state += ", pinned"
-    return [
-        # Names are data and never markup.
-        Text(model.name),
+    return (
+        model.name,
         state_text(model.state, state),
-        str(model.pid or "-"),
+        model.pid or "-",
         f"{model.running}/{model.slots}",
-        str(waiting(model)),
+        waiting(model),
         size(model.footprint_bytes or model.memory_bytes) if model.memory_bytes else "-",
         size_or_dash(model.share_bytes),
         "-" if model.idle_s is None else duration(model.idle_s),
-        str(model.context or "-"),
-        str(model.generation_tokens),
-        str(model.restarts),
-        Text(", ".join(model.aliases)),
-    ]
+        model.context or "-",
+        model.generation_tokens,
+        model.restarts,
+        ", ".join(model.aliases),
+    )
 
 
-def state_text(state: str, said: str = "") -> Text:
-    """Colour a state; `said` replaces its text."""
-    return Text(said or state, style=STATE_COLORS.get(state, "red"))
+def state_text(state: str, text: str = "") -> Text:
+    """Colour a state, or the text that replaces it."""
+    return Text(text or state, style=STATE_COLORS.get(state, "red"))
 
 
 def size_or_dash(count: int) -> str:
@@ -187,29 +175,31 @@ def duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
-def keys(found: Sequence[Key], used: Mapping[str, float], now: float, console: Console) -> None:
+def keys(found: Sequence[Key], used: Mapping[str, float], now: float) -> None:
     """Print one row for each API key; rarer limits are listed below the table."""
-    rows = table(
-        ("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "STATE", "EXPIRES", "AGE", "LAST USED")
-    )
-    for key in found:
-        state = _key_state(key, now)
-        last = used.get(key.name)
-        rows.add_row(
-            Text(key.name),
-            f"{key.prefix}…",
-            Text(_key_models(key)),
-            *(str(limit or "-") for limit in (key.rpm, key.tpm, key.concurrency)),
-            str(key.priority),
-            Text(state, style="" if state == "active" else "red"),
-            _key_expiry(key, now),
-            duration(now - key.created),
-            "never" if last is None else f"{duration(max(0.0, now - last))} ago",
-        )
-    console.print(rows)
+    out = console()
+    numbers = ("RPM", "TPM", "AT ONCE", "PRIORITY", "STATE", "EXPIRES", "AGE", "LAST USED")
+    out.print(table(("NAME", "KEY", "MODELS"), numbers, (_key_row(key, used.get(key.name), now) for key in found)))
     for key in found:
         if more := _more_limits(key):
-            console.print(f"{key.name}: {more}", highlight=False, markup=False)
+            out.print(f"{key.name}: {more}")
+
+
+def _key_row(key: Key, last_used: float | None, now: float) -> tuple[object, ...]:
+    state = _key_state(key, now)
+    return (
+        key.name,
+        f"{key.prefix}…",
+        _key_models(key),
+        key.rpm or "-",
+        key.tpm or "-",
+        key.concurrency or "-",
+        key.priority,
+        Text(state, style="" if state == "active" else "red"),
+        _key_expiry(key, now),
+        duration(now - key.created),
+        "never" if last_used is None else f"{duration(max(0.0, now - last_used))} ago",
+    )
 
 
 def _key_models(key: Key) -> str:
@@ -245,52 +235,66 @@ def _more_limits(key: Key) -> str:
     return ", ".join(f"{number} {text}" for number, text in numbers if number)
 
 
-def usage(report: UsageReport, console: Console) -> None:
+def usage(report: UsageReport) -> None:
     """Print one row for each API key that was in force since the daemon started."""
-    rows = table(("NAME",), ("REQUESTS", "RUNNING", "PROMPT", "COMPLETION", "REJECTED"))
-    for key in report.keys:
-        rejected = ", ".join(f"{reason} {count}" for reason, count in sorted(key.rejections.items()))
-        numbers = (key.requests, key.running, key.prompt_tokens, key.completion_tokens)
-        rows.add_row(Text(key.name), *map(str, numbers), rejected or "-")
-    console.print(rows)
+    out = console()
+    rows = (
+        (key.name, key.requests, key.running, key.prompt_tokens, key.completion_tokens, _counts(key.rejections) or "-")
+        for key in report.keys
+    )
+    out.print(table(("NAME",), ("REQUESTS", "RUNNING", "PROMPT", "COMPLETION", "REJECTED"), rows))
     if report.failures:
-        failed = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
-        console.print(f"without a valid key: {failed}", highlight=False)
+        out.print(f"without a valid key: {_counts(report.failures)}")
 
 
-def usage_lines(report: UsageLines, console: Console) -> None:
+def _counts(by_reason: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in sorted(by_reason.items()))
+
+
+def usage_lines(report: UsageLines) -> None:
     """Print one row for each line of usage, and one for their sum."""
-    rows = table([name.upper() for name in report.by], ("REQUESTS", "PROMPT", "CACHED", "COMPLETION"))
-    for line in report.lines:
-        names = [str(getattr(line, name)) or "(no key)" for name in report.by]
-        rows.add_row(*map(Text, names), *map(str, _usage_numbers(line)))
-    if len(report.lines) > 1 and report.by:
+    out = console()
+    rows: list[Sequence[object]] = [
+        (*(getattr(line, name) or "(no key)" for name in report.by), *_usage_numbers(line)) for line in report.lines
+    ]
+    if len(rows) > 1 and report.by:
         sums = map(sum, zip(*map(_usage_numbers, report.lines), strict=True))
-        rows.add_row("all", *[""] * (len(report.by) - 1), *map(str, sums))
-    console.print(f"{report.first} to {report.last}", highlight=False)
-    console.print(rows if report.lines else "Nothing was used.")
+        rows.append(("all", *[""] * (len(report.by) - 1), *sums))
+    out.print(f"{report.first} to {report.last}")
+    names = [name.upper() for name in report.by]
+    out.print(table(names, ("REQUESTS", "PROMPT", "CACHED", "COMPLETION"), rows) if rows else "Nothing was used.")
 
 
 def _usage_numbers(line: UsageLine) -> tuple[int, int, int, int]:
     return (line.requests, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
 
 
-def cache(folders: Sequence[PrefixFolder], now: float, console: Console) -> None:
+def cache(folders: Sequence[PrefixFolder], now: float) -> None:
     """Print one row for each folder of the prefix cache on disk."""
-    rows = table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"))
-    for folder in folders:
-        used = f"{duration(max(0.0, now - folder.used))} ago"
-        rows.add_row(Text(folder.model or "?"), folder.key[:12], str(folder.files), size(folder.size_bytes), used)
-    console.print(rows)
+    rows = (
+        (
+            folder.model or "?",
+            folder.key[:12],
+            folder.files,
+            size(folder.size_bytes),
+            f"{duration(max(0.0, now - folder.used))} ago",
+        )
+        for folder in folders
+    )
+    console().print(table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"), rows))
 
 
-def table(texts: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()) -> Table:
-    """Make an empty table with columns of text, of numbers, and of text again."""
-    columns = Table(box=None, pad_edge=False, header_style="bold")
+def table(
+    texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[object]], more: Sequence[str] = ()
+) -> Table:
+    """Make a table with columns of text, of numbers, and of text again. A cell is styled `Text` or plain."""
+    result = Table(box=None, pad_edge=False, header_style="bold")
     for name in texts:
-        columns.add_column(name, overflow="fold")
+        result.add_column(name, overflow="fold")
     for name in numbers:
-        columns.add_column(name, justify="right", no_wrap=True)
+        result.add_column(name, justify="right", no_wrap=True)
     for name in more:
-        columns.add_column(name, overflow="fold")
-    return columns
+        result.add_column(name, overflow="fold")
+    for row in rows:
+        result.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
+    return result

@@ -72,36 +72,36 @@ def render(view: View) -> "Group":
     memory = f"{size(sample.memory_bytes)} of {size(view.budget_bytes)}"
     waiting = f", {sample.waiting} waiting" if sample.waiting else ""
     parts: list[RenderableType] = [
-        Text(headline(sample)),
-        Text(f"memory   {bar(sample.memory_bytes, view.budget_bytes)} {memory}"),
-        Text(f"requests {sample.running} running{waiting} · {sample.tokens_per_s:.1f} tokens/s"),
-        Text(""),
+        headline(sample),
+        f"memory   {bar(sample.memory_bytes, view.budget_bytes)} {memory}",
+        f"requests {sample.running} running{waiting} · {sample.tokens_per_s:.1f} tokens/s",
+        "",
         ps_table(sample, view.budget_bytes) if sample.models else Text("no model has a process", style="dim"),
     ]
     if view.requests:
-        parts += [Text(""), _streams(view.requests[:STREAMS_MAX])]
+        parts += ["", _streams(view.requests[:STREAMS_MAX])]
     if (more := len(view.requests) - STREAMS_MAX) > 0:
         parts.append(Text(f"and {more} more: mlxctl requests", style="dim"))
     return Group(*parts)
 
 
 def _streams(requests: list[RequestView]) -> "Table":
-    from rich.text import Text
-
     from gateway.ctl.tables import duration, table
 
-    rows = table(("REQUEST", "MODEL", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
-    for request in requests:
-        # Ids may be chosen by a client, and are never markup.
-        rows.add_row(
-            Text(request.id),
-            Text(request.model),
-            Text(request.state),
+    rows = (
+        (
+            request.id,
+            request.model,
+            request.state,
             duration(request.age_s),
-            *map(str, (request.prompt_tokens, request.cached_tokens, request.generated_tokens)),
+            request.prompt_tokens,
+            request.cached_tokens,
+            request.generated_tokens,
             f"{request.tokens_per_s:.1f}",
         )
-    return rows
+        for request in requests
+    )
+    return table(("REQUEST", "MODEL", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"), rows)
 
 
 def _live(interval: float) -> None:
@@ -110,7 +110,7 @@ def _live(interval: float) -> None:
 
     before, began = client.status(), time.monotonic()
     view = View(budget_bytes(before), compare(before, before, 0.0), _requests())
-    with _keys() as is_over, Live(render(view), screen=True, auto_refresh=False) as live:
+    with _keys() as is_over, Live(render(view), console=console(), screen=True, auto_refresh=False) as live:
         while not is_over(interval):
             after, now = client.status(), time.monotonic()
             view = View(budget_bytes(after), compare(before, after, now - began), _requests())

@@ -7,7 +7,7 @@ import typer
 
 from gateway.control_types import UiCode, UiRevoked
 from gateway.ctl.client import post
-from gateway.ctl.printing import Json, print_json
+from gateway.ctl.printing import Json, print_json, tell
 
 
 def ui(
@@ -21,10 +21,7 @@ def ui(
     """
     if revoke:
         revoked = post("/v1/ui/revoke", {}, UiRevoked)
-        if json:
-            print_json(revoked)
-        else:
-            typer.echo(f"{revoked.sessions} session{'' if revoked.sessions == 1 else 's'} of the page ended")
+        tell(revoked, f"{revoked.sessions} session{'' if revoked.sessions == 1 else 's'} of the page ended", json)
         return
     link = post("/v1/ui/code", {}, UiCode)
     if json:

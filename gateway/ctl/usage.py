@@ -3,8 +3,7 @@
 import csv
 import sys
 from datetime import datetime
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlencode
 
 import msgspec
@@ -12,15 +11,7 @@ import typer
 
 from gateway.control_types import UsageLine, UsageLines
 from gateway.ctl.client import get
-from gateway.ctl.printing import Json, console, print_json
-
-
-class UsageFormat(StrEnum):
-    """Output formats."""
-
-    TABLE = "table"
-    CSV = "csv"
-    JSON = "json"
+from gateway.ctl.printing import Json, print_json
 
 
 def usage(
@@ -34,8 +25,8 @@ def usage(
     ] = None,
     by: Annotated[str, typer.Option(help="Group by any of: day, key, model.", metavar="LIST")] = "key",
     output: Annotated[
-        UsageFormat, typer.Option("--format", help="Output format: table, csv or json.")
-    ] = UsageFormat.TABLE,
+        Literal["table", "csv", "json"], typer.Option("--format", help="Output format: table, csv or json.")
+    ] = "table",
     json: Json = False,
 ) -> None:
     """Show what was used from one day to another, by key, model or day.
@@ -45,15 +36,15 @@ def usage(
     parameters = {"from": first and f"{first:%Y-%m-%d}", "to": last and f"{last:%Y-%m-%d}", "by": by}
     query = urlencode({name: value for name, value in parameters.items() if value is not None})
     report = get(f"/v1/usage?{query}", UsageLines)
-    match UsageFormat.JSON if json else output:
-        case UsageFormat.JSON:
+    match "json" if json else output:
+        case "json":
             print_json(report)
-        case UsageFormat.CSV:
+        case "csv":
             _write_csv(report)
-        case UsageFormat.TABLE:
+        case "table":
             from gateway.ctl import tables
 
-            tables.usage_lines(report, console())
+            tables.usage_lines(report)
 
 
 def _write_csv(report: UsageLines) -> None:

@@ -35,7 +35,7 @@ def ps(
 
     Example: mlxctl ps
     """
-    from gateway.ctl.tables import batch_modes
+    from gateway.ctl.tables import notes
 
     sample = take(client.status, interval)
     if json:
@@ -44,7 +44,7 @@ def ps(
         typer.echo("No model has a process. One is started by the first request for it, or by: mlxctl load MODEL")
     else:
         console().print(ps_table(sample))
-        batch_modes(sample.models, console())
+        notes(sample.models)
 
 
 def _list() -> "list[ListedModel]":
@@ -71,44 +71,42 @@ def _models_table(found: "list[ListedModel]") -> "Table":
 
     from gateway.ctl.tables import size_or_dash, state_text, table
 
-    rows = table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), ("FITS", "ALIASES", "PATH"))
-    for model in found:
-        fits = {True: "yes", False: "no", None: "?"}[model.fits]
-        # Names are data and never markup.
-        rows.add_row(
-            Text(model.name),
+    rows = (
+        (
+            model.name,
             state_text(model.state),
             size_or_dash(model.size_bytes),
             size_or_dash(model.memory_bytes),
-            str(model.context or "-"),
-            Text(fits, style="" if model.fits else "red"),
-            Text(", ".join(model.aliases) or "-"),
-            Text("" if model.path == model.name else model.path),
+            model.context or "-",
+            Text({True: "yes", False: "no", None: "?"}[model.fits], style="" if model.fits else "red"),
+            ", ".join(model.aliases) or "-",
+            "" if model.path == model.name else model.path,
         )
-    return rows
+        for model in found
+    )
+    return table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), rows, ("FITS", "ALIASES", "PATH"))
 
 
 def ps_table(found: RateSample, budget_bytes: int = 0) -> "Table":
     """Make one row for each process, with its part of the budget as a bar if there is a budget."""
-    from rich.text import Text
-
     from gateway.ctl.tables import bar, duration, size_or_dash, state_text, table
 
     bars = ("OF BUDGET",) if budget_bytes else ()
-    made = table(("MODEL", "STATE"), ("PID", "MEMORY", "KV", "RUN", "WAIT", "TOK/S", "CACHED", "UP"), bars)
-    for model in found.models:
-        state = f"loading {model.loaded:.0%}" if model.state == "loading" and model.loaded else model.state
-        made.add_row(
-            Text(model.name),
-            state_text(model.state, state),
-            str(model.pid),
+    rows = (
+        (
+            model.name,
+            state_text(model.state, f"loading {model.loaded:.0%}" if model.state == "loading" and model.loaded else ""),
+            model.pid,
             size_or_dash(model.memory_bytes),
             size_or_dash(model.kv_bytes),
             f"{model.running}/{model.slots}",
-            str(model.waiting),
+            model.waiting,
             f"{model.tokens_per_s:.1f}",
             "-" if model.cache_hit_rate is None else f"{model.cache_hit_rate:.0%}",
             duration(model.uptime_s),
             *(bar(model.memory_bytes, budget_bytes, 20) for _ in bars),
         )
-    return made
+        for model in found.models
+    )
+    numbers = ("PID", "MEMORY", "KV", "RUN", "WAIT", "TOK/S", "CACHED", "UP")
+    return table(("MODEL", "STATE"), numbers, rows, bars)

@@ -9,7 +9,7 @@ import typer
 
 from gateway.ctl.complete import a_model
 from gateway.ctl.model_verbs.offline import model_of, read_config
-from gateway.ctl.printing import Json, print_json
+from gateway.ctl.printing import Json, tell
 from gateway.failed import CommandFailed
 
 
@@ -36,8 +36,6 @@ def repack(
     # Repacking needs MLX, which mlxctl does not import, so the worker's tool does it.
     if subprocess.run(command, check=False, stdout=sys.stderr if json else None).returncode:
         raise CommandFailed(f"{model} was not repacked")
-    if json:
-        print_json({"path": str(target)})
-        return
     name = found.name.rpartition("/")[2]
-    typer.echo(f'Serve it with:\n\n[models."{name}-disk"]\npath = "{target}"\nexperts = "disk"')
+    text = f'Serve it with:\n\n[models."{name}-disk"]\npath = "{target}"\nexperts = "disk"'
+    tell({"path": str(target)}, text, json)

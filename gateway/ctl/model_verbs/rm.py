@@ -9,7 +9,7 @@ import typer
 from gateway.config.settings import Config
 from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.model_verbs.offline import model_of, read_config, running_models
-from gateway.ctl.printing import Json, print_json
+from gateway.ctl.printing import Json, tell
 from gateway.failed import CommandFailed
 from gateway.model_files.metadata import DEMOS
 
@@ -35,12 +35,11 @@ def rm(
             raise CommandFailed(f"{repository} holds {size(held)}; --yes removes it")
         typer.confirm(f"Remove {repository}, {size(held)}?", abort=True, err=True)
     freed = remove(repository)
-    if json:
-        print_json({"repository": repository, "freed_bytes": freed})
-        return
-    typer.echo(f"{repository} is removed: {size(freed)} are free again")
+    tell(
+        {"repository": repository, "freed_bytes": freed}, f"{repository} is removed: {size(freed)} are free again", json
+    )
     # The configuration is read again, because a model that was served only from the cache is in no file.
-    if named := [one.name for one in read_config().models.values() if one.path == repository]:
+    if not json and (named := [one.name for one in read_config().models.values() if one.path == repository]):
         typer.echo(f"{config.config_path} still has it as {', '.join(named)}", err=True)
 
 

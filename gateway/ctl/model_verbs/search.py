@@ -76,25 +76,17 @@ def _table(models: "list[FoundRepository]") -> None:
 
     from gateway.ctl.tables import size_or_dash, table
 
-    has_purposes = any(model.purpose for model in models)
-    last = ("FITS", "FOR") if has_purposes else ("FITS",)
-    rows = table(("MODEL",), ("DISK", "MEMORY", "CONTEXT", "DOWNLOADS"), last)
-    for model in models:
-        info = model.info
-        # Names and reasons are data and never markup.
-        rows.add_row(
-            Text(model.repository),
-            size_or_dash(info.disk_bytes if info else 0),
-            size_or_dash(info.weights_bytes if info else 0),
-            str(info.context or "-") if info else "-",
+    last = ("FITS", "FOR") if any(model.purpose for model in models) else ("FITS",)
+    rows = (
+        (
+            model.repository,
+            size_or_dash(model.info.disk_bytes if model.info else 0),
+            size_or_dash(model.info.weights_bytes if model.info else 0),
+            (model.info and model.info.context) or "-",
             "-" if model.downloads is None else f"{model.downloads:,}",
-            Text(_fits(model), style="" if model.is_usable else "red"),
-            *([Text(model.purpose or "-")] if has_purposes else []),
+            ("here already" if model.is_downloaded else "yes") if model.is_usable else Text(model.reason, style="red"),
+            *(model.purpose or "-" for _ in last[1:]),
         )
-    console().print(rows)
-
-
-def _fits(model: "FoundRepository") -> str:
-    if not model.is_usable:
-        return model.reason
-    return "here already" if model.is_downloaded else "yes"
+        for model in models
+    )
+    console().print(table(("MODEL",), ("DISK", "MEMORY", "CONTEXT", "DOWNLOADS"), rows, last))

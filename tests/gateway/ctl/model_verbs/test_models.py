@@ -4,11 +4,9 @@ import json
 import threading
 import time
 from collections.abc import Generator
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from gateway.control_types import DaemonStatus, ModelStatus
 from gateway.ctl import tables
@@ -106,40 +104,38 @@ def test_rates_are_of_what_happened_between_two_looks() -> None:
     assert compare(first, first, 1.0).models[0].cache_hit_rate is None
 
 
-def test_what_a_model_gave_up_to_be_exact_stands_below_the_table() -> None:
+def test_what_a_model_gave_up_to_be_exact_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     said = status(batch_mode="single", batch_mode_reason="requests run one at a time, because of its caches")
-    out = StringIO()
-    tables.batch_modes(compare(said, said, 0.0).models, Console(file=out, width=200))
+    tables.notes(compare(said, said, 0.0).models)
 
-    assert out.getvalue() == "a: requests run one at a time, because of its caches\n"
+    assert capsys.readouterr().out == "a: requests run one at a time, because of its caches\n"
 
 
-def test_sparse_prefills_stand_below_the_table() -> None:
+def test_sparse_prefills_stand_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     said = status(sparse_prompts=3, sparse_prompt_tokens=30_000, sparse_kept_tokens=7_600)
-    out = StringIO()
-    tables.batch_modes(compare(said, said, 0.0).models, Console(file=out, width=200))
+    tables.notes(compare(said, said, 0.0).models)
 
-    assert out.getvalue() == "a: 3 prompts prefilled sparsely, 25 % of 30000 tokens kept\n"
+    assert capsys.readouterr().out == "a: 3 prompts prefilled sparsely, 25 % of 30000 tokens kept\n"
 
 
-def test_why_attention_is_not_by_the_kernel_stands_below_the_table() -> None:
-    out = StringIO()
+def test_why_attention_is_not_by_the_kernel_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     for attention in ("kernel", "mlx", "mlx, because its kernel is off by 0.9 on this machine"):
         said = status(attention=attention)
-        tables.batch_modes(compare(said, said, 0.0).models, Console(file=out, width=200))
-    assert out.getvalue().splitlines() == ["a: attention by mlx, because its kernel is off by 0.9 on this machine"]
+        tables.notes(compare(said, said, 0.0).models)
+    assert capsys.readouterr().out.splitlines() == [
+        "a: attention by mlx, because its kernel is off by 0.9 on this machine"
+    ]
 
 
-def test_what_drafts_win_stands_below_the_table() -> None:
+def test_what_drafts_win_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     works = status(speculation="auto", drafted_tokens=200, accepted_tokens=161, draft_gain=2.314)
     began = status(drafted_tokens=1, accepted_tokens=1, draft_gain=0.66)
     off = status(speculation="off, because rows run in the lane single")
-    out = StringIO()
     beside = status(speculation="auto, with drafts by b")
     for said in (works, began, off, beside, status(speculation="auto"), status(speculation="off")):
-        tables.batch_modes(compare(said, said, 0.0).models, Console(file=out, width=200))
+        tables.notes(compare(said, said, 0.0).models)
 
-    assert out.getvalue().splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         "a: 200 tokens drafted, 80 % right; steps with drafts give 2.31 × the tokens a second of steps without",
         "a: 1 token drafted, 100 % right; steps with drafts give 0.66 × the tokens a second of steps without",
         "a: speculation is off, because rows run in the lane single",
