@@ -12,9 +12,8 @@ from gateway.api.parts import Endpoint, Parts
 from gateway.api.responses.endpoints import Responses
 from gateway.api.system import health, operations
 from gateway.config.origins import is_loopback
-from gateway.config.settings import Config, url_of
-from gateway.control import adapter_endpoints, requests
-from gateway.control import endpoints as admin
+from gateway.config.settings import Config
+from gateway.control import adapter_endpoints, endpoints, requests
 from gateway.control.commands import AuditedCommand
 from gateway.link.link import WorkerLink
 from gateway.middleware.auth import Auth, TrustedClient
@@ -30,7 +29,7 @@ from gateway.workers.pool.pool import AppliedConfig, Pool
 
 
 class App:
-    """An ASGI app with its parts. `drain` makes it refuse new generations; what runs goes on."""
+    """An ASGI app with its parts. `drain` makes it refuse new generations; running ones continue."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class App:
         backend: Backend | None = None,
         responses: Responses | None = None,
     ) -> None:
-        """The public app has a `backend` of its page; without one it is the admin app."""
+        """Make the public app if there is a `backend` of the page, else the admin app."""
         self.services = services
         self.backend = backend
         self._responses = responses
@@ -57,21 +56,21 @@ class App:
         await self._entry(scope, receive, send)
 
     async def start(self) -> None:
-        """Go on with what an earlier daemon left. Before it serves, and once the pool has started."""
+        """Resume the background responses of an earlier daemon. Must precede serving, and follow the pool's start."""
         if self._responses is not None:
             await self._responses.resume()
 
     def drain(self) -> None:
-        """From now on new generations get a 503, and `/readyz` says so."""
+        """Refuse new generations with a 503, which `/readyz` reports too."""
         self.services.admission.is_draining = True
 
     def leave(self) -> None:
-        """Leave to the next daemon what that can go on with, after `drain`: nobody need wait for it."""
+        """Leave background responses to the next daemon, which resumes them. Follows `drain`."""
         if self._responses is not None:
             self._responses.leave()
 
     def apply(self, config: Config) -> AppliedConfig:
-        """Put a configuration into force, at once. Requests that run keep what they began with."""
+        """Apply a configuration at once. Running requests keep the settings that they began with."""
         self.services.live.apply(config)
         self.services.metrics.declare(config.models)
         if self._responses is not None:
@@ -80,7 +79,7 @@ class App:
         return self.services.pool.apply(config)
 
     async def finish(self, timeout_s: float) -> None:
-        """End what outlives its request. Before `close`, once the pool has ended."""
+        """End tasks and connections that outlive their request. Follows the pool's end, and precedes `close`."""
         if self.backend is not None:
             await self.backend.close()
         await self.services.tasks.finish(timeout_s)
@@ -88,15 +87,15 @@ class App:
         await self.services.upstreams.close()
 
     def close(self) -> None:
-        """Finish writing what is kept. The last call."""
+        """Finish writing files. The last call."""
         if self._responses is not None:
             self._responses.close()
         self.services.close()
 
 
 def _guarded(app: ASGIApp, services: Services, backend: Backend) -> ASGIApp:
-    """Middleware of every public request: the page's own, or authentication and CORS."""
-    # Where we listen is settled for good.
+    """Wrap the public app in its middleware: the page's own, or authentication and CORS."""
+    # The address cannot change in a running daemon.
     is_local = is_loopback(services.config.server.host)
 
     def auth(inner: ASGIApp) -> ASGIApp:
@@ -107,22 +106,18 @@ def _guarded(app: ASGIApp, services: Services, backend: Backend) -> ASGIApp:
     return Site(Cors(auth(app), services.live), backend.api, auth(backend.me), backend.gate, services.live)
 
 
-def _services(config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -> Services:
-    return Services.make(config, pool, link, metrics, _tracer(config.server.otlp_endpoint))
-
-
 def _tracer(endpoint: str) -> SpanTracer | None:
     if not endpoint:
         return None
-    # Only where it is wanted: OpenTelemetry is an extra, and takes a third of a second to import.
+    # OpenTelemetry is an extra, and takes a third of a second to import.
     from gateway.middleware import otel
 
     return otel.OtelTracer(endpoint)
 
 
 def create_app(config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -> App:
-    """The public app."""
-    services = _services(config, pool, link, metrics)
+    """Make the public app."""
+    services = Services.make(config, pool, link, metrics, _tracer(config.server.otlp_endpoint))
     responses = Responses(services, config)
     backend = Backend(services)
     parts = Parts(services, Catalog(services), responses, backend.downloads)
@@ -130,56 +125,20 @@ def create_app(config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -
     return App(services, routes, backend=backend, responses=responses)
 
 
-def create_admin_app(
-    config: Config,
-    pool: Pool,
-    link: WorkerLink,
-    metrics: Metrics,
-    *,
-    public: App | None = None,
-    reloader: Reloader | None = None,
-    url: str | None = None,
-    drain: Callable[[float | None], Awaitable[int]] | None = None,
-) -> App:
-    """The admin app. Clients of its socket may do everything. It shows the queues of `public`, and `url`, where
-    that really listens."""
-    services = public.services if public is not None else _services(config, pool, link, metrics)
-    reload: list[Route] = []
-    if reloader is not None:
-        reload = [
-            Route("/v1/config/reload", admin.ReloadConfig(reloader), methods=["POST"]),
-            *adapter_endpoints.routes(services, reloader),
-        ]
+def create_admin_app(public: App, reloader: Reloader, url: str, drain: Callable[[float | None], Awaitable[int]]) -> App:
+    """Make the admin app of a public one that listens at `url`. Clients of its socket may do everything."""
+    assert public.backend is not None
+    services = public.services
     return App(
         services,
         [
-            Route("/v1/status", admin.StatusEndpoint(services, url), methods=["GET"]),
-            Route("/v1/route", admin.RouteOf(services), methods=["GET"]),
-            Route("/v1/keys/usage", admin.KeyUsageEndpoint(services), methods=["GET"]),
-            Route("/v1/usage", admin.UsageByDay(services), methods=["GET"]),
-            Route("/healthz", Endpoint(health.health, services), methods=["GET"]),
+            *endpoints.routes(services, reloader, url, drain),
             *requests.routes(services),
-            # `mlxctl chat` and `bench` need no key: who owns the socket owns the models.
+            *adapter_endpoints.routes(services, reloader),
+            *public.backend.entrance.socket_routes(lambda: url),
+            Route("/healthz", Endpoint(health.health, services), methods=["GET"]),
+            # `mlxctl chat` and `bench` need no key, because the owner of the socket owns the models.
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
             Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
-            Route("/v1/models/load", admin.CommandEndpoint(services, pool.load, "model.load"), methods=["POST"]),
-            Route("/v1/models/unload", admin.CommandEndpoint(services, pool.unload, "model.unload"), methods=["POST"]),
-            Route(
-                "/v1/models/restart", admin.CommandEndpoint(services, pool.restart, "model.restart"), methods=["POST"]
-            ),
-            Route("/v1/models/pin", admin.CommandEndpoint(services, pool.pin, "model.pin"), methods=["POST"]),
-            Route("/v1/models/unpin", admin.CommandEndpoint(services, pool.unpin, "model.unpin"), methods=["POST"]),
-            Route("/v1/undrain", admin.UndrainEndpoint(services), methods=["POST"]),
-            *reload,
-            *([] if drain is None else [Route("/v1/drain", admin.DrainEndpoint(drain, services), methods=["POST"])]),
-            *_ui_routes(public, url),
         ],
     )
-
-
-def _ui_routes(public: App | None, url: str | None) -> list[Route]:
-    """Those by which the owner opens the page of the public app."""
-    if public is None or public.backend is None:
-        return []
-    services = public.services
-    return public.backend.entrance.socket_routes(lambda: url or url_of(services.config.server))

@@ -1,4 +1,4 @@
-"""The running daemon: pool, public server and admin server from boot to drained."""
+"""Running daemon: its pool, public server and admin server, from start to drain."""
 
 import asyncio
 import contextlib
@@ -32,18 +32,17 @@ from gateway.workers.supervisor.state import State
 
 log = logging.getLogger(__name__)
 
-# For answers still being written when every worker has stopped.
-# A young collection after this many allocations: Python's 700 are a few dozen tokens.
+# Allocations between two collections of young objects. Python's default of 700 is reached every few dozen tokens.
 GC_ALLOCATIONS: Final = 20_000
-# How long the event loop waits, at each of its turns, for a thread that works on a large body: Python's 5 ms add up.
-SWITCH_S: Final = 0.001
+# Interval after which a thread that works on a large body yields to the event loop. Python's default of 5 ms adds up.
+THREAD_SWITCH_S: Final = 0.001
+# Answers that are still being written when every worker has stopped get this long.
 FLUSH_S: Final = 5
-# Longer than the idle time of the clients' pools, so that it is never us who closes as they send.
+# This exceeds the idle time of clients' connection pools, so that the server never closes a connection as they send.
 KEEP_ALIVE_S: Final = 75
 
-
 _LOADING: Final = frozenset({State.STARTING, State.LOADING})
-# While draining: requests of models in these states go on until the deadline, those of all others end at once.
+# During a drain, requests of models in these states run until the deadline. All others are cut off at once.
 _RUNNING: Final = frozenset({State.READY, State.DRAINING})
 _WAITING: Final = frozenset(State) - _RUNNING
 
@@ -56,8 +55,10 @@ class Daemon:
     """
 
     def __init__(self, config: Config, read: Callable[[], Config], *, command: Command = default_command) -> None:
-        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`, `TooFewFiles`,
-        `KeysUnusable` and `CertificateUnusable`."""
+        """Open all sockets. `read` reads the file for a reload.
+
+        Raises `PathTooLong`, `CannotListen`, `TooFewFiles`, `KeysUnusable` and `CertificateUnusable`.
+        """
         metrics = Metrics()
         link = WorkerLink(config.run_dir, metrics)
         self._pool = Pool(config, link, metrics, command=command)
@@ -69,9 +70,7 @@ class Daemon:
         self._app.backend.read_with(self._reloader)
         self._sampler = self._app.backend.sampler
         self._public_sockets = _listen(config.server)
-        admin = create_admin_app(
-            config, self._pool, link, metrics, public=self._app, reloader=self._reloader, url=self.url, drain=self.drain
-        )
+        admin = create_admin_app(self._app, self._reloader, self.url, self.drain)
         try:
             self._admin_socket = listen_unix(config.admin_socket)
         except CannotListen:
@@ -81,7 +80,7 @@ class Daemon:
         protocols = listener_protocol(clients, self._app.services.tls), listener_protocol(owners, None)
         self._servers = [_Server(_settings(*each)) for each in zip((self._app, admin), protocols, strict=True)]
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-        # Of this end, where it was asked for with one of its own.
+        # The deadline that the drain command gave, if any.
         self._drain_s: float | None = None
         self._drained = asyncio.Event()
         self._cut_off = 0
@@ -92,8 +91,8 @@ class Daemon:
         return url_of(self._app.services.config.server, host, port)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """End as SIGTERM does, with another deadline for what runs. Returns how many requests it cut off."""
-        # Twice is no impatience here: that is for signals.
+        """End as SIGTERM does, with another deadline for running requests. Returns how many were cut off."""
+        # A second command does not end the drain at once, as a second signal does.
         if not self._app.services.admission.is_draining:
             self._app.drain()
             self._drain_s = timeout_s
@@ -102,10 +101,10 @@ class Daemon:
         return self._cut_off
 
     async def run(self) -> None:
-        """Serve until told to stop. Raises what broke the pool or a server."""
+        """Serve until a signal or the drain command. Raises the error of a broken pool or server."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # nohup means it: a terminal that closes is no reason for anything then.
+            # nohup ignores SIGHUP, so that a closed terminal has no effect.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 loop.add_signal_handler(signum, self._signals.put_nowait, signum)
         had_terminal = _has_terminal()
@@ -145,11 +144,11 @@ class Daemon:
             self._app.services.config.admin_socket.unlink(missing_ok=True)
 
     def _greet(self) -> None:
-        """The link of the page, for a person at a terminal. Not by the log, whose files would keep its code."""
+        """Print the page's link on a terminal. It is not logged, because the log files would keep its code."""
         backend = self._app.backend
         if sys.stderr.isatty() and backend is not None and self._app.services.config.ui.admin != "off":
             link = f"{from_here(self.url)}/ui/#code={backend.gate.sessions.make_code()}"
-            # In one piece: the log is written to the same terminal by a thread.
+            # One write, because a thread writes the log to the same terminal.
             text = f"Open the page within a minute, or later with 'mlxctl ui':\n  {link}\n"
             print(text, end="", file=sys.stderr, flush=True)
 
@@ -176,11 +175,11 @@ class Daemon:
             outcome = "bad_config"  # logged
         except Unavailable:
             outcome = "draining"
-        except Exception:  # The root of what a signal started; nothing else is waiting for it.
+        except Exception:  # the root of a signal's work, whose result nothing awaits
             outcome = "internal"
             self._app.services.metrics.unhandled_errors += 1
             log.exception("the configuration could not be reloaded")
-        # The system does not tell which process sent the signal.
+        # The sender of a signal is unknown.
         self._app.services.audit.record(
             entry("config.reload", outcome=outcome, client="signal", actor=AuditActor(), facts=facts)
         )
@@ -217,7 +216,7 @@ class Daemon:
         self._app.leave()
         impatience = asyncio.create_task(self._next_end())
         services = self._app.services
-        # What runs elsewhere is told to clients by this process alone.
+        # Only this process can relay the answers of other machines to clients.
         elsewhere = asyncio.gather(services.fleet.drain(drain_s), services.upstreams.drain(drain_s))
         try:
             await self._pool.release(drain_s, impatience)
@@ -237,7 +236,7 @@ class Daemon:
         await self._pool.stop_now()
 
     async def _next_end(self) -> signal.Signals:
-        """The next signal that is no reload: there is nothing left to reload."""
+        """Wait for the next signal other than SIGHUP, since an ending daemon does not reload."""
         while (signum := await self._signals.get()) is signal.SIGHUP:
             log.info("SIGHUP while ending: the configuration is not reloaded")
         return signum
@@ -247,7 +246,7 @@ class Daemon:
 
 
 def _listen(server: ServerConfig) -> list[socket.socket]:
-    """The public sockets, those of `port` first. Raises `CannotListen`."""
+    """Open the public sockets, those of `port` first. Raises `CannotListen`."""
     sockets = listen_tcp(server.host, server.port)
     if server.ollama_port:
         try:
@@ -259,7 +258,7 @@ def _listen(server: ServerConfig) -> list[socket.socket]:
 
 
 class _Server(uvicorn.Server):
-    """Signals are the daemon's business."""
+    """Server that leaves signals to the daemon."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -284,7 +283,7 @@ def _settings(app: object, protocol: Callable[..., asyncio.Protocol]) -> uvicorn
 
 
 def _has_terminal() -> bool:
-    """Whether there is a terminal that controls this process: a service has none, and one that was closed is none."""
+    """Whether this process has a controlling terminal that is open. A service has none."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -293,8 +292,8 @@ def _has_terminal() -> bool:
 
 
 def _settle_garbage_collector() -> None:
-    """Exempt present objects from garbage collection, for they live as long as the daemon, and collect rarely."""
+    """Collect garbage rarely, and never the present objects, which live as long as the daemon."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 20)
-    sys.setswitchinterval(SWITCH_S)
+    sys.setswitchinterval(THREAD_SWITCH_S)

@@ -1,15 +1,16 @@
-"""Admin API of the unix socket: what runs, and load, unload, restart. The page has some of it for its sessions."""
+"""Control API of the unix socket: status, usage, drain, reload, and commands for models. The page shares some of it."""
 
 import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import date, timedelta
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.datastructures import QueryParams
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Receive, Scope
 
 import protocol
 from gateway.access.audit_log import Action
@@ -18,6 +19,7 @@ from gateway.access.ledger import DIMENSIONS, LedgerLine
 from gateway.config.settings import ConfigError, ModelConfig, url_of
 from gateway.control.command_body import read_order
 from gateway.control.commands import Command, note
+from gateway.control.json_endpoint import JsonHandler, get, post
 from gateway.control_types import (
     CommandDone,
     DaemonStatus,
@@ -29,12 +31,13 @@ from gateway.control_types import (
     ModelRef,
     ModelStatus,
     RankStatus,
+    ReloadResult,
+    RouteView,
     UsageLine,
     UsageLines,
     UsageReport,
 )
 from gateway.errors import BadRequest, Unavailable, from_failure
-from gateway.http.exchange import send_body
 from gateway.model_files.known_times import speeds
 from gateway.reload import Reloader, facts_of
 from gateway.remote.peers.explanation import explain
@@ -44,27 +47,48 @@ from protocol.from_worker import Ready
 from protocol.kinds import TEXT
 from protocol.stats import RankStats, StatusStats
 
-PAUSE_POLL_S = 0.05
-USAGE_DAYS = 30
-
+PAUSE_POLL_S: Final = 0.05
+USAGE_DAYS: Final = 30
 
 _model_ref = msgspec.json.Decoder(ModelRef)
 _drain_order = msgspec.json.Decoder(DrainRequest)
 
 
-class StatusEndpoint:
-    """`GET /v1/status`."""
+def routes(
+    services: Services, reloader: Reloader, url: str, drain: Callable[[float | None], Awaitable[int]]
+) -> list[Route]:
+    """Return the routes of the unix socket. `drain` ends the daemon, and returns the number of requests cut off."""
+    endpoints, pool = DaemonEndpoints(services, url), services.pool
+    return [
+        get("/v1/status", endpoints.show_status),
+        get("/v1/route", endpoints.route),
+        get("/v1/keys/usage", endpoints.usage_by_key),
+        get("/v1/usage", endpoints.usage_by_day),
+        post("/v1/models/load", endpoints.command("model.load", pool.load)),
+        post("/v1/models/unload", endpoints.command("model.unload", pool.unload)),
+        post("/v1/models/restart", endpoints.command("model.restart", pool.restart)),
+        post("/v1/models/pin", endpoints.command("model.pin", pool.pin)),
+        post("/v1/models/unpin", endpoints.command("model.unpin", pool.unpin)),
+        post("/v1/config/reload", _reload_with(reloader)),
+        post("/v1/drain", endpoints.drain_with(drain)),
+        post("/v1/undrain", endpoints.undrain),
+    ]
 
-    def __init__(self, services: Services, url: str | None = None) -> None:
+
+class DaemonEndpoints:
+    """Handlers that show and change the state of the daemon."""
+
+    def __init__(self, services: Services, url: str = "") -> None:
         self._services = services
         self._url = url or url_of(services.config.server)
         self._started = time.monotonic()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, msgspec.json.encode(self.status()))
+    async def show_status(self, scope: Scope, receive: Receive) -> DaemonStatus:
+        """`GET /v1/status`."""
+        return self.status()
 
     def status(self) -> DaemonStatus:
-        """The daemon and every model, as they are now."""
+        """Return the present status of the daemon and of every model."""
         services = self._services
         memory = services.pool.memory()
         return DaemonStatus(
@@ -111,127 +135,17 @@ class StatusEndpoint:
             **_carried(view.stats, StatusStats.__struct_fields__),
         )
 
-
-def _carried(source: object | None, names: Iterable[str]) -> dict[str, Any]:
-    """Fields of these names as they are; nothing of what is not there, so that the defaults hold."""
-    return {} if source is None else {name: getattr(source, name) for name in names}
-
-
-def _of_memory(own: ModelMemory | None) -> dict[str, Any]:
-    idle = {} if own is None else {"idle_s": round(own.idle_s, 1)}
-    return _carried(own, ("share_bytes", "floor_bytes", "footprint_bytes", "is_gated")) | idle
-
-
-def _of_ready(ready: Ready | None, model: ModelConfig) -> dict[str, Any]:
-    """What a loaded model says of itself, or its configuration."""
-    if ready is None:
-        return {"slots": model.slots, "context": model.context, "weights_bytes": 0}
-    media, embedding = ready.media, ready.embedding
-    return {
-        "slots": ready.max_running,
-        "context": ready.max_context,
-        "kind": ready.kind or TEXT,
-        "tower_bytes": media.tower_bytes if media else 0,
-        "media_reason": media.reason if media else "",
-        "dimensions": embedding.dimensions if embedding else 0,
-    } | _carried(ready, ("weights_bytes", "batch_mode", "batch_mode_reason", "modalities", "speculation", "attention"))
-
-
-def _group(view: WorkerView) -> GroupStatus | None:
-    """The ranks of a model; those of rank 0 that its gateway knows anyway are not told by it."""
-    group = view.ready.group if view.ready is not None else None
-    if group is None:
-        return None
-    numbers = view.stats.ranks if view.stats is not None else ()
-    ranks: list[RankStatus] = []
-    for at, rank in enumerate(group.ranks):
-        now = numbers[at] if at < len(numbers) else RankStats(0)
-        pid = rank.pid or view.pid
-        step_ms = round(now.step_us / 1e3, 1)
-        ranks.append(
-            RankStatus(rank.rank, rank.node, rank.host, pid, rank.device, rank.shard_bytes, now.memory, step_ms)
-        )
-    return GroupStatus(group.parallel, group.backend, tuple(ranks))
-
-
-class RouteOf:
-    """`GET /v1/route?model=NAME&tokens=N`: the place that a request would be sent to, and why."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def route(self, scope: Scope, receive: Receive) -> RouteView:
+        """`GET /v1/route?model=NAME&tokens=N`: the place that a request would be sent to, and the reason."""
         services, query = self._services, QueryParams(scope["query_string"])
         name, tokens = query.get("model", ""), query.get("tokens", "1000")
         if not (tokens.isascii() and tokens.isdecimal()) or len(tokens) > 9:
             raise BadRequest("'tokens' is a number of tokens.", "tokens", "invalid_value")
         model = services.router.locate(name, OWNER).model if name else None
-        view = explain(services.fleet, model, float(tokens))
-        await send_body(send, 200, msgspec.json.encode(view))
+        return explain(services.fleet, model, float(tokens))
 
-
-class ReloadConfig:
-    """`POST /v1/config/reload`: read the file again and apply what has changed. A bad file is a 400."""
-
-    def __init__(self, reloader: Reloader) -> None:
-        self._reloader = reloader
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        order = note(scope, Command("config.reload"))
-        try:
-            done = await self._reloader.reload()
-        except ConfigError as error:
-            raise BadRequest(str(error), code="bad_config") from None
-        order.facts = facts_of(done)
-        await send_body(send, 200, msgspec.json.encode(done))
-
-
-class DrainEndpoint:
-    """`POST /v1/drain`: the end of the daemon, as SIGTERM begins it. Answers when every request has ended."""
-
-    def __init__(self, drain: Callable[[float | None], Awaitable[int]], services: Services) -> None:
-        self._drain = drain
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        order = await read_order(scope, receive, _drain_order, 'The body must be {"timeout_s": SECONDS}')
-        note(scope, Command("daemon.drain", facts={"timeout_s": order.timeout_s, "stays": str(order.stays).lower()}))
-        left = await (self._pause(order.timeout_s) if order.stays else self._drain(order.timeout_s))
-        await send_body(send, 200, msgspec.json.encode(DrainResult(left)))
-
-    async def _pause(self, timeout_s: float | None) -> int:
-        """Refuse new requests from now on, and wait for those that run. Returns how many still do at the deadline."""
-        services = self._services
-        services.admission.is_paused = True
-        limit_s = services.config.server.drain_s if timeout_s is None else timeout_s
-        end = time.monotonic() + limit_s
-        while services.requests.views() and time.monotonic() < end:  # noqa: ASYNC110 - tasks of many requests
-            await asyncio.sleep(PAUSE_POLL_S)
-        return len(services.requests.views())
-
-
-class UndrainEndpoint:
-    """`POST /v1/undrain`: take requests again after a drain that stays up."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note(scope, Command("daemon.undrain"))
-        admission = self._services.admission
-        if admission.is_draining:
-            raise Unavailable("The server is shutting down.", code="draining")
-        admission.is_paused = False
-        await send_body(send, 200, msgspec.json.encode(DrainResult(0)))
-
-
-class KeyUsageEndpoint:
-    """`GET /v1/keys/usage`: what each key has used, also before the daemon was started."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def usage_by_key(self, scope: Scope, receive: Receive) -> UsageReport:
+        """`GET /v1/keys/usage`: the usage of each key, kept over restarts."""
         self._services.keyring.refresh()
         metrics = self._services.metrics
         keys = [
@@ -246,17 +160,10 @@ class KeyUsageEndpoint:
             )
             for name, numbers in metrics.keys.items()
         ]
-        usage = UsageReport(self._services.usage.since, keys, dict(metrics.auth_failures))
-        await send_body(send, 200, msgspec.json.encode(usage))
+        return UsageReport(self._services.usage.since, keys, dict(metrics.auth_failures))
 
-
-class UsageByDay:
-    """`GET /v1/usage?from=DAY&to=DAY&by=day,key,model`: the last 30 days by key, unless asked otherwise."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def usage_by_day(self, scope: Scope, receive: Receive) -> UsageLines:
+        """`GET /v1/usage?from=DAY&to=DAY&by=day,key,model`. The default is the last 30 days by key."""
         query, ledger = QueryParams(scope["query_string"]), self._services.ledger
         last = _day(query, "to") or ledger.today()
         first = _day(query, "from") or _days_before(last, USAGE_DAYS - 1)
@@ -266,28 +173,110 @@ class UsageByDay:
         if len(set(by)) != len(by) or not set(by) <= set(DIMENSIONS):
             raise BadRequest(f"'by' is a list of {', '.join(DIMENSIONS)}.", "by", "invalid_value")
         lines = [_usage_line(line, by) for line in await ledger.lines(first, last, by)]
-        report = UsageLines(first.isoformat(), last.isoformat(), by, lines)
-        await send_body(send, 200, msgspec.json.encode(report))
+        return UsageLines(first.isoformat(), last.isoformat(), by, lines)
+
+    def command(self, action: Action, run: Callable[[str], Awaitable[None]]) -> JsonHandler:
+        """Return the handler of `POST` with `{"model": NAME}`, which answers when `run` has returned."""
+
+        async def handler(scope: Scope, receive: Receive) -> CommandDone:
+            ref = await read_order(scope, receive, _model_ref, 'The body must be {"model": NAME}')
+            command = note(scope, Command(action, ref.model))
+            command.target = name = self._services.router.resolve(ref.model, OWNER).name
+            worker = self._services.pool.worker(name)
+            try:
+                await run(name)
+            except ModelUnavailable as error:
+                raise from_failure(error.failure, error.retry_after_s, is_operator=True) from None
+            return CommandDone(name, str(worker.state))
+
+        return handler
+
+    def drain_with(self, drain: Callable[[float | None], Awaitable[int]]) -> JsonHandler:
+        """Return the handler of `POST /v1/drain`, which answers when every request has ended or is cut off."""
+
+        async def handler(scope: Scope, receive: Receive) -> DrainResult:
+            order = await read_order(scope, receive, _drain_order, 'The body must be {"timeout_s": SECONDS}')
+            facts = {"timeout_s": order.timeout_s, "stays": str(order.stays).lower()}
+            note(scope, Command("daemon.drain", facts=facts))
+            return DrainResult(await (self._pause(order.timeout_s) if order.stays else drain(order.timeout_s)))
+
+        return handler
+
+    async def _pause(self, timeout_s: float | None) -> int:
+        """Refuse new requests, and return how many are still running when all have ended or the time is over."""
+        services = self._services
+        services.admission.is_paused = True
+        limit_s = services.config.server.drain_s if timeout_s is None else timeout_s
+        end = time.monotonic() + limit_s
+        while services.requests.views() and time.monotonic() < end:  # noqa: ASYNC110 - tasks of many requests
+            await asyncio.sleep(PAUSE_POLL_S)
+        return len(services.requests.views())
+
+    async def undrain(self, scope: Scope, receive: Receive) -> DrainResult:
+        """`POST /v1/undrain`: accept requests again after a drain without an end."""
+        note(scope, Command("daemon.undrain"))
+        admission = self._services.admission
+        if admission.is_draining:
+            raise Unavailable("The server is shutting down.", code="draining")
+        admission.is_paused = False
+        return DrainResult(0)
 
 
-class CommandEndpoint:
-    """`POST /v1/models/{load,unload,restart}` with `{"model": NAME}`; answers when it is done."""
+def _reload_with(reloader: Reloader) -> JsonHandler:
+    """Return the handler of `POST /v1/config/reload`. An invalid file is a 400."""
 
-    def __init__(self, services: Services, run: Callable[[str], Awaitable[None]], action: Action) -> None:
-        self._services = services
-        self._run = run
-        self._action: Action = action
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ref = await read_order(scope, receive, _model_ref, 'The body must be {"model": NAME}')
-        order = note(scope, Command(self._action, ref.model))
-        order.target = name = self._services.router.resolve(ref.model, OWNER).name
-        worker = self._services.pool.worker(name)
+    async def handler(scope: Scope, receive: Receive) -> ReloadResult:
+        command = note(scope, Command("config.reload"))
         try:
-            await self._run(name)
-        except ModelUnavailable as error:
-            raise from_failure(error.failure, error.retry_after_s, is_operator=True) from None
-        await send_body(send, 200, msgspec.json.encode(CommandDone(name, str(worker.state))))
+            done = await reloader.reload()
+        except ConfigError as error:
+            raise BadRequest(str(error), code="bad_config") from None
+        command.facts = facts_of(done)
+        return done
+
+    return handler
+
+
+def _carried(source: object | None, names: Iterable[str]) -> dict[str, Any]:
+    """Return the named fields of `source`; without a source nothing, so that the defaults hold."""
+    return {} if source is None else {name: getattr(source, name) for name in names}
+
+
+def _of_memory(own: ModelMemory | None) -> dict[str, Any]:
+    idle = {} if own is None else {"idle_s": round(own.idle_s, 1)}
+    return _carried(own, ("share_bytes", "floor_bytes", "footprint_bytes", "is_gated")) | idle
+
+
+def _of_ready(ready: Ready | None, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that a loaded model reports, or else those that its configuration knows."""
+    if ready is None:
+        return {"slots": model.slots, "context": model.context, "weights_bytes": 0}
+    media, embedding = ready.media, ready.embedding
+    return {
+        "slots": ready.max_running,
+        "context": ready.max_context,
+        "kind": ready.kind or TEXT,
+        "tower_bytes": media.tower_bytes if media else 0,
+        "media_reason": media.reason if media else "",
+        "dimensions": embedding.dimensions if embedding else 0,
+    } | _carried(ready, ("weights_bytes", "batch_mode", "batch_mode_reason", "modalities", "speculation", "attention"))
+
+
+def _group(view: WorkerView) -> GroupStatus | None:
+    """Return the ranks of a model. Rank 0 does not report its pid, which the gateway knows."""
+    group = view.ready.group if view.ready is not None else None
+    if group is None:
+        return None
+    numbers = view.stats.ranks if view.stats is not None else ()
+    ranks: list[RankStatus] = []
+    for at, rank in enumerate(group.ranks):
+        now = numbers[at] if at < len(numbers) else RankStats(0)
+        pid = rank.pid or view.pid
+        step_ms = round(now.step_us / 1e3, 1)
+        ranks.append(
+            RankStatus(rank.rank, rank.node, rank.host, pid, rank.device, rank.shard_bytes, now.memory, step_ms)
+        )
+    return GroupStatus(group.parallel, group.backend, tuple(ranks))
 
 
 def _day(query: QueryParams, name: str) -> date | None:

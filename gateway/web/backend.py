@@ -11,8 +11,7 @@ from starlette.types import ASGIApp
 from gateway.control import endpoints as admin
 from gateway.control import requests
 from gateway.control.commands import AuditedCommand
-from gateway.http.exchange import json_response
-from gateway.model_files.pull_queue import PullQueue
+from gateway.control.json_endpoint import get
 from gateway.reload import Reloader
 from gateway.services import Services
 from gateway.web import model_orders
@@ -40,15 +39,15 @@ class Backend:
         self.me: ASGIApp = request_response(self.entrance.show_visitor)
         self.sampler = Sampler(services)
         self.downloads = PullQueue(services.tasks, services.config.home)
-        status = admin.StatusEndpoint(services)
-        self.feed = Feed(services, status.status, self.sampler, self.downloads, self.gate.sessions)
+        daemon = admin.DaemonEndpoints(services)
+        self.feed = Feed(services, daemon.status, self.sampler, self.downloads, self.gate.sessions)
         self._configuration = Configuration(services)
         self.routes = [
             Route(LOG_IN, self.entrance.log_in, methods=["POST"]),
             Route(LOG_IN, self.entrance.log_out, methods=["DELETE"]),
             Route(ME, self.entrance.show_visitor, methods=["GET"]),
-            Route(f"{PREFIX}/status", status, methods=["GET"]),
-            Route(f"{PREFIX}/usage", admin.UsageByDay(services), methods=["GET"]),
+            get(f"{PREFIX}/status", daemon.show_status),
+            get(f"{PREFIX}/usage", daemon.usage_by_day),
             Route(f"{PREFIX}/history", self._show_history, methods=["GET"]),
             Route(f"{PREFIX}/logs", partial(list_log_lines, services), methods=["GET"]),
             Route(f"{PREFIX}/connect", partial(client_setup, services), methods=["GET"]),

@@ -25,6 +25,7 @@ from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
 from gateway.http.listen import file_limit
 from gateway.link.link import WorkerLink
+from gateway.reload import Reloader
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
 from gateway.workers.supervisor.spawn import default_command
@@ -145,7 +146,7 @@ async def running(
     polling = asyncio.create_task(app.services.fleet.run())
     try:
         async with httpx.AsyncClient(base_url=url, timeout=patient(DEADLINE_S), verify=verify) as client:
-            admin = create_admin_app(config, pool, link, metrics, public=app)
+            admin = create_admin_app(app, Reloader(app, lambda: config), url, never_drained)
             yield Gateway(url, port, client, app, admin, pool, link, metrics)
     finally:
         http.should_exit = True
@@ -155,6 +156,10 @@ async def running(
             app.drain()
             await pool.stop(0.0)
             await app.finish(patient(DEADLINE_S))
+
+
+async def never_drained(timeout_s: float | None) -> int:
+    raise AssertionError("these tests end no daemon")
 
 
 def _command(worker: Path, options: Sequence[str]) -> Callable[[WorkerSpec], list[str]]:

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
-from gateway.control.endpoints import StatusEndpoint
-from gateway.request.model_load import DEFAULT_LOAD_S
+from gateway.control.endpoints import DaemonEndpoints
 from gateway.workers.memory.estimate import estimate
 from gateway.workers.supervisor.spawn import default_command
 from protocol import timing_profile
@@ -56,7 +55,7 @@ async def test_a_worker_leaves_its_times_and_the_next_one_runs_as_many_rows_as_a
     model = ModelConfig(name="m", path=str(model_folder("qwen3")), max_running="auto")
     async with serving(model) as gateway:
         folder = wisdom_dir(gateway.app.services.config.home)
-        status = StatusEndpoint(gateway.app.services)
+        status = DaemonEndpoints(gateway.app.services)
         body = chat("word " * 60, temperature=1, seed=3, max_tokens=60, ignore_eos=True)
         first = await gateway.client.post("/v1/chat/completions", json=body)
         assert status.status().models[0].slots == 16
@@ -104,7 +103,7 @@ async def test_a_load_of_a_model_without_tokens_is_known_after_a_restart(kind: s
             known = gateway.pool.times.of("m", str(folder))
             assert known is not None
             assert estimate(models[0], 0, known.load).floor >= max(unmeasured.floor, load.footprint_bytes)
-            shown = StatusEndpoint(gateway.app.services).status().models[0]
+            shown = DaemonEndpoints(gateway.app.services).status().models[0]
             assert shown.measured is not None
             assert shown.measured.load_s == load.seconds
 

@@ -14,14 +14,14 @@ import pytest
 from gateway.access.key_file import has_keys
 from gateway.app import create_admin_app
 from gateway.config.load import load_config
-from gateway.config.settings import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig
+from gateway.config.settings import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig, url_of
 from gateway.control_types import ReloadResult
 from gateway.reload import FIXED, Reloader, changes, describe, with_fixed
 from gateway.telemetry.logs import OURS
 from gateway.telemetry.prometheus import Exposition
 from gateway.workers.supervisor.state import State
-from tests.gateway.harness import Gateway, chat, events, running, until
-from tests.support.scale import patient, scaled
+from tests.gateway.harness import Gateway, chat, events, never_drained, running, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 NOTHING = ReloadResult([], [], [], [], [])
@@ -67,9 +67,7 @@ async def reloadable(home: Path, text: str = BEFORE, *options: str) -> AsyncGene
     config = load_config(home, has_keys=has_keys)
     async with running(home, options, list(config.models.values()), config.server) as gateway:
         reloader = Reloader(gateway.app, lambda: load_config(home, has_keys=has_keys))
-        admin = create_admin_app(
-            config, gateway.pool, gateway.link, gateway.metrics, public=gateway.app, reloader=reloader
-        )
+        admin = create_admin_app(gateway.app, reloader, url_of(config.server), never_drained)
         transport = httpx.ASGITransport(admin)
         async with httpx.AsyncClient(transport=transport, base_url="http://mlxd") as client:
             yield Reloadable(gateway, path, reloader, client)

@@ -15,7 +15,7 @@ from gateway.config.load import load_config
 from gateway.reload import Reloader
 from gateway.telemetry.prometheus import Exposition
 from gateway.workers.supervisor.spawn import default_command
-from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
+from tests.gateway.harness import DEADLINE_S, Gateway, chat, never_drained, running, until
 from tests.support.adapters import mlx_adapter, peft_adapter
 from tests.support.models import build
 from tests.support.pool import short_home
@@ -73,10 +73,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ser
         config = load_config(home, has_keys=has_keys)
         async with running(home, models=list(config.models.values()), command=default_command) as gateway:
             reloader = Reloader(gateway.app, lambda: load_config(home, has_keys=has_keys))
-            services = gateway.app.services
-            app = create_admin_app(
-                services.config, gateway.pool, gateway.link, gateway.metrics, public=gateway.app, reloader=reloader
-            )
+            app = create_admin_app(gateway.app, reloader, gateway.url, never_drained)
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://x", timeout=patient(DEADLINE_S)
