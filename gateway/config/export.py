@@ -11,10 +11,8 @@ from typing import Any, Final, TypeGuard
 import msgspec
 from msgspec import NODEFAULT, Struct
 
-from gateway.config.settings import Config, file_key
+from gateway.config.settings import NOT_IN_FILE, Config, file_key
 
-# Fields that tell where the configuration came from, that a table's own key gives, or that another file holds.
-_NOT_IN_FILE: Final = frozenset({"home", "config_path", "name", "adapter", "launch"})
 _BARE_KEY: Final = re.compile(r"^[A-Za-z0-9_-]+$")
 _UNITS_S: Final = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 _UNITS_BYTES: Final = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -46,7 +44,7 @@ def to_json(config: Config) -> dict[str, object]:
 def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
     """Yield each key of a table and its default as the file would spell it; empty if no default can be written."""
     for field in msgspec.structs.fields(table):
-        if field.name in _NOT_IN_FILE:
+        if field.name in NOT_IN_FILE:
             continue
         default = field.default if field.default_factory is NODEFAULT else field.default_factory()
         is_written = default is not NODEFAULT and default is not None and not isinstance(default, Struct | dict)
@@ -71,7 +69,7 @@ def schema() -> dict[str, Any]:
 
 
 def _fields(struct: type[Struct]) -> list[str]:
-    return [name for name in struct.__struct_fields__ if name not in _NOT_IN_FILE]
+    return [name for name in struct.__struct_fields__ if name not in NOT_IN_FILE]
 
 
 def _tables(path: tuple[str, ...], body: Struct) -> Iterator[str]:
@@ -157,7 +155,7 @@ def _file_spelling(table: dict[str, Any]) -> dict[str, Any]:
     properties = {
         file_key(name): _accept_text(name, body)
         for name, body in table.get("properties", {}).items()
-        if name not in _NOT_IN_FILE
+        if name not in NOT_IN_FILE
     }
     # The structs require fields that the file may omit.
     spelled = {key: value for key, value in table.items() if key not in ("required", "title")}

@@ -1,19 +1,20 @@
 """Reader of the configuration file, checked into a `Config`. Errors are `ConfigError`s with their line."""
 
+import importlib.util
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 
 from gateway.config.address import bad_proxy
 from gateway.config.certificate import CertificateUnusable, load
 from gateway.config.group_check import check_groups
-from gateway.config.kv_event_addresses import bad_kv_events
 from gateway.config.names import Names
 from gateway.config.origins import bad_host, bad_origin, is_loopback
-from gateway.config.otlp import bad_endpoint
 from gateway.config.parser_names import bad_parser
 from gateway.config.peer_tables import read_peers, read_upstreams
 from gateway.config.periods import zone_of
@@ -21,21 +22,16 @@ from gateway.config.settings import (
     CAN_HOLD_AWAKE,
     CONFIG_NAME,
     NAME_BYTES_MAX,
+    NOT_IN_FILE,
     AudioConfig,
-    CacheConfig,
     Config,
     ConfigError,
-    FallbackConfig,
-    GroupConfig,
     KvEventsConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
     ProfileConfig,
-    SamplingDefaults,
     ServerConfig,
-    SparsePrefillConfig,
-    ThinkingDefaults,
     TlsConfig,
     UiConfig,
 )
@@ -50,15 +46,9 @@ from protocol.spec import ADAPTERS_MAX
 
 # A chat template is stored in the configuration and in a worker's state file. The longest known have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
-_TABLES: Final[dict[str, type[Struct]]] = {
-    "sampling": SamplingDefaults,
-    "thinking": ThinkingDefaults,
-    "cache": CacheConfig,
-    "fallback": FallbackConfig,
-    "sparse_prefill": SparsePrefillConfig,
-    "group": GroupConfig,
-    "kv_events": KvEventsConfig,
-}
+_KV_EVENTS_ADDRESS: Final = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5})")
+# Packages that sending traces needs.
+_OTEL_PACKAGES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
 
 def load_config(
@@ -78,9 +68,8 @@ def load_config(
     source = ConfigSource(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
     _refuse_nodes(source, raw)
-    tables = ("server", "memory", "media", "audio", "ui", "models", "peers", "upstreams")
-    source.refuse_unknown(raw, tables, ())
-    overrides = {"host": host, "port": port, "log_level": log_level}
+    source.refuse_unknown(raw, tuple(name for name in Config.__struct_fields__ if name not in NOT_IN_FILE), ())
+    overrides = {"host": host, "port": port, "log_level": log_level and log_level.lower()}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
         _need_keys(source, server.host, lambda: has_keys(keys_path(home)), is_override=host is not None)
@@ -88,19 +77,16 @@ def load_config(
     _refuse_duplicates(source, models)
     _refuse_taken_adapters(source, models)
     _check_references(source, server, models)
-    memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
-    media = _media(source, raw.get("media", {}))
-    audio = source.convert(source.table(raw.get("audio", {}), AudioConfig, ("audio",)), AudioConfig, ("audio",))
-    ui = source.convert(source.table(raw.get("ui", {}), UiConfig, ("ui",)), UiConfig, ("ui",))
+    media = source.struct(raw.get("media", {}), MediaConfig, ("media",))
     return Config(
         home=home,
         server=server,
         models=models,
         config_path=source.path,
-        memory=memory,
-        media=media,
-        audio=audio,
-        ui=ui,
+        memory=source.struct(raw.get("memory", {}), MemoryConfig, ("memory",)),
+        media=structs.replace(media, folders=_folders(source, media.folders, ("media", "folders"))),
+        audio=source.struct(raw.get("audio", {}), AudioConfig, ("audio",)),
+        ui=source.struct(raw.get("ui", {}), UiConfig, ("ui",)),
         peers=read_peers(source, raw.get("peers", {}), models, bad_name),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
     )
@@ -114,41 +100,26 @@ def _refuse_nodes(source: ConfigSource, raw: dict[str, Any]) -> None:
             raise source.error(f"[{key}]: {why}: take it out, and name a host file; see docs/groups.md", (key,))
 
 
-def _media(source: ConfigSource, raw: Any) -> MediaConfig:
-    """Read `[media]`, with absolute folders. Raises `ConfigError`."""
-    media = source.convert(source.table(raw, MediaConfig, ("media",)), MediaConfig, ("media",))
-    folders = tuple(str(source.path_of(folder)) for folder in media.folders)
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise source.error(f"folders: {folder} is no folder", ("media", "folders"))
-    return structs.replace(media, folders=folders)
+def _folders(source: ConfigSource, folders: tuple[str, ...], where: tuple[str, str]) -> tuple[str, ...]:
+    """Return absolute paths of folders. Raises `ConfigError` if one is missing."""
+    paths = tuple(str(source.path_of(folder)) for folder in folders)
+    for path in paths:
+        if not Path(path).is_dir():
+            raise source.error(f"{where[1]}: {path} is no folder", where)
+    return paths
 
 
 def _server(source: ConfigSource, raw: Any, overrides: dict[str, Any]) -> ServerConfig:
-    table = source.table(raw, ServerConfig, ("server",))
-    table |= overrides
-    if isinstance(table.get("log_level"), str):
-        table["log_level"] = table["log_level"].lower()
-    if "tls" in table:
-        table["tls"] = _tls(source, table["tls"])
+    table = source.table(raw, ServerConfig, ("server",)) | overrides
     server = source.convert(table, ServerConfig, ("server",), overridden=frozenset(overrides))
     if server.ollama_port and server.ollama_port == server.port:
         message = f"ollama_port: {server.ollama_port} is also 'port', where Ollama's API is served as well"
         raise source.error(message, ("server", "ollama_port"))
-    for origin in server.cors:
-        if reason := bad_origin(origin):
-            raise source.error(f"cors: {origin!r} {reason}", ("server", "cors"))
-    for proxy in server.trusted_proxies:
-        if reason := bad_proxy(proxy):
-            raise source.error(f"trusted_proxies: {proxy!r} {reason}", ("server", "trusted_proxies"))
-    folders = tuple(str(source.path_of(folder)) for folder in server.adapter_folders)
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise source.error(f"adapter_folders: {folder} is no folder", ("server", "adapter_folders"))
-    server = structs.replace(server, adapter_folders=folders)
-    for host in server.hosts:
-        if reason := bad_host(host):
-            raise source.error(f"hosts: {host!r} {reason}", ("server", "hosts"))
+    checks = (("cors", server.cors, bad_origin), ("trusted_proxies", server.trusted_proxies, bad_proxy))
+    for key, values, check in (*checks, ("hosts", server.hosts, bad_host)):
+        for value in values:
+            if reason := check(value):
+                raise source.error(f"{key}: {value!r} {reason}", ("server", key))
     if server.prevent_sleep == "always" and not CAN_HOLD_AWAKE:
         raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
     if server.body_memory_bytes != "auto" and server.body_memory_bytes < server.max_body_bytes:
@@ -160,13 +131,31 @@ def _server(source: ConfigSource, raw: Any, overrides: dict[str, Any]) -> Server
         raise source.error(f"time_zone: {error}", ("server", "time_zone")) from None
     if reason := bad_endpoint(server.otlp_endpoint):
         raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
-    return server
+    folders = _folders(source, server.adapter_folders, ("server", "adapter_folders"))
+    return structs.replace(server, adapter_folders=folders, tls=_tls(source, server.tls))
 
 
-def _tls(source: ConfigSource, raw: Any) -> TlsConfig:
-    """Read `tls` and check the files that it names. Raises `ConfigError`."""
+def bad_endpoint(endpoint: str) -> str | None:
+    """Return the error of an OTLP endpoint of traces, if any."""
+    if not endpoint:
+        return None
+    try:
+        parts = urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        return f"{endpoint!r} is no URL such as 'http://127.0.0.1:4318'"
+    try:
+        is_installed = all(importlib.util.find_spec(package) is not None for package in _OTEL_PACKAGES)
+    except ImportError:
+        is_installed = False
+    return None if is_installed else "traces need OpenTelemetry, which is not installed: pip install 'mlxd[otel]'"
+
+
+def _tls(source: ConfigSource, tls: TlsConfig) -> TlsConfig:
+    """Check the files of `tls`, and make their paths absolute. Raises `ConfigError`."""
     where = ("server", "tls")
-    tls = source.convert(source.table(raw, TlsConfig, where), TlsConfig, where)
     if not tls.certificate and not tls.key:
         return tls
     if not tls.certificate or not tls.key:
@@ -213,7 +202,7 @@ def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
             raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
         if model.kv_bits and model.kind not in ("auto", "text"):
             raise source.error("kv_bits is for models that generate text", (*where, "kv_bits"))
-        if reason := bad_kv_events(model.kv_events):
+        if reason := _bad_kv_events(model.kv_events):
             raise source.error(reason, (*where, "kv_events"))
         if reason := _bad_experts(model):
             raise source.error(reason, where)
@@ -238,10 +227,23 @@ def _bad_experts(model: ModelConfig) -> str:
     return ""
 
 
+def _bad_kv_events(config: KvEventsConfig) -> str:
+    """Return the reason why events cannot be published under these settings; empty if they can."""
+    if config.replay and not config.endpoint:
+        return "replay: without an endpoint nothing is published"
+    for key, address in (("endpoint", config.endpoint), ("replay", config.replay)):
+        if not address:
+            continue
+        match = _KV_EVENTS_ADDRESS.fullmatch(address)
+        if match is None or not 0 < int(match[2]) < 1 << 16:
+            return f"{key}: {address!r} is no address such as tcp://127.0.0.1:5557"
+        if not is_loopback(match[1].strip("[]")) and not config.plain:
+            return f"{key}: events tell prompts to all that connect to {address}; plain = true allows it"
+    return ""
+
+
 def _model(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> ModelConfig:
-    table = _nested(source, source.table(body, ModelConfig, where, hidden=("name", "adapter")), where)
-    if isinstance(table.get("log_level"), str):
-        table["log_level"] = table["log_level"].lower()
+    table = source.table(body, ModelConfig, where)
     profiles, adapters = table.pop("profiles", {}), table.pop("adapters", {})
     table["name"] = name
     if table.get("experts") == "disk":
@@ -258,14 +260,6 @@ def _model(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -
     )
 
 
-def _nested(source: ConfigSource, table: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
-    """Rename the keys of the tables inside of `table` to fields, and return it."""
-    for key, struct in _TABLES.items():
-        if isinstance(table.get(key), dict):
-            table[key] = source.table(table[key], struct, (*where, key), hidden=("launch",))
-    return table
-
-
 def _profiles(source: ConfigSource, raw: Any, where: tuple[str, ...]) -> dict[str, ProfileConfig]:
     if not isinstance(raw, dict):
         raise source.error("profiles must be a table: write [models.NAME.profiles.PROFILE]", where)
@@ -275,7 +269,7 @@ def _profiles(source: ConfigSource, raw: Any, where: tuple[str, ...]) -> dict[st
         reason = "must not contain ':'" if ":" in name else bad_name(name)
         if reason:
             raise source.error(f"profile name {name!r} {reason}", at)
-        profiles[name] = source.convert(_nested(source, source.table(body, ProfileConfig, at), at), ProfileConfig, at)
+        profiles[name] = source.struct(body, ProfileConfig, at)
     return profiles
 
 

@@ -3,15 +3,17 @@
 import ssl
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from msgspec import structs
+from msgspec.structs import fields, replace
 
 from gateway.config.origins import is_loopback
 from gateway.config.remote_settings import PeerConfig, UpstreamConfig
 from gateway.config.settings import ModelConfig
 from gateway.config.source import ConfigSource
+
+T = TypeVar("T", PeerConfig, UpstreamConfig)
 
 
 def read_peers(
@@ -28,25 +30,15 @@ def read_peers(
             raise source.error(f"peer name {name!r} {reason}", where)
         if name in models:
             raise source.error(f"peer name {name!r} is the name of a model", where)
-        peers[name] = _peer(source, name, body, where)
+        peers[name] = _remote(source, name, body, PeerConfig, where)
     return peers
-
-
-def _peer(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> PeerConfig:
-    table = source.table(body, PeerConfig, where, hidden=("name",))
-    for needed in ("url", "key_file"):
-        if needed not in table:
-            raise source.error(f"a peer needs {needed}", where)
-    peer = source.convert(table | {"name": name}, PeerConfig, where)
-    url, key_file, ca = _checked(source, peer, where, has_path=False)
-    return structs.replace(peer, url=url, key_file=key_file, ca=ca)
 
 
 def read_upstreams(source: ConfigSource, raw: Any, models: Mapping[str, ModelConfig]) -> dict[str, UpstreamConfig]:
     """Read all upstreams, with absolute paths, and check the models' fallbacks. Raises `ConfigError`."""
     if not isinstance(raw, dict):
         raise source.error("upstreams must be a table: write [upstreams.NAME]", ("upstreams",))
-    upstreams = {name: _upstream(source, name, body, ("upstreams", name)) for name, body in raw.items()}
+    upstreams = {name: _remote(source, name, body, UpstreamConfig, ("upstreams", name)) for name, body in raw.items()}
     for model in models.values():
         for name in model.fallback.to:
             where = ("models", model.name, "fallback")
@@ -57,20 +49,15 @@ def read_upstreams(source: ConfigSource, raw: Any, models: Mapping[str, ModelCon
     return upstreams
 
 
-def _upstream(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> UpstreamConfig:
-    table = source.table(body, UpstreamConfig, where, hidden=("name",))
-    if "url" not in table:
-        raise source.error("an upstream needs url", where)
-    upstream = source.convert(table | {"name": name}, UpstreamConfig, where)
-    url, key_file, ca = _checked(source, upstream, where, has_path=True)
-    return structs.replace(upstream, url=url, key_file=key_file, ca=ca)
-
-
-def _checked(
-    source: ConfigSource, far: PeerConfig | UpstreamConfig, where: tuple[str, ...], *, has_path: bool
-) -> tuple[str, str, str]:
-    """Return the URL and the paths of the key and of the certificate authorities. Raises `ConfigError`."""
-    if reason := _bad_url(far, has_path=has_path):
+def _remote(source: ConfigSource, name: str, body: Any, struct: type[T], where: tuple[str, ...]) -> T:
+    """Read one peer or upstream, with absolute paths. Raises `ConfigError`."""
+    is_peer = struct is PeerConfig
+    table = source.table(body, struct, where)
+    for field in fields(struct):
+        if field.required and field.name not in ("name", *table):
+            raise source.error(f"{'a peer' if is_peer else 'an upstream'} needs {field.name}", where)
+    far = source.convert(table | {"name": name}, struct, where)
+    if reason := _bad_url(far, has_path=not is_peer):
         raise source.error(f"url: {far.url!r} {reason}", (*where, "url"))
     key_file = ""
     if far.key_file:
@@ -85,7 +72,7 @@ def _checked(
         ssl.create_default_context(cafile=ca or None)
     except (OSError, ValueError) as error:
         raise source.error(f"ca: {ca} holds no certificates (PEM): {error}", (*where, "ca")) from None
-    return far.url.rstrip("/"), key_file, ca
+    return replace(far, url=far.url.rstrip("/"), key_file=key_file, ca=ca)
 
 
 def read_secret(path: Path) -> str:

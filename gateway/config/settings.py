@@ -15,6 +15,8 @@ from protocol.spec import LOCAL, USUAL_RUNNING
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 CONFIG_NAME: Final = "mlxd.toml"
+# Fields that tell where the configuration came from, that a table's own key gives, or that another file holds.
+NOT_IN_FILE: Final = frozenset({"home", "config_path", "name", "adapter", "launch"})
 # A worker's ZeroMQ routing id holds 255 bytes, the model's name and its epoch; the name is also in argv.
 NAME_BYTES_MAX: Final = 200
 

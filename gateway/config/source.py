@@ -3,49 +3,18 @@
 import difflib
 import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeGuard, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import fields
 
-from gateway.config.remote_settings import PeerConfig, UpstreamConfig
-from gateway.config.settings import (
-    AudioConfig,
-    CacheConfig,
-    ConfigError,
-    FallbackConfig,
-    GroupConfig,
-    MediaConfig,
-    MemoryConfig,
-    ModelConfig,
-    SamplingDefaults,
-    ServerConfig,
-    ThinkingDefaults,
-    TlsConfig,
-    file_key,
-)
+from gateway.config.settings import NOT_IN_FILE, Config, ConfigError, file_key
 from gateway.config.syntax import Locator, parse_duration, parse_size
 
 T = TypeVar("T", bound=Struct)
-
-# A key that is unknown in one table may belong to one of these.
-_TABLES: Final[dict[str, type[Struct]]] = {
-    "server": ServerConfig,
-    "server.tls": TlsConfig,
-    "memory": MemoryConfig,
-    "media": MediaConfig,
-    "audio": AudioConfig,
-    "models.NAME": ModelConfig,
-    "models.NAME.fallback": FallbackConfig,
-    "models.NAME.group": GroupConfig,
-    "peers.NAME": PeerConfig,
-    "upstreams.NAME": UpstreamConfig,
-    "models.NAME.sampling": SamplingDefaults,
-    "models.NAME.thinking": ThinkingDefaults,
-    "models.NAME.cache": CacheConfig,
-}
 
 
 class ConfigSource:
@@ -86,24 +55,31 @@ class ConfigSource:
             inside = f" in [{'.'.join(where)}]" if where else ""
             raise self.error(f"unknown key {key!r}{inside}; {_hint(key, known)}", (*where, key))
 
-    def table(
-        self, raw: Any, struct: type[Struct], where: tuple[str, ...], hidden: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
-        """Rename the keys of `raw` to the fields of `struct`, with durations and sizes as numbers."""
+    def struct(self, raw: Any, struct: type[T], where: tuple[str, ...]) -> T:
+        """Read a table as a struct. Raises `ConfigError`."""
+        return self.convert(self.table(raw, struct, where), struct, where)
+
+    def table(self, raw: Any, struct: type[Struct], where: tuple[str, ...]) -> dict[str, Any]:
+        """Rename the keys of `raw`, and of tables inside of it, to the fields of `struct`. Durations and sizes become
+        numbers."""
         if not isinstance(raw, dict):
             raise self.error(f"{'.'.join(where)} must be a table", where)
-        names = [name for name in struct.__struct_fields__ if name not in hidden]
-        fields = {file_key(name): name for name in names} | {name: name for name in names}
-        self.refuse_unknown(raw, tuple(fields), where)
+        types = {field.name: field.type for field in fields(struct) if field.name not in NOT_IN_FILE}
+        names = {file_key(name): name for name in types} | {name: name for name in types}
+        self.refuse_unknown(raw, tuple(names), where)
         table: dict[str, Any] = {}
         for key, value in raw.items():
-            field = fields[key]
+            field = names[key]
             if field in table:
                 raise self.error(f"{file_key(field)!r} is given twice", (*where, key))
-            table[field] = self._number(field, value, (*where, key))
+            inner, at = types[field], (*where, key)
+            is_table = _is_struct(inner) and isinstance(value, dict)
+            table[field] = self.table(value, inner, at) if is_table else self._value(field, value, at)
         return table
 
-    def _number(self, field: str, value: Any, where: tuple[str, ...]) -> Any:
+    def _value(self, field: str, value: Any, where: tuple[str, ...]) -> Any:
+        if field == "log_level" and isinstance(value, str):
+            return value.lower()
         parse: Callable[[str], float] | None = None
         if field.endswith("_s"):
             parse = parse_duration
@@ -155,14 +131,27 @@ class ConfigSource:
         return path
 
 
+def _is_struct(kind: Any) -> TypeGuard[type[Struct]]:
+    return isinstance(kind, type) and issubclass(kind, Struct)
+
+
+def _all_tables(struct: type[Struct] = Config, prefix: str = "") -> Iterator[tuple[str, type[Struct]]]:
+    """Yield each table of the file and its struct. NAME stands for a name that the file chooses."""
+    for field in fields(struct):
+        name, kind = f"{prefix}{field.name}", field.type
+        if get_origin(kind) is dict and not prefix:
+            name, kind = f"{name}.NAME", get_args(kind)[1]
+        if _is_struct(kind):
+            yield name, kind
+            yield from _all_tables(kind, f"{name}.")
+
+
 def _hint(key: str, known: tuple[str, ...]) -> str:
     """Suggest a correction for a key that is unknown in its table."""
     homes = [
         f"[{table}]"
-        for table, struct in _TABLES.items()
-        # A model's name is in the header of its table.
-        if key not in ("name", "adapter", "launch")
-        and key in (*struct.__struct_fields__, *map(file_key, struct.__struct_fields__))
+        for table, struct in _all_tables()
+        if key not in NOT_IN_FILE and key in (*struct.__struct_fields__, *map(file_key, struct.__struct_fields__))
     ]
     if homes:
         return f"it belongs in {' or '.join(homes)}"

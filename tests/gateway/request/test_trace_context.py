@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from gateway.config.otlp import bad_endpoint
+from gateway.config.load import bad_endpoint
 from gateway.config.settings import ServerConfig
 from gateway.middleware.otel import PAUSE_S, PatientExporter
 from gateway.request.trace_context import read_context
