@@ -4,7 +4,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The console script `mlxd`: never returns. Ctrl-C while the rest is imported is no fault."""
+    """Run the console script `mlxd`, which never returns. Ctrl-C during the imports exits without a traceback."""
     import sys
 
     try:

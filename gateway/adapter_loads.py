@@ -1,4 +1,4 @@
-"""Adapters that an operator has loaded while the daemon runs: until it ends, beside those of the configuration."""
+"""Adapters that an operator loads into a running daemon, in addition to those of the configuration."""
 
 import logging
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class NotAllowed(Exception):
-    """An adapter may not be loaded like this; the reason."""
+    """An adapter may not be loaded; the message gives the reason."""
 
 
 class AdapterLoads:
-    """Paths by model and name. Owned by the reloader, which puts them into force."""
+    """Paths of loaded adapters by model and name. The reloader owns and applies them."""
 
     def __init__(self) -> None:
         self._paths: dict[tuple[str, str], str] = {}
@@ -35,18 +35,18 @@ class AdapterLoads:
         self._paths.pop((model, name), None)
 
     def find(self, name: str) -> tuple[str, str] | None:
-        """The model and the name of a loaded adapter, given by its own name or behind its model's."""
+        """Return the model and the name of a loaded adapter, for NAME or MODEL:NAME."""
         return next((each for each in self._paths if name in (each[1], ":".join(each))), None)
 
     def over(self, config: Config) -> Config:
-        """A configuration with those of them that it has a model and a name for."""
+        """Return a configuration with these adapters, except those whose model is gone or whose name is taken."""
         for (model, name), path in self._paths.items():
             with suppress(NotAllowed):
                 config = with_adapter(config, model, name, path)
         return config
 
     def settle(self, config: Config) -> None:
-        """Let go of those that a configuration, which is in force now, is without."""
+        """Forget the adapters that the applied configuration lacks."""
         for (model, name), path in list(self._paths.items()):
             known = config.models.get(model)
             if known is None or known.adapters.get(name) != path:
@@ -55,7 +55,7 @@ class AdapterLoads:
 
 
 def with_adapter(config: Config, model: str, name: str, path: str) -> Config:
-    """A configuration with one more adapter. Raises `NotAllowed`."""
+    """Return a configuration with one more adapter. Raises `NotAllowed`."""
     if model not in config.models:
         raise NotAllowed(f"there is no model {model!r}")
     if reason := bad_adapter_name(name):
@@ -75,9 +75,10 @@ def with_adapter(config: Config, model: str, name: str, path: str) -> Config:
 
 
 def allowed_path(path: str, home: Path, folders: Sequence[str]) -> str:
-    """The folder that a request names, absolute or below `home`, once all links are followed. Raises `NotAllowed`.
+    """Resolve the folder that a request names, absolute or relative to `home`. Raises `NotAllowed`.
 
-    It must lie below `home` or one of `folders`. The adapter that comes with mlxd has a name in place of a folder.
+    Its target, with all links followed, must be below `home` or one of `folders`. The built-in adapter has a name
+    instead of a folder.
     """
     if path == DEMO_ADAPTER:
         return path

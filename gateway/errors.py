@@ -1,20 +1,21 @@
-"""Errors of a request, as one tree, and the body that each becomes in its dialect.
+"""Errors of a request as one tree, and their body in OpenAI's API.
 
     ApiError
-    ├── BadRequest         400  the body cannot be served as it is
-    │   └── Unsupported    400  it could by another server, or a later version
-    ├── Unauthorized       401  no key, or none that is valid
+    ├── BadRequest         400  the body is invalid
+    │   └── Unsupported    400  a parameter is valid, but not supported here
+    ├── Unauthorized       401  the key is missing or invalid
     ├── Forbidden          403
-    ├── Misdirected        421  the host is none of this machine
-    ├── ModelNotFound      404  also where the key may not know of it
-    ├── BodyTooLarge       413  also what is too large for a worker once it is lowered
-    ├── RateLimited        429  the key has used what it may in a minute, or at once
-    ├── BudgetSpent        429  the key has used what it may in a day or a month
-    ├── Overloaded         429  this model's queue is full
-    ├── Cancelled          499  the operator ended it; no client tries again by itself
+    ├── Misdirected        421  the `Host` header names another machine
+    ├── ModelNotFound      404  the model is unknown, or the key may not use it
+    ├── BodyTooLarge       413
+    ├── RateLimited        429  the key's limit per minute or of concurrency is reached
+    ├── BudgetSpent        429  the key's budget of the day or month is spent
+    ├── Overloaded         429  the model's queue is full
+    ├── Cancelled          499  the operator ended the request; SDKs do not retry this status
+    ├── InternalError      500
     └── Unavailable        503  the model or the daemon cannot serve now
 
-An error is neutral; `openai_body` gives it the shape of OpenAI's API. Failures of the worker are translated by `TABLE`.
+Errors have no dialect: each API has its own body for them. `TABLE` translates the failures of workers.
 """
 
 import math
@@ -35,7 +36,7 @@ LISTED_MODELS_MAX: Final = 50
 
 
 class ApiError(Exception):
-    """An answer that is not 200. `message` is for the client; `retry_after_s` becomes a Retry-After header."""
+    """Error answer. `message` is for the client, and `retry_after_s` becomes a Retry-After header."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ApiError(Exception):
 
     @property
     def outcome(self) -> str:
-        """The request's outcome, for the logs."""
+        """Outcome of the request in the logs."""
         return self.code or "error"
 
 
@@ -85,7 +86,7 @@ def invalid_choice(value: str, known: Iterable[str], param: str) -> BadRequest:
 
 
 class InternalError(ApiError):
-    """Of a request that failed by a fault of ours; the log has it."""
+    """A bug of the server failed the request; the log has its traceback."""
 
     def __init__(self) -> None:
         super().__init__(500, "Internal error.", type=SERVER, code="internal")
@@ -111,14 +112,14 @@ class Misdirected(ApiError):
 
 
 class RateLimited(ApiError):
-    """`kind` is what there was too much of: `requests` or `tokens`, OpenAI's types of this error."""
+    """`kind` is OpenAI's type of this error: `requests` or `tokens`."""
 
     def __init__(self, message: str, kind: str, retry_after_s: float) -> None:
         super().__init__(429, message, type=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 class BudgetSpent(ApiError):
-    """The daily or monthly budget of a key is spent, in OpenAI's terms."""
+    """The daily or monthly budget of a key is spent; OpenAI calls this an insufficient quota."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         kind = "insufficient_quota"
@@ -218,13 +219,13 @@ TABLE: Final[dict[Code, HttpStatus]] = {
 
 
 def message_of(failure: Failure, is_operator: bool) -> str:
-    """The message of a failure as a client may see it. One that names a field is about the request."""
+    """Return the message of a failure that a client may see. A failure with a `param` is about the request itself."""
     public = TABLE[failure.code].public
     return failure.message if is_operator or failure.param is not None or not public else public
 
 
 def from_failure(failure: Failure, retry_after_s: float = 0.0, *, is_operator: bool = False) -> ApiError:
-    """A worker's failure as an error for the client. `detail` is not sent: it is for the log."""
+    """Translate a worker's failure. Its `detail` is for the log, and is not sent."""
     answer = TABLE[failure.code]
     return ApiError(
         answer.status,
@@ -238,7 +239,7 @@ def from_failure(failure: Failure, retry_after_s: float = 0.0, *, is_operator: b
 
 
 def from_unsendable(error: Unsendable) -> ApiError:
-    """The request's messages to its worker, one for each choice of each prompt, make no frames of its protocol."""
+    """Translate the error of a request that cannot be encoded as messages to its worker."""
     if isinstance(error, FrameTooLarge):
         message = f"The request is too large: with all of its choices, a worker takes {MAX_FRAME_BYTES} bytes."
         return ApiError(413, message, code="request_too_large")
@@ -260,14 +261,14 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def openai_body(error: ApiError) -> bytes:
-    """The JSON body of an error answer, which is also the data of an in-band error event."""
+    """Encode the JSON body of an error answer, which is also the data of an error event in a stream."""
     return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
 
 
 def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
-    """Retry-After in whole seconds, rounded up, where waiting can help; and how to authenticate, where one must.
+    """Return `www-authenticate` for a 401, or Retry-After in whole seconds, rounded up, where waiting can help.
 
-    SDKs repeat a 429 unless `x-should-retry` denies it: a budget is spent for hours or days.
+    SDKs retry a 429 unless `x-should-retry` is false, which it is for a budget that is spent for hours or days.
     """
     if error.status == 401:
         return [(b"www-authenticate", b'Bearer realm="mlxd"')]

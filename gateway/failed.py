@@ -1,4 +1,4 @@
-"""The root of what the operator is told."""
+"""Root of the errors that an operator sees."""
 
 
 class CommandFailed(Exception):

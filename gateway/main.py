@@ -32,19 +32,10 @@ from protocol.sockets import PathTooLong
 
 log = logging.getLogger(__name__)
 
-# None: as suits where it goes.
+# None means JSON unless stderr is a terminal.
 _FORMATS: Final[dict[str, bool | None]] = {"auto": None, "json": True, "console": False}
-
-
-# Parts of the home or of the network that cannot be had.
-UNUSABLE: Final = (
-    HomeUnusable,
-    CannotListen,
-    TooFewFiles,
-    PathTooLong,
-    KeysUnusable,
-    CertificateUnusable,
-)
+# Errors that end the daemon with CANNOT_USE.
+UNUSABLE: Final = (HomeUnusable, CannotListen, TooFewFiles, PathTooLong, KeysUnusable, CertificateUnusable)
 
 
 class DaemonExit(IntEnum):
@@ -57,10 +48,10 @@ class DaemonExit(IntEnum):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console script: never returns."""
+    """Run the console script, which never returns."""
     options = _parser().parse_args(argv)
     status = run(options.config, options.host, options.port, options.log_level)
-    # launchd restarts a failed job forever; that does not repair a bad file.
+    # launchd would restart a failed job forever, which repairs no configuration file.
     sys.exit(DaemonExit.OK if options.launchd and status == DaemonExit.BAD_CONFIG else status)
 
 
@@ -76,10 +67,7 @@ def run(
 
 
 def serve(read: Callable[[], Config], *, command: Command = default_command) -> int:
-    """Serve the configuration that `read` reads, now and at a reload, until stopped; `command` starts a worker.
-
-    Returns the exit status.
-    """
+    """Serve the configuration that `read` returns, now and at each reload, until stopped. Returns the exit status."""
     try:
         config = read()
     except ConfigError as error:
@@ -97,7 +85,7 @@ async def _serve(config: Config, read: Callable[[], Config], command: Command) -
     daemon = Daemon(config, read, command=command)
     try:
         await daemon.run()
-    except Exception:  # The root of the process. Workers that still run outlive us, and the next daemon adopts them.
+    except Exception:  # the root of the process; running workers outlive it, and the next daemon adopts them
         log.exception("mlxd ends after an internal error")
         return DaemonExit.FAULT
     return DaemonExit.OK

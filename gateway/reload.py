@@ -1,14 +1,12 @@
-"""Putting a changed configuration file into force: it is read and checked as a whole, and a bad one changes nothing."""
+"""Reload of the configuration file. It is read and checked as a whole, and an invalid file changes nothing."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-import msgspec
 from msgspec import Struct, structs
 
-from gateway.access.audit_log import Fact
 from gateway.adapter_loads import AdapterLoads, with_adapter
 from gateway.config.settings import Config, ConfigError, ModelConfig, file_key
 from gateway.control_types import ReloadResult
@@ -19,7 +17,7 @@ from gateway.workers.pool.pool import AppliedConfig
 
 log = logging.getLogger(__name__)
 
-# Settled when the daemon starts: sockets, files and threads depend on them.
+# These keys need a restart, because sockets, files and threads depend on them.
 FIXED: Final = (
     "host",
     "port",
@@ -34,7 +32,7 @@ FIXED: Final = (
 
 
 class ReloadTarget(Protocol):
-    """Port to the app, which a new configuration is applied to."""
+    """Port to the app that a new configuration is applied to."""
 
     @property
     def services(self) -> Services: ...
@@ -42,7 +40,7 @@ class ReloadTarget(Protocol):
 
 
 class Reloader:
-    """Reads with `read`, which raises `ConfigError`, and applies what has changed. One reload at a time."""
+    """Applies changes of the configuration, one reload at a time. `read` reads the file, and raises `ConfigError`."""
 
     def __init__(self, app: ReloadTarget, read: Callable[[], Config]) -> None:
         self._app = app
@@ -51,9 +49,9 @@ class Reloader:
         self.adapter_loads = AdapterLoads()
 
     async def reload(self) -> ReloadResult:
-        """Returns what it did. Models that it restarts or removes may still be at it.
+        """Apply the file, and return the changes. Restarted and removed models may not have ended yet.
 
-        Raises `ConfigError`, logged, and `Unavailable` when the daemon is about to end.
+        Raises `ConfigError`, logged, and `Unavailable` if the daemon is ending.
         """
         async with self._lock:
             try:
@@ -62,7 +60,7 @@ class Reloader:
                 log.error("configuration not reloaded, the previous one stays in force: %s", error)
                 raise
             if self._app.services.admission.is_draining:
-                # What is started now would outlive us.
+                # A worker that is started now would outlive the daemon.
                 raise Unavailable("The server is shutting down.", code="draining")
             done = self._apply(config)
             if (tls := self._app.services.tls) is not None:
@@ -70,7 +68,7 @@ class Reloader:
             return done
 
     async def load_adapter(self, model: str, name: str, path: str) -> None:
-        """Put one more adapter into force until the daemon ends. Raises `NotAllowed`, and `Unavailable` at its end."""
+        """Add an adapter until the daemon ends. Raises `NotAllowed`, and `Unavailable` if the daemon is ending."""
         async with self._lock:
             services = self._app.services
             if services.admission.is_draining:
@@ -80,7 +78,7 @@ class Reloader:
             self._app.apply(config)
 
     async def unload_adapter(self, model: str, name: str) -> None:
-        """Take out an adapter that `load_adapter` has put in."""
+        """Remove an adapter that `load_adapter` has added."""
         async with self._lock:
             if (model, name) not in self.adapter_loads:
                 return
@@ -92,19 +90,14 @@ class Reloader:
                 self._app.apply(structs.replace(config, models=models))
 
     async def preview(self) -> tuple[Config, ReloadResult]:
-        """The configuration that a reload would apply, and what that would change. Raises `ConfigError`."""
+        """Return the configuration that a reload would apply, and its changes. Raises `ConfigError`."""
         wanted = await asyncio.to_thread(self._read)
         services = self._app.services
         old = services.config
         new = self.adapter_loads.over(with_fixed(wanted, old))
-        changes_here = ReloadResult(
-            added=[name for name in new.models if name not in old.models],
-            removed=[name for name in old.models if name not in new.models],
-            restarted=services.pool.would_restart(new),
-            changed=[*changes(old, new)],
-            needs_restart=[*_ineffective(new, wanted)],
-        )
-        return new, changes_here
+        added = [name for name in new.models if name not in old.models]
+        removed = [name for name in old.models if name not in new.models]
+        return new, _result(old, new, wanted, AppliedConfig(added, removed, services.pool.would_restart(new)))
 
     def _apply(self, wanted: Config) -> ReloadResult:
         old = self._app.services.config
@@ -113,13 +106,7 @@ class Reloader:
         self.adapter_loads.settle(new)
         if new.server.log_level != old.server.log_level:
             set_level(new.server.log_level)
-        done = ReloadResult(
-            added=applied.added,
-            removed=applied.removed,
-            restarted=applied.restarted,
-            changed=[*changes(old, new)],
-            needs_restart=[*_ineffective(new, wanted)],
-        )
+        done = _result(old, new, wanted, applied)
         log.info("%s: %s", wanted.config_path, describe(done))
         if done.needs_restart:
             log.warning("applied only after a restart of mlxd: %s", ", ".join(done.needs_restart))
@@ -127,18 +114,23 @@ class Reloader:
 
 
 def with_fixed(wanted: Config, old: Config) -> Config:
-    """`wanted`, with what cannot change in a running daemon as it is."""
+    """Return `wanted` with the present values of the keys that cannot change in a running daemon."""
     server = structs.replace(wanted.server, **{name: getattr(old.server, name) for name in FIXED})
     return structs.replace(wanted, server=server)
 
 
-def _ineffective(new: Config, wanted: Config) -> Iterator[str]:
-    """Keys of `wanted` that are not in force."""
-    yield from _differences(new.server, wanted.server, "server")
+def _result(old: Config, new: Config, wanted: Config, applied: AppliedConfig) -> ReloadResult:
+    return ReloadResult(
+        added=applied.added,
+        removed=applied.removed,
+        restarted=applied.restarted,
+        changed=[*changes(old, new)],
+        needs_restart=[*_differences(new.server, wanted.server, "server")],
+    )
 
 
 def changes(old: Config, new: Config) -> Iterator[str]:
-    """The keys that differ, as `server.drain` and `models.NAME.sampling`, but of models that one of the two lacks."""
+    """Yield the keys that differ, such as `server.drain` and `models.NAME.sampling`, for models that both have."""
     for name in ("server", "memory", "media", "audio", "ui"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
     for table in ("peers", "upstreams"):
@@ -151,24 +143,14 @@ def changes(old: Config, new: Config) -> Iterator[str]:
 
 
 def describe(done: ReloadResult) -> str:
-    """In one line."""
-    parts = [
-        f"{what} {', '.join(names)}"
-        for what, names in (
-            ("added", done.added),
-            ("removed", done.removed),
-            ("restarted", done.restarted),
-            ("changed", done.changed),
-        )
-        if names
-    ]
+    """Describe the applied changes in one line."""
+    parts = [f"{what} {', '.join(names)}" for what, names in facts_of(done).items() if what != "needs_restart"]
     return "; ".join(parts) or ("nothing is applied now" if done.needs_restart else "nothing has changed")
 
 
-def facts_of(done: ReloadResult) -> dict[str, Fact]:
-    """Facts of a reload, for the audit log."""
-    lists: dict[str, list[str]] = msgspec.to_builtins(done)
-    return {name: names for name, names in lists.items() if names}
+def facts_of(done: ReloadResult) -> dict[str, list[str]]:
+    """Return the changes of a reload by kind, without empty kinds, for the audit log."""
+    return {what: names for what, names in structs.asdict(done).items() if names}
 
 
 def _differences(old: Struct, new: Struct, table: str) -> Iterator[str]:

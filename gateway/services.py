@@ -1,4 +1,4 @@
-"""Services of an app: everything that its endpoints and middleware work with, made once."""
+"""Services that the endpoints and the middleware of an app share."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,10 +35,10 @@ from gateway.workers.pool.pool import Pool
 
 
 class SpanTracer(Protocol):
-    """Makes spans of requests; `otel.Tracer` is the one there is."""
+    """Port to `otel.OtelTracer`, which exports spans of requests."""
 
     def export(self, record: RequestRecord) -> str:
-        """Queue the spans of a request that has ended. Returns the trace's id."""
+        """Queue the spans of an ended request, and return the id of its trace."""
         ...
 
     def close(self) -> None: ...
@@ -46,11 +46,11 @@ class SpanTracer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Services(Runtime):
-    """The runtime, with what keys, logs, captures and traces need."""
+    """The runtime with keys, logs, captures and traces."""
 
     bodies: Bodies
     media: InFlightBytes
-    # Of media by URL.
+    # Fetches media by URL.
     fetch: Fetch
     keyring: Keyring
     audit: AuditTrail
@@ -62,7 +62,7 @@ class Services(Runtime):
     tracer: SpanTracer | None
     tls: Tls | None
     tasks: TaskSet
-    # Of this daemon's models, for those who choose among daemons.
+    # Measures the load of this daemon's models, by which peers choose a daemon.
     meter: LoadMeter
     upstreams: Clients
 
@@ -70,7 +70,7 @@ class Services(Runtime):
     def make(
         cls, config: Config, pool: Pool, link: WorkerLink, metrics: Metrics, tracer: SpanTracer | None = None
     ) -> "Services":
-        """Raises `KeysUnusable` and `CertificateUnusable`."""
+        """Make the services of a configuration. Raises `KeysUnusable` and `CertificateUnusable`."""
         metrics.declare(config.models)
         metrics.unacked_aborts = lambda: link.unacked_aborts
         live = LiveConfig(config)

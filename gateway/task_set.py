@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 class TaskSet:
-    """Owner of such tasks. One that fails is logged and counted; `finish` leaves none behind."""
+    """Tasks without a request. A failed task is logged and counted."""
 
     def __init__(self, on_failure: Callable[[], None]) -> None:
         self._on_failure = on_failure
@@ -19,14 +19,14 @@ class TaskSet:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` until it ends, or until `finish`."""
+        """Run `work` as a task, which `finish` cancels if it has not ended."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for what ends within `timeout_s`, and cancel the rest. The last call."""
+        """Wait up to `timeout_s` for the tasks, and cancel the rest. The last call."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         for task in (left := list(self._tasks)):

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.config.settings import ServerConfig
 from gateway.http.capture import Captures
-from gateway.wall_clock import STEP_S, TRUST_S, WallClock
+from gateway.wall_clock import JUMP_S, TRUST_S, WallClock
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.scale import patient
 
@@ -273,7 +273,7 @@ async def test_captures_are_deleted_when_they_are_too_much_too_old_or_no_longer_
 
 
 async def test_a_clock_that_jumps_forward_deletes_no_capture_until_it_has_stayed_there(tmp_path: Path) -> None:
-    server = ServerConfig(capture=5, capture_age_s=10 * STEP_S)
+    server = ServerConfig(capture=5, capture_age_s=10 * JUMP_S)
     async with running(tmp_path, ["--step-ms", "1"], server=server) as gateway:
         await asker(gateway)("one")
         await kept(gateway, 1)

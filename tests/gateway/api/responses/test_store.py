@@ -11,9 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.api.responses.response_database import StoredResponse, StoredTooLarge
-from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken
-from gateway.wall_clock import STEP_S, TRUST_S, WallClock
+from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken, StoredResponse
+from gateway.wall_clock import JUMP_S, TRUST_S, WallClock
 
 
 class Clock:
@@ -332,7 +331,7 @@ def test_what_the_disk_does_not_keep_up_with_is_dropped_and_counted(path: Path, 
 
 def test_a_clock_that_jumps_forward_deletes_nothing_until_it_has_stayed_there(path: Path) -> None:
     wall, monotonic = Hands(1000.0), Hands(0.0)
-    store = Store(path, 1000, 10 * STEP_S, WallClock(wall, monotonic))
+    store = Store(path, 1000, 10 * JUMP_S, WallClock(wall, monotonic))
     keep(store, stored("a"))
     assert asyncio.run(get(store, "", "a")) is not None
     wall.now += 1e9
@@ -341,8 +340,8 @@ def test_a_clock_that_jumps_forward_deletes_nothing_until_it_has_stayed_there(pa
     store.close()
 
     # Nor does a restart make it believed.
-    store = Store(path, 1000, 10 * STEP_S, WallClock(wall, monotonic))
-    store.limit(1000, 10 * STEP_S)
+    store = Store(path, 1000, 10 * JUMP_S, WallClock(wall, monotonic))
+    store.limit(1000, 10 * JUMP_S)
     assert asyncio.run(get(store, "", "a")) is not None
     monotonic.now += TRUST_S + 1
     keep(store, stored("c"))
