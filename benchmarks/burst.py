@@ -20,8 +20,8 @@ import msgspec
 from benchmarks import models
 from benchmarks.compare import LOAD_TIMEOUT_S
 from benchmarks.engines import Mlxd, Unavailable
-from benchmarks.serve import first_model
-from gateway.ctl.bench.client import BenchConnection, Reply, Target, run
+from benchmarks.serve import first_model, parse_url
+from gateway.ctl.bench.client import BenchConnection, Reply, run
 from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
 from gateway.ctl.bench.measure import Summary, summarize_ms
 
@@ -66,7 +66,7 @@ async def against_own(args: argparse.Namespace) -> Burst:
 
 
 async def against_url(args: argparse.Namespace) -> Burst:
-    target = Target.parse(args.url, args.api_key)
+    target = parse_url(args.url, args.api_key)
     return await burst(BenchLoad(target, args.model or await first_model(target)), args.clients, args.output_tokens)
 
 

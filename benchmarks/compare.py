@@ -25,11 +25,10 @@ from benchmarks import blas, models
 from benchmarks.engines import Bare, Engine, Mlxd, MlxLmServer, Sample, Unavailable
 from benchmarks.measure import spread
 from benchmarks.serve import numbers
-from benchmarks.words import load_tokenizer
+from benchmarks.words import TokenPrompts, load_tokenizer
 from gateway.ctl.bench import client
 from gateway.ctl.bench.closed_loop import BenchRequest
 from gateway.ctl.bench.measure import table
-from gateway.ctl.bench.words import Prompts
 
 MIN_WAVES: Final = 2
 MAX_WAVES: Final = 24
@@ -188,7 +187,7 @@ async def _warm_up(run: Run, engines: list[Engine], concurrency: int) -> None:
 
 
 def _jobs(run: Run, count: int, output_tokens: int, seed: int) -> list[BenchRequest]:
-    prompts = Prompts(load_tokenizer(run.folder), seed)
+    prompts = TokenPrompts(load_tokenizer(run.folder), seed)
     return [BenchRequest(prompts.make(run.args.prompt_tokens), output_tokens) for _ in range(count)]
 
 

@@ -24,11 +24,10 @@ import msgspec
 from benchmarks import blas, models
 from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Mlxd, MlxLmServer, Server, Unavailable
-from benchmarks.words import load_tokenizer
+from benchmarks.words import TokenPrompts, load_tokenizer
 from gateway.ctl.bench.client import BenchConnection, Reply, run
 from gateway.ctl.bench.closed_loop import BenchRequest
 from gateway.ctl.bench.measure import table
-from gateway.ctl.bench.words import Prompts
 
 PATH: Final = "/v1/completions"
 TOKENS: Final = (1024, 4096, 16384)
@@ -128,7 +127,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Prefix]:
 
 async def measure_one(args: argparse.Namespace, server: Server, folder: Path) -> list[Prefix]:
     """One engine; what has no disk cache is not asked again once its memory is gone."""
-    prompts = Prompts(load_tokenizer(folder), args.seed)
+    prompts = TokenPrompts(load_tokenizer(folder), args.seed)
     texts = {tokens: prompts.make(tokens) for tokens in args.tokens}
     seen: dict[int, list[Answer]] = {}
     disk: dict[int, Answer] = {}
@@ -172,13 +171,13 @@ async def ask(server: Server, prompts: Sequence[str]) -> list[Answer]:
     return [Answer(reply.times[0] - sent, reply.text, reply.cached_tokens) for reply in replies]
 
 
-async def ask_each(server: Server, prompts: Prompts, texts: dict[int, str]) -> dict[int, Answer]:
+async def ask_each(server: Server, prompts: TokenPrompts, texts: dict[int, str]) -> dict[int, Answer]:
     """Answers of a new worker to each prompt, after a prompt that is in no cache."""
     await ask(server, [prompts.make(64)])
     return {tokens: (await ask(server, [text]))[0] for tokens, text in texts.items()}
 
 
-async def share(server: Server, prompts: Prompts, tokens: int, copies: int) -> float:
+async def share(server: Server, prompts: TokenPrompts, tokens: int, copies: int) -> float:
     """Seconds until the last of several requests that share a new prefix has its first token."""
     shared = prompts.make(tokens)
     answers = await ask(server, [f"{shared} {prompts.make(SUFFIX_TOKENS)}" for _ in range(copies)])

@@ -12,10 +12,11 @@ import random
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
-from benchmarks.words import load_tokenizer
+from benchmarks.words import TokenPrompts, load_tokenizer
 from gateway.ctl.bench.client import BenchConnection, Target, run
 from gateway.ctl.bench.closed_loop import (
     CHAT,
@@ -32,8 +33,8 @@ from gateway.ctl.bench.words import Prompts
 
 def main() -> None:
     args = _arguments()
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    reports = run(measure(args, Prompts(tokenizer, args.seed)))
+    exact = TokenPrompts(load_tokenizer(args.tokenizer), args.seed) if args.tokenizer else None
+    reports = run(measure(args, exact or Prompts(args.seed)))
     print(as_table(reports))
     for message in dict.fromkeys(message for one in reports for message in one.first_errors):
         print(f"error: {message}", file=sys.stderr)
@@ -52,7 +53,7 @@ def main() -> None:
 
 async def measure(args: argparse.Namespace, prompts: Prompts) -> list[Report]:
     """Warm up, then one report for each concurrency."""
-    target = Target.parse(args.url, args.api_key)
+    target = parse_url(args.url, args.api_key)
     model = args.model or await first_model(target)
     extra = msgspec.json.decode(args.extra.encode(), type=dict[str, Any])
     load = BenchLoad(target, model, args.endpoint, extra, args.timeout)
@@ -60,6 +61,16 @@ async def measure(args: argparse.Namespace, prompts: Prompts) -> list[Report]:
     if args.warmup:
         await closed_loop(load, _jobs(args, prompts, source, args.warmup), max(args.concurrency))
     return await sweep(load, args.concurrency, lambda _: _jobs(args, prompts, source, args.requests))
+
+
+def parse_url(url: str, api_key: str = "") -> Target:
+    """Parse a base URL with or without `/v1`. Raises ValueError."""
+    parts = urlsplit(url if "//" in url else "http://" + url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"not an http or https URL: {url}")
+    tls = parts.scheme == "https"
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return Target(parts.hostname, parts.port or (443 if tls else 80), prefix, tls, api_key)
 
 
 async def first_model(target: Target) -> str:

@@ -24,11 +24,10 @@ from benchmarks.bare import Order
 from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Bare, Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.measure import until
-from benchmarks.words import load_tokenizer
+from benchmarks.words import TokenPrompts, load_tokenizer
 from gateway.ctl.bench.client import BenchConnection, run
 from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
 from gateway.ctl.bench.measure import Summary, percentile, summarize_ms, table
-from gateway.ctl.bench.words import Prompts
 
 PATH: Final = "/v1/completions"
 STREAMS: Final = 4
@@ -132,7 +131,7 @@ async def measure_bare(args: argparse.Namespace, folder: Path, chunk: int) -> St
 
 
 async def _disturb(
-    load: BenchLoad, prompts: Prompts, args: argparse.Namespace
+    load: BenchLoad, prompts: TokenPrompts, args: argparse.Namespace
 ) -> tuple[list[float], list[float], float]:
     """Gaps alone, gaps in the window, and the long prompt's time to first token."""
     connections = [BenchConnection(load.target) for _ in range(STREAMS + 1)]
@@ -158,7 +157,7 @@ async def _disturb(
     return alone, during, end - start
 
 
-async def _short(load: BenchLoad, prompts: Prompts) -> float:
+async def _short(load: BenchLoad, prompts: TokenPrompts) -> float:
     """Seconds to the first token of a short request."""
     connection = BenchConnection(load.target)
     reply = await connection.request(PATH, load.body(BenchRequest(prompts.make(20), 1)))
@@ -168,7 +167,7 @@ async def _short(load: BenchLoad, prompts: Prompts) -> float:
     return reply.times[0] - reply.sent
 
 
-async def _short_behind(load: BenchLoad, prompts: Prompts, long_tokens: int) -> float:
+async def _short_behind(load: BenchLoad, prompts: TokenPrompts, long_tokens: int) -> float:
     connection = BenchConnection(load.target)
     long_body = load.body(BenchRequest(prompts.make(long_tokens), 1))
     long = asyncio.ensure_future(connection.request(PATH, long_body))
@@ -184,8 +183,8 @@ def _fold(engine: str, alone: list[float], during: list[float], long_ttft: list[
     return Stall(engine, summarize_ms(alone), summarize_ms(during), round(ratio, 2), summarize_ms(long_ttft))
 
 
-def _prompts(folder: Path, seed: int) -> Prompts:
-    return Prompts(load_tokenizer(folder), seed)
+def _prompts(folder: Path, seed: int) -> TokenPrompts:
+    return TokenPrompts(load_tokenizer(folder), seed)
 
 
 def as_table(results: Sequence[Stall]) -> str:

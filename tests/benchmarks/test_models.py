@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import models
 from benchmarks.bare import Order, obey
-from gateway.ctl.bench.words import Prompts, vocabulary
+from benchmarks.words import TokenPrompts
+from gateway.ctl.bench.words import vocabulary
 
 TINY = models.Geometry(layers=2, hidden=32, ffn=64, heads=2, kv_heads=1, head_dim=16, vocab=700, tokenizer_vocab=600)
 
@@ -23,7 +24,7 @@ def test_mlx_lm_loads_the_model_and_rows_generate_exactly_what_is_asked_for(fold
     import mlx_lm
 
     model, tokenizer = mlx_lm.load(str(folder))[:2]
-    prompts = Prompts(tokenizer, seed=0).many([20] * 5)
+    prompts = TokenPrompts(tokenizer, seed=0).many([20] * 5)
     answer = obey(model, tokenizer, Order(prompts, max_tokens=33, concurrency=2))
     assert [len(times) for times in answer.token_s] == [33] * 5
     assert answer.tokens == 165
@@ -44,11 +45,11 @@ def test_prompts_are_exactly_as_long_as_asked_and_share_no_beginning(folder: Pat
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = Prompts(tokenizer, seed=0).many([1, 2, 5, 50, 205])
+    prompts = TokenPrompts(tokenizer, seed=0).many([1, 2, 5, 50, 205])
     assert [len(tokenizer.encode(prompt)) for prompt in prompts] == [1, 2, 5, 50, 205]
-    assert len({prompt.split()[0] for prompt in Prompts(tokenizer, seed=1).many([205] * 8)}) == 8
-    assert Prompts(tokenizer, seed=0).many([50, 50]) == Prompts(tokenizer, seed=0).many([50, 50])
-    assert Prompts(tokenizer, seed=4).make(50) != Prompts(tokenizer, seed=-4).make(50)
+    assert len({prompt.split()[0] for prompt in TokenPrompts(tokenizer, seed=1).many([205] * 8)}) == 8
+    assert TokenPrompts(tokenizer, seed=0).many([50, 50]) == TokenPrompts(tokenizer, seed=0).many([50, 50])
+    assert TokenPrompts(tokenizer, seed=4).make(50) != TokenPrompts(tokenizer, seed=-4).make(50)
 
 
 def test_the_same_recipe_gives_the_same_weights(folder: Path, tmp_path: Path) -> None:

@@ -4,14 +4,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from gateway.control_types import DaemonStatus
 from gateway.ctl import client
 from gateway.ctl.complete import Model
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import CommandFailed
+from gateway.model_files.metadata import kind_of_files
 from protocol.kinds import EMBED, RERANK
 
 if TYPE_CHECKING:
-    from gateway.control_types import DaemonStatus
     from gateway.ctl.bench.closed_loop import BenchLoad, Report
 
 # Each client sends this many requests in a round.
@@ -66,7 +67,7 @@ def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requ
     )
 
     async def measured() -> "list[Report]":
-        prompts = Prompts(None, seed=0, tokens_per_word=await _tokens_per_word(load, prompt_tokens))
+        prompts = Prompts(seed=0, tokens_per_word=await _tokens_per_word(load, prompt_tokens))
         return await sweep(
             load,
             rounds,
@@ -76,10 +77,8 @@ def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requ
     return run(measured())
 
 
-def _kind(status: "DaemonStatus", name: str) -> str:
+def _kind(status: DaemonStatus, name: str) -> str:
     """Return the kind of a model, from its worker or its files; empty for an unknown name."""
-    from gateway.model_files.metadata import kind_of_files
-
     base = name.partition(":")[0]
     for model in status.models:
         if {name, base} & {model.name, *model.aliases}:
@@ -93,7 +92,7 @@ async def _tokens_per_word(load: "BenchLoad", tokens: int) -> float:
     from gateway.ctl.bench.words import Prompts
 
     # The seed differs from that of the rounds, so that none of their prompts is cached.
-    prompt = Prompts(None, seed=1).make(tokens)
+    prompt = Prompts(seed=1).make(tokens)
     _, [reply] = await closed_loop(load, [BenchRequest(prompt, 2)], 1)
     if not reply.ok:
         raise CommandFailed("; ".join(report(1, 1.0, [reply]).first_errors))

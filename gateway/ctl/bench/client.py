@@ -13,7 +13,6 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
-from urllib.parse import urlsplit
 
 import httptools
 import msgspec
@@ -91,16 +90,6 @@ class Target:
     tls: bool = False
     api_key: str = ""
     socket: str = ""
-
-    @classmethod
-    def parse(cls, url: str, api_key: str = "") -> "Target":
-        """Parse a base URL with or without `/v1`. Raises ValueError."""
-        parts = urlsplit(url if "//" in url else "http://" + url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"not an http or https URL: {url}")
-        tls = parts.scheme == "https"
-        prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, parts.port or (443 if tls else 80), prefix, tls, api_key)
 
     def request(self, path: str, body: bytes | None) -> bytes:
         """Encode a request; it is a POST if there is a body."""

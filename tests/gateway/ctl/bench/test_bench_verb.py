@@ -61,8 +61,8 @@ def test_without_a_daemon_there_is_nothing_to_measure(tmp_path: Path) -> None:
 
 
 def test_a_prompt_without_a_tokenizer_is_as_long_as_words_are_said_to_be() -> None:
-    assert len(Prompts(None, 0, tokens_per_word=2.0).make(100).split()) == 50
-    assert len(Prompts(None, 0).make(150).split()) == 100
+    assert len(Prompts(0, tokens_per_word=2.0).make(100).split()) == 50
+    assert len(Prompts(0).make(150).split()) == 100
 
 
 @pytest.fixture

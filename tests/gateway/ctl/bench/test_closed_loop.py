@@ -137,8 +137,3 @@ def test_failed_requests_count_as_errors_and_give_no_tokens() -> None:
     assert (folded.errors, folded.completion_tokens, folded.tokens_per_s) == (1, 2, 1.0)
     assert folded.first_errors == ["HTTP 503: no"]
     assert (folded.ttft_ms.p50, folded.itl_ms.p50, folded.e2e_ms.count) == (500.0, 250.0, 1)
-
-
-def test_targets_are_read_with_and_without_v1() -> None:
-    assert Target.parse("localhost:8484").prefix == Target.parse("http://localhost:8484/v1/").prefix == ""
-    assert Target.parse("https://host/api/v1") == Target("host", 443, "/api", tls=True)
