@@ -1,17 +1,17 @@
 """`mlxctl adapter`: show adapters, load them and unload them while their model serves."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from gateway.control_types import AdapterList, AdapterStatus
 from gateway.ctl import client
 from gateway.ctl.complete import complete_models
 from gateway.ctl.printing import Json, console, print_json, tell
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from gateway.ctl.tables import size_or_dash, table
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -72,11 +72,7 @@ def unload(
     tell(unloaded, f"{unloaded.model}:{unloaded.name} is unloaded", json)
 
 
-def _table(adapters: list[AdapterStatus]) -> "Table":
-    from rich.text import Text
-
-    from gateway.ctl.tables import size_or_dash, table
-
+def _table(adapters: list[AdapterStatus]) -> Table:
     rows = (
         (
             f"{each.model}:{each.name}",

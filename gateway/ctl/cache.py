@@ -1,13 +1,19 @@
 """`mlxctl cache`: the prefix cache on disk. It reads the files directly, with or without a running daemon."""
 
+import time
 from typing import Annotated
 
 import typer
 
+from gateway.config.names import Names
 from gateway.config.settings import Config
+from gateway.ctl import tables
 from gateway.ctl.complete import a_model
 from gateway.ctl.model_verbs.offline import read_config
+from gateway.ctl.prefix_files import clear as delete
+from gateway.ctl.prefix_files import measure
 from gateway.ctl.printing import Json, print_json, tell
+from gateway.errors import ModelNotFound
 from gateway.failed import CommandFailed
 
 app = typer.Typer(help="Show and clear the prefix cache on disk.", no_args_is_help=True)
@@ -19,11 +25,6 @@ def stats(json: Json = False) -> None:
 
     Example: mlxctl cache stats
     """
-    import time
-
-    from gateway.ctl import tables
-    from gateway.ctl.prefix_files import measure
-
     config = read_config()
     folders = measure(config.prefix_cache_dir)
     if json:
@@ -43,18 +44,12 @@ def clear(
 
     Example: mlxctl cache clear coder
     """
-    from gateway.ctl import tables
-    from gateway.ctl.prefix_files import clear as delete
-
     config = read_config()
     cleared = delete(config.prefix_cache_dir, None if model is None else _path(config, model))
     tell(cleared, f"deleted {cleared.files} files, {tables.size(cleared.size_bytes)}", json)
 
 
 def _path(config: Config, name: str) -> str:
-    from gateway.config.names import Names
-    from gateway.errors import ModelNotFound
-
     try:
         return Names(config.models).locate(name).model.path
     except ModelNotFound as error:

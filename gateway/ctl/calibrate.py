@@ -15,6 +15,7 @@ from gateway.config.worker_spec import worker_spec
 from gateway.ctl.complete import Model
 from gateway.ctl.model_verbs.offline import check_room, model_of, read_config, running_models
 from gateway.ctl.printing import Anyway, Json, records
+from gateway.ctl.tables import size
 from gateway.failed import CommandFailed
 from protocol.spec import STDIN
 from protocol.timing_profile import FOLDER_ENV, CalibrationResult, wisdom_dir
@@ -69,8 +70,6 @@ def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Cal
 
 def line(finding: CalibrationResult) -> str:
     """Format one measurement as a line for people."""
-    from gateway.ctl.tables import size
-
     match finding.kind:
         case "decode":
             return f"{finding.size:>6} rows     {finding.tokens_per_s:>10.1f} tok/s"

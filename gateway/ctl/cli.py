@@ -1,6 +1,10 @@
 """The verbs of `mlxctl`. A verb imports its dependencies itself: `mlxctl version` loads no HTTP client."""
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +21,7 @@ from gateway.ctl import (
     logs,
     requests,
     route,
+    tables,
     top,
     ui,
     usage,
@@ -36,9 +41,11 @@ from gateway.ctl.model_verbs import (
     rm,
     search,
 )
+from gateway.ctl.model_verbs.offline import check_room, is_running, model_of, read_config
 from gateway.ctl.printing import Anyway, Json, print_json, tell
 from gateway.ctl.talk import run
 from gateway.ctl.talk.chat import MaxTokens, System, Temperature
+from protocol import __version__
 
 app = typer.Typer(
     help="Control mlxd, the serving daemon for MLX models.",
@@ -85,7 +92,6 @@ def status(json: Json = False) -> None:
     if json:
         print_json(daemon)
         return
-    from gateway.ctl import tables
 
     tables.status(daemon)
 
@@ -169,8 +175,6 @@ def parse(context: typer.Context) -> None:
 
     Example: mlxctl parse --parser hermes --tools tools.json output.txt
     """
-    import subprocess
-
     # The parsers belong to the worker, which mlxctl does not import; the process answers `--help` as well.
     command = [sys.executable, "-P", "-m", "worker.output.parsers.cli", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
@@ -193,7 +197,6 @@ def verify(
     Example: mlxctl verify demo
     """
     from gateway.ctl import verify as verifying
-    from gateway.ctl.model_verbs.offline import check_room, model_of, read_config
 
     config = read_config()
     configured = model_of(config, model)
@@ -215,12 +218,6 @@ def handover() -> None:
 
     Example: mlxctl handover && mlxctl serve
     """
-    import os
-    import signal
-    import time
-
-    from gateway.ctl.model_verbs.offline import is_running
-
     pid = client.status().pid
     os.kill(pid, signal.SIGUSR2)
     while is_running(pid):
@@ -233,6 +230,4 @@ def version(json: Json = False) -> None:
 
     Example: mlxctl version
     """
-    from protocol import __version__
-
     typer.echo(f'{{"version":"{__version__}"}}' if json else f"mlxctl {__version__}")

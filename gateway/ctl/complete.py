@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from gateway.ctl.model_verbs.offline import readable_config
+from gateway.model_files.hub_cache import cached_models
 
 
 def complete_models(incomplete: str) -> list[str]:
@@ -19,8 +20,6 @@ def complete_models(incomplete: str) -> list[str]:
 
 def complete_downloaded(incomplete: str) -> list[str]:
     """Complete names of the configuration and repositories in the Hugging Face cache."""
-    from gateway.model_files.hub_cache import cached_models
-
     names = [*complete_models(incomplete), *(name for name in cached_models() if name.startswith(incomplete))]
     return list(dict.fromkeys(names))
 

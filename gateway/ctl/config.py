@@ -11,6 +11,7 @@ from gateway.ctl.client import post
 from gateway.ctl.model_verbs.offline import folder_of, read_config
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import CommandFailed
+from gateway.model_files.metadata import Unreadable
 
 BAD_CONFIG: Final = 2
 
@@ -96,8 +97,6 @@ def schema() -> None:
 
 def _absent(config: Config) -> dict[str, str]:
     """Models that are not on this machine, and why. That is no error: a pull may come before the first request."""
-    from gateway.model_files.metadata import Unreadable
-
     absent: dict[str, str] = {}
     for name, model in config.models.items():
         try:

@@ -9,9 +9,11 @@ import typer
 from gateway.config.address import from_here, is_daemon_url
 from gateway.config.settings import url_of
 from gateway.ctl.complete import complete_models
-from gateway.ctl.model_verbs.offline import ServedModel, daemon, read_config, served_models
+from gateway.ctl.model_verbs.offline import ServedModel, available_bytes, daemon, read_config, served_models
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import CommandFailed
+from gateway.media.modalities import modalities
+from gateway.model_files.metadata import Unreadable, find, inspect
 from gateway.state_dir.home_paths import default_home, keys_path
 
 if TYPE_CHECKING:
@@ -92,7 +94,6 @@ def _tell_command(setup: "Setup") -> None:
 def _endpoint(model: str | None, url: str | None) -> "Endpoint":
     """Build the endpoint of the running daemon, or the one that the configuration describes. Raises `CommandFailed`."""
     from gateway.client_setup.client_setups import DEFAULT_CONTEXT, Endpoint
-    from gateway.media.modalities import modalities
 
     status = daemon()
     chosen = _chosen(served_models(), model)
@@ -132,9 +133,6 @@ def _chosen(models: Sequence[ServedModel], wanted: str | None) -> ServedModel:
 
 def _context(model: ServedModel) -> int:
     """Return the context length as loaded, as configured or from the model's files; 0 if it is unknown."""
-    from gateway.ctl.model_verbs.offline import available_bytes
-    from gateway.model_files.metadata import Unreadable, find, inspect
-
     if model.context:
         return model.context
     try:

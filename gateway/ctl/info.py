@@ -1,20 +1,22 @@
 """`mlxctl info`: the memory and disk needs of a model on this machine or on the hub."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 from msgspec import structs
 
-from gateway.config.settings import Config, ModelConfig
-from gateway.control_types import Speeds
+from gateway.config.settings import ModelConfig
 from gateway.ctl.complete import a_model
 from gateway.ctl.model_verbs.offline import available_bytes, folder_of, model_of, read_config
 from gateway.ctl.printing import Json, print_json
+from gateway.ctl.tables import OUTPUT_UNITS, measured, size
 from gateway.failed import CommandFailed
-
-if TYPE_CHECKING:
-    from gateway.model_files.metadata import ModelMetadata
+from gateway.media.modalities import SETUP, has_towers_library
+from gateway.model_files.hub_cache import split_revision
+from gateway.model_files.known_times import KnownTimes, speeds
+from gateway.model_files.metadata import ModelMetadata, Unreadable, adapter_sizes, inspect
+from protocol.timing_profile import wisdom_dir
 
 HEAD: Final = "for multi-token prediction: drafts where that pays"
 
@@ -33,7 +35,8 @@ def info(
 
     config = read_config()
     configured = model_of(config, model)
-    info = structs.replace(_look(configured), measured=_measured(config, configured), adapters=_adapters(configured))
+    times = KnownTimes(wisdom_dir(config.home)).of(configured.name, configured.path)
+    info = structs.replace(_look(configured), measured=speeds(times), adapters=adapter_sizes(configured.adapters))
     if configured.group.ranks and (problem := model_problem(configured)):
         info = structs.replace(info, obstacles=(*info.obstacles, f"as a group: {problem}"))
     if json:
@@ -44,11 +47,8 @@ def info(
         raise typer.Exit(1)
 
 
-def print_info(name: str, found: "ModelMetadata", tell: Callable[[str], None] = typer.echo) -> None:
+def print_info(name: str, found: ModelMetadata, tell: Callable[[str], None] = typer.echo) -> None:
     """Print a model's needs for people, line by line."""
-    from gateway.ctl.tables import OUTPUT_UNITS, measured, size
-    from gateway.media.modalities import SETUP, has_towers_library
-
     kv = "not computed for this attention"
     if found.kv_1k_bytes is not None:
         kv = f"{size(found.kv_1k_bytes)} per 1,000 tokens" + (f", in {found.kv_bits} bits" if found.kv_bits else "")
@@ -82,24 +82,8 @@ def print_info(name: str, found: "ModelMetadata", tell: Callable[[str], None] = 
         tell(typer.style(f"cannot be loaded: {obstacle}", fg="red"))
 
 
-def _measured(config: Config, model: ModelConfig) -> Speeds | None:
-    """Return the speeds that workers have measured for a model on this machine."""
-    from gateway.model_files.known_times import KnownTimes, speeds
-    from protocol.timing_profile import wisdom_dir
-
-    return speeds(KnownTimes(wisdom_dir(config.home)).of(model.name, model.path))
-
-
-def _adapters(model: ModelConfig) -> dict[str, int]:
-    from gateway.model_files.adapter_sizes import adapter_sizes
-
-    return adapter_sizes(model.adapters)
-
-
-def _look(model: ModelConfig) -> "ModelMetadata":
+def _look(model: ModelConfig) -> ModelMetadata:
     """Inspect the model's files here, or else on the hub. Raises `CommandFailed`."""
-    from gateway.model_files.metadata import Unreadable, inspect
-
     try:
         cache = -1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes
         folder = folder_of(model.path)
@@ -110,11 +94,11 @@ def _look(model: ModelConfig) -> "ModelMetadata":
         return _on_hub(model, error)
 
 
-def _on_hub(model: ModelConfig, here: Exception) -> "ModelMetadata":
+def _on_hub(model: ModelConfig, here: Exception) -> ModelMetadata:
     from gateway.model_files import hub
 
     try:
-        repository = hub.look(*hub.split(model.path))
+        repository = hub.look(*split_revision(model.path))
         info = hub.inspect(repository, model.dtype, model.context, available_bytes(), model.kv_bits or 0)
         if info is None:
             raise CommandFailed(f"{repository.id} cannot be loaded: {'; '.join(hub.obstacles(repository))}")

@@ -5,20 +5,19 @@ The secret alone is written to stdout, so that `KEY=$(mlxctl keys create NAME)` 
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
 from gateway.control_types import UsageReport
+from gateway.ctl import tables
 from gateway.ctl.client import get
 from gateway.ctl.printing import Json, print_json, seconds, tell
 from gateway.failed import CommandFailed
 from gateway.state_dir.home_paths import default_home, keys_path, usage_path
-
-if TYPE_CHECKING:
-    from gateway.access.key import Key
-    from gateway.access.key_file import KeyFile
 
 app = typer.Typer(help="Create, change, show and revoke API keys.", no_args_is_help=True)
 
@@ -109,8 +108,6 @@ def create(name: str, fields: dict[str, Any], shares_cache: bool | None, json: b
 
     Example: mlxctl keys create alice --models 'qwen*' --rpm 60 --expires 30d
     """
-    from gateway.access.key import Key
-
     key, secret = _file().create(
         Key(name=name, prefix="", salt="", hash="", **fields), shares_cache=shares_cache is True
     )
@@ -152,8 +149,6 @@ def list_keys(json: Json = False) -> None:
 
     Example: mlxctl keys list
     """
-    from gateway.ctl import tables
-
     keys = _file().read()
     used = _last_used() if keys else {}
     if json:
@@ -196,8 +191,6 @@ def usage(json: Json = False) -> None:
 
     Example: mlxctl keys usage
     """
-    from gateway.ctl import tables
-
     report = get("/v1/keys/usage", UsageReport)
     if json:
         print_json(report)
@@ -205,9 +198,7 @@ def usage(json: Json = False) -> None:
         tables.usage(report)
 
 
-def _file() -> "KeyFile":
-    from gateway.access.key_file import KeyFile
-
+def _file() -> KeyFile:
     return KeyFile(keys_path(default_home()))
 
 
@@ -225,8 +216,6 @@ def _last_used() -> dict[str, float]:
 
 def _fields(options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a key that the options of a verb set."""
-    from gateway.access.key import Key
-
     models, more, expires, role = (options[name] for name in ("models", "more", "expires", "role"))
     if options["admin"] and role not in (None, "admin"):
         raise typer.BadParameter(f"a key is an admin's or has the role {role}, not both", param_hint="--admin")
@@ -254,7 +243,7 @@ def _expiry(text: str) -> float:
     return time.time() + length_s
 
 
-def _show_secret(key: "Key", secret: str, json: bool) -> None:
+def _show_secret(key: Key, secret: str, json: bool) -> None:
     if json:
         print_json(_public(key) | {"key": secret})
         return
@@ -262,7 +251,7 @@ def _show_secret(key: "Key", secret: str, json: bool) -> None:
     typer.echo(secret)
 
 
-def _public(key: "Key") -> dict[str, object]:
+def _public(key: Key) -> dict[str, object]:
     """The public fields of a key."""
     fields: dict[str, object] = msgspec.to_builtins(key)
     return {name: value for name, value in fields.items() if name not in ("salt", "hash", "cache_salt")} | {

@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
+from rich.console import Console
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from gateway.config.syntax import parse_duration
 
 T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -36,10 +36,8 @@ def records(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterato
             typer.echo(harmless(line.decode(errors="replace")), nl=False, err=True)
 
 
-def console() -> "Console":
+def console() -> Console:
     """Return a console on which all text is data, never markup. A pipe gets a wide one, so that nothing is cut off."""
-    from rich.console import Console
-
     return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 240)
 
 
@@ -50,8 +48,6 @@ def harmless(text: str) -> str:
 
 def seconds(text: str, option: str) -> float:
     """Parse a duration of the command line, such as 5m."""
-    from gateway.config.syntax import parse_duration
-
     try:
         return parse_duration(text)
     except ValueError as error:

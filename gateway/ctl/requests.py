@@ -18,6 +18,7 @@ from gateway.control_types import (
 )
 from gateway.ctl.client import get, post
 from gateway.ctl.printing import Json, console, harmless, print_json, tell
+from gateway.ctl.tables import duration, table
 
 Id = Annotated[str, typer.Argument(help="A request's id, as mlxctl requests and the log show it.", show_default=False)]
 
@@ -80,8 +81,6 @@ def cancel(request: Id, json: Json = False) -> None:
 
 
 def _table(found: RequestList) -> None:
-    from gateway.ctl.tables import duration, table
-
     if not found.requests and not found.captured:
         typer.echo("nothing is being served")
         return

@@ -1,15 +1,15 @@
 """`mlxctl route`: the place that would serve a model's next request, and the reason; without a model, the peers."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from gateway.control_types import PlaceView, RouteView
 from gateway.ctl import client
 from gateway.ctl.printing import Json, console, print_json
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from gateway.ctl.tables import table
 
 HERE = "here"
 
@@ -51,11 +51,7 @@ def _sentence(asked: RouteView) -> str:
     return f"{asked.model} would be served {place}: {reasons.get(asked.reason, asked.reason)}"
 
 
-def _table(places: list[PlaceView]) -> "Table":
-    from rich.text import Text
-
-    from gateway.ctl.tables import table
-
+def _table(places: list[PlaceView]) -> Table:
     rows = (
         (
             Text(place.name or HERE, style="bold" if place.is_chosen else ""),

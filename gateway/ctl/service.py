@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
@@ -14,9 +14,7 @@ from gateway.ctl.model_verbs import offline
 from gateway.ctl.printing import Json, print_json
 from gateway.ctl.service_target import DryRun, Kind, System, carry_out, find, manager_of, needs_root
 from gateway.failed import CommandFailed
-
-if TYPE_CHECKING:
-    from gateway.service.description import Action, HostFacts, Service, ServiceState
+from gateway.service.description import Action, HostFacts, Service, ServiceState
 
 app = typer.Typer(help="Install mlxd as a service, start and stop it.", no_args_is_help=True)
 app.command("logs")(logs.logs)
@@ -138,8 +136,7 @@ def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kin
     carry_out(actions, dry_run, json)
 
 
-def _with_versions(facts: "HostFacts", service: "Service") -> "ServiceState":
-    from gateway.service.description import ServiceState
+def _with_versions(facts: HostFacts, service: Service) -> ServiceState:
     from gateway.service.installation import Installation, version_of
 
     os.environ["MLXD_HOME"] = str(service.home)

@@ -1,20 +1,20 @@
 """The installed service that a verb acts on, and the execution of its actions."""
 
 import os
+import pwd
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 
+from gateway.access.key_file import has_keys
 from gateway.config.settings import ConfigError, ServerConfig
 from gateway.ctl.printing import print_json
 from gateway.failed import CommandFailed
+from gateway.service.description import SYSTEM_PREFIX, Action, Manager, Scope, Service
 from gateway.state_dir.home_paths import default_home
-
-if TYPE_CHECKING:
-    from gateway.service.description import Action, Manager, Service
 
 Kind = Literal["launchd", "systemd"]
 
@@ -24,7 +24,7 @@ DryRun = Annotated[
 ]
 
 
-def carry_out(actions: "list[Action]", dry_run: bool, json: bool) -> None:
+def carry_out(actions: list[Action], dry_run: bool, json: bool) -> None:
     """Carry out the actions, or print them with `--dry-run`. Raises `CommandFailed`."""
     from gateway.service import executor
 
@@ -37,7 +37,7 @@ def carry_out(actions: "list[Action]", dry_run: bool, json: bool) -> None:
         typer.echo(executor.describe(actions))
 
 
-def manager_of(kind: Kind | None) -> "Manager":
+def manager_of(kind: Kind | None) -> Manager:
     """Return the module of the named service manager, or of this system's."""
     from gateway.service import launchd, systemd
 
@@ -45,11 +45,8 @@ def manager_of(kind: Kind | None) -> "Manager":
     return launchd if manager == "launchd" else systemd
 
 
-def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
+def find(system: bool, run_as: str | None, *, needs_user: bool) -> Service:
     """Return the service that a verb acts on. Raises `CommandFailed`."""
-    import pwd
-
-    from gateway.service.description import SYSTEM_PREFIX, Scope, Service
     from gateway.service.installation import Installation, launcher
 
     if run_as is not None and not system:
@@ -88,7 +85,6 @@ def needs_root(verb: str) -> None:
 
 def _drain_s(home: Path) -> float:
     """Return the configured drain deadline, or the default if the configuration cannot be read."""
-    from gateway.access.key_file import has_keys
     from gateway.config.load import load_config
 
     try:

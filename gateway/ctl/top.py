@@ -7,20 +7,21 @@ import time
 import tty
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 from msgspec import Struct
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from gateway.control_types import RequestList, RequestView
 from gateway.ctl import client
+from gateway.ctl.model_verbs.models import ps_table
 from gateway.ctl.model_verbs.offline import budget_bytes
 from gateway.ctl.printing import Json, console, print_json
 from gateway.ctl.rates import RateSample, compare, take
-
-if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
-    from rich.table import Table
+from gateway.ctl.tables import bar, duration, headline, size, table
 
 # Only the oldest requests are shown, as many as a screen can hold.
 STREAMS_MAX: Final = 20
@@ -60,14 +61,8 @@ def look(span_s: float) -> View:
     return View(budget_bytes(client.status()), take(client.status, span_s), _requests())
 
 
-def render(view: View) -> "Group":
+def render(view: View) -> Group:
     """Render a view for people."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from gateway.ctl.model_verbs.models import ps_table
-    from gateway.ctl.tables import bar, headline, size
-
     sample = view.sample
     memory = f"{size(sample.memory_bytes)} of {size(view.budget_bytes)}"
     waiting = f", {sample.waiting} waiting" if sample.waiting else ""
@@ -85,9 +80,7 @@ def render(view: View) -> "Group":
     return Group(*parts)
 
 
-def _streams(requests: list[RequestView]) -> "Table":
-    from gateway.ctl.tables import duration, table
-
+def _streams(requests: list[RequestView]) -> Table:
     rows = (
         (
             request.id,

@@ -1,5 +1,6 @@
 """`mlxctl ui`: opens the web page, logged in by a code from the daemon's unix socket, and ends its sessions."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -32,7 +33,6 @@ def ui(
 
 def _is_opened(url: str) -> bool:
     """Whether a browser was opened. In a pipe, or over SSH, there is no person to see one."""
-    import os
     import webbrowser
 
     if not sys.stdout.isatty() or "SSH_CONNECTION" in os.environ:

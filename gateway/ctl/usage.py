@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from gateway.control_types import UsageLine, UsageLines
+from gateway.ctl import tables
 from gateway.ctl.client import get
 from gateway.ctl.printing import Json, print_json
 
@@ -42,8 +43,6 @@ def usage(
         case "csv":
             _write_csv(report)
         case "table":
-            from gateway.ctl import tables
-
             tables.usage_lines(report)
 
 

@@ -29,12 +29,12 @@ from msgspec import Struct
 
 from gateway.failed import CommandFailed
 from gateway.model_files import support
+from gateway.model_files.hub_cache import MAIN
 from gateway.model_files.metadata import ModelMetadata, TensorEntry, Weights, estimate, measure
 from gateway.model_files.support import is_weights
 from protocol.prediction_heads import is_head
 from protocol.towers import is_tower
 
-MAIN: Final = "main"
 # These are the files that mlx-lm and the tokenizers read, the dense layers of embedding models, and the audio decoder
 # of speech models.
 WANTED: Final = (
@@ -78,12 +78,6 @@ class Repository(Struct, frozen=True):
 def token() -> str | bool:
     """Return `HF_TOKEN`, or False, which makes requests without any token."""
     return os.environ.get("HF_TOKEN", "").strip() or False
-
-
-def split(name: str) -> tuple[str, str]:
-    """Split `ORG/NAME@REVISION`; the revision defaults to `main`."""
-    repository, _, revision = name.partition("@")
-    return repository, revision or MAIN
 
 
 def look(repository: str, revision: str = MAIN) -> Repository:

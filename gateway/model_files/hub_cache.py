@@ -4,6 +4,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
+
+MAIN: Final = "main"
 
 
 def cached_models(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -20,6 +23,12 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(hub).expanduser()
     default = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return (Path(environ.get("HF_HOME") or default) / "hub").expanduser()
+
+
+def split_revision(name: str) -> tuple[str, str]:
+    """Split `ORG/NAME@REVISION`; the revision defaults to `main`."""
+    repository, _, revision = name.partition("@")
+    return repository, revision or MAIN
 
 
 def folder_of(repository: str) -> Path:

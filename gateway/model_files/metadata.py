@@ -6,7 +6,8 @@ import json
 import struct
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +35,7 @@ DEMOS: Final = {"demo": "demo_model", "demo-vision": "demo_vision"}
 # An adapter of the demo model, in such a folder too.
 DEMO_ADAPTER: Final = "demo-adapter"
 _BUILT_IN: Final = DEMOS | {DEMO_ADAPTER: "demo_adapter"}
+_ADAPTER_FILES: Final = ("adapters.safetensors", "adapter_model.safetensors")
 _FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -131,6 +133,18 @@ def find(path: str) -> Path:
             f"{path} is neither a folder nor in the local Hugging Face cache; download it with: mlxctl pull {path}"
         ) from None
     return repository / "snapshots" / revision
+
+
+def adapter_sizes(paths: Mapping[str, str]) -> dict[str, int]:
+    """Return the bytes of each adapter's file by name; 0 for a missing file."""
+    return {name: _adapter_size(path) for name, path in paths.items()}
+
+
+def _adapter_size(path: str) -> int:
+    with suppress(Unreadable, OSError, ValueError):
+        folder = find(path)
+        return next((file.stat().st_size for name in _ADAPTER_FILES if (file := folder / name).is_file()), 0)
+    return 0
 
 
 def kind_of_files(path: str) -> str:

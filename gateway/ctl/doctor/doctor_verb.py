@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from gateway.ctl.printing import Json, print_json
+from gateway.state_dir.home_paths import default_home
 
 if TYPE_CHECKING:
     from gateway.ctl.doctor.checks import DoctorFinding
@@ -19,7 +20,6 @@ def doctor(json: Json = False) -> None:
     Example: mlxctl doctor
     """
     from gateway.ctl.doctor.look import examine, run_command
-    from gateway.state_dir.home_paths import default_home
 
     report(list(examine(default_home(), run_command)), json)
 

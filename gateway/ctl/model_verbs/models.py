@@ -1,18 +1,17 @@
 """`mlxctl models`: configured and downloaded models. `mlxctl ps`: models with a process."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from gateway.ctl import client
 from gateway.ctl.model_verbs.offline import available_bytes, read_config, running_models
 from gateway.ctl.printing import Json, console, print_json
 from gateway.ctl.rates import SPAN_S, RateSample, take
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from gateway.model_files.listing import ListedModel
+from gateway.ctl.tables import bar, duration, notes, size_or_dash, state_text, table
+from gateway.model_files.listing import ConfiguredModel, ListedModel, list_models
 
 
 def models(json: Json = False) -> None:
@@ -35,8 +34,6 @@ def ps(
 
     Example: mlxctl ps
     """
-    from gateway.ctl.tables import notes
-
     sample = take(client.status, interval)
     if json:
         print_json(sample.models)
@@ -47,10 +44,8 @@ def ps(
         notes(sample.models)
 
 
-def _list() -> "list[ListedModel]":
+def _list() -> list[ListedModel]:
     """List the daemon's or the configured models, and those found only in the cache. Raises `CommandFailed`."""
-    from gateway.model_files.listing import ConfiguredModel, list_models
-
     running, available = running_models(), available_bytes()
     if running is not None:
         # The running daemon knows best: the file may have changed since it was read.
@@ -66,11 +61,7 @@ def _list() -> "list[ListedModel]":
     return list_models(known, available)
 
 
-def _models_table(found: "list[ListedModel]") -> "Table":
-    from rich.text import Text
-
-    from gateway.ctl.tables import size_or_dash, state_text, table
-
+def _models_table(found: list[ListedModel]) -> Table:
     rows = (
         (
             model.name,
@@ -87,10 +78,8 @@ def _models_table(found: "list[ListedModel]") -> "Table":
     return table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), rows, ("FITS", "ALIASES", "PATH"))
 
 
-def ps_table(found: RateSample, budget_bytes: int = 0) -> "Table":
+def ps_table(found: RateSample, budget_bytes: int = 0) -> Table:
     """Make one row for each process, with its part of the budget as a bar if there is a budget."""
-    from gateway.ctl.tables import bar, duration, size_or_dash, state_text, table
-
     bars = ("OF BUDGET",) if budget_bytes else ()
     rows = (
         (

@@ -2,36 +2,27 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final
 
+from gateway.access.key_file import has_keys
+from gateway.config.names import Names
 from gateway.config.settings import Config, ConfigError, ModelConfig
+from gateway.control_types import DaemonStatus, ModelStatus
 from gateway.ctl import client
+from gateway.errors import ModelNotFound
 from gateway.failed import CommandFailed
+from gateway.model_files.metadata import Unreadable, find
 from gateway.state_dir.home_paths import default_home
-
-if TYPE_CHECKING:
-    from gateway.control_types import DaemonStatus, ModelStatus
-
 
 GIB: Final = 1 << 30
 
 
-class ServedModel(Protocol):
-    """Port to a model of the daemon or of the configuration."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-    @property
-    def context(self) -> int: ...
+# A model of the daemon or of the configuration.
+ServedModel = ModelStatus | ModelConfig
 
 
 def read_config(file: Path | None = None) -> Config:
     """Read the configuration of the home, or another file, as the daemon would now. Raises `ConfigError`."""
-    from gateway.access.key_file import has_keys
     from gateway.config.load import load_config
 
     return load_config(default_home(), file, has_keys=has_keys)
@@ -47,9 +38,6 @@ def readable_config() -> Config | None:
 
 def model_of(config: Config, name: str) -> ModelConfig:
     """Return the model of that name, or a model made from the folder or repository of that name."""
-    from gateway.config.names import Names
-    from gateway.errors import ModelNotFound
-
     try:
         return Names(config.models).locate(name).model
     except ModelNotFound:
@@ -58,8 +46,6 @@ def model_of(config: Config, name: str) -> ModelConfig:
 
 def folder_of(path: str) -> Path:
     """Return a model's folder. Raises `Unreadable`, which advises a download only if the hub may have the name."""
-    from gateway.model_files.metadata import Unreadable, find
-
     try:
         return find(path)
     except Unreadable:
@@ -68,7 +54,7 @@ def folder_of(path: str) -> Path:
         raise
 
 
-def daemon() -> "DaemonStatus | None":
+def daemon() -> DaemonStatus | None:
     """Return the daemon's status; None if it does not run."""
     try:
         return client.status()
@@ -76,13 +62,13 @@ def daemon() -> "DaemonStatus | None":
         return None
 
 
-def served_models() -> "Sequence[ServedModel]":
+def served_models() -> Sequence[ServedModel]:
     """Return the models of the daemon, or else those of the configuration. Raises `ConfigError`."""
     running = running_models()
     return running if running is not None else list(read_config().models.values())
 
 
-def running_models() -> "list[ModelStatus] | None":
+def running_models() -> list[ModelStatus] | None:
     """Return the models that the daemon serves; None if it does not run."""
     status = daemon()
     return None if status is None else status.models
@@ -98,7 +84,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def budget_bytes(status: "DaemonStatus | None") -> int:
+def budget_bytes(status: DaemonStatus | None) -> int:
     """Return the memory budget of all models, of the running daemon or as it would be."""
     from gateway.workers.memory.host import ThisMachine
 

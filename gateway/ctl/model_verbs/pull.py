@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 import typer
+from rich.console import Console
 
 from gateway.ctl.info import print_info
 from gateway.ctl.model_verbs.offline import available_bytes, readable_config, running_models
 from gateway.ctl.printing import Json, print_json
+from gateway.ctl.tables import duration, size
 from gateway.failed import CommandFailed
+from gateway.model_files.hub_cache import MAIN, split_revision
+from gateway.model_files.metadata import ModelMetadata
 
 if TYPE_CHECKING:
     from gateway.model_files.download import DownloadPlan
-    from gateway.model_files.metadata import ModelMetadata
 
 PROGRESS_INTERVAL_S: Final = 0.5
 
@@ -63,7 +66,7 @@ class PullResult(NamedTuple):
     """A complete download with the plan and the estimate that preceded it."""
 
     plan: "DownloadPlan"
-    info: "ModelMetadata | None"
+    info: ModelMetadata | None
     obstacles: list[str]
     path: Path
 
@@ -98,7 +101,7 @@ def _consider(name: str, include: list[str] | None) -> "tuple[DownloadPlan, Mode
     from gateway.model_files import hub
     from gateway.model_files.download import plan
 
-    repository = hub.look(*hub.split(name))
+    repository = hub.look(*split_revision(name))
     download = plan(repository, include or hub.WANTED)
     info = hub.inspect(repository, "auto", 0, available_bytes())
     return download, info, list(info.obstacles) if info is not None else hub.obstacles(repository)
@@ -106,7 +109,6 @@ def _consider(name: str, include: list[str] | None) -> "tuple[DownloadPlan, Mode
 
 def _check_space(plan: "DownloadPlan", tell: Callable[[str], None]) -> None:
     """Raises `CommandFailed` if the disk has too little space."""
-    from gateway.ctl.tables import size
     from gateway.model_files.download import RESERVE_BYTES, space
 
     disk = space(plan)
@@ -123,7 +125,7 @@ def _check_space(plan: "DownloadPlan", tell: Callable[[str], None]) -> None:
     )
 
 
-def _confirm(plan: "DownloadPlan", found: "ModelMetadata | None", obstacles: list[str], yes: bool) -> None:
+def _confirm(plan: "DownloadPlan", found: ModelMetadata | None, obstacles: list[str], yes: bool) -> None:
     """Ask before downloading a model that does not fit or cannot be loaded."""
     doubts = [f"{plan.repository.id} cannot be loaded: {obstacle}" for obstacle in obstacles]
     if found is not None and not found.fits:
@@ -154,7 +156,6 @@ def _fetch(plan: "DownloadPlan", arrived: Callable[[int], None]) -> Path:
 def _progress(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, None]:
     """Show a progress bar on stderr, for people only."""
     from rich import progress
-    from rich.console import Console
 
     columns = (
         progress.TextColumn("{task.description}"),
@@ -210,8 +211,6 @@ def _result(pulled: PullResult) -> dict[str, object]:
 
 def _tell(plan: "DownloadPlan", path: Path, took_s: float) -> None:
     """Print the model's folder and how to serve it."""
-    from gateway.ctl.tables import duration, size
-
     if plan.missing_bytes:
         typer.echo(f"{plan.repository.id} is downloaded: {size(plan.missing_bytes)} in {duration(took_s)}")
     else:
@@ -221,8 +220,6 @@ def _tell(plan: "DownloadPlan", path: Path, took_s: float) -> None:
 
 def how_to_serve(plan: "DownloadPlan", path: Path) -> str:
     """Return the command to run next."""
-    from gateway.model_files.hub import MAIN
-
     repository = plan.repository
     # A repository's name stands for its main revision; another revision is named by its folder.
     served = repository.id if repository.revision == MAIN else str(path)

@@ -10,7 +10,9 @@ from gateway.config.settings import Config
 from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.model_verbs.offline import model_of, read_config, running_models
 from gateway.ctl.printing import Json, tell
+from gateway.ctl.tables import size
 from gateway.failed import CommandFailed
+from gateway.model_files.hub_cache import cache_dir, is_cached, remove, repository_bytes, repository_of
 from gateway.model_files.metadata import DEMOS
 
 
@@ -23,9 +25,6 @@ def rm(
 
     Example: mlxctl rm mlx-community/Qwen3-4B-4bit --yes
     """
-    from gateway.ctl.tables import size
-    from gateway.model_files.hub_cache import remove, repository_bytes
-
     config = read_config()
     repository = _find(config, model)
     _refuse_loaded(repository)
@@ -45,8 +44,6 @@ def rm(
 
 def _find(config: Config, name: str) -> str:
     """Return the repository behind a name, which the cache must hold. Raises `CommandFailed`."""
-    from gateway.model_files.hub_cache import cache_dir, is_cached
-
     path = model_of(config, name).path
     if path in DEMOS:
         raise CommandFailed("the demo models are part of mlxd and cannot be removed")
@@ -61,8 +58,6 @@ def _find(config: Config, name: str) -> str:
 
 def _repository(path: str) -> str | None:
     """Return the repository of a model's path, which is its name or the folder of a snapshot."""
-    from gateway.model_files.hub_cache import cache_dir, repository_of
-
     folder, hub = Path(path).expanduser(), cache_dir()
     if folder.is_relative_to(hub) and folder != hub:
         return repository_of(folder.relative_to(hub).parts[0])

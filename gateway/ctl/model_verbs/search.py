@@ -3,9 +3,11 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from gateway.ctl.model_verbs.offline import available_bytes
 from gateway.ctl.printing import Json, console, print_json
+from gateway.ctl.tables import size_or_dash, table
 
 if TYPE_CHECKING:
     from gateway.model_files.search import FoundRepository
@@ -72,10 +74,6 @@ def _show(models: "list[FoundRepository]", offline: str, json: bool) -> None:
 
 
 def _table(models: "list[FoundRepository]") -> None:
-    from rich.text import Text
-
-    from gateway.ctl.tables import size_or_dash, table
-
     last = ("FITS", "FOR") if any(model.purpose for model in models) else ("FITS",)
     rows = (
         (

@@ -1,24 +1,34 @@
 """`mlxctl run`: downloads, loads and chats with a model in one step."""
 
 import sys
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+from json import dumps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+from rich.console import Console
 
+from gateway.config.settings import ConfigError
+from gateway.control_types import CommandDone, ModelStatus, ReloadResult
 from gateway.ctl import client
 from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.info import is_repository, print_info
-from gateway.ctl.model_verbs.loading import load
-from gateway.ctl.model_verbs.offline import ServedModel, available_bytes, served_models
+from gateway.ctl.model_verbs.offline import ServedModel, available_bytes, folder_of, read_config, served_models
 from gateway.ctl.model_verbs.pull import bring
 from gateway.ctl.talk import chat
 from gateway.ctl.talk.temporary_daemon import a_daemon
 from gateway.failed import CommandFailed
+from gateway.model_files.hub_cache import MAIN, cached_models, split_revision
+from gateway.model_files.metadata import Unreadable, inspect
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from rich.progress import Progress, TaskID
 
 _SUGGESTED: Final = 5
+_POLL_S: Final = 0.2
 
 
 def run(
@@ -48,7 +58,7 @@ def run(
     path = _resolved(model, yes)
     with a_daemon(_tell):
         name = _made_known(path, yes)
-        load(name)
+        _load(name)
         chat.talk(name, prompt, chat.ChatOptions(system, max_tokens, temperature), json=json)
 
 
@@ -67,8 +77,6 @@ def _resolved(name: str, yes: bool) -> str:
 
 def _known_here(word: str) -> str | None:
     """Return the only served or downloaded repository whose name ends with a word, without asking the hub."""
-    from gateway.model_files.hub_cache import cached_models
-
     paths = {model.path for model in served_models()} | set(cached_models())
     found = [path for path in paths if path.rpartition("/")[2].lower() == word.lower()]
     return found[0] if len(found) == 1 else None
@@ -81,20 +89,14 @@ def _served(model: str) -> ServedModel | None:
 
 
 def _is_here(path: str) -> bool:
-    from gateway.ctl.model_verbs.offline import folder_of
-    from gateway.model_files.metadata import Unreadable
-
     try:
         return folder_of(path).is_dir()
     except Unreadable:
         return False
 
 
-def _checked_folder(name: str, yes: bool) -> "Path":
+def _checked_folder(name: str, yes: bool) -> Path:
     """Return a folder whose model fits. Raises `CommandFailed`."""
-    from gateway.ctl.model_verbs.offline import folder_of
-    from gateway.model_files.metadata import Unreadable, inspect
-
     try:
         folder = folder_of(name)
         info = inspect(folder, "auto", 0, available_bytes())
@@ -120,10 +122,7 @@ def _searched(word: str) -> str:
 
 def _downloaded(name: str, yes: bool) -> str:
     """Download a repository and return its name, or the folder of a revision. Raises `CommandFailed`."""
-    from gateway.model_files.hub import MAIN, split
-    from gateway.model_files.hub_cache import cached_models
-
-    repository, revision = split(name)
+    repository, revision = split_revision(name)
     if revision == MAIN and repository in cached_models():
         _checked_folder(repository, yes)
         return repository
@@ -133,16 +132,13 @@ def _downloaded(name: str, yes: bool) -> str:
 
 def _made_known(path: str, yes: bool) -> str:
     """Return the name under which the daemon serves a path, after configuring it if need be. Raises `CommandFailed`."""
-    from gateway.control_types import ReloadResult
-    from gateway.ctl.model_verbs.model_table import add
-
     if (served := _served(path)) is not None:
         return served.name
     # If no model is configured the daemon serves downloaded ones, which a reload finds.
     client.post("/v1/config/reload", {}, ReloadResult)
     if (served := _served(path)) is not None:
         return served.name
-    name = add(client.status().config_path, path, _agreed if not yes else lambda _: None)
+    name = _add_table(client.status().config_path, path, _agreed if not yes else lambda _: None)
     client.post("/v1/config/reload", {}, ReloadResult)
     return name
 
@@ -158,3 +154,86 @@ def _agreed(question: str) -> None:
 def _tell(line: str) -> None:
     """Print a line to stderr, because stdout carries the answer."""
     typer.echo(line, err=True)
+
+
+def _add_table(config_path: str, path: str, agree: Callable[[str], None]) -> str:
+    """Append `[models.NAME]` for a path and return the name. The old file is kept as `.bak`. Raises `CommandFailed`.
+
+    `agree` is called before anything is written, and raises to prevent it.
+    """
+    file = Path(config_path)
+    before = file.read_text(encoding="utf-8") if file.exists() else ""
+    name = _free_name(path, read_config(file if file.exists() else None).models)
+    # Every JSON string is a valid TOML string.
+    table = f"[models.{dumps(name)}]\npath = {dumps(path)}\n"
+    agree(f"{file} names the models that are served. Add {name} to it?")
+    kept = file.with_name(f"{file.name}.bak")
+    try:
+        kept.write_text(before, encoding="utf-8")
+        kept.chmod(0o600)
+        with file.open("a", encoding="utf-8") as out:
+            out.write(("" if not before or before.endswith("\n") else "\n") + ("\n" if before else "") + table)
+        read_config(file)
+    except ConfigError as error:
+        file.write_text(before, encoding="utf-8")
+        raise CommandFailed(f"{file} would be invalid with {name} ({error}); it is as it was") from None
+    except OSError as error:
+        raise CommandFailed(f"{file} cannot be written: {error.strerror}") from None
+    return name
+
+
+def _free_name(path: str, taken: Collection[str]) -> str:
+    """Return the path's last part in lower case, numbered if another model has that name."""
+    base = split_revision(path)[0].rstrip("/").rpartition("/")[2].lower()
+    name, number = base, 2
+    while name in taken:
+        name, number = f"{base}-{number}", number + 1
+    return name
+
+
+def _load(model: str) -> None:
+    """Load a model, with a progress bar for people, and return when it is ready. Raises `CommandFailed`."""
+    from rich import progress
+
+    console = Console(stderr=True)
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"loading {model}", total=None)
+        done = _start_load(model)
+        while not wait([done], _POLL_S).done:
+            if console.is_terminal:
+                _show_progress(bar, task, model)
+        done.result()
+
+
+def _start_load(model: str) -> Future[CommandDone]:
+    """Order the load on a daemon thread, which Ctrl-C does not wait for: the load continues in the daemon."""
+    done: Future[CommandDone] = Future()
+
+    def ask() -> None:
+        try:
+            done.set_result(client.post("/v1/models/load", {"model": model}, CommandDone))
+        except Exception as error:  # root of the thread: its reader raises it
+            done.set_exception(error)
+
+    threading.Thread(target=ask, name="load", daemon=True).start()
+    return done
+
+
+def _show_progress(bar: "Progress", task: "TaskID", model: str) -> None:
+    status = next((one for one in client.status().models if one.name == model), None)
+    if status is not None:
+        bar.update(
+            task, description=_progress_text(status), total=status.total_bytes or None, completed=status.loaded_bytes
+        )
+
+
+def _progress_text(model: ModelStatus) -> str:
+    if model.is_waiting:
+        return f"{model.name} waits for memory"
+    return f"{model.stage or model.state} {model.name}"

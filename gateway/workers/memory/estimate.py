@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.config.settings import ModelConfig
-from gateway.model_files.adapter_sizes import adapter_sizes
-from gateway.model_files.metadata import ModelMetadata, Unreadable, find, inspect
+from gateway.model_files.metadata import ModelMetadata, Unreadable, adapter_sizes, find, inspect
 from gateway.model_files.worker_memory import BUFFER_BYTES, MIB, OVERHEAD_BYTES, fixed_bytes
 from protocol.kinds import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
 from protocol.timing_profile import LoadFacts
