@@ -3,25 +3,44 @@
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from gateway.control_types import RequestView
-
-if TYPE_CHECKING:
-    from gateway.request.generation import Generation
+from gateway.request.record import RequestRecord
 
 # No id of a client contains it.
 DUPLICATE_MARK: Final = "~"
+
+
+class InFlightRequest(Protocol):
+    """A request as it is listed: a `Generation` of this daemon, or a request that an upstream answers."""
+
+    record: RequestRecord
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def prefilled_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+
+    def cancel(self) -> None: ...
 
 
 class Requests:
     """Requests by id. A request whose id is in use is listed as `ID~2`, `ID~3`, and so on."""
 
     def __init__(self) -> None:
-        self._served: dict[str, Generation] = {}
+        self._served: dict[str, InFlightRequest] = {}
 
     @contextmanager
-    def hold(self, served: "Generation") -> Generator[None, None, None]:
+    def hold(self, served: InFlightRequest) -> Generator[None, None, None]:
         """List a request."""
         name = stem = served.record.id
         number = 1
@@ -34,7 +53,7 @@ class Requests:
         finally:
             del self._served[name]
 
-    def of(self, model: str) -> "Iterator[Generation]":
+    def of(self, model: str) -> Iterator[InFlightRequest]:
         """Requests for one model."""
         return (served for served in self._served.values() if served.record.model == model)
 
@@ -55,7 +74,7 @@ class Requests:
         return True
 
 
-def _view(name: str, served: "Generation") -> RequestView:
+def _view(name: str, served: InFlightRequest) -> RequestView:
     record = served.record
     now = time.perf_counter()
     first = record.first_token_s

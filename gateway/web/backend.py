@@ -12,6 +12,8 @@ from gateway.control import endpoints as admin
 from gateway.control import requests
 from gateway.control.commands import AuditedCommand
 from gateway.control.json_endpoint import get
+from gateway.http.exchange import json_response
+from gateway.model_files.pull_queue import PullQueue
 from gateway.reload import Reloader
 from gateway.services import Services
 from gateway.web import model_orders

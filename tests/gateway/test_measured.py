@@ -8,6 +8,7 @@ import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.control.endpoints import DaemonEndpoints
+from gateway.request.model_load import DEFAULT_LOAD_S
 from gateway.workers.memory.estimate import estimate
 from gateway.workers.supervisor.spawn import default_command
 from protocol import timing_profile

@@ -21,7 +21,7 @@ from gateway.telemetry.logs import OURS
 from gateway.telemetry.prometheus import Exposition
 from gateway.workers.supervisor.state import State
 from tests.gateway.harness import Gateway, chat, events, never_drained, running, until
-from tests.support.scale import patient
+from tests.support.scale import patient, scaled
 
 pytestmark = pytest.mark.anyio
 NOTHING = ReloadResult([], [], [], [], [])
