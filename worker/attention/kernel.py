@@ -23,8 +23,12 @@ from worker.attention.kernel_text import (
     source,
 )
 
-# Maximum number of new tokens of a row.
-TOKENS_MAX: Final = 16
+# Maximum number of new tokens of a row. MLX's Metal attention of more tokens compiles nothing for a new length, cuDNN's
+# plans for one take 45 to 70 ms each, and MLX's attention without cuDNN was slower than these kernels (H100).
+METAL_TOKENS_MAX: Final = 16
+CUDA_TOKENS_MAX: Final = 512
+# Maximum size of the partial sums of a pass, which grow with its tokens times the slots that they see.
+PARTIAL_SUMS_MAX_BYTES: Final = 1 << 28
 # Sizes of heads, and types of numbers.
 DIMS: Final = (64, 80, 96, 128, 192, 256)
 TYPES: Final = (mx.bfloat16, mx.float16, mx.float32)
@@ -53,6 +57,17 @@ class _Kernels:
     split: Callable[..., Any]
     sum: Callable[..., Any]
     query_rows: int
+
+
+def tokens_max() -> int:
+    """Return the maximum number of new tokens of a row on this machine."""
+    return CUDA_TOKENS_MAX if mx.cuda.is_available() else METAL_TOKENS_MAX
+
+
+def partial_sums_bytes(queries: mx.array, end: int) -> int:
+    """Return the size of the float32 sums of `attend` before they are added over the splits."""
+    rows, heads, tokens, dim = queries.shape
+    return 4 * rows * heads * tokens * (dim + 2) * -(-end // SPLIT)
 
 
 def attend(

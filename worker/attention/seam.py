@@ -15,7 +15,17 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from worker.attention.kernel import BITS, DIMS, GROUP, TOKENS_MAX, TYPES, Attend, LayerKV
+from worker.attention.kernel import (
+    BITS,
+    DIMS,
+    GROUP,
+    PARTIAL_SUMS_MAX_BYTES,
+    TYPES,
+    Attend,
+    LayerKV,
+    partial_sums_bytes,
+    tokens_max,
+)
 from worker.kv.quantized import QuantizedKV
 from worker.kv.ragged import RaggedKVCache
 from worker.model.packing import Mixing
@@ -43,6 +53,7 @@ class AttentionSwitch:
 
     def __init__(self, attend: Attend) -> None:
         self.attend = attend
+        self._tokens_max = tokens_max()
         self.proved: Set[AttentionForm] = frozenset()
         # Forms of the passes that a kernel could have computed; None if they are not recorded.
         self._recorded: set[AttentionForm] | None = None
@@ -71,15 +82,19 @@ class AttentionSwitch:
         if mask is None and not isinstance(cache, QuantizedKV):
             # MLX's own kernel was 2 to 7 % faster for one token of rows of equal length (H100, 8B).
             return scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
-        if (self.proved or self._recorded is not None) and tokens <= TOKENS_MAX and isinstance(cache, RaggedKVCache):
+        if (
+            (self.proved or self._recorded is not None)
+            and tokens <= self._tokens_max
+            and isinstance(cache, RaggedKVCache)
+        ):
             before = cache.before(keys)
             window = before.window_of(mask, tokens) if before is not None else None
             if before is not None and window is not None and (form := _form(queries, cache, sinks)) is not None:
                 if self._recorded is not None:
                     self._recorded.add(form)
-                if form in self.proved:
-                    kv = _layer_kv(cache)
-                    return self.attend(queries, kv, before.begins, before.end(tokens), scale, window, sinks)
+                end = before.end(tokens)
+                if form in self.proved and partial_sums_bytes(queries, end) <= PARTIAL_SUMS_MAX_BYTES:
+                    return self.attend(queries, _layer_kv(cache), before.begins, end, scale, window, sinks)
         return scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
 

@@ -5,13 +5,13 @@ from typing import Final, cast
 
 import mlx.core as mx
 
-from worker.attention.kernel import GROUP, Attend, LayerKV
+from worker.attention.kernel import GROUP, METAL_TOKENS_MAX, Attend, LayerKV, tokens_max
 from worker.attention.seam import AttentionForm
 
 # Lengths of rows around the edges of a split of slots.
 LENGTHS: Final = (0, 5, 511, 512, 1300)
-_SLOTS: Final = 1536
-_TOKENS: Final = (1, 3, 16)
+_SLOTS: Final = 2048
+_TOKENS: Final = (1, 3, METAL_TOKENS_MAX)
 _WINDOWS: Final = (0, 100)
 # Maximum deviation of a row, relative to its largest number, for 16 bits and for float32. Wrong kernels deviate by
 # about 1.
@@ -25,7 +25,7 @@ class NotProved(Exception):
 
 def prove(form: AttentionForm, attend: Attend) -> None:
     """Raise `NotProved` if a kernel deviates from MLX, or a row's result depends on the other rows."""
-    for tokens in _TOKENS:
+    for tokens in sorted({*_TOKENS, tokens_max()}):
         for window in _WINDOWS:
             queries, kv, sinks = _numbers(form, tokens)
             lengths = mx.array(LENGTHS, dtype=mx.int32)

@@ -13,6 +13,7 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
 from tests.support.tiled_attention import tiled
+from worker.attention import seam
 from worker.attention.kernel import LayerKV
 from worker.engine.load_checks.self_check import choose
 from worker.model.loader import load
@@ -130,3 +131,14 @@ def test_mlx_lm_and_its_modules_stay_as_they_are(wide: Callable[[str], Path]) ->
     assert choose(load(spec(wide("qwen3")), nothing).model, IDS, "auto", attend=tiled).attention == "kernel"
     assert qwen3.Attention.__call__ is own
     assert own.__globals__["scaled_dot_product_attention"] is scaled_dot_product_attention
+
+
+def test_a_pass_whose_sums_would_take_too_much_memory_has_mlx_s_attention(
+    wide: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted()
+    with EngineHarness(spec(wide("qwen3")), check=partial(choose, attend=counted)) as engine:
+        counted.calls.clear()
+        monkeypatch.setattr(seam, "PARTIAL_SUMS_MAX_BYTES", 0)
+        assert all(result.ids for result in engine.run(requests()))
+    assert not counted.calls
