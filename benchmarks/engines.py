@@ -1,11 +1,10 @@
-"""The three things that are compared, each in processes of its own, started alike."""
+"""Engines that are compared, each in processes of its own, started alike."""
 
 import asyncio
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,18 +19,15 @@ import psutil
 
 from benchmarks import blas
 from benchmarks.bare import Answer, Order
+from benchmarks.fetched import MLX_VLM, VLLM_MLX, Packages, Unavailable, imports
 from benchmarks.measure import cpu_s, tree
 from gateway.ctl.bench.client import BenchConnection, Target
-from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest, closed_loop, report
+from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, BenchLoad, BenchRequest, closed_loop, report
 from gateway.ctl.bench.measure import Summary, summarize_ms
 
 STOP_S: Final = 15.0
 # Of a log, when a server does not start.
 LAST_BYTES: Final = 2000
-
-
-class Unavailable(Exception):
-    """The engine cannot run here; the message says why."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -99,7 +95,7 @@ class Bare:
         return msgspec.json.decode(await self._line(), type=Answer)
 
     async def measure(self, jobs: Sequence[BenchRequest], concurrency: int) -> Sample:
-        answer = await self.order(Order([job.prompt for job in jobs], jobs[0].max_tokens, concurrency))
+        answer = await self.order(Order([job.prompt for job in jobs], [job.max_tokens for job in jobs], concurrency))
         pairs = list(zip(answer.inserted_s, answer.token_s, strict=True))
         return Sample(
             tokens_per_s=answer.tokens / answer.wall_s,
@@ -132,9 +128,13 @@ class Server(ABC):
 
     name = ""
     module = ""
+    # Of a server that mlxd's environment does not have all of.
+    packages: Packages | None = None
+    endpoint = COMPLETION
 
     def __init__(self, model: Path, load_timeout_s: float) -> None:
-        if _is_missing(self.module):
+        self._environment = self.packages.environment() if self.packages else blas.environment()
+        if not imports(self.module, self._environment):
             raise Unavailable(f"{self.name} is skipped: the module {self.module} is not importable here")
         self.model = model
         self.home = Path(tempfile.mkdtemp(prefix="mlxd-bench-", dir="/tmp"))
@@ -152,7 +152,7 @@ class Server(ABC):
         """As requests say it."""
 
     def environment(self) -> dict[str, str]:
-        return blas.environment()
+        return self._environment
 
     @property
     def pid(self) -> int:
@@ -164,7 +164,7 @@ class Server(ABC):
 
     @property
     def load(self) -> BenchLoad:
-        return BenchLoad(self.target, self.model_name())
+        return BenchLoad(self.target, self.model_name(), self.endpoint)
 
     async def start(self) -> None:
         """Until a first request is answered. Raises Unavailable with the end of the server's log."""
@@ -177,7 +177,7 @@ class Server(ABC):
         reply = None
         while time.monotonic() < deadline and self._process.returncode is None:
             connection = BenchConnection(self.target)
-            reply = await connection.request("/v1/completions", body, self._load_timeout_s)
+            reply = await connection.request(self.load.path, body, self._load_timeout_s)
             await connection.close()
             if reply.ok:
                 return
@@ -272,14 +272,38 @@ class MlxLmServer(Server):
         return str(self.model)
 
 
+class VllmMlx(Server):
+    """vllm-mlx with continuous batching, else its defaults."""
+
+    name = "vllm-mlx"
+    module = "vllm_mlx.cli"
+    packages = VLLM_MLX
+
+    def command(self) -> list[str]:
+        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--continuous-batching"]
+        return [sys.executable, "-P", "-m", "vllm_mlx.cli", "serve", str(self.model), *flags]
+
+    def model_name(self) -> str:
+        return str(self.model)
+
+
+class MlxVlmServer(Server):
+    """mlx-vlm's own server with its defaults. It has no completions: prompts are put into the model's template."""
+
+    name = "mlx_vlm.server"
+    module = "mlx_vlm.server"
+    packages = MLX_VLM
+    endpoint = CHAT
+
+    def command(self) -> list[str]:
+        flags = ["--model", str(self.model), "--host", "127.0.0.1", "--port", str(self.port)]
+        return [sys.executable, "-P", "-m", "mlx_vlm.server", *flags]
+
+    def model_name(self) -> str:
+        return str(self.model)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _is_missing(module: str) -> bool:
-    """Asked in a child: in a script of this folder, `gateway` would be benchmarks/gateway.py."""
-    code = f"import sys, importlib.util; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    command = [sys.executable, "-P", "-c", code]
-    return subprocess.run(command, env=blas.environment(), stderr=subprocess.DEVNULL, check=False).returncode != 0

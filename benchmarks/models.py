@@ -1,4 +1,4 @@
-"""Random-weight Qwen3 models to measure with, built once into `.cache/bench-models`.
+"""Random-weight Qwen3 and Llama models to measure with, built once into `.cache/bench-models`.
 
 Run it to build one and print where it is: `python -m benchmarks.models 50m`.
 
@@ -13,12 +13,13 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from benchmarks.blas import CACHE
+from benchmarks.blas import CACHE, ROOT
 from benchmarks.words import sentences
 
 SPECIALS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -28,7 +29,7 @@ TEMPLATE: Final = r"""
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """The shape of a Qwen3 model. Change `recipe` when the builder changes what it writes."""
+    """The shape of a model. Change `recipe` when the builder changes what it writes."""
 
     layers: int
     hidden: int
@@ -40,6 +41,7 @@ class Geometry(msgspec.Struct, frozen=True):
     tied: bool = True
     tokenizer_vocab: int = 4096
     recipe: int = 2
+    architecture: str = "qwen3"
 
 
 GEOMETRIES: Final[dict[str, Geometry]] = {
@@ -49,13 +51,45 @@ GEOMETRIES: Final[dict[str, Geometry]] = {
     "qwen3-8b": Geometry(
         layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, tied=False
     ),
+    "llama-8b": Geometry(
+        layers=32,
+        hidden=4096,
+        ffn=14336,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab=128256,
+        tied=False,
+        architecture="llama",
+    ),
 }
+# Of each architecture, the class that its `config.json` names.
+CLASSES: Final = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+DEMO: Final = ROOT / "worker" / "demo_model"
 
 
 def build(name: str, dtype: str = "float32", root: Path = CACHE / "bench-models") -> Path:
     """The folder of the model, built if it is not there. Raises KeyError for an unknown name."""
     geometry = GEOMETRIES[name]
     return once(f"{name}-{dtype}", [geometry, dtype, TEMPLATE], lambda work: write(work, geometry, dtype), root)
+
+
+def demo(root: Path = CACHE / "bench-models") -> Path:
+    """The demo model in float32: as shipped, an engine that does not cast the weights does so at each step."""
+    weights = hashlib.sha256((DEMO / "model.safetensors").read_bytes()).hexdigest()
+    return once("demo-float32", [weights], _write_demo, root)
+
+
+def _write_demo(folder: Path) -> None:
+    import mlx.core as mx
+
+    for file in DEMO.iterdir():
+        if file.suffix == ".safetensors":
+            tensors: Any = mx.load(str(file))
+            widened = {name: value.astype(mx.float32) for name, value in tensors.items()}
+            mx.save_safetensors(str(folder / file.name), widened, {"format": "mlx"})
+        elif file.is_file():
+            shutil.copy(file, folder)
 
 
 def once(name: str, recipe: list[Any], write: Callable[[Path], None], root: Path = CACHE / "bench-models") -> Path:
@@ -81,14 +115,14 @@ def once(name: str, recipe: list[Any], write: Callable[[Path], None], root: Path
 def write(folder: Path, geometry: Geometry, dtype: str) -> None:
     """Write tokenizer, config and weights."""
     import mlx.core as mx
-    from mlx_lm.models import qwen3
     from mlx_lm.utils import save_config, save_model
 
     tokenizer = new_tokenizer(geometry.tokenizer_vocab)
     tokenizer.save_pretrained(folder)
     settings = config(geometry, dtype, tokenizer.convert_tokens_to_ids("<|im_end|>"))
     mx.random.seed(0)
-    model: Any = qwen3.Model(qwen3.ModelArgs.from_dict(settings))
+    module = import_module(f"mlx_lm.models.{geometry.architecture}")
+    model: Any = module.Model(module.ModelArgs.from_dict(settings))
     model.set_dtype(getattr(mx, dtype))
     output = model.model.embed_tokens if geometry.tied else model.lm_head
     speak(output, tokenizer)
@@ -109,8 +143,8 @@ def speak(output: Any, tokenizer: Any) -> None:
 def config(geometry: Geometry, dtype: str, eos: int) -> dict[str, Any]:
     """The content of its `config.json`."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [CLASSES[geometry.architecture]],
+        "model_type": geometry.architecture,
         "hidden_size": geometry.hidden,
         "num_hidden_layers": geometry.layers,
         "intermediate_size": geometry.ffn,

@@ -113,7 +113,7 @@ async def measure_bare(args: argparse.Namespace, folder: Path, chunk: int) -> St
     for turn in range(args.repeat + 1):
         order = Order(
             prompts.many([64] * STREAMS),
-            max_tokens=args.output_tokens,
+            max_tokens=[args.output_tokens] * STREAMS,
             concurrency=STREAMS + 1,
             prefill_chunk=chunk,
             late=prompts.make(args.long_tokens),

@@ -25,7 +25,7 @@ def test_mlx_lm_loads_the_model_and_rows_generate_exactly_what_is_asked_for(fold
 
     model, tokenizer = mlx_lm.load(str(folder))[:2]
     prompts = TokenPrompts(tokenizer, seed=0).many([20] * 5)
-    answer = obey(model, tokenizer, Order(prompts, max_tokens=33, concurrency=2))
+    answer = obey(model, tokenizer, Order(prompts, max_tokens=[33] * 5, concurrency=2))
     assert [len(times) for times in answer.token_s] == [33] * 5
     assert answer.tokens == 165
     assert all(text.isascii() and len(text.split()) for text in answer.texts)
@@ -35,7 +35,7 @@ def test_a_late_prompt_is_inserted_after_the_tokens_named(folder: Path) -> None:
     import mlx_lm
 
     model, tokenizer = mlx_lm.load(str(folder))[:2]
-    order = Order(["a b", "c d"], max_tokens=12, concurrency=2, late="e f", late_after=10, late_max_tokens=3)
+    order = Order(["a b", "c d"], max_tokens=[12, 12], concurrency=2, late="e f", late_after=10, late_max_tokens=3)
     answer = obey(model, tokenizer, order)
     assert [len(times) for times in answer.token_s] == [12, 12, 3]
     assert sum(time <= answer.inserted_s[2] for times in answer.token_s[:2] for time in times) >= 10

@@ -1,0 +1,243 @@
+"""Requests of unequal lengths: mlxd with drafts and without, a bare BatchGenerator loop, and other servers.
+
+    python -m benchmarks.traffic                                                # the demo model, on this machine
+    python -m benchmarks.traffic --model 5m --lists uniform,chat --rates 0.5     # random weights, and Poisson arrivals
+    python -m benchmarks.traffic --model llama-8b --dtype bfloat16 --clients 1,8,32 --out DIR --limit 90    # on a GPU
+    python -m benchmarks.traffic --show DIR                                      # the table of what is there
+
+Every engine gets the same list of requests (`benchmarks.traffic.lengths`), the bare loop in the same order. One engine
+runs at a time, and each record is written to DIR/records.jsonl as soon as it is measured; runs into one DIR add up, and
+the newest record of an engine and a point counts. On a CPU a run fails where mlxd's text is not the bare loop's.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from benchmarks import blas, models
+from benchmarks.bare import NEVER_S
+from benchmarks.engines import Bare, Mlxd, MlxLmServer, MlxVlmServer, Server, VllmMlx
+from benchmarks.fetched import Unavailable
+from benchmarks.serve import numbers
+from benchmarks.traffic import lengths, records
+from benchmarks.traffic.drive import Load, drive
+from benchmarks.traffic.records import Place, Point, Record
+from benchmarks.traffic.texts import Conversations, Words, requests_of
+from benchmarks.words import load_tokenizer
+from gateway.ctl.bench import client
+
+DEMO: Final = "demo"
+LOAD_TIMEOUT_S: Final = 600.0
+# Requests of a list: so many for each client, and no fewer or more than these.
+REQUESTS_A_CLIENT: Final = 3
+FEWEST: Final = 12
+MOST: Final = 96
+# Rows that may run at once where requests arrive by themselves.
+POISSON_ROWS: Final = 32
+# Output of a request before the first that counts.
+WARM_TOKENS: Final = 32
+# Of what a model holds, for what a template adds.
+TEMPLATE_TOKENS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model that is served."""
+
+    name: str
+    folder: Path
+    dtype: str
+    room: int
+    tokenizer: Any
+
+    def texts(self, seed: int) -> Words | Conversations:
+        return Conversations(self.tokenizer, seed) if self.name == DEMO else Words(self.tokenizer, seed)
+
+
+ENGINES: Final[dict[str, Callable[[Subject, int], Bare | Server]]] = {
+    "bare": lambda model, _: Bare(model.folder, LOAD_TIMEOUT_S),
+    "mlxd": lambda model, rows: Mlxd(model.folder, LOAD_TIMEOUT_S, model.dtype, rows),
+    "mlxd-off": lambda model, rows: Mlxd(model.folder, LOAD_TIMEOUT_S, model.dtype, rows, "off"),
+    "mlx_lm": lambda model, _: MlxLmServer(model.folder, LOAD_TIMEOUT_S),
+    "vllm-mlx": lambda model, _: VllmMlx(model.folder, LOAD_TIMEOUT_S),
+    "mlx-vlm": lambda model, _: MlxVlmServer(model.folder, LOAD_TIMEOUT_S),
+}
+DEFAULT: Final = ("bare", "mlxd", "mlxd-off", "mlx_lm")
+
+
+def main() -> None:
+    args = _arguments()
+    if args.show:
+        print(records.as_table(records.read(args.show / records.FILE)))
+        return
+    command = f"python -m benchmarks.traffic {' '.join(sys.argv[1:])}".strip()
+    place = Place.here(_device(), command)
+    print(f"{place.device} · load average {os.getloadavg()[0]:.1f}", flush=True)
+    subject = _subject(args.model, args.dtype)
+    for name in args.engines:
+        try:
+            client.run(_measure(args, subject, name, place))
+        except Unavailable as why:
+            print(f"{name}: {why}", file=sys.stderr, flush=True)
+    measured = records.read(args.out / records.FILE)
+    print(records.as_table(measured))
+    if wrong := _unequal(measured):
+        sys.exit("\n".join(wrong))
+
+
+async def _measure(args: argparse.Namespace, subject: Subject, name: str, place: Place) -> None:
+    """One engine at each point. It is started again after a run with errors, or one that the limit stopped."""
+    engine: Bare | Server | None = None
+    rows = max([*args.clients, *([POISSON_ROWS] if args.rates else [])])
+    try:
+        for point in _points(args, subject):
+            if engine is None:
+                engine = ENGINES[name](subject, rows)
+                await engine.start()
+            await drive(engine, _warm_up(args, subject, point, rows), subject.tokenizer)
+            run = await drive(engine, _load(args, subject, point, rows), subject.tokenizer)
+            record = records.record(name, point, run, place)
+            records.append(args.out, record)
+            _tell(record)
+            if record.errors or record.stopped:
+                await engine.stop()
+                engine = None
+    finally:
+        if engine is not None:
+            await engine.stop()
+
+
+def _points(args: argparse.Namespace, subject: Subject) -> list[Point]:
+    """Lists by numbers of clients, then by rates."""
+    points: list[Point] = []
+    for name in args.lists:
+        for clients in args.clients:
+            count = args.requests or min(MOST, max(FEWEST, REQUESTS_A_CLIENT * clients))
+            points.append(Point(subject.name, subject.dtype, name, clients, 0.0, args.seed, count, args.scale))
+        for rate in args.rates:
+            count = args.requests or MOST
+            points.append(Point(subject.name, subject.dtype, name, 0, rate, args.seed, count, args.scale))
+    return points
+
+
+def _load(args: argparse.Namespace, subject: Subject, point: Point, rows: int) -> Load:
+    """The list of one point. Lengths depend on the seed alone; no two points share a text."""
+    drawn = lengths.sessions(point.name, point.seed, point.requests, point.clients, point.scale, subject.room)
+    texts = subject.texts(_seed(point, "measured"))
+    due = lengths.arrivals(point.seed, len(drawn), point.rate) if point.rate else []
+    return Load(requests_of(texts, drawn), point.clients or rows, due, args.limit or NEVER_S)
+
+
+def _warm_up(args: argparse.Namespace, subject: Subject, point: Point, rows: int) -> Load:
+    """One request for each client, of the same distribution, with short answers: new shapes are compiled on a GPU."""
+    clients = point.clients or rows
+    drawn = lengths.sessions(point.name, point.seed + 1, clients, clients, point.scale, subject.room)
+    first = [
+        (lengths.Turn(turn.added, min(turn.max_tokens, WARM_TOKENS)),) for turn, *_ in drawn[: args.warmup or clients]
+    ]
+    return Load(requests_of(subject.texts(_seed(point, "warm")), first), clients, [], args.limit or NEVER_S)
+
+
+def _seed(point: Point, use: str) -> int:
+    return zlib.crc32(f"{point.seed} {point.name} {point.load} {use}".encode())
+
+
+def _tell(one: Record) -> None:
+    finished = f"{one.finished} of {len(one.answers)} finished"
+    where = f"{one.point.name}, {one.point.load}, {one.engine}"
+    print(f"  {where}: {one.tokens_per_s:.1f} tok/s, {finished}, {one.wall_s:.1f} s", file=sys.stderr, flush=True)
+
+
+def _unequal(measured: list[Record]) -> list[str]:
+    """Records of mlxd on a CPU whose text is not the bare loop's."""
+    bare = {one.point: one for one in measured if one.engine == records.BARE}
+    lines: list[str] = []
+    for one in measured:
+        if not one.engine.startswith("mlxd") or "cpu" not in one.device.partition(";")[0] or one.point not in bare:
+            continue
+        equal = records.same(one, bare[one.point])
+        if equal is not None and equal < 1:
+            lines.append(
+                f"{one.point.name}, {one.point.load}, {one.engine}: only {equal:.1%} of texts are the bare loop's"
+            )
+    return lines
+
+
+def _subject(name: str, dtype: str) -> Subject:
+    """The demo model, one of random weights by the name of its shape, or a folder. Exits where there is none."""
+    if name == DEMO:
+        folder, dtype = models.demo(), "float32"
+    elif name in models.GEOMETRIES:
+        folder = models.build(name, dtype)
+    elif (folder := Path(name).resolve()).is_dir():
+        dtype = "auto"
+    else:
+        sys.exit(f"no model {name}: there are {DEMO}, {', '.join(models.GEOMETRIES)}, and folders")
+    config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Config)
+    return Subject(name, folder, dtype, config.max_position_embeddings - TEMPLATE_TOKENS, load_tokenizer(folder))
+
+
+class _Config(msgspec.Struct):
+    max_position_embeddings: int = 32768
+
+
+def _device() -> str:
+    """What MLX computes on, asked in a child: a device's memory is for the engines."""
+    code = "import mlx.core as mx; print(mx.default_device(), mx.device_info().get('device_name', ''))"
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env=blas.environment(), capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown device"
+
+
+def _names(known: Callable[[], Any]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known()]:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known())}")
+        return text.split(",")
+
+    return parse
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=DEMO, help=f"{DEMO}, a folder, or {', '.join(models.GEOMETRIES)}")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of random weights"
+    )
+    parser.add_argument("--engines", type=_names(lambda: ENGINES), default=list(DEFAULT), help=",".join(ENGINES))
+    parser.add_argument(
+        "--lists", type=_names(lambda: lengths.LISTS), default=["uniform"], help=",".join(lengths.LISTS)
+    )
+    parser.add_argument("--clients", type=numbers, default=[1, 4, 8, 16, 32], help="such as 1,8,32")
+    parser.add_argument("--rates", type=_rates, default=[], help="sessions that arrive a second, such as 0.5,2")
+    parser.add_argument("--requests", type=int, default=0, help="of a list (default: 3 a client, 12 to 96)")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies every length")
+    parser.add_argument("--warmup", type=int, default=0, help="requests before each list (default: one a client)")
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds after which a run is stopped (default: none)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=blas.CACHE / "traffic", help="folder of the records")
+    parser.add_argument(
+        "--show", type=Path, metavar="DIR", help="print the table of the records there, and run nothing"
+    )
+    return parser.parse_args()
+
+
+def _rates(text: str) -> list[float]:
+    values = [float(part) for part in text.split(",")]
+    if min(values) <= 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return values
+
+
+if __name__ == "__main__":
+    main()
