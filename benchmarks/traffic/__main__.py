@@ -42,6 +42,7 @@ FEWEST: Final = 12
 MOST: Final = 96
 # Rows that may run at once where requests arrive by themselves.
 POISSON_ROWS: Final = 32
+POISSON_WARM: Final = 4
 # Output of a request before the first that counts.
 WARM_TOKENS: Final = 32
 # Of what a model holds, for what a template adds.
@@ -96,13 +97,19 @@ def main() -> None:
 async def _measure(args: argparse.Namespace, subject: Subject, name: str, place: Place) -> None:
     """One engine at each point. It is started again after a run with errors, or one that the limit stopped."""
     engine: Bare | Server | None = None
-    rows = max([*args.clients, *([POISSON_ROWS] if args.rates else [])])
+    clients: list[int] = args.clients
+    rows = max(*clients, POISSON_ROWS if args.rates else 1)
     try:
         for point in _points(args, subject):
             if engine is None:
                 engine = ENGINES[name](subject, rows)
                 await engine.start()
-            await drive(engine, _warm_up(args, subject, point, rows), subject.tokenizer)
+            warm = await drive(engine, _warm_up(args, subject, point), subject.tokenizer)
+            if not all(outcome and outcome.finished for outcome in warm.outcomes):
+                print(f"{name}: the requests before {point.name}, {point.load} were stopped", file=sys.stderr)
+                await engine.stop()
+                engine = ENGINES[name](subject, rows)
+                await engine.start()
             run = await drive(engine, _load(args, subject, point, rows), subject.tokenizer)
             record = records.record(name, point, run, place)
             records.append(args.out, record)
@@ -136,9 +143,9 @@ def _load(args: argparse.Namespace, subject: Subject, point: Point, rows: int) -
     return Load(requests_of(texts, drawn), point.clients or rows, due, args.limit or NEVER_S)
 
 
-def _warm_up(args: argparse.Namespace, subject: Subject, point: Point, rows: int) -> Load:
+def _warm_up(args: argparse.Namespace, subject: Subject, point: Point) -> Load:
     """One request for each client, of the same distribution, with short answers: new shapes are compiled on a GPU."""
-    clients = point.clients or rows
+    clients = point.clients or POISSON_WARM
     drawn = lengths.sessions(point.name, point.seed + 1, clients, clients, point.scale, subject.room)
     first = [
         (lengths.Turn(turn.added, min(turn.max_tokens, WARM_TOKENS)),) for turn, *_ in drawn[: args.warmup or clients]

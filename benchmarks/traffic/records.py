@@ -86,7 +86,8 @@ class Place(msgspec.Struct, frozen=True):
             except PackageNotFoundError:
                 continue
         cpu = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
-        return cls(f"{device}; {cpu}; BLAS: {blas.describe()}", packages, command)
+        arithmetic = f"; BLAS: {blas.describe()}" if "cpu" in device else ""
+        return cls(f"{device}; {cpu}{arithmetic}", packages, command)
 
 
 def record(engine: str, point: Point, run: Run, place: Place) -> Record:
