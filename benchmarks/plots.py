@@ -1,6 +1,7 @@
 """Pictures of the recorded tables: python -m benchmarks.plots [FOLDER]
 
-Every number in them is a cell of a table in benchmarks/README.md, and each says which run printed it.
+Every number in them is a cell of a table in benchmarks/README.md or of a file in benchmarks/records, and each says
+which run gave it. A file `traffic-NAME.jsonl` there gets a picture of its own.
 """
 
 import sys
@@ -8,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.recorded import Table, table
+from benchmarks.recorded import RECORDS, Table, recorded
 
 FOLDER: Final = Path(__file__).with_name("plots")
 MLXD, OTHER, BARE = "#2463b0", "#c9722b", "#8a8f98"
-COLOURS: Final = {"mlxd": MLXD, "mlx_lm.server": OTHER, "bare": BARE}
+COLOURS: Final = {
+    "bare": BARE, "mlxd": MLXD, "mlxd-off": "#9dbde6", "mlx_lm.server": OTHER, "mlx_lm": OTHER, "vllm-mlx": "#4c8f4c",
+    "mlx-vlm": "#8c5aa8",
+}  # fmt: skip
 INK: Final = "#24292f"
 GRID: Final = "#d8dce1"
 SIZE: Final = (8.0, 4.2)
@@ -80,6 +84,24 @@ def constrain(axes: Any, run: Table) -> None:
     axes.set_xlabel("free rows in the batch")
 
 
+def traffic(axes: Any, run: Table) -> None:
+    """Tokens per second over the clients of a closed loop, of requests of 40 to 1,200 tokens that get 30 to 300."""
+    rows = [row for row in run.rows if row[0] == "uniform" and row[1].isdigit()]
+    clients = list(dict.fromkeys(row[1] for row in rows))
+    engines = [name for name in COLOURS if any(row[2] == name for row in rows)]
+    width = 0.84 / len(engines)
+    for place, engine in enumerate(engines):
+        speeds = {row[1]: float(row[3]) for row in rows if row[2] == engine}
+        places = [clients.index(count) + (place - (len(engines) - 1) / 2) * width for count in speeds]
+        bars = axes.bar(places, list(speeds.values()), width * 0.92, color=COLOURS[engine], label=engine)
+        axes.bar_label(bars, fmt="%g", padding=2, fontsize=7, rotation=90, color=INK)
+    axes.margins(y=0.18)
+    axes.set_xticks(range(len(clients)), clients)
+    axes.set_xlabel("clients at once")
+    axes.set_ylabel("tok/s, unequal lengths")
+    axes.legend(loc="upper left", ncols=2, framealpha=1)
+
+
 # Name of the picture and of its benchmark, its title, and the height of the drawing.
 PLOTS: Final[dict[str, tuple[str, Callable[[Any, Table], None], float]]] = {
     "compare": ("Serving over HTTP ÷ the bare loop", compare, 4.2),
@@ -87,7 +109,13 @@ PLOTS: Final[dict[str, tuple[str, Callable[[Any, Table], None], float]]] = {
     "prefix": ("Time to first token of a known prompt (mlxd)", prefix, 4.2),
     "stall_bodies": ("Large bodies of every kind", stall_bodies, 6.4),
     "constrain": ("Rows beside a grammar", constrain, 3.6),
+    "traffic": ("Requests of unequal lengths", traffic, 4.2),
 }
+
+
+def pictures() -> list[str]:
+    """Names of all pictures: one of each benchmark, and of each other file of records."""
+    return [*PLOTS, *sorted(path.stem for path in RECORDS.glob("*-*.jsonl"))]
 
 
 def draw(name: str, folder: Path) -> Path:
@@ -97,8 +125,8 @@ def draw(name: str, folder: Path) -> Path:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    title, plot, height = PLOTS[name]
-    run = table(name)
+    title, plot, height = PLOTS[name.partition("-")[0]]
+    run = recorded(name)
     style = {
         "svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "text.color": INK,
         "axes.labelcolor": INK, "axes.edgecolor": GRID, "xtick.color": INK, "ytick.color": INK,
@@ -110,7 +138,7 @@ def draw(name: str, folder: Path) -> Path:
         axes.grid(axis="x" if name.startswith("stall") else "y", color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        figure.supxlabel(f"{run.command}   (2-core Linux VM, CPU)", x=0.01, ha="left", fontsize=8, color=BARE)
+        figure.supxlabel(f"{run.command}   ({run.subject})", x=0.01, ha="left", fontsize=8, color=BARE)
         path = folder / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None, "Title": title, "Description": run.command})
         pyplot.close(figure)
@@ -131,7 +159,7 @@ def _line_of_one(axes: Any, text: str) -> None:
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name in PLOTS:
+    for name in pictures():
         print(draw(name, folder))
 
 

@@ -1,18 +1,22 @@
-"""Tables that benchmarks/README.md records, read from it: each is what a run printed."""
+"""Tables that were recorded: those that benchmarks/README.md shows as printed, and those of records in a file."""
 
 import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from benchmarks.traffic import records
+
 README: Final = Path(__file__).with_name("README.md")
+RECORDS: Final = Path(__file__).with_name("records")
 
 
 class Table(NamedTuple):
-    """Cells of a printed table; `command` is the run that printed it."""
+    """Cells of a printed table; `command` is the run that printed it, `subject` the machine, and the model if known."""
 
     command: str
     head: list[str]
     rows: list[list[str]]
+    subject: str = "2-core Linux VM, CPU"
 
 
 def table(name: str, text: str | None = None) -> Table:
@@ -30,6 +34,18 @@ def table(name: str, text: str | None = None) -> Table:
             break
         rows.append(cells)
     return Table(re.split(r"\s{2,}", block[1])[0], lines[first - 1], rows)
+
+
+def recorded(name: str) -> Table:
+    """The table of a picture: that of its records, of the first model in them, where there is a file of them."""
+    path = RECORDS / f"{name}.jsonl"
+    if not path.exists():
+        return table(name)
+    measured = records.read(path)
+    first = measured[0]
+    own = [one for one in measured if (one.point.model, one.point.dtype) == (first.point.model, first.point.dtype)]
+    subject = f"{first.point.model} {first.point.dtype}; {first.device}"
+    return Table(first.command, list(records.HEADER), records.rows(own), subject)
 
 
 def _is_number(cell: str) -> bool:

@@ -17,6 +17,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,8 +80,7 @@ def main() -> None:
     if args.show:
         print(records.as_table(records.read(args.show / records.FILE)))
         return
-    command = f"python -m benchmarks.traffic {' '.join(sys.argv[1:])}".strip()
-    place = Place.here(_device(), command)
+    place = Place.here(_device(), _command(sys.argv[1:]))
     print(f"{place.device} · load average {os.getloadavg()[0]:.1f}", flush=True)
     subject = _subject(args.model, args.dtype)
     for name in args.engines:
@@ -102,14 +102,12 @@ async def _measure(args: argparse.Namespace, subject: Subject, name: str, place:
     try:
         for point in _points(args, subject):
             if engine is None:
-                engine = ENGINES[name](subject, rows)
-                await engine.start()
+                engine = await _started(name, subject, rows)
             warm = await drive(engine, _warm_up(args, subject, point), subject.tokenizer)
             if not all(outcome and outcome.finished for outcome in warm.outcomes):
-                print(f"{name}: the requests before {point.name}, {point.load} were stopped", file=sys.stderr)
+                print(f"{name}: the limit stopped the requests before {point.name}, {point.load}", file=sys.stderr)
                 await engine.stop()
-                engine = ENGINES[name](subject, rows)
-                await engine.start()
+                engine = await _started(name, subject, rows)
             run = await drive(engine, _load(args, subject, point, rows), subject.tokenizer)
             record = records.record(name, point, run, place)
             records.append(args.out, record)
@@ -120,6 +118,12 @@ async def _measure(args: argparse.Namespace, subject: Subject, name: str, place:
     finally:
         if engine is not None:
             await engine.stop()
+
+
+async def _started(name: str, subject: Subject, rows: int) -> Bare | Server:
+    engine = ENGINES[name](subject, rows)
+    await engine.start()
+    return engine
 
 
 def _points(args: argparse.Namespace, subject: Subject) -> list[Point]:
@@ -194,6 +198,12 @@ def _subject(name: str, dtype: str) -> Subject:
 
 class _Config(msgspec.Struct):
     max_position_embeddings: int = 32768
+
+
+def _command(words: list[str]) -> str:
+    """The command that gives these records anywhere: without the folder that they go to."""
+    kept = [word for before, word in pairwise(["", *words]) if "--out" not in (word.partition("=")[0], before)]
+    return " ".join(["python -m benchmarks.traffic", *kept])
 
 
 def _device() -> str:
