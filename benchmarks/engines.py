@@ -112,7 +112,12 @@ class Bare:
     async def stop(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-            await self._process.wait()
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await self._process.wait()
+            except TimeoutError:  # It is in the middle of an order.
+                self._process.kill()
+                await self._process.wait()
 
     async def _line(self) -> bytes:
         assert self._process is not None

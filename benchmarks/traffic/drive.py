@@ -54,7 +54,7 @@ async def drive(engine: Bare | Server, load: Load, tokenizer: Any) -> Run:
     processes = tree(engine.pid)
     before = cpu_s(processes)
     started = time.perf_counter()
-    replies = await _send(engine.load, load)
+    replies = await send(engine.load, load)
     wall_s = time.perf_counter() - started
     spent = cpu_s(processes) - before
     return Run(wall_s, spent, [_outcome(reply, tokenizer) if reply else None for reply in replies])
@@ -89,7 +89,7 @@ def _bare_outcome(answer: Answer, at: int) -> Outcome | None:
     )
 
 
-async def _send(target: BenchLoad, load: Load) -> list[Reply | None]:
+async def send(target: BenchLoad, load: Load) -> list[Reply | None]:
     """Replies in the order of the requests; None for those that were not sent before the limit."""
     starts = [0]
     for session in load.sessions:

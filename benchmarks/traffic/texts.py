@@ -56,7 +56,8 @@ class Conversations:
         from deploy.demo_model.corpus.generate import sample_of
 
         sample = sample_of(self._source, self._source.pick(CATEGORIES))
-        *messages, answer = sample.messages
+        # Thoughts are in the prompt until the next question alone: later prompts would not begin with earlier ones.
+        *messages, answer = ({**each, "reasoning_content": None} for each in sample.messages)
         requests: list[BenchRequest] = []
         length = 0
         for turn in session:
