@@ -155,6 +155,7 @@ def test_the_bare_loop_takes_a_prompt_when_it_is_due_and_stops_at_the_limit(fold
     assert 1.0 <= answer.wall_s < 30.0
 
 
+@pytest.mark.anyio
 async def test_clients_send_a_sessions_turns_in_order_and_keep_what_came_before_the_limit() -> None:
     seen: list[str] = []
 
