@@ -14,7 +14,7 @@ Tails are lognormal. A prefix of an agent, and what a turn adds to it, are log-u
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import msgspec
@@ -126,8 +126,3 @@ LISTS: Final[dict[str, Callable[[random.Random], Session]]] = {
     "code": _code,
     "agent": _agent,
 }
-
-
-def total_in(drawn: Sequence[Session]) -> int:
-    """Prompt tokens of all requests, those that turns repeat included."""
-    return sum(turn.added * (len(session) - at) for session in drawn for at, turn in enumerate(session))

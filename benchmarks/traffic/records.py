@@ -17,8 +17,8 @@ from gateway.ctl.bench.measure import Summary, summarize_ms, table
 BARE: Final = "bare"
 FILE: Final = "records.jsonl"
 HEADER: Final = (
-    "list", "load", "engine", "tok/s", "÷ bare", "TTFT p50", "p99", "ITL p50", "p99", "CPU ms/token", "finished",
-    "same",
+    "list", "load", "engine", "tok/s", "÷ bare", "TTFT p50", "p99", "ITL p50", "p99", "CPU ms/token", "cached",
+    "finished", "same",
 )  # fmt: skip
 
 
@@ -179,18 +179,16 @@ def _cells(one: Record, bare: Record | None) -> list[str]:
         f"{one.itl_ms.p50:.1f}",
         f"{one.itl_ms.p99:.1f}",
         f"{1000 * one.cpu_s / one.tokens:.2f}" if one.tokens else "-",
+        f"{one.cached_tokens / one.prompt_tokens:.0%}" if one.prompt_tokens else "-",
         f"{one.finished}/{total}",
         "-" if equal is None else f"{equal:.0%}",
     ]
 
 
 def _remarks(records: Iterable[Record]) -> list[str]:
-    """What would spoil a comparison."""
-    lines: list[str] = []
-    for one in records:
-        where = f"{one.point.name}, {one.point.load}, {one.engine}"
-        if one.errors:
-            lines.append(f"{where}: {one.errors} errors, {one.first_errors[0]}")
-        if one.cached_tokens:
-            lines.append(f"{where}: {one.cached_tokens} of {one.prompt_tokens} prompt tokens from a cache")
-    return lines
+    """Failures, which have no tokens in the table."""
+    return [
+        f"{one.point.name}, {one.point.load}, {one.engine}: {one.errors} errors, {one.first_errors[0]}"
+        for one in records
+        if one.errors
+    ]
