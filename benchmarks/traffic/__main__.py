@@ -90,7 +90,7 @@ def main() -> None:
             print(f"{name}: {why}", file=sys.stderr, flush=True)
     measured = records.read(args.out / records.FILE)
     print(records.as_table(measured))
-    if wrong := _unequal(measured):
+    if wrong := records.unequal(measured):
         sys.exit("\n".join(wrong))
 
 
@@ -165,21 +165,6 @@ def _tell(one: Record) -> None:
     finished = f"{one.finished} of {len(one.answers)} finished"
     where = f"{one.point.name}, {one.point.load}, {one.engine}"
     print(f"  {where}: {one.tokens_per_s:.1f} tok/s, {finished}, {one.wall_s:.1f} s", file=sys.stderr, flush=True)
-
-
-def _unequal(measured: list[Record]) -> list[str]:
-    """Records of mlxd on a CPU whose text is not the bare loop's."""
-    bare = {one.point: one for one in measured if one.engine == records.BARE}
-    lines: list[str] = []
-    for one in measured:
-        if not one.engine.startswith("mlxd") or "cpu" not in one.device.partition(";")[0] or one.point not in bare:
-            continue
-        equal = records.same(one, bare[one.point])
-        if equal is not None and equal < 1:
-            lines.append(
-                f"{one.point.name}, {one.point.load}, {one.engine}: only {equal:.1%} of texts are the bare loop's"
-            )
-    return lines
 
 
 def _subject(name: str, dtype: str) -> Subject:

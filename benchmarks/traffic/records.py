@@ -15,6 +15,7 @@ from benchmarks.traffic.drive import Run
 from gateway.ctl.bench.measure import Summary, summarize_ms, table
 
 BARE: Final = "bare"
+MLXD: Final = ("mlxd", "mlxd-off")
 FILE: Final = "records.jsonl"
 HEADER: Final = (
     "list", "load", "engine", "tok/s", "÷ bare", "TTFT p50", "p99", "ITL p50", "p99", "CPU ms/token", "cached",
@@ -129,6 +130,19 @@ def same(one: Record, other: Record) -> float | None:
     """Share of requests, finished by both, that have the same text; None where there is none."""
     pairs = [(a, b) for a, b in zip(one.answers, other.answers, strict=False) if a and b]
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
+
+
+def unequal(records: Sequence[Record]) -> list[str]:
+    """Records of mlxd on a CPU whose texts are not the bare loop's, as lines. On a GPU, kernels round by shape."""
+    bare = {one.point: one for one in records if one.engine == BARE}
+    lines: list[str] = []
+    for one in records:
+        if one.engine in MLXD and one.point in bare and one.device.startswith("Device(cpu"):
+            share = same(one, bare[one.point])
+            if share is not None and share < 1:
+                where = f"{one.point.name}, {one.point.load}, {one.engine}"
+                lines.append(f"{where}: only {share:.1%} of texts are the bare loop's")
+    return lines
 
 
 def append(folder: Path, one: Record) -> None:

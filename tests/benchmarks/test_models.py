@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from benchmarks import models
 from benchmarks.bare import Order, obey
@@ -50,6 +51,17 @@ def test_prompts_are_exactly_as_long_as_asked_and_share_no_beginning(folder: Pat
     assert len({prompt.split()[0] for prompt in TokenPrompts(tokenizer, seed=1).many([205] * 8)}) == 8
     assert TokenPrompts(tokenizer, seed=0).many([50, 50]) == TokenPrompts(tokenizer, seed=0).many([50, 50])
     assert TokenPrompts(tokenizer, seed=4).make(50) != TokenPrompts(tokenizer, seed=-4).make(50)
+
+
+def test_a_llama_of_random_weights_is_built_like_a_qwen(tmp_path: Path) -> None:
+    import mlx_lm
+
+    models.write(tmp_path, structs.replace(TINY, architecture="llama", tied=False), "bfloat16")
+    model, tokenizer = mlx_lm.load(str(tmp_path))[:2]
+    answer = obey(model, tokenizer, Order(["a b", "c"], [9, 4], concurrency=2))
+
+    assert model.model_type == "llama"
+    assert [len(times) for times in answer.token_s] == [9, 4]
 
 
 def test_the_same_recipe_gives_the_same_weights(folder: Path, tmp_path: Path) -> None:

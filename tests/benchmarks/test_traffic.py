@@ -217,6 +217,17 @@ def test_texts_are_compared_where_both_finished() -> None:
     assert records.same(recorded("mlxd", None, None, None), bare) is None
 
 
+def test_another_text_of_mlxd_is_wrong_on_a_cpu_and_no_other_servers_is() -> None:
+    bare, other = recorded("bare", outcome("one"), outcome("two")), (outcome("one"), outcome("2"))
+
+    assert records.unequal([bare, recorded("mlxd-off", *other), recorded("mlx_lm", *other)]) == [
+        "uniform, 4, mlxd-off: only 50.0% of texts are the bare loop's"
+    ]
+    on_gpu = [msgspec.structs.replace(one, device="Device(gpu, 0)") for one in (bare, recorded("mlxd", *other))]
+    assert records.unequal(on_gpu) == []
+    assert records.unequal([bare, recorded("mlxd", outcome("one"), outcome("two"))]) == []
+
+
 def test_the_newest_record_of_an_engine_and_a_point_counts_and_is_divided_by_the_bare_loops(tmp_path: Path) -> None:
     for one in (
         recorded("mlxd", outcome("x"), wall_s=8.0),
