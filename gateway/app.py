@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api.common.catalog import Catalog
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.embeddings import Embeddings
-from gateway.api.parts import Endpoint, Parts
+from gateway.api.parts import HandlerEndpoint, Parts
 from gateway.api.responses.endpoints import Responses
 from gateway.api.system import health, operations
 from gateway.config.origins import is_loopback
@@ -136,7 +136,7 @@ def create_admin_app(public: App, reloader: Reloader, url: str, drain: Callable[
             *requests.routes(services),
             *adapter_endpoints.routes(services, reloader),
             *public.backend.entrance.socket_routes(lambda: url),
-            Route("/healthz", Endpoint(health.health, services), methods=["GET"]),
+            Route("/healthz", HandlerEndpoint(health.health, services), methods=["GET"]),
             # `mlxctl chat` and `bench` need no key, because the owner of the socket owns the models.
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
             Route("/v1/embeddings", Embeddings(services), methods=["POST"]),

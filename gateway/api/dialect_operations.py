@@ -156,7 +156,7 @@ _PAGE: Final = (
     Parameter("limit", "query", _LIMIT, "Most items in a page."),
 )
 # One maker, so that both methods of this path share a route, whose 405 names them.
-_one_response = on_responses(Responses.one)
+_one_response = on_responses(Responses.get_or_delete)
 _stored = partial(Operation, errors=(*ALWAYS, 400, 404, 503))
 _RESPONSES: Final = (
     generation(

@@ -32,7 +32,7 @@ Maker = Callable[[Parts], ASGIApp]
 Handler = Callable[[T, Scope, Receive, Send], Awaitable[None]]
 
 
-class Endpoint:
+class HandlerEndpoint:
     """ASGI app of a handler. Starlette's router would call a bare function with a `Request`."""
 
     def __init__(self, handler: Handler[T], part: T) -> None:
@@ -54,14 +54,14 @@ def or_upstream(endpoint: Callable[[Services], ASGIApp], dialect: str) -> Maker:
 
 def on_services(handler: Handler[Services]) -> Maker:
     """Maker of the endpoint of a handler that needs only the services."""
-    return lambda parts: Endpoint(handler, parts.services)
+    return lambda parts: HandlerEndpoint(handler, parts.services)
 
 
 def on_catalog(handler: Handler[Catalog]) -> Maker:
     """Maker of the endpoint of a handler that reads the catalog of models."""
-    return lambda parts: Endpoint(handler, parts.catalog)
+    return lambda parts: HandlerEndpoint(handler, parts.catalog)
 
 
 def on_responses(handler: Handler[Responses]) -> Maker:
     """Maker of the endpoint of a method of the Responses API."""
-    return lambda parts: Endpoint(handler, parts.responses)
+    return lambda parts: HandlerEndpoint(handler, parts.responses)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,15 +25,13 @@ MEAN_WEIGHT: Final = 0.1
 class _Queue:
     """Count of one model's sequences; `by_key` has keys with any. Owned by `Admission`."""
 
-    bound: int
-    slots: int
     inside: int = 0
     mean_s: float = 0.0
     by_key: Counter[str] = field(default_factory=Counter[str])
 
-    def retry_after_s(self) -> float:
+    def retry_after_s(self, slots: int) -> float:
         """About when there will be room for one more sequence."""
-        expected = self.mean_s * self.inside / self.slots / 2
+        expected = self.mean_s * self.inside / slots / 2
         return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, math.ceil(expected)))
 
 
@@ -45,7 +43,7 @@ class Admission:
     ) -> None:
         self._on_rejection = on_rejection
         self._clock = clock
-        self._queues: dict[str, _Queue] = {}
+        self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
         self._questions: Counter[str] = Counter()
         # Set before the daemon ends.
         self.is_draining = False
@@ -112,13 +110,11 @@ class Admission:
 
     def inside(self, model: str) -> int:
         """Sequences of `model` that hold a lease now."""
-        queue = self._queues.get(model)
-        return queue.inside if queue else 0
+        return self._queues[model].inside
 
     def mean_s(self, model: str) -> float:
         """Mean duration of recent requests of `model`; 0 before any has ended."""
-        queue = self._queues.get(model)
-        return queue.mean_s if queue else 0.0
+        return self._queues[model].mean_s
 
     @contextmanager
     def _inside(self, queue: _Queue, sequences: int, key: str) -> Generator[None, None, None]:
@@ -133,26 +129,23 @@ class Admission:
                 del queue.by_key[key]
 
     def _admit(self, model: ModelConfig, sequences: int, key: str, share: int) -> _Queue:
-        queue = self._queues.get(model.name)
-        if queue is None:
-            queue = self._queues[model.name] = _Queue(0, 0)
-        queue.bound, queue.slots = model.slots + model.max_waiting, model.slots
+        queue, bound = self._queues[model.name], model.slots + model.max_waiting
         self.check_open(model.name)
         self.check(model, sequences, share)
-        if queue.inside + sequences > queue.bound:
+        if queue.inside + sequences > bound:
             self._reject(model.name, "queue_full")
             raise Overloaded(
-                f"The queue of {model.name} is full ({queue.inside} of {queue.bound}). Try again later.",
-                queue.retry_after_s(),
+                f"The queue of {model.name} is full ({queue.inside} of {bound}). Try again later.",
+                queue.retry_after_s(model.slots),
             )
-        most = _part(queue.bound, share)
+        most = _part(bound, share)
         own = queue.by_key[key]
         if share < 100 and own + sequences > most:
             self._reject(model.name, "key_share")
             raise Overloaded(
                 f"This key has {own} of the {most} places in the queue of {model.name} that one key may have. "
                 "Try again later.",
-                queue.retry_after_s(),
+                queue.retry_after_s(model.slots),
             )
         return queue
 

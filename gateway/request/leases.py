@@ -2,23 +2,20 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 from gateway.access.rate_limit import Meter, UsageCharge
 from gateway.config.settings import ModelConfig
 from gateway.media.modalities import likely_tokens
+from gateway.request.in_flight import InFlightRequest
 from gateway.request.record import RequestRecord
 from gateway.request.runtime import Runtime
 from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
 from protocol.to_worker import Generate
 
-if TYPE_CHECKING:
-    from gateway.request.generation import Generation
-
 
 @contextmanager
 def leases(
-    runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: "Generation"
+    runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: InFlightRequest
 ) -> Generator[UsageCharge | None, None, None]:
     """Hold all leases, and yield the charge that the caller's key gets in the end.
 

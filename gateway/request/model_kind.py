@@ -1,4 +1,4 @@
-"""Kind of a model, and the refusal of requests for another: by its worker, by the settings, or by its files."""
+"""Kind of a model, by its worker, its settings or its files, and the refusal of requests for another kind."""
 
 from typing import Final
 
@@ -17,15 +17,15 @@ _ABILITIES: Final = {
 
 
 def kind_of_model(model: ModelConfig, ready: Ready | None) -> str:
-    """Kind of a model; before a load as its files say, and empty where they cannot be read."""
+    """Kind of a model, before a load that of its settings or files; empty where these cannot be read."""
     if ready is not None:
         return ready.kind or TEXT
     return kind_of_files(model.path) if model.kind == "auto" else model.kind
 
 
-def check_kind(model: ModelConfig, ready: Ready | None, wanted: str) -> None:
-    """Raises `BadRequest` for a request that is for another kind of model."""
+def check_kind(model: ModelConfig, ready: Ready | None, needed: str) -> None:
+    """Raises `BadRequest` for a request that needs another kind of model."""
     kind = kind_of_model(model, ready)
-    if kind and kind != wanted:
+    if kind and kind != needed:
         message = f"The model '{model.name}' {_ABILITIES[kind]}."
         raise BadRequest(message, "model", "unsupported_model_kind")

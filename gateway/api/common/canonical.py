@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, invalid_choice
 from gateway.media.reference import Reference
 from protocol.prompts import ChatPrompt, Media
 
@@ -104,7 +104,7 @@ class ThinkingBudget(Struct, frozen=True):
     def of_effort(cls, effort: str, param: str) -> "ThinkingBudget":
         """Return the budget of an effort. Raises `BadRequest`."""
         if effort not in EFFORTS:
-            raise BadRequest(f"Invalid value for '{param}': {effort[:40]!r} is none of {', '.join(EFFORTS)}.", param)
+            raise invalid_choice(effort, EFFORTS, param)
         return cls(is_enabled=bool(EFFORTS[effort]), effort=EFFORTS[effort])
 
     def over(self, weaker: "ThinkingBudget") -> "ThinkingBudget":

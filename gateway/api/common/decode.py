@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 
 from gateway.api.common.refused_fields import FieldTable, refuse
 from gateway.api.common.structure import check_json
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, missing_parameter
 
 T = TypeVar("T", bound=Struct)
 
@@ -196,7 +196,7 @@ def _validation(text: str) -> BadRequest:
     if _MISSING in what:
         field = what.partition(_MISSING)[2].rstrip("`")
         param = f"{path}.{field}" if path else field
-        return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+        return missing_parameter(param)
     what = what.replace("`", "").replace("Expected", "expected").replace("Number", "number")
     if not path:
         return BadRequest(f"Invalid body: {what}.")

@@ -1,4 +1,4 @@
-"""Steps that every generating endpoint takes: read, lower, admit, generate or count, answer."""
+"""Steps of every generating endpoint: read, lower, admit, generate or count, answer."""
 
 import asyncio
 import secrets
@@ -52,24 +52,6 @@ async def read(
     return await services.bodies.work(record.body_bytes, decode, body)
 
 
-async def lower(
-    services: Services, record: RequestRecord, model: ModelConfig, action: Callable[[], Generate | list[Generate]]
-) -> list[Generate]:
-    """Lower a decoded request with `action` to messages for the worker, with their media. Raises `ApiError`."""
-    work = services.bodies.work
-    lowered = await work(record.body_bytes, action)
-    generates = lowered if isinstance(lowered, list) else [lowered]
-    # All choices of a chat share one prompt, and no other request has media.
-    prompt = generates[0].prompt
-    if isinstance(prompt, ChatPrompt) and prompt.media:
-        prompt = await with_media(services, record, model, prompt)
-        generates = [msgspec.structs.replace(each, prompt=prompt) for each in generates]
-    try:
-        return await work(record.body_bytes + record.media_bytes, pack, generates)
-    except Unsendable as error:
-        raise from_unsendable(error) from None
-
-
 async def with_media(
     services: Services, record: RequestRecord, model: ModelConfig, prompt: ChatPrompt, stored: Stored | None = None
 ) -> ChatPrompt:
@@ -104,7 +86,7 @@ def begin(
     unknown: list[str],
     sequences: int = 1,
 ) -> tuple[ModelConfig, int]:
-    """Note the model and the seed of a request on its record.
+    """Resolve the model and the seed of a request, and note both on its record.
 
     Raises `ModelNotFound`, and `BadRequest` for more sequences than can ever run.
     """
@@ -119,7 +101,7 @@ def begin(
 def begin_reading(
     services: Services, record: RequestRecord, name: str, unknown: list[str], sequences: int = 1
 ) -> ModelConfig:
-    """Note the model of a request without a seed on its record. Raises as `begin`."""
+    """Resolve the model of a request without a seed, and note it on its record. Raises as `begin`."""
     model = services.router.resolve(name, record.caller)
     record.model = model.name
     record.headers = ignored_header(unknown)
@@ -185,8 +167,18 @@ async def prepare(
     repeats: int = 1,
 ) -> PreparedRequest:
     """Lower a decoded request with `make`, which gets the source of rids and the deadline. Raises `ApiError`."""
-    next_rid, limit_ms = services.link.next_rid, deadline_ms(services)
-    generates = await lower(services, record, model, lambda: make(next_rid, limit_ms))
+    work, deadline_ms = services.bodies.work, int(services.config.server.request_timeout_s * 1000)
+    lowered = await work(record.body_bytes, make, services.link.next_rid, deadline_ms)
+    generates = lowered if isinstance(lowered, list) else [lowered]
+    # All choices of a chat share one prompt, and no other request has media.
+    prompt = generates[0].prompt
+    if isinstance(prompt, ChatPrompt) and prompt.media:
+        prompt = await with_media(services, record, model, prompt)
+        generates = [msgspec.structs.replace(each, prompt=prompt) for each in generates]
+    try:
+        generates = await work(record.body_bytes + record.media_bytes, pack, generates)
+    except Unsendable as error:
+        raise from_unsendable(error) from None
     return PreparedRequest(services, record, model, generates, kind, repeats)
 
 
@@ -197,22 +189,22 @@ async def tokenize(
     if isinstance(prompt, ChatPrompt):
         prompt = await with_media(services, record, model, prompt)
     estimate = (record.body_bytes - record.encoded_bytes) / BYTES_PER_TOKEN + likely_tokens(record.media)
-    return await ask(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids))
+    return await call_worker(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids))
 
 
 async def detokenize(services: Services, record: RequestRecord, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
     """The text of token ids, from the model's worker. Raises `ApiError`."""
-    return await ask(services, record, model, len(ids), lambda rid: Detokenize(rid, ids))
+    return await call_worker(services, record, model, len(ids), lambda rid: Detokenize(rid, ids))
 
 
-async def ask(
+async def call_worker(
     services: Services,
     record: RequestRecord,
     model: ModelConfig,
     estimate: float,
     question: Callable[[int], Tokenize | Detokenize],
 ) -> Tokenized:
-    """Send a question of about so many tokens to the model's worker. Raises `ApiError`."""
+    """Send a call about some tokens, `estimate` of them, to the model's worker. Raises `ApiError`."""
     caller = record.caller
     share = caller.queue_share or services.config.server.queue_share
     with ExitStack() as held:
@@ -247,10 +239,6 @@ async def _answer(
         raise from_unsendable(error) from None
     except (WorkerGone, TimeoutError):
         raise Unavailable("The model's worker did not answer. Try again.", 1.0) from None
-
-
-def deadline_ms(services: Services) -> int:
-    return int(services.config.server.request_timeout_s * 1000)
 
 
 def new_id(prefix: str) -> str:

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from gateway.api.common.canonical import EFFORTS, ThinkingBudget
 from gateway.api.common.doc_hints import words
 from gateway.config.settings import ThinkingDefaults
-from gateway.errors import BadRequest
+from gateway.errors import invalid_choice
 
 Budget = Annotated[int, Meta(ge=0, le=1 << 40)]
 # Types of Anthropic's `thinking`; the last two leave it to the model.
@@ -89,8 +89,7 @@ def _of_template(kwargs: Mapping[str, Any]) -> ThinkingBudget:
 
 def _of_type(spec: AnthropicThinking) -> ThinkingBudget:
     if spec.type not in _TYPES:
-        known = ", ".join(_TYPES)
-        raise BadRequest(f"Invalid value for 'thinking.type': {spec.type!r} is none of {known}.", "thinking.type")
+        raise invalid_choice(spec.type, _TYPES, "thinking.type")
     return ThinkingBudget(_TYPES[spec.type], budget=None if spec.type == "disabled" else spec.budget_tokens)
 
 

@@ -63,19 +63,14 @@ class VectorFold:
         return self.data
 
 
-async def compute(job: PreparedRequest, count: int) -> Vectors:
-    """Compute the `count` rows of a request. Raises `ApiError`."""
-    fold = VectorFold()
-    with job.generation(fold.bind) as generation:
-        data = await folded(generation, fold)
-        return Vectors(data, count, fold.prompt_tokens, generation.headers)
-
-
 async def respond_vectors(
     job: PreparedRequest, count: int, render: Callable[[Vectors], bytes], receive: Receive, send: Send
 ) -> None:
     """Answer with the numbers as `render` encodes them, in the thread of large bodies where they are many."""
+    fold = VectorFold()
     async with cut_off(job.record, receive):
-        vectors = await compute(job, count)
+        with job.generation(fold.bind) as generation:
+            data = await folded(generation, fold)
+            vectors = Vectors(data, count, fold.prompt_tokens, generation.headers)
         body = await job.services.bodies.work(len(vectors.data), render, vectors)
         await send_body(send, 200, body, vectors.headers)

@@ -10,10 +10,11 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
 from gateway.api.common.refused_fields import REFUSED_FIELDS
+from gateway.api.openai.events import EventEncoder, event
 from gateway.api.openai.lowering import lower_texts
 from gateway.api.openai.request import SamplingFields
 from gateway.config.settings import ModelConfig
-from gateway.errors import ApiError, BadRequest, openai_body
+from gateway.errors import BadRequest
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.from_worker import Delta, Finish, Usage
@@ -27,8 +28,6 @@ NO_ACTION: Final = frozenset({"cache_prompt", "id_slot", "n_keep"})
 _ALWAYS_SENT: Final = frozenset({"samplers", "n_indent", "t_max_predict_ms"})
 _REFUSED: Final = {name: each for name, each in REFUSED_FIELDS.items() if name not in _ALWAYS_SENT}
 _EMPTY: Final = Usage(0, 0, 0)
-
-_encode: Final = msgspec.json.Encoder().encode
 
 
 class InfillFile(Struct, frozen=True):
@@ -90,12 +89,8 @@ async def fill_middle(services: Services, scope: Scope, receive: Receive, send: 
         raise BadRequest("'n' is 1 where a middle is filled in.", "n", "invalid_value")
     is_stream = bool(request.stream)
     model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown)
-    deadline_ms = serve.deadline_ms(services)
-    generates = await serve.lower(
-        services, record, model, lambda: _lower(request, model, services.link.next_rid, seed, deadline_ms)
-    )
+    job = await serve.prepare(services, record, model, lambda next_rid, ms: _lower(request, model, next_rid, seed, ms))
     encoder = InfillEncoder(model.full_name, is_silent=request.n_predict == 0)
-    job = serve.PreparedRequest(services, record, model, generates)
     await (job.stream(encoder, receive, send) if is_stream else job.whole(encoder, receive, send))
 
 
@@ -107,7 +102,7 @@ def _lower(
     return lower_texts(request, model, [prompt], next_rid, seed, request.most_tokens, deadline_ms)
 
 
-class InfillEncoder:
+class InfillEncoder(EventEncoder):
     """Encodes infill deltas as llama.cpp's stream events, and collects them for the whole answer."""
 
     def __init__(self, model: str, *, is_silent: bool) -> None:
@@ -116,30 +111,18 @@ class InfillEncoder:
         self._texts: list[str] = []
         self._end = Delta(0, finish=Finish.STOP)
 
-    def bind(self, rids: Sequence[int]) -> None:
-        assert len(rids) == 1, "a middle is one sequence"
-
-    def begin(self, prompt_tokens: int) -> bytes:
-        return b""
-
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         text = self._text(deltas)
-        return _event(InfillResponse(content=text, stop=False, model=self._model)) if text else b""
+        return event(InfillResponse(content=text, stop=False, model=self._model)) if text else b""
 
     def add(self, deltas: Sequence[Delta]) -> None:
         self._texts.append(self._text(deltas))
 
-    def keepalive(self) -> bytes:
-        return b": keepalive\n\n"
-
-    def error(self, error: ApiError) -> bytes:
-        return b"data: " + openai_body(error) + b"\n\n"
-
     def end(self) -> bytes:
-        return _event(self._last(""))
+        return event(self._last(""))
 
     def result(self) -> bytes:
-        return _encode(self._last("".join(self._texts)))
+        return msgspec.json.encode(self._last("".join(self._texts)))
 
     def _text(self, deltas: Sequence[Delta]) -> str:
         """Text of these deltas to send; notes the end among them."""
@@ -176,7 +159,3 @@ class InfillEncoder:
 
 def _rate(count: int, ms: float) -> float:
     return count / ms * 1000 if ms > 0 else 0.0
-
-
-def _event(piece: InfillResponse) -> bytes:
-    return b"data: " + _encode(piece) + b"\n\n"

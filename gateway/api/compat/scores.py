@@ -1,5 +1,6 @@
 """Scores of pairs of texts: `POST /v1/rerank` in the forms of Jina, Cohere and TEI, `POST /v1/score` in vLLM's."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -11,7 +12,7 @@ from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NULL, TEXT, case, shape
 from gateway.api.common.refused_fields import RefusedField
 from gateway.api.common.vectors import Vectors, respond_vectors
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, missing_parameter
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.kinds import RERANK
@@ -180,13 +181,11 @@ async def _job(
     for param, each in texts:
         if not all(each):
             raise BadRequest(f"'{param}' holds an empty text.", param, "invalid_value")
-    deadline_ms = serve.deadline_ms(services)
-    request = Generate(
-        services.link.next_rid(), prompt, Sampling(), max_tokens=0, deadline_ms=deadline_ms, want_progress=True
-    )
-    return serve.PreparedRequest(
-        services, record, model, await serve.lower(services, record, model, lambda: request), RERANK
-    )
+
+    def lower(next_rid: Callable[[], int], deadline_ms: int) -> Generate:
+        return Generate(next_rid(), prompt, Sampling(), max_tokens=0, deadline_ms=deadline_ms, want_progress=True)
+
+    return await serve.prepare(services, record, model, lower, RERANK)
 
 
 def _documents(request: RerankRequest) -> tuple[str, ...]:
@@ -194,7 +193,7 @@ def _documents(request: RerankRequest) -> tuple[str, ...]:
         raise BadRequest("'documents' and 'texts' exclude each other.", "texts", "invalid_value")
     given = request.documents if request.texts is None else request.texts
     if given is None:
-        raise BadRequest("Missing required parameter: 'documents'.", "documents", "missing_required_parameter")
+        raise missing_parameter("documents")
     return tuple(each if isinstance(each, str) else each.text for each in given)
 
 

@@ -77,7 +77,7 @@ class Background:
     @property
     def size_bytes(self) -> int:
         """Memory that it takes once it is over. The response echoes its request."""
-        return self.events.size_bytes + self.run.asked_bytes + _OBJECT_BYTES
+        return self.events.size_bytes + self.run.request_bytes + _OBJECT_BYTES
 
     def release(self) -> None:
         """Drop what only a running response needs."""
@@ -122,7 +122,7 @@ class Background:
             self._end()
 
     async def complete(self) -> None:
-        """End it after its last token."""
+        """Write the last event of a response whose tokens are complete."""
         await self.journal.settle()
         self.events.add(self.encoder.end())
         self._end()
@@ -250,7 +250,7 @@ class Backgrounds:
         background = self._known.get(response_id)
         return background is not None and not background.is_over
 
-    def start(self, run: ResponseRun, job: PreparedRequest, tenant: str, asked: JournaledRequest) -> Background:
+    def start(self, run: ResponseRun, job: PreparedRequest, tenant: str, request: JournaledRequest) -> Background:
         """Start a response. Raises `ApiError` where there is no room for it; later errors are events."""
         running = [each for each in self._known.values() if not each.is_over]
         if len(running) >= RUNNING_MAX or sum(each.tenant == tenant for each in running) >= RUNNING_PER_KEY_MAX:
@@ -263,8 +263,8 @@ class Backgrounds:
             held.callback(record.media_lease.close)
             generation = held.enter_context(dataclasses.replace(job, record=record).generation(run.bind))
             background = Background(tenant, run)
-            size = prompt_bytes(asked.generate) + record.body_bytes
-            background.journal = self._journals.create(background.id, asked, size, background.events.add)
+            size = prompt_bytes(request.generate) + record.body_bytes
+            background.journal = self._journals.create(background.id, request, size, background.events.add)
             background.journal.append(None, background.encoder.queued())
             # If this daemon ends first, the next one finds the response.
             run.keep(run.snapshot())

@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 class ResponseRun:
     """One response from its request to its last state. Owned by its request; another request may `cancel` it.
 
-    `keep` stores a state. `stop` ends the sequences. `asked_bytes` is the size of the request's body, which the
+    `keep` stores a state. `stop` ends the sequences. `request_bytes` is the size of the request's body, which the
     response echoes in part. `last` is the last state, once there is one.
     """
 
@@ -31,7 +31,7 @@ class ResponseRun:
     now: Callable[[], int]
     keep: Callable[[out.Response], None]
     stop: Callable[[Sequence[int]], None]
-    asked_bytes: int = 0
+    request_bytes: int = 0
     is_cancelled: bool = False
     last: out.Response | None = None
     _rids: Sequence[int] = field(default_factory=tuple[int, ...])
@@ -49,7 +49,7 @@ class ResponseRun:
     @property
     def size_bytes(self) -> int:
         """About the size of a snapshot as JSON."""
-        return self.asked_bytes + DELTA_BYTES * self.output.deltas
+        return self.request_bytes + DELTA_BYTES * self.output.deltas
 
     def cancel(self) -> out.Response:
         """Cancel it. Returns its state then."""
@@ -75,7 +75,7 @@ class ResponseRun:
         last = self._state("cancelled" if self.is_cancelled else "failed")
         if not self.is_cancelled:
             last = msgspec.structs.replace(last, error=out.ErrorInfo.of(error))
-            if not self.output.deltas and self.asked_bytes >= LARGE_BYTES:
+            if not self.output.deltas and self.request_bytes >= LARGE_BYTES:
                 # The error of a refused request is kept without its large fields.
                 last = msgspec.structs.replace(last, instructions=None, tools=[])
         self._end(last)
@@ -89,8 +89,8 @@ class ResponseRun:
         return msgspec.structs.replace(self.response, status=status, output=self.output.items())
 
 
-class ResponseStream:
-    """Encodes the events of a response's stream."""
+class ResponseEncoder:
+    """Encodes the events of a response's stream, or collects the whole response."""
 
     def __init__(self, run: ResponseRun) -> None:
         self._run = run
@@ -122,12 +122,20 @@ class ResponseStream:
         is_whole = last.status == "completed"
         return self._write([*events, out.ResponseCompleted(last) if is_whole else out.IncompleteEvent(last)])
 
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._run.output.add(delta)
+
+    def result(self) -> bytes:
+        self._run.output.close()
+        return _encode(self._run.complete())
+
     def _write(self, events: Sequence[out.Event]) -> bytes:
         data, self._number = out.stream_bytes(events, self._number)
         return data
 
 
-class QueuedStream(ResponseStream):
+class QueuedStream(ResponseEncoder):
     """The events of a background response, which is queued first."""
 
     def skip(self, count: int) -> int:
@@ -145,21 +153,3 @@ class QueuedStream(ResponseStream):
         """The event of its start on a worker."""
         self._run.response = msgspec.structs.replace(self._run.response, status="in_progress")
         return self._write([out.InProgress(self._run.response)])
-
-
-class ResponseFold:
-    """Collects the whole response."""
-
-    def __init__(self, run: ResponseRun) -> None:
-        self._run = run
-
-    def bind(self, rids: Sequence[int]) -> None:
-        self._run.bind(rids)
-
-    def add(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            self._run.output.add(delta)
-
-    def result(self) -> bytes:
-        self._run.output.close()
-        return _encode(self._run.complete())

@@ -17,7 +17,7 @@ from gateway.api.responses import response as out
 from gateway.api.responses.background import EVENTS_GONE_MESSAGE, Background, Backgrounds, keep_nothing
 from gateway.api.responses.compact import SummaryFold, summary_request
 from gateway.api.responses.echo import echo
-from gateway.api.responses.encoder import ResponseFold, ResponseRun, ResponseStream
+from gateway.api.responses.encoder import ResponseEncoder, ResponseRun
 from gateway.api.responses.history import ResponseHistory, id_of, numbered, tenant_of, with_stored_media
 from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.journal import ResponseJournals
@@ -41,7 +41,6 @@ from gateway.http.sse import cut_off
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.prompts import ChatPrompt, Media
-from protocol.to_worker import Generate
 
 T = TypeVar("T", bound=InputTokensRequest)
 
@@ -102,18 +101,19 @@ class Responses:
         request, before = await self._resolved(record, request)
         box = toolbox(request)
         model, seed, prompt = await self._begin(record, request, before, box, ignored)
-        generates = await self._lower(record, request, model, seed, prompt)
+        job = await serve.prepare(
+            services, record, model, lambda next_rid, ms: lower_responses(request, prompt, model, next_rid, seed, ms)
+        )
         run, inputs = self._run(request, box, model, record, prompt.media)
-        job = serve.PreparedRequest(services, record, model, generates)
         if request.background:
             await self._start(run, job, inputs, scope, receive, send)
             return
         if not request.stream:
-            await job.whole(ResponseFold(run), receive, send)
+            await job.whole(ResponseEncoder(run), receive, send)
             return
         self._running[run.response.id] = (tenant_of(record), run)
         try:
-            await job.stream(ResponseStream(run), receive, send)
+            await job.stream(ResponseEncoder(run), receive, send)
         finally:
             del self._running[run.response.id]
 
@@ -127,8 +127,9 @@ class Responses:
         await services.bodies.work(record.body_bytes, lower_prompt, request, toolbox(request), before)
         asking = summary_request(request)
         model, seed, prompt = await self._begin(record, asking, conversation, toolbox(asking), ignored)
-        generates = await self._lower(record, asking, model, seed, prompt)
-        job = serve.PreparedRequest(services, record, model, generates)
+        job = await serve.prepare(
+            services, record, model, lambda next_rid, ms: lower_responses(asking, prompt, model, next_rid, seed, ms)
+        )
         await job.whole(SummaryFold(conversation), receive, send)
 
     async def count(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,7 +143,7 @@ class Responses:
             tokenized = await serve.tokenize(services, record, model, prompt)
             await send_body(send, 200, _encode(out.InputTokenCount(tokenized.count)), record.headers)
 
-    async def one(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def get_or_delete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle `GET` and `DELETE` of `/v1/responses/{id}`."""
         record = record_of(scope)
         tenant, response_id = tenant_of(record), _path_id(scope)
@@ -208,15 +209,6 @@ class Responses:
         asked = (bool(request.stream), request.seed) if isinstance(request, ResponsesRequest) else (False, None)
         model, seed = serve.begin(services, record, request.model, *asked, ignored)
         return model, seed, await serve.with_media(services, record, model, prompt, self._history.media(record))
-
-    async def _lower(
-        self, record: RequestRecord, request: ResponsesRequest, model: ModelConfig, seed: int, prompt: ChatPrompt
-    ) -> list[Generate]:
-        services, deadline_ms = self._services, serve.deadline_ms(self._services)
-        next_rid = services.link.next_rid
-        return await serve.lower(
-            services, record, model, lambda: lower_responses(request, prompt, model, next_rid, seed, deadline_ms)
-        )
 
     async def _start(
         self,

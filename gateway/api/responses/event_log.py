@@ -86,7 +86,7 @@ class EventLog:
         self._first = number
 
     def close(self) -> None:
-        """Mark the last event."""
+        """End the log: no more events follow."""
         self.is_over = True
         self._wake()
 

@@ -87,12 +87,14 @@ def with_stored_media(items: Sequence[InputItem], media: Sequence[Media]) -> lis
 
 
 def _stored_media(item: InputItem, where: str, digests: dict[str, bytes]) -> InputItem:
-    def kept(parts: str | list[ContentPart] | None, name: str) -> str | list[ContentPart] | None:
+    def replaced(parts: str | list[ContentPart] | None, name: str) -> str | list[ContentPart] | None:
         if not isinstance(parts, list):
             return parts
         return [_by_digest(part, digests.get(f"{where}.{name}[{at}]")) for at, part in enumerate(parts)]
 
-    return msgspec.structs.replace(item, content=kept(item.content, "content"), output=kept(item.output, "output"))
+    return msgspec.structs.replace(
+        item, content=replaced(item.content, "content"), output=replaced(item.output, "output")
+    )
 
 
 def _by_digest(part: ContentPart, digest: bytes | None) -> ContentPart:
@@ -149,7 +151,7 @@ class ResponseHistory:
 
         async def load(digests: Sequence[bytes]) -> dict[bytes, bytes]:
             try:
-                return await self._read(lambda kept: kept.media(tenant_of(record), digests, MAX_FRAME_BYTES))
+                return await self._read(lambda database: database.media(tenant_of(record), digests, MAX_FRAME_BYTES))
             except StoredTooLarge:
                 message = f"The media of the conversation are larger than {MAX_FRAME_BYTES} bytes."
                 raise BadRequest(message, "previous_response_id", "conversation_too_large") from None
@@ -158,21 +160,21 @@ class ResponseHistory:
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises `ResponseNotFound`."""
-        stored = await self._read(lambda kept: kept.get(tenant, response_id))
+        stored = await self._read(lambda database: database.get(tenant, response_id))
         if stored is None:
             raise ResponseNotFound(response_id)
         return stored
 
     async def sizes(self, tenant: str, response_id: str) -> StoredSizes:
         """Raises `ResponseNotFound`."""
-        sizes = await self._read(lambda kept: kept.sizes(tenant, response_id))
+        sizes = await self._read(lambda database: database.sizes(tenant, response_id))
         if sizes is None:
             raise ResponseNotFound(response_id)
         return sizes
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises `ResponseNotFound`."""
-        if not await self._read(lambda kept: kept.delete(tenant, response_id)):
+        if not await self._read(lambda database: database.delete(tenant, response_id)):
             raise ResponseNotFound(response_id)
 
     async def before(self, record: RequestRecord, previous: str | None) -> list[InputItem]:
@@ -184,7 +186,7 @@ class ResponseHistory:
             return []
         tenant, room = tenant_of(record), self._limit_bytes() - record.body_bytes
         try:
-            conversation = await self._read(lambda kept: kept.conversation(tenant, previous, room, _turns))
+            conversation = await self._read(lambda database: database.conversation(tenant, previous, room, _turns))
         except StoredTooLarge:
             raise self._too_large("previous_response_id") from None
         except NotContinued as error:
@@ -212,7 +214,7 @@ class ResponseHistory:
             return list(items)
         tenant, room = tenant_of(record), self._limit_bytes() - record.body_bytes
         try:
-            owners = await self._read(lambda kept: kept.owners(tenant, references, room, _all_items))
+            owners = await self._read(lambda database: database.owners(tenant, references, room, _all_items))
         except StoredTooLarge:
             raise self._too_large("input") from None
         owned = {item.id: item for item in owners}

@@ -175,7 +175,6 @@ class ResponseJournals:
         self._problems = problems
         self._writer = ThreadPoolExecutor(1, "journal")
         self._opener = ThreadPoolExecutor(1, "journals")
-        self._used_bytes = 0
         self._held = Counter[str]()
         self._dirty: dict[ResponseJournal, None] = {}
         self._writing: list[ResponseJournal] = []
@@ -184,22 +183,22 @@ class ResponseJournals:
         self._timer: asyncio.TimerHandle | None = None
 
     def create(
-        self, response_id: str, asked: JournaledRequest, about_bytes: int, show: Callable[[bytes], None]
+        self, response_id: str, request: JournaledRequest, about_bytes: int, show: Callable[[bytes], None]
     ) -> ResponseJournal:
         """Create the journal of a new response, of about this many bytes. It is not sound if there is no room."""
-        journal = ResponseJournal(self, self._folder / f"{response_id}{SUFFIX}", show, asked.key or "")
+        journal = ResponseJournal(self, self._folder / f"{response_id}{SUFFIX}", show, request.key or "")
         if not self.is_on:
             journal.is_sound = False
         elif not self.reserve(journal, about_bytes):
             journal.abandon(_JOURNALS_FULL)
         else:
-            self._open(journal, about_bytes, lambda: _create(journal.path, asked, boot_id()))
+            self._open(journal, about_bytes, lambda: _create(journal.path, request, boot_id()))
         return journal
 
     def reopen(self, path: Path, content: ContentRecord, show: Callable[[bytes], None]) -> ResponseJournal:
         """Reopen the journal of a response that is resumed, and append a `BeginRecord`."""
-        journal = ResponseJournal(self, path, show, content.asked.key or "")
-        self._take(journal, content.whole_bytes)
+        journal = ResponseJournal(self, path, show, content.request.key or "")
+        self._count(journal, content.whole_bytes)
         self._open(journal, content.whole_bytes, lambda: _reopen(path, content.whole_bytes, boot_id()))
         return journal
 
@@ -232,9 +231,9 @@ class ResponseJournals:
         """Reserve so many bytes more. Returns False if there is no room."""
         limit = self._limit_bytes()
         is_within_share = self._held[journal.owner] + size_bytes <= share_bytes(limit, self._has_others())
-        has_room = self._used_bytes + size_bytes <= limit and is_within_share
+        has_room = self._held.total() + size_bytes <= limit and is_within_share
         if has_room:
-            self._take(journal, size_bytes)
+            self._count(journal, size_bytes)
         return has_room
 
     def wake(self, journal: ResponseJournal) -> None:
@@ -247,40 +246,33 @@ class ResponseJournals:
         """Count and log the loss of a journal, and delete its file after the current write."""
         self._problems["journal"] += 1
         log.error("background response %s will not survive a restart: %s", journal.path.stem, reason)
-        self._dirty.pop(journal, None)
-        file, journal.file = journal.file, None
-        self._free(journal)
-        if file is not None:
+        if (file := self._detach(journal)) is not None:
             self._writer.submit(_close, file, journal.path, False)
 
     async def close_file(self, journal: ResponseJournal, *, is_kept: bool) -> None:
         """Close a file after the current write."""
-        file, journal.file = journal.file, None
-        self._dirty.pop(journal, None)
-        self._free(journal)
+        file = self._detach(journal)
         # A file that was closed for the next daemon is deleted by its path.
         if file is not None or not is_kept:
             await asyncio.wrap_future(self._writer.submit(_close, file, journal.path, is_kept))
 
-    def _take(self, journal: ResponseJournal, size_bytes: int) -> None:
-        self._used_bytes += size_bytes
+    def _count(self, journal: ResponseJournal, size_bytes: int) -> None:
         self._held[journal.owner] += size_bytes
         journal.size_bytes += size_bytes
 
-    def _free(self, journal: ResponseJournal) -> None:
-        self._used_bytes -= journal.size_bytes
+    def _detach(self, journal: ResponseJournal) -> int | None:
+        """Forget a journal, free its bytes, and return its file."""
+        self._dirty.pop(journal, None)
         self._held[journal.owner] -= journal.size_bytes
         if not self._held[journal.owner]:
             del self._held[journal.owner]
         journal.size_bytes = 0
+        file, journal.file = journal.file, None
+        return file
 
     def _open(self, journal: ResponseJournal, about_bytes: int, open_file: Callable[[], int]) -> None:
         loop = asyncio.get_running_loop()
         timeout = loop.call_later(CREATE_TIMEOUT_S, journal.abandon, "the disk does not keep up")
-
-        def opened(future: Future[int]) -> None:
-            with contextlib.suppress(RuntimeError):  # The loop has ended.
-                loop.call_soon_threadsafe(note, future)
 
         def note(future: Future[int]) -> None:
             timeout.cancel()
@@ -290,10 +282,10 @@ class ResponseJournals:
                 self._writer.submit(_close, future.result(), journal.path, False)
             else:
                 journal.file = future.result()
-                self._take(journal, os.fstat(journal.file).st_size - about_bytes)
+                self._count(journal, os.fstat(journal.file).st_size - about_bytes)
                 self.wake(journal)
 
-        self._opener.submit(open_file).add_done_callback(opened)
+        _call_back(self._opener.submit(open_file), note)
 
     def _schedule(self) -> None:
         """Write now, or WRITE_INTERVAL_S after the last write."""
@@ -318,15 +310,11 @@ class ResponseJournals:
             self._timer = loop.call_later(WRITE_TIMEOUT_S, self._check)
         frames = [(journal.file, journal.begin_write()) for journal in self._writing]
 
-        def done(future: Future[list[OSError | None]]) -> None:
-            with contextlib.suppress(RuntimeError):  # The loop has ended.
-                loop.call_soon_threadsafe(self._note_written, future.result())
+        _call_back(self._writer.submit(_append, frames), self._note_written)
 
-        self._writer.submit(_append, frames).add_done_callback(done)
-
-    def _note_written(self, errors: list[OSError | None]) -> None:
+    def _note_written(self, write: Future[list[OSError | None]]) -> None:
         written, self._writing = self._writing, []
-        for journal, error in zip(written, errors, strict=True):
+        for journal, error in zip(written, write.result(), strict=True):
             if error is None:
                 journal.end_write()
             else:
@@ -351,6 +339,17 @@ class ResponseJournals:
         return await asyncio.wrap_future(self._opener.submit(action))
 
 
+def _call_back(call: Future[T], note: Callable[[Future[T]], None]) -> None:
+    """Call `note` on the event loop once a thread's call has ended, unless the loop ends first."""
+    loop = asyncio.get_running_loop()
+
+    def done(call: Future[T]) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(note, call)
+
+    call.add_done_callback(done)
+
+
 def _paths(folder: Path) -> list[Path]:
     try:
         return sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
@@ -358,12 +357,12 @@ def _paths(folder: Path) -> list[Path]:
         return []
 
 
-def _create(path: Path, asked: JournaledRequest, boot: str) -> int:
+def _create(path: Path, request: JournaledRequest, boot: str) -> int:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with contextlib.ExitStack() as undo:
         undo.callback(_close, file, path, False)
-        _write_all(file, MAGIC + framed(asked) + framed(BeginRecord(boot)))
+        _write_all(file, MAGIC + framed(request) + framed(BeginRecord(boot)))
         undo.pop_all()
     return file
 

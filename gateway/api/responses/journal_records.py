@@ -82,7 +82,7 @@ Record = BeginRecord | StartRecord | DeltaRecord | ShutdownRecord | PlacementRec
 class ContentRecord:
     """Content of a journal; `whole_bytes` is where its last whole record ends."""
 
-    asked: JournaledRequest
+    request: JournaledRequest
     records: list[Record]
     whole_bytes: int
 
@@ -92,7 +92,7 @@ class NotUnderstood(Exception):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_asked: msgspec.msgpack.Decoder[JournaledRequest] = msgspec.msgpack.Decoder(JournaledRequest)
+_request: msgspec.msgpack.Decoder[JournaledRequest] = msgspec.msgpack.Decoder(JournaledRequest)
 _record: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
@@ -108,13 +108,13 @@ def parsed(data: bytes) -> ContentRecord:
         raise NotUnderstood("its first line is another")
     first, place = _payload(data, len(MAGIC))
     try:
-        asked = _asked.decode(first)
+        request = _request.decode(first)
         records: list[Record] = []
         whole_bytes = place
         while True:
             payload, place = _payload(data, place)
             if not payload:
-                return ContentRecord(asked, records, whole_bytes)
+                return ContentRecord(request, records, whole_bytes)
             records.append(_record.decode(payload))
             whole_bytes = place
     except UNREADABLE as error:

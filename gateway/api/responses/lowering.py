@@ -16,10 +16,17 @@ from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.sampling import sampling_values
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.lowering import derive_seed, template_kwargs
-from gateway.api.responses.request import ContentPart, InputItem, InputTokensRequest, ResponsesRequest, TextFormat
+from gateway.api.responses.request import (
+    ROLES,
+    ContentPart,
+    InputItem,
+    InputTokensRequest,
+    ResponsesRequest,
+    TextFormat,
+)
 from gateway.api.responses.tools import INPUT, Toolbox, flat_name
 from gateway.config.settings import ModelConfig
-from gateway.errors import BadRequest, Unsupported
+from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import Constraint, Generate, Sampling
@@ -87,7 +94,7 @@ def lower_prompt(
     turns.add_all(request.items, "input")
     messages = turns.finish()
     if not messages:
-        raise BadRequest("Missing required parameter: 'input'.", "input", "missing_required_parameter")
+        raise missing_parameter("input")
     kwargs = template_kwargs(request.chat_template_kwargs)
     # A request that cannot be answered is refused here, also where its tokens are only counted.
     _constraint(request)
@@ -104,17 +111,13 @@ def lower_responses(
     deadline_ms: int = 0,
 ) -> Generate:
     """Raises `BadRequest`."""
-    defaults = model.sampling
     thinking = lower_thinking(request, model.thinking)
     wants_logprobs = bool(request.top_logprobs) or request.includes("message.output_text.logprobs")
     return Generate(
         next_rid(),
         canonical.with_thinking(prompt, thinking),
-        Sampling(
-            **sampling_values(request, defaults),
-            seed=derive_seed(seed, 0),
-        ),
-        max_tokens=defaults.max_tokens if request.max_output_tokens is None else request.max_output_tokens,
+        Sampling(**sampling_values(request, model.sampling), seed=derive_seed(seed, 0)),
+        max_tokens=model.sampling.max_tokens if request.max_output_tokens is None else request.max_output_tokens,
         top_logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
         deadline_ms=deadline_ms,
         want_progress=True,
@@ -144,12 +147,12 @@ def _constraint(request: InputTokensRequest) -> Constraint | None:
     return msgspec.structs.replace(constraint, after_reasoning=True, param="text.format")
 
 
-def _as_chat(wanted: TextFormat) -> dict[str, Any]:
+def _as_chat(format: TextFormat) -> dict[str, Any]:
     """Nest the fields of a schema as chat's `response_format` does."""
-    if wanted.type != "json_schema":
-        return {"type": wanted.type}
-    schema = None if wanted.schema is UNSET else wanted.schema
-    strict = None if wanted.strict is UNSET else wanted.strict
+    if format.type != "json_schema":
+        return {"type": format.type}
+    schema = None if format.schema is UNSET else format.schema
+    strict = None if format.strict is UNSET else format.strict
     return {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
 
 
@@ -213,12 +216,9 @@ class _Turns:
             case "system" | "developer":
                 self.add_system(canonical.only_text(_content(content, place, TEXT_SEPARATOR), place))
             case None:
-                raise BadRequest(f"Missing required parameter: '{where}.role'.", f"{where}.role")
+                raise missing_parameter(f"{where}.role")
             case role:
-                message = (
-                    f"Invalid value for '{where}.role': {role[:40]!r} is none of user, assistant, system, developer."
-                )
-                raise BadRequest(message, f"{where}.role", "invalid_value")
+                raise invalid_choice(role, ROLES, f"{where}.role")
 
     def _flush(self) -> None:
         """End the assistant's turn. Reasoning without a text or call after it is dropped."""
@@ -278,5 +278,5 @@ def _part(part: ContentPart, where: str) -> str | dict[str, Any]:
 
 def _required(value: T | None, param: str) -> T:
     if value is None:
-        raise BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+        raise missing_parameter(param)
     return value

@@ -21,7 +21,7 @@ from gateway.api.openai.request import (
     TopP,
     Unit,
 )
-from gateway.errors import BadRequest, Unsupported
+from gateway.errors import BadRequest, Unsupported, invalid_choice
 from gateway.media.reference import DETAILS
 
 # Accepted with any value, because a local server has nothing to do for them.
@@ -39,6 +39,8 @@ TOOL: Final = typed(
 TOOL_CHOICE: Final = typed("function", "custom", "allowed_tools", name=TEXT)
 
 
+ROLES: Final = ("user", "assistant", "system", "developer")
+TRUNCATIONS: Final = ("auto", "disabled")
 TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _TEXT: Final = {"type": "string"}
 _SAID: Final = {"type": ["string", "array"]}
@@ -97,7 +99,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
 
     type: str | None = None
     id: str | None = None
-    role: Annotated[str, words("user", "assistant", "system", "developer")] | None = None
+    role: Annotated[str, words(*ROLES)] | None = None
     content: str | list[ContentPart] | None = None
     status: str | None = None
     phase: str | None = None
@@ -161,7 +163,7 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning: SummarizedReasoning | None = None
     text: TextSpec | None = None
-    truncation: Annotated[str, words("auto", "disabled")] | None = None
+    truncation: Annotated[str, words(*TRUNCATIONS)] | None = None
     # Spellings of the effort in chat and on other servers.
     reasoning_effort: Effort | None = None
     thinking: AnthropicThinking | None = None
@@ -236,6 +238,5 @@ def _refuse_unserved(request: InputTokensRequest) -> None:
         raise Unsupported("'conversation' is not supported: use 'previous_response_id'.", "conversation")
     if request.prompt is not None:
         raise Unsupported("'prompt' is not supported: there are no stored prompts here.", "prompt")
-    if request.truncation not in (None, "auto", "disabled"):
-        message = f"Invalid value for 'truncation': {request.truncation[:40]!r} is none of auto, disabled."
-        raise BadRequest(message, "truncation", "invalid_value")
+    if request.truncation is not None and request.truncation not in TRUNCATIONS:
+        raise invalid_choice(request.truncation, TRUNCATIONS, "truncation")

@@ -202,6 +202,10 @@ class ItemList(Struct, frozen=True, tag_field="object", tag="list"):
     has_more: bool
 
 
+class _ResponseEvent(Struct, frozen=True):
+    response: Response
+
+
 class _InItem(Struct, frozen=True):
     item_id: str
     output_index: int
@@ -211,28 +215,28 @@ class _InContent(_InItem, frozen=True):
     content_index: int
 
 
-class ResponseCreated(Struct, frozen=True, tag="response.created"):
-    response: Response
+class ResponseCreated(_ResponseEvent, frozen=True, tag="response.created"):
+    """The response exists."""
 
 
-class ResponseQueued(Struct, frozen=True, tag="response.queued"):
-    response: Response
+class ResponseQueued(_ResponseEvent, frozen=True, tag="response.queued"):
+    """A background response waits for its start."""
 
 
-class InProgress(Struct, frozen=True, tag="response.in_progress"):
-    response: Response
+class InProgress(_ResponseEvent, frozen=True, tag="response.in_progress"):
+    """The response is being generated."""
 
 
-class ResponseCompleted(Struct, frozen=True, tag="response.completed"):
-    response: Response
+class ResponseCompleted(_ResponseEvent, frozen=True, tag="response.completed"):
+    """The response has ended."""
 
 
-class IncompleteEvent(Struct, frozen=True, tag="response.incomplete"):
-    response: Response
+class IncompleteEvent(_ResponseEvent, frozen=True, tag="response.incomplete"):
+    """The response was cut off or cancelled."""
 
 
-class ResponseFailed(Struct, frozen=True, tag="response.failed"):
-    response: Response
+class ResponseFailed(_ResponseEvent, frozen=True, tag="response.failed"):
+    """The response has failed."""
 
 
 class ItemAdded(Struct, frozen=True, tag="response.output_item.added"):

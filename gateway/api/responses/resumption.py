@@ -98,17 +98,17 @@ class Resumption:
 
     async def _resume(self, path: Path) -> None:
         content = await self._content(path)
-        if content is None or await self._has_ended(content.asked):
+        if content is None or await self._has_ended(content.request):
             await self._journals.discard(path)
             return
-        asked = content.asked
-        background = Background(asked.key or "", self._run(asked))
+        request = content.request
+        background = Background(request.key or "", self._run(request))
         records = [*content.records, BeginRecord(journal.boot_id())]
         replayed = await self._services.bodies.work(content.whole_bytes, replay, background, records)
         background.journal = self._journals.reopen(path, content, background.events.add)
         log.info("background response %s goes on after %d tokens", background.id, len(replayed.token_ids))
         is_whole = background.run.output.finish is not None
-        work = self._finish(background) if is_whole else self._continue(background, asked, replayed)
+        work = self._end(background) if is_whole else self._continue(background, request, replayed)
         self._backgrounds.register(background, work)
 
     async def _content(self, path: Path) -> ContentRecord | None:
@@ -120,75 +120,74 @@ class Resumption:
             log.error("journal %s: its response does not go on: %s", path.name, error)
             return None
 
-    async def _has_ended(self, asked: JournaledRequest) -> bool:
+    async def _has_ended(self, request: JournaledRequest) -> bool:
         """Whether its end is stored. A daemon that was killed may not have stored its beginning."""
         try:
-            stored = await self._history.get(asked.key or "", asked.response.id)
+            stored = await self._history.get(request.key or "", request.response.id)
         except ResponseNotFound:
             return False
         return has_ended(stored)
 
-    def _run(self, asked: JournaledRequest) -> ResponseRun:
-        prompt, response = asked.generate.prompt, asked.response
+    def _run(self, request: JournaledRequest) -> ResponseRun:
+        prompt, response = request.generate.prompt, request.response
         media = prompt.media if isinstance(prompt, ChatPrompt) else ()
-        keep = self._history.keeper(asked.key or "", asked.inputs, media, asked.body_bytes)
-        output = ResponseOutput(stem_of(response), asked.forms, asked.is_sealed)
+        keep = self._history.keeper(request.key or "", request.inputs, media, request.body_bytes)
+        output = ResponseOutput(stem_of(response), request.forms, request.is_sealed)
         stop = partial(self._services.link.stop, reason="cancelled")
-        return ResponseRun(response, output, serve.now, keep, stop, asked.body_bytes)
+        return ResponseRun(response, output, serve.now, keep, stop, request.body_bytes)
 
-    async def _finish(self, background: Background) -> None:
-        await background.complete()
+    async def _end(self, background: Background, error: ApiError | None = None) -> None:
+        await (background.complete() if error is None else background.fail(error))
         await self._backgrounds.end(background)
 
-    async def _continue(self, background: Background, asked: JournaledRequest, replayed: ReplayedResponse) -> None:
+    async def _continue(self, background: Background, request: JournaledRequest, replayed: ReplayedResponse) -> None:
         with ExitStack() as held:
             try:
-                generation = await self._enter(background, asked, replayed, held)
+                generation = await self._enter(background, request, replayed, held)
             except ApiError as error:
                 log.warning("background response %s does not go on: %s", background.id, error.message)
-                await background.fail(error)
-                await self._backgrounds.end(background)
+                await self._end(background, error)
                 return
             leases = held.pop_all()
         await self._backgrounds.run(background, generation, leases)
 
     async def _enter(
-        self, background: Background, asked: JournaledRequest, replayed: ReplayedResponse, held: ExitStack
+        self, background: Background, request: JournaledRequest, replayed: ReplayedResponse, held: ExitStack
     ) -> Generation:
         """Its generation, which is admitted as any request. Raises `ApiError`."""
         services = self._services
         if replayed.fruitless > FRUITLESS_DAEMONS_MAX:
             raise Unavailable("The server was restarted too often while it was generating this response.")
-        if asked.is_everybodys and not services.keyring.is_open:
+        if request.is_everybodys and not services.keyring.is_open:
             raise Unauthorized("This response was asked for without an API key, and there are keys by now.", None)
-        caller = services.keyring.named(asked.key)
+        caller = services.keyring.named(request.key)
         if caller is None:
             raise Unauthorized("The API key that asked for this response is no longer in force.", None)
         form = background.form if replayed.token_ids else None
-        model = await self._model(background, asked, partial(services.router.resolve, asked.model, caller), form)
-        if model.root != asked.path:
+        model = await self._model(background, request, partial(services.router.resolve, request.model, caller), form)
+        if model.root != request.path:
             raise Unavailable(f"The model {model.name!r} has other weights than when this response was begun.")
         lease, media_lease = services.bodies.lease(), services.media.lease()
         held.callback(lease.close)
         held.callback(media_lease.close)
-        record = RequestRecord(asked.request_id, "POST", PATH, caller=caller, model=model.name, stream=True)
-        record.lease, record.media_lease, record.body_bytes = lease, media_lease, asked.body_bytes
+        record = RequestRecord(request.request_id, "POST", PATH, caller=caller, model=model.name, stream=True)
+        record.lease, record.media_lease, record.body_bytes = lease, media_lease, request.body_bytes
         lease.owner = media_lease.owner = caller.key or ""
-        await lease.reach(asked.body_bytes)
-        prompt = asked.generate.prompt
+        await lease.reach(request.body_bytes)
+        prompt = request.generate.prompt
         if isinstance(prompt, ChatPrompt) and prompt.media:
             media_lease.grow(sum(len(each.data) for each in prompt.media))
             record.media = tuple(msgspec.structs.replace(each, data=b"") for each in prompt.media)
             record.media_bytes = media_lease.size_bytes
-        left_ms = int((asked.began + asked.limit_s - time.time()) * 1000)
-        deadline_ms = max(1, left_ms) if asked.limit_s else 0
-        generate = replayed.rest_of(asked.generate, services.link.next_rid(), deadline_ms)
+        left_ms = int((request.began + request.limit_s - time.time()) * 1000)
+        deadline_ms = max(1, left_ms) if request.limit_s else 0
+        generate = replayed.rest_of(request.generate, services.link.next_rid(), deadline_ms)
         packed = await services.bodies.work(record.body_bytes + record.media_bytes, pack, [generate])
         background.check()
         return held.enter_context(Generation(services, model, packed, record, background.run.bind, form=form or ""))
 
     async def _model(
-        self, background: Background, asked: JournaledRequest, resolve: Callable[[], ModelConfig], form: str | None
+        self, background: Background, request: JournaledRequest, resolve: Callable[[], ModelConfig], form: str | None
     ) -> ModelConfig:
         """Its model. If only peers have it, wait until a peer has it in the same form. Raises `ApiError`."""
         services, loop = self._services, asyncio.get_running_loop()
@@ -199,11 +198,11 @@ class Resumption:
             except ModelNotFound as error:
                 failure: ApiError = error
             else:
-                if asked.path or model.path or services.fleet.has(model, form):
+                if request.path or model.path or services.fleet.has(model, form):
                     return model
                 message = f"No peer has the model {model.name!r} in the form that began this response."
                 failure = Unavailable(message, code="no_peer_available")
-            if asked.path or not services.fleet.nodes or loop.time() >= end:
+            if request.path or not services.fleet.nodes or loop.time() >= end:
                 raise failure
             if services.admission.is_draining:
                 background.leave()

@@ -6,7 +6,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -17,6 +17,7 @@ from gateway.wall_clock import WallClock
 
 log = logging.getLogger(__name__)
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 # Calls, and bytes of responses, that may wait for the disk. Beyond them a response is not kept, and a read is refused.
@@ -73,18 +74,16 @@ class Store:
             self._problems["dropped"] += 1
             log.error("response not stored: the disk does not keep up")
             return
-        self._thread.submit(self._keep_or_log, about_bytes, make)
+        self._submit(about_bytes, self._keep_or_log, make)
 
     async def read(self, action: Callable[[ResponseDatabase], T]) -> T:
         """Return the result of `action`, called in the thread. Raises `StoreBroken`, and what `action` raises."""
         if not self._enter(0):
             self._problems["dropped"] += 1
             raise StoreBroken("too many calls wait")
-        call = self._thread.submit(self._run, action, 0)
-        # A call whose client left while it waited does not run.
-        call.add_done_callback(lambda call: self._leave(0) if call.cancelled() else None)
         try:
-            return await asyncio.wrap_future(call)
+            # A call whose client leaves while it waits does not run.
+            return await asyncio.wrap_future(self._submit(0, self._run, action))
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
             log.error("response store cannot be read: %s", error)
@@ -111,20 +110,26 @@ class Store:
                 self._pending_bytes += size
             return has_room
 
-    def _leave(self, size: int) -> bool:
-        """Uncount one call. Returns whether no other waits."""
-        with self._lock:
-            self._pending -= 1
-            self._pending_bytes -= size
-            return self._pending == 0
+    def _submit(self, size: int, run: Callable[[A], T], argument: A) -> Future[T]:
+        """Call `run` in the thread, and uncount the call once it has ended or was cancelled."""
+
+        def leave(_: Future[T]) -> None:
+            with self._lock:
+                self._pending -= 1
+                self._pending_bytes -= size
+
+        call = self._thread.submit(run, argument)
+        call.add_done_callback(leave)
+        return call
 
     # The methods below run in the thread.
 
-    def _run(self, action: Callable[[ResponseDatabase], T], size: int) -> T:
+    def _run(self, action: Callable[[ResponseDatabase], T]) -> T:
         try:
             return self._healed(action)
         finally:
-            if self._leave(size) and self._database.has_traces:
+            # The log is emptied after the last waiting call.
+            if self._database.has_traces and self._pending <= 1:
                 self._truncate_log()
 
     def _healed(self, action: Callable[[ResponseDatabase], T]) -> T:
@@ -146,9 +151,9 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             log.error("write-ahead log of the response store cannot be emptied: %s", error)
 
-    def _keep_or_log(self, size: int, make: Callable[[], StoredResponse]) -> None:
+    def _keep_or_log(self, make: Callable[[], StoredResponse]) -> None:
         try:
-            self._run(lambda database: database.keep(make()), size)
+            self._run(lambda database: database.keep(make()))
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
             log.error("response not stored: %s", error)

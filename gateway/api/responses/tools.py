@@ -8,7 +8,7 @@ from msgspec import Struct
 from gateway.api.common.canonical import FunctionTool, ToolMode, ToolPolicy, sendable
 from gateway.api.common.decode import converted
 from gateway.api.responses.request import InputTokensRequest
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, missing_parameter
 
 # Joins a namespace and the name of a function in it: names contain only letters, digits, `_` and `-`.
 NAMESPACE_SEPARATOR: Final = "__"
@@ -113,7 +113,7 @@ def _collect(spec: ResponseTool, namespace: str, where: str, tools: list[Functio
     match spec.type:
         case "function" | "custom":
             if not spec.name:
-                raise BadRequest(f"Missing required parameter: '{where}.name'.", f"{where}.name")
+                raise missing_parameter(f"{where}.name")
             tool = _function(spec, namespace, where) if spec.type == "function" else _custom(spec, namespace)
             tools.append(tool)
             if spec.type == "custom" and spec.format is not None and spec.format.definition:

@@ -197,10 +197,10 @@ def _header(description: str, kind: str = "string", *, is_required: bool = False
 
 def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Schema]]:
     """The schemas of all structs by name, and the reference to each body, answer, event and error."""
-    bodies = list(dict.fromkeys(one.body for one in operations if one.body is not None))
-    answers = list(dict.fromkeys(shape for one in operations for shape in (one.answer, *one.events, one.error)))
+    bodies = list(dict.fromkeys(each.body for each in operations if each.body is not None))
+    answers = list(dict.fromkeys(shape for each in operations for shape in (each.answer, *each.events, each.error)))
     inputs, outputs = _structs(bodies), _structs(answers)
-    found, schemas = msgspec.json.schema_components([*bodies, *answers], ref_template=_REF + "{name}")
+    references, schemas = msgspec.json.schema_components([*bodies, *answers], ref_template=_REF + "{name}")
     names = {_given_name(struct, schemas): struct for struct in (*inputs, *outputs)}
     for name, struct in names.items():
         hint = getattr(struct, "hint", None)
@@ -217,7 +217,7 @@ def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Sche
     assert len(set(final.values())) == len(schemas), "two structs would share a name"
     renamed = {final[name]: _renamed(schema, final) for name, schema in schemas.items()}
     return renamed, {
-        shape: _renamed(reference, final) for shape, reference in zip((*bodies, *answers), found, strict=True)
+        shape: _renamed(reference, final) for shape, reference in zip((*bodies, *answers), references, strict=True)
     }
 
 
@@ -254,19 +254,19 @@ def _sent(struct: type[Struct]) -> list[str]:
     info = types.type_info(struct)
     assert isinstance(info, types.StructType)
     return tag + [
-        one.encode_name for one in info.fields if one.required or not (config.omit_defaults or _is_unset(one))
+        field.encode_name for field in info.fields if field.required or not (config.omit_defaults or _is_unset(field))
     ]
 
 
-def _is_unset(one: types.Field) -> bool:
+def _is_unset(field: types.Field) -> bool:
     """Whether its default is UNSET, with which a field is left out."""
-    return not one.required and one.default is msgspec.NODEFAULT and one.default_factory is msgspec.NODEFAULT
+    return not field.required and field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT
 
 
 def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
     """The schema with its references replaced by those to the final names."""
     if isinstance(schema, list):
-        return [_renamed(one, names) for one in schema]
+        return [_renamed(each, names) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {

@@ -163,6 +163,6 @@ OPERATIONS: Final[tuple[Operation, ...]] = (*DIALECTS, *_MLXD, *_HEALTH)
 def routes(parts: Parts) -> list[Route]:
     """The routes of all operations."""
     methods: dict[tuple[str, Maker], list[str]] = {}
-    for one in OPERATIONS:
-        methods.setdefault((one.routed_path, one.maker), []).append(one.method)
+    for operation in OPERATIONS:
+        methods.setdefault((operation.routed_path, operation.maker), []).append(operation.method)
     return [Route(path, maker(parts), methods=names) for (path, maker), names in methods.items()]

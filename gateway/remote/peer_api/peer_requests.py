@@ -131,7 +131,9 @@ class GenerateForPeers:
     ) -> None:
         async with cut_off(record, receive):
             estimate = record.body_bytes / BYTES_PER_TOKEN
-            answer = await serve.ask(self._services, record, model, estimate, lambda rid: replace(question, rid=rid))
+            answer = await serve.call_worker(
+                self._services, record, model, estimate, lambda rid: replace(question, rid=rid)
+            )
             await send_body(send, 200, frame(replace(answer, rid=question.rid)), kind=FRAMES)
 
     async def _generate(

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from gateway.api.responses import response as out
 from gateway.api.responses.custom_input import InputReader
 from gateway.api.responses.echo import echo
-from gateway.api.responses.encoder import QueuedStream, ResponseFold, ResponseRun, ResponseStream
+from gateway.api.responses.encoder import QueuedStream, ResponseEncoder, ResponseRun
 from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.request import decode_responses
 from gateway.api.responses.tools import toolbox
@@ -96,7 +96,7 @@ def _batches(draw: st.DrawFn) -> list[list[Delta]]:
 
 @given(_batches(), st.booleans())
 def test_a_response_is_the_fold_of_its_stream(batches: list[list[Delta]], sealed: bool) -> None:
-    stream, fold = ResponseStream(run(sealed=sealed)), ResponseFold(run(sealed=sealed))
+    stream, fold = ResponseEncoder(run(sealed=sealed)), ResponseEncoder(run(sealed=sealed))
     stream.bind([RID])
     fold.bind([RID])
     data = b""
@@ -118,7 +118,7 @@ def test_a_response_is_the_fold_of_its_stream(batches: list[list[Delta]], sealed
 
 @given(_batches())
 def test_every_event_and_response_is_of_the_published_shape(batches: list[list[Delta]]) -> None:
-    stream = ResponseStream(run())
+    stream = ResponseEncoder(run())
     stream.bind([RID])
     data = stream.begin(0) + b"".join(stream.encode(batch) for batch in batches) + stream.end()
     for event in events(data):
@@ -135,7 +135,7 @@ def test_every_event_and_response_is_of_the_published_shape(batches: list[list[D
 
 
 def said(*deltas: Delta, finish: Finish = Finish.STOP) -> list[dict[str, Any]]:
-    stream = ResponseStream(run())
+    stream = ResponseEncoder(run())
     stream.bind([RID])
     body = stream.encode([*deltas, Delta(RID, finish=finish, usage=Usage(1, 0, 1))])
     return events(stream.begin(1) + body + stream.end())
@@ -247,7 +247,7 @@ def test_log_probabilities_of_held_back_text_are_kept_and_those_of_markup_are_no
 )
 def test_a_stream_that_fails_ends_with_what_there_was(error: Any, code: str) -> None:
     kept: list[out.Response] = []
-    stream = ResponseStream(run(kept := kept))
+    stream = ResponseEncoder(run(kept := kept))
     stream.bind([RID])
     data = stream.begin(0) + stream.encode([Delta(RID, text="half")]) + stream.error(error)
     last = events(data)[-1]
@@ -258,7 +258,7 @@ def test_a_stream_that_fails_ends_with_what_there_was(error: Any, code: str) -> 
 
 
 def test_a_keepalive_is_a_data_event_that_counts() -> None:
-    stream = ResponseStream(run())
+    stream = ResponseEncoder(run())
     found = events(stream.begin(0) + stream.keepalive())
 
     assert [event["type"] for event in found[1:]] == ["response.in_progress"] * 2
@@ -308,7 +308,7 @@ def test_a_large_request_that_was_refused_is_not_in_what_tells_why(is_large: boo
     kept: list[out.Response] = []
     failed = run(kept)
     failed.response = msgspec.structs.replace(failed.response, instructions="words")
-    failed.asked_bytes = LARGE_BYTES if is_large else 100
+    failed.request_bytes = LARGE_BYTES if is_large else 100
     QueuedStream(failed).error(Unavailable("no room"))
 
     assert (kept[0].status, kept[0].instructions) == ("failed", None if is_large else "words")
@@ -318,7 +318,7 @@ def test_a_large_request_that_was_refused_is_not_in_what_tells_why(is_large: boo
 def test_a_large_request_of_which_there_is_a_part_is_told_with_it() -> None:
     failed = run()
     failed.response = msgspec.structs.replace(failed.response, instructions="words")
-    failed.asked_bytes = LARGE_BYTES
+    failed.request_bytes = LARGE_BYTES
     stream = QueuedStream(failed)
     stream.encode([Delta(RID, DeltaKind.TEXT, "a")])
     stream.error(Unavailable("the worker ended"))

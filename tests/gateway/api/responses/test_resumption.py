@@ -224,10 +224,10 @@ def test_everything_that_is_said_is_told_again_alike() -> None:
     for data in (first.encoder.queued(), first.encoder.started(), *map(first.encoder.encode, steps)):
         first.events.add(data)
     content = parsed(MAGIC + b"".join(map(framed, (asked, BeginRecord("b"), StartRecord(), *map(DeltaRecord, steps)))))
-    second = fresh(content.asked)
+    second = fresh(content.request)
     replayed = replay(second, [*content.records, BeginRecord("b")])
 
-    assert msgspec.json.encode(content.asked) == msgspec.json.encode(asked)
+    assert msgspec.json.encode(content.request) == msgspec.json.encode(asked)
     assert replayed.token_ids == [1, 2, 3, 4, 5, 6, 7]
     assert bytes(second.events._data) == bytes(first.events._data)
     assert second.run.snapshot() == first.run.snapshot()
