@@ -121,10 +121,14 @@ def run_rank() -> int:
     spec = read_spec("-")
     if spec.rank is not None and spec.rank.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = spec.rank.gpu
-    from worker.group.follower import follow
+    from worker.group.follower import Follower, follow
+
+    class RandomFollower(Follower):
+        def load_part(self, division: Any) -> Any:
+            return random_part(spec, division)
 
     if spec.rank is not None and spec.rank.rank > 0:
-        os._exit(follow(spec, random_part))
+        os._exit(follow(RandomFollower(spec)))
     status = 0
     try:
         lead_steps(spec)

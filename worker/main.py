@@ -67,9 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     if spec.rank is not None and spec.rank.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = spec.rank.gpu
     if spec.rank is not None and spec.rank.rank > 0:
-        from worker.group.follower import follow
+        from worker.group.follower import Follower, follow
 
-        return _end(follow(spec))
+        return _end(follow(Follower(spec)))
     status = WorkerMain(spec).run()
     return status if spec.group is None else _end(status)
 

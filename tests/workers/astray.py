@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from protocol.group import InsertRow, TickPlan
 from protocol.spec import read_spec
-from worker.group.follower import Follower, finish, load_part
+from worker.group.follower import Follower, follow
 from worker.group.rank_identity import Identity
 
 # Rows of the self-check have smaller ones.
@@ -53,6 +53,4 @@ class Astray(Follower):
 
 if __name__ == "__main__":
     Astray.fault = sys.argv[1]
-    spec = read_spec("-")
-    assert spec.rank is not None
-    os._exit(finish(Astray(spec, spec.rank, load_part)))
+    os._exit(follow(Astray(read_spec("-"))))

@@ -113,7 +113,7 @@ class Coordinator:
         devices = (self._rank.devices, *(join.devices for _, join in sorted(self._joined.items())))
         coordinator = "" if backend == RING else fabric.own_links(self._rank)[0]
         go = StartLoading(backend, parallel, links, devices, coordinator, self._group.split)
-        self._tell(group.encode(go))
+        self._send_all(group.encode(go))
         connected = fabric.connect(go, self._rank)
         self._load_ends = time.monotonic() + self._rank.load_s
         log.info(
@@ -124,14 +124,11 @@ class Coordinator:
         )
         return Division(connected, parallel, self._group.split)
 
-    def _await_loaded(self) -> None:
-        if not self._loaded:
-            self._loaded = self._await(RankLoaded, self._load_ends, "load its part")
-
     # -- partners of the engine --------------------------------------------------------------------------------------
 
     def cache(self, layout: KvLayout, budget: int) -> PrefixCache:
-        self._await_loaded()
+        if not self._loaded:
+            self._loaded = self._await(RankLoaded, self._load_ends, "load its part")
         needs = layout.needs_checkpoints or any(each.needs_checkpoints for each in self._loaded.values())
         self._layout = replace(layout, is_checkpointed=needs)
         return PlannedCache(self._layout, budget, self)
@@ -142,7 +139,7 @@ class Coordinator:
     def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
         assert self._layout is not None
         self._ops.append(GroupShare(order.share_bytes, order.kv_part, order.cache_part))
-        self._send(0)
+        self.begin(0)
         answers = self._await(RankMemory, math.inf, "measure its memory")
         self._await_done()
         ranks = [measured(0, self._layout, cost, limits), *answers.values()]
@@ -181,8 +178,8 @@ class Coordinator:
     def note(self, op: Op) -> None:
         self._ops.append(op)
 
-    def begin(self, chunk: int, *, is_fused: bool) -> None:
-        self._send(chunk, is_fused=is_fused)
+    def begin(self, chunk: int, *, is_fused: bool = True) -> None:
+        self._send_all(self._next_plan(chunk, is_fused=is_fused))
 
     def confirm(self, tokens: Sequence[Token]) -> None:
         self._crc = tally(self._crc, tokens)
@@ -196,9 +193,6 @@ class Coordinator:
             if (done.seq, done.crc) != (self._seq, self._crc):
                 raise PartnerLost(f"rank {rank} ({self._name(rank)}) is out of step at plan {self._seq}")
 
-    def _send(self, chunk: int, *, is_fused: bool = True) -> None:
-        self._tell(self._next_plan(chunk, is_fused=is_fused))
-
     def _next_plan(self, chunk: int, *, is_fused: bool = True) -> bytes:
         """Begin the next plan and return its frame."""
         self._seq += 1
@@ -206,7 +200,7 @@ class Coordinator:
         self._watch.begin(self._seq)
         return group.encode(TickPlan(self._seq, self._crc, ops, chunk, is_fused))
 
-    def _tell(self, frame: bytes) -> None:
+    def _send_all(self, frame: bytes) -> None:
         """Send a frame to all followers. Raises `PartnerLost` if some could not be reached."""
         if gone := self._unreached(frame):
             raise PartnerLost(f"{self._names(gone)} cannot be reached")
@@ -232,7 +226,7 @@ class Coordinator:
         answers: dict[int, _Answer] = {}
         early, self._early = self._early, []
         for rank, message in early:
-            self._sort(rank, message, kind, answers)
+            self._store(rank, message, kind, answers)
         while absent := [rank for rank in (self._followers if ranks is None else ranks) if rank not in answers]:
             left_ms = (deadline - time.monotonic()) * 1e3
             if left_ms <= 0:
@@ -241,7 +235,7 @@ class Coordinator:
                 self._receive(kind, answers)
         return answers
 
-    def _sort(self, rank: int, message: group.Up, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
+    def _store(self, rank: int, message: group.Up, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
         """Store an answer, now or for later. Raises `PartnerLost` for a duplicate."""
         is_waited_for = isinstance(message, kind)
         if rank in answers if is_waited_for else any((rank, type(message)) == (by, type(m)) for by, m in self._early):
@@ -266,7 +260,7 @@ class Coordinator:
             raise LoadFailed(Code.INCOMPATIBLE, text, detail=str(error)) from error
         if message.rank != rank:
             raise PartnerLost(f"rank {rank} ({self._name(rank)}) says that it is rank {message.rank}")
-        self._sort(rank, message, kind, answers)
+        self._store(rank, message, kind, answers)
 
     def _names(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {rank} ({self._name(rank)})" for rank in ranks)

@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, assert_never
 
@@ -31,7 +30,7 @@ from protocol.group import (
     TickPlan,
 )
 from protocol.sharding import parts_of
-from protocol.spec import RankSpec, WorkerSpec
+from protocol.spec import WorkerSpec
 from protocol.to_worker import SetMemory
 from worker.engine.batch import Batch
 from worker.engine.load_checks.silent_row import silent_row
@@ -55,29 +54,14 @@ from worker.prefix_cache.radix_tree import TokenCost
 log = logging.getLogger("mlxd.worker")
 
 _POLL_MS: Final = 250
-# Of the memory that a rank is bound to, the part by which MLX's may exceed it: what passes in a step.
-_SPILL_PART: Final = 8
-# The rank of an earlier start may take so long to end, and to give its memory back.
-_ROOM_S: Final = 10.0
-_NO_COST: Final = "the group was asked for its memory before a row had run"
+# MLX's memory may exceed a rank's limit by this fraction, for temporary arrays of a step.
+_SPILL_DIVISOR: Final = 8
+# Maximum time until an earlier process of the rank has ended and its memory is free.
+_FREE_MEMORY_TIMEOUT_S: Final = 10.0
 
 
-Load = Callable[[WorkerSpec, Division], loader.LoadedModel]
-
-
-def load_part(spec: WorkerSpec, division: Division) -> loader.LoadedModel:
-    """Load a rank's part of a model. Raises `LoadFailed`."""
-    return loader.load(spec, lambda _stage, _done, _total: None, division)
-
-
-def follow(spec: WorkerSpec, load: Load = load_part) -> int:
-    """Run one follower to its end; returns its exit status."""
-    assert spec.rank is not None
-    return finish(Follower(spec, spec.rank, load))
-
-
-def finish(follower: "Follower") -> int:
-    """Run a follower to its end; returns its exit status."""
+def follow(follower: "Follower") -> int:
+    """Run a follower to its end; return its exit status."""
     try:
         follower.run()
     except Exception as error:  # the root of the process
@@ -109,13 +93,15 @@ def _end(error: Exception) -> tuple[Failure, int]:
 class Follower:
     """Rank other than rank 0. Everything except its watch runs on the main thread."""
 
-    def __init__(self, spec: WorkerSpec, rank: RankSpec, load: Load) -> None:
-        self._spec, self._rank, self._load_part = spec, rank, load
+    def __init__(self, spec: WorkerSpec) -> None:
+        assert spec.rank is not None
+        rank = spec.rank
+        self._spec, self._rank = spec, rank
         self._progress = RankProgress(rank.first_s)
         self._sockets = RankSockets(rank)
         self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
         self._socket = self._sockets.connect(rank.plan)
-        self._bound = spec.memory_bytes // rank.beside if rank.is_remote else 0
+        self._limit_bytes = spec.memory_bytes // rank.beside if rank.is_remote else 0
         self.crc = 0
         self._is_leaving = False
         self._rows: dict[int, Row] = {}
@@ -150,7 +136,7 @@ class Follower:
         memory.prepare_load()
         identity = self.identity()
         if rank.is_remote:
-            self._check_room()
+            self._check_free_memory()
         join = JoinGroup(
             spec.epoch,
             rank.rank,
@@ -173,9 +159,9 @@ class Follower:
             raise PartnerLost(f"rank 0 said {type(go).__name__} out of turn")
         division = Division(fabric.connect(go, rank), go.parallel, go.split)
         started = time.monotonic()
-        loaded = self._load_part(spec, division)
+        loaded = self.load_part(division)
         memory.give_back()
-        if self._bound and loaded.weights_bytes > self._bound:
+        if self._limit_bytes and loaded.weights_bytes > self._limit_bytes:
             raise LoadFailed(Code.OUT_OF_MEMORY, self._exceeds("the weights of its part take", loaded.weights_bytes))
         self._model, self._eos_ids = loaded.model, loaded.eos_ids
         self._layout = KvLayout.of(lambda: make_caches(self._model))
@@ -185,18 +171,22 @@ class Follower:
         answer = RankLoaded(rank.rank, loaded.weights_bytes, seconds, self._layout.needs_checkpoints)
         self._socket.send(group.encode(answer))
 
-    def _check_room(self) -> None:
-        """Refuse a part whose weights this machine has no memory for: no gateway has asked it. Raises `LoadFailed`."""
+    def _check_free_memory(self) -> None:
+        """Check that the weights of a part fit this machine, on which no gateway plans memory. Raises `LoadFailed`."""
         rank, group = self._rank.rank, self._spec.group
         assert group is not None
         files = resolve(self._spec.path).glob("model*.safetensors")
         need = int(sum(file.stat().st_size for file in files) * parts_of(group.size, group.split)[rank])
-        end = time.monotonic() + _ROOM_S
+        end = time.monotonic() + _FREE_MEMORY_TIMEOUT_S
         while (free := psutil.virtual_memory().available) < need:
             if time.monotonic() > end:
                 why = f"the weights of its part take {need >> 20} MiB, and {free >> 20} MiB are free on this machine"
                 raise LoadFailed(Code.OUT_OF_MEMORY, why)
             time.sleep(_POLL_MS / 1e3)
+
+    def load_part(self, division: Division) -> loader.LoadedModel:
+        """Load this rank's part of the model. Raises `LoadFailed`."""
+        return loader.load(self._spec, lambda _stage, _done, _total: None, division)
 
     def identity(self) -> Identity:
         """Return this rank's identity. Raises `LoadFailed`."""
@@ -223,14 +213,14 @@ class Follower:
         self._progress.end()
         step_us = int((time.perf_counter() - began) * 1e6)
         active = mx.get_active_memory()
-        if self._bound and active > self._bound + self._bound // _SPILL_PART:
+        if self._limit_bytes and active > self._limit_bytes + self._limit_bytes // _SPILL_DIVISOR:
             raise PartnerLost(self._exceeds("it takes", active))
         done = PlanDone(self._rank.rank, plan.seq, self.crc, step_us, active)
         self._socket.send(group.encode(done))
 
     def _exceeds(self, action: str, size_bytes: int) -> str:
         name, rank = self._spec.name, self._rank.rank
-        given = f"the model's memory gives it {self._bound >> 20}"
+        given = f"the model's memory gives it {self._limit_bytes >> 20}"
         return f"rank {rank} of {name}: {action} {size_bytes >> 20} MiB, and {given}"
 
     def _step(self, plan: TickPlan) -> None:
@@ -283,7 +273,7 @@ class Follower:
     def _measure(self, order: GroupShare) -> None:
         cost = self._batch.kv_cost
         if cost is None:
-            raise PartnerLost(_NO_COST)
+            raise PartnerLost("the group was asked for its memory before a row had run")
         limits = self._share.change(SetMemory(order.share_bytes, order.kv_part, order.cache_part))
         self._share.enforce(limits)
         self._socket.send(group.encode(measured(self._rank.rank, self._layout, cost, limits)))

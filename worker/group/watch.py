@@ -83,6 +83,8 @@ class _Watch:
         self._sockets = sockets
         self._lost = lost
         self._is_closing = threading.Event()
+        # Whether the end of another rank is no failure any more.
+        self._is_leaving = False
         self._is_guarded = False
         # The newest plan when the guard last ran.
         self._begun = 0
@@ -143,7 +145,8 @@ class _Watch:
         return RankHeartbeat(self.rank.rank, self.progress.begun, self.progress.done, self.progress.cpu_s)
 
     def lose(self, why: str, status: int = ExitStatus.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
-        if not self._is_closing.is_set():
+        """End the process because another rank is lost, unless this rank leaves."""
+        if not (self._is_leaving or self._is_closing.is_set()):
             self._lost(Failure(code, why), status)
 
 
@@ -156,42 +159,37 @@ class LeadWatch(_Watch):
         super().__init__(rank, sockets, progress, lost)
         self._names = names
         self._clock = RunClock(TURN_S)
-        self._heard: dict[int, float] = {}
+        self._received_at: dict[int, float] = {}
         self._beats: dict[int, RankHeartbeat] = {}
         # The current plan at the last check, and when it was first seen.
         self._plan = (0, 0.0)
         self._is_complete = threading.Event()
-        self._is_leaving = False
         self._socket = sockets.bind(rank.watch)
 
     def absent(self, timeout_s: float) -> list[int]:
         """Return the followers that have not sent a heartbeat within this time."""
         if self._is_complete.wait(max(0.0, timeout_s)):
             return []
-        return [rank for rank in range(1, len(self._names)) if rank not in self._heard]
+        return [rank for rank in range(1, len(self._names)) if rank not in self._received_at]
 
     def leave(self) -> None:
         """Report to the followers that the group was stopped: from here on, the end of a rank is no failure."""
         self._is_leaving = True
 
-    def lose(self, why: str, status: int = ExitStatus.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
-        if not self._is_leaving:
-            super().lose(why, status, code)
-
     def _watch(self) -> None:
-        socket, said = self._socket, -BEAT_S
+        socket, sent = self._socket, -BEAT_S
         while not self._is_closing.is_set():
             if socket.poll(_BEAT_MS):
-                self._hear(socket)
+                self._receive(socket)
             now = self._clock.look()
-            if now - said >= BEAT_S:
-                said = now
+            if now - sent >= BEAT_S:
+                sent = now
                 self._guard()
-                self._say(socket)
+                self._send(socket)
                 self._check(now)
         socket.close()
 
-    def _hear(self, socket: Socket) -> None:
+    def _receive(self, socket: Socket) -> None:
         frames = socket.recv_multipart()
         try:
             message = group.decode_watch(frames[-1])
@@ -208,8 +206,8 @@ class LeadWatch(_Watch):
             case GroupStopped():
                 pass  # only rank 0 sends this
             case RankHeartbeat():
-                self._heard[rank], self._beats[rank] = self._clock.now, message
-                if len(self._heard) == len(self._names) - 1:
+                self._received_at[rank], self._beats[rank] = self._clock.now, message
+                if len(self._received_at) == len(self._names) - 1:
                     self._is_complete.set()
             case RankFailed(status=status, failure=failure):
                 why = f"rank {rank} ({self._name(rank)}): {failure.message}"
@@ -218,20 +216,20 @@ class LeadWatch(_Watch):
                 else:
                     self.lose(f"{why} {failure.detail}".strip())
 
-    def _say(self, socket: Socket) -> None:
+    def _send(self, socket: Socket) -> None:
         frame = group.encode(GroupStopped() if self._is_leaving else self._beat())
-        for rank in list(self._heard):
+        for rank in list(self._received_at):
             try:
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
             except zmq.ZMQError:
                 while socket.poll(0):
-                    self._hear(socket)  # the rank may have sent a reason
+                    self._receive(socket)  # the rank may have sent a reason
                 self.lose(f"rank {rank} ({self._name(rank)}) is gone")
 
     def _check(self, now: float) -> None:
-        for rank, heard in self._heard.items():
-            if now - heard > self.rank.beat_s:
-                self.lose(f"rank {rank} ({self._name(rank)}) has been silent for {now - heard:.0f} s")
+        for rank, received_at in self._received_at.items():
+            if now - received_at > self.rank.beat_s:
+                self.lose(f"rank {rank} ({self._name(rank)}) has been silent for {now - received_at:.0f} s")
         self._check_plan(now)
 
     def _check_plan(self, now: float) -> None:
@@ -258,7 +256,7 @@ class FollowerWatch(_Watch):
 
     def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         super().__init__(rank, sockets, progress, lost)
-        self._words: SimpleQueue[RankFailed] = SimpleQueue()
+        self._last_messages: SimpleQueue[RankFailed] = SimpleQueue()
         # Set when rank 0 has stopped the group: from here on, its end is no failure.
         self._is_left = False
         # Set while the connection is lost and not restored.
@@ -266,33 +264,33 @@ class FollowerWatch(_Watch):
 
     def fail(self, failure: Failure, status: int) -> None:
         """Send the reason why this rank ends, and close."""
-        self._words.put(RankFailed(self.rank.rank, status, failure))
+        self._last_messages.put(RankFailed(self.rank.rank, status, failure))
         self.close()
 
     def _watch(self) -> None:
         socket = self._sockets.connect(self.rank.watch)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         clock = RunClock(TURN_S)
-        heard, patience_s = clock.now, self.rank.join_s
-        has_met = False
+        received_at, patience_s = clock.now, self.rank.join_s
+        was_connected = False
         while not self._is_closing.is_set():
             self._guard()
             with suppress(zmq.Again):  # rank 0 does not listen yet
                 socket.send(group.encode(self._beat()), zmq.NOBLOCK)
             if socket.poll(_BEAT_MS):
-                self._hear(socket)
-                heard, patience_s = clock.now, self.rank.beat_s
+                self._receive(socket)
+                received_at, patience_s = clock.now, self.rank.beat_s
                 self._is_closing.wait(BEAT_S)
             while monitor.poll(0):
                 is_up = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                has_met |= is_up
+                was_connected |= is_up
                 # An earlier process may hold rank 0's port until rank 0 has been reached once.
-                self._is_cut = has_met and not is_up
+                self._is_cut = was_connected and not is_up
             if self._is_cut and _refuses(self.rank.watch):
-                self._hear(socket)  # it may have sent a stop
+                self._receive(socket)  # it may have sent a stop
                 if not self._is_left:
                     self.lose("rank 0 has ended")
-            silence_s = clock.look() - heard
+            silence_s = clock.look() - received_at
             if silence_s > patience_s:
                 status = ExitStatus.OK if self._is_left else ExitStatus.PARTNER_LOST
                 self.lose(f"rank 0 has been silent for {silence_s:.0f} s", status)
@@ -300,10 +298,10 @@ class FollowerWatch(_Watch):
         monitor.close(0)
         with suppress(Empty, zmq.Again):
             while True:
-                socket.send(group.encode(self._words.get_nowait()), zmq.NOBLOCK)
+                socket.send(group.encode(self._last_messages.get_nowait()), zmq.NOBLOCK)
         socket.close(LINGER_MS)
 
-    def _hear(self, socket: Socket) -> None:
+    def _receive(self, socket: Socket) -> None:
         """Receive all pending messages."""
         while socket.poll(0):
             frame = socket.recv()
