@@ -38,7 +38,7 @@ def main() -> None:
         chosen = {"base": [0] * rows, "one": [1] * rows, "mixed": [row % (ADAPTERS + 1) for row in range(rows)]}
         times = {"none": before[shape]}
         for name, slots in chosen.items():
-            with adapters.rows([slots], [shape]):
+            with adapters.slots.rows([slots], [shape]):
                 times[name] = _milliseconds(model, vocab, shape, args.steps)
         ratios = (f"{times[name]:.2f} (× {times[name] / times['none']:.3f})" for name in chosen)
         lines.append((str(rows), str(shape[1]), f"{times['none']:.2f}", *ratios))

@@ -37,7 +37,7 @@ from worker.errors import RequestInvalid
 from worker.model.batch_mode import BatchModePlan
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
-from worker.model.packing import give_up, packing_of
+from worker.model.packing import disable_packing, packing_of
 from worker.prompt.intake import Intake
 from worker.prompt.sparse_limits import SparseLimits
 from worker.speculation.drafter import Drafter
@@ -91,7 +91,7 @@ def checked_once(
         _PLANS[key] = plan, packing_of(model) is not None
     plan, is_packed = _PLANS[key]
     if not is_packed:
-        give_up(model)
+        disable_packing(model)
     return plan
 
 

@@ -54,7 +54,7 @@ class AdapterOrders:
             room = self._memory.kv_cost.longest(self._memory.kv.limit)
             if (name, path) in order.read and adapters.has(name) and room < MIN_CONTEXT:
                 message = f"beside the adapter {name!r} there would be no memory left for KV"
-                adapters.give_up(name, path, Failure(Code.OUT_OF_MEMORY, message))
+                adapters.fail(name, path, Failure(Code.OUT_OF_MEMORY, message))
                 self._weigh(adapters)
         self._report(adapters, order.call_id)
 

@@ -16,15 +16,15 @@ class BatchMode(StrEnum):
     SINGLE = "single"
 
 
-# Attention of few tokens a row by kernels of ours.
+# Value of `attention` if few tokens per row use our attention kernels.
 KERNEL: Final = "kernel"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchModePlan:
-    """Batch mode of a model, whether its prefixes can be reused, and why it is not the fastest mode or does not reuse.
+    """Batch mode of a model and whether its prefixes are reused; `reason` explains another mode, or no reuse.
 
-    `attention` is `kernel` where attention of few tokens a row goes by our kernels, else `mlx`, with the reason.
+    `attention` is `kernel` if few tokens per row use our attention kernels, otherwise `mlx` with the reason.
     """
 
     mode: BatchMode = BatchMode.TOGETHER

@@ -141,7 +141,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
 
 
 def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats | None]:
-    """A text model with its configuration: that of a checkpoint with towers has its own ways to be named."""
+    """Load the text model with its configuration, and the statistics of experts on disk if there are any."""
     if spec.experts == "disk":
         return _load_without_experts(path, spec)
     if has_index(path):
@@ -152,7 +152,7 @@ def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[An
 
 
 def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:
-    """A repacked model, whose experts are read when they are chosen."""
+    """Load a repacked model, whose experts are read when they are chosen."""
     if not has_index(path):
         raise LoadFailed(
             Code.BAD_CONFIG, f'experts = "disk" needs a repacked model; make one: mlxctl repack {spec.name}'
@@ -167,7 +167,7 @@ def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, 
 
 
 def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
-    """Raise `ValueError` for a parameter that no file has: it would be random."""
+    """Raise `ValueError` if a parameter is in no file: its values would be random."""
     held: set[str] = set()
     for file in path.glob("model*.safetensors"):
         arrays: Any = mx.load(str(file))
@@ -335,7 +335,8 @@ def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:
 
 def vocab_size_of(config: dict[str, Any], tokenizer: Any) -> int:
     """Return the vocabulary size below which all ids can be embedded: the smaller one if there are two."""
-    return min((_size_of(source, "vocab_size") for source in _sources(config, "vocab_size")), default=len(tokenizer))
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict) and part.get("vocab_size")]
+    return min((_positive("vocab_size", part["vocab_size"]) for part in parts), default=len(tokenizer))
 
 
 def _table_rows(model: Any) -> list[int]:
@@ -363,16 +364,6 @@ def _class_default(model: Any) -> int:
     parts = (getattr(part, "args", None) for part in (model, getattr(model, "language_model", None)))
     values = (getattr(args, key, None) for args in parts if args is not None for key in CONTEXT_KEYS)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
-
-def _sources(config: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the parts of a configuration that set `key`: the model's own, and that of its inner text model."""
-    text_config = config.get("text_config")
-    return [part for part in (config, text_config) if isinstance(part, dict) and part.get(key)]
-
-
-def _size_of(source: dict[str, Any], key: str) -> int:
-    return _positive(key, source[key])
 
 
 def _positive(key: str, value: Any) -> int:

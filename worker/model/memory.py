@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import mlx.core as mx
 import psutil
@@ -84,8 +84,7 @@ def divide(
     most_buffers: int = 0,
     is_bounded: bool = False,
 ) -> ShareLimits:
-    """A share among its uses. `kv` and `prefixes` are the operator's word where they are not negative; where the share
-    `is_bounded`, as that of a rank on another machine, no more than what is left of it.
+    """Divide a share into limits. `kv` and `prefixes` are the operator's settings if they are not negative.
 
     If the share `is_bounded`, they are the settings of another machine's operator, and limited to what is left of it.
     `most_buffers` is the limit of free buffers; 0 means the usual one.
@@ -103,30 +102,11 @@ def divide(
     return ShareLimits(own_kv, own_prefixes, buffers, total)
 
 
-class Device(Protocol):
-    """Port for memory limits: MLX, or a test's record of them."""
-
-    def wirable(self) -> int:
-        """Return the most bytes that may be wired; 0 without Metal."""
-        ...
-
-    def active(self) -> int: ...
-
-    def synchronize(self) -> None: ...
-
-    def clear_cache(self) -> None: ...
-
-    def set_cache_limit(self, limit: int) -> None: ...
-
-    def set_memory_limit(self, limit: int) -> None: ...
-
-    def set_wired_limit(self, limit: int) -> None: ...
-
-
 class MlxDevice:
-    """Port implementation with MLX. Wiring exists on Metal only, and was not run on Linux."""
+    """Memory limits of MLX's device. Wiring exists on Metal only, and was not run on Linux."""
 
     def wirable(self) -> int:
+        """Return the maximum number of bytes that may be wired; 0 without Metal."""
         if not mx.metal.is_available():
             return 0
         return int(mx.device_info().get("max_recommended_working_set_size", 0))
@@ -161,7 +141,7 @@ class MemoryShare:
     limit grows. So it is only lowered to what is already held, or by a later `check`.
     """
 
-    def __init__(self, spec: WorkerSpec, weights: int, device: Device | None = None, most_buffers: int = 0) -> None:
+    def __init__(self, spec: WorkerSpec, weights: int, device: MlxDevice | None = None, most_buffers: int = 0) -> None:
         """`most_buffers` is a measured limit of free buffers, the fastest one; 0 means the usual one."""
         self._spec = spec
         self._most_buffers = most_buffers
@@ -186,9 +166,9 @@ class MemoryShare:
         return self._wired
 
     def change(self, order: SetMemory) -> ShareLimits:
-        """Another share, or another part of it: the limits to keep before `enforce`."""
+        """Change the share, or the parts of it in use; returns the limits to reach before `enforce`."""
         if self._is_remote:
-            # The order of another machine, whose share is none of ours.
+            # The share is another machine's; only its parts apply here.
             parts = (min(1.0, max(0.0, part)) for part in (order.kv_part, order.cache_part))
             order = SetMemory(self._spec.memory_bytes, *parts)
         self.order = order

@@ -151,7 +151,7 @@ def packing_of(model: Any) -> Packing | None:
     return packing
 
 
-def give_up(model: Any) -> None:
+def disable_packing(model: Any) -> None:
     """Disable packing for a model whose packed results are not exact."""
     model.packing = None
 

@@ -19,15 +19,12 @@ class LogprobReader:
 
     def read(self, rows: Sequence[tuple[int, mx.array, int]]) -> list[TokenLogprob]:
         """Return the entry of each (sampled token, log-probabilities `[vocab]`, number of top tokens), best first."""
-        pending: list[tuple[mx.array, mx.array | None, mx.array | None]] = []
+        pending: list[tuple[mx.array, mx.array, mx.array]] = []
         with mx.stream(self._stream):
             for token, logprobs, top in rows:
                 values = logprobs.astype(mx.float32)
-                if top > 0:
-                    likeliest = mx.argpartition(-values, kth=top - 1)[:top]
-                    pending.append((values[token], likeliest, values[likeliest]))
-                else:
-                    pending.append((values[token], None, None))
+                likeliest = mx.argpartition(-values, kth=top - 1)[:top] if top else mx.array([], dtype=mx.uint32)
+                pending.append((values[token], likeliest, values[likeliest]))
             mx.eval(pending)
         return [self._entry(token, *read) for (token, _, _), read in zip(rows, pending, strict=True)]
 
@@ -54,11 +51,9 @@ class LogprobReader:
     def _named(self, top: Sequence[tuple[int, float]]) -> tuple[tuple[bytes, float], ...]:
         return tuple((self._token_bytes(token), value) for token, value in top)
 
-    def _entry(self, token: int, own: mx.array, ids: mx.array | None, values: mx.array | None) -> TokenLogprob:
+    def _entry(self, token: int, own: mx.array, ids: mx.array, values: mx.array) -> TokenLogprob:
         logprob: Any = own.item()
-        top: list[tuple[int, float]] = []
-        if ids is not None and values is not None:
-            pairs: Any = zip(ids.tolist(), values.tolist(), strict=True)  # type: ignore[arg-type]
-            # Tokens that a grammar forbids are omitted, even if fewer are left than requested.
-            top = sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0]))
+        pairs: Any = zip(ids.tolist(), values.tolist(), strict=True)  # type: ignore[arg-type]
+        # Tokens that a grammar forbids are omitted, even if fewer are left than requested.
+        top = sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0]))
         return TokenLogprob(self._token_bytes(token), logprob, self._named(top))

@@ -47,19 +47,15 @@ class Scores:
         own = mx.take_along_axis(values, targets[:, None], axis=-1)
         ranks = 1 + mx.sum(values > own, axis=-1)
         self.count += logits.shape[0]
-        numbers: Any
-        if not self.top:
-            mx.eval(own, ranks)
-            numbers = zip(own[:, 0].tolist(), ranks.tolist(), strict=True)  # type: ignore[arg-type]
-            self._fresh += [PromptScore(logprob, rank, []) for logprob, rank in numbers]
-            return
-        ids = mx.argpartition(-values, kth=self.top - 1, axis=-1)[:, : self.top]
-        best = mx.take_along_axis(values, ids, axis=-1)
-        mx.eval(own, ranks, ids, best)
-        numbers = zip(own[:, 0].tolist(), ranks.tolist(), ids.tolist(), best.tolist(), strict=True)  # type: ignore[arg-type]
-        for logprob, rank, tokens, chances in numbers:
-            ordered = sorted(zip(tokens, chances, strict=True), key=lambda pair: (-pair[1], pair[0]))
-            self._fresh.append(PromptScore(logprob, rank, ordered))
+        arrays = [own[:, 0], ranks]
+        if self.top:
+            ids = mx.argpartition(-values, kth=self.top - 1, axis=-1)[:, : self.top]
+            arrays += [ids, mx.take_along_axis(values, ids, axis=-1)]
+        mx.eval(arrays)
+        columns: list[Any] = [array.tolist() for array in arrays]
+        for logprob, rank, *likeliest in zip(*columns, strict=True):
+            pairs = zip(*likeliest, strict=True)
+            self._fresh.append(PromptScore(logprob, rank, sorted(pairs, key=lambda pair: (-pair[1], pair[0]))))
 
 
 def scored_top(request: Generate, tokens: int) -> int | None:

@@ -153,7 +153,7 @@ class Bench:
                 done += self._tick(tokens, done, is_fused=is_fused)
             self._tick(self._longest, 0)
 
-    def buffers(self, limit_s: float, total: int, device: memory.Device) -> int:
+    def buffers(self, limit_s: float, total: int, device: memory.MlxDevice) -> int:
         """Return the smallest limit of free buffers with which steps are about as fast as with any."""
         best, best_rate = 0, 0.0
         for part in BUFFER_DIVISORS:

@@ -28,7 +28,7 @@ from worker.kv.kv import KvLayout
 from worker.kv.quantized import kv_form_of, make_caches
 from worker.model import memory
 from worker.model.batch_mode import KERNEL, BatchMode, BatchModePlan
-from worker.model.packing import give_up, packing_of
+from worker.model.packing import disable_packing, packing_of
 from worker.prefix_cache.prefix import PrefixCache
 
 log = logging.getLogger("mlxd.worker")
@@ -88,7 +88,7 @@ def choose(
     mergeable = all(hasattr(cache, "merge") for cache in make_caches(model))
     attend = attend or (kernel.attend if memory.has_gpu() else None)
     if batching != "auto":
-        give_up(model)
+        disable_packing(model)
         reason = f", because batching = '{batching}'" if attend is not None else ""
         return replace(_configured(BatchMode(batching), mergeable), attention=f"mlx{reason}")
     started = time.monotonic()
@@ -188,7 +188,7 @@ class _Check:
         except LoadFailed:
             raise
         except Exception as error:  # the boundary to code of every architecture
-            give_up(self._model)
+            disable_packing(self._model)
             return [f"prompts run in forward passes of their own, because {reason_of(error)}"]
         return []
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 from numpy.typing import NDArray
 
@@ -132,14 +133,7 @@ def switches_of(model: Any) -> Iterator[tuple[str, Any]]:
 
 def put(model: Any, path: str, module: nn.Module) -> None:
     """Set the module at a path of a model."""
-    *parents, name = path.split(".")
-    owner = model
-    for part in parents:
-        owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
-    if name.isdigit():
-        owner[int(name)] = module
-    else:
-        setattr(owner, name, module)
+    model.update_modules(tree_unflatten([(path, module)]))
 
 
 def _check(folder: Path, switch: Any, layer: ExpertLayer) -> None:

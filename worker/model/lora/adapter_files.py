@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from worker.model.linears import LinearPlace, Linears, is_of_experts
-from worker.model.lora.tensors import StoredTensor, read_header
-from worker.model.lora.unusable import UnusableAdapter
+from worker.model.lora.tensors import StoredTensor, UnusableAdapter, read_header
 
 CONFIG: Final = "adapter_config.json"
 MLX_FILE: Final = "adapters.safetensors"
@@ -151,11 +150,7 @@ def _mlx_updates(
 ) -> tuple[Update, ...]:
     scale = _number(config["lora_parameters"], "scale")
     parts = _parts(tensors, {"lora_a": "a", "lora_b": "b", "m": "magnitude"}, "")
-
-    def same(_name: str, _rank: int) -> float:
-        return scale
-
-    return _updates(parts, linears, same, is_transposed=False)
+    return _updates(parts, linears, lambda _name, _rank: scale, is_transposed=False)
 
 
 def _peft_updates(

@@ -20,7 +20,7 @@ from worker.model.loader import resolve
 from worker.model.lora.adapter_files import Files, read
 from worker.model.lora.matrices import dtype_of, matrices
 from worker.model.lora.slots import BASE, AdaptedLinear, Slots, StackedWeights
-from worker.model.lora.unusable import UnusableAdapter
+from worker.model.lora.tensors import UnusableAdapter
 from worker.model.packing import Shape, packing_of
 from worker.prefix_cache.salts import adapter_salt
 
@@ -34,18 +34,16 @@ _TRIAL_TOKENS: Final = (1, 2, 3, 4)
 class Adapter:
     """Loaded adapter. `salt` separates the KV of its rows from that of the base and of other adapters."""
 
-    name: str
     slot: int
-    path: str
-    base: str
-    digest: str
-    rank: int
-    is_dora: bool
-    nbytes: int
+    info: AdapterInfo
+
+    @property
+    def name(self) -> str:
+        return self.info.name
 
     @property
     def salt(self) -> str:
-        return adapter_salt(self.digest)
+        return adapter_salt(self.info.digest)
 
 
 class Adapters:
@@ -61,8 +59,8 @@ class Adapters:
         self._by_name: dict[str, Adapter] = {}
         # Adapters that take no new requests, and are unloaded when no row uses them.
         self._retiring: list[Adapter] = []
-        # Requested adapters that cannot be served, with their paths and failures.
-        self._failures: dict[str, tuple[str, Failure]] = {}
+        # Requested adapters that cannot be served.
+        self._failures: dict[str, AdapterInfo] = {}
 
     @property
     def is_on(self) -> bool:
@@ -76,19 +74,14 @@ class Adapters:
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
         """Facts of all requested adapters, served or failed."""
-        served = [
-            AdapterInfo(each.name, each.path, each.rank, each.is_dora, each.nbytes, each.digest, each.base)
-            for each in list(self._by_name.values())
-        ]
-        failed = [AdapterInfo(name, path, failure=why) for name, (path, why) in list(self._failures.items())]
-        return (*served, *failed)
+        return (*(adapter.info for adapter in list(self._by_name.values())), *list(self._failures.values()))
 
     def find(self, name: str) -> Adapter:
         """Return the adapter of a request. Raises `RequestInvalid`."""
         adapter = self._by_name.get(name)
         if adapter is None:
-            _, failure = self._failures.get(name, ("", None))
-            reason = failure.message if failure is not None else f"the adapter {name!r} is not loaded"
+            info = self._failures.get(name)
+            reason = info.failure.message if info and info.failure else f"the adapter {name!r} is not loaded"
             raise RequestInvalid(Code.MODEL_MISSING, reason, param="model")
         return adapter
 
@@ -118,7 +111,7 @@ class Adapters:
 
     def missing(self, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return the adapters that are not loaded from this path. For any thread."""
-        have = {(each.name, each.path) for each in list(self._by_name.values())}
+        have = {(each.name, each.info.path) for each in list(self._by_name.values())}
         return [each for each in wanted if each not in have]
 
     def change(self, wanted: Sequence[tuple[str, str]], read: Mapping[tuple[str, str], Files | Failure]) -> None:
@@ -130,20 +123,19 @@ class Adapters:
             if (files := read.get((name, path))) is not None:
                 self.install(name, path, files)
 
-    def give_up(self, name: str, path: str, failure: Failure) -> None:
-        """Retire an adapter that turned out to be unusable."""
+    def fail(self, name: str, path: str, failure: Failure) -> None:
+        """Retire an adapter that cannot be served, if it is loaded."""
         log.error("%s", failure.message)
         self.retire(name)
-        self._failures[name] = path, failure
+        self._failures[name] = AdapterInfo(name, path, failure=failure)
 
     def install(self, name: str, path: str, files: Files | Failure) -> None:
         """Load an adapter that was read, under a free name; one that cannot be served changes nothing."""
         result = files if isinstance(files, Failure) else self._tried(name, path, files)
         if isinstance(result, Failure):
-            log.error("%s", result.message)
-            self._failures[name] = path, result
+            self.fail(name, path, result)
             return
-        log.info("adapter %s: rank %d, %d bytes, %s", name, result.rank, result.nbytes, result.path)
+        log.info("adapter %s: rank %d, %d bytes, %s", name, result.info.rank, result.info.nbytes, path)
         self._by_name[name] = result
 
     def _tried(self, name: str, path: str, files: Files) -> Adapter | Failure:
@@ -177,10 +169,6 @@ class Adapters:
             self._empty(adapter.slot)
         return bool(free)
 
-    def rows(self, slots: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> AbstractContextManager[None]:
-        """Set the slots of the rows of each part during a forward pass."""
-        return self.slots.rows(slots, shapes)
-
     def _install(self, name: str, path: str, files: Files) -> Adapter:
         taken = {adapter.slot for adapter in (*self._by_name.values(), *self._retiring)}
         if len(taken) >= ADAPTERS_MAX:
@@ -194,7 +182,8 @@ class Adapters:
             undo.callback(self._empty, slot)
             self._try(slot)
             undo.pop_all()
-        return Adapter(name, slot, path, files.base, files.digest, files.rank, files.is_dora, self.nbytes - before)
+        nbytes = self.nbytes - before
+        return Adapter(slot, AdapterInfo(name, path, files.rank, files.is_dora, nbytes, files.digest, files.base))
 
     def _bank(self, files: Files, at: int, slot: int) -> StackedWeights:
         """Return the weights of an update's layer for all slots, including the new one."""
@@ -238,7 +227,7 @@ class Adapters:
 
     def _logits(self, slots: Sequence[int]) -> mx.array:
         tokens = mx.array([_TRIAL_TOKENS] * len(slots))
-        with self.rows([slots], [(len(slots), len(_TRIAL_TOKENS))]):
+        with self.slots.rows([slots], [(len(slots), len(_TRIAL_TOKENS))]):
             logits: mx.array = self._model(tokens, cache=make_caches(self._model))
         mx.eval(logits)
         return logits
@@ -268,4 +257,4 @@ def adapters_of(model: Any) -> Adapters | None:
 def adapted(model: Any, slots: Callable[[], list[list[int]]], shapes: Sequence[Shape]) -> AbstractContextManager[None]:
     """Set the slots of rows during a forward pass; free of cost for a model without adapters."""
     adapters = adapters_of(model)
-    return adapters.rows(slots(), shapes) if adapters is not None and adapters.is_on else nullcontext()
+    return adapters.slots.rows(slots(), shapes) if adapters is not None and adapters.is_on else nullcontext()

@@ -8,8 +8,7 @@ import numpy as np
 
 from worker.model.lora.adapter_files import Update
 from worker.model.lora.slots import Matrices
-from worker.model.lora.tensors import StoredTensor
-from worker.model.lora.unusable import UnusableAdapter
+from worker.model.lora.tensors import StoredTensor, UnusableAdapter
 
 _TYPES: Final[dict[str, Any]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
@@ -29,9 +28,8 @@ def matrices(update: Update, data: bytes, linear: Any, dtype: Any) -> Matrices:
         mx.contiguous(a.astype(dtype)), mx.contiguous(b.astype(dtype)), None if gain is None else gain.astype(dtype)
     )
     if not all(bool(mx.all(mx.isfinite(array)).item()) for array in result.arrays):
-        raise UnusableAdapter(
-            f"{update.place.path}: its numbers are not finite in the model's arithmetic ({_named(dtype)})"
-        )
+        name = str(dtype).rpartition(".")[2]
+        raise UnusableAdapter(f"{update.place.path}: its numbers are not finite in the model's arithmetic ({name})")
     return result
 
 
@@ -39,12 +37,8 @@ def dtype_of(model: Any, linear: Any) -> Any:
     """Return the dtype of a layer's output; a model's activations have the dtype of its norms."""
     own = (linear.get(name) for name in ("bias", "biases", "scales", "weight"))
     floating = (array.dtype for array in own if array is not None and mx.issubdtype(array.dtype, mx.floating))
-    return next(floating, None) or _dtype_of_norms(model)
-
-
-def _dtype_of_norms(model: Any) -> Any:
     norms = (module for module in model.modules() if isinstance(module, nn.RMSNorm | nn.LayerNorm))
-    return next((norm.weight.dtype for norm in norms if "weight" in norm), mx.float32)
+    return next(floating, None) or next((norm.weight.dtype for norm in norms if "weight" in norm), mx.float32)
 
 
 def _array(tensor: StoredTensor, data: bytes) -> mx.array:
@@ -69,7 +63,3 @@ def _weight(linear: Any) -> mx.array:
             mode=linear.mode,
         )
     return weight.astype(mx.float32)
-
-
-def _named(dtype: Any) -> str:
-    return str(dtype).rpartition(".")[2]

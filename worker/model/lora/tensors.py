@@ -6,12 +6,14 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from worker.model.lora.unusable import UnusableAdapter
-
 # Bytes per number of the dtypes that an adapter may have.
 WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _HEADER_BYTES_MAX: Final = 64 << 20
 _LFS_POINTER: Final = b"version https://git-lfs"
+
+
+class UnusableAdapter(Exception):
+    """Raised with the operator's reason if an adapter cannot be served."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tests.support.models import build
 from worker.model.linears import Linears
 from worker.model.lora import adapter_files
 from worker.model.lora.adapter_files import Files, read
-from worker.model.lora.unusable import UnusableAdapter
+from worker.model.lora.tensors import UnusableAdapter
 
 
 @pytest.fixture(scope="module")

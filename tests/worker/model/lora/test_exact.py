@@ -248,7 +248,7 @@ def test_a_row_of_the_base_has_the_very_logits_that_it_has_without_adapters(adap
     plain = loaded.model(tokens)
     for gathers in (False, True):  # as on CPUs and CUDA, and as on Metal
         adapters.slots.gathers = gathers
-        with adapters.rows([[0, 1, 2, 0, 4]], [(5, 4)]):
+        with adapters.slots.rows([[0, 1, 2, 0, 4]], [(5, 4)]):
             mixed = loaded.model(tokens)
         assert mx.array_equal(mixed[0], plain[0])
         assert mx.array_equal(mixed[3], plain[3])
