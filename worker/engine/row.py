@@ -313,7 +313,7 @@ class BatchSequence:
     def skipped(self) -> int:
         """Prompt tokens that the sparse prefill left out before the next token: its position minus its slot."""
         kept = self.row.kept
-        return kept.ahead(len(self.tokens)) if kept is not None else 0
+        return kept.position_offset(len(self.tokens)) if kept is not None else 0
 
     @property
     def is_prefilled(self) -> bool:

@@ -17,7 +17,7 @@ from protocol.failures import Code
 from worker.errors import LoadFailed
 from worker.kv import batched, ragged
 from worker.model.loader import LoadedModel
-from worker.sparse.query_taps import QueryTaps, tap_queries
+from worker.sparse.query_capture import QueryCapture, capture_queries
 
 # Number of tokens whose queries count: the prompt's last one, and all generated ones except the last.
 LOOKAHEAD_TOKENS: Final = 8
@@ -32,9 +32,9 @@ MIN_CHUNK_TOKENS: Final = 16
 class PromptReading:
     """Reading of one prompt by a model: call `step` until `is_complete`."""
 
-    def __init__(self, model: Any, taps: QueryTaps, prompt: list[int]) -> None:
+    def __init__(self, model: Any, capture: QueryCapture, prompt: list[int]) -> None:
         self._model = model
-        self._taps = taps
+        self._capture = capture
         self._ids = prompt
         self._caches = batched.merge([make_prompt_cache(model)])
         self._done = 0
@@ -58,7 +58,7 @@ class PromptReading:
             self._run(chunk)
             mx.eval([cache.state for cache in self._caches])
             return
-        with self._taps.listen() as queries:
+        with self._capture.listen() as queries:
             logits = self._run(self._ids[-1:])
         self._sum = self._sum + self._attention(queries)
         mx.eval(self._sum, [cache.state for cache in self._caches])
@@ -79,7 +79,7 @@ class PromptReading:
         """Return, for each token of the prompt, the largest attention share of any head."""
         most: mx.array | None = None
         for layer, query in queries.items():
-            shares = _shares(query, self._caches[layer].keys, self._taps.scales[layer], len(self._ids))
+            shares = _shares(query, self._caches[layer].keys, self._capture.scales[layer], len(self._ids))
             most = shares if most is None else mx.maximum(most, shares)
         assert most is not None
         return most
@@ -91,7 +91,7 @@ class ImportanceReader:
     def __init__(self, draft: LoadedModel) -> None:
         self._model = draft.model
         self._vocab_size = draft.vocab_size
-        self._taps = tap_queries(draft.model)
+        self._capture = capture_queries(draft.model)
         if reason := self._problem():
             raise LoadFailed(Code.BAD_CONFIG, f"{draft.path} cannot choose tokens for a sparse prefill: {reason}")
         caches = self._probe([0])[1]
@@ -99,7 +99,7 @@ class ImportanceReader:
 
     def read(self, prompt: npt.NDArray[np.int32]) -> PromptReading:
         """Begin to read a prompt. Ids beyond the model's vocabulary are replaced by its last id."""
-        return PromptReading(self._model, self._taps, np.minimum(prompt, self._vocab_size - 1).tolist())
+        return PromptReading(self._model, self._capture, np.minimum(prompt, self._vocab_size - 1).tolist())
 
     def nbytes(self, tokens: int) -> int:
         """Return the bytes that reading `tokens` tokens takes at its end."""
@@ -107,7 +107,7 @@ class ImportanceReader:
 
     def _probe(self, ids: list[int]) -> tuple[dict[int, mx.array], list[Any]]:
         caches = batched.merge([make_prompt_cache(self._model)])
-        with self._taps.listen() as queries:
+        with self._capture.listen() as queries:
             self._model(mx.array([ids]), cache=caches)
         return dict(queries), caches
 
@@ -121,7 +121,7 @@ class ImportanceReader:
         if not queries:
             return "its attention has no module named rope that turns its queries"
         for layer, query in queries.items():
-            key, scale = keys[layer], self._taps.scales[layer]
+            key, scale = keys[layer], self._capture.scales[layer]
             fits = query.shape[-1] == key.shape[-1] and query.shape[1] % key.shape[1] == 0
             if scale <= 0 or query.ndim != 4 or not fits:
                 return f"the queries of its layer {layer} do not fit its keys"

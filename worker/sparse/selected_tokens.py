@@ -22,23 +22,23 @@ TAIL_BLOCKS: Final = 5
 class SelectedTokens:
     """Ordered, separate runs `[begin, end)` of a prompt's tokens; the first begins at 0, the last ends the prompt."""
 
-    __slots__ = ("_ahead", "_slots", "count", "runs")
+    __slots__ = ("_offsets", "_slots", "count", "runs")
 
     def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
         self.runs = tuple(runs)
         lengths = [end - begin for begin, end in self.runs]
         self.count = sum(lengths)
         self._slots = [0, *accumulate(lengths[:-1])]
-        self._ahead = [begin - slot for (begin, _), slot in zip(self.runs, self._slots, strict=True)]
+        self._offsets = [begin - slot for (begin, _), slot in zip(self.runs, self._slots, strict=True)]
 
     @property
     def leading(self) -> int:
         """Number of tokens before the first gap: their KV is the same as in a full prefill."""
         return self.runs[0][1]
 
-    def ahead(self, slot: int) -> int:
-        """Return how many positions the token in a slot is ahead of the slot, also after the prompt."""
-        return self._ahead[bisect_right(self._slots, slot) - 1]
+    def position_offset(self, slot: int) -> int:
+        """Return the position of the token in a slot minus the slot, also after the prompt."""
+        return self._offsets[bisect_right(self._slots, slot) - 1]
 
     def segments(self, tokens: npt.NDArray[np.int32], reused: int) -> list[list[int]]:
         """Return the kept ones of `tokens`, which are prompt and output, by runs; the first `reused` are omitted."""

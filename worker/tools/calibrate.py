@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from protocol.failures import ExitStatus, Failure
+from protocol.failures import ExitStatus
 from protocol.kinds import TEXT
 from protocol.spec import WorkerSpec, read_spec
 from protocol.timing_profile import FOLDER_ENV, Calibration, CalibrationResult, MeasuredSpeed
@@ -138,7 +138,7 @@ class Bench:
                 done += self._tick(self._longest, done)
             yield MeasuredSpeed(tokens, done / (time.perf_counter() - began))
 
-    def riding(self, limit_s: float) -> None:
+    def fused_prefill(self, limit_s: float) -> None:
         """Measure prefill chunks of each size beside decoding rows, fused and separate."""
         if self._loaded.plan.mode is BatchMode.SINGLE:
             return
@@ -206,7 +206,7 @@ class Bench:
         self._batch = self._engine.new_batch()
 
 
-def calibrate(spec: WorkerSpec, seconds: float, folder: str, tell: Callable[[CalibrationResult], None]) -> None:
+def calibrate(spec: WorkerSpec, seconds: float, folder: str, report: Callable[[CalibrationResult], None]) -> None:
     """Measure and write the results. Raises `LoadFailed`, and `OSError` if the results cannot be written."""
     spec = replace(spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0)
     loaded = load_checked(spec, lambda _stage, _done, _total: None)
@@ -218,17 +218,17 @@ def calibrate(spec: WorkerSpec, seconds: float, folder: str, tell: Callable[[Cal
     decode, prefill = list[MeasuredSpeed](), list[MeasuredSpeed]()
     for speed in bench.decode(DECODE_SHARE * seconds):
         decode.append(speed)
-        tell(CalibrationResult("decode", speed.size, speed.tokens_per_s))
+        report(CalibrationResult("decode", speed.size, speed.tokens_per_s))
     for speed in bench.prefill(PREFILL_SHARE * seconds):
         prefill.append(speed)
-        tell(CalibrationResult("prefill", speed.size, speed.tokens_per_s))
+        report(CalibrationResult("prefill", speed.size, speed.tokens_per_s))
     bench.blocks(BLOCKS_SHARE * seconds)
-    bench.riding(FUSED_SHARE * seconds)
+    bench.fused_prefill(FUSED_SHARE * seconds)
     buffers = bench.buffers(BUFFERS_SHARE * seconds, memory.allowed(spec), memory.MlxDevice())
-    tell(CalibrationResult("buffers", buffers))
+    report(CalibrationResult("buffers", buffers))
     most = enough(decode)
     engine.kept.calibrated(Calibration(time.time(), tuple(decode), tuple(prefill), most, buffers))
-    tell(CalibrationResult("max_running", most))
+    report(CalibrationResult("max_running", most))
 
 
 def enough(decode: Sequence[MeasuredSpeed]) -> int:
@@ -255,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
             return ExitStatus.BAD_CONFIG
         calibrate(spec, options.seconds, folder, lambda each: print(msgspec.json.encode(each).decode(), flush=True))
     except LoadFailed as error:
-        print(_say(error.failure), file=sys.stderr)
+        print(f"{error.failure.message} {error.failure.detail}".strip(), file=sys.stderr)
         return error.exit_status
     except OSError as error:
         print(f"the results cannot be written: {error}", file=sys.stderr)
@@ -264,10 +264,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"a measurement failed: {type(error).__name__}: {error}", file=sys.stderr)
         return ExitStatus.INTERNAL
     return ExitStatus.OK
-
-
-def _say(failure: Failure) -> str:
-    return f"{failure.message} {failure.detail}".strip()
 
 
 if __name__ == "__main__":

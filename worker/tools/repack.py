@@ -51,15 +51,15 @@ def main() -> None:
     try:
         source = resolve(args.source)
         check_weights(source)
-        index = repack(source, args.target.expanduser().absolute(), args.trust_remote_code, _say)
+        index = repack(source, args.target.expanduser().absolute(), args.trust_remote_code, _print)
     except (LoadFailed, ValueError, OSError) as error:
         sys.exit(f"{args.source} cannot be repacked: {error}")
     except Exception as error:  # code of any architecture and files with any content may raise any type
         sys.exit(f"{args.source} cannot be repacked: {type(error).__name__}: {error}")
-    _say(f"{args.target}: {index.total_bytes / 1e9:.2f} GB of experts in {len(index.layers)} layers")
+    _print(f"{args.target}: {index.total_bytes / 1e9:.2f} GB of experts in {len(index.layers)} layers")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)
 
 

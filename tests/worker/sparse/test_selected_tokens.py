@@ -42,7 +42,7 @@ def test_how_many_tokens_stay_is_known_before_they_are_chosen(tokens: int, part:
 
 def test_a_slots_position_is_that_of_its_token_and_goes_on_behind_the_prompt() -> None:
     kept = SelectedTokens([(0, 3), (10, 12), (20, 25)])
-    places = [slot + kept.ahead(slot) for slot in range(13)]
+    places = [slot + kept.position_offset(slot) for slot in range(13)]
     assert places == [0, 1, 2, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27]
 
 

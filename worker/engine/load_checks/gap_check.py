@@ -67,7 +67,7 @@ def _sparse(model: Any, ids: list[int]) -> mx.array:
     caches, kept, done = batched.merge([make_caches(model)]), SelectedTokens(_RUNS), 0
     logits = mx.array([])
     for begin, end in kept.runs:
-        batched.place(caches, [kept.ahead(done)])
+        batched.place(caches, [kept.position_offset(done)])
         logits = model(mx.array([ids[begin:end]]), cache=caches)
         done += end - begin
     return _last(logits)

@@ -33,9 +33,9 @@ def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[VerifyCheck]
     kind = kind_of_spec(spec)
     if kind == AUDIO:
         # The module imports mlx-audio, which may not be installed.
-        from worker.tools.verify.audio_checks import audio_checks, load_silently
+        from worker.tools.verify.audio_checks import audio_checks
 
-        yield from audio_checks(load_silently(spec))
+        yield from audio_checks(spec)
         return
     if kind != TEXT:
         yield from reader_checks(load_reader(spec, kind, lambda _stage, _done, _total: None))

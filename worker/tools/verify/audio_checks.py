@@ -10,8 +10,8 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Sampling
 from protocol.verify import Difference, VerifyCheck
 from worker.audio.ask_audio import AudioIntake
-from worker.audio.audio_job import AudioJob, AudioPiece
-from worker.audio.audio_model import AudioModel, load_audio_model
+from worker.audio.audio_job import AudioPiece
+from worker.audio.audio_model import load_audio_model
 from worker.audio.sound_writer import SoundWriter
 
 _RATE: Final = 16_000
@@ -20,13 +20,14 @@ _CLIP_S: Final = 35.0
 _TEXT: Final = "One, two."
 
 
-def audio_checks(model: AudioModel) -> Generator[VerifyCheck]:
-    """Run one request before and after another. Raises `RequestInvalid`."""
+def audio_checks(spec: WorkerSpec) -> Generator[VerifyCheck]:
+    """Load a model, and run one request before and after another. Raises `LoadFailed` and `RequestInvalid`."""
+    model = load_audio_model(spec, lambda _stage, _done, _total: None)
     prompt = TranscribePrompt(_tone()) if model.hearer is not None else SpeechPrompt(_TEXT, format="pcm")
     # The temperature makes random draws visible that do not depend only on the seed.
     requests = [Generate(1, prompt, Sampling(temperature=0.2, seed=seed)) for seed in (1, 2, 1)]
     intake = AudioIntake(model, lambda: None)
-    answers = [_pieces(intake.job_now(request)) for request in requests]
+    answers = [list(intake.job_now(request).work) for request in requests]
     first, last = answers[0], answers[2]
     is_equal = first == last
     yield VerifyCheck(
@@ -36,15 +37,6 @@ def audio_checks(model: AudioModel) -> Generator[VerifyCheck]:
         differences=() if is_equal else (Difference(2, _common(first, last)),),
         note="" if any(piece.text or piece.data for piece in first) else "the model gave nothing",
     )
-
-
-def load_silently(spec: WorkerSpec) -> AudioModel:
-    """Load the model to check. Raises `LoadFailed`."""
-    return load_audio_model(spec, lambda _stage, _done, _total: None)
-
-
-def _pieces(job: AudioJob) -> list[AudioPiece]:
-    return list(job.work)
 
 
 def _common(one: list[AudioPiece], other: list[AudioPiece]) -> int:

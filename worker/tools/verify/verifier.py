@@ -16,7 +16,7 @@ from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
 from worker.prompt.intake import Intake
 from worker.prompt.sparse_limits import SparseLimits
-from worker.speculation.drafter import Proposer
+from worker.speculation.drafter import Drafter, Proposer
 from worker.tools.verify.comparison import compare, likelihoods
 from worker.tools.verify.engine_session import EngineSession, VerifiedOutput
 from worker.tools.verify.trial_drafters import EagerDrafts, NoisyDrafts
@@ -80,9 +80,9 @@ class Verifier:
             return
         yield self._compare("alone", self._alone)
         if self._spec.adapters:
-            yield self._adapters_told_apart()
+            yield self._check_adapters()
         if self._pictured:
-            yield self._told_apart()
+            yield self._check_pictures()
         yield self._compare("batched", self._session(spec).run([requests]))
         small = replace(spec, prefill_chunk=SMALL_CHUNK)
         yield self._compare(f"chunks of {SMALL_CHUNK}", self._session(small).run([requests]))
@@ -99,7 +99,7 @@ class Verifier:
         if self._spec.kv_bits:
             yield self._dequantized()
 
-    def _adapters_told_apart(self) -> VerifyCheck:
+    def _check_adapters(self) -> VerifyCheck:
         """Check that each adapter is served, and changes the likelihoods of the base model."""
         adapters = adapters_of(self._loaded.model)
         infos = adapters.infos if adapters is not None else ()
@@ -113,11 +113,11 @@ class Verifier:
         tokens = sum(len(output.ids) for output in outputs)
         return VerifyCheck("adapters", len(self._adapted), tokens, note="; ".join(notes))
 
-    def _told_apart(self) -> VerifyCheck:
+    def _check_pictures(self) -> VerifyCheck:
         """Check that two pictures with the same text give different likelihoods."""
         first, second = self._alone[-len(self._pictured) :][:2]
-        likelihoods = [[each.logprob for each in output.logprobs] for output in (first, second)]
-        note = "another picture under the same text changes nothing" if likelihoods[0] == likelihoods[1] else ""
+        is_equal = likelihoods(first) == likelihoods(second)
+        note = "another picture under the same text changes nothing" if is_equal else ""
         return VerifyCheck("two pictures", 2, len(first.ids) + len(second.ids), note=note)
 
     def _cached(self) -> Generator[VerifyCheck]:
@@ -152,21 +152,27 @@ class Verifier:
     def _resumed(self) -> VerifyCheck:
         rng = random.Random(1)
         cuts = [rng.randrange(len(output.ids)) for output in self._alone]
-        requests = [
+        return self._compare("resumed", self._run_rest(self._requests, self._alone, cuts))
+
+    def _run_rest(
+        self, requests: Sequence[Generate], alone: Sequence[VerifiedOutput], cuts: Sequence[int]
+    ) -> list[VerifiedOutput]:
+        """Resume each request after its first `cuts[i]` tokens; return outputs with these tokens."""
+        resumed = [
             replace(request, resume=tuple(output.ids[:cut]))
-            for request, output, cut in zip(self._requests, self._alone, cuts, strict=True)
+            for request, output, cut in zip(requests, alone, cuts, strict=True)
         ]
-        rest = self._session(self._spec).run([requests])
-        for output, alone, cut in zip(rest, self._alone, cuts, strict=True):
-            output.ids = alone.ids[:cut] + output.ids
-        return self._compare("resumed", rest)
+        outputs = self._session(self._spec).run([resumed])
+        for output, whole, cut in zip(outputs, alone, cuts, strict=True):
+            output.ids = whole.ids[:cut] + output.ids
+        return outputs
 
     def _speculated(self) -> VerifyCheck:
         """Check drafts that are partly right, so that rows accept different numbers of a block's tokens."""
         drafter = NoisyDrafts(self._loaded.vocab_size)
         for request, output in zip(self._requests, self._alone, strict=True):
             drafter.learn([*self._intake.row(request, 0.0).prompt, *output.ids])
-        outputs = EngineSession(self._loaded, self._intake, self._spec, drafter).run([self._requests])
+        outputs = self._session(self._spec, drafter).run([self._requests])
         if not drafter.drafted:
             return VerifyCheck("speculated", note="drafts cannot be verified in this lane", is_skipped=True)
         return self._compare("speculated", outputs)
@@ -175,7 +181,7 @@ class Verifier:
         """Check the drafts of the worker's own head, drafter or draft model, at each step."""
         name = f"drafted by {proposer.source}"
         drafter = EagerDrafts(proposer, DRAFT_TOKENS)
-        outputs = EngineSession(self._loaded, self._intake, self._spec, drafter).run([self._requests])
+        outputs = self._session(self._spec, drafter).run([self._requests])
         if not drafter.drafted:
             return VerifyCheck(name, note="it drafted nothing", is_skipped=True)
         return self._compare(name, outputs)
@@ -196,17 +202,10 @@ class Verifier:
         if failed := next((output.failure for output in alone if output.failure is not None), None):
             return VerifyCheck("sparse prefill", len(requests), note=failed.message)
         cuts = [3 * at for at in range(len(requests))]
-        resumed = [
-            replace(request, resume=tuple(output.ids[:cut]))
-            for request, output, cut in zip(requests, alone, cuts, strict=True)
-        ]
-        outputs = self._session(self._spec).run([resumed])
-        for output, other, cut in zip(outputs, alone, cuts, strict=True):
-            output.ids = other.ids[:cut] + output.ids
-        return compare("sparse prefill", outputs, alone)
+        return compare("sparse prefill", self._run_rest(requests, alone, cuts), alone)
 
-    def _session(self, spec: WorkerSpec) -> EngineSession:
-        return EngineSession(self._loaded, self._intake, spec, partners=self._partners)
+    def _session(self, spec: WorkerSpec, drafter: Drafter | None = None) -> EngineSession:
+        return EngineSession(self._loaded, self._intake, spec, drafter, self._partners)
 
     def _compare(self, name: str, outputs: Sequence[VerifiedOutput], *, must_hit: bool = False) -> VerifyCheck:
         check = compare(name, outputs, self._alone)

@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.vision.multimodal_merge import text_core
+from worker.vision.multimodal_merge import WrappedModule, text_core
 
 
-class QueryTaps:
+class QueryCapture:
     """Captured queries of a pass by layer, `[1, heads, tokens, dim]`, and the scale of each layer's attention."""
 
     def __init__(self) -> None:
@@ -31,37 +31,36 @@ class QueryTaps:
         finally:
             self._seen, self._is_on = {}, False
 
-    def see(self, layer: int, turned: mx.array) -> None:
+    def see(self, layer: int, rotated: mx.array) -> None:
         """Store a layer's first output, its queries; the keys follow."""
         if self._is_on:
-            self._seen.setdefault(layer, turned)
+            self._seen.setdefault(layer, rotated)
 
 
-class _Turning(nn.Module):
+class _CapturedRope(WrappedModule):
     """Rotary embedding that passes its results to the capture."""
 
-    def __init__(self, module: Any, taps: QueryTaps, layer: int) -> None:
-        super().__init__()
-        self.module = module
-        self._taps = taps
+    def __init__(self, module: Any, capture: QueryCapture, layer: int) -> None:
+        super().__init__(module)
+        self._capture = capture
         self._layer = layer
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        turned: mx.array = self.module(x, *args, **kwargs)
-        self._taps.see(self._layer, turned)
-        return turned
+        rotated: mx.array = self.module(x, *args, **kwargs)
+        self._capture.see(self._layer, rotated)
+        return rotated
 
 
-def tap_queries(model: Any) -> QueryTaps:
+def capture_queries(model: Any) -> QueryCapture:
     """Return the query capture of a model, installed once; empty if the model's modules have other forms."""
-    taps: QueryTaps | None = getattr(model, "query_taps", None)
-    if taps is None:
-        taps = model.query_taps = QueryTaps()
+    capture: QueryCapture | None = getattr(model, "query_capture", None)
+    if capture is None:
+        capture = model.query_capture = QueryCapture()
         layers: list[Any] = getattr(text_core(model), "layers", [])
         for at, layer in enumerate(layers):
             owners = [module for module in layer.modules() if isinstance(module.get("rope"), nn.Module)]
             if len(owners) == 1:
                 owner = owners[0]
-                owner.rope = _Turning(owner.rope, taps, at)
-                taps.scales[at] = float(getattr(owner, "scale", 0.0))
-    return taps
+                owner.rope = _CapturedRope(owner.rope, capture, at)
+                capture.scales[at] = float(getattr(owner, "scale", 0.0))
+    return capture
