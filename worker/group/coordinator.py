@@ -14,17 +14,6 @@ import zmq
 from protocol import group
 from protocol.codec import MalformedFrame
 from protocol.failures import Code
-from protocol.group import (
-    GroupShare,
-    JoinGroup,
-    LeaveGroup,
-    Op,
-    PlanDone,
-    RankLoaded,
-    RankMemory,
-    StartLoading,
-    TickPlan,
-)
 from protocol.model_info import GroupInfo, RankInfo
 from protocol.sharding import RING, refusal
 from protocol.sharding import resolve as divided
@@ -55,7 +44,7 @@ log = logging.getLogger("mlxd.worker")
 
 # Waits are split into short polls, so that signals are handled between them.
 _POLL_MS: Final = 250
-_Answer = TypeVar("_Answer", JoinGroup, RankLoaded, RankMemory, PlanDone)
+_Answer = TypeVar("_Answer", group.JoinGroup, group.RankLoaded, group.RankMemory, group.PlanDone)
 
 
 def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Coordinator", Division]:
@@ -82,11 +71,11 @@ class Coordinator:
         self._sockets = RankSockets(self._rank)
         self._socket = self._sockets.bind(self._rank.plan)
         self._watch = LeadWatch(self._rank, self._group.nodes, self._sockets, self._progress, lost)
-        self._joined: dict[int, JoinGroup] = {}
-        self._loaded: dict[int, RankLoaded] = {}
-        self._done: dict[int, PlanDone] = {}
+        self._joined: dict[int, group.JoinGroup] = {}
+        self._loaded: dict[int, group.RankLoaded] = {}
+        self._done: dict[int, group.PlanDone] = {}
         self._parallel, self._backend = self._group.parallel, self._group.backend
-        self._ops: list[Op] = []
+        self._ops: list[group.Op] = []
         self._seq = 0
         self._crc = 0
         self._layout: KvLayout | None = None
@@ -103,7 +92,7 @@ class Coordinator:
         """Wait for all followers, and connect to them. Raises `LoadFailed` if one does not match."""
         self._parallel, self._backend = parallel, backend
         deadline = time.monotonic() + self._rank.join_s
-        self._joined = self._await(JoinGroup, deadline, "join")
+        self._joined = self._await(group.JoinGroup, deadline, "join")
         for rank, join in sorted(self._joined.items()):
             if failure := mismatch(identity, join, self._name(rank), self._spec.epoch):
                 raise failure
@@ -112,7 +101,7 @@ class Coordinator:
         links = (fabric.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
         devices = (self._rank.devices, *(join.devices for _, join in sorted(self._joined.items())))
         coordinator = "" if backend == RING else fabric.own_links(self._rank)[0]
-        go = StartLoading(backend, parallel, links, devices, coordinator, self._group.split)
+        go = group.StartLoading(backend, parallel, links, devices, coordinator, self._group.split)
         self._send_all(group.encode(go))
         connected = fabric.connect(go, self._rank)
         self._load_ends = time.monotonic() + self._rank.load_s
@@ -128,7 +117,7 @@ class Coordinator:
 
     def cache(self, layout: KvLayout, budget: int) -> PrefixCache:
         if not self._loaded:
-            self._loaded = self._await(RankLoaded, self._load_ends, "load its part")
+            self._loaded = self._await(group.RankLoaded, self._load_ends, "load its part")
         needs = layout.needs_checkpoints or any(each.needs_checkpoints for each in self._loaded.values())
         self._layout = replace(layout, is_checkpointed=needs)
         return PlannedCache(self._layout, budget, self)
@@ -138,9 +127,9 @@ class Coordinator:
 
     def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
         assert self._layout is not None
-        self._ops.append(GroupShare(order.share_bytes, order.kv_part, order.cache_part))
+        self._ops.append(group.GroupShare(order.share_bytes, order.kv_part, order.cache_part))
         self.begin(0)
-        answers = self._await(RankMemory, math.inf, "measure its memory")
+        answers = self._await(group.RankMemory, math.inf, "measure its memory")
         self._await_done()
         ranks = [measured(0, self._layout, cost, limits), *answers.values()]
         self.price = price(ranks)
@@ -153,11 +142,11 @@ class Coordinator:
     def leave(self) -> None:
         """Leave the group. A follower that is already gone is no failure, and one that hangs is not waited for."""
         self._watch.leave()
-        self._ops.append(LeaveGroup())
+        self._ops.append(group.LeaveGroup())
         gone = self._unreached(self._next_plan(0))
         others = [rank for rank in self._followers if rank not in gone]
         with suppress(PartnerLost, LoadFailed):
-            self._await(PlanDone, time.monotonic() + self._rank.leave_s, "leave", others)
+            self._await(group.PlanDone, time.monotonic() + self._rank.leave_s, "leave", others)
         self.close()
 
     def close(self) -> None:
@@ -175,7 +164,7 @@ class Coordinator:
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def note(self, op: Op) -> None:
+    def note(self, op: group.Op) -> None:
         self._ops.append(op)
 
     def begin(self, chunk: int, *, is_fused: bool = True) -> None:
@@ -187,7 +176,7 @@ class Coordinator:
 
     def _await_done(self) -> None:
         self._progress.finish()
-        self._done = self._await(PlanDone, math.inf, f"do plan {self._seq}")
+        self._done = self._await(group.PlanDone, math.inf, f"do plan {self._seq}")
         self._progress.end()
         for rank, done in self._done.items():
             if (done.seq, done.crc) != (self._seq, self._crc):
@@ -198,7 +187,7 @@ class Coordinator:
         self._seq += 1
         ops, self._ops = self._ops, []
         self._watch.begin(self._seq)
-        return group.encode(TickPlan(self._seq, self._crc, ops, chunk, is_fused))
+        return group.encode(group.TickPlan(self._seq, self._crc, ops, chunk, is_fused))
 
     def _send_all(self, frame: bytes) -> None:
         """Send a frame to all followers. Raises `PartnerLost` if some could not be reached."""

@@ -13,22 +13,6 @@ import zmq
 
 from protocol import group
 from protocol.failures import Code, ExitStatus, Failure
-from protocol.group import (
-    BeginGroup,
-    ClearCache,
-    GroupShare,
-    InsertRow,
-    JoinGroup,
-    LeaveGroup,
-    Op,
-    PlanDone,
-    RankLoaded,
-    RemoveRow,
-    ResizeCache,
-    SettleMemory,
-    StartLoading,
-    TickPlan,
-)
 from protocol.sharding import parts_of
 from protocol.spec import WorkerSpec
 from protocol.to_worker import SetMemory
@@ -119,7 +103,7 @@ class Follower:
         self._load()
         while not self._is_leaving:
             message = self._receive()
-            if not isinstance(message, TickPlan):
+            if not isinstance(message, group.TickPlan):
                 raise PartnerLost(f"rank 0 said {type(message).__name__} out of turn")
             self.do(message)
 
@@ -137,7 +121,7 @@ class Follower:
         identity = self.identity()
         if rank.is_remote:
             self._check_free_memory()
-        join = JoinGroup(
+        join = group.JoinGroup(
             spec.epoch,
             rank.rank,
             os.getpid(),
@@ -155,7 +139,7 @@ class Follower:
                 raise PartnerLost(f"rank 0 cannot be reached at {rank.plan}")
         self._socket.send(group.encode(join))
         go = self._receive()
-        if not isinstance(go, StartLoading):
+        if not isinstance(go, group.StartLoading):
             raise PartnerLost(f"rank 0 said {type(go).__name__} out of turn")
         division = Division(fabric.connect(go, rank), go.parallel, go.split)
         started = time.monotonic()
@@ -168,15 +152,15 @@ class Follower:
         self._share = memory.MemoryShare(spec, loaded.weights_bytes)
         self._share.enforce(self._share.limits())
         seconds = time.monotonic() - started
-        answer = RankLoaded(rank.rank, loaded.weights_bytes, seconds, self._layout.needs_checkpoints)
+        answer = group.RankLoaded(rank.rank, loaded.weights_bytes, seconds, self._layout.needs_checkpoints)
         self._socket.send(group.encode(answer))
 
     def _check_free_memory(self) -> None:
         """Check that the weights of a part fit this machine, on which no gateway plans memory. Raises `LoadFailed`."""
-        rank, group = self._rank.rank, self._spec.group
-        assert group is not None
-        files = resolve(self._spec.path).glob("model*.safetensors")
-        need = int(sum(file.stat().st_size for file in files) * parts_of(group.size, group.split)[rank])
+        spec, rank = self._spec, self._rank.rank
+        assert spec.group is not None
+        files = resolve(spec.path).glob("model*.safetensors")
+        need = int(sum(file.stat().st_size for file in files) * parts_of(spec.group.size, spec.group.split)[rank])
         end = time.monotonic() + _FREE_MEMORY_TIMEOUT_S
         while (free := psutil.virtual_memory().available) < need:
             if time.monotonic() > end:
@@ -200,7 +184,7 @@ class Follower:
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def do(self, plan: TickPlan) -> None:
+    def do(self, plan: group.TickPlan) -> None:
         """Run one plan. Raises `PartnerLost` if this rank is out of step with rank 0."""
         if plan.crc != self.crc:  # no collective has begun, so no token of this plan leaves rank 0
             raise PartnerLost(f"out of step before plan {plan.seq}")
@@ -215,7 +199,7 @@ class Follower:
         active = mx.get_active_memory()
         if self._limit_bytes and active > self._limit_bytes + self._limit_bytes // _SPILL_DIVISOR:
             raise PartnerLost(self._exceeds("it takes", active))
-        done = PlanDone(self._rank.rank, plan.seq, self.crc, step_us, active)
+        done = group.PlanDone(self._rank.rank, plan.seq, self.crc, step_us, active)
         self._socket.send(group.encode(done))
 
     def _exceeds(self, action: str, size_bytes: int) -> str:
@@ -223,7 +207,7 @@ class Follower:
         given = f"the model's memory gives it {self._limit_bytes >> 20}"
         return f"rank {rank} of {name}: {action} {size_bytes >> 20} MiB, and {given}"
 
-    def _step(self, plan: TickPlan) -> None:
+    def _step(self, plan: group.TickPlan) -> None:
         output = self._batch.step(plan.chunk, is_fused=plan.is_fused)
         self.crc = tally(self.crc, output.tokens)
         for _, scores in (*output.scoring, *output.scored):
@@ -234,33 +218,33 @@ class Follower:
             if token.ended != "stop":
                 token.row.output.append(token.id)
 
-    def _act(self, op: Op) -> None:
+    def _act(self, op: group.Op) -> None:
         match op:
-            case BeginGroup(mode, cache_bytes, needs_checkpoints):
+            case group.BeginGroup(mode, cache_bytes, needs_checkpoints):
                 self._layout = replace(self._layout, is_checkpointed=needs_checkpoints)
                 self.cache = PrefixCache(self._layout, cache_bytes)
                 self._batch = Batch(self._model, self._eos_ids, self.cache, BatchMode(mode))
                 self._rows = {}
-            case InsertRow():
+            case group.InsertRow():
                 self._insert(op)
-            case RemoveRow(rid):
+            case group.RemoveRow(rid):
                 self._batch.remove(self._rows.pop(rid))
-            case ResizeCache(cache_bytes, token_bytes, state_bytes, arrays):
+            case group.ResizeCache(cache_bytes, token_bytes, state_bytes, arrays):
                 price = TokenCost(token_bytes, state_bytes, arrays) if token_bytes or state_bytes else None
                 self.cache.resize(cache_bytes, price)
-            case ClearCache():
+            case group.ClearCache():
                 self.cache.clear()
-            case SettleMemory():
+            case group.SettleMemory():
                 self._batch.settle()
-            case GroupShare():
+            case group.GroupShare():
                 self._measure(op)
-            case LeaveGroup():
+            case group.LeaveGroup():
                 self._is_leaving = True
                 self._batch.close()
             case _:
                 assert_never(op)
 
-    def _insert(self, op: InsertRow) -> None:
+    def _insert(self, op: group.InsertRow) -> None:
         row = silent_row(op.rid, op.prompt, op.max_tokens, ignore_eos=op.ignore_eos, stop_ids=op.stop_ids)
         row.output, row.boundaries, row.cache_salt = op.output, op.boundaries, op.salt
         row.report.scored_top = op.top
@@ -270,7 +254,7 @@ class Follower:
             raise PartnerLost(f"{reused} tokens of a prompt are cached here, and {op.reused} on rank 0")
         self._rows[op.rid] = row
 
-    def _measure(self, order: GroupShare) -> None:
+    def _measure(self, order: group.GroupShare) -> None:
         cost = self._batch.kv_cost
         if cost is None:
             raise PartnerLost("the group was asked for its memory before a row had run")

@@ -1,14 +1,13 @@
 """Drafts of whole blocks, for the rows of a batch: one forward pass of the drafter per block."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import mlx.core as mx
 
-from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafters.block_head import BlockHead
 from worker.speculation.drafters.row_caches import bytes_per_token, columns
 from worker.speculation.drafters.state_drafts import PendingStates, StateDrafts
-from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 
 # A block attends to states of at most this many last tokens of a prompt.
@@ -30,20 +29,11 @@ class BlockDrafts(StateDrafts):
     def _make_caches(self) -> list[Any]:
         return self._head.make_caches()
 
-    def _run(self, states: PendingStates, text: Tokens, newest: int, caches: list[Any]) -> None:
+    def _run(self, states: PendingStates, caches: list[Any]) -> None:
         self._head.keep(states.joined()[None, :-1], caches)
 
-    def _draft(
-        self,
-        states: dict[DraftedRow, PendingStates],
-        tokens: dict[DraftedRow, tuple[Tokens, int]],
-        lengths: list[int],
-        count: int,
-    ) -> list[list[int]]:
-        rows, width = self._rows, max(lengths)
-        anchors = self._inputs(
-            [[tokens[row][1] if length else 0] for row, length in zip(rows.rows, lengths, strict=True)]
-        )
-        hidden = self._head(anchors, self._batched(states, lengths, width), lengths, rows.caches, count)
-        rows.accept(lengths, width)
+    def _draft(self, rows: Sequence[PendingStates | None], lengths: Sequence[int], count: int) -> list[list[int]]:
+        anchors = self._inputs([[0 if states is None else states.newest] for states in rows])
+        hidden = self._head(anchors, self._batched(rows, max(lengths)), lengths, self._rows.caches, count)
+        self._rows.accept(lengths)
         return columns(self._head.choose(hidden, anchors, self._drawn))

@@ -5,14 +5,13 @@ its own states, which are removed from its caches afterwards: the next draft beg
 accepted tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafters.row_caches import bytes_per_token, columns, last_of
 from worker.speculation.drafters.state_drafts import PendingStates, StateDrafts
-from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 
 
@@ -51,32 +50,18 @@ class HeadDrafts(StateDrafts):
     def _make_caches(self) -> list[Any]:
         return self._head.make_caches()
 
-    def _run(self, states: PendingStates, text: Tokens, newest: int, caches: list[Any]) -> None:
-        ids = self._inputs([_ids(states, text, newest)[:-1]])
+    def _run(self, states: PendingStates, caches: list[Any]) -> None:
+        ids = self._inputs([states.next_ids[:-1]])
         self._head(ids, self._head.hidden(states.joined()[None, :-1]), caches)
 
-    def _draft(
-        self,
-        states: dict[DraftedRow, PendingStates],
-        tokens: dict[DraftedRow, tuple[Tokens, int]],
-        lengths: list[int],
-        count: int,
-    ) -> list[list[int]]:
-        rows, width = self._rows, max(lengths)
-        ids = [
-            _ids(states[row], *tokens[row]) if length else [] for row, length in zip(rows.rows, lengths, strict=True)
-        ]
-        hidden = self._head.hidden(self._batched(states, lengths, width))
-        state = last_of(self._head(self._inputs(ids), hidden, rows.caches), lengths)
-        rows.accept(lengths, width)
+    def _draft(self, rows: Sequence[PendingStates | None], lengths: Sequence[int], count: int) -> list[list[int]]:
+        ids = self._inputs([[] if states is None else states.next_ids for states in rows])
+        hidden = self._head.hidden(self._batched(rows, max(lengths)))
+        state = last_of(self._head(ids, hidden, self._rows.caches), lengths)
+        self._rows.accept(lengths)
         drafted = [self._drawn(self._head.logits(state)[:, 0], 0)]
         for position in range(1, count):
-            state = self._head(drafted[-1][:, None], state, rows.caches)
+            state = self._head(drafted[-1][:, None], state, self._rows.caches)
             drafted.append(self._drawn(self._head.logits(state)[:, 0], position))
-        rows.rewind(count - 1)
+        self._rows.rewind(count - 1)
         return columns(drafted)
-
-
-def _ids(states: PendingStates, text: Tokens, newest: int) -> list[int]:
-    """Return the token after each hidden state."""
-    return [*text[states.begin + 1 :].tolist(), newest]

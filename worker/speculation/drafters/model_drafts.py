@@ -88,7 +88,7 @@ class ModelDrafts(CachedProposer):
         """Read the rest of each text and the newest token, then generate `count` tokens."""
         rows, lengths = self._rows, [len(row) for row in ids]
         logits = last_of(self._model(self._inputs(ids), cache=rows.caches), lengths)
-        rows.accept(lengths, max(lengths))
+        rows.accept(lengths)
         drafted = [self._next(logits, 0)]
         for position in range(1, count):
             own = mx.minimum(drafted[-1][:, None], self._tokens - 1)

@@ -49,8 +49,9 @@ class RowCaches:
         self.discard(row)
         return caches, done
 
-    def accept(self, lengths: Sequence[int], width: int) -> None:
-        """Keep the first `lengths[i]` tokens of row i of the newest block, which has `width` tokens a row."""
+    def accept(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[i]` tokens of row i of the newest block, and remove its padding."""
+        width = max(lengths)
         batched.rewind(self.caches, [width - length for length in lengths])
         for row, length in zip(self.rows, lengths, strict=True):
             row.draft.done += length

@@ -24,17 +24,24 @@ _MAX_SHARED_STATES: Final = 32
 
 @dataclass(slots=True)
 class PendingStates:
-    """States of one row that have not run, `[count, size]` from token `begin` on.
+    """States of one row that have not run, `[count, size]` from token `begin` of its text on.
 
-    Each part is a record, its row there, and the range of columns.
+    Each part is a record, its row there, and the range of columns. The text lacks the newest token.
     """
 
+    text: Tokens
+    newest: int
     begin: int
     parts: list[tuple[CapturedStates, int, int, int]]
 
     @property
     def count(self) -> int:
         return sum(high - low for _, _, low, high in self.parts)
+
+    @property
+    def next_ids(self) -> list[int]:
+        """The token after each state."""
+        return [*self.text[self.begin + 1 :].tolist(), self.newest]
 
     def joined(self) -> mx.array:
         rows = [record.states[row, low:high] for record, row, low, high in self.parts]
@@ -64,39 +71,34 @@ class StateDrafts(CachedProposer):
     def propose(
         self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
-        states = {row: self._pending(row, len(text)) for row, text in zip(rows, texts, strict=True)}
-        tokens = {row: (text, token) for row, text, token in zip(rows, texts, newest, strict=True)}
-        for row in rows:
-            self._place(row, states[row], *tokens[row])
-        ready = [row for row in self._rows.rows if row in states and states[row].parts]
-        if not ready:
+        asked = zip(rows, texts, newest, strict=True)
+        pending = {row: self._pending(row, text, token) for row, text, token in asked}
+        for row, states in pending.items():
+            self._place(row, states)
+        batch = [pending.get(row) for row in self._rows.rows]
+        lengths = [0 if states is None else states.count for states in batch]
+        if not any(lengths):
             return [[] for _ in rows]
-        lengths = [states[row].count if row in ready else 0 for row in self._rows.rows]
-        drafts = self._draft(states, tokens, lengths, count)
-        drafted = dict(zip(self._rows.rows, drafts, strict=True))
-        return [drafted[row] if row in ready else [] for row in rows]
+        drafted = dict(zip(self._rows.rows, self._draft(batch, lengths, count), strict=True))
+        return [drafted.get(row, []) for row in rows]
 
     @abstractmethod
     def _make_caches(self) -> list[Any]:
         """Make empty caches of one row."""
 
     @abstractmethod
-    def _run(self, states: PendingStates, text: Tokens, newest: int, caches: list[Any]) -> None:
+    def _run(self, states: PendingStates, caches: list[Any]) -> None:
         """Run all states of one row except the last."""
 
     @abstractmethod
-    def _draft(
-        self,
-        states: dict[DraftedRow, PendingStates],
-        tokens: dict[DraftedRow, tuple[Tokens, int]],
-        lengths: list[int],
-        count: int,
-    ) -> list[list[int]]:
-        """Run the states of all rows, `lengths[i]` of row i, and draft `count` tokens for each row."""
+    def _draft(self, rows: Sequence[PendingStates | None], lengths: Sequence[int], count: int) -> list[list[int]]:
+        """Run the states of all rows of the drafter's batch, `lengths[i]` of row i, and draft `count` tokens each.
 
-    def _batched(self, states: dict[DraftedRow, PendingStates], lengths: Sequence[int], width: int) -> mx.array:
+        A row without a draft has None, and its result is not used.
+        """
+
+    def _batched(self, rows: Sequence[PendingStates | None], width: int) -> mx.array:
         """Return the target's states of all rows, `[rows, width, size]`."""
-        rows = [states[row] if length else None for row, length in zip(self._rows.rows, lengths, strict=True)]
         whole = _single_record(rows)
         if whole is not None:
             record, begins = whole
@@ -106,9 +108,9 @@ class StateDrafts(CachedProposer):
         filled = [mx.zeros((0, some.shape[-1]), some.dtype) if row is None else row.joined() for row in rows]
         return mx.stack([mx.pad(row, [(0, width - row.shape[0]), (0, 0)]) for row in filled])
 
-    def _pending(self, row: DraftedRow, end: int) -> PendingStates:
-        """Return the states that have not run, up to the last known token, as far back as records reach."""
-        done, need, parts = row.draft.done, end, list[tuple[CapturedStates, int, int, int]]()
+    def _pending(self, row: DraftedRow, text: Tokens, newest: int) -> PendingStates:
+        """Return the states that have not run, up to the last token of the text, as far back as records reach."""
+        done, need, parts = row.draft.done, len(text), list[tuple[CapturedStates, int, int, int]]()
         for record in reversed(self.capture.records):
             if need <= done:
                 break
@@ -121,9 +123,9 @@ class StateDrafts(CachedProposer):
                 begin = record.begins[at] - start
                 parts.append((record, at, begin + low, begin + need))
                 need = low
-        return PendingStates(need, parts[::-1])
+        return PendingStates(text, newest, need, parts[::-1])
 
-    def _place(self, row: DraftedRow, states: PendingStates, text: Tokens, newest: int) -> None:
+    def _place(self, row: DraftedRow, states: PendingStates) -> None:
         """Bring a row into the drafter's batch so that its next state is the first of `states`."""
         if states.parts and row in self._rows.rows and row.draft.done == states.begin:
             return
@@ -132,7 +134,7 @@ class StateDrafts(CachedProposer):
             return
         caches, count = self._make_caches(), states.count
         if count > _MAX_SHARED_STATES:
-            self._run(states, text, newest, caches)
+            self._run(states, caches)
             mx.eval([cache.state for cache in caches])
             record, at, _, high = states.parts[-1]
             states.parts, states.begin = [(record, at, high - 1, high)], states.begin + count - 1

@@ -1,5 +1,6 @@
 """Tokens with an index, which finds earlier occurrences of the newest tokens in constant time."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -48,7 +49,7 @@ class IndexedTokens:
     def tokens(self) -> Tokens:
         return self._held[: self._end]
 
-    def extend(self, tokens: Tokens | list[int] | tuple[int, ...]) -> None:
+    def extend(self, tokens: Tokens | Sequence[int]) -> None:
         end = self._end + len(tokens)
         if end > len(self._held):
             self._held = np.concatenate([self._held, np.empty(end, dtype=np.int32)])
@@ -93,13 +94,11 @@ class IndexedTokens:
         mixed = (third * _PRIMES[2] + second * _PRIMES[1] + first * _PRIMES[0]) & _MASK
         return mixed >> self._shift
 
-    @property
-    def is_indexed(self) -> bool:
-        """Whether the chains hold all places that have a following token."""
-        return self._indexed >= self._end - 1
+    def index(self, most: int) -> bool:
+        """Add at most `most` places to the chains; return whether all places are in them.
 
-    def index(self, most: int) -> None:
-        """Add at most `most` places to the chains; the last token is never added, because nothing follows it."""
+        The last token's place is never added, because nothing follows it.
+        """
         if len(self._before) < len(self._held):
             self._make_chains()
         end = min(self._end - 1, self._indexed + most)
@@ -112,6 +111,7 @@ class IndexedTokens:
         else:
             self._add(self._indexed, end)
         self._indexed = max(self._indexed, end)
+        return self._indexed >= self._end - 1
 
     def _make_chains(self) -> None:
         """Make empty chains for the capacity of the text. They are made again whenever the capacity doubles."""

@@ -54,38 +54,26 @@ class LookupGuess:
     match: int
 
 
-class Lookup:
-    """Text of one row: the client's prediction, then the prompt and the output so far."""
+class Lookup(IndexedTokens):
+    """Indexed text of one row: the client's prediction, then the prompt and the output so far."""
 
     def __init__(self, tokens: Tokens, prediction: Sequence[int]) -> None:
         self._predicted = len(prediction) + 1 if prediction else 0
         before = np.array([*prediction, BREAK] if prediction else [], dtype=np.int32)
-        self._held = IndexedTokens(np.concatenate([before, tokens]) if prediction else tokens)
-
-    def index(self, most: int) -> bool:
-        """Index at most `most` places of the text; return whether all are indexed."""
-        self._held.index(most)
-        return self._held.is_indexed
+        super().__init__(np.concatenate([before, tokens]) if prediction else tokens)
 
     @property
     def text(self) -> Tokens:
         """Prompt and output so far."""
-        return self._held.tokens[self._predicted :]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._held.extend(list(tokens))
-
-    def shorten(self) -> None:
-        """Remove the newest token."""
-        self._held.shorten()
+        return self.tokens[self._predicted :]
 
     def guess(self, most: int, history: IndexedTokens) -> LookupGuess | None:
         """Return at most `most` tokens that may follow, and no more than matched before them."""
         tail = self.text[-MAX_MATCH_TOKENS:]
-        at, match = self._held.longest(tail)
+        at, match = self.longest(tail)
         if at >= 0:
             source = DraftSource.PREDICTION if at < self._predicted else DraftSource.LOOKUP
-            return _guess(self._held.tokens, at, match, most, source)
+            return _guess(self.tokens, at, match, most, source)
         at, match = history.longest(tail)
         return _guess(history.tokens, at, match, most, DraftSource.HISTORY) if at >= 0 else None
 

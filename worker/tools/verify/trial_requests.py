@@ -76,16 +76,9 @@ def picture_requests(rid: int, tokens: int) -> list[Generate]:
 def sparse_requests(vocab_size: int) -> list[Generate]:
     """Return prompts of which two blocks are skipped."""
     rng = random.Random(2)
+    prompts = [tuple(rng.randrange(vocab_size) for _ in range(SPARSE_PROMPT)) for _ in range(SPARSE_ROWS)]
     return [
-        Generate(
-            rid,
-            TokensPrompt(tuple(rng.randrange(vocab_size) for _ in range(SPARSE_PROMPT))),
-            Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
-            max_tokens=SPARSE_OUTPUT,
-            top_logprobs=2,
-            sparse_keep=SPARSE_KEEP,
-        )
-        for rid in range(1, SPARSE_ROWS + 1)
+        replace(_request(rid, prompt, SPARSE_OUTPUT), sparse_keep=SPARSE_KEEP) for rid, prompt in enumerate(prompts, 1)
     ]
 
 
@@ -94,14 +87,11 @@ def crowd_requests(vocab_size: int) -> list[Generate]:
     requests: list[Generate] = []
     for rid in range(1, CROWD + 1):
         ids = tuple((20 + rid * 31 + at * 7) % vocab_size for at in range(CROWD_PROMPT + CROWD_GIVEN))
-        requests.append(
-            Generate(
-                rid,
-                TokensPrompt(ids[:CROWD_PROMPT]),
-                Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
-                max_tokens=CROWD_OUTPUT,
-                top_logprobs=2,
-                resume=ids[CROWD_PROMPT:],
-            )
-        )
+        request = _request(rid, ids[:CROWD_PROMPT], CROWD_OUTPUT)
+        requests.append(replace(request, resume=ids[CROWD_PROMPT:]))
     return requests
+
+
+def _request(rid: int, prompt: tuple[int, ...], max_tokens: int) -> Generate:
+    sampling = Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True)
+    return Generate(rid, TokensPrompt(prompt), sampling, max_tokens=max_tokens, top_logprobs=2)
