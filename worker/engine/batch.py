@@ -22,8 +22,8 @@ from worker.engine.scheduling.pass_time import PassTime
 from worker.errors import is_allocation_failure, is_fabric_fault, is_gpu_fault
 from worker.kv import batched
 from worker.kv.quantized import make_caches
-from worker.model.agreement import agreement_of
 from worker.model.batch_mode import BatchMode
+from worker.model.division import agreement_of
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import common_prefix
 from worker.sampling.penalties import processors

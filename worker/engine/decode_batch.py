@@ -21,7 +21,7 @@ from worker.engine.scheduling.pass_time import PassTime
 from worker.engine.sequence_group import SequenceGroup
 from worker.kv import batched, ragged
 from worker.model import memory
-from worker.model.agreement import agreement_of
+from worker.model.division import agreement_of
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
 from worker.speculation.policy.draft_width import FasterOfTwo

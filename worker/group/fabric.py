@@ -17,8 +17,8 @@ from protocol.group import StartLoading
 from protocol.spec import RankSpec
 from worker.errors import LoadFailed, PartnerLost
 
-# A rank that waits for the others of a ring does so in native code, and rank 0 forever.
-CONNECT_S: Final = 60
+# Native code waits for the other ranks of a ring, on rank 0 forever.
+CONNECT_TIMEOUT_S: Final = 60
 
 
 def own_links(rank: RankSpec) -> tuple[str, ...]:
@@ -36,12 +36,12 @@ def own_links(rank: RankSpec) -> tuple[str, ...]:
     return tuple(links)
 
 
-def connect(go: StartLoading, rank: RankSpec, timeout_s: int = CONNECT_S) -> Any:
+def connect(go: StartLoading, rank: RankSpec) -> Any:
     """Return MLX's group of all ranks. Raises `PartnerLost`; ends the process if native code exceeds the timeout."""
     size = len(go.links)
     if not mx.distributed.is_available(go.backend):
         raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {rank.rank} was built without the backend '{go.backend}'")
-    with tempfile.TemporaryDirectory(prefix="mlxd-group-") as folder, _within(timeout_s):
+    with tempfile.TemporaryDirectory(prefix="mlxd-group-") as folder, _within(CONNECT_TIMEOUT_S):
         _prepare(go, rank, Path(folder))
         try:
             group: Any = mx.distributed.init(strict=True, backend=go.backend)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from protocol.failures import Code
 from protocol.group import BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory
 from worker.engine.batch import Batch, StepOutput
-from worker.engine.row import BatchSequence, Row, Token
+from worker.engine.row import BatchSequence, Token
 from worker.errors import PartnerLost, StepFailed, is_fabric_fault
 from worker.kv.kv import KvLayout
 from worker.model.batch_mode import BatchMode
@@ -63,7 +63,20 @@ class PlannedBatch(Batch):
         super().__init__(model, eos_ids, cache, mode)
 
     def _enter(self, sequence: BatchSequence) -> None:
-        self._planner.note(_insert(sequence.row, sequence.reused))
+        row = sequence.row
+        insert = InsertRow(
+            row.rid,
+            row.prompt,
+            row.output,
+            row.max_tokens,
+            sequence.reused,
+            row.sampling.ignore_eos and row.rule is None,
+            row.sampling.stop_ids,
+            row.boundaries,
+            row.cache_salt,
+            row.report.scored_top,
+        )
+        self._planner.note(insert)
         super()._enter(sequence)
 
     def _take_out(self, sequence: BatchSequence) -> list[int]:
@@ -79,7 +92,7 @@ class PlannedBatch(Batch):
         self._planner.begin(chunk, is_fused=is_fused)
 
     def step(self, chunk: int, *, is_fused: bool = True, reads: int = 0) -> StepOutput:
-        """As for a batch alone. No token leaves before all ranks have generated it."""
+        """Run one step of all ranks. Tokens are returned only after all ranks have generated them."""
         try:
             output = super().step(chunk, is_fused=is_fused, reads=reads)
         except StepFailed:
@@ -90,18 +103,3 @@ class PlannedBatch(Batch):
             raise StepFailed(Code.WORKER_DIED, "the group's step failed", detail=repr(error)) from error
         self._planner.confirm(output.tokens)
         return output
-
-
-def _insert(row: Row, reused: int) -> InsertRow:
-    return InsertRow(
-        row.rid,
-        row.prompt,
-        row.output,
-        row.max_tokens,
-        reused,
-        row.sampling.ignore_eos and row.rule is None,
-        row.sampling.stop_ids,
-        row.boundaries,
-        row.cache_salt,
-        row.report.scored_top,
-    )

@@ -41,10 +41,6 @@ class Linears:
             elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
                 self._tables.add(_tail(path))
 
-    @property
-    def places(self) -> list[LinearPlace]:
-        return list(self._places.values())
-
     def find(self, name: str) -> LinearPlace | None:
         """Return the layer of this name, or of the same name under another name of the text model."""
         return self._places.get(name) or self._by_tail.get(_tail(name))

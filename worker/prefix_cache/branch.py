@@ -33,8 +33,8 @@ class PrefixCursor:
             self._at += 1
         return True
 
-    def ahead(self, most: int) -> list[int]:
-        """Return at most `most` tokens that follow along the newest edges, up to a medium."""
+    def next_tokens(self, most: int) -> list[int]:
+        """At most so many tokens that come next, along the newest edges, up to a medium."""
         node, at, ahead = self._edge(), self._at, list[int]()
         while len(ahead) < most:
             if at == node.end:

@@ -58,7 +58,7 @@ class RowSampler:
         in which MLX checks no bounds: ids from `table_rows` on are never drawn; 0 is no limit."""
         # What grammars forbid: it goes onto the logits before they become log-probabilities.
         self.masks = masks or Masks()
-        # Of the newest calls: parameters of the rows, positions of each, and their plan.
+        # Plans of the newest calls, with the parameters of the rows and the number of positions of each.
         self._plans: list[tuple[list[Sampling], int, _Plan]] = []
         # Ids that are never drawn, and by what their log-probabilities are changed.
         self._suppressed = tuple(suppressed)
@@ -70,18 +70,20 @@ class RowSampler:
         """Log-probabilities `[rows, positions, vocab]` to the ids that each row samples at its next positions."""
         return self._sample(rows, logprobs, 0)
 
-    def guess(self, rows: Sequence[SampledRow], logits: Any, ahead: int) -> mx.array:
-        """Ids `[rows]` that these would sample of logits `[rows, vocab]` so many positions ahead of their next: with
-        the noise that they will have there, so that two models that nearly agree draw the same."""
-        return self._sample(rows, logits[:, None], ahead)[:, 0]
+    def guess(self, rows: Sequence[SampledRow], logits: Any, offset: int) -> mx.array:
+        """Sample ids `[rows]` from logits `[rows, vocab]`, `offset` positions after the rows' next.
 
-    def _sample(self, rows: Sequence[SampledRow], logprobs: mx.array, ahead: int) -> mx.array:
+        The noise is the same as for the row's own token there, so two models that nearly agree draw the same ids.
+        """
+        return self._sample(rows, logits[:, None], offset)[:, 0]
+
+    def _sample(self, rows: Sequence[SampledRow], logprobs: mx.array, offset: int) -> mx.array:
         count, steps, vocab = logprobs.shape
         plan = self._plan([row.draws.params for row in rows], steps)
         keys: list[list[int]] = []
         coins: list[bool] = []
         if plan.is_random:
-            places = range(ahead, ahead + steps)
+            places = range(offset, offset + steps)
             draws = [(row.draws.params, row.draws.position + step) for row in rows for step in places]
             keys = [_key(params.seed, position) for params, position in draws]
             coins = [_excludes(params, position) for params, position in draws] if plan.has_xtc else []

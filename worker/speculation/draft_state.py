@@ -31,7 +31,7 @@ class Branch(Protocol):
         """Move on by generated tokens; return False if the row leaves the branch."""
         ...
 
-    def ahead(self, most: int) -> list[int]:
+    def next_tokens(self, most: int) -> list[int]:
         """Return at most `most` of the tokens that came next."""
         ...
 

@@ -28,12 +28,12 @@ def test_a_branch_goes_on_for_as_long_as_the_row_goes_the_same_way() -> None:
     below(trunk, 8, 9, -5, 10)
     branch = PrefixCursor(trunk, 3)
 
-    assert branch.ahead(1) == [4]
-    assert branch.ahead(10) == [4, 5, 8, 9], "the newest edge, up to a medium"
+    assert branch.next_tokens(1) == [4]
+    assert branch.next_tokens(10) == [4, 5, 8, 9], "the newest edge, up to a medium"
     assert branch.advance([4, 5])
-    assert branch.ahead(3) == [8, 9]
+    assert branch.next_tokens(3) == [8, 9]
     assert branch.advance([6])
-    assert branch.ahead(3) == [7]
+    assert branch.next_tokens(3) == [7]
     assert not branch.advance([9])
     end = PrefixCursor(trunk, 5)
     assert not end.advance([11])
@@ -49,12 +49,12 @@ def test_an_edge_that_is_cut_or_evicted_meanwhile_is_read_on() -> None:
     upper.children[4] = whole
     below(upper, 9, 8)
 
-    assert [branch.ahead(9) for branch in branches] == [[3, 9, 8], [9, 8], [5, 6]]
+    assert [branch.next_tokens(9) for branch in branches] == [[3, 9, 8], [9, 8], [5, 6]]
     assert branches[1].advance([4, 5])
-    assert branches[1].ahead(9) == [6]
+    assert branches[1].next_tokens(9) == [6]
     del root.children[1]
     assert branches[0].advance([3, 4])
-    assert branches[0].ahead(9) == [5, 6]
+    assert branches[0].next_tokens(9) == [5, 6]
 
 
 def test_the_same_request_again_is_drafted_from_its_answer_and_one_of_another_salt_is_not(model_folder: Any) -> None:

@@ -44,7 +44,8 @@ class Records:
 
     def read(self, experts: Sequence[int]) -> list[list[mx.array]]:
         """Read the arrays of each expert, in the order of the layer's tensors. Raises `OSError`."""
-        return [self._arrays(record) for record in self._readers.map(self._record, experts)]
+        tensors = self._layer.tensors
+        return [[_array(record, tensor) for tensor in tensors] for record in self._readers.map(self._record, experts)]
 
     def _record(self, expert: int) -> bytearray:
         size = self._layer.record_bytes
@@ -56,9 +57,6 @@ class Records:
                 raise OSError(f"{self._layer.file} ended in expert {expert}")
             done += count
         return record
-
-    def _arrays(self, record: bytearray) -> list[mx.array]:
-        return [_array(record, tensor) for tensor in self._layer.tensors]
 
 
 def _array(record: bytearray, tensor: ExpertTensor) -> mx.array:

@@ -13,8 +13,8 @@ from protocol.model_info import AdapterInfo
 from protocol.spec import ADAPTERS_MAX
 from worker.errors import LoadFailed, RequestInvalid, is_allocation_failure
 from worker.kv.quantized import make_caches
-from worker.model.agreement import agreement_of
 from worker.model.batch_mode import BatchMode
+from worker.model.division import agreement_of
 from worker.model.linears import LinearPlace, Linears
 from worker.model.loader import resolve
 from worker.model.lora.adapter_files import Files, read

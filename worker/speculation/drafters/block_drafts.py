@@ -19,15 +19,12 @@ class BlockDrafts(StateDrafts):
 
     def __init__(self, head: BlockHead, size: int, dtype: mx.Dtype) -> None:
         """`size` is the size of the target's hidden states, of which the drafter takes several."""
-        super().__init__(DraftSource.BLOCK, head.tokens, _PROMPT_TAIL_TOKENS)
+        super().__init__(DraftSource.BLOCK, head.tokens, head.make_caches, _PROMPT_TAIL_TOKENS)
         self._head = head
         self.longest = head.longest
         caches = head.make_caches()
         head.keep(mx.zeros((1, 1, size * len(head.places)), dtype), caches)
         self.token_bytes = bytes_per_token(caches)
-
-    def _make_caches(self) -> list[Any]:
-        return self._head.make_caches()
 
     def _run(self, states: PendingStates, caches: list[Any]) -> None:
         self._head.keep(states.joined()[None, :-1], caches)

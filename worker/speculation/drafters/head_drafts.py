@@ -41,14 +41,11 @@ class HeadDrafts(StateDrafts):
     """Proposer with a head. The head was trained for one token; for more, it continues from its own draft."""
 
     def __init__(self, head: DraftHead, dtype: mx.Dtype, source: str = DraftSource.HEAD) -> None:
-        super().__init__(source, head.tokens)
+        super().__init__(source, head.tokens, head.make_caches)
         self._head = head
         caches = head.make_caches()
         head(mx.array([[0]]), mx.zeros((1, 1, head.size), dtype), caches)
         self.token_bytes = bytes_per_token(caches)
-
-    def _make_caches(self) -> list[Any]:
-        return self._head.make_caches()
 
     def _run(self, states: PendingStates, caches: list[Any]) -> None:
         ids = self._inputs([states.next_ids[:-1]])

@@ -35,10 +35,6 @@ class CapturedStates:
     lengths: Sequence[int]
     states: mx.array
 
-    @property
-    def nbytes(self) -> int:
-        return self.states.nbytes
-
 
 class HiddenStateCapture:
     """Records of the newest forward passes, with the last `tail` tokens of a prompt. Owned by the engine thread."""
@@ -87,11 +83,10 @@ class HiddenStateCapture:
             mx.async_eval(joined)
         begins = [max(0, length - count - begin) for length, count in zip(lengths, near, strict=True)]
         starts = [start + begin + at for start, at in zip(starts, begins, strict=True)]
-        record = CapturedStates(rows, starts, begins, near, joined)
-        self.records.append(record)
-        self.nbytes += record.nbytes
+        self.records.append(CapturedStates(rows, starts, begins, near, joined))
+        self.nbytes += joined.nbytes
         while self.nbytes > _MAX_RECORD_BYTES or len(self.records) > _MAX_RECORDS:
-            self.nbytes -= self.records.popleft().nbytes
+            self.nbytes -= self.records.popleft().states.nbytes
 
     def switch(self, *, is_on: bool) -> None:
         """Begin or end the capture, without records of earlier rows."""

@@ -6,7 +6,7 @@ that returns from the queue, has states only from there on.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -49,11 +49,17 @@ class PendingStates:
 
 
 class StateDrafts(CachedProposer):
-    """Base of proposers that go on from captured states. `tokens` is the number of ids in their embedding table."""
+    """Base of proposers that go on from captured states.
 
-    def __init__(self, source: str, tokens: int, tail: int = PROMPT_TAIL_TOKENS) -> None:
+    `tokens` is the number of ids in their embedding table; `make_caches` makes empty caches of one row.
+    """
+
+    def __init__(
+        self, source: str, tokens: int, make_caches: Callable[[], list[Any]], tail: int = PROMPT_TAIL_TOKENS
+    ) -> None:
         super().__init__(tokens)
         self.source = source
+        self._make_caches = make_caches
         self.capture = HiddenStateCapture(tail)
 
     def begin(self, draw: Draw, rows: Rows) -> None:
@@ -81,10 +87,6 @@ class StateDrafts(CachedProposer):
             return [[] for _ in rows]
         drafted = dict(zip(self._rows.rows, self._draft(batch, lengths, count), strict=True))
         return [drafted.get(row, []) for row in rows]
-
-    @abstractmethod
-    def _make_caches(self) -> list[Any]:
-        """Make empty caches of one row."""
 
     @abstractmethod
     def _run(self, states: PendingStates, caches: list[Any]) -> None:

@@ -299,7 +299,7 @@ class Speculator(Drafter):
         if row.branch is None:
             return None
         match = min(MIN_MATCH_TOKENS + row.followed, MAX_MATCH_TOKENS)
-        tokens = row.branch.ahead(min(most, match) + (newest is not None))
+        tokens = row.branch.next_tokens(min(most, match) + (newest is not None))
         if newest is not None:
             tokens = tokens[1:] if tokens[:1] == [newest] else []
         return LookupGuess(tokens, DraftSource.TREE, match) if tokens else None

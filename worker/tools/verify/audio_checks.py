@@ -10,9 +10,9 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Sampling
 from protocol.verify import Difference, VerifyCheck
 from worker.audio.ask_audio import AudioIntake
-from worker.audio.audio_job import AudioPiece
 from worker.audio.audio_model import load_audio_model
 from worker.audio.sound_writer import SoundWriter
+from worker.tools.verify.comparison import first_difference
 
 _RATE: Final = 16_000
 # The clip is longer than one window of any family.
@@ -34,13 +34,9 @@ def audio_checks(spec: WorkerSpec) -> Generator[VerifyCheck]:
         "again",
         requests=len(requests),
         tokens=sum(len(piece.token_ids) for answer in answers for piece in answer),
-        differences=() if is_equal else (Difference(2, _common(first, last)),),
+        differences=() if is_equal else (Difference(2, first_difference(first, last)),),
         note="" if any(piece.text or piece.data for piece in first) else "the model gave nothing",
     )
-
-
-def _common(one: list[AudioPiece], other: list[AudioPiece]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _tone() -> bytes:

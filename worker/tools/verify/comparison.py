@@ -33,10 +33,14 @@ def _differences(outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedO
     for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
         if (output.ids, output.finish) == (other.ids, other.finish):
             continue
-        pairs = zip(output.ids, other.ids, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(output.ids), len(other.ids)))
+        at = first_difference(output.ids, other.ids)
         top = other.logprobs[at].top if at < len(other.logprobs) else ()
         yield Difference(index, at, round(top[0][1] - top[1][1], 6) if len(top) > 1 else None)
+
+
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the index of the first different item, or the length of the shorter sequence."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def likelihoods(output: VerifiedOutput) -> list[float]:
