@@ -146,7 +146,7 @@ class GatewayLink:
             case Dump():
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
             case Welcome(boot=boot):
-                # Even the first gateway may be another one than that which started this worker.
+                # The first gateway to answer may not be the one that started this worker.
                 if boot != self._boot:
                     self._boot = boot
                     self._introduce()

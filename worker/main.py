@@ -39,9 +39,9 @@ _COMPILER_THREADS: Final = 2
 def main(argv: list[str] | None = None) -> int:
     """Run one worker; returns its exit status."""
     parser = argparse.ArgumentParser(prog="worker", description="One mlxd worker; started by the gateway.")
-    parser.add_argument("name", help="the model's name, for those who read process lists")
-    parser.add_argument("--epoch", type=int, help="of this incarnation, likewise")
-    parser.add_argument("--rank", type=int, help="of its group, likewise")
+    parser.add_argument("name", help="name of the model, shown in process lists")
+    parser.add_argument("--epoch", type=int, help="epoch of this process, shown in process lists")
+    parser.add_argument("--rank", type=int, help="rank in its group, shown in process lists")
     parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON; - reads it from standard input")
     parser.add_argument(
         "--over-ssh",

@@ -27,14 +27,12 @@ Shape = tuple[int, int]
 """Rows of a part, and tokens of each."""
 
 
+@dataclass(slots=True, eq=False)
 class PackedRows:
     """Caches of one layer for all parts."""
 
-    __slots__ = ("caches", "shapes")
-
-    def __init__(self, caches: Sequence[Any], shapes: Sequence[Shape]) -> None:
-        self.caches = caches
-        self.shapes = shapes
+    caches: Sequence[Any]
+    shapes: Sequence[Shape]
 
     def __getitem__(self, at: int) -> "PackedRows":
         return PackedRows([cache[at] for cache in self.caches], self.shapes)
@@ -44,13 +42,11 @@ class PackedRows:
         return _Masks([cache.make_mask(width, *args, **kwargs) for cache, (_, width) in pairs])
 
 
+@dataclass(slots=True, eq=False)
 class _Masks:
     """Mask of each part."""
 
-    __slots__ = ("of",)
-
-    def __init__(self, of: Sequence[Any]) -> None:
-        self.of = of
+    of: Sequence[Any]
 
 
 @dataclass(slots=True)
@@ -66,7 +62,7 @@ class Mixing(WrappedModule):
     def __init__(self, module: Any, turn: PackingTurn) -> None:
         super().__init__(module)
         self._turn = turn
-        # Run for a part, on the module.
+        # Function that computes a part with the module; attention kernels replace it.
         self.call: Callable[..., Any] = type(module).__call__
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ class Drafter:
     unread = 0
 
     def read(self, count: int) -> int:
-        """Let a model that drafts read at most `count` of the unread tokens, of one row; return how many it read."""
+        """Read at most `count` of the unread tokens, all of one row; return the number of tokens read."""
         return 0
 
     def begin(self, draw: Draw, rows: Rows) -> None:
@@ -65,7 +65,7 @@ class Drafter:
         return [[] for _ in rows]
 
     def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        """Report how many tokens of each draft equal the sampled ones."""
+        """Record the number of accepted tokens of each draft."""
 
 
 class Proposer(ABC):
@@ -78,7 +78,7 @@ class Proposer(ABC):
     source: str
     longest = 7
     token_bytes = 0
-    # Tokens of texts that are read slice by slice before their rows have drafts.
+    # Tokens that must be read, slice by slice, before all rows that wait for drafts have some.
     unread = 0
 
     @property
@@ -90,7 +90,7 @@ class Proposer(ABC):
         return False
 
     def read(self, count: int) -> int:
-        """Read at most `count` of the unread tokens, of one row; return how many were read."""
+        """Read at most `count` of the unread tokens, all of one row; return the number of tokens read."""
         return 0
 
     @abstractmethod

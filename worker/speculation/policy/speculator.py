@@ -21,8 +21,8 @@ _PRIOR_ACCEPTANCE: Final = 0.8
 # Weights of a verified token in the acceptance of its kind of match, and in that of its row.
 _LEARNING_RATE: Final = 0.02
 _ROW_LEARNING_RATE: Final = 0.15
-# Each unused draft moves a row's acceptance by this share back to the assumed one, so that a row whose drafts were
-# wrong is tried again. A model always has a draft, so its share is smaller.
+# Whenever a row has a draft, its acceptance moves by this share back to the assumed one, so that a row whose drafts
+# were wrong is tried again. A model always has a draft, so its share is smaller.
 _RECOVERY_RATE: Final = 0.02
 _MODEL_RECOVERY_RATE: Final = 0.005
 _MODELS: Final = (DraftSource.HEAD, DraftSource.EAGLE, DraftSource.MODEL, DraftSource.BLOCK, DraftSource.ASSISTANT)
