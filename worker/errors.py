@@ -22,6 +22,12 @@ FABRIC_FAULTS: Final = ("[ring]", "[nccl]", "[jaccl]", "[distributed]")
 NO_MEMORY: Final = (
     "[metal::malloc]", "Unable to allocate", "Insufficient Memory", "OutOfMemory", "out of memory", "Resource limit",
 )  # fmt: skip
+# Exit statuses of a failed load by code, other than `MODEL_UNUSABLE`.
+_EXIT_STATUSES: Final = {
+    Code.OUT_OF_MEMORY: ExitStatus.OUT_OF_MEMORY,
+    Code.BAD_CONFIG: ExitStatus.BAD_CONFIG,
+    Code.INCOMPATIBLE: ExitStatus.INCOMPATIBLE,
+}
 
 
 def is_allocation_failure(error: BaseException) -> bool:
@@ -50,15 +56,7 @@ class WorkerError(Exception):
 class LoadFailed(WorkerError):
     @property
     def exit_status(self) -> ExitStatus:
-        match self.failure.code:
-            case Code.OUT_OF_MEMORY:
-                return ExitStatus.OUT_OF_MEMORY
-            case Code.BAD_CONFIG:
-                return ExitStatus.BAD_CONFIG
-            case Code.INCOMPATIBLE:
-                return ExitStatus.INCOMPATIBLE
-            case _:
-                return ExitStatus.MODEL_UNUSABLE
+        return _EXIT_STATUSES.get(self.failure.code, ExitStatus.MODEL_UNUSABLE)
 
 
 class RequestInvalid(WorkerError):

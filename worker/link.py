@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from queue import SimpleQueue
 from typing import Final, assert_never
 
@@ -61,8 +62,6 @@ class GatewayLink:
         # Set once the worker was ordered to end.
         self.is_stopped = False
         self._ready: Ready | None = None
-        self._state = "loading"
-        self._mlx_version = ""
         # Identifier of the gateway process to which this worker has sent its state.
         self._boot: int | None = None
         self.on_question: Callable[[Question], None] = self._reject_loading
@@ -81,9 +80,7 @@ class GatewayLink:
         """Queue a message; never blocks."""
         self._outbox.put(message)
 
-    def announce_ready(self, ready: Ready, mlx_version: str) -> None:
-        self._mlx_version = mlx_version
-        self._state = "ready"
+    def announce_ready(self, ready: Ready) -> None:
         self._ready = ready
         self.send(ready)
 
@@ -110,11 +107,11 @@ class GatewayLink:
     def _receive(self) -> None:
         socket = sockets.connect_dealer(self._context, self._spec.down, self._spec.identity)
         socket.send(b"")  # makes the identity routable
-        heard = time.monotonic()
+        received_at = time.monotonic()
         is_orphan = False
         while not self._is_closing.is_set():
             if not socket.poll(_POLL_MS):
-                silence_s = time.monotonic() - heard
+                silence_s = time.monotonic() - received_at
                 if silence_s > self._spec.orphan_grace_s and not is_orphan:
                     log.warning("no gateway for %.0f s: aborting all requests", silence_s)
                     is_orphan = True
@@ -124,7 +121,7 @@ class GatewayLink:
                     self.stop(Shutdown("orphaned"))
                     break
                 continue
-            heard, is_orphan = time.monotonic(), False
+            received_at, is_orphan = time.monotonic(), False
             try:
                 self._dispatch(codec.decode_down(socket.recv()))
             except codec.MalformedFrame as error:
@@ -166,9 +163,9 @@ class GatewayLink:
             self.send(self._ready)
 
     def _hello(self) -> Hello:
-        return Hello(
-            self._spec.name, self._spec.epoch, os.getpid(), MAJOR, MINOR, __version__, self._mlx_version, self._state
-        )
+        spec = self._spec
+        mlx_version, state = ("", "loading") if self._ready is None else (version("mlx"), "ready")
+        return Hello(spec.name, spec.epoch, os.getpid(), MAJOR, MINOR, __version__, mlx_version, state)
 
     def _reject_loading(self, request: Question) -> None:
         self.send(Rejected(request.rid, Failure(Code.BUSY, "the model is still loading; try again")))

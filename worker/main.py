@@ -10,7 +10,6 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -139,8 +138,6 @@ class WorkerMain:
     def _load_and_serve(self) -> int:
         # These imports take a second, after the first message to the gateway.
         from worker.embedding.load_model import kind_of_spec
-        from worker.engine.loop import Engine
-        from worker.jobs.turn_loop import TurnLoop
         from worker.model import memory
 
         engine: Engine | TurnLoop[Any] | None = None
@@ -149,7 +146,7 @@ class WorkerMain:
             kind = kind_of_spec(self._spec)
             engine, ready = self._start_text() if kind == TEXT else self._start_jobs(kind)
             signal.signal(signal.SIGTERM, lambda _signum, _frame: self._link.stop(Shutdown("SIGTERM")))
-            self._link.announce_ready(ready, version("mlx"))
+            self._link.announce_ready(ready)
             engine.run()
             if self._lead is not None:
                 self._lead.leave()
