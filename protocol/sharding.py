@@ -34,16 +34,8 @@ PIPELINE_TYPES: Final = frozenset(
 # Architectures that repeat the heads of keys and values if there are fewer than ranks.
 _REPEATS: Final = frozenset({"qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35"})
 # Configuration keys of sizes that are divided among the ranks.
-_HEADS: Final = (
-    ("num_attention_heads",),
-    ("linear_num_key_heads",),
-    ("linear_num_value_heads",),
-)
-_WIDTHS: Final = (
-    ("intermediate_size",),
-    ("moe_intermediate_size",),
-    ("shared_expert_intermediate_size",),
-)
+_HEADS: Final = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
+_WIDTHS: Final = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda: bool) -> tuple[str, str]:
@@ -60,7 +52,7 @@ def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda:
 
 
 def parts_of(ranks: int, split: tuple[int, ...] | list[int]) -> list[float]:
-    """The part of a model that each rank of a group has; `split` are layers by rank, or empty."""
+    """Return the share of a model that each rank of a group has; `split` are layers by rank, or empty."""
     return [layers / sum(split) for layers in split] if split else [1 / max(1, ranks)] * ranks
 
 
@@ -94,10 +86,10 @@ def _pipeline_refusal(text: Mapping[str, Any], ranks: int, split: tuple[int, ...
 
 
 def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
-    for names in (*_HEADS, *_WIDTHS):
-        count = next((text[name] for name in names if isinstance(text.get(name), int)), None)
-        if count and count % ranks:
-            return f"{names[0]} = {count} cannot be divided by {ranks} ranks"
+    for name in (*_HEADS, *_WIDTHS):
+        count = text.get(name)
+        if isinstance(count, int) and count % ranks:
+            return f"{name} = {count} cannot be divided by {ranks} ranks"
     kv_heads = text.get("num_key_value_heads")
     if isinstance(kv_heads, int) and kv_heads % ranks and not (repeats and ranks % kv_heads == 0):
         return f"num_key_value_heads = {kv_heads} cannot be divided by {ranks} ranks"
@@ -106,13 +98,13 @@ def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
 
 def _groups_refusal(config: Mapping[str, Any], text: Mapping[str, Any], ranks: int) -> str:
     """Refuse a division that would split a quantization group, whose numbers share a scale."""
-    found = config.get("quantization") or config.get("quantization_config")
-    size = found.get("group_size") if isinstance(found, dict) else None
+    quantization = config.get("quantization") or config.get("quantization_config")
+    size = quantization.get("group_size") if isinstance(quantization, dict) else None
     if not isinstance(size, int):
         return ""
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     head = text.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None)
-    widths = {name: text.get(name) for (name,) in _WIDTHS}
+    widths = {name: text.get(name) for name in _WIDTHS}
     widths["the width of attention"] = heads * head if isinstance(heads, int) and isinstance(head, int) else None
     for name, width in widths.items():
         if isinstance(width, int) and width and width // ranks % size:

@@ -19,7 +19,10 @@ class AudioPiece:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class AudioJob(QueuedJob):
-    """Transcription or speech request. `work` computes the next piece on demand; `heard_s` is the clip's length."""
+    """Transcription or speech request. `work` computes the next piece on demand.
+
+    `heard_s` is the length of a transcribed clip, 0 for speech.
+    """
 
     work: Generator[AudioPiece]
     input_tokens: int
@@ -29,8 +32,6 @@ class AudioJob(QueuedJob):
     # Tokens that its client has from an earlier worker: as many are computed again, and not sent.
     left_out: int = 0
     output_tokens: int = 0
-    # Tokens of transcribed audio are reported separately.
-    is_heard: bool = False
 
     @property
     def tokens(self) -> int:
@@ -44,10 +45,5 @@ class AudioJob(QueuedJob):
             completion=self.output_tokens,
             queue_ms=(admitted - self.arrived) * 1e3,
             decode_ms=(now - admitted) * 1e3,
-            audio_tokens=self.audio_tokens,
+            audio_tokens=self.input_tokens if self.heard_s else 0,
         )
-
-    @property
-    def audio_tokens(self) -> int:
-        """Number of audio tokens in its input."""
-        return self.input_tokens if self.is_heard else 0

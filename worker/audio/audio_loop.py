@@ -17,7 +17,7 @@ from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST, SPOKEN_RATE
 from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel
-from worker.audio.sample_room import SampleRoom, bytes_for_clips
+from worker.audio.sample_memory import SampleMemory, bytes_for_clips
 from worker.engine.gauges import Gauges
 from worker.errors import (
     RequestInvalid,
@@ -49,7 +49,7 @@ class AudioLoop(TurnLoop[AudioJob]):
         inbox: "SimpleQueue[Command]",
         send: Callable[[Up], None],
         gauges: Gauges,
-        room: SampleRoom,
+        room: SampleMemory,
     ) -> None:
         super().__init__(spec, model.weights_bytes, inbox, send, gauges)
         self._model = model
@@ -118,7 +118,7 @@ class AudioLoop(TurnLoop[AudioJob]):
             job.left_out -= count
             return
         self._gauges.generation_tokens += count
-        if not job.is_heard:
+        if not job.heard_s:
             self._gauges.spoken_s += count / SPOKEN_RATE
         if piece.text or piece.data:
             self._outbox.add(Delta(job.rid, text=piece.text, token_ids=piece.token_ids, data=piece.data))

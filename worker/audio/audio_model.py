@@ -15,10 +15,12 @@ from mlx.utils import tree_flatten
 from protocol.failures import Code
 from protocol.kinds import HEARERS, SPEAKERS, audio_family
 from protocol.model_info import AudioInfo
+from protocol.prompts import SpeechPrompt, TranscribePrompt
 from protocol.spec import WorkerSpec
+from protocol.to_worker import Sampling
 from worker.audio import sound_writer
-from worker.audio.speaker import Instructions, Speaker, SpeakOptions
-from worker.audio.transcriber import TranscribeOptions, Transcriber
+from worker.audio.speaker import Instructions, Speaker
+from worker.audio.transcriber import Transcriber
 from worker.errors import LoadFailed
 from worker.model.loader import cast, check_weights, nbytes, read_json, resolve
 from worker.model.memory import has_gpu
@@ -44,20 +46,20 @@ class AudioModel:
     path: Path
     family: str
     weights_bytes: int
-    hearer: Transcriber | None = None
+    transcriber: Transcriber | None = None
     speaker: Speaker | None = None
 
     @property
     def info(self) -> AudioInfo:
         missing = "" if sound_writer.has_pyav() else sound_writer.MISSING
-        if self.hearer is not None:
-            hearer = self.hearer
+        if self.transcriber is not None:
+            transcriber = self.transcriber
             return AudioInfo(
                 transcribes=True,
-                translates=hearer.translates,
-                has_words=hearer.has_words,
-                rate=hearer.rate,
-                languages=hearer.languages,
+                translates=transcriber.translates,
+                has_words=transcriber.has_words,
+                rate=transcriber.rate,
+                languages=transcriber.languages,
                 missing=missing,
             )
         assert self.speaker is not None, "a model hears or speaks"
@@ -72,11 +74,11 @@ class AudioModel:
 
     def compute_once(self) -> None:
         """Transcribe a second, or speak a word, so that a model that cannot run fails at load."""
-        if self.hearer is not None:
-            tone = np.sin(np.arange(self.hearer.rate) * (440 * 2 * np.pi / self.hearer.rate))
-            next(self.hearer.hear((0.1 * tone).astype(np.float32), TranscribeOptions(temperature=1.0), _nothing))
+        if self.transcriber is not None:
+            tone = 0.1 * np.sin(np.arange(self.transcriber.rate) * (440 * 2 * np.pi / self.transcriber.rate))
+            next(self.transcriber.transcribe(tone.astype(np.float32), TranscribePrompt(b""), Sampling(), _nothing))
         if self.speaker is not None:
-            next(self.speaker.speak(_greeting(self.speaker), _nothing))
+            next(self.speaker.speak(_greeting(self.speaker), 0, _nothing))
 
 
 def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> AudioModel:
@@ -94,7 +96,7 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
         with redirect_stdout(sys.stderr):
             model = _whisper(path, config, spec) if family == "whisper" else _other(path, family, spec)
         weights_bytes = sum(nbytes(part) for part in _parts(model))
-        hearer, speaker = _hearer(family, model), Speaker(family, model) if family in SPEAKERS else None
+        transcriber, speaker = _hearer(family, model), Speaker(family, model) if family in SPEAKERS else None
     except LoadFailed:
         raise
     except MemoryError as error:
@@ -107,7 +109,7 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
         message = f"{path} could not be loaded: {type(error).__name__}: {reason}"
         raise LoadFailed(Code.MODEL_CORRUPT, message, detail=str(error)) from error
     progress("weights", weights_bytes, weights_bytes)
-    return AudioModel(path, family, weights_bytes, hearer, speaker)
+    return AudioModel(path, family, weights_bytes, transcriber, speaker)
 
 
 def _family(config: dict[str, Any], name: str) -> str:
@@ -191,9 +193,10 @@ def _other(path: Path, family: str, spec: WorkerSpec) -> Any:
     return model
 
 
-def _greeting(speaker: Speaker) -> SpeakOptions:
+def _greeting(speaker: Speaker) -> SpeechPrompt:
     voice = speaker.voices[0] if speaker.voices else ""
-    return SpeakOptions("Hello.", voice, "A calm voice." if speaker.instructions is Instructions.NEEDED else "")
+    instructions = "A calm voice." if speaker.instructions is Instructions.NEEDED else ""
+    return SpeechPrompt("Hello.", voice, instructions=instructions)
 
 
 def _parts(model: Any) -> list[Any]:

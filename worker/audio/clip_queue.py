@@ -13,7 +13,7 @@ from protocol.from_worker import Delta, Finish, Rejected, Step, Up
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from protocol.to_worker import Abort, Drain, Shutdown
 from worker.audio.audio_job import AudioJob
-from worker.audio.sample_room import SampleRoom
+from worker.audio.sample_memory import SampleMemory
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve
@@ -68,7 +68,7 @@ class ClipQueue:
         self,
         spec: WorkerSpec,
         inbox: "SimpleQueue[Any]",
-        room: SampleRoom,
+        room: SampleMemory,
         send: Callable[[Up], None],
         gauges: Gauges,
         refusing: Callable[[int], AbstractContextManager[None]],

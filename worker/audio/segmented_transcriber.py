@@ -7,10 +7,12 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from protocol.prompts import TranscribePrompt
+from protocol.to_worker import Sampling
 from protocol.transcript import Segment, Word
 from worker.audio.marks import AddedTokens
 from worker.audio.split_at_silence import windows
-from worker.audio.transcriber import AudioWindow, Check, Samples, TranscribeOptions
+from worker.audio.transcriber import AudioWindow, Check, Samples
 
 # Maximum length of a window, which is also how long an abort may wait.
 _WINDOW_S: Final = 30.0
@@ -23,30 +25,30 @@ _MIN_TOKENS: Final = 64
 class TranscriberFamily:
     """Call of a family's `generate`, and the options that it supports.
 
-    `arguments` takes the model, the maximum number of tokens of a window, and the request's options. `languages` maps
+    `arguments` takes the model, the maximum number of tokens of a window, and the request. `languages` maps
     codes to the names of languages.
     """
 
-    arguments: Callable[[Any, int, TranscribeOptions], dict[str, Any]]
+    arguments: Callable[[Any, int, TranscribePrompt, Sampling], dict[str, Any]]
     languages: Mapping[str, str]
     has_text: bool = False
     has_words: bool = False
 
 
-def _moonshine(_model: Any, tokens: int, wish: TranscribeOptions) -> dict[str, Any]:
-    return {"max_tokens": tokens, "temperature": wish.temperature}
+def _moonshine(_model: Any, tokens: int, _prompt: TranscribePrompt, sampling: Sampling) -> dict[str, Any]:
+    return {"max_tokens": tokens, "temperature": sampling.temperature}
 
 
-def _qwen(_model: Any, tokens: int, wish: TranscribeOptions) -> dict[str, Any]:
+def _qwen(_model: Any, tokens: int, prompt: TranscribePrompt, sampling: Sampling) -> dict[str, Any]:
     return {
         "max_tokens": tokens,
-        "temperature": wish.temperature,
-        "language": _QWEN_LANGUAGES[wish.language] if wish.language else None,
-        "system_prompt": wish.text or None,
+        "temperature": sampling.temperature,
+        "language": _QWEN_LANGUAGES[prompt.language] if prompt.language else None,
+        "system_prompt": prompt.text or None,
     }
 
 
-def _parakeet(model: Any, _tokens: int, _wish: TranscribeOptions) -> dict[str, Any]:
+def _parakeet(model: Any, _tokens: int, _prompt: TranscribePrompt, _sampling: Sampling) -> dict[str, Any]:
     # Parakeet itself bounds the tokens per frame; its samples must have the dtype of its weights.
     parameters: Any = tree_flatten(model.parameters())
     return {"dtype": next(array.dtype for _, array in parameters)}
@@ -87,15 +89,16 @@ class SegmentedTranscriber:
                 return code
         raise KeyError(name)
 
-    def hear(self, samples: Samples, wish: TranscribeOptions, check: Check) -> Iterator[AudioWindow]:
+    def transcribe(
+        self, samples: Samples, prompt: TranscribePrompt, sampling: Sampling, check: Check
+    ) -> Iterator[AudioWindow]:
         for at, (start, end) in enumerate(windows(samples, self.rate, _WINDOW_S)):
             check()
-            mx.random.seed((wish.seed + start) % (1 << 64))
+            mx.random.seed((sampling.seed + start) % (1 << 64))
             seconds = (end - start) / self.rate
             tokens = max(_MIN_TOKENS, int(seconds * _MAX_TOKENS_PER_SECOND))
-            result = self._model.generate(
-                mx.array(samples[start:end]), **self._family.arguments(self._model, tokens, wish)
-            )
+            arguments = self._family.arguments(self._model, tokens, prompt, sampling)
+            result = self._model.generate(mx.array(samples[start:end]), **arguments)
             yield self._window(result, start / self.rate, seconds, is_first=at == 0)
 
     def _window(self, result: Any, offset: float, seconds: float, *, is_first: bool) -> AudioWindow:
@@ -108,12 +111,12 @@ class SegmentedTranscriber:
             segments = (Segment(round(offset, 3), round(offset + seconds, 3), text),) if text else ()
             count = int(getattr(result, "generation_tokens", 0) or 0)
         language = getattr(result, "language", None)
-        heard = language[0] if isinstance(language, list) and language else language
+        detected = language[0] if isinstance(language, list) and language else language
         return AudioWindow(
             text if is_first or not text else " " + text,
             (0,) * count,
             segments,
-            str(heard).lower() if heard else "",
+            str(detected).lower() if detected else "",
         )
 
 

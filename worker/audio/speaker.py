@@ -8,19 +8,10 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 
+from protocol.prompts import SpeechPrompt
 from worker.audio.marks import AddedTokens
 from worker.audio.sentences import groups
 from worker.audio.transcriber import Check, Samples
-
-
-@dataclass(frozen=True, slots=True)
-class SpeakOptions:
-    """Speech options of a request. `voice` is one of the model's own; empty means the model's choice."""
-
-    text: str
-    voice: str = ""
-    instructions: str = ""
-    seed: int = 0
 
 
 class Instructions(Enum):
@@ -38,7 +29,7 @@ class SpeakerFamily:
     `voices` and `instructions` read a loaded model's voices and whether it takes instructions.
     """
 
-    arguments: Callable[[str, SpeakOptions], dict[str, Any]]
+    arguments: Callable[[str, SpeechPrompt], dict[str, Any]]
     least_chars: int
     most_chars: int
     voices: Callable[[Any], tuple[str, ...]] = lambda _model: ()
@@ -47,7 +38,7 @@ class SpeakerFamily:
     shows_marks: bool = True
 
 
-def _soprano(text: str, _speech: SpeakOptions) -> dict[str, Any]:
+def _soprano(text: str, _prompt: SpeechPrompt) -> dict[str, Any]:
     # Tokens last 64 ms. The limit is for a model that does not end, which would speak for minutes.
     return {"text": text, "max_tokens": int((1.0 + len(text) * _MAX_SECONDS_PER_CHAR) / 0.064)}
 
@@ -56,12 +47,12 @@ def _soprano(text: str, _speech: SpeakOptions) -> dict[str, Any]:
 _MAX_SECONDS_PER_CHAR: Final = 0.2
 
 
-def _qwen(text: str, speech: SpeakOptions) -> dict[str, Any]:
+def _qwen(text: str, prompt: SpeechPrompt) -> dict[str, Any]:
     # Tokens last 80 ms.
     return {
         "text": text,
-        "voice": speech.voice or None,
-        "instruct": speech.instructions or None,
+        "voice": prompt.voice or None,
+        "instruct": prompt.instructions or None,
         "max_tokens": int((1.0 + len(text) * _MAX_SECONDS_PER_CHAR) * 12.5),
     }
 
@@ -97,18 +88,18 @@ class Speaker:
         self.instructions = self._family.instructions(model)
         self.marks = AddedTokens(getattr(model, "tokenizer", None)) if self._family.shows_marks else AddedTokens(None)
 
-    def speak(self, speech: SpeakOptions, check: Check) -> Iterator[tuple[Samples, bool]]:
+    def speak(self, prompt: SpeechPrompt, seed: int, check: Check) -> Iterator[tuple[Samples, bool]]:
         """Yield samples at `rate`, and whether they end a turn. Each piece is computed on demand.
 
-        Calls `check` between two pieces.
+        The voice of `prompt` is one of `voices`; empty means the model's choice. Calls `check` between two pieces.
         """
         family = self._family
-        for at, text in enumerate(groups(speech.text, family.least_chars, family.most_chars)):
+        for at, text in enumerate(groups(prompt.text, family.least_chars, family.most_chars)):
             check()
-            mx.random.seed((speech.seed + at) % (1 << 64))
+            mx.random.seed((seed + at) % (1 << 64))
             held: Samples | None = None
             # All results of one call are one turn: a model may keep state between them.
-            for result in self._model.generate(**family.arguments(text, speech)):
+            for result in self._model.generate(**family.arguments(text, prompt)):
                 check()
                 if held is not None:
                     yield held, False

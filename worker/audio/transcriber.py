@@ -7,24 +7,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from protocol.prompts import TranscribePrompt
+from protocol.to_worker import Sampling
 from protocol.transcript import Segment
 from worker.audio.marks import AddedTokens
 
 Samples = npt.NDArray[np.float32]
 # Callback that raises when the request has ended, or the loop must end.
 Check = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class TranscribeOptions:
-    """Transcription options of a request. `language` is a code of the model; empty means detection."""
-
-    language: str = ""
-    text: str = ""
-    is_translated: bool = False
-    has_words: bool = False
-    temperature: float = 0.0
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +43,11 @@ class Transcriber(Protocol):
         """Return the model's code of a language, from its code or name. Raises `KeyError`."""
         ...
 
-    def hear(self, samples: Samples, wish: TranscribeOptions, check: Check) -> Iterator[AudioWindow]:
-        """Yield all windows, each computed on demand. Calls `check` at least once a window."""
+    def transcribe(
+        self, samples: Samples, prompt: TranscribePrompt, sampling: Sampling, check: Check
+    ) -> Iterator[AudioWindow]:
+        """Yield all windows, each computed on demand. Calls `check` at least once a window.
+
+        The language of `prompt` is a code of the model; empty means detection. Its clip is in `samples` alone.
+        """
         ...

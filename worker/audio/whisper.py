@@ -6,7 +6,7 @@ The rules for moving windows and for decoding a window again are those of OpenAI
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import mlx.core as mx
@@ -23,9 +23,11 @@ from mlx_audio.stt.models.whisper.decoding import DecodingOptions, DecodingTask,
 from mlx_audio.stt.models.whisper.timing import add_word_timestamps
 from mlx_audio.stt.models.whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE
 
+from protocol.prompts import TranscribePrompt
+from protocol.to_worker import Sampling
 from protocol.transcript import Segment, Word
 from worker.audio.marks import AddedTokens
-from worker.audio.transcriber import AudioWindow, Check, Samples, TranscribeOptions
+from worker.audio.transcriber import AudioWindow, Check, Samples
 
 # A window whose decoding fails is decoded again at the next temperature.
 _TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -117,18 +119,24 @@ class WhisperTranscriber:
             raise KeyError(name)
         return code
 
-    def hear(self, samples: Samples, wish: TranscribeOptions, check: Check) -> Iterator[AudioWindow]:
+    def transcribe(
+        self, samples: Samples, prompt: TranscribePrompt, sampling: Sampling, check: Check
+    ) -> Iterator[AudioWindow]:
         model = self._model
         features = _Features(samples, model.dims.n_mels)
-        task = "translate" if wish.is_translated else "transcribe"
+        task = "translate" if prompt.is_translated else "transcribe"
         check()
-        language = wish.language or self._detected(features)
+        language = prompt.language or self._detected(features)
         tokenizer = model.get_tokenizer(language=language, task=task)
-        state = _State(tokens=tokenizer.encode(" " + wish.text.strip()) if wish.text.strip() else [])
+        state = _State(tokens=tokenizer.encode(" " + prompt.text.strip()) if prompt.text.strip() else [])
         given = len(state.tokens)
         while state.seek < features.frames:
-            mx.random.seed((wish.seed + state.seek) % (1 << 64))
-            segments = self._window(features, state, tokenizer, wish, language, task, check)
+            mx.random.seed((sampling.seed + state.seek) % (1 << 64))
+            options = DecodingOptions(
+                task=task, language=language, prompt=state.tokens[state.prompt_from :], fp16=self._is_half
+            )
+            temperatures = (sampling.temperature,) if sampling.temperature else _TEMPERATURES
+            segments = self._window(features, state, tokenizer, options, temperatures, prompt.has_words, check)
             tokens = [token for segment in segments for token in segment["tokens"]]
             text = tokenizer.decode([token for token in tokens if token < tokenizer.eot])
             is_first = len(state.tokens) == given
@@ -152,9 +160,9 @@ class WhisperTranscriber:
         features: _Features,
         state: _State,
         tokenizer: Any,
-        wish: TranscribeOptions,
-        language: str,
-        task: str,
+        options: DecodingOptions,
+        temperatures: Sequence[float],
+        has_words: bool,
         check: Check,
     ) -> list[dict[str, Any]]:
         """Return the segments of the window at `state.seek`, and advance it."""
@@ -163,15 +171,12 @@ class WhisperTranscriber:
         mel = pad_or_trim(features.window(seek, frames), N_FRAMES, axis=-2).astype(model.dtype)
         check()
         encoded = model.encoder(mel[None])
-        options = DecodingOptions(
-            task=task, language=language, prompt=state.tokens[state.prompt_from :], fp16=self._is_half
-        )
-        result = self._decoded(encoded, options, wish.temperature, check)
+        result = self._decoded(encoded, options, temperatures, check)
         if result.no_speech_prob > _MAX_NO_SPEECH_PROB and result.avg_logprob <= _MIN_AVG_LOGPROB:
             state.seek += frames
             return []
         segments, is_closed = self._segments(result, tokenizer, state, frames)
-        if wish.has_words:
+        if has_words:
             self._time_words(segments, tokenizer, mel, frames, state, is_closed)
         for segment in segments:
             if segment["start"] == segment["end"] or not segment["text"].strip():
@@ -182,11 +187,11 @@ class WhisperTranscriber:
         state.seek = max(state.seek, seek + 1)
         return segments
 
-    def _decoded(self, encoded: Any, options: DecodingOptions, temperature: float, check: Check) -> Any:
+    def _decoded(self, encoded: Any, options: DecodingOptions, temperatures: Sequence[float], check: Check) -> Any:
         """Decode a window at the first temperature at which decoding does not fail."""
         result: Any = None
-        for each in _TEMPERATURES if temperature == 0 else (temperature,):
-            task = _CheckedTask(self._model, _at(options, each), check)
+        for temperature in temperatures:
+            task = _CheckedTask(self._model, replace(options, temperature=temperature), check)
             result = task.run(encoded)[0]
             is_silent = result.no_speech_prob > _MAX_NO_SPEECH_PROB
             # The log-probability is NaN if the rules left no token.
@@ -207,7 +212,7 @@ class WhisperTranscriber:
         step_s = stride / _FRAMES_PER_SECOND
         offset = state.seek / _FRAMES_PER_SECOND
 
-        def made(start: float, end: float, part: Sequence[int]) -> dict[str, Any]:
+        def segment(start: float, end: float, part: Sequence[int]) -> dict[str, Any]:
             return {
                 "seek": state.seek,
                 "start": start,
@@ -224,7 +229,7 @@ class WhisperTranscriber:
         if pairs:
             ends = [*pairs, len(tokens)] if is_closed else pairs
             segments = [
-                made(
+                segment(
                     offset + (int(tokens[start]) - begin) * step_s,
                     offset + (int(tokens[end - 1]) - begin) * step_s,
                     tokens[start:end].tolist(),
@@ -238,7 +243,7 @@ class WhisperTranscriber:
         duration = frames / _FRAMES_PER_SECOND
         if len(times) and int(times[-1]) != begin:
             duration = (int(times[-1]) - begin) * step_s
-        segments = [made(offset, offset + duration, tokens.tolist())]
+        segments = [segment(offset, offset + duration, tokens.tolist())]
         state.seek += frames
         return segments, is_closed
 
@@ -262,16 +267,6 @@ class WhisperTranscriber:
         if not is_closed and end > offset:
             state.seek = round(end * _FRAMES_PER_SECOND)
         state.last_speech = end
-
-
-def _at(options: DecodingOptions, temperature: float) -> DecodingOptions:
-    return DecodingOptions(
-        task=options.task,
-        language=options.language,
-        prompt=options.prompt,
-        fp16=options.fp16,
-        temperature=temperature,
-    )
 
 
 def _segment(raw: dict[str, Any]) -> Segment:

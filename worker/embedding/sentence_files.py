@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -87,15 +87,13 @@ def _read_modules(folder: Path, steps: Steps) -> Steps:
                 is_normalized = True
             case _:
                 raise LoadFailed(Code.MODEL_UNSUPPORTED, f"{folder / MODULES} has a step {kind!r}, which is not known")
-    return Steps(
-        poolings,
-        tuple(dense),
-        is_normalized,
-        weights,
-        steps.max_tokens or _max_tokens(weights),
-        steps.prompts,
-        steps.default_prompt,
-        steps.dimensions,
+    return replace(
+        steps,
+        poolings=poolings,
+        dense=tuple(dense),
+        is_normalized=is_normalized,
+        weights=weights,
+        max_tokens=steps.max_tokens or _max_tokens(weights),
     )
 
 

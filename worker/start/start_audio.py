@@ -8,11 +8,11 @@ from protocol.from_worker import Ready
 from protocol.kinds import AUDIO
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import LoadFacts
-from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_loop import AudioLoop, Command
 from worker.audio.audio_model import load_audio_model
 from worker.audio.clip_queue import ClipQueue
-from worker.audio.sample_room import SampleRoom
+from worker.audio.sample_memory import SampleMemory
 from worker.engine.gauges import Gauges
 from worker.engine.scheduling.kept_load import keep_load
 from worker.link import GatewayLink
@@ -31,7 +31,7 @@ def start_audio(
     model = load_audio_model(spec, progress)
     memory.give_back()
     inbox: SimpleQueue[Command] = SimpleQueue()
-    room = SampleRoom()
+    room = SampleMemory()
     loop = AudioLoop(model, spec, inbox, link.send, gauges, room)
     progress("warmup", model.weights_bytes, model.weights_bytes)
     warmed = time.monotonic()

@@ -17,7 +17,7 @@ from tests.support.scale import patient
 from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_loop import AudioLoop, Command
 from worker.audio.audio_model import AudioModel
-from worker.audio.sample_room import SampleRoom
+from worker.audio.sample_memory import SampleMemory
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 
@@ -29,7 +29,7 @@ class Harness:
 
     def __init__(self) -> None:
         self.gauges = Gauges()
-        self.room = SampleRoom(100)
+        self.room = SampleMemory(100)
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self.sent: list[Up] = []
         self.loop = AudioLoop(AudioModel(Path(), "", 0), SPEC, self.inbox, self._take, self.gauges, self.room)
@@ -38,9 +38,8 @@ class Harness:
 
     def job(self, rid: int, work: Generator[AudioPiece], **settings: Any) -> AudioJob:
         self.room.take(settings.get("tenant", ""), 10)
-        return AudioJob(
-            rid=rid, arrived=time.monotonic(), work=work, input_tokens=5, sample_bytes=10, is_heard=True, **settings
-        )
+        fields: dict[str, Any] = {"input_tokens": 5, "sample_bytes": 10, "heard_s": 1.0, **settings}
+        return AudioJob(rid=rid, arrived=time.monotonic(), work=work, **fields)
 
     def start(self, *commands: Command) -> None:
         for command in commands:
@@ -103,7 +102,7 @@ def test_requests_of_two_keys_take_turns_window_by_window(harness: Harness) -> N
     usage = ends[0].usage
     assert usage is not None
     assert (usage.prompt, usage.audio_tokens, usage.completion) == (5, 5, 6)
-    assert harness.gauges.heard_s == 3.0
+    assert harness.gauges.heard_s == 4.0
 
 
 def test_an_abort_ends_a_request_within_its_window(harness: Harness) -> None:

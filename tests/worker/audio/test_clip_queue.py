@@ -19,12 +19,12 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Drain, Generate, Sampling, Shutdown
 from tests.support.audio_models import build_moonshine, tone
 from tests.support.scale import patient
-from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_job import AudioJob
 from worker.audio.audio_loop import AudioLoop
 from worker.audio.audio_model import AudioModel, load_audio_model
 from worker.audio.clip_queue import ClipQueue
-from worker.audio.sample_room import SampleRoom, bytes_for_clips
+from worker.audio.sample_memory import SampleMemory, bytes_for_clips
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 
@@ -34,7 +34,7 @@ SECOND: Final = 4 * RATE
 OTHERS: Final = "others"
 
 
-class Room(SampleRoom):
+class Room(SampleMemory):
     """A room that remembers the most that it held."""
 
     def __init__(self, most_bytes: int) -> None:

@@ -15,12 +15,11 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Sampling
 from protocol.transcript import decode
 from tests.support.audio_models import build_moonshine, build_parakeet, build_qwen_asr, tone
-from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_job import AudioJob
 from worker.audio.audio_model import AudioModel, load_audio_model
 from worker.audio.segmented_transcriber import SegmentedTranscriber
 from worker.audio.split_at_silence import windows
-from worker.audio.transcriber import TranscribeOptions
 from worker.embedding.load_model import kind_of_spec
 from worker.errors import LoadFailed, RequestInvalid
 from worker.vision.sounds import read_audio
@@ -49,13 +48,13 @@ def job(model: AudioModel, seconds: float = 1.0, **fields: Any) -> AudioJob:
 
 
 def test_one_window_is_what_the_library_hears(model: AudioModel) -> None:
-    hearer = model.hearer
-    assert isinstance(hearer, SegmentedTranscriber)
+    transcriber = model.transcriber
+    assert isinstance(transcriber, SegmentedTranscriber)
     samples = read_audio(Media("audio", b"", tone(2.0)), 16_000, 9.0)
     settings = {} if model.family == "parakeet" else {"max_tokens": 64}
     dtype = {"dtype": mx.float32} if model.family == "parakeet" else {}
-    expected = hearer._model.generate(mx.array(samples), **settings, **dtype)
-    (window,) = hearer.hear(samples, TranscribeOptions(), nothing)
+    expected = transcriber._model.generate(mx.array(samples), **settings, **dtype)
+    (window,) = transcriber.transcribe(samples, TranscribePrompt(b""), Sampling(temperature=0.0), nothing)
     assert window.text == expected.text.strip()
     assert window.text
     assert len(window.tokens) > 0

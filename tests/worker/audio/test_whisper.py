@@ -14,9 +14,9 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.audio_models import build_whisper, tone
 from tests.support.scale import scaled
 from worker.audio import whisper
-from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_model import load_audio_model
-from worker.audio.transcriber import AudioWindow, Samples, TranscribeOptions
+from worker.audio.transcriber import AudioWindow, Samples
 from worker.audio.whisper import WhisperTranscriber
 from worker.errors import LoadFailed, RequestInvalid
 from worker.vision.sounds import read_audio
@@ -29,12 +29,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, **settings: Any) -> WhisperTranscriber:
     model = load_audio_model(WorkerSpec("m", str(folder), 1, "", "", **settings), lambda *_: None)
-    assert isinstance(model.hearer, WhisperTranscriber)
-    return model.hearer
+    assert isinstance(model.transcriber, WhisperTranscriber)
+    return model.transcriber
 
 
 @pytest.fixture(scope="module")
-def hearer(folder: Path) -> WhisperTranscriber:
+def transcriber(folder: Path) -> WhisperTranscriber:
     return load(folder)
 
 
@@ -46,27 +46,32 @@ def nothing() -> None:
     pass
 
 
-def heard(hearer: WhisperTranscriber, samples: Samples, wish: TranscribeOptions) -> list[AudioWindow]:
-    return list(hearer.hear(samples, wish, nothing))
+def transcribed(
+    transcriber: WhisperTranscriber, samples: Samples, temperature: float = 0.0, seed: int = 0, **options: Any
+) -> list[AudioWindow]:
+    prompt = TranscribePrompt(b"", "en", **options)
+    return list(transcriber.transcribe(samples, prompt, Sampling(temperature=temperature, seed=seed), nothing))
 
 
 @pytest.mark.parametrize(("has_words", "seconds"), scaled([(False, 33.0), (True, 1.5)], [(True, 1.5)]))
-def test_windows_are_those_of_mlx_audios_own_loop(hearer: WhisperTranscriber, has_words: bool, seconds: float) -> None:
+def test_windows_are_those_of_mlx_audios_own_loop(
+    transcriber: WhisperTranscriber, has_words: bool, seconds: float
+) -> None:
     # The second window has the first one's text in front. Its `temperature` is one number: greedy and no more.
     samples = clip(seconds)
-    expected = hearer._model.generate(
+    expected = transcriber._model.generate(
         mx.array(samples), language="en", temperature=0.0, initial_prompt="kato", word_timestamps=has_words, fp16=False
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whisper, "_TEMPERATURES", (0.0,))
-        windows = heard(hearer, samples, TranscribeOptions("en", "kato", has_words=has_words))
+        windows = transcribed(transcriber, samples, text="kato", has_words=has_words)
     segments = [segment for window in windows for segment in window.segments]
     assert len(windows) > 1 or has_words
     assert [list(each.tokens) for each in segments] == [list(each["tokens"]) for each in expected.segments]
     assert [each.start for each in segments] == pytest.approx([each["start"] for each in expected.segments], abs=1e-3)
     assert [each.end for each in segments] == pytest.approx([each["end"] for each in expected.segments], abs=1e-3)
     # Of the text of a whole clip, it shows marks.
-    text = hearer._model.get_tokenizer().hf_tokenizer.decode(
+    text = transcriber._model.get_tokenizer().hf_tokenizer.decode(
         [id for each in segments for id in each.tokens if id < 256]
     )
     assert "".join(window.text for window in windows) == text.lstrip()
@@ -75,7 +80,9 @@ def test_windows_are_those_of_mlx_audios_own_loop(hearer: WhisperTranscriber, ha
     ]
 
 
-def test_features_by_pieces_are_those_of_the_whole(hearer: WhisperTranscriber, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_by_pieces_are_those_of_the_whole(
+    transcriber: WhisperTranscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = clip(40.0)
     whole = whisper._Features(samples, 80)
     at_once = [np.array(whole.window(start, 500)) for start in (0, 900, 2200, 3400)]
@@ -87,7 +94,7 @@ def test_features_by_pieces_are_those_of_the_whole(hearer: WhisperTranscriber, m
     assert max(np.abs(one - other).max() for one, other in zip(in_pieces, at_once, strict=True)) < 0.01
 
 
-def test_it_ends_between_two_tokens(hearer: WhisperTranscriber) -> None:
+def test_it_ends_between_two_tokens(transcriber: WhisperTranscriber) -> None:
     calls = 0
 
     class Over(Exception):
@@ -100,23 +107,21 @@ def test_it_ends_between_two_tokens(hearer: WhisperTranscriber) -> None:
             raise Over
 
     with pytest.raises(Over):
-        list(hearer.hear(clip(5.0), TranscribeOptions("en"), check))
+        list(transcriber.transcribe(clip(5.0), TranscribePrompt(b"", "en"), Sampling(temperature=0.0), check))
     assert calls == 6
 
 
 @pytest.mark.soak
 def test_a_seed_gives_the_same_text_again_and_another_another(tmp_path: Path) -> None:
-    hearer = load(build_whisper(tmp_path, sureness=0.5))
-    one, again, other = [
-        heard(hearer, clip(1.0), TranscribeOptions("en", temperature=1.0, seed=seed)) for seed in (1, 1, 2)
-    ]
+    transcriber = load(build_whisper(tmp_path, sureness=0.5))
+    one, again, other = [transcribed(transcriber, clip(1.0), temperature=1.0, seed=seed) for seed in (1, 1, 2)]
     assert one == again != other
 
 
-def test_languages_are_known_by_code_and_by_name(hearer: WhisperTranscriber) -> None:
-    assert [hearer.language(name) for name in ("de", "German", "EN")] == ["de", "de", "en"]
+def test_languages_are_known_by_code_and_by_name(transcriber: WhisperTranscriber) -> None:
+    assert [transcriber.language(name) for name in ("de", "German", "EN")] == ["de", "de", "en"]
     with pytest.raises(KeyError):
-        hearer.language("klingon")
+        transcriber.language("klingon")
 
 
 def test_what_cannot_be_loaded_is_a_sentence(folder: Path, tmp_path: Path) -> None:
@@ -146,9 +151,9 @@ def test_control_tokens_in_a_prompt_are_refused(folder: Path, text: str) -> None
     assert (refused.value.failure.code, refused.value.failure.param) == (Code.INVALID_REQUEST, "prompt")
 
 
-def test_every_prompt_that_is_taken_is_made_of_text_tokens(hearer: WhisperTranscriber) -> None:
-    tokenizer = hearer._model.get_tokenizer()
+def test_every_prompt_that_is_taken_is_made_of_text_tokens(transcriber: WhisperTranscriber) -> None:
+    tokenizer = transcriber._model.get_tokenizer()
     for text in ("plain", "<|", "<|end of text|>", "5 < 6 |> 3", "[BLANK]", "<|0.0|>"):
-        assert hearer.marks.first(text) == ""
+        assert transcriber.marks.first(text) == ""
         assert all(token < tokenizer.eot for token in tokenizer.encode(" " + text))
     assert any(token >= tokenizer.eot for token in tokenizer.encode(" <|0.00|>"))

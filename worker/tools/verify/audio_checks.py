@@ -10,6 +10,7 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Sampling
 from protocol.verify import Difference, VerifyCheck
 from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_model import load_audio_model
 from worker.audio.sound_writer import SoundWriter
 from worker.tools.verify.comparison import first_difference
@@ -23,7 +24,7 @@ _TEXT: Final = "One, two."
 def audio_checks(spec: WorkerSpec) -> Generator[VerifyCheck]:
     """Load a model, and run one request before and after another. Raises `LoadFailed` and `RequestInvalid`."""
     model = load_audio_model(spec, lambda _stage, _done, _total: None)
-    prompt = TranscribePrompt(_tone()) if model.hearer is not None else SpeechPrompt(_TEXT, format="pcm")
+    prompt = TranscribePrompt(_tone()) if model.transcriber is not None else SpeechPrompt(_TEXT, format="pcm")
     # The temperature makes random draws visible that do not depend only on the seed.
     requests = [Generate(1, prompt, Sampling(temperature=0.2, seed=seed)) for seed in (1, 2, 1)]
     intake = AudioIntake(model, lambda: None)

@@ -19,7 +19,7 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, chat, running
 from tests.support.audio_models import build_moonshine, build_qwen_tts
-from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_model import load_audio_model
 
 pytestmark = pytest.mark.anyio

@@ -1,10 +1,11 @@
 """Intake of audio requests: validates and decodes a prompt to a job. Runs off the loop's thread."""
 
 import hashlib
-from collections.abc import Callable, Generator
-from typing import Final
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Final
 
 import numpy as np
+from msgspec import structs
 
 from protocol import transcript
 from protocol.failures import Code
@@ -18,8 +19,8 @@ from worker.audio.audio_model import AudioModel
 from worker.audio.clip_queue import PendingClip
 from worker.audio.marks import AddedTokens
 from worker.audio.sound_writer import SoundWriter
-from worker.audio.speaker import Instructions, Speaker, SpeakOptions
-from worker.audio.transcriber import Check, Samples, TranscribeOptions, Transcriber
+from worker.audio.speaker import Instructions, Speaker
+from worker.audio.transcriber import AudioWindow, Check, Transcriber
 from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve, is_wav, read_audio
 
@@ -41,11 +42,11 @@ class AudioIntake:
 
     def job(self, request: Generate, arrived: float) -> AudioJob | PendingClip:
         """Return a validated job, or the clip from which it will be made. Fast. Raises `RequestInvalid`."""
-        match request.prompt, self._model.hearer, self._model.speaker:
-            case TranscribePrompt() as prompt, hearer, _ if hearer is not None:
-                return self._hearing(request, arrived, prompt, hearer)
+        match request.prompt, self._model.transcriber, self._model.speaker:
+            case TranscribePrompt() as prompt, transcriber, _ if transcriber is not None:
+                return self._transcription(request, arrived, prompt, transcriber)
             case SpeechPrompt() as prompt, _, speaker if speaker is not None:
-                return self._speaking(request, arrived, prompt, speaker)
+                return self._spoken(request, arrived, prompt, speaker)
             case _:
                 raise self._wrong_kind()
 
@@ -58,53 +59,38 @@ class AudioIntake:
         """Refuse the call: an audio model has no tokens for clients. Raises `RequestInvalid`."""
         raise self._wrong_kind()
 
-    # -- hearing -----------------------------------------------------------------------------------------------------
+    # -- transcription -----------------------------------------------------------------------------------------------
 
-    def _hearing(self, request: Generate, arrived: float, prompt: TranscribePrompt, hearer: Transcriber) -> PendingClip:
-        wish = _wish(request, prompt, hearer)
+    def _transcription(
+        self, request: Generate, arrived: float, prompt: TranscribePrompt, transcriber: Transcriber
+    ) -> PendingClip:
+        options = _checked(prompt, transcriber)
         if not is_wav(prompt.data) and not sound_writer.has_pyav():
             message = f"Files other than WAV cannot be read here: {sound_writer.MISSING}."
             raise RequestInvalid(Code.UNSUPPORTED, message, param="file")
 
         def decode(reserve: Reserve) -> AudioJob:
-            return self._decoded(request, arrived, prompt, hearer, wish, reserve)
+            media = Media("audio", hashlib.blake2b(prompt.data, digest_size=32).digest(), prompt.data, param="file")
+            samples = read_audio(media, transcriber.rate, prompt.most_s or float("inf"), reserve)
+            seconds = len(samples) / transcriber.rate
+            if seconds < _MIN_CLIP_S:
+                message = f"The audio clip lasts {seconds:.3f} seconds; {_MIN_CLIP_S:g} is the least that can be heard."
+                raise RequestInvalid(Code.INVALID_AUDIO, message, param="file")
+            windows = transcriber.transcribe(samples, options, request.sampling, self._check)
+            return AudioJob(
+                **_common(request, arrived),
+                work=_transcript(windows, seconds),
+                input_tokens=max(1, round(seconds * HEARD_RATE)),
+                heard_s=seconds,
+                sample_bytes=samples.nbytes,
+            )
 
         ends = arrived + (request.deadline_ms / 1e3 if request.deadline_ms else _DECODE_WAIT_S)
         return PendingClip(request.rid, request.priority, request.tenant, ends, decode)
 
-    def _decoded(
-        self,
-        request: Generate,
-        arrived: float,
-        prompt: TranscribePrompt,
-        hearer: Transcriber,
-        wish: TranscribeOptions,
-        reserve: Reserve,
-    ) -> AudioJob:
-        """Decode a clip to a job. Raises `RequestInvalid`, and what `reserve` raises."""
-        media = Media("audio", hashlib.blake2b(prompt.data, digest_size=32).digest(), prompt.data, param="file")
-        samples = read_audio(media, hearer.rate, prompt.most_s or float("inf"), reserve)
-        seconds = len(samples) / hearer.rate
-        if seconds < _MIN_CLIP_S:
-            message = f"The audio clip lasts {seconds:.3f} seconds; {_MIN_CLIP_S:g} is the least that can be heard."
-            raise RequestInvalid(Code.INVALID_AUDIO, message, param="file")
-        return AudioJob(
-            rid=request.rid,
-            arrived=arrived,
-            priority=request.priority,
-            tenant=request.tenant,
-            deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
-            left_out=len(request.resume),
-            work=_transcript(hearer, samples, seconds, wish, self._check),
-            input_tokens=max(1, round(seconds * HEARD_RATE)),
-            heard_s=seconds,
-            sample_bytes=samples.nbytes,
-            is_heard=True,
-        )
+    # -- speech ------------------------------------------------------------------------------------------------------
 
-    # -- speaking ----------------------------------------------------------------------------------------------------
-
-    def _speaking(self, request: Generate, arrived: float, prompt: SpeechPrompt, speaker: Speaker) -> AudioJob:
+    def _spoken(self, request: Generate, arrived: float, prompt: SpeechPrompt, speaker: Speaker) -> AudioJob:
         if prompt.format not in sound_writer.formats():
             message = f"Speech as {prompt.format} cannot be written here: {sound_writer.MISSING}. wav and pcm can."
             raise RequestInvalid(Code.UNSUPPORTED, message, param="response_format")
@@ -126,56 +112,46 @@ class AudioIntake:
         # Clients must name a voice, even for a model with only one.
         relaxed = ("voice",) if prompt.voice and not speaker.voices else ()
         voice = (prompt.voice or speaker.voices[0]) if speaker.voices else ""
-        speech = SpeakOptions(prompt.text, voice, prompt.instructions, request.sampling.seed)
         return AudioJob(
-            rid=request.rid,
-            arrived=arrived,
-            priority=request.priority,
-            tenant=request.tenant,
-            deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
+            **_common(request, arrived),
             relaxed=relaxed,
-            left_out=len(request.resume),
-            work=_speech(speaker, speech, prompt, self._check),
+            work=_speech(speaker, structs.replace(prompt, voice=voice), request.sampling.seed, self._check),
             input_tokens=max(1, len(prompt.text) // _CHARS_PER_TOKEN),
         )
 
     def _wrong_kind(self) -> RequestInvalid:
-        is_hearer = self._model.hearer is not None
+        is_hearer = self._model.transcriber is not None
         what = "writes down what it hears" if is_hearer else "speaks"
         where = "POST /v1/audio/transcriptions" if is_hearer else "POST /v1/audio/speech"
         return RequestInvalid(Code.UNSUPPORTED, f"This model {what} and nothing else: use {where}.", param="model")
 
 
-def _wish(request: Generate, prompt: TranscribePrompt, hearer: Transcriber) -> TranscribeOptions:
-    """Return the request's options for the model. Raises `RequestInvalid` for options that it does not support."""
+def _checked(prompt: TranscribePrompt, transcriber: Transcriber) -> TranscribePrompt:
+    """Return the prompt without its clip, with the model's code of the language.
+
+    Raises `RequestInvalid` for options that the model does not support.
+    """
     language = ""
     if prompt.language:
         try:
-            language = hearer.language(prompt.language)
+            language = transcriber.language(prompt.language)
         except KeyError:
-            known = ", ".join(hearer.languages)
+            known = ", ".join(transcriber.languages)
             message = (
                 f"The model knows no language {prompt.language[:40]!r}; it knows: {known}."
                 if known
                 else "This model cannot be told a language: it writes down what it was trained on."
             )
             raise RequestInvalid(Code.INVALID_REQUEST, message, param="language") from None
-    if prompt.is_translated and not hearer.translates:
+    if prompt.is_translated and not transcriber.translates:
         raise RequestInvalid(Code.UNSUPPORTED, "This model translates nothing.", param="model")
-    if prompt.has_words and not hearer.has_words:
+    if prompt.has_words and not transcriber.has_words:
         message = "This model tells no times of words."
         raise RequestInvalid(Code.UNSUPPORTED, message, param="timestamp_granularities")
-    if prompt.text and not hearer.has_text:
+    if prompt.text and not transcriber.has_text:
         raise RequestInvalid(Code.UNSUPPORTED, "This model takes no prompt.", param="prompt")
-    _check_text(hearer.marks, prompt.text, "prompt")
-    return TranscribeOptions(
-        language,
-        prompt.text,
-        prompt.is_translated,
-        prompt.has_words,
-        request.sampling.temperature,
-        request.sampling.seed,
-    )
+    _check_text(transcriber.marks, prompt.text, "prompt")
+    return structs.replace(prompt, data=b"", language=language)
 
 
 def _check_text(marks: AddedTokens, text: str, param: str) -> None:
@@ -185,29 +161,39 @@ def _check_text(marks: AddedTokens, text: str, param: str) -> None:
         raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
 
 
-def _transcript(
-    hearer: Transcriber, samples: Samples, seconds: float, wish: TranscribeOptions, check: Check
-) -> Generator[AudioPiece]:
-    """Yield a piece for each window."""
-    for window in hearer.hear(samples, wish, check):
+def _common(request: Generate, arrived: float) -> dict[str, Any]:
+    """Return the fields of a job that do not depend on its prompt."""
+    return {
+        "rid": request.rid,
+        "arrived": arrived,
+        "priority": request.priority,
+        "tenant": request.tenant,
+        "deadline": arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
+        "left_out": len(request.resume),
+    }
+
+
+def _transcript(windows: Iterator[AudioWindow], seconds: float) -> Generator[AudioPiece]:
+    """Yield a piece for each window of a clip of `seconds` seconds."""
+    for window in windows:
         part = TranscriptPart(window.segments, window.language, round(seconds, 3))
         # Text must count as a token, or a successor could not know that it was sent.
         tokens = tuple(window.tokens) or ((0,) if window.text else ())
         yield AudioPiece(window.text, tokens, transcript.encode(part))
 
 
-def _speech(speaker: Speaker, speech: SpeakOptions, prompt: SpeechPrompt, check: Check) -> Generator[AudioPiece]:
+def _speech(speaker: Speaker, prompt: SpeechPrompt, seed: int, check: Check) -> Generator[AudioPiece]:
     """Yield a piece for each group of samples that produces bytes, and the end of the file."""
     writer = SoundWriter(prompt.format, speaker.rate, prompt.speed)
-    told = 0
+    sent = 0
 
     def piece(data: bytes, *, ends_turn: bool) -> AudioPiece:
-        nonlocal told
-        count = max(1, round(writer.seconds * SPOKEN_RATE) - told) if data else 0
-        told += count
+        nonlocal sent
+        count = max(1, round(writer.seconds * SPOKEN_RATE) - sent) if data else 0
+        sent += count
         return AudioPiece("", (0,) * count, data, ends_turn)
 
-    for samples, ends_turn in speaker.speak(speech, check):
+    for samples, ends_turn in speaker.speak(prompt, seed, check):
         if not np.isfinite(samples).all():
             raise RequestInvalid(Code.ROW_FAILED, _NOT_FINITE)
         data = writer.add(samples)

@@ -19,7 +19,7 @@ def bytes_for_clips(share: int, weights: int, host: int, buffers: int) -> int:
     return max(CLIP_BYTES_LEAST, left)
 
 
-class SampleRoom:
+class SampleMemory:
     """Bytes of samples by tenant, for all threads.
 
     All clips together have `most_bytes`; a larger one may be admitted alone, up to `alone_bytes`.
