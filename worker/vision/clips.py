@@ -1,7 +1,8 @@
 """Video clips: lists of JPEG frames, and files if PyAV is installed. Frames are decoded on demand."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -139,7 +140,7 @@ class VideoFile:
     def __init__(self, media: Media, limits: MediaLimits) -> None:
         self._data = media.data
         self._param = media.param
-        with self._opened() as container:
+        with _opened(media.data, media.param) as container:
             stream = _stream(container, media.param)
             # The size is checked before a frame is decoded, and again on the frame, which may be larger.
             self._check_pixels(stream.width, stream.height, limits)
@@ -155,7 +156,7 @@ class VideoFile:
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
         images: list[Image.Image] = []
-        with self._opened() as container:
+        with _opened(self._data, self._param) as container:
             stream = _stream(container, self._param)
             at, frame, frames = -1, None, iter(container.decode(stream))
             for wanted in indices:
@@ -184,31 +185,16 @@ class VideoFile:
             return otherwise
         return round(float((frame.pts - (stream.start_time or 0)) * stream.time_base) * self.rate)
 
-    def _opened(self) -> "_Container":
-        return _Container(self._data, self._param)
 
-
-class _Container:
-    """File opened by PyAV; errors that PyAV raises on broken files become refusals."""
-
-    def __init__(self, data: bytes, param: str) -> None:
-        self._av = pyav("Video files", _FRAMES_INSTEAD, param)
-        self._data, self._param = data, param
-
-    def __enter__(self) -> Any:
-        try:
-            self._container = open_file(self._av, self._data)
-        except (self._av.error.FFmpegError, ValueError) as error:
-            raise self._refusal(error) from error
-        return self._container
-
-    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
-        self._container.close()
-        if isinstance(error, self._av.error.FFmpegError | ValueError):
-            raise self._refusal(error) from error
-
-    def _refusal(self, error: object) -> RequestInvalid:
-        return refused(f"The video cannot be read: {reason_of(error)}.", self._param, Code.INVALID_VIDEO)
+@contextmanager
+def _opened(data: bytes, param: str) -> Generator[Any]:
+    """Open a file with PyAV. Errors that PyAV raises for broken files become refusals."""
+    av = pyav("Video files", _FRAMES_INSTEAD, param)
+    try:
+        with open_file(av, data) as container:
+            yield container
+    except (av.error.FFmpegError, ValueError) as error:
+        raise refused(f"The video cannot be read: {reason_of(error)}.", param, Code.INVALID_VIDEO) from error
 
 
 def _stream(container: Any, param: str) -> Any:

@@ -2,7 +2,8 @@
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Final
@@ -90,13 +91,8 @@ INVALID: Final = {"image": Code.INVALID_IMAGE, "video": Code.INVALID_VIDEO, "aud
 def read_header(data: bytes, limits: MediaLimits, param: str = "") -> ImageHeader:
     """Read the format and size of an image without decoding it. Raises `RequestInvalid`, also beyond `limits`."""
     kind = _format(data, param)
-    try:
-        with Image.open(BytesIO(data), formats=(kind,)) as image:
-            width, height, orientation = image.width, image.height, _orientation(image, kind, data)
-    except _BOMBS as error:
-        raise refused(f"The image is too large: {error}", param, Code.IMAGE_TOO_LARGE) from error
-    except _BROKEN as error:
-        raise refused(f"The {kind} image is broken: {_reason(error)}", param) from error
+    with _opened(data, kind, param) as image:
+        width, height, orientation = image.width, image.height, _orientation(image, kind, data)
     if not _is_whole(kind, data):
         raise refused(f"The {kind} image is truncated.", param)
     if width * height > limits.pixels:
@@ -119,19 +115,26 @@ def check_shape(width: int, height: int, smallest: int, param: str) -> None:
 
 def decode(data: bytes, header: ImageHeader, param: str = "") -> Image.Image:
     """Decode the first frame of an image to RGB, upright, over white if transparent. Raises `RequestInvalid`."""
-    try:
-        with Image.open(BytesIO(data), formats=(header.format,)) as image:
-            image.load()
-            pixels = _rgb(image)
-    except _BOMBS as error:
-        raise refused(f"The image is too large: {error}", param, Code.IMAGE_TOO_LARGE) from error
-    except _BROKEN as error:
-        raise refused(f"The {header.format} image is broken: {_reason(error)}", param) from error
+    with _opened(data, header.format, param) as image:
+        image.load()
+        pixels = _rgb(image)
     turn = _TRANSPOSE_BY_ORIENTATION.get(header.orientation)
     upright = pixels if turn is None else pixels.transpose(turn)
     if upright.size != (header.width, header.height):
         raise refused(f"The {header.format} image is broken: its frames differ in size.", param)
     return upright
+
+
+@contextmanager
+def _opened(data: bytes, kind: str, param: str) -> Generator[Image.Image]:
+    """Open an image with Pillow. Errors that Pillow raises for it become refusals."""
+    try:
+        with Image.open(BytesIO(data), formats=(kind,)) as image:
+            yield image
+    except _BOMBS as error:
+        raise refused(f"The image is too large: {error}", param, Code.IMAGE_TOO_LARGE) from error
+    except _BROKEN as error:
+        raise refused(f"The {kind} image is broken: {_reason(error)}", param) from error
 
 
 def _format(data: bytes, param: str) -> str:
