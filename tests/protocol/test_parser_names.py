@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.config.parser_names import PARSERS, bad_parser
-from worker.output.parsers import ALIASES, FAMILIES, resolve
+from worker.output.parsers.families import ALIASES, FAMILIES, resolve
 
 
 def test_the_gateway_knows_the_worker_s_names_and_no_others() -> None:

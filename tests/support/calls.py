@@ -9,9 +9,10 @@ from typing import Any, Final
 import jsonschema
 
 from protocol.from_worker import DeltaKind
-from worker.output.parsers import FAMILIES, make_parser
 from worker.output.parsers.channels import Channels
-from worker.structured.tool_grammar import has_calls
+from worker.output.parsers.families import FAMILIES
+from worker.output.parsers.parser import make_parser
+from worker.structured.tool_grammar.build import has_calls
 
 CALLING: Final = [family for family in FAMILIES if has_calls(family)]
 _WEATHER: Final[dict[str, Any]] = {

@@ -9,7 +9,7 @@ from protocol.from_worker import Delta, DeltaKind, PromptLogprob, PromptPart, St
 from worker.engine.gauges import Gauges
 from worker.engine.output import TokenOutput
 from worker.engine.row import Row
-from worker.output.parsers import Event
+from worker.output.parsers.events import Event
 
 _STATS_INTERVAL_S: Final = 0.1
 _MEMORY_INTERVAL_S: Final = 1.0

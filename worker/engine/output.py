@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from protocol.from_worker import DeltaKind, Finish, TokenLogprob
 from worker.engine.row import HeldToken, Row, RowText
 from worker.output.detokenize import Vocabulary
-from worker.output.parsers import Event
+from worker.output.parsers.events import Event
 
 
 @dataclass(slots=True, frozen=True)

@@ -18,7 +18,7 @@ from protocol.from_worker import TokenLogprob, Usage
 from protocol.to_worker import Sampling
 from worker.model.lora.adapters import Adapter
 from worker.output.detokenize import Detokenizer
-from worker.output.parsers import Parser
+from worker.output.parsers.parser import Parser
 from worker.output.stops import StopScanner
 from worker.prefix_cache.prefix import Ticket
 from worker.sampling.penalties import NO_WORDS, BadWords

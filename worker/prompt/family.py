@@ -10,22 +10,12 @@ from protocol.failures import Code
 from protocol.prompts import ChatPrompt
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
-from worker.output.parsers import (
-    FAMILIES,
-    NO_CONTROLS,
-    Controls,
-    Parser,
-    UnknownFamily,
-    call_ids,
-    detect_family,
-    is_markup,
-    make_parser,
-    reasoning_end,
-    resolve,
-    start_in_reasoning,
-)
 from worker.output.parsers.channels import Channels
-from worker.structured.tool_grammar import has_calls, next_message
+from worker.output.parsers.controls import NO_CONTROLS, Controls, is_markup
+from worker.output.parsers.detect import detect_family, reasoning_end, start_in_reasoning
+from worker.output.parsers.families import FAMILIES, UnknownFamily, resolve
+from worker.output.parsers.parser import Parser, call_ids, make_parser
+from worker.structured.tool_grammar.build import has_calls, next_message
 
 # Effort that disables thinking as far as possible in families that cannot disable it.
 _LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}

@@ -279,7 +279,7 @@ class Intake:
         prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END_TOKENS:]) if needs_end else ""
         row.rule = self._rules.make(constraint, prompt_end, ignore_eos=row.sampling.ignore_eos)
         if chat is not None and has_tools:
-            row.rule = self._tool_rules.beside(row.rule, constraint, chat, prompt_end)
+            row.rule = self._tool_rules.optional(row.rule, constraint, chat, prompt_end)
 
     def _render(self, prompt: ChatPrompt) -> str:
         return self._renderer.render(self._dialect.asked(prompt))

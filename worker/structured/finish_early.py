@@ -61,26 +61,3 @@ class EarlyFinish:
             walk.take(way)
             steps += len(way)
         return steps + _OPEN_VALUES_TOKENS
-
-
-class FinishingGuide:
-    """Early finish of one row."""
-
-    def __init__(self, haste: EarlyFinish) -> None:
-        self._haste = haste
-        self._ahead: list[int] = []
-
-    def fork(self) -> "FinishingGuide":
-        twin = FinishingGuide(self._haste)
-        twin._ahead = list(self._ahead)
-        return twin
-
-    def narrow(self, walk: GrammarWalk, allowed: Allowed) -> Allowed:
-        """Narrow the allowed tokens to the one that leads to the end; return them unchanged where none does."""
-        if not self._ahead:
-            self._ahead = list(self._haste.way(walk, allowed))
-        if not self._ahead:
-            return allowed
-        only = np.zeros_like(allowed)
-        only[self._ahead.pop(0)] = True
-        return only

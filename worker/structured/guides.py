@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from protocol.to_worker import Constraint
-from worker.output.parsers import FAMILIES, start_in_reasoning
 from worker.output.parsers.channels import Channels
+from worker.output.parsers.detect import start_in_reasoning
+from worker.output.parsers.families import FAMILIES
 from worker.structured.compiler import Allowed, CompiledGrammar, GrammarFailed, Grammars
-from worker.structured.finish_early import EarlyFinish, FinishingGuide
+from worker.structured.finish_early import EarlyFinish
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Prologue:
 class Rule:
     """Constraint of one request. `anything` masks a free block: every token except the end-of-sequence tokens.
 
-    With `haste`, an answer that has used all but `reserve` tokens of its `room` takes the shortest way to its end. A
+    With `finish`, an answer that has used all but `reserve` tokens of its `room` takes the shortest way to its end. A
     lazy rule applies after each occurrence of its prologue's marker; all other text is free. `by_marker` holds the
     grammars of those markers that have one of their own.
     """
@@ -44,7 +45,7 @@ class Rule:
     ignore_eos: bool = False
     is_lazy: bool = False
     by_marker: Mapping[bytes, CompiledGrammar] = field(default_factory=dict[bytes, CompiledGrammar])
-    haste: EarlyFinish | None = None
+    finish: EarlyFinish | None = None
     room: int = 0
     reserve: int = 0
 
@@ -62,14 +63,14 @@ class Guide:
         self._has_opened = False
         self._tail = b""
         self._left = rule.room
-        self._hurried = FinishingGuide(rule.haste) if rule.haste is not None else None
+        # Tokens of an early finish that come next.
+        self._finishing: Sequence[int] = ()
         self._keep = max((len(end) for end in rule.prologue.ends), default=1) - 1
 
     def fork(self) -> "Guide":
         """Return an independent guide at the same position."""
         twin = copy(self)
         twin._walk = self._walk.fork()
-        twin._hurried = self._hurried.fork() if self._hurried is not None else None
         return twin
 
     def forced(self) -> list[int]:
@@ -100,14 +101,24 @@ class Guide:
         if self._is_free:
             return None if rule.is_lazy else rule.anything
         allowed = self._walk.allowed()
-        if self._hurried is not None and self._left <= rule.reserve:
-            return self._hurried.narrow(self._walk, allowed)
+        if rule.finish is not None and self._left <= rule.reserve:
+            return self._finish(rule.finish, allowed)
         if self._is_start:
             allowed[list(rule.prologue.openers)] = True
         if rule.ignore_eos:
             longer = allowed & rule.anything
             return longer if longer.any() else allowed
         return allowed
+
+    def _finish(self, finish: EarlyFinish, allowed: Allowed) -> Allowed:
+        """Narrow the allowed tokens to the one that leads to the end; return them unchanged where none does."""
+        way = self._finishing or finish.way(self._walk, allowed)
+        if not way:
+            return allowed
+        self._finishing = way[1:]
+        only = np.zeros_like(allowed)
+        only[way[0]] = True
+        return only
 
     def _scan(self, token: int) -> None:
         """Look for the end of the free block; text after the end within the same token belongs to the answer."""
@@ -166,22 +177,12 @@ class Rules:
 
     def make(self, constraint: Constraint, prompt_end: str, *, ignore_eos: bool = False) -> Rule:
         """Return the rule for an answer to a prompt that ends with `prompt_end`. Raises `RequestInvalid`."""
-        return Rule(
-            grammar=self.compile(constraint),
-            prologue=self.prologue(prompt_end) if constraint.after_reasoning else Prologue(),
-            eos_ids=self._eos_ids,
-            anything=self._anything,
-            token_bytes=self._token_bytes,
-            ignore_eos=ignore_eos,
-        )
+        prologue = self.prologue(prompt_end) if constraint.after_reasoning else Prologue()
+        return replace(self.of_grammar(self.grammars.compile(constraint), prologue), ignore_eos=ignore_eos)
 
     def of_grammar(self, grammar: CompiledGrammar, prologue: Prologue) -> Rule:
         """Return a rule for a compiled grammar."""
         return Rule(grammar, prologue, self._eos_ids, self._anything, self._token_bytes)
-
-    def compile(self, constraint: Constraint, calls: str = "") -> CompiledGrammar:
-        """Compile the grammar of an answer, or of `calls` if there are any. Raises `RequestInvalid`."""
-        return self.grammars.compile(constraint, calls)
 
     def prologue(self, prompt_end: str) -> Prologue:
         """Return the reasoning block: open if the prompt opens it, absent if the prompt closes it, else optional."""

@@ -9,12 +9,13 @@ MAX_DEPTH: Final = 64
 # The automaton of a multipleOf has this many states, one per remainder: 10^6 of them take seconds to build.
 MAX_MULTIPLE: Final = 20_000
 
-_ONE: Final = (
+# Keywords whose value is a schema, a list of schemas, or an object of schemas.
+SCHEMA_KEYS: Final = (
     "items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else", "unevaluatedItems",
     "unevaluatedProperties",
 )  # fmt: skip
-_LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LIST_KEYS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+MAP_KEYS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 class SchemaInvalid(ValueError):
@@ -54,15 +55,15 @@ def _check_values(fields: Mapping[str, Any], path: str) -> None:
 
 def _inner(fields: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     """Yield the direct subschemas with their paths."""
-    for name in _ONE:
+    for name in SCHEMA_KEYS:
         if name in fields:
             yield f"{path}/{name}", fields[name]
-    for name in _LISTS:
+    for name in LIST_KEYS:
         if name in fields:
             if not isinstance(fields[name], list) or not fields[name]:
                 raise SchemaInvalid(f"{path}/{name} is not a list of schemas")
             yield from ((f"{path}/{name}/{at}", one) for at, one in enumerate(fields[name]))
-    for name in _MAPS:
+    for name in MAP_KEYS:
         if name in fields:
             if not isinstance(fields[name], dict):
                 raise SchemaInvalid(f"{path}/{name} is not an object of schemas")

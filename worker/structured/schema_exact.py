@@ -7,7 +7,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
-from worker.structured.schema_check import SchemaInvalid
+from worker.structured.schema_check import LIST_KEYS, MAP_KEYS, SCHEMA_KEYS, SchemaInvalid
 
 # llguidance reads all numbers as doubles, which hold every whole number up to 2^53.
 NUMBER_MAX: Final = 2**53
@@ -17,20 +17,13 @@ BOUND_MAX: Final = float(2**63 - 1024)
 MIN_NONZERO_BOUND: Final = 1e-15
 # Maximum number of copies of schemas in allOf. Compile time grows with their square: these take half a second.
 MERGED_MAX: Final = 4000
-_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 # Maximum number of regexes for one text. The time to check whether any text fits them doubles with each.
 PATTERNS_MAX: Final = 8
 # Maximum number of enum values beside a pattern; each value is tried against it.
 TRIED_MAX: Final = 1000
 # Maximum number of properties of one object. Compile time grows with their square.
 PROPERTIES_MAX: Final = 2000
-_PLACES: Final = frozenset(
-    {
-        "items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else", "unevaluatedItems",
-        "unevaluatedProperties", "anyOf", "oneOf", "allOf", "prefixItems", *_MAPS,
-    }
-)  # fmt: skip
-
+_PLACES: Final = frozenset((*SCHEMA_KEYS, *LIST_KEYS, *MAP_KEYS))
 # An exclusive bound moves inwards by this fraction of the distance between both bounds.
 _BOUND_SHIFT_FRACTION: Final = 1e-6
 # llguidance may drop digits of a number that has more significant digits than these.
@@ -79,10 +72,7 @@ class Exact:
 def exact(schema: Schema) -> Exact:
     """Rewrite a schema that has passed `check`. Raises `SchemaInvalid`."""
     walk = _Walk()
-    rewritten = walk.schema(schema, ())
-    walk.check_references()
-    walk.check_merges()
-    return Exact(rewritten, walk.has_loose_keys)
+    return Exact(walk.root(schema), walk.has_loose_keys)
 
 
 def loosened(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
@@ -110,7 +100,7 @@ def _without(fields: dict[str, Any], keywords: frozenset[str], dropped: set[str]
     for key, value in fields.items():
         if key in keywords:
             dropped.add(key)
-        elif key in _MAPS and isinstance(value, dict):
+        elif key in MAP_KEYS and isinstance(value, dict):
             kept[key] = {name: one(inner) for name, inner in cast(dict[str, Any], value).items()}
         elif key in _PLACES and isinstance(value, list):
             kept[key] = [one(inner) for inner in cast(list[Any], value)]
@@ -121,10 +111,7 @@ def _without(fields: dict[str, Any], keywords: frozenset[str], dropped: set[str]
 
 def bound(schema: Schema) -> None:
     """Check that a schema which has passed `check` compiles in bounded time. Raises `SchemaInvalid`."""
-    walk = _Walk(is_exact=False)
-    walk.schema(schema, ())
-    walk.check_references()
-    walk.check_merges()
+    _Walk(is_exact=False).root(schema)
 
 
 @dataclass(slots=True)
@@ -136,6 +123,13 @@ class _Walk:
     places: dict[Path, Schema] = field(default_factory=dict[Path, Schema])
     roots: list[Path] = field(default_factory=lambda: [()])
     references: list[str] = field(default_factory=list[str])
+
+    def root(self, schema: Schema) -> dict[str, Any]:
+        """Rewrite a whole document, and check its references and merges."""
+        rewritten = self.schema(schema, ())
+        self._check_references()
+        self._check_merges()
+        return rewritten
 
     def schema(self, fields: Schema, path: Path) -> dict[str, Any]:
         self.places[path] = fields
@@ -156,13 +150,13 @@ class _Walk:
             _make_exact(rewritten, _shown(path))
         return rewritten
 
-    def check_references(self) -> None:
+    def _check_references(self) -> None:
         """Refuse references to places without a schema: they would be compiled unchecked, without bounds on numbers."""
         for ref in self.references:
             if "/" in ref.partition("#")[2] and self._target(ref) is None:
                 raise SchemaInvalid(f"$ref {ref[:100]!r} points to no schema in it")
 
-    def check_merges(self) -> None:
+    def _check_merges(self) -> None:
         """Bound the copies made by allOf. References are copied with their own references: n levels have 2^n copies."""
         sizes: dict[Path, _Size] = {}
         merged = [self._size(path, sizes) for path, fields in self.places.items() if "allOf" in fields]
@@ -200,7 +194,7 @@ class _Walk:
     def _inner(self, key: str, value: Any, path: Path) -> Any:
         if key not in _PLACES:
             return value
-        if key in _MAPS:
+        if key in MAP_KEYS:
             inner = cast(Schema, value)
             return {name: self._one(one, (*path, name)) for name, one in inner.items()}
         if isinstance(value, list):

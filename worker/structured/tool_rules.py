@@ -12,20 +12,14 @@ from protocol.failures import Code
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
-from worker.output.parsers import FAMILIES
 from worker.output.parsers.channels import Channels
+from worker.output.parsers.families import FAMILIES
 from worker.structured.compiler import CompiledGrammar
 from worker.structured.finish_early import EarlyFinish
 from worker.structured.guides import Prologue, Rule, Rules
-from worker.structured.tool_grammar import (
-    HEADS,
-    CallGrammar,
-    Calls,
-    MarkupTokens,
-    call_grammar,
-    rest_of_call,
-    strict_grammar,
-)
+from worker.structured.tool_grammar.build import CallGrammar, Calls, call_grammar, rest_of_call, strict_grammar
+from worker.structured.tool_grammar.heads import HEADS
+from worker.structured.tool_grammar.lark import MarkupTokens
 
 log = logging.getLogger("mlxd.worker")
 
@@ -38,7 +32,7 @@ _MAX_CACHED: Final = 64
 class _Compiled:
     text: str
     grammar: CompiledGrammar
-    haste: EarlyFinish
+    finish: EarlyFinish
     reserve: int
 
 
@@ -63,7 +57,7 @@ class ToolRules:
             return self._forced(prompt, prompt_end, room)
         return self._strict(prompt) if prompt.strict_tools else None
 
-    def beside(self, answer: Rule, constraint: Constraint, prompt: ChatPrompt, prompt_end: str) -> Rule:
+    def optional(self, answer: Rule, constraint: Constraint, prompt: ChatPrompt, prompt_end: str) -> Rule:
         """Return a rule for calls, or for the `answer` to which `constraint` alone applies. Raises `RequestInvalid`."""
         self._check_strict(prompt)
         if isinstance(FAMILIES[self._family].grammar, Channels):
@@ -78,7 +72,7 @@ class ToolRules:
         compiled = self._compile(
             lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, prompt.strict_tools
         )
-        return replace(answer, grammar=self._rules.compile(constraint, compiled.text))
+        return replace(answer, grammar=self._rules.grammars.compile(constraint, compiled.text))
 
     def _check_strict(self, prompt: ChatPrompt) -> None:
         """Refuse a strict tool whose schema cannot be enforced."""
@@ -101,7 +95,7 @@ class ToolRules:
         # The grammar includes the reasoning in families that write messages.
         prologue = Prologue() if is_messages else self._rules.prologue(prompt_end)
         rule = self._rules.of_grammar(compiled.grammar, prologue)
-        return replace(rule, haste=compiled.haste, room=room, reserve=compiled.reserve)
+        return replace(rule, finish=compiled.finish, room=room, reserve=compiled.reserve)
 
     def _strict(self, prompt: ChatPrompt) -> Rule | None:
         """Return the rule for calls of strict tools once a call has begun; other tools take any arguments."""
@@ -163,8 +157,8 @@ class ToolRules:
 
     def _try(self, written: CallGrammar) -> _Compiled:
         grammar = self._rules.grammars.compile(Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"))
-        haste = EarlyFinish(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
-        return _Compiled(written.text, grammar, haste, haste.shortest(grammar.walk()))
+        finish = EarlyFinish(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
+        return _Compiled(written.text, grammar, finish, finish.shortest(grammar.walk()))
 
     def _encode(self, text: str) -> list[int]:
         table = self._rules.grammars.table()

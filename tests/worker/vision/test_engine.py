@@ -22,7 +22,7 @@ from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.kv.kv import KvLayout
 from worker.model.loader import load
-from worker.output.parsers import make_parser
+from worker.output.parsers.parser import make_parser
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prompt.intake import Intake
 from worker.vision.encoder import MediaEncoder

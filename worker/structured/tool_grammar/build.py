@@ -18,7 +18,6 @@ from worker.structured.tool_grammar import shapes, tagged
 from worker.structured.tool_grammar.heads import HEADS
 from worker.structured.tool_grammar.lark import Lark, MarkupTokens, either
 from worker.structured.tool_grammar.schemas import ToolSchema, anything, tool_of
-from worker.structured.tool_grammar.shape import Shape
 from worker.structured.tool_grammar.values import whole_json
 
 
@@ -94,7 +93,7 @@ def rest_of_call(family: str, calls: Calls, marks: MarkupTokens) -> CallGrammar:
 _TRIGGER_MIN_CHARS: Final = 4
 
 
-def _all(shape: Shape, is_parallel: bool, family: str) -> str:
+def _all(shape: shapes.Shape, is_parallel: bool, family: str) -> str:
     more = list(shape.more) if is_parallel and family not in shapes.SINGLE else []
     if len(set(more)) == 1:
         further = f"({more[0]}){{0,{len(more) - 1}}}"
@@ -120,7 +119,7 @@ def _format(family: str, marks: MarkupTokens) -> CallFormat:
     return known[0] if known else usual[0]
 
 
-def _shape(lark: Lark, form: CallFormat, family: str, tools: Sequence[ToolSchema]) -> Shape:
+def _shape(lark: Lark, form: CallFormat, family: str, tools: Sequence[ToolSchema]) -> shapes.Shape:
     match form:
         case JsonCalls():
             return shapes.json_shape(lark, form, family, tools)

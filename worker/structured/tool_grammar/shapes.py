@@ -11,8 +11,28 @@ from worker.output.parsers.named import MistralCalls, RecipientJson, SectionCall
 from worker.output.parsers.pythonic import PythonCalls
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import ToolSchema
-from worker.structured.tool_grammar.shape import MANY, NUMBERED, Shape
 from worker.structured.tool_grammar.values import PYTHON, Style, Values, whole_json
+
+# Maximum number of calls in one answer, if the grammar is the only limit.
+MANY: Final = 16
+# Maximum number of calls where each contains its index, because each one makes the grammar longer.
+NUMBERED: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Grammar of one answer of calls: `start` first `more` × n `tail`.
+
+    `start` is text; the others are expressions. Early finish uses `value_ends`, texts that end a value, and `ends`,
+    texts that end a call or all calls, ordered from the longest to the shortest reach.
+    """
+
+    start: str
+    first: str
+    more: tuple[str, ...] = ()
+    tail: str = ""
+    value_ends: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +55,23 @@ _LIST: Final = JsonShape("list", gap="", between=", ")
 _COHERE: Final = JsonShape("list", "tool_name", "parameters", "", ", ", '"tool_call_id": "{index}", ')
 _LLAMA: Final = JsonShape("same", arguments="parameters", gap="", between="; ")
 JSON_SHAPES: Final[dict[str, JsonShape]] = {
-    "apertus": _LIST,
-    "apriel": _LIST,
-    "apriel16": _LIST,
+    **dict.fromkeys(
+        (
+            "apertus", "apriel", "apriel16", "granite", "granite3", "granite_thinking", "hunyuan_a13b", "jamba",
+            "mistral_v3", "nemotron_v2", "phi4mini", "xlam",
+        ),
+        _LIST,
+    ),
     "command_a": _COHERE,
     "command_r7b": _COHERE,
     "command_r": JsonShape("list", "tool_name", "parameters", "\n", ", "),
     "gigachat": JsonShape("same", gap="", between=""),
-    "granite": _LIST,
-    "granite3": _LIST,
     "granite_20b_fc": JsonShape(gap="", between="\n"),
-    "granite_thinking": _LIST,
-    "hunyuan_a13b": _LIST,
     "internlm2": JsonShape(arguments="parameters"),
-    "jamba": _LIST,
     "llama3_json": _LLAMA,
     "llama4_pythonic": _LLAMA,
     "minimax_m1": JsonShape("same"),
-    "mistral_v3": _LIST,
-    "nemotron_v2": _LIST,
-    "phi4mini": _LIST,
-    "xlam": _LIST,
-}
+}  # fmt: skip
 # Families that write one call and stop.
 SINGLE: Final = frozenset({"gigachat", "granite_20b_fc", "harmony"})
 

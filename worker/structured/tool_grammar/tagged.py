@@ -9,7 +9,7 @@ from worker.output.parsers.schema import Parameters, Schema, mapping
 from worker.output.parsers.xml_calls import XmlCalls
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import ToolSchema, constants, only, quantifier, resolved
-from worker.structured.tool_grammar.shape import MANY, NUMBERED, Shape
+from worker.structured.tool_grammar.shapes import MANY, NUMBERED, Shape
 from worker.structured.tool_grammar.values import JSON, Values
 
 

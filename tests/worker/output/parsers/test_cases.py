@@ -15,7 +15,7 @@ from tests.worker.output.parsers.replay import (
     replay,
     text_of,
 )
-from worker.output.parsers import FAMILIES
+from worker.output.parsers.families import FAMILIES
 
 CASES = load_cases()
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.why}")

@@ -15,8 +15,8 @@ from tests.worker.output.parsers.replay import (
     some_cuts,
     text_of,
 )
-from worker.output.parsers import Controls, make_parser
-from worker.output.parsers.controls import is_markup
+from worker.output.parsers.controls import Controls, is_markup
+from worker.output.parsers.parser import make_parser
 
 # What looks like a control token, in any family.
 TOKEN = re.compile(

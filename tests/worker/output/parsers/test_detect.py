@@ -2,7 +2,8 @@
 
 import pytest
 
-from worker.output.parsers import ALIASES, FAMILIES, UnknownFamily, detect_family, resolve, start_in_reasoning
+from worker.output.parsers.detect import detect_family, start_in_reasoning
+from worker.output.parsers.families import ALIASES, FAMILIES, UnknownFamily, resolve
 
 TEMPLATES = {
     '<tool_call>\n{"name": "\' + tool_call.name': "hermes",

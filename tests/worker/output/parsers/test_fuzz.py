@@ -7,7 +7,8 @@ import pytest
 
 from tests.support.scale import scaled
 from tests.worker.output.parsers.replay import Case, check_shape, load_cases, random_cuts, replay
-from worker.output.parsers import FAMILIES, make_parser
+from worker.output.parsers.families import FAMILIES
+from worker.output.parsers.parser import make_parser
 
 CASES = load_cases()
 PIECES = [

@@ -3,7 +3,10 @@
 import pytest
 
 from protocol.from_worker import DeltaKind, ToolCallDelta
-from worker.output.parsers import FAMILIES, Event, UnknownFamily, call_ids, make_parser, reasoning_end
+from worker.output.parsers.detect import reasoning_end
+from worker.output.parsers.events import Event
+from worker.output.parsers.families import FAMILIES, UnknownFamily
+from worker.output.parsers.parser import call_ids, make_parser
 
 
 def test_arguments_leave_as_they_are_generated() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.from_worker import DeltaKind
 from tests.worker.output.parsers.replay import Case, calls_of, random_cuts, replay, text_of
-from worker.output.parsers import make_parser
+from worker.output.parsers.parser import make_parser
 
 ALPHABET = "ab1=,:;()[]{}<>|\"'\\/ \n\t+.%é#$&"
 WRAPS = {
