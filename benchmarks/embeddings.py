@@ -106,8 +106,7 @@ def ours(folder: Path, texts: tuple[str, ...]) -> tuple[float, Any]:
     from protocol.prompts import EmbedPrompt
     from protocol.spec import WorkerSpec
     from protocol.to_worker import Generate, Sampling
-    from worker.embedding.groups import take_group
-    from worker.embedding.job_loop import CPU_PASS_TOKENS
+    from worker.embedding.job_loop import CPU_PASS_TOKENS, take_group
     from worker.embedding.load_model import load_reader
     from worker.embedding.prepare import Preparer
 

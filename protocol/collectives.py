@@ -55,7 +55,6 @@ def environment(
     links: Sequence[Sequence[str]] = (),
     devices: Sequence[Sequence[str]] = (),
     coordinator: str = "",
-    gpu: int | None = None,
 ) -> Environment:
     """Return the environment of one rank. Raises `CannotConnect`.
 
@@ -79,8 +78,7 @@ def environment(
             return Environment(variables, {"MLX_IBV_DEVICES": json.dumps(_matrix(devices))})
         case "nccl":
             ip, port = _check_address(coordinator, "the coordinator")
-            variables = own | {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": ip, "NCCL_PORT": str(port)}
-            return Environment(variables if gpu is None else variables | {"CUDA_VISIBLE_DEVICES": str(gpu)})
+            return Environment(own | {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": ip, "NCCL_PORT": str(port)})
         case _:
             raise CannotConnect(f"backend '{backend}' is none of {', '.join(BACKENDS)}")
 

@@ -55,14 +55,6 @@ class _CheckedInference(Inference):
         return super().logits(tokens, audio_features)
 
 
-class _CheckedTask(DecodingTask):
-    """Decoding of one window that can be aborted between two tokens."""
-
-    def __init__(self, model: Any, options: DecodingOptions, check: Check) -> None:
-        super().__init__(model, options)
-        self.inference = _CheckedInference(model, check)
-
-
 class _Features:
     """Log-mel features of a clip, computed piece by piece."""
 
@@ -191,7 +183,8 @@ class WhisperTranscriber:
         """Decode a window at the first temperature at which decoding does not fail."""
         result: Any = None
         for temperature in temperatures:
-            task = _CheckedTask(self._model, replace(options, temperature=temperature), check)
+            task = DecodingTask(self._model, replace(options, temperature=temperature))
+            task.inference = _CheckedInference(self._model, check)
             result = task.run(encoded)[0]
             is_silent = result.no_speech_prob > _MAX_NO_SPEECH_PROB
             # The log-probability is NaN if the rules left no token.

@@ -11,9 +11,8 @@ from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPriva
 
 from protocol.failures import Code
 from protocol.kinds import ENCODERS
-from worker.embedding.attention_mask import attention_mask
 from worker.embedding.encoder_files import classifier_of, renamed, shape_of
-from worker.embedding.encoder_models import EncoderModel, EncoderShape
+from worker.embedding.encoder_models import EncoderModel, EncoderShape, attention_mask
 from worker.errors import LoadFailed
 
 _GEMMA: Final = "gemma3_text"

@@ -1,6 +1,6 @@
 """Encoders: BERT, RoBERTa and XLM-R, ModernBERT and nomic-bert as one stack of layers in two orders.
 
-They are written here because equal results need the exact activation and the masks of `attention_mask.py`: mlx-vlm's
+They are written here because equal results need the exact activation and the masks of `attention_mask`: mlx-vlm's
 encoders approximate GELU for ModernBERT, and do not include nomic-bert.
 """
 
@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
-
-from worker.embedding.attention_mask import attention_mask
 
 ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array]]] = {
     "gelu": nn.gelu,
@@ -177,3 +175,22 @@ class EncoderModel(nn.Module):
         for layer, window in zip(self.layers, self._windows, strict=True):
             hidden = layer(hidden, masks[window])
         return self.norm(hidden) if "norm" in self else hidden
+
+
+def attention_mask(lengths: Sequence[int], window: int = 0) -> mx.array | None:
+    """Return True where a token attends to another: in its row, and within `window` (0 means any distance).
+
+    None if every token attends to all. A token always attends to itself: an empty mask row would give NaN, and padding
+    with NaN would spoil the values of other tokens even at weight 0.
+    """
+    longest = max(lengths)
+    is_padded = min(lengths) < longest
+    has_window = 0 < window < longest - 1
+    if not is_padded and not has_window:
+        return None
+    at = mx.arange(longest)
+    is_token = (at[None] < mx.array(list(lengths))[:, None])[:, None, None, :]
+    if not has_window:
+        return is_token
+    distance = mx.abs(at[:, None] - at[None])
+    return (is_token & (distance <= window)[None, None]) | (distance == 0)[None, None]

@@ -2,7 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from queue import SimpleQueue
 from typing import Final
 
@@ -13,7 +15,6 @@ from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Progress, Up
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
-from worker.embedding.groups import ResultPlace, take_group
 from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
 from worker.embedding.load_model import EmbeddingModel
 from worker.engine.gauges import Gauges
@@ -32,9 +33,23 @@ _MIN_PASS_TOKENS: Final = 256
 # A failed allocation halves the tokens of a pass; they double again after each interval of this length.
 _REGROW_INTERVAL_S: Final = 300.0
 _WARM_UP_TOKENS: Final = 16
+# Maximum fraction of the longest row that may be padding in another.
+_MAX_PADDING_FRACTION: Final = 0.12
 _NOT_FINITE: Final = Failure(
     Code.ROW_FAILED, "the model gave no number for one of the inputs: its vector is not finite, or null"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPlace:
+    """Place of a result: its job, and the index of its item."""
+
+    job: EmbeddingJob
+    at: int
+
+    @property
+    def item(self) -> EmbeddingInput:
+        return self.job.items[self.at]
 
 
 class JobLoop(TurnLoop[EmbeddingJob]):
@@ -136,3 +151,26 @@ class JobLoop(TurnLoop[EmbeddingJob]):
     def _ending(self, job: EmbeddingJob, finish: Finish, failure: Failure | None) -> Delta:
         data = job.data() if finish is Finish.STOP else b""
         return Delta(job.rid, finish=finish, usage=job.usage(time.monotonic()), failure=failure, data=data)
+
+
+def take_group(jobs: Sequence[EmbeddingJob], tokens: int) -> list[ResultPlace]:
+    """Take the longest item of the first job, and items of all jobs in order that are nearly as long.
+
+    A group has up to `tokens` tokens including padding, and at least one item.
+    """
+    longest = len(jobs[0].items[jobs[0].left[0]].ids)
+    room = max(1, tokens // longest)
+    group: list[ResultPlace] = []
+    for job in jobs:
+        chosen = list(islice(_fitting(job, longest), room - len(group)))
+        group += [ResultPlace(job, at) for at in chosen]
+        taken = set(chosen)
+        job.left = [at for at in job.left if at not in taken]
+        if len(group) >= room:
+            break
+    return group
+
+
+def _fitting(job: EmbeddingJob, longest: int) -> Iterator[int]:
+    least = longest * (1 - _MAX_PADDING_FRACTION)
+    return (at for at in job.left if least <= len(job.items[at].ids) <= longest)

@@ -35,8 +35,8 @@ from worker.model.linears import Linears
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
 from worker.vision.checkpoint import fold
+from worker.vision.needs import UnsupportedVision
 from worker.vision.text_model import load_text_model
-from worker.vision.unserved import UnsupportedVision
 
 DEMO: Final = "demo"
 DEMO_DIR: Final = Path(__file__).parents[1] / "demo_model"

@@ -21,8 +21,8 @@ from worker.prompt.templates import Renderer
 from worker.vision.families import PreparedMedia, Processor, expanded, open_processor
 from worker.vision.images import MediaLimits
 from worker.vision.media import Span
+from worker.vision.needs import UnsupportedVision
 from worker.vision.positions import Grid, positions
-from worker.vision.unserved import UnsupportedVision
 
 log = logging.getLogger("mlxd.worker")
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Final, assert_never, cast
@@ -279,19 +279,16 @@ def _either(calls: str, answer: str) -> str:
     return json.dumps({"grammars": [start, {"name": "calls", "lark_grammar": calls}, {**inner, "name": "answer"}]})
 
 
-def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
+def lark_json(schema: dict[str, Any]) -> str:
     """Return the Lark rule of a JSON value, with the same sparse whitespace as a `JSON_SCHEMA`.
 
-    `is_lenient` skips keywords that cannot be enforced instead of refusing them.
+    Keywords that cannot be enforced are skipped.
     """
-    options = {**_JSON_OPTIONS, "lenient": is_lenient}
-    try:
+    options = {**_JSON_OPTIONS, "lenient": True}
+    with suppress(SchemaInvalid, RecursionError, OverflowError):
         check(schema)
         rewrite = exact(schema)
         schema, options = rewrite.schema, options | (_PLAIN_KEYS if rewrite.has_loose_keys else {})
-    except (SchemaInvalid, RecursionError, OverflowError):
-        if not is_lenient:
-            raise
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
 

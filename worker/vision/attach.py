@@ -11,9 +11,8 @@ import mlx.core as mx
 
 from worker.errors import is_allocation_failure
 from worker.vision.multimodal_merge import MultimodalMerge, text_core
-from worker.vision.needs import Needs
+from worker.vision.needs import Needs, UnsupportedVision
 from worker.vision.tower import Tower, load_tower
-from worker.vision.unserved import UnsupportedVision
 
 log = logging.getLogger("mlxd.worker")
 

@@ -26,11 +26,11 @@ from worker.vision.images import INVALID, MediaLimits, check_bytes, check_shape,
 from worker.vision.layouts import Bounds, Expansion, Inputs, MediaLayout
 from worker.vision.markers import MediaMarkers
 from worker.vision.media import Medium
+from worker.vision.needs import UnsupportedVision
 from worker.vision.positions import Grid
 from worker.vision.qwen_layouts import Qwen, QwenByTime
 from worker.vision.sounds import read_audio
 from worker.vision.tile_layouts import Idefics3, Lfm2Vl, Llava, Pixtral
-from worker.vision.unserved import UnsupportedVision
 
 log = logging.getLogger("mlxd.worker")
 

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from protocol.towers import has_media
 from worker.vision.checkpoint import text_config
-from worker.vision.unserved import UnsupportedVision
 
 # Families with special attention or decoding that no wrapper supports.
 _UNSUPPORTED: Final = {
@@ -32,12 +31,14 @@ _BORDERS: Final = (
 # Text models of mlx-lm that multiply embeddings by the square root of their width after the table. The features of a
 # tower must not be multiplied.
 _SCALED: Final = ("gemma3n", "gemma4", "gemma4_unified")
-
-
 # Families whose tower also embeds the token after a medium: the configuration key of that id, by kind.
 _CLOSED: Final = {"gemma3n": {"image": "eoi_token_id", "audio": "eoa_token_id"}}
 # mlx-vlm's towers of these families return image features by column; the text model expects them by row.
 _BY_COLUMNS: Final = ("gemma3n",)
+
+
+class UnsupportedVision(Exception):
+    """Reason why a model takes text only, for reports of its modalities."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,8 +14,7 @@ from mlx.utils import tree_flatten
 
 from worker.vision.checkpoint import known_weights, tower_config, tower_names
 from worker.vision.multimodal_merge import MediaFeatures
-from worker.vision.needs import Needs
-from worker.vision.unserved import UnsupportedVision
+from worker.vision.needs import Needs, UnsupportedVision
 
 MISSING: Final = "mlx-vlm is not installed; install it with: mlxctl setup vision"
 # mlx-vlm requires these inputs as Python numbers.

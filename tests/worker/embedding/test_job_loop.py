@@ -18,9 +18,8 @@ from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Drain, SetMemory, Shutdown
 from tests.support.scale import patient
-from worker.embedding.groups import take_group
 from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
-from worker.embedding.job_loop import Command, JobLoop
+from worker.embedding.job_loop import Command, JobLoop, take_group
 from worker.embedding.load_model import EmbeddingModel
 from worker.engine.gauges import Gauges
 from worker.errors import StepFailed

@@ -21,8 +21,7 @@ from worker.model.loader import LoadedModel, load
 from worker.prefix_cache.fingerprint import model_form
 from worker.vision import tower
 from worker.vision.checkpoint import fold
-from worker.vision.needs import Needs
-from worker.vision.unserved import UnsupportedVision
+from worker.vision.needs import Needs, UnsupportedVision
 
 Names = Callable[[str], str]
 

@@ -14,7 +14,6 @@ from worker.output.parsers.detect import start_in_reasoning
 from worker.output.parsers.events import Event
 from worker.output.parsers.families import FAMILIES, UnknownFamily, resolve
 from worker.output.parsers.parser import make_parser
-from worker.output.parsers.template import BrokenTemplate, render
 
 _TYPES: Final = {
     DeltaKind.TEXT: "content",
@@ -24,6 +23,10 @@ _TYPES: Final = {
     DeltaKind.TOOL_END: "tool_end",
 }
 _HI: Final = [{"role": "user", "content": "Hi"}]
+
+
+class BrokenTemplate(ValueError):
+    """Raised when the template does not render."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,6 +100,35 @@ def _start(family: str, text: str, tools: list[dict[str, Any]], options: argpars
     if is_closed and think and not think.is_explicit:
         return True
     return None
+
+
+def render(
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    *,
+    thinking: bool,
+    opens_answer: bool = True,
+) -> str:
+    """Render messages without a tokenizer, with every common switch for thinking set. Raises `BrokenTemplate`."""
+    # The imports are local because they cost more than the rest of the package.
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    switches = dict.fromkeys(("enable_thinking", "thinking", "reasoning"), thinking)
+    tokens = {"bos_token": "", "eos_token": ""}
+    try:
+        rendered, _ = render_jinja_template(
+            conversations=[messages],
+            tools=cast(Any, tools or None),
+            chat_template=template,
+            add_generation_prompt=opens_answer,
+            **tokens,
+            **switches,
+        )
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise BrokenTemplate(f"the template does not render: {error}") from error
+    return str(rendered[0])
 
 
 def _pieces(text: str, split: str, seed: int) -> Iterator[str]:

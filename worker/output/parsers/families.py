@@ -12,8 +12,7 @@ from worker.output.parsers.llama import LlamaCalls
 from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.output.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
 from worker.output.parsers.pythonic import PythonCalls
-from worker.output.parsers.think_and_calls import MarkupGrammar, Think
-from worker.output.parsers.verbatim import Verbatim
+from worker.output.parsers.think_and_calls import MarkupGrammar, Think, Verbatim
 from worker.output.parsers.xml_calls import XmlCalls
 
 

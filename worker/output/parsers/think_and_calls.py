@@ -45,6 +45,19 @@ class MarkupGrammar:
     tool_ends_think: Literal["always", "line", "never"] = "never"
 
 
+@dataclass(frozen=True, slots=True)
+class Verbatim:
+    """Markup that only ends reasoning, and stays in the content."""
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+
+    def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
+        yield from ()
+        ctx.out.end_reasoning(keep_space=True)
+        ctx.out.text(hit)
+
+
 class Conversation:
     """Reader of one output."""
 

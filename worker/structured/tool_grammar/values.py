@@ -47,7 +47,7 @@ PYTHON: Final = Style(words=("True", "False", "None"))
 
 def whole_json(lark: Lark, tool: ToolSchema) -> str:
     """Return the rule of a tool's arguments as one JSON object."""
-    return lark.rule(lark_json(dict(tool.parameters), is_lenient=True))
+    return lark.rule(lark_json(dict(tool.parameters)))
 
 
 class Values:
@@ -199,4 +199,4 @@ class Values:
     def _foreign(self, schema: Schema) -> str:
         """Return the rule of a JSON value that llguidance compiles from the schema."""
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
-        return self._lark.rule(lark_json({**definitions, **schema}, is_lenient=True))
+        return self._lark.rule(lark_json({**definitions, **schema}))

@@ -14,9 +14,9 @@ import pytest
 
 from protocol.from_worker import DeltaKind
 from tests.worker.output.parsers.replay import Case, calls_of, check_shape, random_cuts, replay, text_of
+from worker.output.parsers.cli import BrokenTemplate, render
 from worker.output.parsers.detect import detect_family, reasoning_end, start_in_reasoning
 from worker.output.parsers.families import FAMILIES
-from worker.output.parsers.template import BrokenTemplate, render
 
 DATA = os.environ.get("MLXD_PARSER_DATA", "")
 pytestmark = pytest.mark.skipif(not DATA, reason="MLXD_PARSER_DATA is not set")
