@@ -246,6 +246,13 @@ class MediaPrompt:
     positions: Any
 
 
+@dataclass(slots=True, eq=False)
+class GridMedium(Medium):
+    """A medium that knows its size in patches: time, height, width."""
+
+    grid: tuple[int, int, int] = (1, 1, 1)
+
+
 def image(family: str, rng: np.random.Generator, height: int, width: int) -> Medium:
     """An image of `height` × `width` patches of 8 pixels, as the family's processor would hand it to the tower."""
     inputs: dict[str, Any]
@@ -308,7 +315,7 @@ def video(rng: np.random.Generator, frames: int, height: int, width: int) -> Med
 def _medium(kind: str, inputs: dict[str, Any], grid: tuple[int, int, int], tokens: int) -> Medium:
     arrays = {name: value.astype(np.float32) if value.dtype == np.float64 else value for name, value in inputs.items()}
     digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays.values()), digest_size=32)
-    return Medium(kind, digest.digest(), grid, tokens, lambda: dict(arrays))
+    return GridMedium(kind, digest.digest(), tokens, lambda: dict(arrays), grid)
 
 
 def prompt(family: str, seed: int, parts: Sequence[int | Medium]) -> MediaPrompt:
@@ -321,6 +328,7 @@ def prompt(family: str, seed: int, parts: Sequence[int | Medium]) -> MediaPrompt
         if isinstance(part, int):
             ids += rng.integers(8, TEXT, part).tolist()
             continue
+        assert isinstance(part, GridMedium)
         time, height, width = part.grid
         if part.kind == "video" and family.startswith("qwen3"):
             for group in range(time):

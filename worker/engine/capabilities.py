@@ -1,6 +1,6 @@
 """Capabilities of an engine: concurrent rows, drafts and sparse prefill, from a loaded model and its specification."""
 
-from protocol.spec import USUAL_RUNNING, WorkerSpec
+from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from worker.engine.scheduling.kept_file import KeptFile
 from worker.kv import batched
 from worker.kv.quantized import make_caches
@@ -15,7 +15,7 @@ def rows_at_once(spec: WorkerSpec, kept: KeptFile | None, mode: BatchMode) -> in
         return 1
     if spec.max_running:
         return spec.max_running
-    return kept.calibration.max_running if kept is not None and kept.calibration is not None else USUAL_RUNNING
+    return kept.calibration.max_running if kept is not None and kept.calibration is not None else DEFAULT_MAX_RUNNING
 
 
 def reader_of(loaded: LoadedModel, spec: WorkerSpec) -> ImportanceReader | None:

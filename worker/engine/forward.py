@@ -12,7 +12,7 @@ from worker.kv.batched import begin_block, end_block, place
 from worker.model.lora.adapters import adapted
 from worker.model.packing import PackedRows, Shape, packing_of, split
 from worker.speculation.drafters.hidden_states import capture_of
-from worker.vision.multimodal_merge import graft_of
+from worker.vision.multimodal_merge import merge_of
 
 
 @dataclass(slots=True)
@@ -92,8 +92,8 @@ def _packed(parts: Sequence[ForwardPart], shapes: Sequence[Shape]) -> tuple[mx.a
 
 
 def _merged_media(model: Any, part: ForwardPart) -> AbstractContextManager[None]:
-    graft = graft_of(model)
-    if graft is None or not has_media(part.sequences):
+    merge = merge_of(model)
+    if merge is None or not has_media(part.sequences):
         return nullcontext()
     starts = [len(sequence.tokens) for sequence in part.sequences]
-    return graft.rows([sequence.placement for sequence in part.sequences], starts, part.lengths, part.width)
+    return merge.rows([sequence.placement for sequence in part.sequences], starts, part.lengths, part.width)

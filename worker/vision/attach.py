@@ -22,7 +22,7 @@ class Vision:
     """Parts of a model beyond its text model. `config` is the folded configuration."""
 
     needs: Needs
-    graft: MultimodalMerge
+    merge: MultimodalMerge
     tower: Tower
     config: Mapping[str, Any]
 
@@ -46,9 +46,9 @@ def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[
         log.warning("the tower of %s could not be loaded", path, exc_info=True)
         reason = str(error).partition("\n")[0]
         raise UnsupportedVision(f"its tower could not be loaded: {type(error).__name__}: {reason}") from error
-    graft = MultimodalMerge(model, needs)
-    model.graft = graft
-    return Vision(tower.needs, graft, tower, folded)
+    merge = MultimodalMerge(model, needs)
+    model.multimodal_merge = merge
+    return Vision(tower.needs, merge, tower, folded)
 
 
 def _dtype(table: Any) -> mx.Dtype:

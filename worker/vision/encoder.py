@@ -94,26 +94,26 @@ class MediaEncoder:
         """
         if is_first:
             self._first = rid
-        asked = self._waiting.setdefault(rid, {})
+        requested = self._waiting.setdefault(rid, {})
         last = self._missing.pop(rid, b"")
         job = self._jobs.get(last)
         if job is not None and rid in job.media and any(medium.key == last for medium in media):
             self._missing[rid] = last
-            return False  # the common case: each waiting row asks at every tick
+            return False  # the common case: this runs for each waiting row at every tick
         missing = b""
         for medium in media:
-            if not self.features.holds(rid, medium.key) and not self._want(rid, medium, asked):
+            if not self.features.holds(rid, medium.key) and not self._want(rid, medium, requested):
                 missing = medium.key
         if missing:
             self._missing[rid] = missing
             self._submit()
         return not missing
 
-    def _want(self, rid: int, medium: Medium, asked: dict[bytes, Medium]) -> bool:
+    def _want(self, rid: int, medium: Medium, requested: dict[bytes, Medium]) -> bool:
         """Hold a medium for a row if it is encoded and fits; otherwise add it to the jobs."""
         key, size = medium.key, self.features.size(medium.key)
-        if key not in asked:
-            asked[key] = medium
+        if key not in requested:
+            requested[key] = medium
             self.features.counts.feature_hits += size is not None
             self.features.counts.feature_misses += size is None
         if size is not None and (self.features.is_held(key) or self.features.fits(size)):
@@ -178,7 +178,7 @@ class MediaEncoder:
         return []
 
     def _refuse(self, key: bytes, error: RequestInvalid) -> tuple[int, Exception]:
-        """End the row whose medium was decoded; the others are told by their own."""
+        """Fail the row whose medium was decoded. Other rows decode it again, so that errors have their own paths."""
         self.features.counts.media_failed += 1
         job = self._end(key)
         rid, *others = job.media

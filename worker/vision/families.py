@@ -186,7 +186,7 @@ class Processor:
         for index, (piece, load) in enumerate(zip(laid.pieces, loads, strict=True)):
             what = f"{media.kind} as {kind} {index} {how}".encode()
             key = blake2b(media.digest + self._digest + what, digest_size=32).digest()
-            parts.append(Medium(kind, key, piece.grid, piece.tokens, self._loading(media, load)))
+            parts.append(Medium(kind, key, piece.tokens, self._loading(media, load)))
         return PreparedMedia(kind, laid.text, laid.runs, tuple(parts), laid.grids, laid.closing)
 
     def _loading(self, media: Media, load: Callable[[], Inputs]) -> Callable[[], Inputs]:

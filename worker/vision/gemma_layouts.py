@@ -108,17 +108,17 @@ class Gemma4(MediaLayout):
         self.markers = MediaMarkers(kinds, others)
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
-        tokens, grid = self._tokens(self.images, width, height)
-        return Expansion(f"{self._begin}{self.token}{self._end}", (tokens,), (MediaPiece(tokens, grid),))
+        tokens = self._tokens(self.images, width, height)
+        return Expansion(f"{self._begin}{self.token}{self._end}", (tokens,), (MediaPiece(tokens),))
 
     def image_inputs(self, image: Image.Image, _bounds: Bounds) -> Inputs:
         return arrays(self.images([image])[0], "num_soft_tokens_per_image")
 
     def clip(self, width: int, height: int, seconds: Sequence[float], rate: float) -> Expansion:
-        tokens, grid = self._tokens(self._videos, width, height)
+        tokens = self._tokens(self._videos, width, height)
         frame = f"{self._begin}{self._clip_token}{self._end}"
         text = " ".join(f"{int(second // 60):02d}:{int(second % 60):02d} {frame}" for second in seconds)
-        pieces = tuple(MediaPiece(tokens, grid, (at,)) for at in range(len(seconds)))
+        pieces = tuple(MediaPiece(tokens, (at,)) for at in range(len(seconds)))
         return Expansion(text, (tokens,) * len(pieces), pieces)
 
     def clip_inputs(self, frames: list[Image.Image], _count: int) -> Inputs:
@@ -145,10 +145,9 @@ class Gemma4(MediaLayout):
         return max(0, steps)
 
     @staticmethod
-    def _tokens(processor: Any, width: int, height: int) -> tuple[int, tuple[int, int, int]]:
+    def _tokens(processor: Any, width: int, height: int) -> int:
         from mlx_vlm.models.gemma4.processing_gemma4 import get_aspect_ratio_preserving_size
 
         patch, pool = processor.patch_size, processor.pooling_kernel_size
         high, wide = get_aspect_ratio_preserving_size(height, width, patch, processor.max_soft_tokens * pool**2, pool)
-        grid = (1, high // patch, wide // patch)
-        return grid[1] * grid[2] // pool**2, grid
+        return (high // patch) * (wide // patch) // pool**2

@@ -22,7 +22,6 @@ class MediaPiece:
     """Part of a medium that is encoded separately: `tokens` placeholders, and the frames of a clip that it shows."""
 
     tokens: int
-    grid: tuple[int, int, int] = (1, 1, 1)
     frames: tuple[int, ...] = ()
 
 

@@ -25,14 +25,13 @@ class Medium:
 
     `key` is a digest of 32 bytes over everything that affects its features or positions: the bytes, kind, options and
     processor, and over the salt of its request.
-    `grid` is its size in patches (time, height, width), `tokens` the number of its placeholders in the prompt and of
-    its feature rows. `load` decodes, resizes and normalises: it returns the inputs of the tower by name, runs on any
-    thread, and raises `RequestInvalid` for data that cannot be decoded.
+    `tokens` is the number of its placeholders in the prompt and of its feature rows. `load` decodes, resizes and
+    normalizes: it returns the inputs of the tower by name, runs on any thread, and raises `RequestInvalid` for broken
+    data.
     """
 
     kind: str
     key: bytes
-    grid: tuple[int, int, int]
     tokens: int
     load: Callable[[], dict[str, npt.NDArray[np.generic]]]
     words: Tokens = field(init=False)

@@ -62,7 +62,7 @@ class MultimodalMerge:
     """State shared by the wrapped modules; owned by the engine thread."""
 
     def __init__(self, model: Any, needs: Needs) -> None:
-        # Of the forward pass that is being built; None for most.
+        # State of the forward pass that is being built; None without media.
         self.delta: mx.array | None = None
         self.chunk: MediaChunk | None = None
         inner = text_core(model)
@@ -150,10 +150,9 @@ def _chunk(
     return MediaChunk(parts, mx.array(is_media), in_space, block)
 
 
-def graft_of(model: Any) -> MultimodalMerge | None:
-    """The graft of a model that takes media."""
-    graft: MultimodalMerge | None = getattr(model, "graft", None)
-    return graft
+def merge_of(model: Any) -> MultimodalMerge | None:
+    """Return the merge of a model that takes media; None for other models."""
+    return getattr(model, "multimodal_merge", None)
 
 
 def text_core(model: Any) -> Any:
@@ -193,14 +192,14 @@ class WrappedModule(nn.Module):
 class _Merging(WrappedModule):
     """Wrapper that shares the state of the merge."""
 
-    def __init__(self, module: Any, graft: MultimodalMerge) -> None:
+    def __init__(self, module: Any, merge: MultimodalMerge) -> None:
         super().__init__(module)
-        self._graft = graft
+        self._merge = merge
 
 
 class _Embed(_Merging):
     def __call__(self, ids: mx.array) -> mx.array:
-        chunk = self._graft.chunk
+        chunk = self._merge.chunk
         if chunk is None:
             return self.module(ids)
         # The id of a placeholder may lie beyond the table.
@@ -211,7 +210,7 @@ class _PerLayer(_Merging):
     """Embedding of each layer; media get that of token 0."""
 
     def __call__(self, ids: mx.array) -> mx.array:
-        chunk = self._graft.chunk
+        chunk = self._merge.chunk
         return self.module(ids if chunk is None else mx.where(chunk.is_media, 0, ids))
 
 
@@ -221,8 +220,8 @@ class _Rope(_Merging):
     All three advance together in text: that is the plain embedding, at an offset shifted by the media before it.
     """
 
-    def __init__(self, rope: Any, graft: MultimodalMerge, mrope: Mrope) -> None:
-        super().__init__(rope, graft)
+    def __init__(self, rope: Any, merge: MultimodalMerge, mrope: Mrope) -> None:
+        super().__init__(rope, merge)
         dims, section = mrope.dims, mrope.section
         axis = np.repeat(np.arange(3), section)
         if mrope.is_interleaved:
@@ -234,9 +233,9 @@ class _Rope(_Merging):
         self._frequencies = 1.0 / (mrope.base ** (mx.arange(0, dims, 2).astype(mx.float32) / dims))
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        graft = self._graft
-        turned = self.module(x, offset=offset if graft.delta is None else offset + graft.delta)
-        chunk = graft.chunk
+        merge = self._merge
+        turned = self.module(x, offset=offset if merge.delta is None else offset + merge.delta)
+        chunk = merge.chunk
         if chunk is None or chunk.positions is None:
             return turned
         half = self._dims // 2
@@ -251,12 +250,12 @@ class _Rope(_Merging):
 class _Deep(_Merging):
     """Layer followed by the addition of deepstack features."""
 
-    def __init__(self, layer: Any, graft: MultimodalMerge, at: int) -> None:
-        super().__init__(layer, graft)
+    def __init__(self, layer: Any, merge: MultimodalMerge, at: int) -> None:
+        super().__init__(layer, merge)
         self._at = at
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        h, chunk = self.module(x, *args, **kwargs), self._graft.chunk
+        h, chunk = self.module(x, *args, **kwargs), self._merge.chunk
         if chunk is None:
             return h
         return h + chunk.place(mx.zeros(h.shape, dtype=h.dtype), self._at)
@@ -265,12 +264,12 @@ class _Deep(_Merging):
 class _Block(_Merging):
     """Layer in which the tokens of a span attend to each other in both directions."""
 
-    def __init__(self, layer: Any, graft: MultimodalMerge, window: int) -> None:
-        super().__init__(layer, graft)
+    def __init__(self, layer: Any, merge: MultimodalMerge, window: int) -> None:
+        super().__init__(layer, merge)
         self._window = window
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **kwargs: Any) -> Any:
-        chunk = self._graft.chunk
+        chunk = self._merge.chunk
         if chunk is not None:
             # Layers that share another layer's KV have no cache, and use the mask of that layer.
             if self._window not in chunk.masks:

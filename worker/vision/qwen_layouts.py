@@ -41,8 +41,7 @@ class Qwen(MediaLayout):
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
         high, wide = self.images._resolved_size(height, width, **_limits(bounds))
-        grid = (1, high // self.patch, wide // self.patch)
-        return self._expansion(self.token, [grid], step=1.0)
+        return self._expansion(self.token, self._layer(high, wide), layers=1, step=1.0)
 
     def image_inputs(self, image: Image.Image, bounds: Bounds) -> Inputs:
         return arrays(self.images([image], **_limits(bounds)))
@@ -50,7 +49,7 @@ class Qwen(MediaLayout):
     def clip(self, width: int, height: int, seconds: Sequence[float], rate: float) -> Expansion:
         # Groups of 2 frames at a rate of 2 frames a second make one layer a second.
         step = float(self._per_second) * self._group / rate if self._per_second else 1.0
-        return self._expansion(self._clip_token, self._grids(width, height, len(seconds)), step)
+        return self._expansion(self._clip_token, *self._layers(width, height, len(seconds)), step)
 
     def clip_inputs(self, frames: list[Image.Image], count: int) -> Inputs:
         high, wide = self._clip_size(frames[0].width, frames[0].height, count)
@@ -72,20 +71,22 @@ class Qwen(MediaLayout):
             count, height, width, self._group, self.patch * self._merge, min(self._videos.min_pixels, most), most
         )
 
-    def _grids(self, width: int, height: int, count: int) -> list[tuple[int, int, int]]:
-        high, wide = self._clip_size(width, height, count)
-        return [(1, high // self.patch, wide // self.patch)] * math.ceil(count / self._group)
+    def _layer(self, high: int, wide: int) -> Grid:
+        """Return the grid of features of an image, or of a group of frames, of `high` × `wide` pixels."""
+        return Grid(1, high // self.patch // self._merge, wide // self.patch // self._merge)
 
-    def _expansion(self, token: str, grids: list[tuple[int, int, int]], step: float) -> Expansion:
-        tokens = grids[0][1] * grids[0][2] // self._merge**2
-        whole = Grid(len(grids), grids[0][1] // self._merge, grids[0][2] // self._merge, step)
-        return Expansion(token, (tokens * len(grids),), self._pieces(grids, tokens), (whole,))
+    def _layers(self, width: int, height: int, count: int) -> tuple[Grid, int]:
+        """Return the grid of a group of frames, and the number of groups in a clip of `count` frames."""
+        return self._layer(*self._clip_size(width, height, count)), math.ceil(count / self._group)
 
-    def _pieces(self, grids: list[tuple[int, int, int]], tokens: int) -> tuple[MediaPiece, ...]:
-        group = self._group
-        return tuple(
-            MediaPiece(tokens, grid, tuple(range(at * group, at * group + group))) for at, grid in enumerate(grids)
-        )
+    def _expansion(self, token: str, layer: Grid, layers: int, step: float) -> Expansion:
+        pieces = self._pieces(layer, layers)
+        whole = Grid(layers, layer.height, layer.width, step)
+        return Expansion(token, (sum(piece.tokens for piece in pieces),), pieces, (whole,))
+
+    def _pieces(self, layer: Grid, layers: int) -> tuple[MediaPiece, ...]:
+        group, tokens = self._group, layer.height * layer.width
+        return tuple(MediaPiece(tokens, tuple(range(at * group, at * group + group))) for at in range(layers))
 
 
 class QwenByTime(Qwen):
@@ -98,17 +99,12 @@ class QwenByTime(Qwen):
         self.markers = MediaMarkers({"image": self.token, "video": self._whole}, others)
 
     def clip(self, width: int, height: int, seconds: Sequence[float], rate: float) -> Expansion:
-        grids = self._grids(width, height, len(seconds))
-        tokens = grids[0][1] * grids[0][2] // self._merge**2
+        layer, layers = self._layers(width, height, len(seconds))
+        pieces = self._pieces(layer, layers)
         padded = [*seconds, *[seconds[-1]] * (-len(seconds) % self._group)]
         times = [(padded[at] + padded[at + self._group - 1]) / 2 for at in range(0, len(padded), self._group)]
-        layer = Grid(1, grids[0][1] // self._merge, grids[0][2] // self._merge)
-        return Expansion(
-            "".join(f"<{time:.1f} seconds>{self._whole}" for time in times),
-            (tokens,) * len(grids),
-            self._pieces(grids, tokens),
-            (layer,) * len(grids),
-        )
+        text = "".join(f"<{time:.1f} seconds>{self._whole}" for time in times)
+        return Expansion(text, tuple(piece.tokens for piece in pieces), pieces, (layer,) * layers)
 
 
 def _limits(bounds: Bounds) -> dict[str, int]:

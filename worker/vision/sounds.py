@@ -58,7 +58,7 @@ class _Recording:
     def __init__(self, reserve: Reserve, expected: int) -> None:
         self._reserve = reserve
         self._samples = np.empty(0, dtype=np.float32)
-        self._told = 0
+        self._reported = 0
         self.count = 0
         if expected:
             self._grow(expected)
@@ -67,8 +67,8 @@ class _Recording:
         end = self.count + len(piece)
         if end > len(self._samples):
             self._grow(max(end, len(self._samples) * 9 // 8, len(self._samples) + _GROWTH_SAMPLES))
-        elif end - self._told >= _GROWTH_SAMPLES:
-            self._tell()
+        elif end - self._reported >= _GROWTH_SAMPLES:
+            self._report()
         self._samples[self.count : end] = piece
         self.count = end
 
@@ -78,12 +78,12 @@ class _Recording:
         return self._samples
 
     def _grow(self, length: int) -> None:
-        self._told = self.count
+        self._reported = self.count
         self._reserve(length * self._samples.itemsize)
         self._samples.resize(length, refcheck=False)
 
-    def _tell(self) -> None:
-        self._told = self.count
+    def _report(self) -> None:
+        self._reported = self.count
         self._reserve(self._samples.nbytes)
 
 
@@ -187,7 +187,7 @@ def _read_file(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samp
                 raise refused("The file holds no sound whose coding is known.", media.param, Code.INVALID_AUDIO)
             resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
             stream = container.streams.audio[0]
-            likely_s = min(_told_s(av, container, stream), most_s, len(media.data) / _MIN_BYTES_PER_SECOND)
+            likely_s = min(_header_s(av, container, stream), most_s, len(media.data) / _MIN_BYTES_PER_SECOND)
             recording = _Recording(reserve, int(likely_s * rate))
             for frame in container.decode(stream):
                 for piece in resampler.resample(frame):
@@ -201,7 +201,7 @@ def _read_file(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samp
     return recording.samples()
 
 
-def _told_s(av: Any, container: Any, stream: Any) -> float:
+def _header_s(av: Any, container: Any, stream: Any) -> float:
     """Return the length in a file's header, which may be wrong; 0 if there is none, as in a live recording."""
     if stream.duration and stream.time_base:
         return max(0.0, float(stream.duration * stream.time_base))

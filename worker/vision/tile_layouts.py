@@ -99,7 +99,7 @@ class Pixtral(MediaLayout):
         rows, columns = high // self._side, wide // self._side
         runs = (columns,) * rows
         text = self._break.join([self.token] * rows) + self._end
-        return Expansion(text, runs, (MediaPiece(sum(runs), (1, rows, columns)),))
+        return Expansion(text, runs, (MediaPiece(sum(runs)),))
 
     def image_inputs(self, image: Image.Image, _bounds: Bounds) -> Inputs:
         return arrays(self.images([[image]], patch_size=self._side))

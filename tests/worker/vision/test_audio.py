@@ -74,11 +74,11 @@ def logprobs(loaded: LoadedModel) -> np.ndarray:
     assert loaded.vision is not None
     first, second = clips(loaded.model_type)
     asked = prompt(loaded.model_type, 1, [9, first, 7, second, 12])
-    graft, length = loaded.vision.graft, len(asked.ids)
+    merge, length = loaded.vision.merge, len(asked.ids)
     placement = MediaPlacement(asked.media, None, length)
     for medium in (first, second):
         placement.features[medium.key] = loaded.vision.tower.encode("audio", medium.tokens, medium.load())
-    with graft.rows([placement], [0], [length], length):
+    with merge.rows([placement], [0], [length], length):
         logits: Any = loaded.model(mx.array([asked.ids]), cache=make_prompt_cache(loaded.model))[0, -1]
         return np.array(logits - mx.logsumexp(logits))
 

@@ -43,11 +43,11 @@ def logprobs(loaded: LoadedModel, *, is_block: bool = True) -> list[np.ndarray]:
         for medium in {span.medium for span in asked.media}:
             encoded = loaded.vision.tower.encode(medium.kind, medium.tokens, medium.load())
             placement.features[medium.key] = encoded
-        graft: MultimodalMerge = loaded.vision.graft
+        merge: MultimodalMerge = loaded.vision.merge
         length = len(asked.ids)
-        with graft.rows([placement], [0], [length], length):
-            if not is_block and graft.chunk is not None:
-                graft.chunk = replace(graft.chunk, block=np.zeros_like(graft.chunk.block))
+        with merge.rows([placement], [0], [length], length):
+            if not is_block and merge.chunk is not None:
+                merge.chunk = replace(merge.chunk, block=np.zeros_like(merge.chunk.block))
             logits: Any = loaded.model(mx.array([asked.ids]), cache=make_prompt_cache(loaded.model))[0, -1]
             computed.append(np.array(logits - mx.logsumexp(logits)))
     return computed

@@ -199,9 +199,7 @@ def test_asking_again_costs_little_however_many_wait(encoder: MediaEncoder) -> N
     (picture,) = pictures(1)
     rows = {
         rid: [
-            Medium(
-                "image", rid.to_bytes(16, "big") + at.to_bytes(16, "big"), picture.grid, picture.tokens, picture.load
-            )
+            Medium("image", rid.to_bytes(16, "big") + at.to_bytes(16, "big"), picture.tokens, picture.load)
             for at in range(384)
         ]
         for rid in range(64)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import patient
-from tests.support.vision_models import MediaPrompt, build, image, prompt
+from tests.support.vision_models import GridMedium, MediaPrompt, build, image, prompt
 from worker.engine.batch import Batch
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
@@ -89,12 +90,13 @@ class Gate:
                 raise error
             return load()
 
-        self.medium = Medium(medium.kind, medium.key, medium.grid, medium.tokens, wait)
+        self.medium = replace(medium, load=wait)
 
 
 def broken(medium: Medium) -> Medium:
     """A medium of which the tower makes another number of rows than the prompt has places for."""
-    return Medium(medium.kind, bytes(32), (1, 4, 8), 2 * medium.tokens, medium.load)
+    assert isinstance(medium, GridMedium)
+    return replace(medium, key=bytes(32), grid=(1, 4, 8), tokens=2 * medium.tokens)
 
 
 def test_text_goes_on_while_an_image_is_decoded(engine: EngineHarness, rng: np.random.Generator) -> None:
@@ -203,7 +205,7 @@ def witnessed(medium: Medium, threads: list[str]) -> Medium:
         threads.append(threading.current_thread().name)
         return medium.load()
 
-    return Medium(medium.kind, medium.key, medium.grid, medium.tokens, load)
+    return replace(medium, load=load)
 
 
 def test_a_row_that_comes_back_without_kv_and_features_waits_for_its_media_as_any_other(
@@ -272,7 +274,7 @@ def test_a_medium_that_finds_no_memory_is_made_once_more_from_what_caches_give_b
             raise failures.pop()
         return picture.load()
 
-    again = Medium(picture.kind, bytes(32), picture.grid, picture.tokens, load)
+    again = replace(picture, key=bytes(32), load=load)
     results = [ask(engine, 4, prompt(FAMILY, 2, [40]), tokens=60), ask(engine, 3, prompt(FAMILY, 1, [9, again, 7]))]
     finish(engine, *results)
     assert [result.ids for result in results[::-1]] == [result.ids for result in alone]

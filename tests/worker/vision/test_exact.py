@@ -171,12 +171,12 @@ def test_of_another_image_in_the_same_text_nothing_is_reused(model: Model) -> No
     assert outputs[1].cached == (0 if needs_checkpoints else SHARED)
 
 
-@pytest.mark.parametrize("graft", ["delta", "chunk"])
-def test_without_a_graft_the_tokens_differ(model: Model, graft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if graft == "delta" and not model.family.startswith("qwen"):
+@pytest.mark.parametrize("field", ["delta", "chunk"])
+def test_without_a_merge_the_tokens_differ(model: Model, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if field == "delta" and not model.family.startswith("qwen"):
         pytest.skip("positions of this family are those of text")
     with monkeypatch.context() as patch:
-        patch.setattr(MultimodalMerge, graft, property(lambda _: None, lambda _, value: None), raising=False)
+        patch.setattr(MultimodalMerge, field, property(lambda _: None, lambda _, value: None), raising=False)
         outputs, _ = run(model.loaded, SPEC, [model.requests])
     media_rows = [at for at, each in enumerate(model.requests) if each.prompt.media]
     differing = [at for at in media_rows if outputs[at].logprobs[0].logprob != model.alone[at].logprobs[0].logprob]

@@ -6,7 +6,7 @@ from worker.vision.media import Medium, Span, before_media, digest_words, media_
 
 
 def medium(content: int) -> Medium:
-    return Medium("image", bytes([content]) * 32, (1, 8, 8), 16, dict)
+    return Medium("image", bytes([content]) * 32, 16, dict)
 
 
 def test_words_of_a_digest_are_ids_that_no_vocabulary_has() -> None:
@@ -26,7 +26,7 @@ def test_keys_tell_media_from_each_other_and_leave_text() -> None:
 
 
 def test_keys_of_a_medium_in_several_spans_count_on() -> None:
-    image = Medium("image", bytes(range(32)), (1, 8, 8), 6, dict)
+    image = Medium("image", bytes(range(32)), 6, dict)
     tokens = np.array([9, 9, 9, 5, 9, 9, 9], dtype=np.int32)
     keys = media_keys(tokens, [Span(0, 3, image), Span(4, 7, image, 3)])
     assert keys[[0, 1, 2, 4, 5, 6]].tolist() == image.words[:6].tolist()

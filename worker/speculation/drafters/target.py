@@ -24,7 +24,7 @@ def tables(model: Any, own: Mapping[str, mx.array] = MappingProxyType({})) -> tu
     core, holder = core_of(model), model
     if getattr(holder, "lm_head", None) is None:
         holder = getattr(model, "language_model", model)
-    embed = getattr(getattr(model, "graft", None), "embed", None) or getattr(core, "embed_tokens", None)
+    embed = getattr(getattr(model, "multimodal_merge", None), "embed", None) or getattr(core, "embed_tokens", None)
     embed = embed or core.word_embeddings
     lm_head = getattr(holder, "lm_head", None) or embed.as_linear
     if "embed" in own:

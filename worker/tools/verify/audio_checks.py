@@ -9,7 +9,6 @@ from protocol.prompts import SpeechPrompt, TranscribePrompt
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Sampling
 from protocol.verify import Difference, VerifyCheck
-from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_model import load_audio_model
 from worker.audio.sound_writer import SoundWriter

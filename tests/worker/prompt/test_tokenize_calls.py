@@ -6,6 +6,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from worker.prompt.questions import WAITING_MAX, TokenizeCalls
 
 from protocol.failures import Code
 from protocol.from_worker import Rejected, Tokenized, Up
@@ -17,7 +18,6 @@ from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 from worker.model.loader import load
 from worker.prompt.intake import Intake
-from worker.prompt.questions import WAITING_MAX, TokenizeCalls
 
 CONTEXT = 64
 CHARS_MAX = 4 * 8 * CONTEXT
