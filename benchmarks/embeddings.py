@@ -107,10 +107,10 @@ def ours(folder: Path, texts: tuple[str, ...]) -> tuple[float, Any]:
     from protocol.spec import WorkerSpec
     from protocol.to_worker import Generate, Sampling
     from worker.embedding.job_loop import CPU_PASS_TOKENS, take_group
-    from worker.embedding.load_model import load_reader
+    from worker.embedding.load_model import load_embedding_model
     from worker.embedding.prepare import Preparer
 
-    reader = load_reader(WorkerSpec("m", str(folder), 1, "", ""), EMBED, lambda *_: None)
+    reader = load_embedding_model(WorkerSpec("m", str(folder), 1, "", ""), EMBED, lambda *_: None)
     preparer = Preparer(reader)
     warm = preparer.job(Generate(1, EmbedPrompt(texts[:8]), Sampling()), 0.0)
     reader.compute(warm.items)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # libzmq treats a larger frame as a protocol error and closes the connection, so neither side may send one.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
-# For estimates of a prompt's tokens by its size: about what English and code have.
+# Approximate bytes per token of English and code, to estimate a prompt's tokens by its size.
 BYTES_PER_TOKEN: Final = 4
 
 # Errors of msgspec for bytes that are not a message: not its format, not UTF-8, or nested too deeply.

@@ -12,7 +12,7 @@ _HEX: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """A key pair, each key as 64 hexadecimal digits. The secret one is all that proves to be its rank."""
+    """Key pair, each key as 64 hexadecimal digits. The secret key alone authenticates a rank."""
 
     public: str
     secret: str
@@ -29,7 +29,7 @@ def make_pair() -> KeyPair:
 
 
 def encoded(key: str) -> bytes:
-    """A key as libzmq takes it. Raises `ValueError`."""
+    """Return a key in the form that libzmq takes. Raises `ValueError`."""
     if _HEX.fullmatch(key) is None:
         raise ValueError("a key is 64 hexadecimal digits")
     return z85.encode(bytes.fromhex(key))

@@ -87,4 +87,4 @@ EXIT_MEANING = {
     -11: "SIGSEGV: an out-of-bounds access in native code",
     -15: "SIGTERM",
 }
-"""What an exit status means to an operator; negative numbers are signals, as subprocess reports them."""
+"""Meaning of exit statuses for operators; negative numbers are signals, as in subprocess."""

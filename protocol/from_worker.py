@@ -179,8 +179,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     continues with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`. `data` is the
     whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends it: float32 numbers, little-endian, one
     vector after another, or one score per pair. For a `SpeechPrompt` it is the next part of a file, for a
-    `TranscribePrompt` a `TranscriptPart`. Then `token_ids` are those of `text`, or zeros, `SPOKEN_RATE` a second: a
-    successor computes everything again, and omits what `Generate.resume` has.
+    `TranscribePrompt` a `TranscriptPart`. Then `token_ids` are those of `text`, or `SPOKEN_TOKENS_PER_S` zeros a
+    second: a successor computes everything again, and omits what `Generate.resume` has.
     """
 
     rid: int

@@ -11,12 +11,12 @@ TEXT: Final = "text"
 EMBED: Final = "embed"
 RERANK: Final = "rerank"
 AUDIO: Final = "audio"
-# By sentence-transformers: the steps from hidden states to a vector.
+# File of sentence-transformers with the steps from hidden states to a vector.
 MODULES: Final = "modules.json"
 # Architectures without causal attention, which cannot generate text.
 ENCODERS: Final = ("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert")
 # Speech-to-text families, and below text-to-speech families, under mlx-audio's names.
-HEARERS: Final = ("whisper", "moonshine", "parakeet", "qwen3_asr")
+TRANSCRIBERS: Final = ("whisper", "moonshine", "parakeet", "qwen3_asr")
 # Parakeet has no model_type, but a target with this prefix.
 _PARAKEET_TARGET: Final = "nemo.collections.asr."
 SPEAKERS: Final = ("soprano", "qwen3_tts")
@@ -50,6 +50,6 @@ def audio_family(config: Mapping[str, Any], name: str) -> str:
     model_type, target = config.get("model_type"), config.get("target")
     if isinstance(target, str) and target.startswith(_PARAKEET_TARGET):
         return "parakeet"
-    if model_type in (*HEARERS, *SPEAKERS):
+    if model_type in (*TRANSCRIBERS, *SPEAKERS):
         return str(model_type)
     return "soprano" if _SOPRANO.search(name.rstrip("/").rpartition("/")[2]) else ""

@@ -4,8 +4,7 @@ The gateway binds a ROUTER (down) and a PULL (up); each worker connects a DEALER
 frame, which makes its identity routable; all other messages of a worker use PUSH and are totally ordered. Flow control
 is by admission, so high-water marks are off. A socket belongs to the thread that made it.
 
-Sockets between ranks of a group are TCP with CURVE, which both encrypts and tells the two ends by their keys. They have
-a high-water mark.
+Sockets between ranks of a group use TCP with CURVE, for encryption and authentication, and have a high-water mark.
 """
 
 import os
@@ -33,7 +32,7 @@ HEARTBEAT_TIMEOUT_MS: Final = 60_000
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 2000
 REMOTE_FRAMES: Final = 1000
-# Of sockets that publish: messages that wait for one subscriber.
+# Maximum number of events that wait for one subscriber.
 EVENT_FRAMES: Final = 10_000
 
 
@@ -107,7 +106,7 @@ def connect_push(context: zmq.Context[Any], address: str) -> Any:
 
 
 def bind_secure_router(context: zmq.Context[Any], address: str, own: KeyPair) -> Any:
-    """A ROUTER for other machines. Which keys it admits is up to an authenticator, which must watch its context."""
+    """Bind a ROUTER for other machines. An authenticator of the context must check the keys of its clients."""
     socket = _make_remote(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -123,7 +122,7 @@ def connect_secure_dealer(
     server_public: str,
     own: KeyPair,
 ) -> Any:
-    """A DEALER to a ROUTER that must have the key `server_public`."""
+    """Connect a DEALER to a ROUTER that must have the key `server_public`."""
     socket = _make_remote(context, zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, identity)
     # Messages queued for a closed connection must not be sent on the next one.

@@ -11,13 +11,15 @@ STDIN: Final = "-"
 ADAPTERS_MAX: Final = 64
 # Name of this machine among the nodes of a group.
 LOCAL: Final = "local"
-# Rows that may run together where neither the configuration nor a calibration says.
-USUAL_RUNNING: Final = 16
+# Maximum number of running rows if neither the configuration nor a calibration sets one.
+DEFAULT_MAX_RUNNING: Final = 16
 
 
 class HostSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Host of one rank: its destination for ssh, the addresses at which the rank listens, and the devices by which RDMA
-    reaches each rank, its own place empty."""
+    """Host of one rank: its ssh destination, and the addresses where the rank listens.
+
+    `devices` are its RDMA devices towards each rank, empty for its own.
+    """
 
     ssh: str
     ips: tuple[str, ...]
@@ -35,12 +37,12 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     parallel: str
     backend: str
     split: tuple[int, ...] = ()
-    # By rank, of a group over several machines; empty is this machine alone.
+    # Hosts by rank of a group over several machines; empty for this machine alone.
     hosts: tuple[HostSpec, ...] = ()
-    # The interpreter on other machines, empty for the path of this one's; and variables of all ranks, as NAME=VALUE.
+    # Interpreter on other machines, empty for the same path as here, and variables of all ranks as NAME=VALUE.
     python: str = ""
     envs: tuple[str, ...] = ()
-    # Of all ranks together, as the operator gives it to a group with ranks on other machines; 0 is what each has.
+    # Memory of all ranks together, which the operator sets for ranks on other machines; 0 uses what each has.
     memory_bytes: int = 0
 
     @property
@@ -49,7 +51,7 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     @property
     def variables(self) -> dict[str, str]:
-        """`envs` by name."""
+        """Variables of `envs` by name."""
         return dict(each.split("=", 1) for each in self.envs)
 
 
@@ -66,7 +68,7 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     public: str
     secret: str
     members: tuple[str, ...] = ()
-    # As in `HostSpec`.
+    # Addresses and devices are the same as in `HostSpec`.
     ips: tuple[str, ...] = ("127.0.0.1",)
     devices: tuple[str, ...] = ()
     # Value of CUDA_VISIBLE_DEVICES; empty leaves it unchanged.
@@ -84,7 +86,7 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     leave_s: float = 1.0
     # Assumed duration of the first steps, which compile kernels.
     first_s: float = 15.0
-    # It runs on another machine than rank 0: `memory_bytes`, if not 0, is the operator's word for that machine.
+    # Whether it runs on another machine than rank 0. Then `memory_bytes`, if not 0, is the operator's setting for it.
     is_remote: bool = False
 
 
@@ -159,7 +161,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     # `disk`: a repacked model's experts are read when chosen; bytes of experts in memory, -1 for the default.
     experts: str = "memory"
     expert_cache_bytes: int = -1
-
     # Addresses where events of the prefix cache are published, and replayed if missed; empty means neither.
     kv_events: str = ""
     kv_events_replay: str = ""
@@ -173,12 +174,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def identity(self) -> bytes:
-        """The ROUTER identity of this incarnation."""
+        """ROUTER identity of this incarnation."""
         return f"{self.name}#{self.epoch}".encode()
 
 
 def read_spec(argument: str, *, is_line: bool = False) -> WorkerSpec:
-    """The specification that `--spec` gives, as JSON or on standard input: all of that, or a line of it.
+    """Read the specification of `--spec`: JSON, or standard input, of which `is_line` reads one line only.
 
     Raises `msgspec.DecodeError`.
     """

@@ -1,7 +1,7 @@
-"""Statistics that a worker sends of itself several times a second: the one declaration of each.
+"""Statistics of a worker, which it sends several times a second.
 
-A statistic's series of Prometheus, or why it has none, stands in its annotation; the admin API shows those of
-`StatusStats`. A new one is appended to `Stats` and counted where it is measured: all else follows from here.
+Each is declared once: its annotation has its Prometheus series, or the reason why it has none, and the admin API shows
+those of `StatusStats`. A new one is appended to `Stats` and counted where it is measured; no other list names it.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from typing import Annotated, Final, Literal, get_type_hints
 
 import msgspec
 
-# Tokens of a block, in numbers for routers and in events of the prefix cache.
+# Tokens per block in statistics for routers and in events of the prefix cache.
 BLOCK: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The series `mlxd_NAME` of a statistic and its help; a series that several share tells them apart by `kind`."""
+    """Series `mlxd_NAME` of a statistic and its help. Statistics that share a series differ in its label `kind`."""
 
     type: Literal["counter", "gauge"]
     name: str
@@ -26,7 +26,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Internal:
-    """A statistic without a series, and why."""
+    """Statistic without a series, and the reason."""
 
     reason: str
 
@@ -37,7 +37,7 @@ _memory: Final = partial(Exported, "gauge", "worker_memory_bytes", "A worker's m
 
 
 def marks(struct: type[msgspec.Struct]) -> dict[str, Exported | Internal]:
-    """The fields of a struct of statistics with what their declarations say of their series."""
+    """Return the annotations of a struct of statistics by field."""
     hints = get_type_hints(struct, include_extras=True)
     return {
         name: hints[name].__metadata__[0] for name in struct.__struct_fields__ if hasattr(hints[name], "__metadata__")
@@ -45,7 +45,7 @@ def marks(struct: type[msgspec.Struct]) -> dict[str, Exported | Internal]:
 
 
 def series(struct: type[msgspec.Struct]) -> list[list[tuple[str, Exported]]]:
-    """The series of a struct of statistics, each as the fields that are its samples."""
+    """Return the series of a struct of statistics, each as the fields that are its samples."""
     families: dict[str, list[tuple[str, Exported]]] = {}
     for name, mark in marks(struct).items():
         if isinstance(mark, Exported):
@@ -74,10 +74,10 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """A worker's statistics; byte counts are MLX's own, `memory_bytes` is what the system charges the process with.
+    """Statistics of a worker. Byte counts are MLX's own; `memory_bytes` is what the system charges the process.
 
-    Not frozen: the parts of a worker count in one of their own, and the sum of them is sent. Numbers since the
-    worker's start are counters. The order is the wire's: a new field goes to the end, with a default.
+    Not frozen: each part of a worker counts in an instance of its own, and their sum is sent. Counters begin at the
+    worker's start. The order is the wire's: a new field is appended, with a default.
     """
 
     running: int = 0
@@ -111,7 +111,7 @@ class Stats(msgspec.Struct, array_like=True):
     ] = 0
     disk_files: Annotated[int, Internal("mlxctl cache stats counts those of all models")] = 0
     disk_hits: Annotated[int, _counter("prefix_cache_disk_hits", "Prefixes restored from the disk cache.")] = 0
-    # More than memory alone would have given.
+    # Tokens beyond the prefix that was in memory.
     disk_restored_tokens: Annotated[
         int, _counter("prefix_cache_disk_restored", "Prompt tokens restored from the disk cache.")
     ] = 0
@@ -129,7 +129,7 @@ class Stats(msgspec.Struct, array_like=True):
         ),
     ] = 0
     share_bytes: Annotated[int, Internal("the worker's answer to its gateway's newest grant of memory")] = 0
-    # How much of its share Metal may wire; 0 where nothing is wired.
+    # Bytes of its share that Metal may wire; 0 if nothing is wired.
     wired_limit: Annotated[int, _memory("wired_limit")] = 0
     repaired_messages: Annotated[
         int,
@@ -144,7 +144,7 @@ class Stats(msgspec.Struct, array_like=True):
             "Requests to count or decode tokens refused because too many were waiting.",
         ),
     ] = 0
-    # What MLX may have allocated before it runs one operation at a time; 0 is its own limit, the machine's.
+    # Allocated bytes above which MLX runs one operation at a time; 0 is MLX's own limit.
     mem_limit: Annotated[int, _memory("limit")] = 0
     allocation_failures: Annotated[
         int,
@@ -198,8 +198,7 @@ class Stats(msgspec.Struct, array_like=True):
     expert_misses: Annotated[int, _counter("expert_misses", "Experts that a step needed and read from disk.")] = 0
     expert_evictions: Annotated[int, _counter("expert_evictions", "Experts dropped from memory for others.")] = 0
     expert_read_bytes: Annotated[int, _counter("expert_read_bytes", "Bytes of experts read from disk.")] = 0
-    # Of `BLOCK` tokens, for running rows and cached prefixes, as one long sequence; 0 for a model whose KV does not
-    # grow with the text.
+    # Number of blocks for running rows and cached prefixes as one long sequence; 0 if KV does not grow with the text.
     kv_blocks: Annotated[int, Internal("a label of vllm:cache_config_info")] = 0
     prefix_failures: Annotated[
         int,
@@ -230,11 +229,11 @@ class StatusStats(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int = 0
     cache_bytes: int = 0
     kv_bytes: int = 0
-    # Tokens of drafts, and tokens a second of steps with drafts ÷ of steps without.
+    # Drafted and accepted tokens, and the speed of steps with drafts divided by that of steps without.
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     draft_gain: float = 0.0
-    # Prompts of sparse prefills, their tokens and the kept ones.
+    # Prompts with a sparse prefill, their tokens, and those that were kept.
     sparse_prompts: int = 0
     sparse_prompt_tokens: int = 0
     sparse_kept_tokens: int = 0

@@ -125,7 +125,7 @@ class UnusableProfile(Exception):
 _decoder = msgspec.json.Decoder(TimingProfile)
 
 
-def wisdom_dir(home: Path) -> Path:
+def profiles_dir(home: Path) -> Path:
     """Return the folder of the profiles of one home."""
     return home / "state" / "wisdom"
 
@@ -150,37 +150,37 @@ def read(file: Path) -> TimingProfile:
             text = stream.read(FILE_BYTES_MAX + 1)
         if len(text) > FILE_BYTES_MAX:
             raise UnusableProfile(f"it is longer than {FILE_BYTES_MAX} bytes")
-        wisdom = _decoder.decode(text)
+        profile = _decoder.decode(text)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, *UNREADABLE) as error:
         raise UnusableProfile(str(error)) from None
-    if wisdom.format != FORMAT:
-        raise UnusableProfile(f"it has format {wisdom.format}, not {FORMAT}")
-    return wisdom
+    if profile.format != FORMAT:
+        raise UnusableProfile(f"it has format {profile.format}, not {FORMAT}")
+    return profile
 
 
 def newest(folder: Path, model: str, path: str) -> TimingProfile | None:
     """Return the newest profile of a model that is loaded from `path`, with any key. Raises `UnusableProfile`."""
     files = _files(folder, model)
-    wisdom = read(files[0]) if files else None
-    return wisdom if wisdom is not None and (wisdom.model, wisdom.path) == (model, path) else None
+    profile = read(files[0]) if files else None
+    return profile if profile is not None and (profile.model, profile.path) == (model, path) else None
 
 
-def write(folder: Path, wisdom: TimingProfile) -> None:
+def write(folder: Path, profile: TimingProfile) -> None:
     """Replace the profile under its key atomically. Raises `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = file_of(folder, wisdom.model, wisdom.key)
+    file = file_of(folder, profile.model, profile.key)
     descriptor, fresh = tempfile.mkstemp(prefix=f".{file.name}.", dir=folder)
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(msgspec.json.format(msgspec.json.encode(wisdom)))
+            stream.write(msgspec.json.format(msgspec.json.encode(profile)))
         os.replace(fresh, file)
     except OSError:
         with suppress(OSError):
             os.unlink(fresh)
         raise
-    for old in _files(folder, wisdom.model)[_FILES_MAX:]:
+    for old in _files(folder, profile.model)[_FILES_MAX:]:
         with suppress(OSError):
             old.unlink()
 

@@ -5,11 +5,11 @@ from typing import Final
 import msgspec
 
 # Tokens per second of audio, as OpenAI bills them: transcribed, and spoken.
-HEARD_RATE: Final = 10
-SPOKEN_RATE: Final = 20
+TRANSCRIBED_TOKENS_PER_S: Final = 10
+SPOKEN_TOKENS_PER_S: Final = 20
 # Maximum and minimum bytes of samples of all clips in a worker, depending on its memory: an hour is 230 MB.
-CLIP_BYTES: Final = 512 << 20
-CLIP_BYTES_LEAST: Final = 16 << 20
+MAX_CLIP_BYTES: Final = 512 << 20
+MIN_CLIP_BYTES: Final = 16 << 20
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):

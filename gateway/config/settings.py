@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, structs
 from gateway.config.remote_settings import HostFile, PeerConfig, Seconds, UpstreamConfig
 from gateway.failed import CommandFailed
 from gateway.state_dir.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
-from protocol.spec import LOCAL, USUAL_RUNNING
+from protocol.spec import DEFAULT_MAX_RUNNING, LOCAL
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 CONFIG_NAME: Final = "mlxd.toml"
@@ -228,7 +228,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     context: Annotated[int, Meta(ge=0)] = 0
     # Maximum of concurrently generated sequences; `auto` is the useful number that a calibration found.
-    max_running: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = USUAL_RUNNING
+    max_running: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = DEFAULT_MAX_RUNNING
     max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024
     prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
     # How rows share a forward pass; `auto` is the mode that the load's self-check found exact.
@@ -302,7 +302,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     @property
     def slots(self) -> int:
         """Concurrent sequences, as far as is known before the worker reports them."""
-        return USUAL_RUNNING if self.max_running == "auto" else self.max_running
+        return DEFAULT_MAX_RUNNING if self.max_running == "auto" else self.max_running
 
 
 class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ from gateway.ctl.printing import Anyway, Json, records
 from gateway.ctl.tables import size
 from gateway.failed import CommandFailed
 from protocol.spec import STDIN
-from protocol.timing_profile import FOLDER_ENV, CalibrationResult, wisdom_dir
+from protocol.timing_profile import FOLDER_ENV, CalibrationResult, profiles_dir
 
 SECONDS: Final = 60.0
 _finding = msgspec.json.Decoder(CalibrationResult)
@@ -56,7 +56,7 @@ def calibrate(
 def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[CalibrationResult]:
     """Yield each measurement as soon as it is taken. Raises `CommandFailed`."""
     argv = [sys.executable, "-P", "-m", "worker.tools.calibrate", "--spec", STDIN, "--seconds", str(seconds)]
-    environment = {**os.environ, FOLDER_ENV: str(wisdom_dir(config.home))}
+    environment = {**os.environ, FOLDER_ENV: str(profiles_dir(config.home))}
     with tempfile.TemporaryFile() as stdin:
         stdin.write(msgspec.json.encode(worker_spec(config, model)))
         stdin.seek(0)

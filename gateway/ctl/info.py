@@ -16,7 +16,7 @@ from gateway.media.modalities import SETUP, has_towers_library
 from gateway.model_files.hub_cache import split_revision
 from gateway.model_files.known_times import KnownTimes, speeds
 from gateway.model_files.metadata import ModelMetadata, Unreadable, adapter_sizes, inspect
-from protocol.timing_profile import wisdom_dir
+from protocol.timing_profile import profiles_dir
 
 HEAD: Final = "for multi-token prediction: drafts where that pays"
 
@@ -35,7 +35,7 @@ def info(
 
     config = read_config()
     configured = model_of(config, model)
-    times = KnownTimes(wisdom_dir(config.home)).of(configured.name, configured.path)
+    times = KnownTimes(profiles_dir(config.home)).of(configured.name, configured.path)
     info = structs.replace(_look(configured), measured=speeds(times), adapters=adapter_sizes(configured.adapters))
     if configured.group.ranks and (problem := model_problem(configured)):
         info = structs.replace(info, obstacles=(*info.obstacles, f"as a group: {problem}"))

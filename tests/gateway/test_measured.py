@@ -13,7 +13,7 @@ from gateway.workers.memory.estimate import estimate
 from gateway.workers.supervisor.spawn import default_command
 from protocol import timing_profile
 from protocol.spec import WorkerSpec
-from protocol.timing_profile import FORMAT, Calibration, LoadFacts, TimingProfile, wisdom_dir
+from protocol.timing_profile import FORMAT, Calibration, LoadFacts, TimingProfile, profiles_dir
 from tests.gateway.harness import chat, running, serving, until
 from tests.support.audio_models import build_moonshine
 from tests.support.pool import short_home
@@ -31,7 +31,7 @@ def kept(load_s: float) -> TimingProfile:
 
 async def test_a_client_that_waited_in_vain_is_told_when_the_model_will_be_there() -> None:
     with short_home() as home:
-        timing_profile.write(wisdom_dir(home), kept(load_s=60.0))
+        timing_profile.write(profiles_dir(home), kept(load_s=60.0))
         async with running(home, ["--hang-on-load"], server=ServerConfig(queue_timeout_s=0.3)) as gateway:
             late = await gateway.client.post("/v1/chat/completions", json=chat())
             assert late.status_code == 503
@@ -44,7 +44,7 @@ async def test_a_load_is_expected_to_take_what_the_one_before_took() -> None:
         async with running(home) as gateway:
             meter, model = gateway.app.services.meter, gateway.app.services.config.models["m"]
             assert meter.read(model).load_s == DEFAULT_LOAD_S
-        timing_profile.write(wisdom_dir(home), kept(load_s=42.0))
+        timing_profile.write(profiles_dir(home), kept(load_s=42.0))
         async with running(home) as gateway:
             meter, model = gateway.app.services.meter, gateway.app.services.config.models["m"]
             assert meter.read(model).load_s == 42.0
@@ -55,7 +55,7 @@ async def test_a_worker_leaves_its_times_and_the_next_one_runs_as_many_rows_as_a
 ) -> None:
     model = ModelConfig(name="m", path=str(model_folder("qwen3")), max_running="auto")
     async with serving(model) as gateway:
-        folder = wisdom_dir(gateway.app.services.config.home)
+        folder = profiles_dir(gateway.app.services.config.home)
         status = DaemonEndpoints(gateway.app.services)
         body = chat("word " * 60, temperature=1, seed=3, max_tokens=60, ignore_eos=True)
         first = await gateway.client.post("/v1/chat/completions", json=body)
@@ -94,7 +94,7 @@ async def test_a_load_of_a_model_without_tokens_is_known_after_a_restart(kind: s
             ready = gateway.pool.worker("m").ready
             assert ready is not None
         async with running(home, models=models, command=default_command) as gateway:
-            (file,) = wisdom_dir(home).glob("m-*.json")
+            (file,) = profiles_dir(home).glob("m-*.json")
             load = timing_profile.read(file).load
             assert load is not None
             assert load.seconds >= load.warm_up_s > 0

@@ -12,7 +12,7 @@ from protocol.failures import Code
 from protocol.from_worker import Tokenized
 from protocol.prompts import Media, SpeechPrompt, TranscribePrompt
 from protocol.to_worker import Detokenize, Generate, Tokenize
-from protocol.transcript import HEARD_RATE, SPOKEN_RATE, TranscriptPart
+from protocol.transcript import SPOKEN_TOKENS_PER_S, TRANSCRIBED_TOKENS_PER_S, TranscriptPart
 from worker.audio import sound_writer
 from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel
@@ -80,7 +80,7 @@ class AudioIntake:
             return AudioJob(
                 **_common(request, arrived),
                 work=_transcript(windows, seconds),
-                input_tokens=max(1, round(seconds * HEARD_RATE)),
+                input_tokens=max(1, round(seconds * TRANSCRIBED_TOKENS_PER_S)),
                 heard_s=seconds,
                 sample_bytes=samples.nbytes,
             )
@@ -189,7 +189,7 @@ def _speech(speaker: Speaker, prompt: SpeechPrompt, seed: int, check: Check) -> 
 
     def piece(data: bytes, *, ends_turn: bool) -> AudioPiece:
         nonlocal sent
-        count = max(1, round(writer.seconds * SPOKEN_RATE) - sent) if data else 0
+        count = max(1, round(writer.seconds * SPOKEN_TOKENS_PER_S) - sent) if data else 0
         sent += count
         return AudioPiece("", (0,) * count, data, ends_turn)
 

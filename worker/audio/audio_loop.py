@@ -14,7 +14,7 @@ from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Up
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
-from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST, SPOKEN_RATE
+from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES, SPOKEN_TOKENS_PER_S
 from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel
 from worker.audio.sample_memory import SampleMemory, bytes_for_clips
@@ -71,8 +71,8 @@ class AudioLoop(TurnLoop[AudioJob]):
             return
         host = max(0, memory.measure().host - self._room.total)
         alone = bytes_for_clips(order.share_bytes, self._model.weights_bytes, host, limits.buffers)
-        most = min(CLIP_BYTES, alone)
-        self._room.resize(max(CLIP_BYTES_LEAST, int(most * order.kv_part)), alone)
+        most = min(MAX_CLIP_BYTES, alone)
+        self._room.resize(max(MIN_CLIP_BYTES, int(most * order.kv_part)), alone)
 
     def check(self) -> None:
         """Handle commands that arrive during a turn. Raises `AudioCut` if they have ended the request."""
@@ -119,7 +119,7 @@ class AudioLoop(TurnLoop[AudioJob]):
             return
         self._gauges.generation_tokens += count
         if not job.heard_s:
-            self._gauges.spoken_s += count / SPOKEN_RATE
+            self._gauges.spoken_s += count / SPOKEN_TOKENS_PER_S
         if piece.text or piece.data:
             self._outbox.add(Delta(job.rid, text=piece.text, token_ids=piece.token_ids, data=piece.data))
 

@@ -13,7 +13,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from protocol.failures import Code
-from protocol.kinds import HEARERS, SPEAKERS, audio_family
+from protocol.kinds import SPEAKERS, TRANSCRIBERS, audio_family
 from protocol.model_info import AudioInfo
 from protocol.prompts import SpeechPrompt, TranscribePrompt
 from protocol.spec import WorkerSpec
@@ -115,7 +115,7 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
 def _family(config: dict[str, Any], name: str) -> str:
     family = audio_family(config, name)
     if not family:
-        served = ", ".join((*HEARERS, *SPEAKERS))
+        served = ", ".join((*TRANSCRIBERS, *SPEAKERS))
         kind = config.get("model_type")
         message = f"the audio family {kind!r} is not served; these are: {served}"
         raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
@@ -141,7 +141,7 @@ def _hearer(family: str, model: Any) -> Transcriber | None:
         from worker.audio.whisper import WhisperTranscriber
 
         return WhisperTranscriber(model)
-    if family in HEARERS:
+    if family in TRANSCRIBERS:
         from worker.audio.segmented_transcriber import SegmentedTranscriber
 
         return SegmentedTranscriber(family, model)
@@ -179,7 +179,7 @@ def _whisper(path: Path, config: dict[str, Any], spec: WorkerSpec) -> Any:
 def _other(path: Path, family: str, spec: WorkerSpec) -> Any:
     from mlx_audio import stt, tts
 
-    load = stt.load if family in HEARERS else tts.load
+    load = stt.load if family in TRANSCRIBERS else tts.load
     model: Any = load(path, lazy=True, strict=False, model_type=family)
     # The dtype changes only in Qwen's talker: its codec decoder is already a compiled function for the stored dtype.
     for part in _parts(model):

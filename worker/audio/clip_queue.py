@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Rejected, Step, Up
-from protocol.spec import USUAL_RUNNING, WorkerSpec
+from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from protocol.to_worker import Abort, Drain, Shutdown
 from worker.audio.audio_job import AudioJob
 from worker.audio.sample_memory import SampleMemory
@@ -107,7 +107,7 @@ class ClipQueue:
 
     def _take_in(self, clip: PendingClip) -> None:
         with self._room.changed:
-            if len(self._waiting) >= (self._spec.max_running or USUAL_RUNNING) + self._spec.max_waiting:
+            if len(self._waiting) >= (self._spec.max_running or DEFAULT_MAX_RUNNING) + self._spec.max_waiting:
                 self._send(Rejected(clip.rid, _CROWDED))
                 return
             self._numbers += 1

@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from typing import Final
 
-from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST
+from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
 # Memory of a forward pass, at least and as a fraction of the weights: see PASS_BYTES in
 # gateway/workers/memory/estimate.py.
@@ -16,7 +16,7 @@ _PASS_WEIGHTS_DIVISOR: Final = 8
 def bytes_for_clips(share: int, weights: int, host: int, buffers: int) -> int:
     """Return the bytes of a memory share that remain for samples; `host` is Python and libraries without samples."""
     left = share - weights - host - buffers - max(_MIN_PASS_BYTES, weights // _PASS_WEIGHTS_DIVISOR)
-    return max(CLIP_BYTES_LEAST, left)
+    return max(MIN_CLIP_BYTES, left)
 
 
 class SampleMemory:
@@ -25,7 +25,7 @@ class SampleMemory:
     All clips together have `most_bytes`; a larger one may be admitted alone, up to `alone_bytes`.
     """
 
-    def __init__(self, most_bytes: int = CLIP_BYTES, alone_bytes: float = math.inf) -> None:
+    def __init__(self, most_bytes: int = MAX_CLIP_BYTES, alone_bytes: float = math.inf) -> None:
         self._most = most_bytes
         self.alone_bytes = alone_bytes
         self._held: Counter[str] = Counter()

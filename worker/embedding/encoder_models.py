@@ -11,6 +11,8 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.embedding.pooling import pooled
+
 ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array]]] = {
     "gelu": nn.gelu,
     "gelu_new": nn.gelu_approx,
@@ -145,14 +147,9 @@ class _Classifier(nn.Module):
         self.score = nn.Linear(shape.width, 1)
 
     def __call__(self, hidden: mx.array, lengths: Sequence[int]) -> mx.array:
-        pooled = self._activate(self.dense(_mean(hidden, lengths) if self._is_mean else hidden[:, 0]))
-        return self.score(self.norm(pooled) if "norm" in self else pooled)[:, 0]
-
-
-def _mean(hidden: mx.array, lengths: Sequence[int]) -> mx.array:
-    counts = mx.array(list(lengths))[:, None]
-    is_token = (mx.arange(hidden.shape[1])[None] < counts)[..., None]
-    return mx.where(is_token, hidden, 0).sum(axis=1) / counts
+        vectors = pooled("mean" if self._is_mean else "cls", hidden, mx.array(list(lengths)))
+        vectors = self._activate(self.dense(vectors))
+        return self.score(self.norm(vectors) if "norm" in self else vectors)[:, 0]
 
 
 class EncoderModel(nn.Module):

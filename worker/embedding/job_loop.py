@@ -57,14 +57,14 @@ class JobLoop(TurnLoop[EmbeddingJob]):
 
     def __init__(
         self,
-        reader: EmbeddingModel,
+        model: EmbeddingModel,
         spec: WorkerSpec,
         inbox: "SimpleQueue[Command]",
         send: Callable[[Up], None],
         gauges: Gauges,
     ) -> None:
-        super().__init__(spec, reader.weights_bytes, inbox, send, gauges)
-        self._reader = reader
+        super().__init__(spec, model.weights_bytes, inbox, send, gauges)
+        self._model = model
         self._most_tokens = _GPU_PASS_TOKENS if memory.has_gpu() else CPU_PASS_TOKENS
         self._tokens = self._most_tokens
         self._relaxes_at = 0.0
@@ -72,10 +72,10 @@ class JobLoop(TurnLoop[EmbeddingJob]):
     def warm_up(self) -> None:
         """Compute once, and apply the memory limits. Raises `LoadFailed`."""
         item = EmbeddingInput(
-            tuple(at % self._reader.vocab_size for at in range(min(_WARM_UP_TOKENS, self._reader.max_context)))
+            tuple(at % self._model.vocab_size for at in range(min(_WARM_UP_TOKENS, self._model.max_context)))
         )
         with foreign_code(cannot_run):
-            self._reader.compute([item])
+            self._model.compute([item])
         self._apply(self._share.limits())
 
     # -- one pass ----------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
 
     def _compute(self, group: Sequence[ResultPlace]) -> None:
         try:
-            rows = self._reader.compute([place.item for place in group])
+            rows = self._model.compute([place.item for place in group])
         except Exception as error:  # code of any architecture may raise any type
             self._recover(group, error)
         else:
@@ -103,7 +103,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
 
     def _store(self, group: Sequence[ResultPlace], rows: Numbers) -> None:
         sound = [bool(np.isfinite(row).all()) for row in rows]
-        if self._reader.embedding is not None:
+        if self._model.embedding is not None:
             sound = [is_sound and bool(row.any()) for is_sound, row in zip(sound, rows, strict=True)]
         tokens = 0
         for place, row, is_sound in zip(group, rows, sound, strict=True):

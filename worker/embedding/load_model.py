@@ -66,7 +66,7 @@ def kind_of_spec(spec: WorkerSpec) -> str:
     return kind_of(read_json(file) if file.exists() else {}, {each.name for each in path.iterdir()}, spec.path)
 
 
-def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int], None]) -> EmbeddingModel:
+def load_embedding_model(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int], None]) -> EmbeddingModel:
     """Load the model of `spec`. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
     assert kind != TEXT
     if spec.kv_bits:

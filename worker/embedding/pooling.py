@@ -22,7 +22,7 @@ _ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array] | None]] = {
 
 
 def pooled(way: str, hidden: mx.array, lengths: mx.array) -> mx.array:
-    """Pool `hidden`, float32 `[rows, longest, width]` and padded on the right; `lengths` are of its rows."""
+    """Pool `hidden` `[rows, longest, width]`, which is padded on the right; `lengths` are of its rows."""
     if way == "cls":
         return hidden[:, 0]
     if way == "lasttoken":

@@ -43,9 +43,9 @@ _AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 class Preparer:
     """Converter of requests to jobs, for one loaded model."""
 
-    def __init__(self, reader: EmbeddingModel) -> None:
-        self._reader = reader
-        self._tokenizer = reader.tokenizer
+    def __init__(self, model: EmbeddingModel) -> None:
+        self._model = model
+        self._tokenizer = model.tokenizer
         # Truncation is a state of the tokenizer, which two threads use.
         self._lock = threading.RLock()
 
@@ -53,9 +53,9 @@ class Preparer:
         """Return a validated job. Raises `RequestInvalid`."""
         prompt = request.prompt
         match prompt:
-            case EmbedPrompt() if self._reader.kind == EMBED:
+            case EmbedPrompt() if self._model.kind == EMBED:
                 items, dimensions = self._embed_items(prompt), self._dimensions(prompt)
-            case ScorePrompt() if self._reader.kind != EMBED:
+            case ScorePrompt() if self._model.kind != EMBED:
                 items, dimensions = self._pair_items(prompt), 0
             case _:
                 raise self._wrong_kind()
@@ -87,7 +87,7 @@ class Preparer:
                 self._check_ids(ids, "prompt")
                 return ids
             case TextPrompt(text, adds_special=adds_special):
-                most = _MAX_COUNTED_CONTEXTS * _MAX_CHARS_PER_TOKEN * self._reader.max_context
+                most = _MAX_COUNTED_CONTEXTS * _MAX_CHARS_PER_TOKEN * self._model.max_context
                 if len(text) > most:
                     message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
                     raise RequestInvalid(Code.INVALID_REQUEST, message, param="prompt")
@@ -101,7 +101,7 @@ class Preparer:
     # -- embeddings --------------------------------------------------------------------------------------------------
 
     def _embed_items(self, prompt: EmbedPrompt) -> list[EmbeddingInput]:
-        steps = self._reader.steps
+        steps = self._model.steps
         assert steps is not None
         before = steps.prompt(prompt.prompt_name, prompt.is_query, prompt.is_document)
         if before is None:
@@ -123,7 +123,7 @@ class Preparer:
 
     def _dimensions(self, prompt: EmbedPrompt) -> int:
         """Return how many numbers of each vector are sent; 0 means all. Raises `RequestInvalid`."""
-        info, steps = self._reader.embedding, self._reader.steps
+        info, steps = self._model.embedding, self._model.steps
         assert info is not None
         assert steps is not None
         wanted = prompt.dimensions or steps.dimensions
@@ -149,10 +149,10 @@ class Preparer:
             message = f"{len(prompt.queries)} texts cannot be paired with {len(prompt.documents)}."
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=prompt.params[0])
         queries = prompt.queries * len(prompt.documents) if len(prompt.queries) == 1 else prompt.queries
-        if prompt.instruction and not self._reader.is_judge:
+        if prompt.instruction and not self._model.is_judge:
             message = "This model takes no instruction: it was trained on pairs alone."
             raise RequestInvalid(Code.UNSUPPORTED, message, param="instruction")
-        make = self._judged if self._reader.is_judge else self._paired
+        make = self._judged if self._model.is_judge else self._paired
         with self._lock:
             items = [make(query, document, prompt) for query, document in zip(queries, prompt.documents, strict=True)]
         self._check_items(items, prompt.params[1])
@@ -166,10 +166,10 @@ class Preparer:
             self._cut_document(document, prompt),
             truncation="only_second" if most else False,
             max_length=most or None,
-            return_token_type_ids=self._reader.has_segments,
+            return_token_type_ids=self._model.has_segments,
             verbose=False,
         )
-        types = encoded["token_type_ids"] if self._reader.has_segments else ()
+        types = encoded["token_type_ids"] if self._model.has_segments else ()
         return EmbeddingInput(tuple(encoded["input_ids"]), tuple(types))
 
     def _judged(self, query: str, document: str, prompt: ScorePrompt) -> EmbeddingInput:
@@ -201,13 +201,13 @@ class Preparer:
 
     def _most(self, truncate: int) -> int:
         """Return the number of tokens that an input is truncated to; 0 means not at all."""
-        longest = self._reader.max_context
+        longest = self._model.max_context
         return longest if truncate < 0 else min(truncate, longest)
 
     def _bounded(self, text: str) -> str:
         """Return only the beginning of a text that is too long: encoding all of it could take seconds."""
-        start = text[: _MAX_CHARS_PER_TOKEN * (self._reader.max_context + 1)]
-        is_whole = len(start) == len(text) or len(self._ids(start)) <= self._reader.max_context
+        start = text[: _MAX_CHARS_PER_TOKEN * (self._model.max_context + 1)]
+        is_whole = len(start) == len(text) or len(self._ids(start)) <= self._model.max_context
         return text if is_whole else start
 
     def _encode(self, texts: list[str], most: int) -> list[EmbeddingInput]:
@@ -224,7 +224,7 @@ class Preparer:
         return [EmbeddingInput(tuple(ids)) for ids in encoded["input_ids"]]
 
     def _check_items(self, items: Sequence[EmbeddingInput], param: str) -> None:
-        longest = self._reader.max_context
+        longest = self._model.max_context
         for at, item in enumerate(items):
             where = f"{param}[{at}]"
             if not item.ids:
@@ -243,13 +243,13 @@ class Preparer:
         if not ids:
             return
         token = min(ids) if min(ids) < 0 else max(ids)
-        if not 0 <= token < self._reader.vocab_size:
-            size = self._reader.vocab_size
+        if not 0 <= token < self._model.vocab_size:
+            size = self._model.vocab_size
             message = f"{param} names token id {token}, outside of the model's vocabulary of {size}"
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
 
     def _wrong_kind(self) -> RequestInvalid:
-        is_embedder = self._reader.kind == EMBED
+        is_embedder = self._model.kind == EMBED
         what = "makes embeddings" if is_embedder else "scores pairs of texts"
         where = "POST /v1/embeddings" if is_embedder else "POST /v1/rerank or /v1/score"
         return RequestInvalid(Code.UNSUPPORTED, f"This model {what} and nothing else: use {where}.", param="model")

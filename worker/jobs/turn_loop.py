@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from protocol.failures import Failure
 from protocol.from_worker import Accepted, Delta, Finish, Up
-from protocol.spec import USUAL_RUNNING, WorkerSpec
+from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.engine.gauges import Gauges
 from worker.engine.request_loop import RequestLoop
@@ -114,7 +114,7 @@ class TurnLoop(RequestLoop[J]):
 
     @property
     def _is_full(self) -> bool:
-        return len(self._requests) >= (self._spec.max_running or USUAL_RUNNING) + self._spec.max_waiting
+        return len(self._requests) >= (self._spec.max_running or DEFAULT_MAX_RUNNING) + self._spec.max_waiting
 
     def _accepted(self, request: J) -> Accepted:
         return Accepted(request.rid, request.tokens, request.relaxed)

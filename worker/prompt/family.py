@@ -50,7 +50,7 @@ class ModelFamily:
             if not entry.special or entry.content in self.visible
         }
 
-    def asked(self, prompt: ChatPrompt) -> ChatPrompt:
+    def with_effort(self, prompt: ChatPrompt) -> ChatPrompt:
         """Translate a prompt's thinking options to those that the family's templates support."""
         least = _LEAST_EFFORT.get(self.family, "") if prompt.thinking is False and not prompt.effort else ""
         return structs.replace(prompt, effort=least) if least else prompt

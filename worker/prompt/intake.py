@@ -91,19 +91,19 @@ class Intake:
         self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes)
         self._renderer = self._media.renderer if self._media is not None else Renderer(loaded.tokenizer)
         opened, closed = self._renderer.probe()
-        self._dialect = ModelFamily(loaded, opened, self._renderer.knows_tools, parser)
+        self._family = ModelFamily(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
-        self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
+        self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._family.visible)
         # Created for the first request that shows special tokens.
         self._whole_vocabulary: Vocabulary | None = None
         self._infill = InfillPrompts(loaded.tokenizer, self._encoder, loaded.vocab_size)
         self._adapters = adapters_of(loaded.model)
         self._words = WordIds(self._encoder, self.vocabulary, loaded.vocab_size)
-        self.writer = OutputWriter(self.vocabulary, self._dialect.controls)
+        self.writer = OutputWriter(self.vocabulary, self._family.controls)
         self._rules = Rules(
-            loaded.tokenizer, self._dialect.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
+            loaded.tokenizer, self._family.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
         )
-        self._tool_rules = ToolRules(self._rules, loaded.tokenizer, self._dialect.tool_family, loaded.eos_ids)
+        self._tool_rules = ToolRules(self._rules, loaded.tokenizer, self._family.tool_family, loaded.eos_ids)
         self._eos_ids = tuple(loaded.eos_ids)
         self._suppressed = tuple(loaded.vision.needs.suppressed) if loaded.vision is not None else ()
         self._relaxed = loaded.relaxed
@@ -175,14 +175,14 @@ class Intake:
         )
         check_limits(row.sampling, row.words, self._eos_ids, self._suppressed, self._vocab_size)
         if isinstance(request.prompt, ChatPrompt):
-            row.text.parser, row.thinking.is_open = self._dialect.parser(
+            row.text.parser, row.thinking.is_open = self._family.parser(
                 request.prompt,
                 text or "",
                 self.is_restricted(request),
                 id_seed=f"{request.rid}:{request.sampling.seed}",
             )
-            row.thinking.budget = self._dialect.thinking_budget(request.prompt, request.thinking_budget)
-            row.thinking.closing_ids = self._dialect.closing_ids
+            row.thinking.budget = self._family.thinking_budget(request.prompt, request.thinking_budget)
+            row.thinking.closing_ids = self._family.closing_ids
             row.text.is_one_call = request.prompt.one_call
         self.writer.replay(row, request.resume)
         return row
@@ -268,7 +268,7 @@ class Intake:
         row.rule = self._tool_rules.make(chat, self.vocabulary.decode(row.prompt[-_PROMPT_END_TOKENS:]), room)
         if chat.must_call and row.rule is not None:
             # Reasoning may take half of the tokens, but none of those that the call needs.
-            row.thinking.closing_ids = self._dialect.calling_ids
+            row.thinking.closing_ids = self._family.calling_ids
             most = max(0, min(room // 2, room - row.rule.reserve - len(row.thinking.closing_ids)))
             row.thinking.budget = most if row.thinking.budget is None else min(row.thinking.budget, most)
 
@@ -282,7 +282,7 @@ class Intake:
             row.rule = self._tool_rules.optional(row.rule, constraint, chat, prompt_end)
 
     def _render(self, prompt: ChatPrompt) -> str:
-        return self._renderer.render(self._dialect.asked(prompt))
+        return self._renderer.render(self._family.with_effort(prompt))
 
     def _drafting(self, request: Generate, *, by_model: bool) -> Drafting:
         """Return the drafting options of a request.
@@ -354,7 +354,7 @@ class Intake:
             most = self._limits.count
             message = f"The request has {len(prompt.media)} images, videos and audio clips; at most {most} are taken."
             raise RequestInvalid(Code.TOO_MANY_MEDIA, message, param=prompt.media[most].param or "messages")
-        return self._media.encode(self._dialect.asked(prompt), encode, salt)
+        return self._media.encode(self._family.with_effort(prompt), encode, salt)
 
     def _encode_infill(self, prefix: str, infill: Infill, prompt: Prompt) -> list[int]:
         characters = sum(map(len, (prefix, infill.suffix, infill.middle, *(text for _, text in infill.files))))

@@ -51,15 +51,13 @@ _PROBE_CALL: Final[dict[str, Any]] = {
     "function": {"name": "probe", "arguments": {"quoted": "word"}},
 }
 
-_RESULT: Final[Messages] = [
-    {"role": "user", "content": "x"},
-    {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
-    {
-        "role": "tool",
-        "tool_call_id": "call00000",
-        "name": "probe",
-        "content": [{"type": "text", "text": "word1"}, {"type": "image", "media": 0}],
-    },
+_QUESTION: Final[dict[str, Any]] = {"role": "user", "content": "x"}
+_CALLING: Final[dict[str, Any]] = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
+_RESULT: Final[dict[str, Any]] = {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "y"}
+_SHOWN_RESULT: Final[Messages] = [
+    _QUESTION,
+    _CALLING,
+    {**_RESULT, "content": [{"type": "text", "text": "word1"}, {"type": "image", "media": 0}]},
 ]
 
 
@@ -86,7 +84,7 @@ class Renderer:
         # A few templates render contents only as lists, because their models take images.
         self._shape_contents: Callable[[Messages], Messages] = unchanged
         self._shape_contents = self._choose_contents()
-        self._no_tools = [] if self._templates and not self._try([{"role": "user", "content": "x"}]) else None
+        self._no_tools = [] if self._templates and not self._try([_QUESTION]) else None
         self.knows_tools = self.knows_tools and self._renders_tools()
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
@@ -131,12 +129,12 @@ class Renderer:
         except _REFUSALS:
             for effort in _NEAREST.get(prompt.effort, ()):
                 nearest = structs.replace(prompt, effort=effort)
-                if self._tells_apart(prompt, nearest):
+                if self._distinguishes(prompt, nearest):
                     with suppress(*_REFUSALS):
                         return self._render_somehow(nearest, opens_answer)
             raise
 
-    def _tells_apart(self, prompt: ChatPrompt, other: ChatPrompt) -> bool:
+    def _distinguishes(self, prompt: ChatPrompt, other: ChatPrompt) -> bool:
         """Whether the template uses a variable in which the thinking options of the two prompts differ."""
         ours, theirs = _thinking_variables(prompt), _thinking_variables(other)
         changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
@@ -177,10 +175,9 @@ class Renderer:
 
     def probe(self) -> tuple[str, str]:
         """Render a chat of one message with and without the generation prompt; ("", "") if the template refuses it."""
-        messages = [{"role": "user", "content": "x"}]
         try:
-            opened = self.render(ChatPrompt(messages))
-            closed = self.render(ChatPrompt(messages), opens_answer=False)
+            opened = self.render(ChatPrompt([_QUESTION]))
+            closed = self.render(ChatPrompt([_QUESTION]), opens_answer=False)
         except RequestInvalid:
             return "", ""
         return (opened, closed) if opened.startswith(closed) else ("", "")
@@ -239,13 +236,12 @@ class Renderer:
         """Whether a medium in a message of this role appears at its place."""
         if self._markers is None or kind not in self._markers.by_kind:
             return False
-        user: Messages = [{"role": "user", "content": "x"}]
         shown = {"role": role, "content": [{"type": "text", "text": "word1"}, {"type": kind, "media": 0}]}
         turns: dict[str, Messages] = {
             "user": [shown],
-            "tool": self._write_calls(_RESULT),
-            "assistant": [*user, shown, *user],
-            "system": [shown, *user],
+            "tool": self._write_calls(_SHOWN_RESULT),
+            "assistant": [_QUESTION, shown, _QUESTION],
+            "system": [shown, _QUESTION],
         }
         return self._markers.kinds(self._try(turns[role], [_PROBE_TOOL] if role == "tool" else []) or "") == [kind]
 
@@ -253,7 +249,7 @@ class Renderer:
         """Whether media of a result can move to a user message directly after it."""
         if self._markers is None:
             return True
-        text = self._try(self._write_calls(media_to_users(_RESULT, self._hiding, bridge)), [_PROBE_TOOL]) or ""
+        text = self._try(self._write_calls(media_to_users(_SHOWN_RESULT, self._hiding, bridge)), [_PROBE_TOOL]) or ""
         return self._markers.kinds(text) == ["image"]
 
     def _choose_calls(self) -> Callable[[Messages], Messages]:
@@ -264,12 +260,7 @@ class Renderer:
         return next((way for way in ways if self._is_written_well(way)), ways[0])
 
     def _is_written_well(self, way: Callable[[Messages], Messages]) -> bool:
-        messages: Messages = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
-            {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "y"},
-        ]
-        text = self._try(way(messages), [_PROBE_TOOL]) or ""
+        text = self._try(way([_QUESTION, _CALLING, _RESULT]), [_PROBE_TOOL]) or ""
         is_lost = "quoted" not in text or "word" not in text
         is_python, is_quoted_twice = "'quoted'" in text, '\\"quoted' in text
         return not (is_lost or is_python or is_quoted_twice)
@@ -291,11 +282,11 @@ class Renderer:
             for n in (1, 2)
         ]
         messages: Messages = [
-            {"role": "user", "content": "x"},
+            _QUESTION,
             {"role": "assistant", "content": "said", "reasoning_content": "thought", "tool_calls": calls},
-            *({"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "y"} for call in calls),
+            *({**_RESULT, "tool_call_id": call["id"]} for call in calls),
         ]
-        answered: Messages = [*messages, {"role": "assistant", "content": "z"}, {"role": "user", "content": "x"}]
+        answered: Messages = [*messages, {"role": "assistant", "content": "z"}, _QUESTION]
         text = self._try(self._write_calls(shape(messages)), [_PROBE_TOOL]) or ""
         # Earlier turns may lose their reasoning and the text beside it, but they must not be refused.
         is_taken = self._try(self._write_calls(shape(answered)), [_PROBE_TOOL]) is not None
@@ -308,7 +299,7 @@ class Renderer:
         """Whether the template renders tools with some rewrite of the messages; it may also refuse or ignore them."""
         if not self._templates:
             return True
-        messages: Messages = [{"role": "system", "content": "w"}, {"role": "user", "content": "x"}]
+        messages: Messages = [{"role": "system", "content": "w"}, _QUESTION]
         for tools in ([_LISTED_TOOL], simple_tools([_LISTED_TOOL])):
             for adapt in ADAPTATIONS:
                 if (text := self._try(adapt(messages), tools)) is not None:
@@ -317,13 +308,11 @@ class Renderer:
 
     def _loses_system(self, adapt: Callable[[Messages], Messages]) -> bool:
         """Whether the template silently drops a system message that is not the only one, or not before a question."""
-        system, user = {"role": "system", "content": "words1"}, {"role": "user", "content": "x"}
+        system = {"role": "system", "content": "words1"}
         later = [{"role": "system", "content": "words2"}, {"role": "user", "content": "y"}]
-        result = {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "z"}
-        called = [{"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}, result]
-        turns: list[Messages] = [[user, *later], [system, user, *later]]
+        turns: list[Messages] = [[_QUESTION, *later], [system, _QUESTION, *later]]
         if self.knows_tools:
-            turns.append([system, user, *self._write_calls(called)])
+            turns.append([system, _QUESTION, *self._write_calls([_CALLING, _RESULT])])
         return bool(self._templates) and any(self._loses_word(adapt(messages)) for messages in turns)
 
     def _loses_word(self, messages: Messages) -> bool:

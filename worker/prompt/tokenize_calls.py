@@ -14,9 +14,9 @@ from protocol.to_worker import Detokenize, Tokenize
 from worker.engine.gauges import Gauges
 from worker.model import memory
 
-Question = Tokenize | Detokenize
+TokenCall = Tokenize | Detokenize
 
-WAITING_MAX: Final = 64
+MAX_WAITING_CALLS: Final = 64
 # Linux lets a thread lower its own priority, so that other threads run first.
 _THREAD_NICE: Final = 10
 # Free heap memory is returned to the system after a call with more characters or ids than this.
@@ -26,7 +26,7 @@ _LARGE_CALL_SIZE: Final = 1 << 18
 class CallAnswerer(Protocol):
     """Port to the tokens of a model: the intake of any kind of worker."""
 
-    def tokenize(self, request: Question, is_wanted: Callable[[], bool]) -> Tokenized | None:
+    def tokenize(self, request: TokenCall, is_wanted: Callable[[], bool]) -> Tokenized | None:
         """Count or decode tokens; None as soon as the result is not wanted any more. Raises `RequestInvalid`."""
         ...
 
@@ -47,25 +47,25 @@ class TokenizeCalls:
         self._refusing = refusing
         self._gauges = gauges
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[int, Question] = OrderedDict()
+        self._waiting: OrderedDict[int, TokenCall] = OrderedDict()
         # State of the call that is being answered.
         self._rid: int | None = None
         self._is_wanted = True
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="questions", daemon=True).start()
+        threading.Thread(target=self._run, name="tokenize calls", daemon=True).start()
 
-    def put(self, question: Question) -> None:
+    def put(self, call: TokenCall) -> None:
         """Queue a call, or refuse it if too many are waiting."""
         with self._changed:
-            if is_full := len(self._waiting) >= WAITING_MAX:
+            if is_full := len(self._waiting) >= MAX_WAITING_CALLS:
                 self._gauges.refused_questions += 1
             else:
-                self._waiting[question.rid] = question
+                self._waiting[call.rid] = call
                 self._changed.notify()
         if is_full:
-            message = f"{WAITING_MAX} requests to count or decode tokens are waiting for the model; try again"
-            self._send(Rejected(question.rid, Failure(Code.BUSY, message)))
+            message = f"{MAX_WAITING_CALLS} requests to count or decode tokens are waiting for the model; try again"
+            self._send(Rejected(call.rid, Failure(Code.BUSY, message)))
 
     def abort(self, rids: Iterable[int]) -> list[int]:
         """Cancel calls whose clients have disconnected. Returns the rids that are not of calls."""
@@ -83,20 +83,20 @@ class TokenizeCalls:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICE)
         while True:
-            question = self._next()
-            with self._refusing(question.rid):
-                answer = self._intake.tokenize(question, lambda: self._is_wanted)
+            call = self._next()
+            with self._refusing(call.rid):
+                answer = self._intake.tokenize(call, lambda: self._is_wanted)
                 if answer is not None:
                     self._send(answer)
                 if answer is None or max(answer.count, len(answer.text)) > _LARGE_CALL_SIZE:
                     answer = None
                     memory.give_back_heap()
 
-    def _next(self) -> Question:
+    def _next(self) -> TokenCall:
         with self._changed:
             self._rid = None
             while not self._waiting:
                 self._changed.wait()
-            self._rid, question = self._waiting.popitem(last=False)
+            self._rid, call = self._waiting.popitem(last=False)
             self._is_wanted = True
-            return question
+            return call

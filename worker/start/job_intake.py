@@ -15,7 +15,7 @@ from protocol.model_info import AdapterInfo
 from protocol.to_worker import Abort, Generate, SetAdapters
 from worker.engine.gauges import Gauges
 from worker.link import Control, GatewayLink, Question
-from worker.prompt.questions import CallAnswerer, TokenizeCalls
+from worker.prompt.tokenize_calls import CallAnswerer, TokenizeCalls
 
 Refusing = Callable[[int], AbstractContextManager[None]]
 

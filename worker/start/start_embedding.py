@@ -5,10 +5,10 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from protocol.from_worker import Ready
-from protocol.spec import USUAL_RUNNING, WorkerSpec
+from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from protocol.timing_profile import LoadFacts
 from worker.embedding.job_loop import Command, JobLoop
-from worker.embedding.load_model import EmbeddingModel, load_reader
+from worker.embedding.load_model import EmbeddingModel, load_embedding_model
 from worker.embedding.prepare import Preparer
 from worker.engine.gauges import Gauges
 from worker.engine.scheduling.kept_load import keep_load
@@ -30,7 +30,7 @@ def start_reader(
     `refusing` is as for `TokenizeCalls`. Raises `LoadFailed`.
     """
     started = time.monotonic()
-    reader = load_reader(spec, kind, progress)
+    reader = load_embedding_model(spec, kind, progress)
     memory.give_back()
     inbox: SimpleQueue[Command] = SimpleQueue()
     loop = JobLoop(reader, spec, inbox, link.send, gauges)
@@ -49,7 +49,7 @@ def _ready(spec: WorkerSpec, reader: EmbeddingModel, load_s: float) -> Ready:
         epoch=spec.epoch,
         model_path=str(reader.path),
         max_context=reader.max_context,
-        max_running=spec.max_running or USUAL_RUNNING,
+        max_running=spec.max_running or DEFAULT_MAX_RUNNING,
         vocab_size=reader.vocab_size,
         weights_bytes=reader.weights_bytes,
         load_s=load_s,

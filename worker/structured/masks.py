@@ -35,14 +35,14 @@ _SMOOTHING: Final = 0.2
 
 
 class MaskedRow(Protocol):
-    """A sequence, which has the work on its masks on it; None where no grammar holds."""
+    """Sequence with the work on its masks; None for a sequence without a grammar."""
 
     @property
     def mask(self) -> "MaskWork | None": ...
 
 
 class Masks:
-    """The threads that the guides of one batch work on. Owned by the engine thread."""
+    """Threads that compute the masks of one batch. Owned by the engine thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mask")
@@ -59,7 +59,7 @@ class Masks:
         return MaskWork(self._threads.submit(lambda: _follow(Guide(rule), tokens)), time.monotonic())
 
     def most_drafted(self, work: "MaskWork") -> int:
-        """The longest draft whose masks will probably be there in time."""
+        """Return the length of the longest draft whose masks will probably be ready in time."""
         if not work.is_ready:
             return 0
         return max(0, int(_DRAFT_PATIENCE_FRACTION * self._patience / max(work.mask_s, _LEAST_MASK_S)) - 1)
@@ -67,8 +67,8 @@ class Masks:
     def take(
         self, rows: Sequence[MaskedRow], tokens: Sequence[int], drafts: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """The tokens that the running forward pass is for: start on the masks of what it will give, also behind each
-        token of a draft."""
+        """Start the masks after these tokens, which the running forward pass processes, and after each token of a
+        draft."""
         now = time.monotonic()
         elapsed = now - self._stepped
         self._stepped = now
@@ -82,13 +82,13 @@ class Masks:
                 work.accepted = 0
 
     def accept(self, work: "MaskWork", agreed: int) -> int:
-        """Go on behind so many tokens of the draft of a row, or fewer: as many as there are masks for."""
-        # What a row without a mask was given means nothing.
+        """Continue after `agreed` tokens of a row's draft, or as many as have masks. Returns their number."""
+        # Tokens that were sampled without a mask do not count.
         work.accepted = min(agreed, len(work.states) - 1) if work not in self._late and work.is_ready else 0
         return work.accepted
 
     def apply(self, rows: Sequence[MaskedRow], logits: mx.array) -> mx.array:
-        """Logits `[rows, vocab]`, or `[rows, steps, vocab]` for drafts, with what grammars forbid at -inf.
+        """Return logits `[rows, vocab]`, or `[rows, steps, vocab]` for drafts, with forbidden tokens at -inf.
 
         Rows whose mask is late or failed are unchanged.
         """
@@ -110,7 +110,7 @@ class Masks:
         return min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, self._step_s))
 
     def late(self) -> "list[MaskWork]":
-        """Masks that the last steps went on without; what was sampled for their rows means nothing."""
+        """Return the masks that the last steps did not wait for; tokens sampled for their rows are invalid."""
         late, self._late = self._late, []
         return late
 
@@ -144,7 +144,7 @@ class _Followed:
 
 @dataclass(slots=True, eq=False)
 class MaskWork:
-    """The newest masks of one row, done or not: behind its newest token, and behind each token of its draft."""
+    """Newest masks of one row, ready or not: after its newest token, and after each token of its draft."""
 
     future: "Future[_Followed]"
     since: float
@@ -166,12 +166,12 @@ class MaskWork:
 
     @property
     def forced(self) -> Sequence[int]:
-        """Tokens that the row will probably have next, the one that was sampled and not read yet first."""
+        """Tokens that the row will probably have next; the first was sampled already, but not read."""
         return self.state.forced if self.is_ready else ()
 
     @property
     def is_done(self) -> bool:
-        """Whether the masks are there, or never will be."""
+        """Whether the masks are ready, or have failed."""
         return self.future.done()
 
     @property
@@ -179,7 +179,7 @@ class MaskWork:
         return self.future.done() and self.future.exception() is None
 
     def error(self, now: float) -> Exception | None:
-        """The reason for which there will be none."""
+        """Return the reason why there will be no masks, if any."""
         if not self.future.done():
             return GrammarFailed("its mask takes too long") if now - self.since > MAX_MASK_S else None
         error = self.future.exception()

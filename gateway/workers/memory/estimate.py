@@ -8,7 +8,7 @@ from gateway.model_files.metadata import ModelMetadata, Unreadable, adapter_size
 from gateway.model_files.worker_memory import BUFFER_BYTES, MIB, OVERHEAD_BYTES, fixed_bytes
 from protocol.kinds import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
 from protocol.timing_profile import LoadFacts
-from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST
+from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
 # Context for which a model gets KV, and the least with which it is useful.
 COMFORT_TOKENS: Final = 32_768
@@ -67,7 +67,7 @@ def estimate(model: ModelConfig, loan_max: int, load: LoadFacts | None = None) -
     if kind in KINDS_WITHOUT_KV:
         least = floor = fixed + max(PASS_BYTES, weights // PASS_DIVISOR)
         if kind == AUDIO and _transcribes(model, info):
-            least, floor = least + CLIP_BYTES_LEAST, floor + CLIP_BYTES
+            least, floor = least + MIN_CLIP_BYTES, floor + MAX_CLIP_BYTES
         return Need(weights, least, floor, floor + min(loan_max, PASS_LOAN_MAX))
     if model.kv_bytes is not None:
         floor = fixed + model.kv_bytes + (cache or 0)

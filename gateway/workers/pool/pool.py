@@ -31,7 +31,7 @@ from gateway.workers.supervisor.state import (
 from gateway.workers.supervisor.worker import Worker
 from protocol.failures import Code, Failure
 from protocol.spec import WorkerSpec
-from protocol.timing_profile import wisdom_dir
+from protocol.timing_profile import profiles_dir
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Pool:
         # Models whose worker of another version is stopped at the start, and which are loaded again.
         self._reloaded: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self.times = KnownTimes(wisdom_dir(config.home))
+        self.times = KnownTimes(profiles_dir(config.home))
         self._broker = Broker(config, self._workers, link, events, machine or ThisMachine(), self._limits, self.times)
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None

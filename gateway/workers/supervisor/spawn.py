@@ -23,7 +23,7 @@ from gateway.workers.supervisor.registry import Registry, Survivor, WorkerProces
 from gateway.workers.supervisor.remote_rank import RemoteRank, input_of, ssh_command
 from protocol.failures import Failure
 from protocol.spec import STDIN, GroupSpec, WorkerSpec
-from protocol.timing_profile import FOLDER_ENV, wisdom_dir
+from protocol.timing_profile import FOLDER_ENV, profiles_dir
 
 Command = Callable[[WorkerSpec], list[str]]
 
@@ -87,7 +87,7 @@ class Spawner:
             # The worker could not connect, and its load would time out.
             raise FileNotFoundError(f"{down} is gone: somebody removed the run folder; restart mlxd")
         argv = self._command(spec)
-        variables = {FOLDER_ENV: str(wisdom_dir(self._home))}
+        variables = {FOLDER_ENV: str(profiles_dir(self._home))}
         if spec.group is not None:
             variables |= spec.group.variables
         with _input(msgspec.json.encode(spec), down.parent) as stdin:

@@ -13,7 +13,7 @@ from gateway.ctl.cli import app
 from gateway.ctl.printing import records
 from gateway.model_files.known_times import KnownTimes
 from gateway.workers.memory.host import ThisMachine
-from protocol.timing_profile import CalibrationResult, wisdom_dir
+from protocol.timing_profile import CalibrationResult, profiles_dir
 from tests.support.ctl import ctl
 
 
@@ -25,7 +25,7 @@ def test_a_model_is_measured_and_info_tells_of_it(model_folder: Callable[[str], 
     findings = [json.loads(each) for each in done.stdout.splitlines()]
     assert (findings[0]["kind"], findings[-1]["kind"]) == ("decode", "max_running")
 
-    kept = KnownTimes(wisdom_dir(tmp_path)).of("m", str(path))
+    kept = KnownTimes(profiles_dir(tmp_path)).of("m", str(path))
     assert kept is not None
     assert kept.calibration is not None
     assert kept.calibration.max_running == findings[-1]["size"]

@@ -14,7 +14,7 @@ from protocol.to_worker import Detokenize, Generate, Sampling, Tokenize
 from tests.support.engine import spec
 from tests.support.reading_models import PROMPTS, build_embedder, build_reranker
 from worker.embedding.job import EmbeddingJob
-from worker.embedding.load_model import load_reader
+from worker.embedding.load_model import load_embedding_model
 from worker.embedding.prepare import Preparer
 from worker.errors import LoadFailed, RequestInvalid
 
@@ -25,13 +25,13 @@ LONG = "kato " * 400
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
     path = build_embedder("bert", tmp_path_factory.mktemp("bert"))
-    return Preparer(load_reader(spec(path), EMBED, lambda *_: None))
+    return Preparer(load_embedding_model(spec(path), EMBED, lambda *_: None))
 
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
     path = build_reranker("bert", tmp_path_factory.mktemp("scorer"))
-    return Preparer(load_reader(spec(path), RERANK, lambda *_: None))
+    return Preparer(load_embedding_model(spec(path), RERANK, lambda *_: None))
 
 
 def job(preparer: Preparer, prompt: Prompt) -> EmbeddingJob:
@@ -106,7 +106,7 @@ def test_vectors_are_only_cut_where_the_model_declares_it(embedder: Preparer, tm
     assert job(embedder, EmbedPrompt(("a",), dimensions=32)).dimensions == 0
     declared = build_embedder("bert", tmp_path / "m", matryoshka_dimensions=[8, 16])
     for path, settings in ((declared, {}), (build_embedder("bert", tmp_path / "n"), {"matryoshka": True})):
-        preparer = Preparer(load_reader(spec(path, **settings), EMBED, lambda *_: None))
+        preparer = Preparer(load_embedding_model(spec(path, **settings), EMBED, lambda *_: None))
         assert job(preparer, EmbedPrompt(("a",), dimensions=8)).dimensions == 8
 
 
@@ -166,7 +166,7 @@ def test_steps_that_are_not_known_end_the_load(tmp_path: Path, file: str, change
     path = build_embedder("bert", tmp_path / "m")
     (path / file).write_text(json.dumps(change))
     with pytest.raises(LoadFailed, match=reason) as caught:
-        load_reader(spec(path), EMBED, lambda *_: None)
+        load_embedding_model(spec(path), EMBED, lambda *_: None)
     assert caught.value.failure.code is Code.MODEL_UNSUPPORTED
 
 
@@ -179,7 +179,7 @@ def test_a_step_outside_of_the_models_folder_is_refused(tmp_path: Path, kind: st
     named = str(other) if outside == "ABSOLUTE" else outside
     (path / "modules.json").write_text(json.dumps([{"idx": 0, "type": f"x.{kind}", "path": named}]))
     with pytest.raises(LoadFailed, match="outside of the model") as caught:
-        load_reader(spec(path), EMBED, lambda *_: None)
+        load_embedding_model(spec(path), EMBED, lambda *_: None)
     assert caught.value.failure.code is Code.MODEL_CORRUPT
 
 
@@ -196,9 +196,9 @@ def test_an_architecture_that_is_not_known_ends_the_load(
     tmp_path: Path, family: str, change: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(LoadFailed, match=reason):
-        load_reader(spec(build_embedder(family, tmp_path / "m", **change)), EMBED, lambda *_: None)
+        load_embedding_model(spec(build_embedder(family, tmp_path / "m", **change)), EMBED, lambda *_: None)
 
 
 def test_a_classifier_of_several_classes_is_no_reranker(tmp_path: Path) -> None:
     with pytest.raises(LoadFailed, match="one score"):
-        load_reader(spec(build_reranker("bert", tmp_path / "m", num_labels=3)), RERANK, lambda *_: None)
+        load_embedding_model(spec(build_reranker("bert", tmp_path / "m", num_labels=3)), RERANK, lambda *_: None)

@@ -16,7 +16,7 @@ from tests.support.engine import spec
 from tests.support.reading_models import EMBEDDERS, PAIRS, RERANKERS, TEXTS, build_embedder, build_reranker
 from tests.support.reading_reference import QUERY
 from worker.embedding.job import EmbeddingInput
-from worker.embedding.load_model import EmbeddingModel, kind_of_spec, load_reader
+from worker.embedding.load_model import EmbeddingModel, kind_of_spec, load_embedding_model
 from worker.embedding.prepare import Preparer
 
 # Of torch's own kernels in float32, and of ours in a batch.
@@ -26,7 +26,7 @@ REFERENCE: Final[dict[str, Any]] = json.loads(Path(__file__).with_name("referenc
 
 
 def loaded(path: Path, kind: str) -> EmbeddingModel:
-    return load_reader(spec(path), kind, lambda *_: None)
+    return load_embedding_model(spec(path), kind, lambda *_: None)
 
 
 def items(reader: EmbeddingModel, prompt: Prompt) -> Sequence[EmbeddingInput]:

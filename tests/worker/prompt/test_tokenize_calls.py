@@ -6,7 +6,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from worker.prompt.questions import WAITING_MAX, TokenizeCalls
+from worker.prompt.questions import TokenizeCalls
 
 from protocol.failures import Code
 from protocol.from_worker import Rejected, Tokenized, Up
@@ -18,6 +18,7 @@ from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 from worker.model.loader import load
 from worker.prompt.intake import Intake
+from worker.prompt.tokenize_calls import MAX_WAITING_CALLS, TokenizeCalls
 
 CONTEXT = 64
 CHARS_MAX = 4 * 8 * CONTEXT
@@ -100,15 +101,15 @@ def test_counting_ends_at_the_next_slice_when_its_client_leaves(model_folder: Ca
 
 def test_a_question_beyond_those_that_may_wait_is_refused_and_the_others_are_answered_in_order(intake: Intake) -> None:
     desk = Desk(intake)
-    for rid in range(WAITING_MAX + 1):
+    for rid in range(MAX_WAITING_CALLS + 1):
         desk.questions.put(Tokenize(rid, TextPrompt("kato")))
     (refused,) = desk.answers(1)
     assert isinstance(refused, Rejected)
-    assert (refused.rid, refused.failure.code) == (WAITING_MAX, Code.BUSY)
+    assert (refused.rid, refused.failure.code) == (MAX_WAITING_CALLS, Code.BUSY)
     assert desk.gauges.refused_questions == 1
     desk.questions.start()
-    answers = desk.answers(WAITING_MAX)
-    assert [answer.rid for answer in answers if isinstance(answer, Tokenized)] == list(range(WAITING_MAX))
+    answers = desk.answers(MAX_WAITING_CALLS)
+    assert [answer.rid for answer in answers if isinstance(answer, Tokenized)] == list(range(MAX_WAITING_CALLS))
 
 
 def test_a_question_that_was_aborted_is_never_answered(intake: Intake) -> None:

@@ -20,7 +20,7 @@ from tests.support.models import ARCHITECTURES, build, shallow
 from tests.support.reading_models import build_embedder, build_reranker
 from tests.support.scale import scaled
 from worker.embedding.job import EmbeddingInput, Numbers
-from worker.embedding.load_model import load_reader
+from worker.embedding.load_model import load_embedding_model
 from worker.start.checked_model import load_checked
 from worker.tools.verify.__main__ import main
 from worker.tools.verify.reader_checks import reader_checks
@@ -145,7 +145,7 @@ def test_what_is_heard_and_spoken_is_verified_again(tmp_path: Path, capsys: pyte
 
 
 def test_a_vector_that_others_change_is_found(tmp_path: Path) -> None:
-    reader = load_reader(spec(build_embedder("bert", tmp_path / "m")), EMBED, lambda *_: None)
+    reader = load_embedding_model(spec(build_embedder("bert", tmp_path / "m")), EMBED, lambda *_: None)
 
     def compute(items: Sequence[EmbeddingInput]) -> Numbers:
         return reader.compute(items) + (0.1 if len(items) > 6 else 0)

@@ -18,7 +18,6 @@ _TEMPLATES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
     ("function_gemma", ("<start_function_call>",)),
     ("longcat", ("<longcat_tool_call>",)),
-    ("seed_oss", ("<seed:tool_call>",)),
     ("seed_oss", ("seed:tool_call",)),
     ("deepseek_v4", ("｜DSML｜", "tool_calls>")),
     ("deepseek_v32", ("｜DSML｜",)),
@@ -85,8 +84,6 @@ _MODEL_TYPES: Final = {
     "step3p5": "step3p5", "apertus": "apertus", "hunyuan": "hunyuan_a13b", "cohere2": "command_r7b",
     "internlm2": "internlm2", "qwen3_next": "hermes",
 }  # fmt: skip
-
-
 # Families that write the same markup with different conventions.
 _SIBLINGS: Final = {
     ("qwen3_coder", "step3p5"): "step3p5",

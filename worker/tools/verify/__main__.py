@@ -17,7 +17,7 @@ from protocol.failures import ExitStatus, Failure
 from protocol.kinds import AUDIO, TEXT
 from protocol.spec import WorkerSpec, read_spec
 from protocol.verify import VerifyCheck
-from worker.embedding.load_model import kind_of_spec, load_reader
+from worker.embedding.load_model import kind_of_spec, load_embedding_model
 from worker.errors import LoadFailed, PartnerLost, RequestInvalid
 from worker.group.coordinator import open_group
 from worker.model import memory
@@ -38,7 +38,7 @@ def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[VerifyCheck]
         yield from audio_checks(spec)
         return
     if kind != TEXT:
-        yield from reader_checks(load_reader(spec, kind, lambda _stage, _done, _total: None))
+        yield from reader_checks(load_embedding_model(spec, kind, lambda _stage, _done, _total: None))
         return
     lead, division = open_group(spec, _lost) if spec.group is not None else (None, None)
     loaded = load_checked(spec, lambda _stage, _done, _total: None, division, lead)

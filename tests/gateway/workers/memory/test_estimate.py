@@ -17,7 +17,7 @@ from gateway.workers.memory.estimate import (
     estimate,
 )
 from protocol.timing_profile import LoadFacts
-from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST
+from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
 LENDABLE = 1 << 40
 FIXED = OVERHEAD_BYTES + BUFFER_BYTES
@@ -110,8 +110,8 @@ def test_a_model_that_reads_has_no_kv_and_needs_what_a_pass_computes() -> None:
 
 def test_a_model_that_hears_needs_room_for_clips_and_one_that_speaks_none() -> None:
     hears, speaks, reads = need(kind="audio"), need(kind="audio", path="org/Soprano-80M"), need(kind="embed")
-    assert hears.floor == reads.floor + CLIP_BYTES
-    assert hears.least == reads.least + CLIP_BYTES_LEAST
+    assert hears.floor == reads.floor + MAX_CLIP_BYTES
+    assert hears.least == reads.least + MIN_CLIP_BYTES
     assert speaks.least == speaks.floor == speaks.weights + FIXED + PASS_BYTES
 
 
