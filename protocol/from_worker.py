@@ -87,7 +87,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     kv_bits: int = 0
     # Set for audio models.
     audio: AudioInfo | None = None
-    # `kernel`, or `mlx` with the reason; empty from a worker that does not say.
+    # `kernel`, or `mlx` with the reason; empty from older workers.
     attention: str = ""
 
 

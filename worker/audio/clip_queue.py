@@ -24,9 +24,9 @@ _DECODER_THREADS: Final = 2
 _MAX_TIMES_OVERTAKEN: Final = 32
 # Factor by which the reservation of a clip of unknown length grows.
 _RESERVATION_GROWTH: Final = 2
-_FULL: Final = Failure(Code.BUSY, "the clips of other requests fill the memory for clips; try again")
-_CROWDED: Final = Failure(Code.BUSY, "the model's queue is full; try again")
-_LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
+_MEMORY_FULL: Final = Failure(Code.BUSY, "the clips of other requests fill the memory for clips; try again")
+_QUEUE_FULL: Final = Failure(Code.BUSY, "the model's queue is full; try again")
+_DEADLINE_PASSED: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
 _STOPPING: Final = Failure(Code.DRAINING, "the model is being stopped; try again")
 
 
@@ -108,7 +108,7 @@ class ClipQueue:
     def _take_in(self, clip: PendingClip) -> None:
         with self._room.changed:
             if len(self._waiting) >= (self._spec.max_running or DEFAULT_MAX_RUNNING) + self._spec.max_waiting:
-                self._send(Rejected(clip.rid, _CROWDED))
+                self._send(Rejected(clip.rid, _QUEUE_FULL))
                 return
             self._numbers += 1
             clip.number = self._numbers
@@ -138,12 +138,12 @@ class ClipQueue:
         """End clips that waited too long or no longer fit the memory, and those that are decoded too late."""
         now, most = time.monotonic(), self._room.alone_bytes
         for clip in [each for each in self._waiting.values() if now >= each.ends]:
-            self._end(clip, _FULL)
+            self._end(clip, _MEMORY_FULL)
         for clip in [each for each in self._waiting.values() if each.needed > most]:
             self._end(clip, _too_large(clip.needed, int(most)).failure)
         for clip in self._decoding.values():
             if now >= clip.ends and not clip.is_ended:
-                self._end(clip, _LATE)
+                self._end(clip, _DEADLINE_PASSED)
 
     def _end(self, clip: PendingClip, failure: Failure | None) -> None:
         """Send the terminal event of a clip that becomes no job: an abort, or its failure."""

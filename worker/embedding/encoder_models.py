@@ -5,7 +5,7 @@ encoders approximate GELU for ModernBERT, and do not include nomic-bert.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
@@ -48,8 +48,8 @@ class EncoderShape:
     has_inner_bias: bool = True
     has_norm_bias: bool = True
     has_learned_positions: bool = True
-    windows: tuple[int, ...] = field(default=())
-    thetas: tuple[float, ...] = field(default=())
+    windows: tuple[int, ...] = ()
+    thetas: tuple[float, ...] = ()
 
     @property
     def head_width(self) -> int:

@@ -120,8 +120,8 @@ def _folded(folder: Path) -> dict[str, Any]:
         raise LoadFailed(Code.MODEL_CORRUPT, str(error)) from error
 
 
-def _dtype(asked: str, is_encoder: bool, total: int) -> str:
-    return "float32" if asked == "auto" and is_encoder and has_gpu() and total < _MAX_FLOAT32_BYTES else asked
+def _dtype(configured: str, is_encoder: bool, total: int) -> str:
+    return "float32" if configured == "auto" and is_encoder and has_gpu() and total < _MAX_FLOAT32_BYTES else configured
 
 
 def _compute(

@@ -174,16 +174,16 @@ class Preparer:
 
     def _judged(self, query: str, document: str, prompt: ScorePrompt) -> EmbeddingInput:
         """Format a pair as a chat that the model answers with yes or no."""
-        asked = (
+        question = (
             f"<Instruct>: {prompt.instruction or _DEFAULT_INSTRUCTION}\n<Query>: {self._bounded(query)}\n<Document>: "
         )
         before, after = self._ids(_BEFORE), self._ids(_AFTER)
         # Query and document are encoded as one text, as in training: tokens may cross their boundary.
-        body = self._ids(asked + self._cut_document(document, prompt))
+        body = self._ids(question + self._cut_document(document, prompt))
         if most := self._most(prompt.truncate):
             room = most - len(before) - len(after)
             # A query that does not fit stays whole, so that it is refused.
-            body = body[:room] if room >= len(self._ids(asked)) else body
+            body = body[:room] if room >= len(self._ids(question)) else body
         return EmbeddingInput((*before, *body, *after))
 
     def _cut_document(self, document: str, prompt: ScorePrompt) -> str:

@@ -182,7 +182,7 @@ CALL_SHAPES: Final[tuple[Callable[[Messages], Messages], ...]] = (
     words_apart,
     lambda messages: one_call_each(words_apart(messages)),
 )
-"""In the order in which they are tried, for turns with more than one call, or with words beside them."""
+"""In the order in which they are tried, for turns with more than one call, or with text next to them."""
 
 ADAPTATIONS: Final[tuple[Callable[[Messages], Messages], ...]] = (
     unchanged,

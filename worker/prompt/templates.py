@@ -276,7 +276,7 @@ class Renderer:
         return CALL_SHAPES[0]
 
     def _holds(self, shape: Callable[[Messages], Messages], wanted: tuple[str, ...]) -> bool:
-        """Whether the template renders these words of two calls and of the text beside them, also before an answer."""
+        """Whether the template renders these words of two calls and of the text next to them, also before an answer."""
         calls = [
             {**_PROBE_CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
             for n in (1, 2)
@@ -288,7 +288,7 @@ class Renderer:
         ]
         answered: Messages = [*messages, {"role": "assistant", "content": "z"}, _QUESTION]
         text = self._try(self._write_calls(shape(messages)), [_PROBE_TOOL]) or ""
-        # Earlier turns may lose their reasoning and the text beside it, but they must not be refused.
+        # Earlier turns may lose their reasoning and the text next to it, but they must not be refused.
         is_taken = self._try(self._write_calls(shape(answered)), [_PROBE_TOOL]) is not None
         return is_taken and all(word in text for word in wanted)
 
@@ -337,13 +337,13 @@ def adopt_template(tokenizer: Any, path: Path) -> None:
 
     This happens if the tokenizer has no template, or one without images while the other has them.
     """
-    beside = _template_beside(path)
+    separate = _separate_template(path)
     own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    if beside and (not tokenizer.has_chat_template or (own and "image" not in own and "image" in beside)):
-        tokenizer.chat_template, tokenizer.has_chat_template = beside, True
+    if separate and (not tokenizer.has_chat_template or (own and "image" not in own and "image" in separate)):
+        tokenizer.chat_template, tokenizer.has_chat_template = separate, True
 
 
-def _template_beside(path: Path) -> str:
+def _separate_template(path: Path) -> str:
     with suppress(OSError, ValueError):
         match json.loads((path / "chat_template.json").read_bytes()):
             case {"chat_template": str(template)}:

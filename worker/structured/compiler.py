@@ -112,16 +112,12 @@ class GrammarWalk:
         beyond = (at for at, token in enumerate(tokens) if token >= self._vocab_size)
         return tokens[: next(beyond, len(tokens))]
 
-    def fits(self, token: int) -> bool:
-        """Whether this token may come next."""
-        return self._matcher.validate_tokens([token]) == 1
-
     @property
     def is_complete(self) -> bool:
         """Whether the text so far is a complete match."""
         return self._matcher.is_accepting()
 
-    def fits_all(self, tokens: Sequence[int]) -> bool:
+    def fits(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens may come next, in this order."""
         return self._matcher.validate_tokens(list(tokens)) == len(tokens)
 

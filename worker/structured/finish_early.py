@@ -48,7 +48,7 @@ class EarlyFinish:
         if ends:
             return ends[:1]
         is_text = bool(self._letters) and all(allowed[token] for token in self._letters)
-        return next((tokens for tokens in (self._texts if is_text else self._marks) if walk.fits_all(tokens)), ())
+        return next((tokens for tokens in (self._texts if is_text else self._marks) if walk.fits(tokens)), ())
 
     def shortest(self, walk: GrammarWalk) -> int:
         """Return the approximate token count of the shortest answer. Advances `walk` to its end."""

@@ -150,7 +150,7 @@ class Guide:
 
     def _is_gap(self, token: int) -> bool:
         """Whether the token is whitespace after a reasoning block that the grammar does not allow itself."""
-        return self._rule.token_bytes(token).isspace() and not self._walk.fits(token)
+        return self._rule.token_bytes(token).isspace() and not self._walk.fits([token])
 
 
 class Rules:

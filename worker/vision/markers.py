@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, cast
 
@@ -18,7 +18,7 @@ class MediaMarkers:
     """
 
     by_kind: dict[str, str]
-    others: tuple[str, ...] = field(default=())
+    others: tuple[str, ...] = ()
 
     def kinds(self, text: str) -> list[str]:
         """Return the kinds of media that a rendered text marks, in order."""

@@ -22,10 +22,9 @@ Reserve = Callable[[int], None]
 _BROKEN: Final = (wave.Error, EOFError, RuntimeError, struct.error, ValueError)
 _MAX_SAMPLE_BYTES: Final = 4
 _WAV_INSTEAD: Final = "WAV files with 8, 16, 24 or 32 bits need nothing."
-# A WAV file longer than `WHOLE_S` is read in parts of whole seconds with about `_PART_FRAMES` frames, because
-# arithmetic takes several times the memory of the samples. Parts overlap by `_OVERLAP_S` seconds on both sides for
-# resampling.
-WHOLE_S: Final = 60
+# A longer WAV file is read in parts of whole seconds with about `_PART_FRAMES` frames, because arithmetic takes several
+# times the memory of the samples. Parts overlap by `_OVERLAP_S` seconds on both sides for resampling.
+MAX_WHOLE_S: Final = 60
 _PART_FRAMES: Final = 1 << 19
 _PART_MIN_S: Final = 4
 _OVERLAP_S: Final = 1
@@ -138,15 +137,15 @@ class _Part(NamedTuple):
         return resampled(levels, own, rate)[start : start + round(self.frames * rate / own)]
 
 
-def _parts(frames: int, own: int, rate: int, beside_s: int) -> Iterator[_Part]:
+def _parts(frames: int, own: int, rate: int, overlap_s: int) -> Iterator[_Part]:
     """Split a clip into parts of whole seconds, except the last; a short clip is one part."""
-    beside = beside_s * own
-    length = max(_PART_MIN_S, _PART_FRAMES // max(own, rate)) * own if frames > WHOLE_S * own else frames
+    overlap = overlap_s * own
+    length = max(_PART_MIN_S, _PART_FRAMES // max(own, rate)) * own if frames > MAX_WHOLE_S * own else frames
     first = 0
     while first < frames:
-        is_last = frames - first - length <= beside
+        is_last = frames - first - length <= overlap
         count = frames - first if is_last else length
-        yield _Part(first, count, beside if first else 0, 0 if is_last else beside)
+        yield _Part(first, count, overlap if first else 0, 0 if is_last else overlap)
         first += count
 
 

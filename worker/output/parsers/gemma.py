@@ -8,7 +8,7 @@ from worker.output.parsers.literal import LiteralSyntax
 from worker.output.parsers.reader import Malformed, Steps, markers
 
 _WORDS: Final = markers("call:", "call ", "call\n")
-# A name ends with the brace; any of the other characters shows that there is none.
+# A brace ends a name; the other characters show that there is no name.
 _NAME_ENDS: Final = markers("{", "\n", "<", "(")
 
 

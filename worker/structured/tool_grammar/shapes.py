@@ -14,9 +14,9 @@ from worker.structured.tool_grammar.schemas import ToolSchema
 from worker.structured.tool_grammar.values import PYTHON, Style, Values, whole_json
 
 # Maximum number of calls in one answer, if the grammar is the only limit.
-MANY: Final = 16
+MAX_CALLS: Final = 16
 # Maximum number of calls where each contains its index, because each one makes the grammar longer.
-NUMBERED: Final = 4
+MAX_NUMBERED_CALLS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def json_shape(lark: Lark, form: JsonCalls, family: str, tools: Sequence[ToolSch
 
     if shape.many == "each":
         first = f"{lark.text(open_)} {call(0)} {lark.text(close)}"
-        return Shape(start, first, (lark.rule(f"{lark.text(shape.between + start)} {first}"),) * MANY)
-    numbers = NUMBERED if shape.before else MANY
+        return Shape(start, first, (lark.rule(f"{lark.text(shape.between + start)} {first}"),) * MAX_CALLS)
+    numbers = MAX_NUMBERED_CALLS if shape.before else MAX_CALLS
     more = tuple(lark.rule(f"{lark.text(shape.between)} {call(index + 1)}") for index in range(numbers))
     return Shape(start, f"{lark.text(open_)} {call(0)}", more, lark.text(close), ends=(close,))
 
@@ -110,7 +110,7 @@ def mistral_shape(lark: Lark, form: MistralCalls, family: str, tools: Sequence[T
         return json_shape(lark, JsonCalls(form.starts), family, tools)
     mark = form.starts[0]
     first = either([f"{lark.text(tool.name + '[ARGS]')} {whole_json(lark, tool)}" for tool in tools])
-    return Shape(mark, first, (lark.rule(f"{lark.text(mark)} {first}"),) * MANY)
+    return Shape(mark, first, (lark.rule(f"{lark.text(mark)} {first}"),) * MAX_CALLS)
 
 
 def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
@@ -131,7 +131,7 @@ def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[T
             calls.append(f"{id_rule} {head} {whole_json(lark, tool)} {close}")
         return f"{lark.text(call)} {either(calls)}"
 
-    more = tuple(lark.rule(one(index + 1)) for index in range(NUMBERED if is_numbered else MANY))
+    more = tuple(lark.rule(one(index + 1)) for index in range(MAX_NUMBERED_CALLS if is_numbered else MAX_CALLS))
     tail = known(form.section_end)
     return Shape(start, one(0), more, lark.text(tail), ends=(tail,))
 
@@ -139,12 +139,12 @@ def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[T
 def tagged_json_shape(lark: Lark, form: TaggedJson, tools: Sequence[ToolSchema]) -> Shape:
     start, end = form.starts[0], lark.text(form.ends[0])
     first = either([f"{lark.text(tool.name + '>')} {whole_json(lark, tool)} {end}" for tool in tools])
-    return Shape(start, first, (lark.rule(f"{lark.text(start)} {first}"),) * MANY)
+    return Shape(start, first, (lark.rule(f"{lark.text(start)} {first}"),) * MAX_CALLS)
 
 
 def recipient_shape(lark: Lark, form: RecipientJson, tools: Sequence[ToolSchema]) -> Shape:
     first = either([f"{lark.text(tool.name + chr(10))} {whole_json(lark, tool)}" for tool in tools])
-    return Shape(form.starts[0], first, (lark.rule(f"{lark.text(chr(10) + form.starts[0])} {first}"),) * MANY)
+    return Shape(form.starts[0], first, (lark.rule(f"{lark.text(chr(10) + form.starts[0])} {first}"),) * MAX_CALLS)
 
 
 def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
@@ -157,7 +157,7 @@ def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[Too
         members = Values(lark, tool, PYTHON).members(lark.parameters(tool), tool.required, "{}=")
         calls.append(f'{lark.text(tool.name + "(")} {members} ")"')
     first = either(calls)
-    more = (lark.rule(f"{lark.text(between)} {first}"),) * MANY
+    more = (lark.rule(f"{lark.text(between)} {first}"),) * MAX_CALLS
     return Shape(start, f"{lark.text(open_)} {first}", more, lark.text(close), ends=(close,))
 
 
@@ -170,4 +170,4 @@ def gemma_shape(lark: Lark, form: GemmaCalls, tools: Sequence[ToolSchema]) -> Sh
         members = values.members(lark.parameters(tool), tool.required, "{}:")
         calls.append(f'{lark.text("call:" + tool.name + "{")} {members} "}}" {end}')
     first = either(calls)
-    return Shape(start, first, (lark.rule(f"{lark.text(start)} {first}"),) * MANY, value_ends=(style.delimiter,))
+    return Shape(start, first, (lark.rule(f"{lark.text(start)} {first}"),) * MAX_CALLS, value_ends=(style.delimiter,))

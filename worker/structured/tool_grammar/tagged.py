@@ -9,7 +9,7 @@ from worker.output.parsers.schema import Parameters, Schema, mapping
 from worker.output.parsers.xml_calls import XmlCalls
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import ToolSchema, constants, only, quantifier, resolved
-from worker.structured.tool_grammar.shapes import MANY, NUMBERED, Shape
+from worker.structured.tool_grammar.shapes import MAX_CALLS, MAX_NUMBERED_CALLS, Shape
 from worker.structured.tool_grammar.values import JSON, Values
 
 
@@ -89,7 +89,7 @@ class _XmlWriter:
         values = (look.before_end + form.param_end,)
         wrap_end = (look.end + self._wrap_end,) if self._wrap_end else ()
         ends = (*wrap_end, look.after + form.call_end, form.call_end)
-        numbers = NUMBERED if look.is_numbered else MANY
+        numbers = MAX_NUMBERED_CALLS if look.is_numbered else MAX_CALLS
         if not form.call or not self._wrap:
             # The wrapper is the call, or the format has no wrapper.
             start = self._wrap or form.call
@@ -104,8 +104,8 @@ class _XmlWriter:
             one = f"{first} {lark.text(look.end + self._wrap_end)}"
             more = lark.rule(f"{lark.text(chr(10) + self._wrap)} {one}")
             return Shape(self._wrap, one, (more,) * numbers, value_ends=values, ends=ends)
-        again = lark.text(look.end + form.call)
-        more_calls = tuple(lark.rule(f"{again} {self._call(tools, index + 1)}") for index in range(numbers))
+        further = lark.text(look.end + form.call)
+        more_calls = tuple(lark.rule(f"{further} {self._call(tools, index + 1)}") for index in range(numbers))
         return Shape(self._wrap, first, more_calls, lark.text(look.end + self._wrap_end), values, ends)
 
     def _call(self, tools: Sequence[ToolSchema], index: int) -> str:
@@ -150,7 +150,7 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[ToolSchem
 
     close = lark.text(f"{mark}</invoke>\n")
     first = lark.rule(f"{lark.text(mark)} {either([call(tool) for tool in tools])} {close}")
-    return Shape(start, f"{lark.text(chr(10))} {first}", (first,) * MANY, lark.text(end), (f"{mark}</",), (end,))
+    return Shape(start, f"{lark.text(chr(10))} {first}", (first,) * MAX_CALLS, lark.text(end), (f"{mark}</",), (end,))
 
 
 def parameter(lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
