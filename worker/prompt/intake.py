@@ -52,7 +52,6 @@ from worker.speculation.draft_state import UNLIMITED_DRAFT_TOKENS, Drafting
 from worker.speculation.text_sources.indexed_text import BREAK
 from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_CALL_TOKENS, ToolRules
-from worker.vision.families import Processor
 from worker.vision.images import MediaLimits
 
 log = logging.getLogger("mlxd.worker")
@@ -89,6 +88,9 @@ class Intake:
         self._limits = limits or DEFAULT_LIMITS
         # None, with the reason in `no_media`, for a model that takes no media.
         self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes)
+        # Kinds of media that a prompt may contain.
+        self.modalities = self._media.modalities if self._media is not None else ()
+        self.media_processor = self._media.processor if self._media is not None else None
         self._renderer = self._media.renderer if self._media is not None else Renderer(loaded.tokenizer)
         opened, closed = self._renderer.probe()
         self._family = ModelFamily(loaded, opened, self._renderer.knows_tools, parser)
@@ -108,15 +110,6 @@ class Intake:
         self._suppressed = tuple(loaded.vision.needs.suppressed) if loaded.vision is not None else ()
         self._relaxed = loaded.relaxed
         self._turn_starts = self._find_turn_starts(opened[len(closed) :]) - set(self._suppressed)
-
-    @property
-    def modalities(self) -> tuple[str, ...]:
-        """Kinds of media that a prompt may contain."""
-        return self._media.modalities if self._media is not None else ()
-
-    @property
-    def media_processor(self) -> Processor | None:
-        return self._media.processor if self._media is not None else None
 
     @property
     def has_chat_template(self) -> bool:
