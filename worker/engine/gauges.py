@@ -10,9 +10,7 @@ from msgspec.structs import astuple
 from protocol.stats import Stats
 
 if TYPE_CHECKING:
-    from worker.prefix_cache.prefix import PrefixCache
     from worker.speculation.policy.speculator import Speculator
-    from worker.vision.features import FeatureCache
 
 
 class Gauges(Stats):
@@ -31,14 +29,6 @@ class Gauges(Stats):
     choices: Stats | None = None
     experts: Stats | None = None
     speculator: "Speculator | None" = None
-
-    def observe_cache(self, cache: "PrefixCache") -> None:
-        self.prefix_bytes, self.prefix_nodes, self.cache = cache.nbytes, len(cache), cache.counts
-        if cache.disk is not None:
-            self.disk = cache.disk.counts
-
-    def observe_features(self, features: "FeatureCache") -> None:
-        self.feature_bytes, self.features = features.nbytes, features.counts
 
     def measure_memory(self) -> None:
         """Measure the memory of this process. Called on the loop's thread."""

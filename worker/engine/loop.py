@@ -282,14 +282,14 @@ class Engine(RequestLoop[Row]):
     def _select_tokens(self) -> None:
         """Continue the draft model's prefill of a sparse prompt, for as long as a tick may take."""
         if not self.sparse.is_busy:
-            self.pacer.chosen()
+            self.pacer.end_selection()
             return
         self._is_waiting = False
         # Counts as a step, so that the request's liveness check passes.
         self._gauges.step_seq += 1
         self._batch.wait()
         try:
-            self.sparse.step(self.pacer.choosing_s(self._batch.prefilling, self._batch.decoding))
+            self.sparse.step(self.pacer.selection_s(self._batch.prefilling, self._batch.decoding))
         except Exception as error:  # the boundary of one row, to code of every architecture
             rid = self.sparse.drop()
             if is_gpu_fault(error):

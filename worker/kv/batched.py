@@ -60,10 +60,10 @@ def extract(caches: Sequence[Any], row: int) -> list[Any]:
     return [take(cache) for cache in caches]
 
 
-def place(caches: Sequence[Any], ahead: Sequence[int]) -> None:
-    """Put the next token of row i `ahead[i]` positions ahead of its slot, before a pass. Only for plain caches."""
+def place(caches: Sequence[Any], skipped: Sequence[int]) -> None:
+    """Put the next token of row i `skipped[i]` positions ahead of its slot, before a pass. Only for plain caches."""
     for leaf in leaves(caches):
-        leaf.place(tuple(ahead))
+        leaf.place(tuple(skipped))
 
 
 def begin_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:

@@ -30,14 +30,14 @@ class Lengths:
     """Lengths of the rows, and the arrays that are derived from them.
 
     All layers of a batch move from one object to the next together, so that each array is made once for all of them.
-    The next token of row i is at position `of[i] + ahead[i]`; `ahead` is empty if no row has a sparse prompt.
+    The next token of row i is at position `of[i] + skipped[i]`; `skipped` is empty if no row has a sparse prompt.
     """
 
-    __slots__ = ("_begins", "_end", "_masks", "_next", "_offset", "_slots", "ahead", "is_level", "longest", "of")
+    __slots__ = ("_begins", "_end", "_masks", "_next", "_offset", "_slots", "is_level", "longest", "of", "skipped")
 
-    def __init__(self, lengths: Sequence[int], ahead: Sequence[int] = ()) -> None:
+    def __init__(self, lengths: Sequence[int], skipped: Sequence[int] = ()) -> None:
         self.of = tuple(lengths)
-        self.ahead = tuple(ahead) if any(ahead) else ()
+        self.skipped = tuple(skipped) if any(skipped) else ()
         self.longest = max(self.of, default=0)
         self.is_level = min(self.of, default=0) == self.longest
         self._offset: mx.array | None = None
@@ -53,10 +53,10 @@ class Lengths:
     @property
     def offset(self) -> mx.array:
         """Position of each row's next token, `[rows]`."""
-        if not self.ahead:
+        if not self.skipped:
             return self.begins
         if self._offset is None:
-            self._offset = mx.array(list(map(add, self.of, self.ahead)), dtype=mx.int32)
+            self._offset = mx.array(list(map(add, self.of, self.skipped)), dtype=mx.int32)
         return self._offset
 
     @property
@@ -112,33 +112,33 @@ class Lengths:
         ours = (window or 0 for (width, window), made in self._masks.items() if made is mask and width == count)
         return next(ours, None)
 
-    def placed(self, ahead: tuple[int, ...]) -> "Lengths":
+    def placed(self, skipped: tuple[int, ...]) -> "Lengths":
         """Return the same slots, with the next tokens at other positions."""
-        if self.ahead == ahead or not (self.ahead or any(ahead)):
+        if self.skipped == skipped or not (self.skipped or any(skipped)):
             return self
-        return self._derive(("ahead", *ahead), lambda: Lengths(self.of, ahead))
+        return self._derive(("skipped", *skipped), lambda: Lengths(self.of, skipped))
 
     def grown(self, count: int) -> "Lengths":
-        return self._derive(count, lambda: Lengths([length + count for length in self.of], self.ahead))
+        return self._derive(count, lambda: Lengths([length + count for length in self.of], self.skipped))
 
     def shortened(self, drop: tuple[int, ...]) -> "Lengths":
         def shorten() -> Lengths:
-            return Lengths([length - less for length, less in zip(self.of, drop, strict=True)], self.ahead)
+            return Lengths([length - less for length, less in zip(self.of, drop, strict=True)], self.skipped)
 
         return self._derive(drop, shorten)
 
     def kept(self, rows: Sequence[int]) -> "Lengths":
         def keep() -> Lengths:
-            return Lengths([self.of[row] for row in rows], [self.ahead[row] for row in rows] if self.ahead else ())
+            return Lengths([self.of[row] for row in rows], [self.skipped[row] for row in rows] if self.skipped else ())
 
         return self._derive(("rows", *rows), keep)
 
     def joined(self, other: "Lengths") -> "Lengths":
-        ahead = (*self._all_ahead(), *other._all_ahead())
-        return self._derive(("join", other.of, other.ahead), lambda: Lengths([*self.of, *other.of], ahead))
+        skipped = (*self._all_skipped(), *other._all_skipped())
+        return self._derive(("join", other.of, other.skipped), lambda: Lengths([*self.of, *other.of], skipped))
 
-    def _all_ahead(self) -> tuple[int, ...]:
-        return self.ahead or (0,) * len(self.of)
+    def _all_skipped(self) -> tuple[int, ...]:
+        return self.skipped or (0,) * len(self.of)
 
     def _derive(self, change: object, make: Callable[[], "Lengths"]) -> "Lengths":
         if self._next is None or self._next[0] != change:
@@ -234,9 +234,9 @@ class RaggedKVCache:
                 return "causal"
         return lengths.mask(N, window)
 
-    def place(self, ahead: tuple[int, ...]) -> None:
-        """Put the next token of row i `ahead[i]` positions ahead of its slot, for a sparse prompt."""
-        self.lengths = self.lengths.placed(ahead)
+    def place(self, skipped: tuple[int, ...]) -> None:
+        """Put the next token of row i `skipped[i]` positions ahead of its slot, for a sparse prompt."""
+        self.lengths = self.lengths.placed(skipped)
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
         """Prepare a pass of `count` tokens per row, of which `lengths[i]` are row i's."""

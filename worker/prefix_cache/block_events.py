@@ -74,7 +74,7 @@ class BlockEventLog:
         # Blocks of nodes with KV. A node that was split since also has hashes of blocks that end above it.
         self._blocks: dict[RadixNode, _Blocks] = {}
 
-    def hold(self, salt: str, node: RadixNode) -> None:
+    def stored(self, salt: str, node: RadixNode) -> None:
         """Add an event for the blocks that end in a node, which has its KV now."""
         above, tokens, begin = self._unhashed(node)
         hashes = hash_blocks(salt.encode() if above is None else above.to_bytes(8), tokens)
@@ -92,7 +92,7 @@ class BlockEventLog:
             BlockStored(hashes[at:], hashes[at - 1] if at else above, ids.tolist(), BLOCK, adapter_number(salt), MEDIUM)
         )
 
-    def let_go(self, salt: str, node: RadixNode) -> None:
+    def removed(self, salt: str, node: RadixNode) -> None:
         """Add an event for the blocks that end in a node, which loses its KV."""
         blocks = self._blocks.pop(node, _Blocks(0, []))
         gone = [each for each in blocks.hashes[node.begin // BLOCK - blocks.first :] if each in self._held]

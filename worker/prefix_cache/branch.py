@@ -34,20 +34,20 @@ class PrefixCursor:
         return True
 
     def next_tokens(self, most: int) -> list[int]:
-        """At most so many tokens that come next, along the newest edges, up to a medium."""
-        node, at, ahead = self._edge(), self._at, list[int]()
-        while len(ahead) < most:
+        """Return at most `most` tokens that follow along the newest edges, up to a medium."""
+        node, at, following = self._edge(), self._at, list[int]()
+        while len(following) < most:
             if at == node.end:
                 if not node.children:
                     break
                 node = next(reversed(node.children.values()))
-            tokens = node.tokens[at - node.begin :][: most - len(ahead)].tolist()
+            tokens = node.tokens[at - node.begin :][: most - len(following)].tolist()
             medium = next((index for index, token in enumerate(tokens) if token < 0), None)
             if medium is not None:
-                return ahead + tokens[:medium]
-            ahead += tokens
+                return following + tokens[:medium]
+            following += tokens
             at += len(tokens)
-        return ahead
+        return following
 
     def _edge(self) -> RadixNode:
         """Return the edge of the row's last token, which may have been split off `_node`."""

@@ -98,7 +98,8 @@ class CacheDisk:
         self._reads: dict[DiskEntry, DiskRead] = {}
         self._to_write: SimpleQueue[_Write | None] = SimpleQueue()
         self._to_read: SimpleQueue[DiskRead | None] = SimpleQueue()
-        self._queued_bytes = 0
+        # Bytes that wait to be written.
+        self.queued_bytes = 0
         self._mutex = threading.Lock()
         self._is_failing = False
         self._is_reading = True
@@ -124,11 +125,6 @@ class CacheDisk:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes that wait to be written."""
-        return self._queued_bytes
-
     def entry(
         self, parent: DiskEntry | None, salt: str, begin: int, tokens: Tokens, has_kv: bool, has_state: bool
     ) -> DiskEntry:
@@ -140,9 +136,9 @@ class CacheDisk:
         """Queue a file. All arrays must be evaluated. The entry is dropped if too much is queued."""
         nbytes = sum(array.nbytes for array in arrays_of(span, state or []))
         with self._mutex:
-            is_full = self._queued_bytes > 0 and self._queued_bytes + nbytes > self._queue_limit
+            is_full = self.queued_bytes > 0 and self.queued_bytes + nbytes > self._queue_limit
             if not is_full:
-                self._queued_bytes += nbytes
+                self.queued_bytes += nbytes
         if is_full:
             self.drop(entry)
             return
@@ -190,17 +186,14 @@ class CacheDisk:
         ready: list[tuple[DiskEntry | None, str]] = [(None, key) for key in children.get("", [])]
         while ready:
             parent, key = ready.pop()
-            entry = self._adopt(parent, *records.pop(key))
+            record, tokens, size = records.pop(key)
+            entry = DiskEntry(key, parent, record.salt, record.begin, tokens, record.state is not None)
+            self._settle(entry, size)
             linked.append(entry)
             ready.extend((entry, child) for child in children.get(key, []))
         for key in records:
             self._folder.path(key).unlink(missing_ok=True)
         return linked
-
-    def _adopt(self, parent: DiskEntry | None, record: FileHeader, tokens: Tokens, size: int) -> DiskEntry:
-        entry = DiskEntry(record.key, parent, record.salt, record.begin, tokens, record.state is not None)
-        self._settle(entry, size)
-        return entry
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +210,7 @@ class CacheDisk:
                 self.drop(write.entry)
                 self._complain(error)
             with self._mutex:
-                self._queued_bytes -= write.nbytes
+                self.queued_bytes -= write.nbytes
         self._folder.release()
 
     def _retire(self) -> None:

@@ -148,8 +148,8 @@ def encode(record: FileHeader, tokens: Tokens, span: Span, state: Sequence[Any] 
     record = msgspec.structs.replace(
         record, layers=len(span), kv_crc=crcs[0], state_crc=crcs[1], state=trees, parts=parts
     )
-    described = [_describe("tokens", "I32", tokens.shape)] if len(tokens) else []
-    described += [_describe(name, _DTYPES[a.dtype], a.shape) for name, a in zip(names, arrays, strict=True)]
+    described = [("tokens", "I32", list(tokens.shape))] if len(tokens) else []
+    described += [(name, _DTYPES[array.dtype], list(array.shape)) for name, array in zip(names, arrays, strict=True)]
     ids = memoryview(tokens.astype("<i4").tobytes())
     buffers = [ids, *views] if len(tokens) else views
     table: dict[str, _Metadata | _Tensor] = {
@@ -237,10 +237,6 @@ def _unflatten(tree: Tree, arrays: dict[str, mx.array]) -> Any:
             return tuple(values) if is_tuple else values
         case Plain(value=value):
             return value
-
-
-def _describe(name: str, dtype: str, shape: Iterable[int]) -> tuple[str, str, list[int]]:
-    return name, dtype, list(shape)
 
 
 def _crc(buffers: Iterable[memoryview]) -> int:

@@ -58,11 +58,11 @@ class PrefixCache:
         journal: BlockEventLog | None = None,
     ) -> None:
         self._layout = layout
-        self._budget = budget
+        self.budget = budget
         self._max_arrays = max_arrays
         self._tree = Tree(layout, journal)
         self._journal = journal
-        self._disk = disk
+        self.disk = disk
         self._disk_min_tokens = max(MIN_TOKENS, disk_min_tokens)
         # Writes that `persist` chose in this tick and in the previous one.
         self._chosen: list[_Write] = []
@@ -88,21 +88,12 @@ class PrefixCache:
         return self._tree.arrays
 
     @property
-    def budget(self) -> int:
-        """Limit of `nbytes`."""
-        return self._budget
-
-    @property
     def is_on(self) -> bool:
-        return self._budget > 0
+        return self.budget > 0
 
     @property
     def needs_checkpoints(self) -> bool:
         return self._layout.needs_checkpoints
-
-    @property
-    def disk(self) -> CacheDisk | None:
-        return self._disk
 
     def longest(self, tokens: Tokens, salt: str = "", whole: Callable[[int], int] | None = None) -> int:
         """Return the number of leading tokens that can be reused from memory; `whole` as for `fetch`."""
@@ -159,7 +150,7 @@ class PrefixCache:
 
     def store(self, tokens: Tokens, caches: Sequence[Any], salt: str = "") -> None:
         """Store the KV of `tokens` from `caches`, which have processed all of them; only new tokens are copied."""
-        if self._budget <= 0 or len(tokens) == 0:
+        if self.budget <= 0 or len(tokens) == 0:
             return
         node, depth = self._tree.descend(tokens, salt_key(salt))
         self._tree.fill(node, caches)
@@ -175,7 +166,7 @@ class PrefixCache:
 
     def resize(self, budget: int, price: TokenCost | None = None) -> None:
         """Set the budget in bytes, and the nominal sizes in a group. Evicts the excess at once."""
-        self._budget = budget
+        self.budget = budget
         self._tree.set_price(price)
         self._evict()
 
@@ -190,17 +181,11 @@ class PrefixCache:
         self.counts.prefix_failures += 1
         self.clear()
 
-    def check(self) -> None:
-        """Raise AssertionError if the accounts are wrong; slow."""
-        self._tree.check()
-        assert self.nbytes <= self._budget
-        assert self.arrays <= self._max_arrays
-
     # -- disk --------------------------------------------------------------------------------------------------------
 
     def restore(self, tokens: Tokens, salt: str = "") -> Ticket | None:
         """Start to read the part of this prefix that is only on disk; None if it is too short."""
-        if self._disk is None:
+        if self.disk is None:
             return None
         path = self._tree.walk(tokens, salt_key(salt))
         reach, target = self._reach(path)
@@ -217,13 +202,13 @@ class PrefixCache:
                 break
         if self._layout.needs_checkpoints and target.state is None and target.saved is not None:
             wanted[target.saved] = True
-        reads = {entry: self._disk.read(entry, with_state=with_state) for entry, with_state in wanted.items()}
+        reads = {entry: self.disk.read(entry, with_state=with_state) for entry, with_state in wanted.items()}
         return Ticket(reads, held, time.monotonic() + READ_TIMEOUT_S)
 
     def persist(self, tokens: Tokens, checkpoints: Collection[int], salt: str = "") -> None:
         """Choose the path of `tokens` for writing, parents first, with checkpoints at these positions; `hand_over`
         queues it."""
-        if self._disk is None or len(tokens) < self._disk_min_tokens:
+        if self.disk is None or len(tokens) < self._disk_min_tokens:
             return
         key = salt_key(salt)
         above: DiskEntry | None = None
@@ -239,11 +224,11 @@ class PrefixCache:
             if node.extent is None or not node.extent.entry.is_live or node.is_longer:
                 node.is_longer = False
                 has_state = state is not None
-                entry = self._disk.entry(above, key, node.begin, node.tokens, bool(node.span), has_state)
+                entry = self.disk.entry(above, key, node.begin, node.tokens, bool(node.span), has_state)
                 node.extent = Extent(entry, 0, len(node.tokens))
                 self._chosen.append((entry, node.span, state))
             elif state is not None:
-                entry = self._disk.entry(node.extent.entry, key, node.end, EMPTY, False, True)
+                entry = self.disk.entry(node.extent.entry, key, node.end, EMPTY, False, True)
                 self._chosen.append((entry, [], state))
             if state is not None:
                 node.saved = self._chosen[-1][0]
@@ -255,22 +240,22 @@ class PrefixCache:
 
         Raises errors of computing them; writes that were not queued are then dropped.
         """
-        if self._disk is None:
+        if self.disk is None:
             return
         due, self._due, self._chosen = self._due, self._chosen, []
         handed_over = 0
         try:
             for entry, span, state in due:
                 mx.eval(arrays_of(span, state or []))
-                self._disk.write(entry, span, state)
+                self.disk.write(entry, span, state)
                 handed_over += 1
         finally:
             if handed_over < len(due):
                 for entry, _, _ in (*due[handed_over:], *self._due):
-                    self._disk.drop(entry)
+                    self.disk.drop(entry)
                 self._due = []
-        if self._disk.lost - self._lost > _PRUNE_INTERVAL_FILES:
-            self._lost = self._disk.lost
+        if self.disk.lost - self._lost > _PRUNE_INTERVAL_FILES:
+            self._lost = self.disk.lost
             self._tree.prune()
 
     def publish_events(self) -> None:
@@ -286,8 +271,8 @@ class PrefixCache:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Finish writing, within this time."""
         self.flush()
-        if self._disk is not None:
-            self._disk.close(timeout_s)
+        if self.disk is not None:
+            self.disk.close(timeout_s)
 
     def _reach(self, path: Path) -> tuple[int, RadixNode | None]:
         """Return the same as `_usable`, with the files on disk."""
@@ -347,7 +332,7 @@ class PrefixCache:
         """Add a leaf for tokens[depth:], or for the part that fits the budget. Returns `parent` if nothing fits."""
         state = new_state(self._layout, caches)
         span = slice_span(caches, depth, len(tokens))
-        room = self._budget - self._tree.path_bytes(parent)
+        room = self.budget - self._tree.path_bytes(parent)
         size = self._tree.span_bytes(len(tokens) - depth, span, state) + tokens[depth:].nbytes
         if size > room:
             # Storing all of it would evict everything else, and then this prefix too.
@@ -364,13 +349,13 @@ class PrefixCache:
 
     def _add_state(self, node: RadixNode, caches: Sequence[Any]) -> None:
         state = new_state(self._layout, caches)
-        if state is None or self._tree.path_bytes(node) + self._tree.span_bytes(0, [], state) > self._budget:
+        if state is None or self._tree.path_bytes(node) + self._tree.span_bytes(0, [], state) > self.budget:
             return
         self._tree.set_state(node, state)
         mx.async_eval(arrays_of([], state))
 
     def _evict(self) -> None:
-        while self.nbytes > self._budget or self.arrays > self._max_arrays:
+        while self.nbytes > self.budget or self.arrays > self._max_arrays:
             self._tree.release(self._tree.oldest)
             self.counts.prefix_evictions += 1
 

@@ -86,8 +86,8 @@ Path = list[tuple[RadixNode, int]]
 class Listener(Protocol):
     """Listener to nodes that get or lose KV, with the salt of their tree."""
 
-    def hold(self, salt: str, node: RadixNode) -> None: ...
-    def let_go(self, salt: str, node: RadixNode) -> None: ...
+    def stored(self, salt: str, node: RadixNode) -> None: ...
+    def removed(self, salt: str, node: RadixNode) -> None: ...
 
 
 class Tree:
@@ -174,7 +174,7 @@ class Tree:
         self._recency[node] = None
         self._account(node)
         if self._listener is not None:
-            self._listener.hold(self._salt(node), node)
+            self._listener.stored(self._salt(node), node)
 
     def set_state(self, node: RadixNode, state: list[Any]) -> None:
         node.state = state
@@ -248,7 +248,7 @@ class Tree:
         """Free the KV of a leaf, and of the nodes above that only it needed."""
         parent = node.parent
         assert parent is not None
-        self._let_go(node)
+        self._free(node)
         self.drop_useless(parent)
 
     def clear(self) -> None:
@@ -263,7 +263,7 @@ class Tree:
         while self.layout.needs_checkpoints and node.is_held and node.state is None and not _has_held_children(node):
             parent = node.parent
             assert parent is not None
-            self._let_go(node)
+            self._free(node)
             node = parent
         if node.parent is None and not node.children:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
@@ -296,34 +296,10 @@ class Tree:
                 node.extent = Extent(entry, at - len(node.tokens), at)
         return node
 
-    def check(self) -> None:
-        """Raise AssertionError if the accounts are wrong. Visits every node; for tests."""
-        reached = list(self._nodes())
-        for node in reached:
-            for first, child in node.children.items():
-                assert child.parent is node
-                assert first == int(child.tokens[0])
-                assert child.begin == node.end
-        reached = [node for node in reached if node.parent is not None]
-        assert all(node.is_held or node.extent is not None for node in reached)
-        held = [node for node in reached if node.is_held]
-        age = {node: at for at, node in enumerate(self._recency)}
-        assert set(held) == set(age)
-        for node in held:
-            assert node.parent is not None
-            assert node.parent.parent is None or age[node.parent] > age[node], "the oldest is an end"
-            assert node.nbytes == self.span_bytes(len(node.tokens), node.span or [], node.state) + node.tokens.nbytes
-            assert node.state is None or self.covers(node), "a checkpoint has its windows"
-            is_of_use = node.state is not None or _has_held_children(node)
-            assert is_of_use or not self.layout.needs_checkpoints, "every held path ends in a checkpoint"
-        assert self.nbytes == sum(node.nbytes for node in held)
-        assert self.arrays == sum(node.arrays for node in held)
-        assert all(root.children for root in self._roots.values()), "an empty tree is forgotten"
-
-    def _let_go(self, node: RadixNode) -> None:
+    def _free(self, node: RadixNode) -> None:
         assert not _has_held_children(node)
         if self._listener is not None:
-            self._listener.let_go(self._salt(node), node)
+            self._listener.removed(self._salt(node), node)
         del self._recency[node]
         node.span = node.state = None
         node.is_longer = False

@@ -20,14 +20,6 @@ from worker.prompt.tokenize_calls import CallAnswerer, TokenizeCalls
 Refusing = Callable[[int], AbstractContextManager[None]]
 
 
-class JobInbox(Protocol):
-    """Port to the loop's inbox, for any thread."""
-
-    def put(self, command: Any, /) -> None:
-        """Put a job or a command. Never blocks."""
-        ...
-
-
 class JobPreparation(CallAnswerer, Protocol):
     """Port to the intake that makes jobs of requests, and answers tokenize and detokenize calls."""
 
@@ -40,12 +32,12 @@ def take_requests(
     answerer: CallAnswerer,
     prepare: Callable[[Generate, float], None],
     set_adapters: Callable[[SetAdapters], None],
-    inbox: JobInbox,
+    put: Callable[[Any], None],
     link: GatewayLink,
     gauges: Gauges,
     refusing: Refusing,
 ) -> None:
-    """Route the messages of the link to their threads from now on.
+    """Route the messages of the link to their threads from now on; `put` is that of the loop's inbox, and never blocks.
 
     `prepare` runs on the intake's thread with a request and its arrival, puts the result into the inbox, and may raise
     `RequestInvalid`. `set_adapters` runs on the link's thread and never waits.
@@ -71,7 +63,7 @@ def take_requests(
             return
         if isinstance(command, Abort):
             command = structs.replace(command, rids=tuple(questions.abort(command.rids)))
-        inbox.put(command)
+        put(command)
 
     questions.start()
     threading.Thread(target=prepare_all, name="intake", daemon=True).start()
@@ -83,7 +75,7 @@ def take_jobs(
     epoch: int,
     weights_bytes: int,
     preparer: JobPreparation,
-    inbox: JobInbox,
+    put: Callable[[Any], None],
     link: GatewayLink,
     gauges: Gauges,
     refusing: Refusing,
@@ -91,13 +83,13 @@ def take_jobs(
     """Call `take_requests` for a model that generates no text, and so has no adapters."""
 
     def prepare(request: Generate, arrived: float) -> None:
-        inbox.put(preparer.job(request, arrived))
+        put(preparer.job(request, arrived))
 
     def refuse_adapters(command: SetAdapters) -> None:
         refused = refused_adapters(command.adapters)
         link.announce_adapters(AdaptersSet(epoch, command.call_id, refused, weights_bytes))
 
-    take_requests(preparer, prepare, refuse_adapters, inbox, link, gauges, refusing)
+    take_requests(preparer, prepare, refuse_adapters, put, link, gauges, refusing)
 
 
 def refused_adapters(adapters: tuple[tuple[str, str], ...]) -> tuple[AdapterInfo, ...]:

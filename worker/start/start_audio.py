@@ -42,7 +42,7 @@ def start_audio(
     keep_load(spec, model.path, facts, ("mlx-audio",))
     clips = ClipQueue(spec, inbox, room, link.send, gauges, refusing)
     clips.start()
-    take_jobs(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips, link, gauges, refusing)
+    take_jobs(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips.put, link, gauges, refusing)
     return loop, Ready(
         epoch=spec.epoch,
         model_path=str(model.path),

@@ -40,7 +40,7 @@ def start_reader(
     gauges.measure_memory()
     now = time.monotonic()
     keep_load(spec, reader.path, LoadFacts(now - started, now - warmed, reader.weights_bytes, gauges.memory_bytes))
-    take_jobs(spec.epoch, reader.weights_bytes, Preparer(reader), inbox, link, gauges, refusing)
+    take_jobs(spec.epoch, reader.weights_bytes, Preparer(reader), inbox.put, link, gauges, refusing)
     return loop, _ready(spec, reader, time.monotonic() - started)
 
 

@@ -41,7 +41,7 @@ def take_prompts(
             inbox.put(row)
 
     threading.Thread(target=_read_adapters, args=(loaded, orders, inbox, link), name="adapters", daemon=True).start()
-    take_requests(intake, prepare, orders.put, inbox, link, gauges, refusing)
+    take_requests(intake, prepare, orders.put, inbox.put, link, gauges, refusing)
 
 
 def _read_adapters(

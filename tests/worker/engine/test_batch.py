@@ -12,6 +12,7 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import spec
 from tests.support.models import build
+from tests.support.prefix_checks import check_cache
 from worker.engine.batch import Batch
 from worker.engine.row import BatchSequence, Row
 from worker.kv.kv import KvLayout
@@ -64,7 +65,7 @@ def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder:
     assert relative.stats.cached is not None
     assert relative.stats.cached >= 200
     assert stranger.stats.cached == 0
-    cache.check()
+    check_cache(cache)
     batch.close()
 
 

@@ -13,6 +13,7 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Abort, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import KINDS, VOCAB
+from tests.support.prefix_checks import check_cache
 from tests.support.scale import scaled
 from worker.kv import batched
 from worker.prefix_cache.prefix import PrefixCache
@@ -88,7 +89,7 @@ def test_rows_can_be_aborted_in_every_phase(architecture: str, model_folder: Cal
         engine.wait(lambda: running.terminals)
         assert running.ids == alone
         assert engine.gauges.cache.prefix_failures == 0
-        engine.engine.cache.check()
+        check_cache(engine.engine.cache)
 
 
 class Fails:
@@ -130,7 +131,7 @@ def test_a_release_that_fails_leaves_the_tokens_of_all_others_as_they_are(
         engine.wait(lambda: all(result.terminals for result in running))
         assert [result.ids for result in running] == alone
         assert engine.engine.cache.counts.prefix_failures >= 3
-        engine.engine.cache.check()
+        check_cache(engine.engine.cache)
 
 
 @pytest.mark.parametrize("name", ["extract", "store"])

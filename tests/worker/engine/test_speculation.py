@@ -12,6 +12,7 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, LANES, VOCAB
+from tests.support.prefix_checks import check_cache
 from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.engine.decode_batch import DecodeBatch
@@ -154,7 +155,7 @@ def test_rows_with_drafts_end_where_they_would_have(architecture: str, model_fol
         for begin in range(2, len(text) - 4, scaled(2, 9)):
             stopped = engine.run([structs.replace(whole[0], rid=1000 + begin, stop=(text[begin : begin + 3],))])[0]
             assert stopped.text == text[: text.find(text[begin : begin + 3])]
-        engine.engine.cache.check()
+        check_cache(engine.engine.cache)
     assert drafter.accepted > 20
 
 

@@ -19,6 +19,7 @@ from protocol.to_worker import Abort, Generate, Sampling, SetMemory
 from tests.support import disk
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import Breakable
+from tests.support.prefix_checks import check_cache
 from tests.support.process import Gateway
 from worker.engine.generator import Generator
 from worker.errors import StepFailed
@@ -294,7 +295,7 @@ def test_a_row_that_joins_or_leaves_without_memory_for_a_prefix_costs_no_other_i
         engine.wait(lambda: engine.error is not None or all(result.terminals for result in results), "all ends")
         assert calls > 0
         assert engine.error is None
-        cache.check()
+        check_cache(cache)
     assert [result.terminals for result in results] == [1, 1, 1, 1]
     assert results.pop().finish is Finish.ABORT
     assert [result.ids for result in results] == alone

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.support import disk as folder
 from tests.support.caches import KINDS, contents, filled, layout
+from tests.support.prefix_checks import check_cache
 from tests.support.scale import patient, scaled
 from worker.kv.kv import Span, arrays_of
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, FileStatus
@@ -343,7 +344,7 @@ def test_memory_and_disk_together_find_what_was_stored(
                 # An end of less than 64 tokens is not written yet, and to gain less than 64 nothing is read.
                 assert reused <= best
                 assert has_lost or cache.needs_checkpoints or reused > best - 128
-        cache.check()
+        check_cache(cache)
     cache.close()
 
 
@@ -373,10 +374,10 @@ def test_a_budget_for_memory_smaller_than_a_prompt_does_not_keep_the_disk_from_g
         cache.persist(ids(range(end)), (), "")
         cache.flush()
         folder.written(cache.disk)
-        cache.check()
+        check_cache(cache)
     assert cache.longest(ids(range(300))) < 300
     assert fetch(cache, "plain", list(range(300)), "") >= 200
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "sliding", "two windows"])
@@ -393,7 +394,7 @@ def test_a_checkpoint_that_came_after_its_edge_gets_a_file_of_its_own(kind: str,
     cache = PrefixCache(layout(kind), PLENTY, disk=CacheDisk(tmp_path, "model", PLENTY))
     assert fetch(cache, kind, [*range(100), *[7] * 50], "") == 100
     assert fetch(cache, kind, list(range(200)), "") == 200
-    cache.check()
+    check_cache(cache)
 
 
 def test_short_ends_are_written_when_there_is_more(tmp_path: Path) -> None:
@@ -427,7 +428,7 @@ def test_chains_of_files_are_linked_inside_of_an_edge(tmp_path: Path) -> None:
     cache = PrefixCache(layout("plain"), PLENTY, disk=CacheDisk(tmp_path, "model", PLENTY))
     assert fetch(cache, "plain", second, "") == len(second)
     assert fetch(cache, "plain", first, "") == len(first)
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.soak
@@ -445,4 +446,4 @@ def test_nodes_whose_files_were_deleted_are_forgotten(tmp_path: Path) -> None:
         known.append(sum(1 for _ in cache._tree._nodes()))
     assert disk.lost > 300
     assert max(known) < 450
-    cache.check()
+    check_cache(cache)

@@ -25,6 +25,7 @@ from protocol.to_worker import Abort, Generate, Sampling
 from tests.support import disk
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import SAMPLE, build, shallow, tiny_tokenizer
+from tests.support.prefix_checks import check_cache
 from tests.support.prefixes import GREEDY, SHARED, cached, family, said, words
 from tests.support.scale import patient, scaled
 from worker.errors import LoadFailed
@@ -386,7 +387,7 @@ def test_hundreds_of_requests_under_small_budgets(
                     aborted += result.finish == Finish.ABORT
                     assert result.finish == Finish.ABORT or (result.ids, result.text) == (ids, text)
             cache = engine.engine.cache
-        cache.check()
+        check_cache(cache)
         hits += cache.counts.disk_hits
         counts = engine.gauges.disk
         assert counts.disk_quarantined == 0

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.caches import KINDS, contents, filled, layout
+from tests.support.prefix_checks import check_cache
 from tests.support.scale import scaled
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import Tokens, common_prefix
@@ -65,7 +66,7 @@ def test_a_cache_with_room_finds_exactly_what_was_stored(kind: str, steps: list[
             expected = max(shared, default=0)
             assert cache.longest(ids(tokens), salt) == expected
             assert fetch(cache, kind, tokens, salt) == expected
-        cache.check()
+        check_cache(cache)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,9 +83,9 @@ def test_a_small_cache_stays_within_its_budget_and_never_returns_anything_wrong(
             store(cache, kind, tokens, salt)
         else:
             fetch(cache, kind, tokens, salt)
-        cache.check()
+        check_cache(cache)
     cache.clear()
-    cache.check()
+    check_cache(cache)
     assert (cache.nbytes, cache.arrays, len(cache)) == (0, 0, 0)
 
 
@@ -104,7 +105,7 @@ def test_shared_tokens_are_held_once() -> None:
     for tail in range(600, 620):
         store(cache, "plain", [*range(500), tail])
     assert cache.nbytes < once * 1.1
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_hit_keeps_an_entry_that_would_have_been_the_oldest() -> None:
@@ -127,7 +128,7 @@ def test_a_long_conversation_loses_its_newest_part_before_its_beginning() -> Non
     for end in (25, 50, 75, 100):
         store(half, "plain", range(end))
     store(half, "plain", [7] * 40)
-    half.check()
+    check_cache(half)
     assert fetch(half, "plain", range(100)) == 50
 
 
@@ -137,13 +138,13 @@ def test_a_prefix_larger_than_the_budget_leaves_what_fits_and_does_not_evict_for
     cache = PrefixCache(layout("plain"), scale.nbytes)
     store(cache, "plain", [9, 9, 9])
     store(cache, "plain", range(1000))
-    cache.check()
+    check_cache(cache)
     assert 190 <= fetch(cache, "plain", range(1000)) <= 200
 
     hybrid = PrefixCache(layout("recurrent"), 3000)
     store(hybrid, "recurrent", [9, 9, 9])
     store(hybrid, "recurrent", range(1000))
-    hybrid.check()
+    check_cache(hybrid)
     assert fetch(hybrid, "recurrent", range(1000)) == 0
     assert fetch(hybrid, "recurrent", [9, 9, 9]) == 3, "what could not be kept must not push out what was"
 
@@ -152,7 +153,7 @@ def test_arrays_are_capped_next_to_bytes() -> None:
     cache = PrefixCache(layout("plain"), PLENTY, max_arrays=40)
     for token in range(100):
         store(cache, "plain", [token, token])
-        cache.check()
+        check_cache(cache)
     assert cache.arrays == 40
     assert fetch(cache, "plain", [99, 99]) == 2
 
@@ -166,7 +167,7 @@ def test_an_evicted_checkpoint_takes_along_the_edges_that_only_led_to_it() -> No
     store(small, "recurrent", [*range(10), 77])
     store(small, "recurrent", [*range(10), 88])
     store(small, "recurrent", [5] * 10)
-    small.check()
+    check_cache(small)
     assert fetch(small, "recurrent", [5] * 10) == 10
     assert len(small) == 1
 
@@ -178,13 +179,13 @@ def test_a_checkpoint_in_the_middle_of_an_edge_can_be_added_later() -> None:
     store(cache, "sliding", range(20))
     assert fetch(cache, "sliding", [*range(20), 99]) == 20
     assert fetch(cache, "sliding", range(30)) == 30
-    cache.check()
+    check_cache(cache)
 
 
 def test_nothing_is_kept_when_the_budget_is_zero() -> None:
     cache = PrefixCache(layout("plain"), 0)
     store(cache, "plain", range(10))
-    cache.check()
+    check_cache(cache)
     assert len(cache) == 0
     assert not cache.is_on
 
@@ -255,8 +256,8 @@ def test_a_store_that_finds_no_memory_leaves_a_cache_that_can_be_cleared(
         with pytest.raises(RuntimeError, match="Unable to allocate"):
             store(cache, kind, tokens)
     cache.clear()
-    cache.check()
+    check_cache(cache)
     assert (len(cache), cache.nbytes, cache.arrays) == (0, 0, 0)
     store(cache, kind, tokens)
     assert fetch(cache, kind, tokens) == len(tokens)
-    cache.check()
+    check_cache(cache)

@@ -6,7 +6,6 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from worker.prompt.questions import TokenizeCalls
 
 from protocol.failures import Code
 from protocol.from_worker import Rejected, Tokenized, Up

@@ -236,7 +236,7 @@ class ChunkPolicy:
         # Times of separate passes may come from prompts that ran alone, with a shorter context.
         return ChunkPlan(min(most, riding if is_fused else min(apart, 2 * riding)), is_fused=is_fused)
 
-    def choosing_s(self, prefilling: int, decoding: int) -> float:
+    def selection_s(self, prefilling: int, decoding: int) -> float:
         """Return the seconds of the next tick for the token selection of a sparse prefill, besides other prompts."""
         self.is_shared = prefilling > 0
         return self._limit_s(1 if decoding else prefilling + 1, decoding, SHORT_PROMPT + 1)

@@ -121,9 +121,12 @@ class MemoryLimits:
 
     def observe(self) -> None:
         """Update the gauges of the caches."""
-        self._gauges.observe_cache(self.cache)
+        gauges, cache = self._gauges, self.cache
+        gauges.prefix_bytes, gauges.prefix_nodes, gauges.cache = cache.nbytes, len(cache), cache.counts
+        if cache.disk is not None:
+            gauges.disk = cache.disk.counts
         if self.features is not None:
-            self._gauges.observe_features(self.features)
+            gauges.feature_bytes, gauges.features = self.features.nbytes, self.features.counts
 
     def _prefixes(self, limits: memory.ShareLimits) -> int:
         """Return the budget of the prefix cache: the memory for caches without that for media features."""

@@ -44,11 +44,11 @@ class Pacer:
         """Return how many of its `unread` tokens a draft model reads in the next tick."""
         return self._reading.chunk(1, decoding, unread, context).tokens
 
-    def choosing_s(self, prefilling: int, decoding: int) -> float:
+    def selection_s(self, prefilling: int, decoding: int) -> float:
         """Return the seconds of the next tick for the token selection of a sparse prefill."""
-        return self._policy.choosing_s(prefilling, decoding)
+        return self._policy.selection_s(prefilling, decoding)
 
-    def chosen(self) -> None:
+    def end_selection(self) -> None:
         """Note that no token selection runs any more, so that chunks get the whole tick again."""
         self._policy.is_shared = False
 
