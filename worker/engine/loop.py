@@ -42,11 +42,9 @@ from worker.errors import StepFailed, foreign_code, is_allocation_failure, is_gp
 from worker.model.device import has_watchdog
 from worker.model.loader import LoadedModel
 from worker.prefix_cache.block_events import BlockEventLog
-from worker.prefix_cache.prefix import PrefixCache
 from worker.speculation.drafter import Drafter
 from worker.speculation.policy.speculator import Speculator
 from worker.vision.encoder import MediaEncoder
-from worker.vision.features import FeatureCache
 
 log = logging.getLogger("mlxd.worker")
 
@@ -87,6 +85,7 @@ class Engine(RequestLoop[Row]):
         self._inbox = inbox
         wake = partial(inbox.put, WakeUp.UP)
         self._memory = MemoryLimits(loaded, spec, gauges, wake, keeps, partners, journal)
+        self.cache, self.features = self._memory.cache, self._memory.features
         self.kept = kept = self._memory.kept
         self.max_running = rows_at_once(spec, kept, loaded.plan.mode)
         self._encoder: MediaEncoder | None = None
@@ -106,15 +105,6 @@ class Engine(RequestLoop[Row]):
         self._recovered_at = float("-inf")
         # The batch was abandoned when the release of a row failed.
         self._must_rebuild = False
-
-    @property
-    def cache(self) -> PrefixCache:
-        return self._memory.cache
-
-    @property
-    def features(self) -> FeatureCache | None:
-        """Features of media; None for a text model."""
-        return self._memory.features
 
     @property
     def kv_cost(self) -> KvCost:
@@ -420,8 +410,9 @@ class Engine(RequestLoop[Row]):
         self._must_rebuild = True
 
     def _flush(self) -> None:
-        self._gauges.running, self._gauges.waiting = len(self._batch), len(self._queue)
-        super()._flush()
+        gauges = self._gauges
+        gauges.running, gauges.waiting, gauges.busy_since = len(self._batch), len(self._queue), time.monotonic()
+        self._outbox.flush(self._measure)
 
     def _measure(self) -> None:
         super()._measure()

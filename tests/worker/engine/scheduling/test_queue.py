@@ -77,7 +77,7 @@ def test_removed_rows_do_not_pile_up_behind_a_queue_that_does_not_move() -> None
         queue.push(waiting)
         queue.remove(waiting)
     assert len(queue) == 1
-    assert queue._entries < 100  # pyright: ignore[reportPrivateUsage]
+    assert queue._levels.keys() == {0}  # pyright: ignore[reportPrivateUsage]
 
 
 def named(queue: Queue, names: str) -> list[Row]:
