@@ -138,7 +138,7 @@ class DecodeBatch(SequenceGroup):
             mx.eval(self._inputs)
             self._time_plain()
 
-    def waited(self) -> float:
+    def end_pass(self) -> float:
         """Return the seconds of the pass behind the newest step, which has ended."""
         began, self.ended = self.ended, time.perf_counter()
         return self.ended - began

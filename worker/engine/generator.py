@@ -172,7 +172,7 @@ class Generator:
             if not sequence.is_prefilled:
                 self._decode.finish()
                 prompted.append(self._advance(sequence, self._scored.run(rows, chunk)))
-                self._decode.waited()
+                self._decode.end_pass()
             if sequence.is_prefilled:
                 scores, sequence.scores = sequence.scores, None
                 prompted.append(PrefillProgress(sequence, 0, False, False, scores))
@@ -207,14 +207,14 @@ class Generator:
             return
         self._decode.finish()
         self._prefill.evaluate()
-        seconds = self._decode.waited() if len(self._decode) else time.perf_counter() - began
+        seconds = self._decode.end_pass() if len(self._decode) else time.perf_counter() - began
         self.timed.append(PassTime(seconds, prompted=sum(prompts.lengths)))
 
     def _read(self, count: int) -> None:
         self._decode.finish()
         if read := self._drafter.read(count):
             self._uncleared_tokens += read
-            self.timed.append(PassTime(self._decode.waited(), prompted=read, is_reading=True))
+            self.timed.append(PassTime(self._decode.end_pass(), prompted=read, is_reading=True))
 
     def _advance(self, sequence: BatchSequence, count: int) -> PrefillProgress:
         segment = sequence.segments[0]

@@ -47,7 +47,7 @@ Command = Row | Abort | Drain | Shutdown | SetMemory | SetPace | AdapterOrder | 
 
 
 class EngineInbox:
-    """Commands from any thread to the engine's, which alone calls `take` and `answered`."""
+    """Commands from any thread to the engine's, which alone calls `take` and `note_answer`."""
 
     def __init__(self, *, gather_s: float = GATHER_S, quiet_s: float = QUIET_S, burst_s: float = BURST_S) -> None:
         self._gather_s = gather_s
@@ -60,7 +60,7 @@ class EngineInbox:
     def put(self, command: Command) -> None:
         self._queue.put(command)
 
-    def answered(self, now: float) -> None:
+    def note_answer(self, now: float) -> None:
         """Note that a client has its answer, and may send its next request soon."""
         self._answered.append(now)
 

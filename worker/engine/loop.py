@@ -381,7 +381,7 @@ class Engine(RequestLoop[Row]):
         row.is_finished = True
         del self._requests[row.rid]
         if finish in (Finish.STOP, Finish.LENGTH):
-            self._inbox.answered(time.monotonic())
+            self._inbox.note_answer(time.monotonic())
         self._queue.remove(row)
         if row.text.parser is not None:
             self._gauges.malformed_tool_calls += row.text.parser.malformed

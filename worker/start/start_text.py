@@ -134,4 +134,4 @@ def _keep_load(engine: Engine, loaded: LoadedModel, gauges: Gauges, seconds: flo
     if engine.kept is not None:
         cost = engine.kv_cost
         memory_facts = loaded.weights_bytes, gauges.memory_bytes, cost.token_bytes, cost.bytes(1, 0)
-        engine.kept.loaded(LoadFacts(seconds, warm_up_s, *memory_facts))
+        engine.kept.write_load(LoadFacts(seconds, warm_up_s, *memory_facts))

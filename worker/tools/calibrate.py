@@ -227,7 +227,7 @@ def calibrate(spec: WorkerSpec, seconds: float, folder: str, report: Callable[[C
     buffers = bench.buffers(BUFFERS_SHARE * seconds, memory.allowed(spec), memory.MlxDevice())
     report(CalibrationResult("buffers", buffers))
     most = enough(decode)
-    engine.kept.calibrated(Calibration(time.time(), tuple(decode), tuple(prefill), most, buffers))
+    engine.kept.write_calibration(Calibration(time.time(), tuple(decode), tuple(prefill), most, buffers))
     report(CalibrationResult("max_running", most))
 
 

@@ -18,7 +18,7 @@ def test_everything_that_is_there_is_taken_without_waiting() -> None:
 
 def test_a_lone_client_that_comes_back_is_not_kept_waiting() -> None:
     inbox = EngineInbox(gather_s=3600.0, quiet_s=3600.0)
-    inbox.answered(time.monotonic())
+    inbox.note_answer(time.monotonic())
     only = row(1)
     inbox.put(only)
     assert inbox.take(is_idle=True, is_waiting=False) == [only]
@@ -27,7 +27,7 @@ def test_a_lone_client_that_comes_back_is_not_kept_waiting() -> None:
 def test_clients_that_were_answered_together_are_waited_for() -> None:
     inbox = EngineInbox(gather_s=30.0, quiet_s=30.0)
     for _ in range(3):
-        inbox.answered(time.monotonic())
+        inbox.note_answer(time.monotonic())
     rows = [row(rid) for rid in range(3)]
     inbox.put(rows[0])
     thread = threading.Thread(target=lambda: [inbox.put(late) for late in rows[1:]])
@@ -39,7 +39,7 @@ def test_clients_that_were_answered_together_are_waited_for() -> None:
 def test_those_who_do_not_come_back_are_not_waited_for_long() -> None:
     inbox = EngineInbox()
     for _ in range(3):
-        inbox.answered(time.monotonic())
+        inbox.note_answer(time.monotonic())
     only = row(1)
     inbox.put(only)
     assert inbox.take(is_idle=True, is_waiting=False) == [only]
@@ -72,7 +72,7 @@ def test_what_is_no_request_is_never_delayed() -> None:
 def test_an_answer_long_ago_lets_nobody_wait() -> None:
     inbox = EngineInbox(gather_s=3600.0, quiet_s=3600.0)
     for _ in range(3):
-        inbox.answered(time.monotonic() - 1.0)
+        inbox.note_answer(time.monotonic() - 1.0)
     only = row(1)
     inbox.put(only)
     assert inbox.take(is_idle=True, is_waiting=False) == [only]

@@ -58,7 +58,7 @@ class KeptFile:
     def calibration(self) -> Calibration | None:
         return self.kept.calibration if self.kept is not None else None
 
-    def loaded(self, load: LoadFacts) -> None:
+    def write_load(self, load: LoadFacts) -> None:
         """Write the facts of a load."""
         self._load = load
         before = self._read() or self._empty
@@ -87,7 +87,7 @@ class KeptFile:
             )
         )
 
-    def calibrated(self, calibration: Calibration) -> None:
+    def write_calibration(self, calibration: Calibration) -> None:
         """Write the results of a calibration, with its times. Raises `OSError`."""
         chunks, steps, _ = self.learned.merged()
         before = self._read() or self._empty

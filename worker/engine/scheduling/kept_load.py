@@ -33,4 +33,4 @@ def keep_load(spec: WorkerSpec, path: Path, facts: LoadFacts, libraries: Sequenc
         return
     versions = [version(name) for name in (*_LIBRARIES, *libraries)]
     form = digest(spec.kind, spec.dtype, memory.has_gpu(), weights, configuration, *versions)
-    open_kept(folder, form, spec).loaded(facts)
+    open_kept(folder, form, spec).write_load(facts)

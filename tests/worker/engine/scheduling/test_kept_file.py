@@ -29,7 +29,7 @@ def step(file: KeptFile, seconds: float = 0.01, ticks: int = MIN_NEW_STEPS) -> N
 
 def test_what_one_start_has_learned_the_next_one_has(tmp_path: Path) -> None:
     file = opened(tmp_path)
-    file.loaded(LOAD)
+    file.write_load(LOAD)
     step(file)
     file.learned.stepped(0, 2, 4, 0.03)
     file.save()
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path: Path, caplog: 
     (tmp_path / "occupied").write_text("")
     file = opened(tmp_path / "occupied")
     with caplog.at_level(logging.WARNING, logger="mlxd.worker"):
-        file.loaded(LOAD)
+        file.write_load(LOAD)
         step(file)
         file.save()
     assert [record.message.count("are not kept in") for record in caplog.records] == [1]
@@ -97,7 +97,7 @@ def test_it_is_written_when_there_is_something_to_say_and_then_not_soon_again(tm
 def test_a_calibration_that_was_made_beside_a_worker_stays(tmp_path: Path) -> None:
     calibration = Calibration(1.0, (MeasuredSpeed(1, 50.0),), (MeasuredSpeed(512, 900.0),), 8, 1 << 30)
     worker, verb = opened(tmp_path), opened(tmp_path)
-    verb.calibrated(calibration)
+    verb.write_calibration(calibration)
     step(worker)
     worker.save()
     again = opened(tmp_path)
@@ -137,7 +137,7 @@ def test_the_number_of_rows_of_a_calibration_counts_where_the_configuration_leav
     with EngineHarness(settings, keeps=str(tmp_path)) as engine:
         assert engine.engine.max_running == 16
         assert engine.engine.kept is not None
-        engine.engine.kept.calibrated(Calibration(1.0, (), (), 5, 1 << 28))
+        engine.engine.kept.write_calibration(Calibration(1.0, (), (), 5, 1 << 28))
     with EngineHarness(settings, keeps=str(tmp_path)) as engine:
         assert engine.engine.max_running == 5
     with EngineHarness(msgspec.structs.replace(settings, max_running=3), keeps=str(tmp_path)) as engine:
