@@ -49,7 +49,7 @@ class StepOutput:
     """Results of one step; `timed` are the forward passes whose time became known.
 
     `returned` are rows that have left the batch to wait for their media in the queue. `scoring` are rows with new
-    log-probabilities of their prompt, `scored` those that have all of them; none of these has a token yet.
+    log-probabilities of their prompt, `scored` are rows with all of them, and without output yet.
     """
 
     tokens: list[Token]

@@ -76,7 +76,7 @@ class Emitter:
             self._outbox.add_output(row, output)
 
     def fail(self, row: Row, when: str, error: BaseException) -> None:
-        """End a row by an error of its own."""
+        """End a row with its own error."""
         if isinstance(error, RequestInvalid):
             self._finish(row, Finish.ERROR, error.failure)
             return

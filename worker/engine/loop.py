@@ -1,4 +1,4 @@
-"""The step loop: the one thread that touches MLX.
+"""Step loop: runs on the only thread that uses MLX.
 
 Who owns what, from the loop to the model:
 - `Engine.run` handles commands, admits, preempts, recovers and ends rows. It has all rows, and the queue.
@@ -56,7 +56,7 @@ _CONTEXT_INTERVAL_STEPS: Final = 32
 
 
 class Engine(RequestLoop[Row]):
-    """Owns the rows and the batch. Commands come in through `inbox`, messages leave through `send`.
+    """Owner of the rows and the batch. Commands come from `inbox`, messages leave through `send`.
 
     `keeps` is the folder for timings that are kept from start to start; empty for none.
     """
@@ -360,7 +360,7 @@ class Engine(RequestLoop[Row]):
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """Replace the batch, and queue its rows again, with those that the failed step had taken out without output."""
+        """Replace the batch, and queue its rows again, including those that the failed step had already taken out."""
         self._must_rebuild = False
         self._batch.abandon()
         self._batch.close()

@@ -23,7 +23,7 @@ class RankPeers(Protocol):
     def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, mode: BatchMode) -> Batch: ...
 
     def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
-        """Return the largest cost of a sequence and the smallest limits of all ranks under a memory command.
+        """Return the largest cost of a sequence and the smallest memory limits of all ranks.
 
         `cost` and `limits` are those of this rank.
         """

@@ -111,7 +111,7 @@ class RequestLoop(Generic[R]):
             self._guarded(partial(self._handle, command))
 
     def _handle(self, command: R | Abort | Drain | Shutdown) -> None:
-        """Handle a command; a subclass handles those that only its model has."""
+        """Handle a command. A subclass handles the commands for its own kind of model first."""
         match command:
             case Abort():
                 for rid in command.rids:

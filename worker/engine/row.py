@@ -92,7 +92,7 @@ class PromptReport:
 
     echo: str = ""
     sends_ids: bool = False
-    # Top tokens per position of a prompt that is scored; None if it is not, or has been.
+    # Top tokens per position of a prompt that is to be scored; None if it is not, or was scored already.
     scored_top: int | None = None
     # Top tokens per `PromptLogprob`; None if the prompt's log-probabilities are not sent apart from the echo.
     logprobs: int | None = None

@@ -1,4 +1,4 @@
-"""Learned times: those of earlier starts, and those of this start to be kept for the next."""
+"""Learned times of earlier starts and of this start, which are kept for the next one."""
 
 from array import array
 from collections import defaultdict
