@@ -126,7 +126,7 @@ class WorkerLink:
                     continue
                 deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
                 self._sequences[request.rid] = Sequence(request, worker.epoch, collector, deadline)
-                self._transport.send_frame(connection, frame)
+                self._transport.send_encoded(connection, request, frame)
         except WorkerGone:
             for request in requests:
                 self._sequences.pop(request.rid, None)

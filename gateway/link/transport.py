@@ -106,17 +106,17 @@ class Transport:
 
     def send(self, connection: Connection, message: Down) -> None:
         """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
-        self.send_frame(connection, encode(message))
+        self.send_encoded(connection, message, encode(message))
 
     def try_send(self, connection: Connection, message: Down) -> None:
         """Send if the worker is connected. Its loss is detected by its exit or its heartbeat."""
         with contextlib.suppress(WorkerGone):
             self.send(connection, message)
 
-    def send_frame(self, connection: Connection, frame: bytes) -> None:
-        """Send an encoded message, by the connection's own sender if it has one. Raises `WorkerGone`."""
+    def send_encoded(self, connection: Connection, message: Down, frame: bytes) -> None:
+        """Send a message encoded as `frame`, by the connection's own sender if it has one. Raises `WorkerGone`."""
         if connection.sender is not None:
-            connection.sender.send_frame(frame)
+            connection.sender.send(message, frame)
         else:
             self._post(connection.name, connection.epoch, frame)
 

@@ -8,7 +8,7 @@ from gateway.link.sequence import Sequence
 from protocol.failures import Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.stats import Stats
-from protocol.to_worker import Generate
+from protocol.to_worker import Down, Generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class FrameSender(Protocol):
         """Return the request as this transport sends it."""
         ...
 
-    def send_frame(self, frame: bytes) -> None:
-        """Send a frame that was encoded for a worker. Raises `WorkerGone`."""
+    def send(self, message: Down, frame: bytes) -> None:
+        """Send a message, which `frame` contains as it is encoded for a worker. Raises `WorkerGone`."""
         ...
 
 

@@ -60,10 +60,10 @@ class Opener:
         self._kind = kind
         # Kept, because a reload may remove the model from the pool. None for a model that only peers have.
         self._worker = runtime.pool.find(model.name)
-        self._journey = (
+        self._route = (
             None
             if stays_here or kind != TEXT or model.adapter
-            else runtime.fleet.journey(model, generates, record.id, self._note_place, form)
+            else runtime.fleet.route(model, generates, record.id, self._note_place, form)
         )
         # The deadline counts from the request's arrival and includes the load of the model.
         limit_ms = generates[0].deadline_ms
@@ -83,8 +83,8 @@ class Opener:
 
     @property
     def form(self) -> str:
-        """The form of the model that generates it, if peers may serve it; empty if it is not known."""
-        return "" if self._journey is None else self._journey.form
+        """The form of the model that generates it, where peers have a part in it; empty if it is not known."""
+        return "" if self._route is None else self._route.form
 
     def interrupt(self, reason: Cancelled | None) -> bool:
         """End the wait of `open`, which raises `reason` if there is one. Returns False if it does not wait."""
@@ -99,7 +99,7 @@ class Opener:
 
         Raises `ApiError`.
         """
-        stream = None if self._journey is None else self._journey.begin()
+        stream = None if self._route is None else self._route.begin()
         if stream is not None:
             return self._submit(stream)
         return self._submit(self._worker) if self._worker is not None and self._worker.is_ready else None
@@ -138,7 +138,7 @@ class Opener:
                         return collector
             raise from_failure(LOST)
         except ModelUnavailable as error:
-            stream = None if self._journey is None else self._journey.begin_elsewhere()
+            stream = None if self._route is None else self._route.begin_at_peer()
             if stream is not None and (collector := self._submit(stream)) is not None:
                 return collector
             is_operator = self._record.caller.is_admin

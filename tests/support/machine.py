@@ -15,7 +15,6 @@ from gateway.link.worker_connection import Connection, FrameSender, Report
 from gateway.workers.supervisor.ports import Effects
 from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State, WorkerLimits
 from gateway.workers.supervisor.worker import Worker
-from protocol.codec import decode_down
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Hello, Pong, Ready, Step
 from protocol.minors import MAJOR, MINOR
@@ -105,11 +104,11 @@ class _Line:
     def prepare(self, request: Generate) -> Generate:
         return request
 
-    def send_frame(self, frame: bytes) -> None:
+    def send(self, message: Down, frame: bytes) -> None:
         world = self._world
         if world.is_unreachable:
             raise WorkerGone(f"#{self._epoch}")
-        match message := decode_down(frame):
+        match message:
             case Ping():
                 world.pings += 1
             case Generate(rid):

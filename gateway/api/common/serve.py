@@ -224,7 +224,7 @@ async def _answer(
     try:
         async with asyncio.timeout(services.config.server.queue_timeout_s or None):
             if services.pool.find(model.name) is None:
-                return await services.fleet.ask(model, question(services.link.next_rid()))
+                return await services.fleet.call(model, question(services.link.next_rid()))
             worker = await services.pool.ensure_ready(model.name)
             check(model.name, model.path, worker.ready, record.media)
             asked = question(services.link.next_rid())

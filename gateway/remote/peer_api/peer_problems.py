@@ -1,4 +1,4 @@
-"""Problems of a peer's request: the bounds that the dialects keep, for what has passed none of their decoders."""
+"""Validation of a peer's request: the bounds that the dialects' decoders check for other requests."""
 
 import math
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, G
 SEQUENCES_MAX: Final = 1024
 TOP_LOGPROBS_MAX: Final = 20
 RESUME_MAX: Final = 1 << 20
-# Of a prediction, and of a schema or a grammar.
+# Limit of a prediction, a schema and a grammar.
 TEXT_CHARS_MAX: Final = 4 << 20
-# Of all texts of one list together, and of ids.
+# Limits of one list: characters of all its texts, and ids.
 WORDS_CHARS_MAX: Final = 16_384
 IDS_MAX: Final = 16_384
 ID_MAX: Final = (1 << 31) - 1
 
 
 def problems(asked: list[Generate]) -> Iterator[str]:
-    """Description of each thing that no dialect would have sent."""
+    """Describe each field that no dialect would have sent."""
     if not 0 < len(asked) <= SEQUENCES_MAX:
         yield f"it has {len(asked)} sequences"
     if len({each.rid for each in asked}) != len(asked):
@@ -29,7 +29,7 @@ def problems(asked: list[Generate]) -> Iterator[str]:
     for each in asked:
         yield from _problems_of(each)
     for medium in {id(medium): medium for medium in media_of(asked)}.values():
-        # By it features and prefixes of others are found.
+        # The digest is the key of cached features and prefixes, which other clients share.
         if digest_of(medium.data) != medium.digest:
             yield f"the digest of {medium.param} is not that of its bytes"
 
@@ -101,7 +101,7 @@ def _problems_of_sampling(sampling: Sampling) -> Iterator[str]:
 
 
 def media_of(asked: list[Generate]) -> Iterator[Media]:
-    """The media of all sequences; those of a request with several choices come with each."""
+    """Yield the media of all sequences; those of several choices are repeated."""
     for each in asked:
         if isinstance(each.prompt, ChatPrompt):
             yield from each.prompt.media

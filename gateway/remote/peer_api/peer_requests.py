@@ -1,7 +1,7 @@
-"""`/internal/`: requests of other mlxd daemons, as messages of the protocol. They are served here and never sent on.
+"""`/internal/`: requests of other mlxd daemons, as messages of the protocol. They are never forwarded.
 
-Only a key of role `peer` comes this far. What a dialect's decoder guarantees of a request is checked here again, for a
-peer may be of another version, or none of ours.
+Only keys of role `peer` are admitted. The guarantees of the dialects' decoders are checked here, because a peer may be
+of another version, or malicious.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +43,8 @@ from protocol.peering import (
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import Detokenize, Generate, Tokenize
 
-# A peer hears of us at once, and then at least so often.
-PACE: Final = StreamTiming(hold_s=0.0, keepalive_s=1.0)
+# The first frame is sent at once, because peers have short time-outs.
+STREAM_TIMING: Final = StreamTiming(hold_s=0.0, keepalive_s=1.0)
 FRAMES: Final = b"application/vnd.mlxd.frames"
 MSGPACK: Final = b"application/msgpack"
 _CODES: Final = {answer.code: code for code, answer in TABLE.items()}
@@ -87,7 +87,7 @@ class StatusForPeers:
             model.aliases,
             services.fleet.forms.known(model),
             str(load.state),
-            # Paths say where on our disk, and adapters are not for peers.
+            # Local paths must not be disclosed, and adapters are not served to peers.
             None if ready is None else replace(ready, model_path="", adapters=()),
             model.context,
             load.inside,
@@ -103,7 +103,7 @@ class StatusForPeers:
 
 
 class GenerateForPeers:
-    """`POST /internal/generate`: a `PeerRequest`, answered by a stream of frames, or a status where nothing began."""
+    """`POST /internal/generate`: a `PeerRequest`. Responds with a stream of frames, or an error status."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -153,15 +153,15 @@ class GenerateForPeers:
             encoder.generation = generation
             write_timeout_s = services.config.server.write_timeout_s
             try:
-                await respond_stream(generation, encoder, record, receive, send, write_timeout_s, PACE, FRAMES)
+                await respond_stream(generation, encoder, record, receive, send, write_timeout_s, STREAM_TIMING, FRAMES)
             except ApiError as error:
-                # It was admitted, and failed before the first byte: an answer as all others.
+                # Failures of an admitted request are frames, even before the first byte.
                 record.outcome = error.outcome
                 await send_body(send, 200, encoder.error(error), kind=FRAMES)
 
 
 class PeerStreamEncoder:
-    """The encoder of a stream to a peer, whose rids the frames have."""
+    """Encoder of a stream to a peer; its frames have the peer's rids."""
 
     def __init__(self, theirs: Sequence[int]) -> None:
         self._theirs = theirs
@@ -187,7 +187,7 @@ class PeerStreamEncoder:
         return accepted + frame(Step(0, self._steps, named))
 
     def keepalive(self) -> bytes:
-        """Facts about the prompts, or just that this daemon lives."""
+        """Encode new facts about the prompts, or `PeerAlive`."""
         return self._acceptance() + self._progress() or frame(PeerAlive())
 
     def error(self, error: ApiError) -> bytes:
@@ -217,9 +217,9 @@ class PeerStreamEncoder:
 
 
 def _failure(error: ApiError) -> Failure:
-    """The failure that an error was made of, for the gateway that asked."""
+    """Turn an error into the failure that the peer's gateway expects."""
     if isinstance(error, Cancelled):
-        # By this daemon's operator: it is not to be tried elsewhere.
+        # The operator has cancelled it, so the peer must not try another place.
         return Failure(Code.INVALID_REQUEST, error.message)
     unknown = Code.DRAINING if error.status in (429, 503) else Code.INTERNAL
     return Failure(_CODES.get(error.code or "", unknown), error.message, "", error.param, error.numbers)
@@ -231,7 +231,7 @@ def _decoded(body: bytes) -> PeerRequest:
 
 
 def _prepared(asked: list[Generate], next_rid: Callable[[], int]) -> list[Generate]:
-    """The sequences as this daemon runs them. Raises `BadRequest` for what no dialect would have sent."""
+    """Check the sequences, and give them this daemon's rids. Raises `BadRequest`."""
     problem = next(problems(asked), "")
     if problem:
         raise BadRequest(f"The peer's request is not valid: {problem}.")

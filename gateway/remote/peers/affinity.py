@@ -1,7 +1,7 @@
-"""Affinity of conversations to places: the places where the beginning of a prompt was sent before.
+"""Prefix affinity: the places to which the beginning of a prompt was sent before.
 
-There is no tokenizer here, so a prompt is known by a chain of hashes: over its tools, then over each message with all
-before it. The place where the longest chain was sent has most of the prompt in its prefix cache.
+The gateway has no tokenizer, so a prefix is identified by a chain of hashes over the tools and each message. The place
+that was sent the longest prefix has most of the prompt in its prefix cache.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ import msgspec
 from protocol.codec import BYTES_PER_TOKEN, UNREADABLE
 
 KEYS_MAX: Final = 50_000
-# A prefix is forgotten after this long without a request: caches forget as well.
-KEPT_S: Final = 3600.0
-# So much of a prompt is looked at; of text in pieces of this size.
+# A prefix expires after this time without a request, as it is evicted from caches.
+EXPIRY_S: Final = 3600.0
+# Hashed bytes of a prompt, and the size of the pieces into which text and ids are cut.
 BYTES_MAX: Final = 1 << 20
 PIECE_BYTES: Final = 2048
 DIGEST_BYTES: Final = 12
-# Of msgpack's longer lists; how many ids follow is none of the prefix.
+# Sizes of the headers of msgpack's longer lists, which contain their length and are no part of a prefix.
 _HEADER_BYTES: Final = {0xDC: 3, 0xDD: 5}
 
 
@@ -44,28 +44,28 @@ _prompts: Final[msgspec.msgpack.Decoder[_Chat | _Text | _Tokens]] = msgspec.msgp
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """One beginning of a prompt: its key, and about how many tokens it has."""
+    """Beginning of a prompt: its key, and its estimated number of tokens."""
 
     key: bytes
     tokens: float
 
 
 def prefixes_of(prompt: msgspec.Raw, *scope: str) -> list[Prefix]:
-    """The beginnings of an encoded prompt, the shortest first. Equal ones of another `scope` are others."""
+    """Return the prefixes of an encoded prompt, the shortest first. Their keys depend on `scope`."""
     try:
         decoded = _prompts.decode(prompt)
-    except UNREADABLE:  # a kind of prompt that has no prefixes
+    except UNREADABLE:  # other kinds of prompts have no prefixes
         return []
     chain = hashlib.blake2b("\0".join(scope).encode(), digest_size=DIGEST_BYTES)
-    size, found = 0, list[Prefix]()
+    size, prefixes = 0, list[Prefix]()
     for piece in _pieces(decoded):
         chain.update(len(piece).to_bytes(8, "big"))
         chain.update(piece)
         size += len(piece)
-        found.append(Prefix(chain.digest(), size / BYTES_PER_TOKEN))
+        prefixes.append(Prefix(chain.digest(), size / BYTES_PER_TOKEN))
         if size >= BYTES_MAX:
             break
-    return found
+    return prefixes
 
 
 def _pieces(prompt: _Chat | _Text | _Tokens) -> Iterator[Any]:
@@ -83,20 +83,20 @@ def _pieces(prompt: _Chat | _Text | _Tokens) -> Iterator[Any]:
 
 
 def _cut(data: bytes) -> Iterator[bytes]:
-    """Whole pieces, so that a longer prompt has the same ones."""
+    """Cut into whole pieces, without the rest, so that a longer prompt has the same pieces."""
     for at in range(0, len(data) - PIECE_BYTES + 1, PIECE_BYTES):
         yield data[at : at + PIECE_BYTES]
 
 
 class Affinity:
-    """The places to which prefixes were sent, the newest `KEYS_MAX` of them. Owned by the fleet."""
+    """Places to which prefixes were sent, for the newest `KEYS_MAX` prefixes. Owned by the fleet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._places: OrderedDict[bytes, dict[str, float]] = OrderedDict()
 
     def note(self, prefixes: Sequence[Prefix], place: str) -> None:
-        """A prompt with these beginnings goes to `place`."""
+        """Record that a prompt with these prefixes is sent to `place`."""
         now = self._clock()
         for prefix in prefixes:
             self._places.setdefault(prefix.key, {})[place] = now
@@ -105,16 +105,16 @@ class Affinity:
             self._places.popitem(last=False)
 
     def warm(self, prefixes: Sequence[Prefix]) -> dict[str, float]:
-        """By place, about how many tokens of the prompt were sent there before."""
+        """Estimate by place how many tokens of the prompt it has cached."""
         now, warm = self._clock(), dict[str, float]()
         for prefix in prefixes:
             places = self._places.get(prefix.key)
             if places is None:
                 break
-            warm |= {place: prefix.tokens for place, at in places.items() if now - at < KEPT_S}
+            warm |= {place: prefix.tokens for place, at in places.items() if now - at < EXPIRY_S}
         return warm
 
     def forget(self, place: str) -> None:
-        """A place was started again: its memory is empty. What it keeps on disk is found by cost alone."""
+        """Forget a place that has restarted, whose prefix cache in memory is empty."""
         for places in self._places.values():
             places.pop(place, None)

@@ -1,4 +1,4 @@
-"""Explanation of a choice: each place that could serve a model, what it would cost there, and why others cannot."""
+"""Explanation of routing: the places of a model with their costs, and why other peers cannot serve it."""
 
 from gateway.config.settings import ModelConfig
 from gateway.control_types import PlaceView, RouteView
@@ -9,34 +9,29 @@ from gateway.remote.peers.request_route import RouteCandidate
 
 
 def explain(fleet: Fleet, model: ModelConfig | None, tokens: float) -> RouteView:
-    """The place of a prompt of so many tokens, none of them cached; without a model, the state of the peers."""
+    """Explain the choice for an uncached prompt of `tokens`; without a model, only list the peers."""
+    nodes = fleet.nodes.items()
     if model is None:
-        places = [
-            PlaceView(name, node.state, objection="" if node.is_up else node.state) for name, node in _nodes(fleet)
-        ]
+        places = [PlaceView(name, node.state, objection="" if node.is_up else node.state) for name, node in nodes]
         return RouteView("", "", places)
     candidates = fleet.candidates(model, [], None)
     choice = choose([each.place for each in candidates], tokens) if candidates else None
     usual = usual_rate([each.place for each in candidates])
     places = [_choice(each, choice, cost_s(each.place, tokens, usual)) for each in candidates]
-    among = {each.place.name for each in candidates}
+    candidate_names = {each.place.name for each in candidates}
     places += [
         PlaceView(name, node.state, objection=_objection(node, model.name))
-        for name, node in _nodes(fleet)
-        if name not in among
+        for name, node in nodes
+        if name not in candidate_names
     ]
     return RouteView(model.name, "" if choice is None else choice.reason, places)
 
 
-def _nodes(fleet: Fleet) -> list[tuple[str, PeerNode]]:
-    return list(fleet.nodes.items())
-
-
 def _choice(candidate: RouteCandidate, choice: PlacementChoice | None, cost_s: float) -> PlaceView:
-    place, there = candidate.place, candidate.there
+    place, peer_model = candidate.place, candidate.peer_model
     return PlaceView(
         place.name,
-        "" if there is None else there.state,
+        "" if peer_model is None else peer_model.state,
         candidate.form,
         round(place.wait_s, 3),
         round(place.load_s, 3),
@@ -47,7 +42,7 @@ def _choice(candidate: RouteCandidate, choice: PlacementChoice | None, cost_s: f
 
 
 def _objection(node: PeerNode, name: str) -> str:
-    """The reason why a peer is not among the places of a model."""
+    """Why a peer is no candidate for a model."""
     if not node.is_up:
         return node.state
     model = node.model(name)

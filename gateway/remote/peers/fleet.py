@@ -1,9 +1,10 @@
-"""The peers of this daemon: their models behind its names, and the places of its requests."""
+"""Fleet: the peers of this daemon, their models, and the places of requests."""
 
 import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final, TypeVar, cast
 
 import msgspec
@@ -35,16 +36,16 @@ log = logging.getLogger(__name__)
 D = TypeVar("D", SamplingDefaults, ThinkingDefaults)
 
 DRAIN_POLL_S: Final = 0.02
-# A load whose length is not known takes about so long.
-LOAD_S: Final = 15.0
-# Peers that a question is put to, one after the other.
-ASKED_MAX: Final = 2
+# Assumed time of a load if it was not measured.
+UNKNOWN_LOAD_S: Final = 15.0
+# Peers that are tried for one tokenize call.
+CALL_ATTEMPTS_MAX: Final = 2
 
 
 class Fleet:
-    """Owns the peers, the places of conversations and the streams at peers; all on the event loop.
+    """Owner of the peers, the affinity of conversations and the streams at peers; all on the event loop.
 
-    `here` says what a request of a model would wait for at this daemon.
+    `here` returns this daemon's own place for a model.
     """
 
     def __init__(
@@ -65,18 +66,19 @@ class Fleet:
         self._tasks = tasks
         self._here = here
         self._affinity = Affinity()
-        # Epochs of workers are above 0.
+        # Epochs of workers are positive.
         self._epochs = itertools.count(-1, -1)
         self._streams = 0
-        self._left: list[PeerNode] = []
+        # Removed peers, closed when no stream runs.
+        self._removed: list[PeerNode] = []
         self._config = config
         self.apply(config)
-        metrics.peers = self._numbers
+        metrics.peers = self._peer_metrics
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def apply(self, config: Config) -> None:
-        """Put the peers of a configuration into force. What runs at one that was removed goes on there."""
+        """Apply the peers of a configuration. Streams at a removed peer go on."""
         self._config = config
         nodes: dict[str, PeerNode] = {}
         for name, peer in config.peers.items():
@@ -84,13 +86,13 @@ class Fleet:
             if known is not None and known.config == peer:
                 nodes[name] = known
                 continue
-            self._left += [] if known is None else [known]
+            self._removed += [] if known is None else [known]
             nodes[name] = PeerNode(peer, self.link.boot)
-        self._left += self.nodes.values()
+        self._removed += self.nodes.values()
         self.nodes = nodes
 
     async def run(self) -> None:
-        """Ask each peer for its status, once a second, until cancelled."""
+        """Poll the status of each peer once a second, until cancelled."""
         loop = asyncio.get_running_loop()
         polls: dict[PeerNode, asyncio.Task[None]] = {}
         try:
@@ -109,16 +111,16 @@ class Fleet:
                 poll.cancel()
 
     async def drain(self, deadline_s: float) -> None:
-        """Let what runs at peers finish until the deadline; then it ends, and its clients are told."""
+        """Let streams at peers finish until the deadline; then lost sequences are no longer resumed."""
         end = asyncio.get_running_loop().time() + deadline_s
         while self._streams and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110 - tasks of many requests
             await asyncio.sleep(DRAIN_POLL_S)
         self.is_closing = True
 
     async def close(self) -> None:
-        """Close the connections to all peers. Nothing is sent any more."""
+        """Close the connections to all peers."""
         self.is_closing = True
-        for node in (*self.nodes.values(), *self._left):
+        for node in (*self.nodes.values(), *self._removed):
             await node.close()
 
     async def _poll(self, node: PeerNode) -> None:
@@ -127,14 +129,14 @@ class Fleet:
 
     async def _close_removed(self) -> None:
         if self._streams == 0:
-            left, self._left = self._left, []
-            for node in left:
+            removed, self._removed = self._removed, []
+            for node in removed:
                 await node.close()
 
     # -- names -------------------------------------------------------------------------------------------------------
 
     def find(self, name: str) -> ModelConfig | None:
-        """The model of a peer behind a name that this daemon has no model for: `PEER/NAME`, or what a peer calls it."""
+        """Find a peer's model for a name that is none of this daemon's: `PEER/NAME`, or a name at a peer."""
         pinned, _, rest = name.partition("/")
         node = self.nodes.get(pinned)
         if node is not None and rest and (model := node.model(rest)) is not None:
@@ -143,7 +145,7 @@ class Fleet:
         return None if not entries else _as_model(entries[0][1].name, entries[0][1], entries[0][1].aliases)
 
     def models(self) -> Iterator[tuple[ModelConfig, WorkerView]]:
-        """The models of peers that no model of this daemon hides, each with how it is there."""
+        """Yield models of peers with their state, without those that have the name of a model of this daemon."""
         seen = set(self._config.models)
         for node in self.nodes.values():
             if not node.is_up or node.status is None:
@@ -154,18 +156,18 @@ class Fleet:
                     yield _as_model(model.name, model, model.aliases), _view(model)
 
     def view(self, name: str) -> WorkerView:
-        """The state of a model that only peers have; stopped when none has it any more."""
+        """State of a model that only peers have; stopped if none has it now."""
         entries = list(self._served(name))
         return _view(entries[0][1]) if entries else WorkerView(name=name, path="", state=State.STOPPED)
 
     def _entries(self, name: str) -> Iterator[tuple[PeerNode, PeerModel]]:
-        """Each peer that may be sent requests, with its model of this name, in the order of the configuration."""
+        """Yield the available peers that have a model of this name, in the order of the configuration."""
         for node in self.nodes.values():
             if node.is_up and (model := node.model(name)) is not None:
                 yield node, model
 
     def _served(self, name: str) -> Iterator[tuple[PeerNode, PeerModel]]:
-        """The same for the name of a resolved model, which may be `PEER/NAME`."""
+        """Yield the available peers that serve a resolved model, whose name may be `PEER/NAME`."""
         pinned, _, rest = name.partition("/")
         node = self.nodes.get(pinned)
         if node is None or not rest or self._is_here(name):
@@ -178,7 +180,7 @@ class Fleet:
 
     # -- places ------------------------------------------------------------------------------------------------------
 
-    def journey(
+    def route(
         self,
         model: ModelConfig,
         generates: list[Generate],
@@ -186,32 +188,34 @@ class Fleet:
         on_move: Callable[[str], None],
         form: str = "",
     ) -> RequestRoute | None:
-        """The way of a request; None where it can only run here. With `form` it begins where the model has that.
+        """Make the route of a request; None if only this daemon can serve it. `form` restricts its first place.
 
-        One that goes on from an earlier answer stays: only this daemon is known to have generated that.
+        A request that resumes an earlier response stays here, because only this daemon surely has the form that
+        generated it.
         """
         if not self.nodes or (self._is_here(model.name) and any(each.resume for each in generates)):
             return None
         tokens = sum(prompt_bytes(each) for each in generates[:1]) / BYTES_PER_TOKEN
-        # Encoded already, as everything that is ready to be sent.
+        # The prompt is encoded, as in every message that is ready to send.
         prompt = cast("Prompt | msgspec.Raw", generates[0].prompt)
         scope = model.name, generates[0].cache_salt
         prefixes = prefixes_of(prompt, *scope) if isinstance(prompt, msgspec.Raw) else []
         return RequestRoute(self, model, prefixes, tokens, request, on_move, form=form)
 
     def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[RouteCandidate]:
-        """Places that have the model, this daemon first: all of one form, or of `form` if that is given."""
-        warm = self._affinity.warm(prefixes)
-        found: list[RouteCandidate] = []
+        """Places that have the model, this daemon first: all of the first one's form, or of `form` if that is given."""
+        candidates: list[RouteCandidate] = []
         if self._is_here(model.name):
-            here = self._here(model)
-            found.append(RouteCandidate(_warmed(here, warm), self.forms.known(model)))
-        for node, there in self._served(model.name):
-            # A form that is not known is no other's.
-            is_alike = not found or (there.form and there.form == found[0].form)
-            if is_alike if form is None else there.form == form:
-                found.append(RouteCandidate(_warmed(_place(node, there), warm), there.form, node, there))
-        return found if form is None else [each for each in found if form and each.form == form]
+            candidates.append(RouteCandidate(self._here(model), self.forms.known(model)))
+        for node, peer_model in self._served(model.name):
+            # Unknown forms are never equal.
+            is_alike = not candidates or (peer_model.form and peer_model.form == candidates[0].form)
+            if is_alike if form is None else peer_model.form == form:
+                candidates.append(RouteCandidate(_place(node, peer_model), peer_model.form, node, peer_model))
+        if form is not None:
+            candidates = [each for each in candidates if form and each.form == form]
+        warm = self._affinity.warm(prefixes)
+        return [replace(each, place=replace(each.place, warm=warm.get(each.place.name, 0.0))) for each in candidates]
 
     def has(self, model: ModelConfig, form: str | None) -> bool:
         """Whether a place has the model now, in `form` if that is given."""
@@ -220,50 +224,45 @@ class Fleet:
     def open(
         self, candidate: RouteCandidate, model: str, on_loss: Callable[[PeerLost], None], request: str
     ) -> PeerStream:
-        """A stream at a peer, which counts until it has ended. Raises `Unavailable` when its key cannot be read."""
-        node, there = candidate.node, candidate.there
-        assert node is not None, "a place elsewhere"
-        assert there is not None, "with a model"
+        """Open a stream at a peer. Raises `Unavailable` if the peer's key cannot be read."""
+        node, peer_model = candidate.node, candidate.peer_model
+        assert node is not None, "the place is a peer"
+        assert peer_model is not None, "which has the model"
+        headers = {"x-request-id": request} if request else {}
         try:
             stream = PeerStream(
-                node,
-                model,
-                there,
-                next(self._epochs),
-                self.link,
-                self._tasks,
-                on_loss,
-                {"x-request-id": request} if request else {},
+                node, model, peer_model, next(self._epochs), self.link, self._tasks, on_loss, self._on_end, headers
             )
         except (OSError, ValueError) as error:
-            node.failed("key")
+            node.note_failure("key")
             log.warning("peer %s: its key cannot be read: %s", node.name, error)
             raise Unavailable(f"The peer {node.name} cannot be asked.") from None
-        stream.on_end = self._ended
         self._streams += 1
         return stream
 
-    def chosen(self, model: str, choice: PlacementChoice, reason: str, prefixes: list[Prefix], tokens: float) -> None:
-        """Note where a request goes; `model` is the name there."""
+    def note_choice(
+        self, model: str, choice: PlacementChoice, reason: str, prefixes: list[Prefix], tokens: float
+    ) -> None:
+        """Record the place of a request; `model` is the name there."""
         name = choice.place.name
         self._affinity.note(prefixes, name)
         if name != HERE:
-            self.nodes[name].sent[model] += max(0, int(tokens - choice.place.warm))
+            self.nodes[name].unreported_tokens[model] += max(0, int(tokens - choice.place.warm))
             self._metrics.forwarded[name, reason] += 1
 
     async def ensure_here(self, model: str) -> WorkerHandle:
-        """This daemon's worker of a model, loaded. Raises `ModelUnavailable`."""
+        """Return this daemon's worker of a model, loaded. Raises `ModelUnavailable`."""
         return await self._pool.ensure_ready(model)
 
-    async def ask(self, model: ModelConfig, question: Tokenize | Detokenize) -> Tokenized:
-        """The answer of a peer, or of the next one where it is lost.
+    async def call(self, model: ModelConfig, request: Tokenize | Detokenize) -> Tokenized:
+        """Call a peer, or the next one if it is lost.
 
         Raises `CallRefused`, `WorkerGone`, `Unsendable`, `Unavailable`.
         """
-        for candidate in self.candidates(model, [], None)[:ASKED_MAX]:
+        for candidate in self.candidates(model, [], None)[:CALL_ATTEMPTS_MAX]:
             stream = self.open(candidate, model.name, lambda _: None, "")
             try:
-                return await self.link.call(stream.epoch, question)
+                return await self.link.call(stream.epoch, request)
             except Unsendable:
                 stream.discard()
                 raise
@@ -272,38 +271,34 @@ class Fleet:
                     raise
         raise no_peer(model.name)
 
-    def start(self, journey: RequestRoute, loss: PeerLost) -> None:
-        """Let what was lost go on, in a task."""
+    def start_failover(self, route: RequestRoute, loss: PeerLost) -> None:
+        """Resume lost sequences in a task."""
         if self.is_closing:
             self.link.fail(loss.sequences, SHUTTING_DOWN)
             return
         log.warning(
-            "%d sequences of %s lost their peer %s", len(loss.sequences), journey.model.name, loss.stream.node.name
+            "%d sequences of %s lost their peer %s", len(loss.sequences), route.model.name, loss.stream.node.name
         )
         self._metrics.reroutes[loss.stream.node.name] += len(loss.sequences)
-        self._tasks.start(journey.go_on(loss), f"failover of {journey.model.name}")
+        self._tasks.start(route.resume_lost(loss), f"failover of {route.model.name}")
 
-    def _ended(self) -> None:
+    def _on_end(self) -> None:
         self._streams -= 1
 
-    def _numbers(self) -> Iterable[tuple[str, bool, dict[str, int]]]:
-        """Name, whether it is up, and failures of each peer; for the metrics."""
+    def _peer_metrics(self) -> Iterable[tuple[str, bool, dict[str, int]]]:
+        """Name, availability and failures of each peer."""
         return [(name, node.is_up, dict(node.failures)) for name, node in self.nodes.items()]
 
 
 def _place(node: PeerNode, model: PeerModel) -> CandidatePlace:
-    load_s = 0.0 if model.state == State.READY else model.load_s or LOAD_S
-    # What was sent since it last said how long its queue is comes on top.
-    unseen = node.sent[model.name] / model.prefill_rate if model.prefill_rate else 0.0
-    return CandidatePlace(node.name, model.wait_s + unseen, model.prefill_rate, load_s)
-
-
-def _warmed(place: CandidatePlace, warm: dict[str, float]) -> CandidatePlace:
-    return CandidatePlace(place.name, place.wait_s, place.rate, place.load_s, warm.get(place.name, 0.0))
+    load_s = 0.0 if model.state == State.READY else model.load_s or UNKNOWN_LOAD_S
+    # The peer's status does not include prompts that were sent after it.
+    unreported_s = node.unreported_tokens[model.name] / model.prefill_rate if model.prefill_rate else 0.0
+    return CandidatePlace(node.name, model.wait_s + unreported_s, model.prefill_rate, load_s)
 
 
 def _as_model(name: str, model: PeerModel, aliases: tuple[str, ...]) -> ModelConfig:
-    """A model of peers as requests see it: with the defaults and within the bounds that it has there."""
+    """Make the configuration of a peer's model, with its defaults and limits there."""
     return ModelConfig(
         name=name,
         path="",
@@ -317,7 +312,7 @@ def _as_model(name: str, model: PeerModel, aliases: tuple[str, ...]) -> ModelCon
 
 
 def _defaults(given: dict[str, Any], kind: type[D]) -> D:
-    """Defaults as the peer has them; what is not understood is none."""
+    """Decode a peer's defaults; invalid ones are ignored."""
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError:

@@ -1,4 +1,4 @@
-"""HTTP clients to peers and upstreams: no proxy, no redirects, no cookies, and answers that are not compressed."""
+"""HTTP clients to peers and upstreams: no proxy, no redirects, no cookies, and no compression."""
 
 import ssl
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -10,9 +10,9 @@ KEPT_CONNECTIONS: Final = 32
 
 
 def make_client(ca: str, silence_s: float, connect_s: float, base_url: str = "") -> httpx.AsyncClient:
-    """A client for the requests of all keys. `ca` is a PEM file; empty: the authorities of the system.
+    """Make a client for the requests of all API keys. `ca` is a PEM file, or empty for the system's authorities.
 
-    A cookie would be sent with other keys' requests, and tell the server that they come from one daemon.
+    Cookies are disabled because the server could link the requests of different keys by them.
     """
     return httpx.AsyncClient(
         base_url=base_url,
@@ -20,7 +20,7 @@ def make_client(ca: str, silence_s: float, connect_s: float, base_url: str = "")
         trust_env=False,
         follow_redirects=False,
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-        # An answer is read as it comes: nothing that was compressed is ever unpacked.
+        # Responses are read raw and never decompressed.
         headers={"accept-encoding": "identity"},
         timeout=httpx.Timeout(silence_s, connect=connect_s),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),

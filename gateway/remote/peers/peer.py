@@ -1,4 +1,4 @@
-"""One peer: the HTTP client to it, what it says of itself once a second, and how far it is trusted to answer."""
+"""Peer node: the HTTP client to one other daemon, its status once a second, and its failures."""
 
 import asyncio
 import logging
@@ -24,26 +24,27 @@ log = logging.getLogger(__name__)
 POLL_S: Final = 1.0
 CONNECT_S: Final = 1.0
 STATUS_S: Final = 2.0
-# From the whole request to the first byte of its answer, and between two of those; a large body needs its time.
+# Time-outs from the whole request to the first byte of the response, and between bytes of the response.
 ACCEPT_S: Final = 2.0
 SILENCE_S: Final = 5.0
+# Slowest upload for which the time-outs allow.
 UPLOAD_BYTES_PER_S: Final = 4_000_000
-# A status that is older says nothing.
+# Age after which a status is ignored.
 STALE_S: Final = 4.0
 STATUS_BYTES_MAX: Final = 256 << 10
 MODELS_MAX: Final = 1000
-# Of the text of an answer that is no 200, which is for the log.
+# Logged bytes of a response with another status than 200.
 REFUSAL_BYTES_MAX: Final = 4 << 10
-# After failures in a row nothing is sent for a while that doubles, within these.
+# Back-off after consecutive failures: the first pause, which doubles, and the longest.
 PAUSE_S: Final = (1.0, 30.0)
+# Pauses for a model after the peer refused the key, does not serve the model, or has no room for it.
 KEY_REFUSED_S: Final = 30.0
-# A model that a peer names and does not serve, or has no room for.
 ABSENT_S: Final = 30.0
 BUSY_S: Final = 1.0
 
 
 class PeerDeclined(Exception):
-    """The peer answered with another status than 200: it takes the request not, or not now."""
+    """The peer responded with another status than 200."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text[:200]}")
@@ -51,24 +52,25 @@ class PeerDeclined(Exception):
 
 
 class PeerNode:
-    """One peer, on the event loop of its fleet, which polls it."""
+    """One peer. Its fleet polls it, on the fleet's event loop."""
 
     def __init__(self, config: PeerConfig, boot: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`boot` is of this gateway, by which a peer that is this daemon itself is known."""
+        """`boot` is this gateway's number, by which a peer that is this daemon itself is detected."""
         self.config = config
         self.name = config.name
         self.status: PeerStatus | None = None
-        # Why nothing is sent to it; empty while requests may go there.
+        # Why no requests may be sent to it, or empty.
         self.problem = "not heard of yet"
         self.failures: Counter[str] = Counter()
-        # Tokens of prompts that were sent since its newest status, which cannot know of them yet.
-        self.sent: Counter[str] = Counter()
+        # Prompt tokens by model that were sent since its newest status, which does not include them.
+        self.unreported_tokens: Counter[str] = Counter()
         self._boot = boot
         self._clock = clock
-        self._seen_at = -STALE_S
-        self._failed_in_a_row = 0
+        self._status_at = -STALE_S
+        self._consecutive_failures = 0
         self._paused_until = 0.0
-        self._blocked: dict[str, float] = {}
+        # Ends of the pauses by model.
+        self._blocked_until: dict[str, float] = {}
         self._client = make_client(config.ca, SILENCE_S, CONNECT_S, config.url)
 
     async def close(self) -> None:
@@ -78,11 +80,11 @@ class PeerNode:
     def is_up(self) -> bool:
         """Whether requests may be sent to it now."""
         now = self._clock()
-        return not self.problem and now - self._seen_at < STALE_S and now >= self._paused_until
+        return not self.problem and now - self._status_at < STALE_S and now >= self._paused_until
 
     @property
     def state(self) -> str:
-        """In words, for people."""
+        """Description of its state for operators."""
         if self.is_up:
             return "up"
         if self.problem:
@@ -90,50 +92,47 @@ class PeerNode:
         return "paused after a failure" if self._clock() < self._paused_until else "silent"
 
     def model(self, name: str) -> PeerModel | None:
-        """Its model of this name or alias, unless it has just declined to serve it."""
+        """Return its model of this name or alias, unless that is blocked."""
         models = () if self.status is None else self.status.models
         model = next((each for each in models if name == each.name or name in each.aliases), None)
-        return None if model is None or self._blocked.get(model.name, 0.0) > self._clock() else model
+        return None if model is None or self._blocked_until.get(model.name, 0.0) > self._clock() else model
 
-    def block(self, name: str, s: float) -> None:
-        """Ask it for the model of this name, which is the one it has there, no more for a while."""
-        self._blocked[name] = self._clock() + s
+    def block(self, name: str, pause_s: float) -> None:
+        """Send no requests for a model for a while; `name` is its name at the peer."""
+        self._blocked_until[name] = self._clock() + pause_s
 
-    def failed(self, reason: str) -> None:
-        """Note a failure of its own: no connection, silence, nonsense."""
+    def note_failure(self, reason: str) -> None:
+        """Count a failure of the peer itself, and pause it."""
         self.failures[reason] += 1
         if self._clock() < self._paused_until:
-            return  # the same failure, of all the streams that it had
-        self._failed_in_a_row += 1
-        least, most = PAUSE_S
-        self._paused_until = self._clock() + min(most, least * 2 ** min(self._failed_in_a_row - 1, 10))
+            return  # one failure ends all streams at the peer
+        self._consecutive_failures += 1
+        first_s, longest_s = PAUSE_S
+        self._paused_until = self._clock() + min(longest_s, first_s * 2 ** min(self._consecutive_failures - 1, 10))
         log.warning("peer %s failed (%s)", self.name, reason)
 
-    def served(self) -> None:
-        """Note an answer from its first byte to its last."""
-        self._failed_in_a_row = 0
+    def note_success(self) -> None:
+        self._consecutive_failures = 0
 
     async def poll(self) -> bool:
-        """Ask for its status. Returns whether its gateway was started since the last one."""
+        """Update its status. Return whether its gateway has restarted since the previous one."""
         boot = None if self.status is None else self.status.boot
         try:
-            status = await self._ask_status()
+            status = await self._fetch_status()
         except (httpx.HTTPError, TimeoutError, MalformedFrame, OSError, ValueError) as error:
-            self._set_problem(_words(error))
+            self._set_problem(_description(error))
             return False
         except PeerDeclined as error:
             self._set_problem("its key is refused there" if error.status in (401, 403) else str(error))
             return False
-        self.status, self._seen_at = status, self._clock()
-        self.sent.clear()
+        self.status, self._status_at = status, self._clock()
+        self.unreported_tokens.clear()
         self._set_problem(self._objection(status))
         return boot is not None and boot != status.boot
 
     @asynccontextmanager
     async def generate(self, body: bytes, headers: dict[str, str]) -> AsyncGenerator[httpx.Response]:
-        """The answer to a `PeerRequest`, whose status is 200. Raises `PeerDeclined`, `httpx.HTTPError`,
-        `TimeoutError`.
-        """
+        """Yield the response to a `PeerRequest`. Raises `PeerDeclined`, `httpx.HTTPError`, `TimeoutError`."""
         request = self._client.build_request("POST", GENERATE_PATH, content=body, headers=self._authorized() | headers)
         async with asyncio.timeout(CONNECT_S + ACCEPT_S + len(body) / UPLOAD_BYTES_PER_S):
             response = await self._client.send(request, stream=True)
@@ -145,7 +144,7 @@ class PeerNode:
         finally:
             await response.aclose()
 
-    async def _ask_status(self) -> PeerStatus:
+    async def _fetch_status(self) -> PeerStatus:
         async with asyncio.timeout(STATUS_S):
             async with self._client.stream("GET", STATUS_PATH, headers=self._authorized()) as response:
                 data = b""
@@ -167,7 +166,7 @@ class PeerNode:
 
     @property
     def secret(self) -> str:
-        """The key that it has made for us, read each time: a new one counts at once. Raises `OSError`, `ValueError`."""
+        """Key for this peer, read each time, so that a new one takes effect. Raises `OSError`, `ValueError`."""
         return read_secret(Path(self.config.key_file))
 
     def _objection(self, status: PeerStatus) -> str:
@@ -185,7 +184,7 @@ class PeerNode:
 
 
 async def _refusal(response: httpx.Response) -> str:
-    """The beginning of an answer's text, as it came."""
+    """Read the beginning of a response's text."""
     data = b""
     async for piece in response.aiter_raw(REFUSAL_BYTES_MAX):
         data += piece
@@ -194,8 +193,7 @@ async def _refusal(response: httpx.Response) -> str:
     return data[:REFUSAL_BYTES_MAX].decode(errors="replace")
 
 
-def _words(error: Exception) -> str:
-    """Description of a failed call, in few words."""
+def _description(error: Exception) -> str:
     match error:
         case httpx.ConnectTimeout() | httpx.ReadTimeout() | TimeoutError():
             return "it does not answer in time"

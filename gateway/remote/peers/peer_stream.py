@@ -1,7 +1,7 @@
-"""The sequences of one request, or a question, at a peer: one HTTP request, whose answer is a stream of frames.
+"""Stream at a peer: the sequences of one request, or a tokenize call, in one HTTP request.
 
-For the link it is a runner like a worker, whose epoch is the connection. What is lost with the connection, and what the
-peer gives up, is handed back parked, to go on elsewhere.
+For the link it is a runner like a worker, with an epoch of its own. Sequences that are lost with the connection, or
+that the peer cannot serve, are parked, so that another place resumes them.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import httpx
-import msgspec
 from msgspec.structs import replace
 
 from gateway.link.link import WorkerLink
@@ -24,13 +23,13 @@ from protocol.codec import MAX_FRAME_BYTES, MalformedFrame
 from protocol.failures import Code, Failure
 from protocol.from_worker import Accepted, Delta, Progress, Rejected, Step, Tokenized
 from protocol.peering import VIA_HEADER, FrameReader, PeerAlive, PeerModel, PeerUp, encode_request
-from protocol.to_worker import Generate
+from protocol.to_worker import Abort, Detokenize, Down, Generate, Tokenize
 
 log = logging.getLogger(__name__)
 
 LOST: Final = "The peer that served this request was lost. Try again."
-# Failures of the peer or of its worker, not of the request: it may do better elsewhere.
-ELSEWHERE: Final = frozenset(
+# Failures of the peer or its worker: another place may serve the request.
+PLACE_FAILURES: Final = frozenset(
     {
         Code.BUSY,
         Code.ABORTED,
@@ -47,68 +46,46 @@ ELSEWHERE: Final = frozenset(
     }
 )
 
-# Statuses of a request that no peer takes: it is not valid, too large, or has come back.
-_FINAL: Final = (400, 413, 508)
-
-
-# The beginnings of messages to a runner: a prompt is not read again to be sent on.
-class _AbortHead(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    rids: tuple[int, ...]
-
-
-class _GenerateHead(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    rid: int
-
-
-class _TokenizeHead(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    rid: int
-
-
-class _DetokenizeHead(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    rid: int
-
-
-_heads: Final[msgspec.msgpack.Decoder[_AbortHead | _GenerateHead | _TokenizeHead | _DetokenizeHead]] = (
-    msgspec.msgpack.Decoder(_AbortHead | _GenerateHead | _TokenizeHead | _DetokenizeHead)
-)
+# Statuses for which no other peer is tried: the request is invalid, too large, or has passed this daemon before.
+_FINAL_STATUSES: Final = (400, 413, 508)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Sequences that a stream gave up, parked, and why: for its client if nothing else can be done."""
+    """Parked sequences of a stream that has ended, and their failure if no other place can resume them."""
 
     stream: "PeerStream"
     sequences: list[Sequence]
     failure: Failure
 
 
-# Told of a loss. Called once at most, when the stream has ended.
+# Called once at most, when the stream has ended.
 OnLoss = Callable[[PeerLost], None]
 
 
 class PeerStream:
-    """A `Runner` and its `FrameSender`. What is sent in one turn of the event loop goes as one request, in the next.
+    """`Runner` and `FrameSender` of one HTTP request, which contains all messages sent in one turn of the event loop.
 
-    `name` is the model's here, by which it is counted; `there` is its name at the peer.
+    `name` is the model's name here, and `peer_model` its name at the peer.
     """
 
     def __init__(
         self,
         node: PeerNode,
         name: str,
-        there: PeerModel,
+        model: PeerModel,
         epoch: int,
         link: WorkerLink,
         tasks: TaskSet,
         on_loss: OnLoss,
+        on_end: Callable[[], None],
         headers: dict[str, str],
     ) -> None:
-        """Raises `OSError` or `ValueError` when the key of the peer cannot be read."""
+        """Raises `OSError` or `ValueError` if the peer's key cannot be read."""
         self.node = node
         self.name = name
-        self.there = there.name
-        # Of what it was asked for, all that it may say.
-        self.claims = PeerClaims(there)
+        self.peer_model = model.name
+        self.claims = PeerClaims(model)
         self.epoch = epoch
         self._secret = node.secret.encode()
         self._link = link
@@ -116,18 +93,18 @@ class PeerStream:
         self._on_loss = on_loss
         self._headers = headers | {VIA_HEADER: str(link.boot)}
         self._frames: list[bytes] = []
-        self._question = b""
+        # Encoded tokenize or detokenize call.
+        self._call = b""
         self._open: set[int] = set()
         self._parked: list[Sequence] = []
-        # Of the prompts, as another peer has counted them.
+        # Prompt tokens by rid, as counted by earlier places too: all must count the same.
         self.prompt_tokens: dict[int, int] = {}
         self._failure: Failure | None = None
         self._task: asyncio.Task[None] | None = None
-        # Told when it has ended, whatever of it was lost.
-        self.on_end: Callable[[], None] = _nothing
+        self._on_end = on_end
         link.attach(name, epoch, self._post, self._parked.append, self)
 
-    # -- a runner ----------------------------------------------------------------------------------------------------
+    # -- Runner ------------------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
@@ -137,16 +114,16 @@ class PeerStream:
         return None
 
     def discard(self) -> None:
-        """Forget it: nothing was sent by it, and nothing will be."""
+        """End a stream that has sent nothing."""
         self._link.detach(self.epoch)
-        self.on_end()
+        self._on_end()
 
     # -- a frame sender ----------------------------------------------------------------------------------------------
 
     def prepare(self, request: Generate) -> Generate:
-        """As the peer gets it: without our tenants, and with a salt from which ours cannot be told.
+        """Return the request for the peer: without the tenant, and with a keyed hash of the cache salt.
 
-        It asks for progress: the silence of a long prefill must not look like death.
+        It always requests progress, so that a long prefill is not taken for a lost peer.
         """
         self.claims.expect(request)
         salt = request.cache_salt
@@ -154,22 +131,24 @@ class PeerStream:
             salt = hmac.digest(self._secret, salt.encode(), "blake2b")[:16].hex()
         return replace(request, cache_salt=salt, tenant="", want_progress=True)
 
-    def send_frame(self, frame: bytes) -> None:
-        match _heads.decode(frame):
-            case _AbortHead(rids):
+    def send(self, message: Down, frame: bytes) -> None:
+        match message:
+            case Abort(rids):
                 self._abort(rids)
-            case _GenerateHead(rid):
+            case Generate(rid):
                 self._begin(rid)
                 self._frames.append(frame)
-            case _TokenizeHead(rid) | _DetokenizeHead(rid):
+            case Tokenize(rid) | Detokenize(rid):
                 self._begin(rid)
-                self._question = frame
+                self._call = frame
+            case _:
+                raise AssertionError(f"a peer accepts no {type(message).__name__}")
 
     def _post(self, report: object) -> None:
         raise AssertionError(f"a peer sends no {type(report).__name__}")
 
     def _begin(self, rid: int) -> None:
-        assert self._task is None, "a stream at a peer takes no more requests"
+        assert self._task is None, "the HTTP request was sent"
         if not self._open:
             asyncio.get_running_loop().call_soon(self._start)
         self._open.add(rid)
@@ -177,7 +156,7 @@ class PeerStream:
     def _abort(self, rids: tuple[int, ...]) -> None:
         self._open.difference_update(rids)
         if not self._open and self._task is not None:
-            # Its client has left. The peer sees the connection close, and frees what it holds.
+            # This closes the connection, at which the peer aborts the sequences.
             self._task.cancel()
 
     # -- the connection ----------------------------------------------------------------------------------------------
@@ -195,24 +174,24 @@ class PeerStream:
         except (MalformedFrame, OSError, ValueError) as error:
             self._fail("malformed", error)
         else:
-            self.node.served()
+            self.node.note_success()
         finally:
             self._finish()
 
     async def _exchange(self) -> None:
         if not self._open:
             return
-        body = encode_request(self.there, self._frames, self._question)
-        reader = FrameReader(MAX_FRAME_BYTES if self._question else self.claims.frame_bytes)
+        body = encode_request(self.peer_model, self._frames, self._call)
+        reader = FrameReader(MAX_FRAME_BYTES if self._call else self.claims.frame_bytes)
         async with self.node.generate(body, self._headers) as response:
             async for data in response.aiter_raw():
                 for message in reader.feed(data):
-                    self._take(message)
+                    self._handle(message)
                 self._link.wake_readers()
         if self._open:
             raise MalformedFrame("the answer ended before its sequences")
 
-    def _take(self, message: PeerUp) -> None:
+    def _handle(self, message: PeerUp) -> None:
         match message:
             case PeerAlive():
                 pass
@@ -222,11 +201,11 @@ class PeerStream:
                     if delta.finish is not None:
                         self._open.discard(delta.rid)
                 if any(delta.failure is not None for delta in deltas):
-                    message = replace(message, deltas=[self._redirected(delta) for delta in deltas])
+                    message = replace(message, deltas=[self._parkable(delta) for delta in deltas])
                 self._link.receive_from_peer(self.epoch, message)
             case Rejected(rid, failure):
                 self._open.discard(rid)
-                self._link.receive_from_peer(self.epoch, Rejected(rid, self._elsewhere(failure)))
+                self._link.receive_from_peer(self.epoch, Rejected(rid, self._parkable_failure(failure)))
             case Accepted(rid, prompt_tokens):
                 self.claims.check_accepted(message)
                 if self.prompt_tokens.setdefault(rid, prompt_tokens) != prompt_tokens:
@@ -241,28 +220,28 @@ class PeerStream:
                 self._open.discard(rid)
                 self._link.receive_from_peer(self.epoch, message)
 
-    def _redirected(self, delta: Delta) -> Delta:
-        return delta if delta.failure is None else replace(delta, failure=self._elsewhere(delta.failure))
+    def _parkable(self, delta: Delta) -> Delta:
+        return delta if delta.failure is None else replace(delta, failure=self._parkable_failure(delta.failure))
 
-    def _elsewhere(self, failure: Failure) -> Failure:
-        """A failure of the peer's parks the sequence, as the death of a worker does."""
-        if failure.code not in ELSEWHERE:
+    def _parkable_failure(self, failure: Failure) -> Failure:
+        """Turn a failure of the place into a lost worker, at which the link parks the sequence."""
+        if failure.code not in PLACE_FAILURES:
             return failure
         self._failure = failure
-        self.node.block(self.there, BUSY_S if failure.is_retryable else ABSENT_S)
+        self.node.block(self.peer_model, BUSY_S if failure.is_retryable else ABSENT_S)
         return replace(failure, code=Code.WORKER_DIED)
 
     def _decline(self, error: PeerDeclined) -> None:
         self._failure = Failure(Code.DRAINING, LOST, str(error))
-        if error.status in _FINAL:
+        if error.status in _FINAL_STATUSES:
             failure = Failure(Code.INTERNAL, f"The peer {self.node.name} does not take this request.", str(error))
             for rid in self._open:
                 self._link.receive_from_peer(self.epoch, Rejected(rid, failure))
             self._open.clear()
         key_is_refused = error.status in (401, 403)
-        s = KEY_REFUSED_S if key_is_refused else BUSY_S if error.status in (429, 503) else ABSENT_S
-        self.node.block(self.there, s)
-        log.warning("peer %s does not serve %s: %s", self.node.name, self.there, error)
+        pause_s = KEY_REFUSED_S if key_is_refused else BUSY_S if error.status in (429, 503) else ABSENT_S
+        self.node.block(self.peer_model, pause_s)
+        log.warning("peer %s does not serve %s: %s", self.node.name, self.peer_model, error)
         self.node.failures["key_refused" if key_is_refused else "declined"] += 1
 
     def _fail(self, reason: str, error: Exception) -> None:
@@ -270,17 +249,13 @@ class PeerStream:
             return
         log.warning("peer %s: %s of %s: %s", self.node.name, reason, self.name, str(error) or type(error).__name__)
         self._failure = Failure(Code.WORKER_DIED, LOST, str(error))
-        self.node.failed(reason)
+        self.node.note_failure(reason)
 
     def _finish(self) -> None:
         self._link.wake_readers()
-        self.on_end()
+        self._on_end()
         self._link.detach(self.epoch)
         lost = [sequence for sequence in self._parked if not sequence.is_over]
         if lost:
             failure = self._failure or Failure(Code.WORKER_DIED, LOST)
             self._on_loss(PeerLost(self, lost, failure))
-
-
-def _nothing() -> None:
-    pass

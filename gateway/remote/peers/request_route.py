@@ -1,4 +1,4 @@
-"""One request's way over daemons: where it is sent first, and where its sequences go on when that place is lost."""
+"""Route of one request over daemons: its first place, and the failover of its sequences when that is lost."""
 
 import asyncio
 import logging
@@ -21,27 +21,28 @@ from protocol.peering import PeerModel
 
 log = logging.getLogger(__name__)
 
-# How long what was lost waits for a place to come back, and how often one is looked for.
-RETURN_S: Final = 30.0
-LOOK_S: Final = 0.2
+# Longest wait of lost sequences for another place, and the interval of attempts.
+FAILOVER_TIMEOUT_S: Final = 30.0
+FAILOVER_POLL_S: Final = 0.2
 RETRY_AFTER_S: Final = 2.0
-# A sequence changes its place this often at most.
+# Limit of moves per sequence.
 MOVES_MAX: Final = 20
+# Name of this daemon as a place.
 HERE: Final = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteCandidate:
-    """A place, and the peer with its model; None for this daemon."""
+    """Place with its form of the model. `node` and `peer_model` are None for this daemon."""
 
     place: CandidatePlace
     form: str
     node: PeerNode | None = None
-    there: PeerModel | None = None
+    peer_model: PeerModel | None = None
 
 
 class RouteFleet(Protocol):
-    """Port of a journey to the fleet, which knows the places."""
+    """Port of a route to the fleet, which imports this module."""
 
     link: WorkerLink
     is_closing: bool
@@ -50,19 +51,19 @@ class RouteFleet(Protocol):
     def open(
         self, candidate: RouteCandidate, model: str, on_loss: "Callable[[PeerLost], None]", request: str
     ) -> PeerStream: ...
-    def chosen(
+    def note_choice(
         self, model: str, choice: PlacementChoice, reason: str, prefixes: list[Prefix], tokens: float
     ) -> None: ...
     async def ensure_here(self, model: str) -> WorkerHandle: ...
-    def start(self, journey: "RequestRoute", loss: PeerLost) -> None: ...
+    def start_failover(self, route: "RequestRoute", loss: PeerLost) -> None: ...
 
 
 @dataclass(slots=True)
 class RequestRoute:
-    """The places of one request. Owned by its generation; what was lost is moved on by a task of the fleet.
+    """Places of one request. Owned by its generation; a task of the fleet moves lost sequences.
 
-    `served_by` is the peer that serves it, or empty. A place where tokens were generated or scored fixes `form`: only
-    where the model has the same form can the next token be the same.
+    `served_by` is the peer that serves it, or empty. After tokens were generated or scored, all further places must
+    have the same `form`, because others would generate other tokens.
     """
 
     fleet: RouteFleet
@@ -73,28 +74,28 @@ class RequestRoute:
     on_move: Callable[[str], None]
     served_by: str = HERE
     form: str = ""
-    # This daemon could not load the model.
+    # Whether this daemon could not load the model.
     is_refused_here: bool = False
     _prompt_tokens: dict[int, int] = field(default_factory=dict[int, int])
-    # The tool calls that its sequences are in.
+    # Index of the open tool call of each sequence.
     _calls: dict[int, int] = field(default_factory=dict[int, int])
 
     def begin(self) -> PeerStream | None:
-        """Choose the first place: a stream at a peer, or None for here. Raises `Unavailable` where there is none."""
+        """Choose the first place: a stream at a peer, or None for this daemon. Raises `Unavailable`."""
         stream = self._next("", self.form or None)
         if stream is not None or self.served_by == HERE:
             return stream
         raise no_peer(self.model.name)
 
-    def begin_elsewhere(self) -> PeerStream | None:
-        """A stream at a peer, because the model cannot be served here; None where no peer has it."""
+    def begin_at_peer(self) -> PeerStream | None:
+        """Choose a peer because this daemon cannot serve the model; None if no peer has it."""
         self.is_refused_here = True
         return self._next("unavailable")
 
-    async def go_on(self, loss: PeerLost) -> None:
-        """Let the sequences go on at a peer, here, or where one comes back in time; else they end with the failure."""
+    async def resume_lost(self, loss: PeerLost) -> None:
+        """Resume lost sequences at a peer or here, waiting for a place; after the time-out they fail."""
         loop = asyncio.get_running_loop()
-        end, link = loop.time() + RETURN_S, self.fleet.link
+        end, link = loop.time() + FAILOVER_TIMEOUT_S, self.fleet.link
         left = loss.sequences
         self._prompt_tokens |= loss.stream.prompt_tokens
         self._calls |= loss.stream.claims.calls
@@ -106,14 +107,14 @@ class RequestRoute:
                 return
             if await self._move(left):
                 return
-            # The others were sent before their worker was lost, which minds them.
+            # A local worker has the others; its own failover resumes them if it is lost.
             left = [sequence for sequence in left if sequence.epoch == PARKED]
             for sequence in left:
                 sequence.collector.note_activity()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(FAILOVER_POLL_S)
 
     async def _move(self, left: list[Sequence]) -> bool:
-        """Give the sequences to another place. False where there is none now."""
+        """Resume the sequences at another place. Return False if there is none now."""
         needs_form = any(sequence.token_ids or sequence.prompt_scored or sequence.echo_scored for sequence in left)
         stream = self._next("failover", self.form if needs_form else None)
         link = self.fleet.link
@@ -121,13 +122,13 @@ class RequestRoute:
             for sequence in left:
                 link.resume(stream.epoch, sequence)
             if not any(sequence.epoch == stream.epoch for sequence in left):
-                # Their deadline has passed, or they are too large.
+                # All have ended: their deadline has passed, or they are too large.
                 stream.discard()
             return True
         if self.served_by != HERE:
             return False
         try:
-            async with asyncio.timeout(RETURN_S):
+            async with asyncio.timeout(FAILOVER_TIMEOUT_S):
                 worker = await self.fleet.ensure_here(self.model.name)
             for sequence in left:
                 if not sequence.is_over:
@@ -141,7 +142,7 @@ class RequestRoute:
         return True
 
     def _next(self, reason: str, form: str | None = None) -> PeerStream | None:
-        """The best place now; `served_by` is `-` where there is none."""
+        """Move to the best place now: a stream at a peer, or None. `served_by` is `-` if there is no place."""
         candidates = self.fleet.candidates(self.model, self.prefixes, form)
         if self.is_refused_here:
             candidates = [each for each in candidates if each.node is not None]
@@ -150,8 +151,8 @@ class RequestRoute:
             return None
         choice = choose([each.place for each in candidates], self.tokens)
         chosen = next(each for each in candidates if each.place is choice.place)
-        there = self.model.name if chosen.there is None else chosen.there.name
-        self.fleet.chosen(there, choice, reason or choice.reason, self.prefixes, self.tokens)
+        name = self.model.name if chosen.peer_model is None else chosen.peer_model.name
+        self.fleet.note_choice(name, choice, reason or choice.reason, self.prefixes, self.tokens)
         self._settle(choice.place.name, chosen.form)
         if chosen.node is None:
             return None
@@ -165,9 +166,9 @@ class RequestRoute:
         self.on_move("" if place == "-" else place)
 
     def _on_loss(self, loss: PeerLost) -> None:
-        self.fleet.start(self, loss)
+        self.fleet.start_failover(self, loss)
 
 
 def no_peer(model: str) -> Unavailable:
-    """The error for a model that only peers have, while none of them can be asked."""
+    """Make the error for a model that only peers have, while none of them is available."""
     return Unavailable(f"No peer that serves {model} is available now.", RETRY_AFTER_S, "no_peer_available")

@@ -1,4 +1,4 @@
-"""HTTP client to upstreams: the endpoints of others that speak OpenAI's or Anthropic's API."""
+"""HTTP client to upstreams: other servers with OpenAI's or Anthropic's API."""
 
 import asyncio
 import logging
@@ -25,30 +25,28 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DRAIN_POLL_S: Final = 0.02
 CONNECT_S: Final = 5.0
-# The longest wait for the text of a refusal, which is for the log.
-OPENING_S: Final = 5.0
+# Time-out for the logged text of a refusal.
+EXCERPT_TIMEOUT_S: Final = 5.0
 BODY_BYTES_MAX: Final = 64 << 20
-# Of a stream so much of its end is kept, where the usage stands.
+# The end of a stream that is kept, because it contains the usage.
 TAIL_BYTES: Final = 16 * 1024
-# No token of a prompt is shorter than a byte, but for those that a body does not show: instructions and a template of
-# the upstream's own, and media behind URLs.
+# Limit of prompt tokens beyond one per byte of the body: the upstream's own instructions and template, media by URL.
 UNSEEN_TOKENS_MAX: Final = 1 << 16
-# Of a sequence without another limit. Its text may be far shorter: reasoning is counted, and need not be sent.
+# Limit of a sequence without `max_tokens`. Reasoning is counted but need not be sent, so the text can be shorter.
 COMPLETION_TOKENS_MAX: Final = 1 << 18
-# Headers of a client that change what an answer is; all others are this daemon's.
-_PASSED: Final = ("anthropic-version", "anthropic-beta")
-_TOLD: Final = (b"retry-after",)
-# Statuses by which an upstream speaks of itself or of our key; others are about the request.
-_ITS_OWN: Final = frozenset({401, 402, 403, 404, 408, 429, 500, 502, 503, 504, 529})
-# Those of them that are about our key alone.
-_ABOUT_KEY: Final = frozenset({401, 402, 403})
-# Of a refusal that is logged, so much, and of the type of an answer.
-_OPENING_CHARS: Final = 500
+# Headers passed from clients to upstreams, and from upstreams to clients.
+_REQUEST_HEADERS: Final = ("anthropic-version", "anthropic-beta")
+_RESPONSE_HEADERS: Final = (b"retry-after",)
+# Statuses about the upstream or this daemon's key rather than the request, and those about the key alone.
+_UPSTREAM_STATUSES: Final = frozenset({401, 402, 403, 404, 408, 429, 500, 502, 503, 504, 529})
+_KEY_STATUSES: Final = frozenset({401, 402, 403})
+# Logged characters of a refusal, and of an unexpected media type.
+_EXCERPT_CHARS: Final = 500
 _KIND_CHARS: Final = 100
 
 
 class Unreachable(Exception):
-    """There is no answer, or no more of it. `reason` is for the metrics."""
+    """The upstream did not respond, or its response broke off. `reason` is for the metrics."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -70,16 +68,16 @@ _counted: Final = msgspec.json.Decoder(_Counted)
 
 
 class Clients:
-    """One client for each upstream, made at its first request. All on the event loop."""
+    """HTTP clients by upstream, made at the first request. All on the event loop."""
 
     def __init__(self) -> None:
-        # By the upstream's name, with the configuration that it was made for.
+        # Each with the configuration that it was made for.
         self._clients: dict[str, tuple[UpstreamConfig, httpx.AsyncClient]] = {}
         self._replaced: list[httpx.AsyncClient] = []
         self._running = 0
 
-    async def ask(self, upstream: UpstreamConfig, scope: Scope, body: bytes) -> "UpstreamResponse":
-        """The beginning of an answer, whatever its status. Raises `Unreachable`."""
+    async def send(self, upstream: UpstreamConfig, scope: Scope, body: bytes) -> "UpstreamResponse":
+        """Send a request, and return the beginning of the response, whatever its status. Raises `Unreachable`."""
         path = scope["path"]
         suffix = path.removeprefix("/v1") if upstream.dialect == "openai" else path
         try:
@@ -99,7 +97,7 @@ class Clients:
 
     @contextmanager
     def running(self) -> Generator[None, None, None]:
-        """Be a request that `drain` waits for."""
+        """Count a request that `drain` waits for."""
         self._running += 1
         try:
             yield
@@ -107,13 +105,13 @@ class Clients:
             self._running -= 1
 
     async def drain(self, deadline_s: float) -> None:
-        """Let what runs at upstreams finish until the deadline."""
+        """Let requests at upstreams finish until the deadline."""
         end = asyncio.get_running_loop().time() + deadline_s
         while self._running and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110 - tasks of many requests
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def close(self) -> None:
-        """Close the connections to all upstreams. The last call."""
+        """Close the connections to all upstreams."""
         for client in (*self._replaced, *(client for _, client in self._clients.values())):
             await client.aclose()
 
@@ -129,7 +127,7 @@ class Clients:
 
 
 class UpstreamResponse:
-    """One answer of an upstream, which is read once and closed."""
+    """Response of an upstream, which must be read once and closed."""
 
     def __init__(self, response: httpx.Response, upstream: UpstreamConfig) -> None:
         self._response = response
@@ -141,17 +139,17 @@ class UpstreamResponse:
         self.kind = response.headers.get("content-type", JSON).partition(";")[0].strip().lower()
         self.is_stream = self.kind == EVENTS
         self.headers: list[Header] = [
-            (name.lower(), value) for name, value in response.headers.raw if name.lower() in _TOLD
+            (name.lower(), value) for name, value in response.headers.raw if name.lower() in _RESPONSE_HEADERS
         ]
 
     @property
     def is_of_api(self) -> bool:
-        """Whether its body is of a type that a client of the API expects: no page of a proxy, for example."""
+        """Whether its media type is one of the API, unlike an error page of a proxy."""
         return self.kind in (JSON, EVENTS)
 
     @property
     def fault(self) -> str:
-        """Why it is no answer of the API; empty where it is one, or a refusal."""
+        """Why it is neither a response of the API nor a refusal, or empty."""
         if not (200 <= self.status < 300 or 400 <= self.status < 600):
             return f"its answer has status {self.status}"
         if self._response.headers.get("content-encoding", "identity") != "identity":
@@ -162,29 +160,29 @@ class UpstreamResponse:
 
     @property
     def is_its_own(self) -> bool:
-        """Whether a refusal is about the upstream or its key, so that another may take the request."""
-        return self.status in _ITS_OWN
+        """Whether a refusal is about the upstream or the key, so that another upstream may serve the request."""
+        return self.status in _UPSTREAM_STATUSES
 
     @property
     def is_about_key(self) -> bool:
-        """Whether a refusal is about our key, which is no news for a client."""
-        return self.status in _ABOUT_KEY
+        """Whether a refusal is about this daemon's key, which must not be shown to clients."""
+        return self.status in _KEY_STATUSES
 
-    async def opening(self) -> str:
-        """The first characters of the body, for the log; as much of it as there is."""
+    async def excerpt(self) -> str:
+        """Read the first characters of the body, for the log."""
         text = b""
         try:
-            async with asyncio.timeout(OPENING_S):
+            async with asyncio.timeout(EXCERPT_TIMEOUT_S):
                 async for piece in self.pieces():
                     text += piece
-                    if len(text) >= _OPENING_CHARS:
+                    if len(text) >= _EXCERPT_CHARS:
                         break
         except (Unreachable, TimeoutError) as error:
             return f"(no text: {error})"
-        return repr(text[:_OPENING_CHARS].decode(errors="replace"))
+        return repr(text[:_EXCERPT_CHARS].decode(errors="replace"))
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """The body as it comes. Raises `Unreachable`."""
+        """Yield the body as it is received. Raises `Unreachable`."""
         try:
             async for piece in self._response.aiter_raw():
                 self._tail = (self._tail + piece)[-TAIL_BYTES:]
@@ -195,7 +193,7 @@ class UpstreamResponse:
             raise Unreachable(reason, str(error)) from None
 
     async def read(self) -> bytes:
-        """All of the body. Raises `Unreachable`."""
+        """Read the whole body. Raises `Unreachable`."""
         pieces: list[bytes] = []
         try:
             async with asyncio.timeout(self._whole_s):
@@ -211,16 +209,16 @@ class UpstreamResponse:
         await self._response.aclose()
 
     def usage(self, body_bytes: int, sequences: int, max_tokens: int | None) -> tuple[int, int]:
-        """Tokens of the prompt and of the answer: as the upstream counts them, or by their size where it does not, or
-        counts more than there can be. `max_tokens` is of each sequence."""
+        """Prompt and completion tokens, as the upstream reports them, or estimated by size if it does not or reports
+        impossible ones. `max_tokens` is the limit of each sequence."""
         if self.status >= 400:
             return 0, 0
         prompt = completion = 0
         for counted in self._counts():
             prompt = max(prompt, counted.prompt_tokens, counted.input_tokens)
             completion = max(completion, counted.completion_tokens, counted.output_tokens)
-        of_each = COMPLETION_TOKENS_MAX if max_tokens is None else min(max_tokens, COMPLETION_TOKENS_MAX)
-        if prompt > body_bytes + UNSEEN_TOKENS_MAX or completion > max(self._bytes, sequences * of_each):
+        sequence_max = COMPLETION_TOKENS_MAX if max_tokens is None else min(max_tokens, COMPLETION_TOKENS_MAX)
+        if prompt > body_bytes + UNSEEN_TOKENS_MAX or completion > max(self._bytes, sequences * sequence_max):
             log.warning("upstream %s counts more tokens than there can be; they are estimated", self._name)
             prompt = completion = 0
         return prompt or body_bytes // BYTES_PER_TOKEN, completion or self._bytes // BYTES_PER_TOKEN
@@ -237,11 +235,11 @@ class UpstreamResponse:
 
 
 def _headers(upstream: UpstreamConfig, client: Headers) -> list[Header]:
-    """Nothing of the client but what its dialect needs: neither its key nor its address. Raises as `read_secret`."""
+    """Headers for an upstream, without the client's key and address. Raises `OSError`, `ValueError`."""
     headers = {"content-type": JSON, "user-agent": "mlxd"}
-    headers |= {name: client[name] for name in _PASSED if name in client}
+    headers |= {name: client[name] for name in _REQUEST_HEADERS if name in client}
     if upstream.key_file:
         secret = read_secret(Path(upstream.key_file))
         headers |= {"x-api-key": secret} if upstream.dialect == "anthropic" else {"authorization": f"Bearer {secret}"}
-    # As they came: a value of bytes beyond ASCII is for the upstream to refuse.
+    # Values beyond ASCII are passed unchanged, for the upstream to refuse.
     return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

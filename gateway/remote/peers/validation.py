@@ -1,4 +1,4 @@
-"""Checks of the numbers that a peer sends: what is told to clients, charged to keys and counted must be possible."""
+"""Validation of a peer's messages: wrong numbers must not reach clients, the usage of keys, or metrics."""
 
 import math
 from dataclasses import dataclass
@@ -11,25 +11,26 @@ from protocol.from_worker import Accepted, Delta, DeltaKind, Progress, PromptPar
 from protocol.peering import PeerModel
 from protocol.to_worker import Generate
 
-# More than any count or time of a machine.
+# Limit of every count and time.
 NUMBER_MAX: Final = 1 << 53
-# A context that the peer has not told is no longer.
+# Assumed context of a peer's model that does not report one.
 CONTEXT_MAX: Final = 1 << 24
 ID_MAX: Final = (1 << 31) - 1
-# Text of a token is no longer on average, and tokens whose text is held back, as a stop string's is, are no more.
+# Limits of a sequence's text: characters per token on average, and added to that.
 TOKEN_CHARS_MAX: Final = 1024
 CHARS_MIN: Final = 1 << 16
-HELD_MAX: Final = 4096
-# A frame beside its tokens, and a token in it on average, and each of its alternatives.
+# Limit of tokens whose text is held back, as that of a stop string is.
+HELD_TOKENS_MAX: Final = 4096
+# Limits of a frame: its size without tokens, and per token and per alternative on average.
 FRAME_BYTES: Final = 1 << 20
 TOKEN_BYTES: Final = 64
-# In place of the index of a tool call.
+# Indices in `PeerClaims.calls` of a sequence in no tool call, and in one that is not known.
 NO_CALL: Final = -1
-_ANY_CALL: Final = -2
+_UNKNOWN_CALL: Final = -2
 
 
 def check_model(model: PeerModel) -> None:
-    """Raises `MalformedFrame` for a model whose numbers are negative or not finite."""
+    """Check the numbers of a model in a peer's status. Raises `MalformedFrame`."""
     given: list[object] = [*astuple(model), *(() if model.ready is None else _numbers(model.ready))]
     if not all(0 <= value <= NUMBER_MAX for value in given if isinstance(value, int | float)):
         raise MalformedFrame(f"a number of its model {model.name[:100]!r} is negative or out of range")
@@ -39,7 +40,7 @@ def check_model(model: PeerModel) -> None:
 
 
 def _numbers(ready: Ready) -> list[object]:
-    """Fields of a loaded model, without its epoch, which may be any."""
+    """Fields of a loaded model, without its epoch, which may be negative."""
     media = () if ready.media is None else astuple(ready.media)
     embedding = () if ready.embedding is None else astuple(ready.embedding)
     audio = () if ready.audio is None else astuple(ready.audio)
@@ -48,23 +49,24 @@ def _numbers(ready: Ready) -> list[object]:
 
 @dataclass(slots=True)
 class _Expected:
-    """One sequence as the peer was asked for it: tokens that it may have, and those that it has."""
+    """Limits of one sequence, and what the peer has sent of it."""
 
-    had: int
+    resumed_tokens: int
     tokens_max: int
     chars_max: int
     tokens: int
-    # Entries of the prompt's log-probabilities that may come, and likeliest tokens in one; whether its ids may.
+    # Log-probability entries of the prompt that may still be sent, and the most alternatives in one.
     prompt_entries: int = 0
     prompt_top: int = 0
-    has_prompt_ids: bool = False
+    # Whether the prompt's ids may still be sent.
+    allows_prompt_ids: bool = False
     chars: int = 0
 
 
 class PeerClaims:
-    """All that one stream may say of its sequences. Raises `MalformedFrame` for what cannot be true.
+    """Checks of what one stream sends about its sequences. Each check raises `MalformedFrame`.
 
-    `calls` is the tool call that each sequence is in, by its index, for the stream that goes on with it.
+    `calls` is the index of each sequence's open tool call, which a stream that resumes the sequence needs.
     """
 
     def __init__(self, model: PeerModel) -> None:
@@ -72,27 +74,27 @@ class PeerClaims:
         self._context = max(model.context, ready) or CONTEXT_MAX
         self._sequences: dict[int, _Expected] = {}
         self.calls: dict[int, int] = {}
-        # No frame is larger.
+        # Limit of a frame of this stream.
         self.frame_bytes = FRAME_BYTES
 
     def expect(self, request: Generate) -> None:
-        """Note what the peer is asked for."""
-        had = len(request.resume)
+        """Derive the limits of a sequence from its request."""
+        resumed = len(request.resume)
         most = self._context if request.max_tokens is None else min(request.max_tokens, self._context)
         chars = CHARS_MIN + TOKEN_CHARS_MAX * most
         alternatives = 0 if request.top_logprobs is None else 1 + request.top_logprobs
         self.frame_bytes += TOKEN_BYTES * (1 + alternatives) * most
         if request.echo:
-            # The prompt comes back, each of its tokens with its alternatives.
+            # An echo returns the prompt.
             chars += prompt_bytes(request)
         if request.echo or request.prompt_ids or request.prompt_logprobs is not None:
             self.frame_bytes = MAX_FRAME_BYTES
         self.frame_bytes = min(self.frame_bytes, MAX_FRAME_BYTES)
         entries = 0 if request.prompt_logprobs is None else max(0, self._context - request.prompt_scored)
         self._sequences[request.rid] = _Expected(
-            had, max(most, had), chars, had, entries, request.prompt_logprobs or 0, request.prompt_ids
+            resumed, max(most, resumed), chars, resumed, entries, request.prompt_logprobs or 0, request.prompt_ids
         )
-        self.calls.setdefault(request.rid, _ANY_CALL if had else NO_CALL)
+        self.calls.setdefault(request.rid, _UNKNOWN_CALL if resumed else NO_CALL)
 
     def check_accepted(self, accepted: Accepted) -> None:
         _must(0 <= accepted.prompt_tokens <= self._context, "its count of the prompt is out of range")
@@ -104,10 +106,10 @@ class PeerClaims:
         _must(0 <= progress.processed <= total and 0 <= progress.cached <= total, "its progress is out of range")
 
     def check(self, delta: Delta) -> None:
-        """Check a delta, in the order of the stream."""
+        """Check the next delta of the stream."""
         expected = self._sequences.get(delta.rid)
         if expected is None:
-            return  # of a sequence that nobody asked for: the link drops it
+            return  # the link drops deltas of unknown sequences
         ids = (*delta.token_ids, *delta.ending_ids) if delta.ending_ids else delta.token_ids
         expected.tokens += len(ids)
         _must(expected.tokens <= expected.tokens_max, "more tokens than were asked for")
@@ -119,12 +121,12 @@ class PeerClaims:
         if delta.prompt is not None:
             _check_prompt(expected, delta, delta.prompt, self._context)
         _must(not delta.data, "vectors or scores, which were not asked for")
-        self._follow(delta)
+        self._check_tool_call(delta)
         if delta.usage is not None:
             self._check_usage(expected, delta.usage)
 
-    def _follow(self, delta: Delta) -> None:
-        """Follow the sequence into a tool call and out of it."""
+    def _check_tool_call(self, delta: Delta) -> None:
+        """Check and record the beginning, the parts and the end of a tool call."""
         call = self.calls[delta.rid]
         if delta.kind is DeltaKind.TEXT or delta.kind is DeltaKind.REASONING:
             if delta.text:
@@ -134,7 +136,7 @@ class PeerClaims:
         if tool is None or tool.index < 0:
             raise MalformedFrame("a part of a tool call does not say of which")
         if delta.kind is not DeltaKind.TOOL_BEGIN:
-            _must(call in (tool.index, _ANY_CALL), "a part of a tool call comes without its beginning")
+            _must(call in (tool.index, _UNKNOWN_CALL), "a part of a tool call comes without its beginning")
         self.calls[delta.rid] = NO_CALL if delta.kind is DeltaKind.TOOL_END else tool.index
 
     def _check_usage(self, expected: _Expected, usage: Usage) -> None:
@@ -142,18 +144,19 @@ class PeerClaims:
         media = usage.image_tokens + usage.video_tokens + usage.audio_tokens
         _must(usage.kept <= usage.prompt, "its usage has more kept tokens than the prompt has")
         _must(max(usage.prompt, media) <= self._context, "its usage is of a prompt longer than the context")
-        # What the sequence had is processed as its prompt is.
-        _must(usage.cached <= usage.prompt + expected.had, "its usage has more cached tokens than the prompt has")
-        completion_max = min(expected.tokens_max, expected.tokens + HELD_MAX)
+        # Resumed tokens are processed with the prompt.
+        cached_max = usage.prompt + expected.resumed_tokens
+        _must(usage.cached <= cached_max, "its usage has more cached tokens than the prompt has")
+        completion_max = min(expected.tokens_max, expected.tokens + HELD_TOKENS_MAX)
         _must(usage.reasoning <= usage.completion <= completion_max, "its usage has more tokens than came")
 
 
 def _check_prompt(expected: _Expected, delta: Delta, part: PromptPart, context: int) -> None:
-    """Check what is told of a prompt: what was asked for, once, and alone."""
+    """Check a part of the prompt, which must be requested, sent once, and without output."""
     _must(not (delta.text or delta.token_ids or delta.finish), "a part of its prompt comes with output")
     _must(bool(part.ids or part.logprobs), "an empty part of its prompt")
-    _must(not part.ids or expected.has_prompt_ids, "ids of its prompt, which were not asked for or came before")
-    expected.has_prompt_ids = expected.has_prompt_ids and not part.ids
+    _must(not part.ids or expected.allows_prompt_ids, "ids of its prompt, which were not asked for or came before")
+    expected.allows_prompt_ids = expected.allows_prompt_ids and not part.ids
     expected.prompt_entries -= len(part.logprobs)
     _must(expected.prompt_entries >= 0, "more log-probabilities of its prompt than were asked for")
     _must(all(len(each.top) <= expected.prompt_top for each in part.logprobs), "more likeliest tokens than asked for")

@@ -1,13 +1,13 @@
-"""Requests that leave this machine: models of upstreams, and upstreams as a fallback of a model.
+"""Requests sent to upstreams: for models that only upstreams have, and as a fallback of a model.
 
-Only where the configuration names the upstream for the model, and the caller's key may leave. A request is passed on in
-the dialect that it came in, to an upstream that speaks it; there is no translation. An upstream is replaced by the next
-one until the first byte of an answer, and never after.
+Requests leave this machine only if the configuration names an upstream for the model and the caller's key allows it.
+They are not translated: the upstream must have the dialect of the request. The next upstream is tried until the first
+byte of a response, and never after.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -32,7 +32,7 @@ from gateway.errors import (
 from gateway.http.exchange import read_body, send_body
 from gateway.http.sse import StreamWatch, note_cut
 from gateway.remote.peers.upstream_client import Unreachable, UpstreamResponse
-from gateway.remote.upstreams.upstream_body import LeavingBody, bounded_body, read_asked
+from gateway.remote.upstreams.upstream_body import UpstreamBody, bounded_body, read_routed_fields
 from gateway.request.headers import served_by_header
 from gateway.request.record import Header, RequestRecord, record_of
 from gateway.services import Services
@@ -41,12 +41,12 @@ from protocol.codec import BYTES_PER_TOKEN
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 5.0
-# Refusals of this daemon that are no reason to send a request elsewhere: it ends, or the request itself is at fault.
-_STAYS: Final = frozenset({"draining", "cancelled", "body_memory_full"})
+# Errors of this daemon for which a request is never sent to an upstream.
+_NO_FALLBACK_CODES: Final = frozenset({"draining", "cancelled", "body_memory_full"})
 
 
 class UpstreamFallback:
-    """Wraps an endpoint of `dialect`. Without `[upstreams]` it is that endpoint, at no cost."""
+    """ASGI wrapper of an endpoint of `dialect`. Without `[upstreams]` it only calls the endpoint."""
 
     def __init__(self, endpoint: ASGIApp, services: Services, dialect: str) -> None:
         self._endpoint = endpoint
@@ -60,25 +60,25 @@ class UpstreamFallback:
             return
         record = record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        asked = await services.bodies.work(len(body), read_asked, body)
-        name, model = asked.model, self._local(asked.model, record.caller)
-        owners = _owners(services.config.upstreams.values(), name)
+        fields = await services.bodies.work(len(body), read_routed_fields, body)
+        name, model = fields.model, self._local(fields.model, record.caller)
+        owners = [upstream for upstream in services.config.upstreams.values() if name in upstream.models]
         if model is None and owners and record.caller.may_use(ModelConfig(name=name, path="")):
-            await self._forward(_Way(name, body, bool(asked.stream), owners, None), scope, receive, send)
+            await self._forward(_Forwarding(name, body, bool(fields.stream), owners, None), scope, receive, send)
             return
-        started = _Started(send)
+        started = _StartedSend(send)
         try:
             await self._endpoint(scope, _replay(body, receive), started)
         except ApiError as error:
-            way = self._fallback(model, body, bool(asked.stream), error, record.caller)
-            if way is None or started.is_started:
+            forwarding = self._fallback(model, body, bool(fields.stream), error, record.caller)
+            if forwarding is None or started.is_started:
                 raise
             log.warning("request %s for %s leaves: %s", record.id, name, error.message)
             record.headers = []
-            await self._forward(way, scope, receive, send)
+            await self._forward(forwarding, scope, receive, send)
 
     def _local(self, name: str, caller: Caller) -> ModelConfig | None:
-        """The model of this daemon or its peers behind a name; None where there is none, or not for this caller."""
+        """Find the model of this daemon or its peers; None if this caller has none of that name."""
         try:
             return self._services.router.locate(name, caller).model
         except (ModelNotFound, BadRequest):
@@ -86,53 +86,51 @@ class UpstreamFallback:
 
     def _fallback(
         self, model: ModelConfig | None, body: bytes, is_stream: bool, error: ApiError, caller: Caller
-    ) -> "_Way | None":
-        # An upstream has other weights than an adapter.
-        if (
-            model is None
-            or model.adapter
-            or not model.fallback.to
-            or not caller.may_leave
-            or not _is_reason(model.fallback, error)
-        ):
+    ) -> "_Forwarding | None":
+        # Upstreams do not have the weights of adapters.
+        if model is None or model.adapter or not caller.may_leave or not _is_fallback_case(model.fallback, error):
             return None
         named = [self._services.config.upstreams[name] for name in model.fallback.to]
         owners = [upstream for upstream in named if model.name in upstream.models]
         same = [upstream for upstream in owners if upstream.dialect == self._dialect]
-        return _Way(model.name, body, is_stream, same, error) if same else None
+        return _Forwarding(model.name, body, is_stream, same, error) if same else None
 
-    async def _forward(self, way: "_Way", scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer by the first upstream that does. Raises `ApiError` where none does."""
+    async def _forward(self, forwarding: "_Forwarding", scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond with the first upstream's response. Raises `ApiError` if no upstream responds."""
         services, record = self._services, record_of(scope)
         caller = record.caller
-        record.model, record.stream = way.name, way.is_stream
-        services.admission.check_open(way.name)
+        record.model, record.stream = forwarding.name, forwarding.is_stream
+        services.admission.check_open(forwarding.name)
         if not caller.may_leave:
-            raise Forbidden(f"The model {way.name!r} is served by an upstream, and this key's requests may not leave.")
-        upstreams = [upstream for upstream in way.upstreams if upstream.dialect == self._dialect]
+            raise Forbidden(
+                f"The model {forwarding.name!r} is served by an upstream, and this key's requests may not leave."
+            )
+        upstreams = [upstream for upstream in forwarding.upstreams if upstream.dialect == self._dialect]
         if not upstreams:
-            theirs = " or ".join(sorted({upstream.dialect for upstream in way.upstreams}))
-            raise BadRequest(f"The upstream of {way.name!r} speaks another API: {theirs}.", "model", "unsupported_api")
+            theirs = " or ".join(sorted({upstream.dialect for upstream in forwarding.upstreams}))
+            raise BadRequest(
+                f"The upstream of {forwarding.name!r} speaks another API: {theirs}.", "model", "unsupported_api"
+            )
         with ExitStack() as held:
-            body = await services.bodies.work(len(way.body), bounded_body, way.body, caller.max_tokens)
+            body = await services.bodies.work(len(forwarding.body), bounded_body, forwarding.body, caller.max_tokens)
             bill = None
             if (meter := caller.meter) is not None:
-                bill = held.enter_context(meter.hold(_estimate(way, body, meter), body.sequences))
-            passing = _Passing(record, body.sequences)
-            held.enter_context(services.requests.hold(passing))
+                bill = held.enter_context(meter.hold(_estimate(forwarding, body, meter), body.sequences))
+            request = _UpstreamRequest(record, body.sequences)
+            held.enter_context(services.requests.hold(request))
             held.enter_context(services.upstreams.running())
             async with StreamWatch(receive, services.config.server.write_timeout_s) as watch:
-                client = _Watched(send, watch)
+                client = _WatchedSend(send, watch)
                 try:
-                    async with passing.until_cancelled():
-                        answer = await self._ask(way, body, upstreams, scope)
+                    async with request.until_cancelled():
+                        answer = await self._request(forwarding, body, upstreams, scope)
                         try:
-                            await self._pass_on(way, answer, record, client)
+                            await self._pass_on(forwarding, answer, record, client)
                         finally:
                             await answer.close()
-                            self._book(way, body, answer, record, bill)
+                            self._book(forwarding, body, answer, record, bill)
                 except ApiError as error:
-                    # In the stream: no other upstream goes on with another's text.
+                    # A response that has started cannot be continued by another upstream.
                     if not client.is_started:
                         raise
                     record.outcome = error.outcome
@@ -141,20 +139,25 @@ class UpstreamFallback:
                 note_cut(record, watch.reason)
 
     def _book(
-        self, way: "_Way", body: LeavingBody, answer: UpstreamResponse, record: RequestRecord, bill: UsageCharge | None
+        self,
+        forwarding: "_Forwarding",
+        body: UpstreamBody,
+        answer: UpstreamResponse,
+        record: RequestRecord,
+        bill: UsageCharge | None,
     ) -> None:
-        prompt, completion = answer.usage(len(way.body), body.sequences, body.max_tokens)
+        prompt, completion = answer.usage(len(forwarding.body), body.sequences, body.max_tokens)
         record.prompt_tokens, record.completion_tokens = prompt, completion
-        # What failed here after it had begun is a request already.
+        # A request that failed here after its start was already counted.
         requests = 0 if record.is_booked else body.sequences
-        self._services.ledger.book(record.caller.key or "", way.name, requests, prompt, 0, completion)
+        self._services.ledger.book(record.caller.key or "", forwarding.name, requests, prompt, 0, completion)
         if bill is not None:
             bill.prompt, bill.completion = prompt, completion
 
-    async def _ask(
-        self, way: "_Way", body: LeavingBody, upstreams: Sequence[UpstreamConfig], scope: Scope
+    async def _request(
+        self, forwarding: "_Forwarding", body: UpstreamBody, upstreams: Sequence[UpstreamConfig], scope: Scope
     ) -> UpstreamResponse:
-        """The beginning of an answer: of the first upstream that takes the request, or the refusal of the last."""
+        """Return the response of the first upstream that serves the request, or the refusal of the last."""
         services, record = self._services, record_of(scope)
         metrics = services.metrics
         refusal: UpstreamResponse | None = None
@@ -164,41 +167,47 @@ class UpstreamFallback:
                 await refusal.close()
                 refusal = None
             try:
-                sent = await services.bodies.work(len(way.body), body.named, upstream.models[way.name])
-                answer = await services.upstreams.ask(upstream, scope, sent)
+                sent = await services.bodies.work(
+                    len(forwarding.body), body.with_model, upstream.models[forwarding.name]
+                )
+                answer = await services.upstreams.send(upstream, scope, sent)
             except Unreachable as error:
-                metrics.upstream_requests[upstream.name, way.name, error.reason] += 1
+                metrics.upstream_requests[upstream.name, forwarding.name, error.reason] += 1
                 log.warning("upstream %s: %s", upstream.name, error)
                 continue
-            metrics.upstream_requests[upstream.name, way.name, str(answer.status)] += 1
+            metrics.upstream_requests[upstream.name, forwarding.name, str(answer.status)] += 1
             if answer.status < 400:
                 return answer
-            text = "" if _is_for_client(answer) else await answer.opening()
-            log.warning("upstream %s refuses %s: HTTP %d %s", upstream.name, way.name, answer.status, text)
+            text = "" if _is_for_client(answer) else await answer.excerpt()
+            log.warning("upstream %s refuses %s: HTTP %d %s", upstream.name, forwarding.name, answer.status, text)
             refusal = answer
             if not answer.is_its_own:
                 break
-        if way.error is None and refusal is not None and _is_for_client(refusal):
+        if forwarding.error is None and refusal is not None and _is_for_client(refusal):
             return refusal
         if refusal is not None:
             await refusal.close()
         record.served_by = ""
-        if way.error is not None:
-            raise way.error
+        if forwarding.error is not None:
+            raise forwarding.error
         if refusal is None:
-            message = f"The upstream of {way.name} gave no valid answer."
+            message = f"The upstream of {forwarding.name} gave no valid answer."
             raise Unavailable(message, RETRY_AFTER_S, "upstream_unavailable")
-        # Its text is about the key of this daemon's operator, or a page of a proxy, and stays in the log.
+        # The refusal's text is only logged: it is about this daemon's key, or a page of a proxy.
         problem = "does not serve this daemon" if refusal.is_about_key else f"answered with HTTP {refusal.status}"
-        raise Unavailable(f"The upstream of {way.name} {problem}.", code="upstream_unavailable")
+        raise Unavailable(f"The upstream of {forwarding.name} {problem}.", code="upstream_unavailable")
 
-    async def _pass_on(self, way: "_Way", answer: UpstreamResponse, record: RequestRecord, send: Send) -> None:
+    async def _pass_on(
+        self, forwarding: "_Forwarding", answer: UpstreamResponse, record: RequestRecord, send: Send
+    ) -> None:
         headers: list[Header] = [*answer.headers, *served_by_header(record.served_by)]
         if not answer.is_stream:
             try:
                 body = await answer.read()
             except Unreachable as error:
-                raise Unavailable(f"The upstream of {way.name} broke off.", RETRY_AFTER_S, error.reason) from None
+                raise Unavailable(
+                    f"The upstream of {forwarding.name} broke off.", RETRY_AFTER_S, error.reason
+                ) from None
             await send_body(send, answer.status, body, headers)
             return
         start = [(b"content-type", answer.kind.encode()), *headers]
@@ -207,7 +216,7 @@ class UpstreamFallback:
             async for piece in answer.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Unreachable as error:
-            raise Unavailable(f"The upstream of {way.name} broke off.", RETRY_AFTER_S, error.reason) from None
+            raise Unavailable(f"The upstream of {forwarding.name} broke off.", RETRY_AFTER_S, error.reason) from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _in_band(self, error: ApiError, record: RequestRecord) -> bytes:
@@ -217,8 +226,8 @@ class UpstreamFallback:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """A request that leaves. `error` is why it could not be served here; None for a model that only upstreams have."""
+class _Forwarding:
+    """Request for upstreams. `error` is why this daemon could not serve it, None for a model of upstreams alone."""
 
     name: str
     body: bytes
@@ -227,8 +236,8 @@ class _Way:
     error: ApiError | None
 
 
-class _Started:
-    """`send`, and whether an answer has begun."""
+class _StartedSend:
+    """`send` that records whether the response has started."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -239,8 +248,8 @@ class _Started:
         await self._send(message)
 
 
-class _Watched(_Started):
-    """The same, for the watch over a client that does not read."""
+class _WatchedSend(_StartedSend):
+    """`send` that reports to the watch for clients that do not read."""
 
     def __init__(self, send: Send, watch: StreamWatch) -> None:
         super().__init__(send)
@@ -255,8 +264,8 @@ class _Watched(_Started):
         watch.is_over = message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
-class _Passing:
-    """A request at an upstream, for the list of requests. Its tokens are known at its end."""
+class _UpstreamRequest:
+    """Request at an upstream, for the list of running requests. Its tokens are known at its end."""
 
     state = "upstream"
     prompt_tokens = cached_tokens = prefilled_tokens = generated_tokens = 0
@@ -268,14 +277,14 @@ class _Passing:
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """Cancel it as an operator: its client gets an error that says so."""
+        """Cancel it for an operator."""
         if not self._is_cancelled:
             self._is_cancelled = True
             self._patience.reschedule(0.0)
 
     @asynccontextmanager
     async def until_cancelled(self) -> AsyncGenerator[None]:
-        """Be ended by `cancel`, which raises `Cancelled`."""
+        """Run the block until its end or `cancel`, which raises `Cancelled`."""
         try:
             async with self._patience:
                 yield
@@ -289,9 +298,9 @@ def _is_for_client(refusal: UpstreamResponse) -> bool:
     return refusal.is_of_api and not refusal.is_about_key
 
 
-def _is_reason(fallback: FallbackConfig, error: ApiError) -> bool:
-    """Whether a refusal of this daemon is one for which the model's requests may leave."""
-    if error.code in _STAYS:
+def _is_fallback_case(fallback: FallbackConfig, error: ApiError) -> bool:
+    """Whether the model's requests may be sent to an upstream after this error."""
+    if error.code in _NO_FALLBACK_CODES:
         return False
     is_queue = isinstance(error, Overloaded) or error.code == "queue_timeout"
     kinds = {
@@ -302,24 +311,20 @@ def _is_reason(fallback: FallbackConfig, error: ApiError) -> bool:
     return any(kinds[when] for when in fallback.when)
 
 
-def _estimate(way: _Way, body: LeavingBody, meter: Meter) -> float:
-    """Tokens that this will probably be charged."""
-    return len(way.body) / BYTES_PER_TOKEN + body.sequences * meter.expected(body.max_tokens)
-
-
-def _owners(upstreams: Iterable[UpstreamConfig], name: str) -> list[UpstreamConfig]:
-    return [upstream for upstream in upstreams if name in upstream.models]
+def _estimate(forwarding: _Forwarding, body: UpstreamBody, meter: Meter) -> float:
+    """Estimated tokens to be charged."""
+    return len(forwarding.body) / BYTES_PER_TOKEN + body.sequences * meter.expected(body.max_tokens)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """`receive` for an app that reads the body once more."""
+    """Make a `receive` that returns a body that was already read."""
     is_read = False
 
-    async def again() -> Message:
+    async def replay() -> Message:
         nonlocal is_read
         if is_read:
             return await receive()
         is_read = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return replay

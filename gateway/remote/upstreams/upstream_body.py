@@ -1,4 +1,4 @@
-"""Body of a request that leaves this machine: the fields that decide where it goes and what it costs."""
+"""Body of a request to an upstream: the fields that decide its destination and its cost."""
 
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -10,7 +10,7 @@ from gateway.api.common.structure import check_json
 from gateway.errors import BadRequest
 from protocol.codec import UNREADABLE
 
-# Completions that set no limit are this long, here and at others; chats have none.
+# Default `max_tokens` of OpenAI's completions. Chats have no default.
 _COMPLETION_TOKENS: Final = 16
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 
@@ -19,14 +19,14 @@ _Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class RoutedFields(msgspec.Struct, frozen=True):
-    """The fields that decide where a request goes."""
+    """Fields that decide the destination of a request."""
 
     model: str = ""
     stream: bool | None = False
 
 
-class _Wanted(msgspec.Struct, frozen=True):
-    """The fields that decide what a request costs."""
+class _CostFields(msgspec.Struct, frozen=True):
+    """Fields that decide the cost of a request."""
 
     n: _Choices | None = None
     best_of: _Choices | None = None
@@ -36,50 +36,50 @@ class _Wanted(msgspec.Struct, frozen=True):
 
     @property
     def sequences(self) -> int:
-        """Number of sequences: prompts, by the choices of each."""
+        """Number of sequences: the prompts times their choices."""
         prompts = 1
         if isinstance(self.prompt, list) and self.prompt and bytes(self.prompt[0])[:1] in (b'"', b"["):
             prompts = len(self.prompt)
         return prompts * max(self.n or 1, self.best_of or 1)
 
 
-_asked: Final = msgspec.json.Decoder(RoutedFields)
-_wanted: Final = msgspec.json.Decoder(_Wanted)
+_routed_fields: Final = msgspec.json.Decoder(RoutedFields)
+_cost_fields: Final = msgspec.json.Decoder(_CostFields)
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
-class LeavingBody:
-    """A body within its key's limits. `max_tokens` is of each sequence; None is no limit."""
+class UpstreamBody:
+    """Body within its key's limits. `max_tokens` is the limit of each sequence, None for no limit."""
 
     sequences: int
     max_tokens: int | None
     fields: dict[str, msgspec.Raw]
 
-    def named(self, model: str) -> bytes:
-        """The body for an upstream that has the model by this name; all other fields as they came."""
+    def with_model(self, model: str) -> bytes:
+        """Encode the body with the model's name at the upstream, and all other fields unchanged."""
         return msgspec.json.encode(self.fields | {"model": msgspec.Raw(msgspec.json.encode(model))})
 
 
-def read_asked(body: bytes) -> RoutedFields:
-    """The fields, or empty ones of a body that the endpoint will refuse in its own way."""
+def read_routed_fields(body: bytes) -> RoutedFields:
+    """Decode the fields; empty ones for an invalid body, which the endpoint refuses."""
     try:
-        return _asked.decode(body)
+        return _routed_fields.decode(body)
     except UNREADABLE:
         return RoutedFields()
 
 
-def bounded_body(body: bytes, most_tokens: int) -> LeavingBody:
-    """The body with its answers limited to `most_tokens`, which is 0 for no limit. Raises `BadRequest`."""
+def bounded_body(body: bytes, tokens_max: int) -> UpstreamBody:
+    """Limit the sequences of a body to `tokens_max`, 0 for no limit. Raises `BadRequest`."""
     check_json(body)
     try:
-        wanted, fields = _wanted.decode(body), _fields.decode(body)
+        cost, fields = _cost_fields.decode(body), _fields.decode(body)
     except UNREADABLE as error:
         raise BadRequest(f"The body is not valid: {error}.") from None
-    told = {name: limit for name in _LIMITS if (limit := getattr(wanted, name)) is not None}
-    if not told and wanted.prompt is not None:
-        told = {"max_tokens": _COMPLETION_TOKENS}
-    if most_tokens:
-        told = {name: min(limit, most_tokens) for name, limit in told.items()} or {"max_tokens": most_tokens}
-        fields |= {name: msgspec.Raw(b"%d" % limit) for name, limit in told.items()}
-    return LeavingBody(wanted.sequences, max(told.values(), default=None), fields)
+    limits = {name: limit for name in _LIMITS if (limit := getattr(cost, name)) is not None}
+    if not limits and cost.prompt is not None:
+        limits = {"max_tokens": _COMPLETION_TOKENS}
+    if tokens_max:
+        limits = {name: min(limit, tokens_max) for name, limit in limits.items()} or {"max_tokens": tokens_max}
+        fields |= {name: msgspec.Raw(b"%d" % limit) for name, limit in limits.items()}
+    return UpstreamBody(cost.sequences, max(limits.values(), default=None), fields)

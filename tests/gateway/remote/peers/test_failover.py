@@ -157,7 +157,7 @@ async def test_streams_wait_for_their_only_peer_to_come_back() -> None:
 
 
 async def test_a_stream_ends_with_an_error_where_no_peer_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_route, "RETURN_S", 0.3)
+    monkeypatch.setattr(request_route, "FAILOVER_TIMEOUT_S", 0.3)
     async with AsyncExitStack() as stack:
         b = await stack.enter_async_context(far("b"))
         home = stack.enter_context(short_home())
@@ -172,7 +172,7 @@ async def test_a_stream_ends_with_an_error_where_no_peer_comes_back(monkeypatch:
 
 
 async def test_a_stream_is_never_spliced_with_another_model_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_route, "RETURN_S", 0.3)
+    monkeypatch.setattr(request_route, "FAILOVER_TIMEOUT_S", 0.3)
     async with AsyncExitStack() as stack:
         b = await stack.enter_async_context(far("b"))
         c = await stack.enter_async_context(far("c", OTHER))

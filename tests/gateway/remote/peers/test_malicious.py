@@ -343,7 +343,7 @@ async def test_a_question_that_is_too_large_leaves_no_stream() -> None:
         model = fleet.find("m")
         assert model is not None
         with pytest.raises(Unsendable):
-            await fleet.ask(model, Tokenize(gateway.link.next_rid(), TextPrompt("x" * (MAX_FRAME_BYTES + 1))))
+            await fleet.call(model, Tokenize(gateway.link.next_rid(), TextPrompt("x" * (MAX_FRAME_BYTES + 1))))
         assert await drains_at_once(gateway)
 
 
@@ -364,6 +364,6 @@ async def test_numbers_of_a_peers_worker_are_not_taken_for_those_of_ours() -> No
         assert model is not None
         stream = fleet.open(fleet.candidates(model, [], None)[0], "m", lambda _: None, "")
         connection = link.attach(stream.name, stream.epoch, lambda _: None, lambda _: None, stream)
-        link.receive(stream.epoch, Step(stream.epoch, 1, [], Stats(1, 1, 1, 1, 1, 1, 1, 1)))
+        link.receive_from_peer(stream.epoch, Step(stream.epoch, 1, [], Stats(1, 1, 1, 1, 1, 1, 1, 1)))
         assert connection.stats is None
         stream.discard()
