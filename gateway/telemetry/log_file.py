@@ -1,4 +1,4 @@
-"""The log file: `mlxd.log` and a few older ones beside it, `mlxd.log.1` the newest of them. Written, read, followed."""
+"""Log file `mlxd.log` with its rotated files, of which `mlxd.log.1` is the newest: writing, reading, following."""
 
 import os
 from collections import deque
@@ -11,21 +11,21 @@ _READ_BYTES: Final = 64 * 1024
 
 
 class RotatingFile:
-    """Written by one process, which holds the home's lock, in one thread.
+    """Log file written by one thread of the process that holds the home's lock.
 
-    Unlike the standard library's handler it buffers nothing, so that a full disk loses lines and no memory, and it
-    raises, so that the lost ones are counted.
+    Unlike the standard library's handler it has no buffer, which would grow while the disk is full, and it raises, so
+    that lost lines can be counted.
     """
 
     def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
-        """`keep` older files stay. Raises `OSError`."""
+        """`keep` is the number of rotated files. Raises `OSError`."""
         self._path = path
         self._max_bytes = max_bytes
         self._keep = keep
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = self._open()
         self._size = os.fstat(self._fd).st_size
-        self._forget()
+        self._delete_surplus()
 
     def write(self, text: str) -> None:
         """Append whole lines. Raises `OSError`."""
@@ -38,7 +38,7 @@ class RotatingFile:
             data = data[count:]
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: writes are not buffered."""
 
     def close(self) -> None:
         os.close(self._fd)
@@ -49,30 +49,30 @@ class RotatingFile:
     def _rotate(self) -> None:
         for number in range(self._keep - 1, -1, -1):
             with suppress(FileNotFoundError):
-                nth(self._path, number).rename(nth(self._path, number + 1))
+                rotated_path(self._path, number).rename(rotated_path(self._path, number + 1))
         if self._keep == 0:
             self._path.unlink(missing_ok=True)
-        # Opened before the old one is closed: at no moment is there nothing to write to.
+        # The new file is opened before the old one is closed, so that a failure leaves one to write to.
         fresh = self._open()
         os.close(self._fd)
         self._fd = fresh
         self._size = os.fstat(fresh).st_size
 
-    def _forget(self) -> None:
-        """Delete what an earlier, larger `keep` left."""
+    def _delete_surplus(self) -> None:
+        """Delete rotated files of an earlier, larger `keep`."""
         for path in self._path.parent.glob(f"{self._path.name}.*"):
             number = path.name.removeprefix(f"{self._path.name}.")
             if number.isdecimal() and int(number) > self._keep:
                 path.unlink(missing_ok=True)
 
 
-def nth(path: Path, number: int) -> Path:
-    """The file itself, or the `number`th before it."""
+def rotated_path(path: Path, number: int) -> Path:
+    """Path of the `number`th rotated file; 0 is the current one."""
     return path.with_name(f"{path.name}.{number}") if number else path
 
 
 def last_lines(path: Path, count: int, wanted: Callable[[str], bool] = lambda _: True) -> list[str]:
-    """The last `count` lines that are wanted, of all the files together."""
+    """Return the last `count` wanted lines of all files."""
     newest: deque[str] = deque(maxlen=count)
     for file in reversed(_files(path)):
         with suppress(FileNotFoundError), file.open(encoding="utf-8", errors="replace") as lines:
@@ -81,27 +81,27 @@ def last_lines(path: Path, count: int, wanted: Callable[[str], bool] = lambda _:
 
 
 def follow(path: Path, wait: Callable[[], None]) -> Iterator[str]:
-    """Every line that is written from now on, through any number of rotations. Calls `wait` when there is none."""
-    return _follow(_Reader(path), wait)
+    """Yield lines that are written from now on, across rotations. Calls `wait` when there is none."""
+    return _follow(_Follower(path), wait)  # opened now, and not when the first line is taken
 
 
-def _follow(reader: "_Reader", wait: Callable[[], None]) -> Iterator[str]:
+def _follow(reader: "_Follower", wait: Callable[[], None]) -> Iterator[str]:
     try:
         while True:
             yield from reader.lines()
             if reader.is_newest():
                 wait()
                 continue
-            # What was written between our last look and the renaming; after it, no process writes to that file.
+            # Lines may have been written before the rotation, after which the file does not change.
             yield from reader.lines()
-            if not reader.go_on():
+            if not reader.open_next():
                 wait()
     finally:
         reader.close()
 
 
-class _Reader:
-    """Stays on its file, whatever that is called by now, until it is told to go on to the next newer one."""
+class _Follower:
+    """Reader of one file, also after that is renamed, until `open_next`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -112,7 +112,7 @@ class _Reader:
             os.lseek(self._fd, 0, os.SEEK_END)
 
     def lines(self) -> Iterator[str]:
-        """Whole lines written so far."""
+        """Yield whole lines written so far."""
         while self._fd >= 0 and (data := os.read(self._fd, _READ_BYTES)):
             *lines, self._rest = (self._rest + data).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
@@ -120,28 +120,28 @@ class _Reader:
     def is_newest(self) -> bool:
         return self._number() == 0
 
-    def go_on(self) -> bool:
-        """Begin the next newer file; False if that cannot be told yet."""
+    def open_next(self) -> bool:
+        """Open the next newer file. Return False if a rotation is not complete."""
         number = self._number()
-        if number is None and self._is_there():
-            return False  # being renamed right now
+        if number is None and self._exists():
+            return False  # it is being renamed
         files = _files(self._path)
         if number is None and not files:
             return False
-        target = files[-1] if number is None else nth(self._path, number - 1)
+        target = files[-1] if number is None else rotated_path(self._path, number - 1)
         try:
             fresh = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         if self._number() != number:
-            # All were renamed meanwhile, the oldest first: what we opened may be one too new.
+            # The files were rotated meanwhile, so the opened one may not be the next.
             os.close(fresh)
             return False
         self.close()
         self._fd, self._rest = fresh, b""
         return True
 
-    def _is_there(self) -> bool:
+    def _exists(self) -> bool:
         return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
 
     def close(self) -> None:
@@ -164,8 +164,8 @@ def _number_of(file: Path) -> int:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files that are there, the newest first; the very newest may be missing for a moment."""
+    """Existing files, the newest first. The current one may be missing during a rotation."""
     older: list[Path] = []
-    while (file := nth(path, len(older) + 1)).exists():
+    while (file := rotated_path(path, len(older) + 1)).exists():
         older.append(file)
     return [path, *older] if path.exists() else older

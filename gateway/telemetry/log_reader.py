@@ -1,4 +1,4 @@
-"""Lines of the log file: JSON, and which of them are about a model."""
+"""Lines of the JSON log file: decoding, and selection by model."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 def read_line(line: str) -> dict[str, Any] | None:
-    """The fields of a line; None for what is no JSON object."""
+    """Decode the fields of a line; None if it is no JSON object."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -14,7 +14,7 @@ def read_line(line: str) -> dict[str, Any] | None:
 
 
 def is_about(line: str, model: str) -> bool:
-    """A request for the model, or a line of its worker or of its supervisor."""
+    """Whether a line is about a request for the model, its worker or its supervisor."""
     fields = read_line(line)
     if fields is None:
         return False

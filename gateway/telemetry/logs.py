@@ -1,6 +1,6 @@
-"""Logs to stderr, as JSON lines or for a console, and to a file; each has a thread, so that nothing waits for a pipe.
+"""Logs to stderr, as JSON lines or for a console, and to a file. Each has a thread, so that no caller waits for a pipe.
 
-Only the loggers of this project are touched; the level and the handlers of every library stay as they are.
+Only the loggers of this project are configured, not those of libraries.
 """
 
 import logging
@@ -12,19 +12,19 @@ from typing import Any, Final, Protocol, Self, TextIO
 
 import msgspec
 
-# `worker` carries what worker processes print.
+# Loggers of this project. `worker` is for the output of worker processes.
 OURS: Final = ("gateway", "worker", "mlxd")
 QUEUE_MAX: Final = 10_000
 FLUSH_S: Final = 2.0
-# What stderr still gets when it is no terminal and there is a file: how the daemon started, reloaded and ended.
-LIFE: Final = ("gateway.daemon", "gateway.main", "gateway.workers.pool.pool", "gateway.reload")
+# Loggers of start, reload and end, which also write to stderr if it is no terminal and there is a file.
+LIFECYCLE_LOGGERS: Final = ("gateway.daemon", "gateway.main", "gateway.workers.pool.pool", "gateway.reload")
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
 _COLORS: Final = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31;1m"}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; what a record carries as `fields` stands beside the message."""
+    """Formats a record as a line of JSON, with its extra `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -40,7 +40,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """One line for a human, with colour on a terminal."""
+    """Formats a record as a line for people, with colour on a terminal."""
 
     def __init__(self, color: bool) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Sink(Protocol):
 
 
 class LogWriter(logging.Handler):
-    """A handler with a queue, and a thread that empties it. A full queue drops the newest line and counts it."""
+    """Handler with a queue and a thread that writes it. When the queue is full, new lines are dropped and counted."""
 
     def __init__(self, stream: Sink, formatter: logging.Formatter, queue_max: int = QUEUE_MAX) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ class LogWriter(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand over one record, at once."""
+        """Queue a record without waiting."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
 
     def stop(self, timeout_s: float = FLUSH_S) -> None:
-        """Write what is queued, and give up on a pipe without a reader after `timeout_s`."""
+        """Write the queued records, for at most about `timeout_s`: a pipe may have no reader."""
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -97,24 +97,24 @@ class LogWriter(logging.Handler):
                 self._stream.write(self.format(record) + "\n")
                 if self._queue.empty():
                     self._stream.flush()
-            except Exception:  # The root of this thread: a line that cannot be written is lost, the next one is not.
+            except Exception:  # The root of this thread, which must go on after a failed write.
                 self.dropped += 1
 
 
 def dropped_records() -> int:
-    """Lines lost because stderr or the file did not keep up, since the logs were configured."""
+    """Number of lines dropped since the logs were configured."""
     handlers = logging.getLogger(OURS[0]).handlers
     return sum(handler.dropped for handler in handlers if isinstance(handler, LogWriter))
 
 
 class LogSinks:
-    """The configured logs: a context manager that puts the loggers back as they were."""
+    """Configured logs. A context manager that restores the loggers at its end."""
 
     def __init__(
         self, level: str = "info", *, json: bool | None = None, stream: TextIO | None = None, file: Sink | None = None
     ) -> None:
-        """`level` in any case; `json` None means JSON unless stderr is a terminal. With a `file`, all goes there, and
-        to stderr as well if it is a terminal. Raises ValueError."""
+        """Configure the logs. `json` None means JSON unless stderr is a terminal. With a `file`, all lines go there,
+        and to stderr only if it is a terminal. Raises `ValueError`."""
         if level.lower() not in LEVELS:
             raise ValueError(f"unknown log level {level!r}; one of {', '.join(LEVELS)}")
         target = stream or sys.stderr
@@ -124,7 +124,7 @@ class LogSinks:
         self._writers = [self.writer]
         if file is not None:
             if not is_terminal:
-                self.writer.addFilter(_is_life_or_death)
+                self.writer.addFilter(_is_lifecycle_or_critical)
             self._writers.append(LogWriter(file, JsonFormatter()))
         set_level(level)
         for name in OURS:
@@ -148,24 +148,23 @@ class LogSinks:
 
 
 def escaped(text: str) -> str:
-    """Text whose control characters a terminal shows instead of obeying; its lines and tabs stay."""
+    """Escape control characters, except newlines and tabs, so that a terminal does not interpret them."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def set_level(level: str) -> None:
-    """From now on this one."""
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
 
 
-def _is_life_or_death(record: logging.LogRecord) -> bool:
-    return record.name in LIFE or record.levelno >= logging.CRITICAL
+def _is_lifecycle_or_critical(record: logging.LogRecord) -> bool:
+    return record.name in LIFECYCLE_LOGGERS or record.levelno >= logging.CRITICAL
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Fields that a caller passed as `extra={"fields": …}`."""
+    """Fields passed as `extra={"fields": …}`."""
     return getattr(record, "fields", None) or {}
 
 
@@ -175,5 +174,5 @@ def _plain(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    # What a client or a worker wrote must not look like a line of ours.
+    # Text of a client or a worker must not look like another log line.
     return text.replace("\r", "\\r").replace("\n", "\n    ")

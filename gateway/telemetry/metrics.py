@@ -1,4 +1,4 @@
-"""Metrics as plain numbers that cost nothing to add to. `prometheus.py` turns them into Prometheus series."""
+"""Metrics as plain numbers, which are cheap to update. `prometheus.py` exposes them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -10,9 +10,9 @@ from gateway.workers.supervisor.state import MemoryView
 from protocol.from_worker import Pong, Step, Usage
 from protocol.stats import Stats
 
-# Prefill of fewer tokens is not measured; of the sum before the newest one so much is kept.
+# Prefill rate: sequences with fewer computed tokens are ignored, and older ones decay by this factor per sequence.
 PREFILL_TOKENS_MIN: Final = 64
-PREFILL_KEPT: Final = 0.8
+PREFILL_DECAY: Final = 0.8
 
 
 def _latency() -> Histogram:
@@ -25,19 +25,18 @@ def _tokens() -> Histogram:
 
 @dataclass(slots=True)
 class ModelMetrics:
-    """One model's numbers. Written by its requests and by the events of its worker, all on the event loop."""
+    """Metrics of one model. Updated by its requests and by events of its worker, on the event loop."""
 
-    # Requests that wait for the model itself; the worker counts those that wait inside it.
+    # Sequences that wait for the model; `stats.waiting` counts those in the worker's queue.
     opening: int = 0
     stats: Stats | None = None
-    # How its rows share a forward pass; empty while that is not known.
+    # How its rows share a forward pass; empty if unknown.
     batch_mode: str = ""
     state: str = "stopped"
     requests: Counter[str] = field(default_factory=Counter[str])
     finished: Counter[str] = field(default_factory=Counter[str])
-    # Sequences by the adapter that they name.
+    # Sequences by adapter, and the running ones.
     adapters: Counter[str] = field(default_factory=Counter[str])
-    # Of these, the ones that have not ended.
     adapters_running: Counter[str] = field(default_factory=Counter[str])
     rejections: Counter[str] = field(default_factory=Counter[str])
     restarts: Counter[str] = field(default_factory=Counter[str])
@@ -65,14 +64,14 @@ class ModelMetrics:
     evictions: Counter[str] = field(default_factory=Counter[str])
     trims: int = 0
     recycles: int = 0
-    # Prompt tokens processed here and the seconds of it, the newest sequences counting most.
+    # Decaying sums of prompt tokens processed by local workers, and the time of it.
     prefilled_tokens: float = 0.0
     prefilled_s: float = 0.0
-    # Of the newest unload: the part of the process's memory that the system had back in time.
+    # Part of the process's memory that returned in time after the newest unload.
     returned_part: float | None = None
 
     def sequence_ended(self, reason: str, usage: Usage | None) -> None:
-        """One sequence had its terminal event."""
+        """Count a sequence that has ended."""
         self.finished[reason] += 1
         if usage is None:
             return
@@ -88,124 +87,120 @@ class ModelMetrics:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens a second, as processed lately; 0 while that is not known."""
+        """Recent prompt tokens per second; 0 if unknown."""
         return self.prefilled_tokens / self.prefilled_s if self.prefilled_s > 0 else 0.0
 
     def note_prefill(self, usage: Usage) -> None:
-        """One sequence of this daemon's own worker has ended."""
-        # What little is left of a cached prompt says nothing about speed.
+        """Update the prefill rate with a sequence that a local worker has ended."""
         computed = usage.prompt - usage.cached
         if computed < PREFILL_TOKENS_MIN or usage.prefill_ms <= 0:
             return
-        self.prefilled_tokens = PREFILL_KEPT * self.prefilled_tokens + computed
-        self.prefilled_s = PREFILL_KEPT * self.prefilled_s + usage.prefill_ms / 1000
+        self.prefilled_tokens = PREFILL_DECAY * self.prefilled_tokens + computed
+        self.prefilled_s = PREFILL_DECAY * self.prefilled_s + usage.prefill_ms / 1000
 
 
 @dataclass(slots=True)
 class KeyMetrics:
-    """One API key's numbers, all on the event loop."""
+    """Metrics of one API key, on the event loop."""
 
+    # Requests and sequences that run.
     running: int = 0
-    # Of those that run.
     sequences: int = 0
     requests: Counter[str] = field(default_factory=Counter[str])
     rejections: Counter[str] = field(default_factory=Counter[str])
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    # Seconds since 1970; 0 is never.
+    # Seconds since 1970; 0 for never.
     last_used: float = 0.0
-    # The period, the kind and the used part of each of its budgets; read when scraped.
+    # Returns period, kind and used part of each of its budgets.
     budget: Callable[[], list[tuple[str, str, float]]] = list
 
 
 @dataclass(slots=True)
 class BodyNumbers:
-    """Counters of request bodies. Written on the event loop."""
+    """Metrics of request bodies. Updated on the event loop."""
 
     used_bytes: int = 0
-    # Requests that found no room in time, and actions that were carried out in the thread.
+    # Requests refused for lack of room, and bodies processed in the thread.
     refused: int = 0
     offloaded: int = 0
 
 
 @dataclass(slots=True)
 class MediaNumbers:
-    """Counters of the images, video and audio of requests. Written on the event loop."""
+    """Metrics of the images, video and audio of requests. Updated on the event loop."""
 
     used_bytes: int = 0
-    # Requests that found no room for theirs.
+    # Requests refused for lack of room.
     refused: int = 0
-    # Fetches by URL that run.
+    # Running fetches by URL.
     fetching: int = 0
 
 
 class Metrics:
-    """Every number of one gateway. What the pool and the link report arrives through the `Events` methods.
+    """All metrics of one gateway. The pool and the link report through the `Events` methods.
 
-    Models are resolved names, never what a client wrote, so the number of series is bounded by the configuration.
+    Model names are resolved, never those that clients send, so the configuration bounds the number of series. Callables
+    are called when the metrics are scraped.
     """
 
     def __init__(self) -> None:
         self.models: defaultdict[str, ModelMetrics] = defaultdict(ModelMetrics)
-        # By the key's name, which only the operator chooses.
+        # Metrics of API keys by the key's name, which the operator chooses.
         self.keys: defaultdict[str, KeyMetrics] = defaultdict(KeyMetrics)
-        # Requests that showed no valid key, by what was wrong.
+        # Requests without a valid key, by reason.
         self.auth_failures: Counter[str] = Counter()
-        # Requests that ended before they had a model: bad bodies, unknown names and paths.
+        # Requests that ended before their model was known (invalid bodies, unknown names and paths), by status.
         self.requests_without_model: Counter[str] = Counter()
         self.memory_view: MemoryView | None = None
         self.stale_messages = 0
         self.malformed_frames = 0
         self.unhandled_errors = 0
-        # Of the store of responses: `damaged`, `failed` or `dropped`.
+        # Failures of the response store by kind, see `prometheus.STORE_PROBLEMS`.
         self.store_problems: Counter[str] = Counter()
-        # By listener; read when scraped, and what is the most.
+        # Open connections and their limit, by listener.
         self.connections: dict[str, Callable[[], int]] = {}
         self.connections_max: dict[str, Callable[[], int]] = {}
-        # Turned away at once, by listener and reason, and ended by us, by reason.
+        # Connections refused at once, by listener and reason, and closed later, by reason.
         self.connections_refused: Counter[tuple[str, str]] = Counter()
         self.connections_dropped: Counter[str] = Counter()
-        # Of the TLS certificate: until when it is valid (seconds since 1970), and what became of new files.
+        # Expiry of the TLS certificate in seconds since 1970, and reloads of its files by outcome.
         self.certificate_expiry: Callable[[], float] | None = None
         self.certificate_loads: Counter[str] = Counter()
         self.body_numbers = BodyNumbers()
         self.media_numbers = MediaNumbers()
-        # Told at once of a model's state, while somebody watches.
+        # Called with model and state at once, for the page's feed.
         self.on_state: Callable[[str, str], None] | None = None
-        # Requests sent to peers, by peer and reason, and sequences that lost theirs.
+        # Requests sent to peers by peer and reason, and sequences lost by peer.
         self.forwarded: Counter[tuple[str, str]] = Counter()
         self.reroutes: Counter[str] = Counter()
-        # Requests that left for an upstream, by upstream, model and status or failure.
+        # Requests sent to upstreams, by upstream, model and status or failure.
         self.upstream_requests: Counter[tuple[str, str, str]] = Counter()
-        # Name, whether it is up, and its failures by reason, of each peer.
+        # Returns name, availability and failures by reason of each peer.
         self.peers: Callable[[], Iterable[tuple[str, bool, dict[str, int]]]] = tuple
-        # Of each model of this daemon: its name, tokens of prompts that wait, and seconds until a new one is processed.
+        # Returns name, waiting prompt tokens and estimated wait in seconds of each local model.
         self.loads: Callable[[], Iterable[tuple[str, int, float]]] = tuple
-        # Part of the time in which workers compute; what watches the desktop knows.
         self.pace_duty: Callable[[], float] = lambda: 1.0
-        # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
         self.audit_lines_lost: Callable[[], int] = int
-        # As configured.
         self.has_vllm_names: Callable[[], bool] = bool
 
     def model(self, name: str) -> ModelMetrics:
-        """The numbers of a model, by its resolved name."""
+        """Metrics of a model, by its resolved name."""
         return self.models[name]
 
     def key(self, name: str) -> KeyMetrics:
-        """The numbers of an API key, by its name."""
+        """Metrics of an API key, by its name."""
         return self.keys[name]
 
     def declare(self, names: Iterable[str]) -> None:
-        """Let the series of these models exist from the start."""
+        """Create the series of these models, so that they exist before the first request."""
         for name in names:
             self.model(name)
 
-    # Events: called by the pool and the link.
+    # -- events of the pool and the link -----------------------------------------------------------------------------
 
     def step(self, model: str, step: Step) -> None:
-        """One decoded `Step`."""
         numbers = self.model(model)
         tokens = 0
         for delta in step.deltas:
@@ -217,16 +212,14 @@ class Metrics:
             numbers.stats = step.stats
 
     def pong(self, model: str, pong: Pong) -> None:
-        """One heartbeat answered."""
         self.model(model).stats = pong.stats
 
     def worker_exit(self, model: str, status: int) -> None:
-        """A worker process ended; 0 was asked for."""
+        """Count an exit; status 0 is an ordered stop."""
         if status != 0:
             self.model(model).restarts[str(status)] += 1
 
     def state(self, model: str, state: str) -> None:
-        """A worker's state machine moved."""
         numbers = self.model(model)
         numbers.state = str(state)
         if self.on_state is not None:
@@ -235,49 +228,43 @@ class Metrics:
             numbers.stats, numbers.batch_mode = None, ""
 
     def load_seconds(self, model: str, s: float) -> None:
-        """A load took this long, from spawn to Ready."""
+        """Record the time of a load, from spawn to Ready."""
         self.model(model).load.observe(s)
 
     def batch_mode(self, model: str, mode: str) -> None:
-        """Record the batch mode of a worker that is ready: how its rows share a forward pass."""
+        """Record the batch mode of a worker that is ready."""
         self.model(model).batch_mode = mode
 
     def stale_message(self) -> None:
-        """A message of an older epoch was dropped."""
         self.stale_messages += 1
 
     def malformed_frame(self) -> None:
-        """A frame that is no message was dropped."""
         self.malformed_frames += 1
 
     def worker_stuck(self, model: str) -> None:
-        """A worker's step age passed its limit."""
         self.model(model).stuck += 1
 
     def sequences_resumed(self, model: str, sequences: int) -> None:
-        """These went on at another worker."""
         self.model(model).resumes += sequences
 
     def model_removed(self, model: str) -> None:
-        """A model that was taken out of the configuration has stopped: its series end."""
+        """Remove the series of a model that was removed from the configuration and has stopped."""
         self.models.pop(model, None)
 
     def request_quarantined(self, model: str) -> None:
-        """A request was found to kill workers."""
         self.model(model).quarantined += 1
 
     def memory_granted(self, model: str, wait_s: float, reason: str) -> None:
-        """A model may be loaded, because there was room or others left."""
+        """Count a grant; `reason` is `room`, or `swap` if other models were evicted for it."""
         numbers = self.model(model)
         numbers.loads[reason] += 1
         numbers.load_wait.observe(wait_s)
 
     def model_swapped_in(self, model: str, s: float) -> None:
-        """A model for which others had to leave is ready."""
+        """Record the time from request to Ready of a model for which others were evicted."""
         self.model(model).swap.observe(s)
 
     def model_evicted(self, model: str, reason: str) -> None:
-        """A model was unloaded automatically."""
         self.model(model).evictions[reason] += 1
 
     def memory_returned(self, model: str, part: float) -> None:
@@ -285,34 +272,29 @@ class Metrics:
         self.model(model).returned_part = part
 
     def memory_trimmed(self, model: str) -> None:
-        """A worker was told to use less memory."""
         self.model(model).trims += 1
 
     def memory_refused(self, model: str) -> None:
-        """A request was turned away because the machine is short of memory."""
         self.rejected(model, "memory")
 
     def worker_recycled(self, model: str) -> None:
-        """A worker was restarted because its memory had grown."""
         self.model(model).recycles += 1
 
     def memory(self, view: MemoryView) -> None:
-        """Record the current grants of memory."""
         self.memory_view = view
 
-    # Requests.
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     def unhandled_error(self) -> None:
-        """A task ended by an exception that is no answer."""
         self.unhandled_errors += 1
 
     def request_ended(self, model: str | None, key: str | None, status: int) -> None:
-        """One HTTP request of an API was answered."""
+        """Count an HTTP request of an API."""
         counter = self.requests_without_model if model is None else self.model(model).requests
         counter[str(status)] += 1
         if key is not None:
             self.key(key).requests[str(status)] += 1
 
     def rejected(self, model: str, reason: str) -> None:
-        """Admission turned a request away."""
+        """Count a request that admission refused."""
         self.model(model).rejections[reason] += 1

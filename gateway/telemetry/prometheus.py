@@ -1,8 +1,8 @@
-"""Prometheus exposition of `Metrics`: names, help and labels. vLLM's suffixes and units under `mlxd_`."""
+"""Prometheus exposition of `Metrics`: names, help and labels, with vLLM's suffixes and units."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, TypeVar
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -17,8 +17,9 @@ from gateway.telemetry.vllm_names import cache_config, lora_requests, with_vllm_
 from gateway.workers.supervisor.state import MemoryView
 from protocol.stats import DraftStats, Exported, Stats, series
 
-# The values of a family's labels, and the number.
+# Label values and number of each sample of a family.
 Samples = Iterable[tuple[list[str], float]]
+L = TypeVar("L", bound=str | tuple[str, ...])
 
 STATES: Final = (
     "stopped", "starting", "loading", "ready", "draining", "stopping", "backoff", "failed", "incompatible",
@@ -65,7 +66,7 @@ _COUNTERS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], int]"], ...]] =
     ("worker_trims", "Commands to a worker to use less memory.", lambda m: m.trims),
     ("worker_recycles", "Workers restarted because their memory had grown.", lambda m: m.recycles),
 )
-# Counters begin with the worker.
+# Series of the statistics that workers send.
 _OF_WORKERS: Final = series(Stats)
 _OF_DRAFTS: Final = series(DraftStats)
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
@@ -102,7 +103,7 @@ _GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] =
 
 
 class Exposition:
-    """The text of `/metrics`: one registry of the gateway's numbers and its process's. Keeps no numbers."""
+    """Text of `/metrics`: the gateway's metrics and those of its process, read when scraped."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._registry = CollectorRegistry()
@@ -110,17 +111,17 @@ class Exposition:
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Render all families in Prometheus' text format."""
         return b"".join(self.families())
 
     def families(self) -> Iterator[bytes]:
-        """The same, a family at a time."""
+        """Render one family at a time."""
         for family in self._registry.collect():
             yield generate_latest(_Family(family))
 
 
 class _OfMetrics(Collector):
-    """A collector of the registry; reads `Metrics` when scraped and keeps nothing."""
+    """Collector that reads `Metrics` when scraped."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -134,7 +135,7 @@ class _OfMetrics(Collector):
         )
 
     def describe(self) -> Iterable[Metric]:
-        # Registering must not collect.
+        # Registration must not collect.
         return []
 
     def _families(self) -> Iterator[Metric]:
@@ -158,7 +159,7 @@ class _OfMetrics(Collector):
 
 
 class _Family(Collector):
-    """A collector of one family."""
+    """Collector of one family."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family
@@ -169,57 +170,59 @@ class _Family(Collector):
 
 def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
     yield _gauge("build_info", "Version of the running daemon.", ["version"], [([protocol.__version__], 1)])
+    bodies, media = metrics.body_numbers, metrics.media_numbers
     for name, text, value in (
         ("stale_messages", "Messages of earlier worker incarnations, dropped.", metrics.stale_messages),
         ("malformed_frames", "Frames from workers that could not be decoded, dropped.", metrics.malformed_frames),
         ("unhandled_errors", "Requests that failed by an internal error of the gateway.", metrics.unhandled_errors),
         ("log_records_dropped", "Log lines lost because stderr or the disk did not keep up.", dropped_records()),
         ("audit_lines_lost", "Lines of the audit log that could not be written.", metrics.audit_lines_lost()),
+        (
+            "request_body_rejections",
+            "Requests refused because other requests' bodies fill the memory for bodies.",
+            bodies.refused,
+        ),
+        ("request_body_offloads", "Large bodies decoded or lowered in a thread, off the event loop.", bodies.offloaded),
+        (
+            "media_rejections",
+            "Requests refused because media fill `[media] in_flight`, or the share of their key.",
+            media.refused,
+        ),
     ):
         yield _counter(name, text, [], [([], value)])
-    text = "Part of the time in which workers compute; below 1 it leaves the rest to this machine's display."
-    yield _gauge("pace_duty", text, [], [([], metrics.pace_duty())])
-    unacked = metrics.unacked_aborts()
-    yield _gauge("unacked_aborts", "Aborted sequences whose worker has not confirmed the end yet.", [], [([], unacked)])
-    failures = [([reason], count) for reason, count in metrics.auth_failures.items()]
-    yield _counter("auth_failures", "Requests without a valid API key.", ["reason"], failures)
-    bodies = metrics.body_numbers
-    yield _gauge(
-        "request_body_bytes", "Memory held by the bodies of unfinished requests.", [], [([], bodies.used_bytes)]
-    )
-    text = "Requests refused because other requests' bodies fill the memory for bodies."
-    yield _counter("request_body_rejections", text, [], [([], bodies.refused)])
-    text = "Large bodies decoded or lowered in a thread, off the event loop."
-    yield _counter("request_body_offloads", text, [], [([], bodies.offloaded)])
-    media = metrics.media_numbers
-    text = "Bytes of images, video and audio of unfinished requests."
-    yield _gauge("media_in_flight_bytes", text, [], [([], media.used_bytes)])
-    text = "Requests refused because media fill `[media] in_flight`, or the share of their key."
-    yield _counter("media_rejections", text, [], [([], media.refused)])
-    yield _gauge("media_fetches", "Fetches of media by URL that run.", [], [([], media.fetching)])
+    for name, text, value in (
+        (
+            "pace_duty",
+            "Part of the time in which workers compute; below 1 it leaves the rest to this machine's display.",
+            metrics.pace_duty(),
+        ),
+        (
+            "unacked_aborts",
+            "Aborted sequences whose worker has not confirmed the end yet.",
+            metrics.unacked_aborts(),
+        ),
+        ("request_body_bytes", "Memory held by the bodies of unfinished requests.", bodies.used_bytes),
+        ("media_in_flight_bytes", "Bytes of images, video and audio of unfinished requests.", media.used_bytes),
+        ("media_fetches", "Fetches of media by URL that run.", media.fetching),
+    ):
+        yield _gauge(name, text, [], [([], value)])
+    yield _counter("auth_failures", "Requests without a valid API key.", ["reason"], _samples(metrics.auth_failures))
     problems = [([reason], metrics.store_problems[reason]) for reason in STORE_PROBLEMS]
     yield _counter("response_store_problems", "Failed calls of the response store.", ["reason"], problems)
-    requests = [(["unknown", status], count) for status, count in metrics.requests_without_model.items()]
-    requests += [
-        ([model, status], count) for model, m in metrics.models.items() for status, count in m.requests.items()
-    ]
+    by_model = {model: m.requests for model, m in metrics.models.items()}
+    requests = _samples_by({"unknown": metrics.requests_without_model} | by_model)
     yield _counter("requests", "API requests by HTTP status.", ["model", "status"], requests)
 
 
 def _of_connections(metrics: Metrics) -> Iterator[Metric]:
     count = [([listener], read()) for listener, read in metrics.connections.items()]
     yield _gauge("connections", "Open client connections.", ["listener"], count)
-    most = [([listener], read()) for listener, read in metrics.connections_max.items()]
-    yield _gauge("connections_max", "Limit of open client connections.", ["listener"], most)
-    refused = [([*labels], count) for labels, count in metrics.connections_refused.items()]
+    limits = [([listener], read()) for listener, read in metrics.connections_max.items()]
+    yield _gauge("connections_max", "Limit of open client connections.", ["listener"], limits)
+    refused = _samples(metrics.connections_refused)
     yield _counter("connections_refused", "Connections refused when they were opened.", ["listener", "reason"], refused)
-    dropped = [([reason], count) for reason, count in metrics.connections_dropped.items()]
-    yield _counter(
-        "connections_dropped",
-        "Connections closed because of the client: too slow, idle or invalid.",
-        ["reason"],
-        dropped,
-    )
+    text = "Connections closed because of the client: too slow, idle or invalid."
+    yield _counter("connections_dropped", text, ["reason"], _samples(metrics.connections_dropped))
 
 
 def _of_tls(metrics: Metrics) -> Iterator[Metric]:
@@ -232,7 +235,7 @@ def _of_tls(metrics: Metrics) -> Iterator[Metric]:
 
 
 def _of_loads(metrics: Metrics) -> Iterator[Metric]:
-    """Load figures by which a router chooses among daemons."""
+    """Load metrics, by which a router can choose among daemons."""
     loads = list(metrics.loads())
     backlog = [([model], tokens) for model, tokens, _ in loads]
     yield _gauge(
@@ -248,45 +251,33 @@ def _of_loads(metrics: Metrics) -> Iterator[Metric]:
 
 def _of_peers(metrics: Metrics) -> Iterator[Metric]:
     peers = list(metrics.peers())
-    yield _gauge(
-        "peer_up", "Whether requests may be sent to a peer.", ["peer"], [([p], float(up)) for p, up, _ in peers]
-    )
-    failures = [([peer, reason], count) for peer, _, reasons in peers for reason, count in reasons.items()]
+    up = [([peer], float(is_up)) for peer, is_up, _ in peers]
+    yield _gauge("peer_up", "Whether requests may be sent to a peer.", ["peer"], up)
+    failures = _samples_by({peer: reasons for peer, _, reasons in peers})
     yield _counter("peer_failures", "Failed requests to a peer.", ["peer", "reason"], failures)
-    forwarded = [([*labels], count) for labels, count in metrics.forwarded.items()]
-    yield _counter("forwarded_requests", "Requests sent to a peer.", ["to", "reason"], forwarded)
-    left = [([*labels], count) for labels, count in metrics.upstream_requests.items()]
+    yield _counter("forwarded_requests", "Requests sent to a peer.", ["to", "reason"], _samples(metrics.forwarded))
     text = "Requests that left this machine for an upstream."
-    yield _counter("upstream_requests", text, ["to", "model", "outcome"], left)
-    moved = [([peer], count) for peer, count in metrics.reroutes.items()]
-    yield _counter(
-        "peer_sequences_lost", "Sequences that went on elsewhere because their peer was lost.", ["peer"], moved
-    )
+    yield _counter("upstream_requests", text, ["to", "model", "outcome"], _samples(metrics.upstream_requests))
+    text = "Sequences that went on elsewhere because their peer was lost."
+    yield _counter("peer_sequences_lost", text, ["peer"], _samples(metrics.reroutes))
 
 
 def _of_keys(keys: Mapping[str, KeyMetrics]) -> Iterator[Metric]:
-    requests = [([key, status], count) for key, k in keys.items() for status, count in k.requests.items()]
+    requests = _samples_by({key: k.requests for key, k in keys.items()})
     yield _counter("key_requests", "API requests of a key.", ["key", "status"], requests)
-    rejections = [([key, reason], count) for key, k in keys.items() for reason, count in k.rejections.items()]
-    text = "Requests refused by a key's limits or expiry."
-    yield _counter("key_rejections", text, ["key", "reason"], rejections)
-    running = [([key], k.running) for key, k in keys.items()]
-    yield _gauge("key_requests_running", "Requests of a key being served.", ["key"], running)
-    sequences = [([key], k.sequences) for key, k in keys.items()]
-    yield _gauge("key_sequences_running", "Sequences of a key being served.", ["key"], sequences)
+    rejections = _samples_by({key: k.rejections for key, k in keys.items()})
+    yield _counter("key_rejections", "Requests refused by a key's limits or expiry.", ["key", "reason"], rejections)
     budgets = [([key, period, kind], part) for key, k in keys.items() for period, kind, part in k.budget()]
     yield _gauge("key_budget_used_ratio", "Used part of a key's budget.", ["key", "period", "kind"], budgets)
-    prompt = [([key], k.prompt_tokens) for key, k in keys.items()]
-    yield _counter("key_prompt_tokens", "Prompt tokens of a key.", ["key"], prompt)
-    generated = [([key], k.generation_tokens) for key, k in keys.items()]
-    yield _counter("key_generation_tokens", "Tokens generated for a key.", ["key"], generated)
+    for make, name, text, read in _KEY_FAMILIES:
+        yield make(name, text, ["key"], [([key], read(k)) for key, k in keys.items()])
 
 
 def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
     for name, text, read in _COUNTERS:
         yield _counter(name, text, ["model"], [([model], read(m)) for model, m in models.items()])
     for name, text, label, read_many in _LABELLED:
-        counts = [([model, value], n) for model, m in models.items() for value, n in read_many(m).items()]
+        counts = _samples_by({model: read_many(m) for model, m in models.items()})
         yield _counter(name, text, ["model", label], counts)
     for name, text, read_gauge in _GAUGES:
         yield _gauge(name, text, ["model"], [([model], read_gauge(m)) for model, m in models.items()])
@@ -309,7 +300,7 @@ def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
 
 
 def _of_workers(workers: Mapping[str, Stats]) -> Iterator[Metric]:
-    """The series that the declarations of statistics name, and those made of several statistics."""
+    """Series that the statistics declare, and those derived from several statistics."""
     yield from _declared(_OF_WORKERS, ["model"], [([model], stats) for model, stats in workers.items()])
     used = [([model], stats.kv_bytes / max(stats.kv_limit, 1)) for model, stats in workers.items()]
     yield _gauge("kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", ["model"], used)
@@ -337,7 +328,7 @@ def _declared(
 
 
 def _of_memory(view: MemoryView) -> Iterator[Metric]:
-    """Memory metrics, as of the broker's newest look, about a second ago at most."""
+    """Memory metrics of the newest measurement, at most about a second old."""
     for name, text, value in (
         ("budget", "Memory budget of all models together.", view.budget_bytes),
         ("granted", "Memory granted to models, with what ended processes still hold.", view.granted_bytes),
@@ -357,6 +348,24 @@ def _counter(name: str, text: str, labels: list[str], samples: Samples) -> Metri
 
 def _gauge(name: str, text: str, labels: list[str], samples: Samples) -> Metric:
     return _filled(GaugeMetricFamily(f"mlxd_{name}", text, labels=labels), samples)
+
+
+_KEY_FAMILIES: Final[tuple[tuple[Callable[..., Metric], str, str, Callable[[KeyMetrics], int]], ...]] = (
+    (_gauge, "key_requests_running", "Requests of a key being served.", lambda k: k.running),
+    (_gauge, "key_sequences_running", "Sequences of a key being served.", lambda k: k.sequences),
+    (_counter, "key_prompt_tokens", "Prompt tokens of a key.", lambda k: k.prompt_tokens),
+    (_counter, "key_generation_tokens", "Tokens generated for a key.", lambda k: k.generation_tokens),
+)
+
+
+def _samples(counts: Mapping[L, int]) -> Samples:
+    """Samples of counts by one label, or by several."""
+    return [([labels] if isinstance(labels, str) else [*labels], count) for labels, count in counts.items()]
+
+
+def _samples_by(counts: Mapping[str, Mapping[str, int]]) -> Samples:
+    """Samples of counts by two labels."""
+    return [([outer, inner], count) for outer, own in counts.items() for inner, count in own.items()]
 
 
 def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Samples) -> Metric:

@@ -1,4 +1,4 @@
-"""Text of `/metrics` as scrapers get it: rendered with turns of the event loop in between, and not at every scrape."""
+"""Text of `/metrics`, rendered in steps between which the event loop runs, and with a rate limit."""
 
 import asyncio
 import time
@@ -9,31 +9,31 @@ from gateway.errors import SERVER, ApiError
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 
-# Renderings that may follow one another at once, for several scrapers; beyond them there is one a second.
+# Token bucket of renderings: a burst for several scrapers, and one per period.
 BURST: Final = 5.0
 PERIOD_S: Final = 1.0
 
 
 class ScrapeText:
-    """Rendered by one scrape at a time, on the loop, which alone may read the numbers. Other scrapes wait for it.
+    """Renderer of `/metrics`. One scrape renders, on the event loop, and concurrent ones wait.
 
-    Many models and keys make a rendering take tens of milliseconds: the loop has its turn after each family.
+    With many models and keys a rendering takes tens of milliseconds, so the loop runs after each family.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._exposition = Exposition(metrics)
         self._clock = clock
         self._lock = asyncio.Lock()
-        # None after a rendering that failed.
+        # None after a failed rendering.
         self._text: bytes | None = None
         self._allowance = BURST
         self._at = clock()
         self.renderings = 0
 
     async def read(self) -> bytes:
-        """The text of now, or of less than `PERIOD_S` ago while there are more scrapes than renderings.
+        """Return the current text, or one less than `PERIOD_S` old when the rate limit is reached.
 
-        Raises what a rendering raises, and `ApiError` until the next one when it has failed.
+        Raises the exception of a failed rendering, and then `ApiError` until the next rendering.
         """
         async with self._lock:
             now = self._clock()
@@ -43,7 +43,7 @@ class ScrapeText:
                 self._allowance -= 1.0
                 try:
                     self._text = await self._render()
-                except Exception:  # Whatever a rendering raises: raised again, and no old text is served for it.
+                except Exception:  # Raised again. An old text must not hide the failure.
                     self._text = None
                     raise
             if self._text is None:

@@ -1,4 +1,4 @@
-"""The same series under vLLM's names, for dashboards and scrapers that were made for it."""
+"""Series under vLLM's names, for dashboards and scrapers made for vLLM."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from protocol.spec import ADAPTERS_MAX
 from protocol.stats import BLOCK
 
 OURS: Final = "mlxd_"
-# Those of ours that vLLM has too, with the same meaning and unit; by vLLM's name where it is another.
+# Series that vLLM has with the same meaning and unit, and vLLM's names for them.
 NAMES: Final = {
     name: name
     for name in (
@@ -28,16 +28,16 @@ NAMES: Final = {
 
 
 def with_vllm_names(families: Iterable[Metric]) -> Iterator[Metric]:
-    """Each family, and its twin where vLLM has it."""
+    """Yield each family, and its copy under vLLM's name if there is one."""
     for family in families:
         yield family
         theirs = NAMES.get(family.name.removeprefix(OURS))
         if theirs is not None:
-            yield _twin(family, f"vllm:{theirs}")
+            yield _renamed(family, f"vllm:{theirs}")
 
 
 def lora_requests(models: Mapping[str, ModelMetrics]) -> Metric:
-    """Adapters of running requests, in the labels that routers in front of vLLM read; the value is the time."""
+    """Adapters of running requests, in the labels that routers for vLLM read; the value is the time."""
     family = Metric("vllm:lora_requests_info", "Adapters of running requests.", "gauge")
     for model, numbers in models.items():
         if numbers.adapters:
@@ -49,28 +49,25 @@ def lora_requests(models: Mapping[str, ModelMetrics]) -> Metric:
 
 
 def cache_config(models: Mapping[str, ModelMetrics]) -> Metric:
-    """Room for KV of loaded models, in blocks as their events have them; the value is 1.
+    """KV capacity of loaded models in blocks, the unit of their KV events; the value is 1.
 
-    A model whose KV does not grow with the text has no blocks, and no sample.
+    A model whose KV does not grow with the context has no blocks, and no sample.
     """
     family = Metric("vllm:cache_config_info", "KV that a model has room for, in blocks of tokens.", "gauge")
     for model, numbers in models.items():
         stats = numbers.stats
         if stats is not None and stats.kv_blocks:
             labels = {"model_name": model, "engine": "0", "block_size": str(BLOCK)}
-            labels |= {"num_gpu_blocks": str(stats.kv_blocks)}
-            labels |= {
-                "cache_dtype": f"int{stats.kv_bits}" if stats.kv_bits else "auto",
-                "enable_prefix_caching": "True",
-            }
+            labels |= {"num_gpu_blocks": str(stats.kv_blocks), "enable_prefix_caching": "True"}
+            labels |= {"cache_dtype": f"int{stats.kv_bits}" if stats.kv_bits else "auto"}
             family.samples.append(Sample(family.name, labels, 1.0))
     return family
 
 
-def _twin(family: Metric, name: str) -> Metric:
-    twin = Metric(name, family.documentation, family.type, family.unit)
+def _renamed(family: Metric, name: str) -> Metric:
+    renamed = Metric(name, family.documentation, family.type, family.unit)
     for sample in family.samples:
         labels = {"model_name" if key == "model" else key: value for key, value in sample.labels.items()}
         suffix = sample.name.removeprefix(family.name)
-        twin.samples.append(Sample(name + suffix, labels | {"engine": "0"}, sample.value))
-    return twin
+        renamed.samples.append(Sample(name + suffix, labels | {"engine": "0"}, sample.value))
+    return renamed

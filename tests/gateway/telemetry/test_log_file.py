@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.ctl.logs import plain
-from gateway.telemetry.log_file import RotatingFile, follow, last_lines, nth
+from gateway.telemetry.log_file import RotatingFile, follow, last_lines, rotated_path
 from gateway.telemetry.log_reader import is_about
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
@@ -42,7 +42,7 @@ def test_a_smaller_keep_deletes_what_is_over_and_a_restart_appends(tmp_path: Pat
     path = tmp_path / "mlxd.log"
     path.write_text("before\n")
     for number in (1, 2, 3):
-        nth(path, number).write_text("old\n")
+        rotated_path(path, number).write_text("old\n")
 
     file = RotatingFile(path, max_bytes=100, keep=1)
     file.write("after\n")
@@ -97,7 +97,7 @@ def test_following_a_writer_that_rotates_at_any_moment_misses_nothing(tmp_path: 
     writer.join()
     file.close()
     assert found == [f"line {number}" for number in range(20_000)]
-    assert nth(path, 10).exists()
+    assert rotated_path(path, 10).exists()
 
 
 def test_following_begins_with_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
