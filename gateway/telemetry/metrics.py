@@ -1,8 +1,10 @@
 """Metrics as plain numbers, which are cheap to update. `prometheus.py` exposes them."""
 
+# ruff: noqa: RUF009 - the calls in `ModelMetrics` return dataclass fields
+
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from gateway.telemetry.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
@@ -15,12 +17,27 @@ PREFILL_TOKENS_MIN: Final = 64
 PREFILL_DECAY: Final = 0.8
 
 
-def _latency() -> Histogram:
-    return Histogram(LATENCY_BUCKETS)
+@dataclass(frozen=True, slots=True)
+class ModelSeries:
+    """Series of a field of `ModelMetrics`: a histogram, a counter by `label`, or a plain counter."""
+
+    name: str
+    help: str
+    label: str = ""
+    is_histogram: bool = False
 
 
-def _tokens() -> Histogram:
-    return Histogram(TOKEN_BUCKETS)
+def _count(name: str, text: str) -> int:
+    return field(default=0, metadata={"series": ModelSeries(name, text)})
+
+
+def _counts(name: str, label: str, text: str) -> Counter[str]:
+    return field(default_factory=Counter[str], metadata={"series": ModelSeries(name, text, label)})
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+    series = ModelSeries(name, text, is_histogram=True)
+    return field(default_factory=lambda: Histogram(buckets), metadata={"series": series})
 
 
 @dataclass(slots=True)
@@ -34,36 +51,58 @@ class ModelMetrics:
     batch_mode: str = ""
     state: str = "stopped"
     requests: Counter[str] = field(default_factory=Counter[str])
-    finished: Counter[str] = field(default_factory=Counter[str])
-    # Sequences by adapter, and the running ones.
-    adapters: Counter[str] = field(default_factory=Counter[str])
     adapters_running: Counter[str] = field(default_factory=Counter[str])
-    rejections: Counter[str] = field(default_factory=Counter[str])
-    restarts: Counter[str] = field(default_factory=Counter[str])
-    prompt_tokens: int = 0
-    prompt_tokens_cached: int = 0
-    generation_tokens: int = 0
-    ignored_fields: int = 0
-    resumes: int = 0
-    quarantined: int = 0
-    stuck: int = 0
-    ttft: Histogram = field(default_factory=_latency)
-    itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
-    per_token: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
-    e2e: Histogram = field(default_factory=_latency)
-    queue: Histogram = field(default_factory=_latency)
-    prefill: Histogram = field(default_factory=_latency)
-    decode: Histogram = field(default_factory=_latency)
-    request_prompt_tokens: Histogram = field(default_factory=_tokens)
-    request_generation_tokens: Histogram = field(default_factory=_tokens)
-    iteration_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_BUCKETS))
-    load: Histogram = field(default_factory=_latency)
-    load_wait: Histogram = field(default_factory=_latency)
-    swap: Histogram = field(default_factory=_latency)
-    loads: Counter[str] = field(default_factory=Counter[str])
-    evictions: Counter[str] = field(default_factory=Counter[str])
-    trims: int = 0
-    recycles: int = 0
+    prompt_tokens: int = _count("prompt_tokens", "Prompt tokens of finished sequences.")
+    prompt_tokens_cached: int = _count("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
+    generation_tokens: int = _count("generation_tokens", "Tokens generated.")
+    ignored_fields: int = _count("ignored_fields", "Unknown fields of requests, ignored.")
+    resumes: int = _count("request_resumes", "Sequences resumed on another worker after theirs was lost.")
+    quarantined: int = _count("requests_quarantined", "Requests quarantined because they crash workers.")
+    stuck: int = _count(
+        "worker_stuck", "Workers ended because a step or the answer to a heartbeat exceeded its deadline."
+    )
+    trims: int = _count("worker_trims", "Commands to a worker to use less memory.")
+    recycles: int = _count("worker_recycles", "Workers restarted because their memory had grown.")
+    finished: Counter[str] = _counts("request_success", "finished_reason", "Finished sequences by finish reason.")
+    adapters: Counter[str] = _counts("adapter_requests", "adapter", "Sequences that name an adapter, by adapter.")
+    rejections: Counter[str] = _counts(
+        "admission_rejections",
+        "reason",
+        "Requests refused at admission; `unsendable`: larger than a frame to a worker.",
+    )
+    loads: Counter[str] = _counts(
+        "model_loads", "reason", "Loads of models: into free memory, or after others were unloaded for them."
+    )
+    evictions: Counter[str] = _counts("model_evictions", "reason", "Models unloaded automatically (memory or TTL).")
+    restarts: Counter[str] = _counts("worker_restarts", "exit", "Workers that ended unexpectedly, by exit status.")
+    ttft: Histogram = _histogram("time_to_first_token_seconds", "Time from a request's arrival to its first token.")
+    itl: Histogram = _histogram(
+        "inter_token_latency_seconds",
+        "Time between two tokens of a sequence, as the gateway receives them.",
+        ITL_BUCKETS,
+    )
+    per_token: Histogram = _histogram(
+        "request_time_per_output_token_seconds", "Mean decode time per token of a sequence.", ITL_BUCKETS
+    )
+    e2e: Histogram = _histogram("e2e_request_latency_seconds", "Time from a request's arrival to its end.")
+    queue: Histogram = _histogram("request_queue_time_seconds", "Time that a sequence waits in the worker's queue.")
+    prefill: Histogram = _histogram("request_prefill_time_seconds", "Time to process a sequence's prompt.")
+    decode: Histogram = _histogram("request_decode_time_seconds", "Time to generate a sequence's tokens.")
+    request_prompt_tokens: Histogram = _histogram(
+        "request_prompt_tokens", "Prompt tokens of a sequence.", TOKEN_BUCKETS
+    )
+    request_generation_tokens: Histogram = _histogram(
+        "request_generation_tokens", "Generated tokens of a sequence.", TOKEN_BUCKETS
+    )
+    iteration_tokens: Histogram = _histogram("iteration_tokens", "Tokens generated in one engine step.", BATCH_BUCKETS)
+    load: Histogram = _histogram("model_load_seconds", "Time from a worker's start until its model is ready.")
+    load_wait: Histogram = _histogram(
+        "model_load_wait_seconds", "Time that a requested model waits for memory to be granted."
+    )
+    swap: Histogram = _histogram(
+        "model_swap_seconds",
+        "Time from the request for a model until it is ready, where others were unloaded for it.",
+    )
     # Decaying sums of prompt tokens processed by local workers, and the time of it.
     prefilled_tokens: float = 0.0
     prefilled_s: float = 0.0
@@ -97,6 +136,12 @@ class ModelMetrics:
             return
         self.prefilled_tokens = PREFILL_DECAY * self.prefilled_tokens + computed
         self.prefilled_s = PREFILL_DECAY * self.prefilled_s + usage.prefill_ms / 1000
+
+
+# Series by the name of their field in `ModelMetrics`.
+MODEL_SERIES: Final[dict[str, ModelSeries]] = {
+    each.name: each.metadata["series"] for each in fields(ModelMetrics) if "series" in each.metadata
+}
 
 
 @dataclass(slots=True)

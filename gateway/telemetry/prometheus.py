@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 import protocol
 from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.logs import dropped_records
-from gateway.telemetry.metrics import KeyMetrics, Metrics, ModelMetrics
+from gateway.telemetry.metrics import MODEL_SERIES, KeyMetrics, Metrics, ModelMetrics, ModelSeries
 from gateway.telemetry.vllm_names import cache_config, lora_requests, with_vllm_names
 from gateway.workers.supervisor.state import MemoryView
 from protocol.stats import DraftStats, Exported, Stats, series
@@ -28,65 +28,9 @@ STATES: Final = (
 CERTIFICATE_LOADS: Final = ("ok", "failed")
 STORE_PROBLEMS: Final = ("damaged", "failed", "dropped", "journal")
 
-_HISTOGRAMS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], Histogram]"], ...]] = (
-    ("time_to_first_token_seconds", "Time from a request's arrival to its first token.", lambda m: m.ttft),
-    (
-        "inter_token_latency_seconds",
-        "Time between two tokens of a sequence, as the gateway receives them.",
-        lambda m: m.itl,
-    ),
-    ("request_time_per_output_token_seconds", "Mean decode time per token of a sequence.", lambda m: m.per_token),
-    ("e2e_request_latency_seconds", "Time from a request's arrival to its end.", lambda m: m.e2e),
-    ("request_queue_time_seconds", "Time that a sequence waits in the worker's queue.", lambda m: m.queue),
-    ("request_prefill_time_seconds", "Time to process a sequence's prompt.", lambda m: m.prefill),
-    ("request_decode_time_seconds", "Time to generate a sequence's tokens.", lambda m: m.decode),
-    ("request_prompt_tokens", "Prompt tokens of a sequence.", lambda m: m.request_prompt_tokens),
-    ("request_generation_tokens", "Generated tokens of a sequence.", lambda m: m.request_generation_tokens),
-    ("iteration_tokens", "Tokens generated in one engine step.", lambda m: m.iteration_tokens),
-    ("model_load_seconds", "Time from a worker's start until its model is ready.", lambda m: m.load),
-    ("model_load_wait_seconds", "Time that a requested model waits for memory to be granted.", lambda m: m.load_wait),
-    (
-        "model_swap_seconds",
-        "Time from the request for a model until it is ready, where others were unloaded for it.",
-        lambda m: m.swap,
-    ),
-)
-_COUNTERS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], int]"], ...]] = (
-    ("prompt_tokens", "Prompt tokens of finished sequences.", lambda m: m.prompt_tokens),
-    ("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", lambda m: m.prompt_tokens_cached),
-    ("generation_tokens", "Tokens generated.", lambda m: m.generation_tokens),
-    ("ignored_fields", "Unknown fields of requests, ignored.", lambda m: m.ignored_fields),
-    ("request_resumes", "Sequences resumed on another worker after theirs was lost.", lambda m: m.resumes),
-    ("requests_quarantined", "Requests quarantined because they crash workers.", lambda m: m.quarantined),
-    (
-        "worker_stuck",
-        "Workers ended because a step or the answer to a heartbeat exceeded its deadline.",
-        lambda m: m.stuck,
-    ),
-    ("worker_trims", "Commands to a worker to use less memory.", lambda m: m.trims),
-    ("worker_recycles", "Workers restarted because their memory had grown.", lambda m: m.recycles),
-)
 # Series of the statistics that workers send.
 _OF_WORKERS: Final = series(Stats)
 _OF_DRAFTS: Final = series(DraftStats)
-_LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
-    ("request_success", "Finished sequences by finish reason.", "finished_reason", lambda m: m.finished),
-    ("adapter_requests", "Sequences that name an adapter, by adapter.", "adapter", lambda m: m.adapters),
-    (
-        "admission_rejections",
-        "Requests refused at admission; `unsendable`: larger than a frame to a worker.",
-        "reason",
-        lambda m: m.rejections,
-    ),
-    (
-        "model_loads",
-        "Loads of models: into free memory, or after others were unloaded for them.",
-        "reason",
-        lambda m: m.loads,
-    ),
-    ("model_evictions", "Models unloaded automatically (memory or TTL).", "reason", lambda m: m.evictions),
-    ("worker_restarts", "Workers that ended unexpectedly, by exit status.", "exit", lambda m: m.restarts),
-)
 _GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] = (
     ("num_requests_running", "Sequences being generated.", lambda m: m.stats.running if m.stats else 0),
     (
@@ -150,12 +94,6 @@ class _OfMetrics(Collector):
         yield from _of_workers({model: m.stats for model, m in metrics.models.items() if m.stats is not None})
         if metrics.memory_view is not None:
             yield from _of_memory(metrics.memory_view)
-        for name, text, read in _HISTOGRAMS:
-            family = HistogramMetricFamily(f"mlxd_{name}", text, labels=["model"])
-            for model, m in metrics.models.items():
-                histogram = read(m)
-                family.add_metric([model], histogram.cumulative(), histogram.sum)
-            yield family
 
 
 class _Family(Collector):
@@ -274,13 +212,16 @@ def _of_keys(keys: Mapping[str, KeyMetrics]) -> Iterator[Metric]:
 
 
 def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
-    for name, text, read in _COUNTERS:
-        yield _counter(name, text, ["model"], [([model], read(m)) for model, m in models.items()])
-    for name, text, label, read_many in _LABELLED:
-        counts = _samples_by({model: read_many(m) for model, m in models.items()})
-        yield _counter(name, text, ["model", label], counts)
-    for name, text, read_gauge in _GAUGES:
-        yield _gauge(name, text, ["model"], [([model], read_gauge(m)) for model, m in models.items()])
+    for field, declared in MODEL_SERIES.items():
+        values = {model: getattr(m, field) for model, m in models.items()}
+        if declared.is_histogram:
+            yield _histogram(declared, values)
+        elif declared.label:
+            yield _counter(declared.name, declared.help, ["model", declared.label], _samples_by(values))
+        else:
+            yield _counter(declared.name, declared.help, ["model"], _samples(values))
+    for name, text, read in _GAUGES:
+        yield _gauge(name, text, ["model"], [([model], read(m)) for model, m in models.items()])
     waiting = [([model, "model"], m.opening) for model, m in models.items()]
     waiting += [([model, "capacity"], m.stats.waiting if m.stats else 0) for model, m in models.items()]
     text = "Waiting sequences: for their model to be loaded, or for capacity in its worker."
@@ -366,6 +307,13 @@ def _samples(counts: Mapping[L, int]) -> Samples:
 def _samples_by(counts: Mapping[str, Mapping[str, int]]) -> Samples:
     """Samples of counts by two labels."""
     return [([outer, inner], count) for outer, own in counts.items() for inner, count in own.items()]
+
+
+def _histogram(series: ModelSeries, values: Mapping[str, Histogram]) -> Metric:
+    family = HistogramMetricFamily(f"mlxd_{series.name}", series.help, labels=["model"])
+    for model, histogram in values.items():
+        family.add_metric([model], histogram.cumulative(), histogram.sum)
+    return family
 
 
 def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Samples) -> Metric:
