@@ -15,6 +15,7 @@ from gateway.link.link import LATE
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check
 from gateway.remote.peers.peer_stream import PeerStream
+from gateway.remote.peers.request_route import make_route
 from gateway.request.model_kind import check_kind
 from gateway.request.record import RequestRecord
 from gateway.request.runtime import Runtime
@@ -63,7 +64,7 @@ class Opener:
         self._route = (
             None
             if stays_here or kind != TEXT or model.adapter
-            else runtime.fleet.route(model, generates, record.id, self._note_place, form)
+            else make_route(runtime.fleet, model, generates, record.id, self._note_place, form)
         )
         # The deadline counts from the request's arrival and includes the load of the model.
         limit_ms = generates[0].deadline_ms

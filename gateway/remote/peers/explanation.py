@@ -2,10 +2,9 @@
 
 from gateway.config.settings import ModelConfig
 from gateway.control_types import PlaceView, RouteView
-from gateway.remote.peers.fleet import Fleet
+from gateway.remote.peers.fleet import Fleet, RouteCandidate
 from gateway.remote.peers.peer import PeerNode
 from gateway.remote.peers.placement import PlacementChoice, choose, cost_s, usual_rate
-from gateway.remote.peers.request_route import RouteCandidate
 
 
 def explain(fleet: Fleet, model: ModelConfig | None, tokens: float) -> RouteView:

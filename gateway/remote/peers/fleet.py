@@ -3,9 +3,9 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -13,23 +13,20 @@ from gateway.config.settings import Config, ModelConfig, SamplingDefaults, Think
 from gateway.errors import Unavailable
 from gateway.link.calls import CallRefused
 from gateway.link.link import WorkerLink
-from gateway.remote.peers.affinity import Affinity, Prefix, prefixes_of
+from gateway.remote.peers.affinity import Affinity, Prefix
 from gateway.remote.peers.peer import POLL_S, PeerNode
 from gateway.remote.peers.peer_models import Forms
 from gateway.remote.peers.peer_stream import PeerLost, PeerStream
 from gateway.remote.peers.placement import CandidatePlace, PlacementChoice
-from gateway.remote.peers.request_route import HERE, RequestRoute, RouteCandidate, no_peer
 from gateway.task_set import TaskSet
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
-from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import SHUTTING_DOWN, State, WorkerView
-from protocol.codec import BYTES_PER_TOKEN, Unsendable, prompt_bytes
+from protocol.codec import Unsendable
 from protocol.failures import Code
 from protocol.from_worker import Tokenized
 from protocol.peering import PeerModel
-from protocol.prompts import Prompt
-from protocol.to_worker import Detokenize, Generate, Tokenize
+from protocol.to_worker import Detokenize, Tokenize
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +37,19 @@ DRAIN_POLL_S: Final = 0.02
 UNKNOWN_LOAD_S: Final = 15.0
 # Peers that are tried for one tokenize call.
 CALL_ATTEMPTS_MAX: Final = 2
+RETRY_AFTER_S: Final = 2.0
+# Name of this daemon as a place.
+HERE: Final = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteCandidate:
+    """Place with its form of the model. `node` and `peer_model` are None for this daemon."""
+
+    place: CandidatePlace
+    form: str
+    node: PeerNode | None = None
+    peer_model: PeerModel | None = None
 
 
 class Fleet:
@@ -61,7 +71,7 @@ class Fleet:
         self.is_closing = False
         self.nodes: dict[str, PeerNode] = {}
         self.forms = Forms()
-        self._pool = pool
+        self.pool = pool
         self._metrics = metrics
         self._tasks = tasks
         self._here = here
@@ -170,42 +180,20 @@ class Fleet:
         """Yield the available peers that serve a resolved model, whose name may be `PEER/NAME`."""
         pinned, _, rest = name.partition("/")
         node = self.nodes.get(pinned)
-        if node is None or not rest or self._is_here(name):
+        if node is None or not rest or self.serves(name):
             yield from self._entries(name)
         elif node.is_up and (model := node.model(rest)) is not None:
             yield node, model
 
-    def _is_here(self, name: str) -> bool:
+    def serves(self, name: str) -> bool:
         return name in self._config.models
 
     # -- places ------------------------------------------------------------------------------------------------------
 
-    def route(
-        self,
-        model: ModelConfig,
-        generates: list[Generate],
-        request: str,
-        on_move: Callable[[str], None],
-        form: str = "",
-    ) -> RequestRoute | None:
-        """Make the route of a request; None if only this daemon can serve it. `form` restricts its first place.
-
-        A request that resumes an earlier response stays here, because only this daemon surely has the form that
-        generated it.
-        """
-        if not self.nodes or (self._is_here(model.name) and any(each.resume for each in generates)):
-            return None
-        tokens = sum(prompt_bytes(each) for each in generates[:1]) / BYTES_PER_TOKEN
-        # The prompt is encoded, as in every message that is ready to send.
-        prompt = cast("Prompt | msgspec.Raw", generates[0].prompt)
-        scope = model.name, generates[0].cache_salt
-        prefixes = prefixes_of(prompt, *scope) if isinstance(prompt, msgspec.Raw) else []
-        return RequestRoute(self, model, prefixes, tokens, request, on_move, form=form)
-
     def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[RouteCandidate]:
         """Places that have the model, this daemon first: all of the first one's form, or of `form` if that is given."""
         candidates: list[RouteCandidate] = []
-        if self._is_here(model.name):
+        if self.serves(model.name):
             candidates.append(RouteCandidate(self._here(model), self.forms.known(model)))
         for node, peer_model in self._served(model.name):
             # Unknown forms are never equal.
@@ -250,10 +238,6 @@ class Fleet:
             self.nodes[name].unreported_tokens[model] += max(0, int(tokens - choice.place.warm))
             self._metrics.forwarded[name, reason] += 1
 
-    async def ensure_here(self, model: str) -> WorkerHandle:
-        """Return this daemon's worker of a model, loaded. Raises `ModelUnavailable`."""
-        return await self._pool.ensure_ready(model)
-
     async def call(self, model: ModelConfig, request: Tokenize | Detokenize) -> Tokenized:
         """Call a peer, or the next one if it is lost.
 
@@ -271,16 +255,15 @@ class Fleet:
                     raise
         raise no_peer(model.name)
 
-    def start_failover(self, route: RequestRoute, loss: PeerLost) -> None:
+    def start_failover(self, loss: PeerLost, resume: Callable[[PeerLost], Coroutine[Any, Any, None]]) -> None:
         """Resume lost sequences in a task."""
         if self.is_closing:
             self.link.fail(loss.sequences, SHUTTING_DOWN)
             return
-        log.warning(
-            "%d sequences of %s lost their peer %s", len(loss.sequences), route.model.name, loss.stream.node.name
-        )
-        self._metrics.reroutes[loss.stream.node.name] += len(loss.sequences)
-        self._tasks.start(route.resume_lost(loss), f"failover of {route.model.name}")
+        model, peer = loss.stream.name, loss.stream.node.name
+        log.warning("%d sequences of %s lost their peer %s", len(loss.sequences), model, peer)
+        self._metrics.reroutes[peer] += len(loss.sequences)
+        self._tasks.start(resume(loss), f"failover of {model}")
 
     def _on_end(self) -> None:
         self._streams -= 1
@@ -288,6 +271,11 @@ class Fleet:
     def _peer_metrics(self) -> Iterable[tuple[str, bool, dict[str, int]]]:
         """Name, availability and failures of each peer."""
         return [(name, node.is_up, dict(node.failures)) for name, node in self.nodes.items()]
+
+
+def no_peer(model: str) -> Unavailable:
+    """Make the error for a model that only peers have, while none of them is available."""
+    return Unavailable(f"No peer that serves {model} is available now.", RETRY_AFTER_S, "no_peer_available")
 
 
 def _place(node: PeerNode, model: PeerModel) -> CandidatePlace:

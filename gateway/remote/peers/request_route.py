@@ -4,58 +4,29 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, cast
+
+import msgspec
 
 from gateway.config.settings import ModelConfig
-from gateway.errors import Unavailable
-from gateway.link.link import WorkerLink
 from gateway.link.sequence import PARKED, Sequence
 from gateway.link.transport import WorkerGone
-from gateway.remote.peers.affinity import Prefix
-from gateway.remote.peers.peer import PeerNode
+from gateway.remote.peers.affinity import Prefix, prefixes_of
+from gateway.remote.peers.fleet import HERE, Fleet, no_peer
 from gateway.remote.peers.peer_stream import PeerLost, PeerStream
-from gateway.remote.peers.placement import CandidatePlace, PlacementChoice, choose
-from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.remote.peers.placement import choose
 from gateway.workers.supervisor.state import ModelUnavailable
-from protocol.peering import PeerModel
+from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
+from protocol.prompts import Prompt
+from protocol.to_worker import Generate
 
 log = logging.getLogger(__name__)
 
 # Longest wait of lost sequences for another place, and the interval of attempts.
 FAILOVER_TIMEOUT_S: Final = 30.0
 FAILOVER_POLL_S: Final = 0.2
-RETRY_AFTER_S: Final = 2.0
 # Limit of moves per sequence.
 MOVES_MAX: Final = 20
-# Name of this daemon as a place.
-HERE: Final = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RouteCandidate:
-    """Place with its form of the model. `node` and `peer_model` are None for this daemon."""
-
-    place: CandidatePlace
-    form: str
-    node: PeerNode | None = None
-    peer_model: PeerModel | None = None
-
-
-class RouteFleet(Protocol):
-    """Port of a route to the fleet, which imports this module."""
-
-    link: WorkerLink
-    is_closing: bool
-
-    def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[RouteCandidate]: ...
-    def open(
-        self, candidate: RouteCandidate, model: str, on_loss: "Callable[[PeerLost], None]", request: str
-    ) -> PeerStream: ...
-    def note_choice(
-        self, model: str, choice: PlacementChoice, reason: str, prefixes: list[Prefix], tokens: float
-    ) -> None: ...
-    async def ensure_here(self, model: str) -> WorkerHandle: ...
-    def start_failover(self, route: "RequestRoute", loss: PeerLost) -> None: ...
 
 
 @dataclass(slots=True)
@@ -66,7 +37,7 @@ class RequestRoute:
     have the same `form`, because others would generate other tokens.
     """
 
-    fleet: RouteFleet
+    fleet: Fleet
     model: ModelConfig
     prefixes: list[Prefix]
     tokens: float
@@ -129,7 +100,7 @@ class RequestRoute:
             return False
         try:
             async with asyncio.timeout(FAILOVER_TIMEOUT_S):
-                worker = await self.fleet.ensure_here(self.model.name)
+                worker = await self.fleet.pool.ensure_ready(self.model.name)
             for sequence in left:
                 if not sequence.is_over:
                     link.resume(worker.epoch, sequence)
@@ -166,9 +137,27 @@ class RequestRoute:
         self.on_move("" if place == "-" else place)
 
     def _on_loss(self, loss: PeerLost) -> None:
-        self.fleet.start_failover(self, loss)
+        self.fleet.start_failover(loss, self.resume_lost)
 
 
-def no_peer(model: str) -> Unavailable:
-    """Make the error for a model that only peers have, while none of them is available."""
-    return Unavailable(f"No peer that serves {model} is available now.", RETRY_AFTER_S, "no_peer_available")
+def make_route(
+    fleet: Fleet,
+    model: ModelConfig,
+    generates: list[Generate],
+    request: str,
+    on_move: Callable[[str], None],
+    form: str = "",
+) -> RequestRoute | None:
+    """Make the route of a request; None if only this daemon can serve it. `form` restricts its first place.
+
+    A request that resumes an earlier response stays here, because only this daemon surely has the form that generated
+    it.
+    """
+    if not fleet.nodes or (fleet.serves(model.name) and any(each.resume for each in generates)):
+        return None
+    tokens = sum(prompt_bytes(each) for each in generates[:1]) / BYTES_PER_TOKEN
+    # The prompt is encoded, as in every message that is ready to send.
+    prompt = cast("Prompt | msgspec.Raw", generates[0].prompt)
+    scope = model.name, generates[0].cache_salt
+    prefixes = prefixes_of(prompt, *scope) if isinstance(prompt, msgspec.Raw) else []
+    return RequestRoute(fleet, model, prefixes, tokens, request, on_move, form=form)
