@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.config.settings import Config, MemoryConfig
-from gateway.workers.memory.broker import TURN_S
+from gateway.workers.memory.broker import RESIDENCY_MIN_S
 from gateway.workers.memory.host import ThisMachine
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
@@ -70,7 +70,7 @@ def resident(pool: Running) -> set[str]:
 
 async def had_its_turn(r: Running, name: str) -> None:
     ready_at = r.pool.worker(name).incarnation.ready_at
-    await until(lambda: time.monotonic() - ready_at > TURN_S)
+    await until(lambda: time.monotonic() - ready_at > RESIDENCY_MIN_S)
 
 
 async def test_the_least_recently_used_model_leaves_for_a_new_one(home: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers.power.desktop import CHUNK, DUTY, TICK_MS
+from gateway.workers.power.desktop import CHUNK_TOKENS, DUTY, TICK_MS
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.scale import patient
 
@@ -34,7 +34,7 @@ def test_workers_leave_a_display_its_part_for_as_long_as_the_configuration_says(
         duty = f"mlxd_pace_duty {DUTY}"
         assert daemon.complete().status_code == 200
         until(lambda: duty in daemon.client.get("/metrics").text)
-        told = f"told SetPace(duty={DUTY}, tick_ms={TICK_MS}, chunk={CHUNK})"
+        told = f"told SetPace(duty={DUTY}, tick_ms={TICK_MS}, chunk={CHUNK_TOKENS})"
         until(lambda: told in log_of(daemon))
 
         write_config(daemon.home, ["a"], server="desktop = false")

@@ -88,7 +88,7 @@ class Fleet:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def apply(self, config: Config) -> None:
-        """Apply the peers of a configuration. Streams at a removed peer go on."""
+        """Apply the peers of a configuration. Streams at a removed peer continue."""
         self._config = config
         nodes: dict[str, PeerNode] = {}
         for name, peer in config.peers.items():

@@ -40,7 +40,7 @@ class Allocation:
     requested_at: float | None = None
     is_swap: bool = False
     gated_at: float | None = None
-    # Share that its worker was told to shrink to, and the deadline for it.
+    # Share that its worker was ordered to shrink to, and the deadline for it.
     shrinking_to: int | None = None
     shrink_ends: float = 0.0
     # Empty while it is not evicted.

@@ -41,7 +41,7 @@ class ModelSnapshot:
     is_pinned: bool
     # When its gate was closed; None while it is open.
     gated_at: float | None
-    # Share that its worker was told to shrink to, and has not reached yet.
+    # Share that its worker was ordered to shrink to, and has not reached yet.
     shrinking_to: int | None
     ready_at: float
     used_at: float

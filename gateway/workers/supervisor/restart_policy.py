@@ -9,9 +9,9 @@ from protocol.failures import Code, Failure
 FIRST_DELAY_S: Final = 0.5
 DELAY_CAP_S: Final = 30.0
 HEALTHY_S: Final = 60.0
-WINDOW_S: Final = 600.0
-OPEN_AT: Final = 5
-HALF_OPEN_S: Final = 300.0
+CRASH_WINDOW_S: Final = 600.0
+OPEN_WEIGHT: Final = 5
+HALF_OPEN_INTERVAL_S: Final = 300.0
 # A model that dies while loading costs minutes and gigabytes each time.
 LOADING_WEIGHT: Final = 2
 
@@ -38,9 +38,9 @@ class Breaker:
         self._crashes.append((now, LOADING_WEIGHT if is_loading else 1))
 
     def is_open(self, now: float) -> bool:
-        while self._crashes and self._crashes[0][0] <= now - WINDOW_S:
+        while self._crashes and self._crashes[0][0] <= now - CRASH_WINDOW_S:
             self._crashes.popleft()
-        return sum(weight for _, weight in self._crashes) >= OPEN_AT
+        return sum(weight for _, weight in self._crashes) >= OPEN_WEIGHT
 
     def delay_s(self, random: float) -> float:
         """Delay before the next start; `random` is uniform in [0, 1)."""
@@ -97,7 +97,7 @@ class RestartPolicy:
         self.has_crashed = True
         self._breaker.crash(now, is_loading=healthy_s is None, healthy_s=healthy_s or 0.0, is_useful=is_useful)
         is_open = self._breaker.is_open(now)
-        delay_s = HALF_OPEN_S if is_open else self._breaker.delay_s(random)
+        delay_s = HALF_OPEN_INTERVAL_S if is_open else self._breaker.delay_s(random)
         self._next_start_at = now + delay_s
         return delay_s, is_open
 
