@@ -121,7 +121,7 @@ async def test_no_more_models_are_loaded_than_the_operator_allows(home: Path) ->
 async def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time(home: Path) -> None:
     async with running(shared(home, "a", 2, ttl_s=0.1)) as r:
         worker = await r.ready("a")
-        with r.pool.busy("a"):
+        with r.pool.lease("a"):
             stream = r.generate(worker, max_tokens=150)
             await read_all(stream)
             assert worker.state is State.READY, "it was busy for many times as long"
@@ -183,7 +183,7 @@ async def test_a_worker_that_grows_is_asked_for_less_and_at_last_started_anew_wi
     async with running(shared(home, "a", 10), "--step-ms 40") as r:
         worker = await r.ready("a")
         count = round(patient(100))
-        with r.pool.busy("a"):
+        with r.pool.lease("a"):
             streams = [r.generate(worker, max_tokens=count), r.generate(worker, "grow 140", max_tokens=3)]
             async with asyncio.timeout(patient(60)):
                 deltas: list[Delta] = []
@@ -221,7 +221,7 @@ async def test_continuous_traffic_on_two_models_does_not_starve_a_third(home: Pa
 
         async def traffic(name: str) -> None:
             while True:
-                with r.pool.busy(name):
+                with r.pool.lease(name):
                     assert finish_of(await r.complete(name, max_tokens=10)) is Finish.LENGTH
                 counts[name] += 1
 
