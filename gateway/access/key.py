@@ -14,10 +14,36 @@ EXPIRY_MAX_S: Final = 1e11
 Expiry = Annotated[float, Meta(ge=0, le=EXPIRY_MAX_S)]
 
 
-class Key(Struct, frozen=True, kw_only=True):
-    """One key. `models` empty means all; limits of 0 mean none; times are Unix times.
+class KeyLimits(Struct, frozen=True, kw_only=True):
+    """Limits of a key; 0 means none. A request counts as its sequences: prompts times choices."""
 
-    A request counts as its sequences: prompts times choices. Requests of a lower `priority` run first. `cache_salt`
+    rpm: Limit = 0
+    tpm: Limit = 0
+    concurrency: Limit = 0
+    # Maximum sequences of one request, and maximum tokens of one answer.
+    max_sequences: Limit = 0
+    max_tokens: Limit = 0
+    # Percent of a model's queue that the key may fill while there are other keys; 0 uses the server's setting.
+    queue_share: Percent = 0
+    requests_per_day: Limit = 0
+    tokens_per_day: Limit = 0
+    requests_per_month: Limit = 0
+    tokens_per_month: Limit = 0
+    # Percent of a daily or monthly budget from which its use is logged; 0 logs only a spent one.
+    alert_at: Percent = 80
+
+    @property
+    def is_limited(self) -> bool:
+        return any(getattr(self, name) for name in _LIMITS)
+
+
+_LIMITS: Final = frozenset(KeyLimits.__struct_fields__) - {"alert_at"}
+
+
+class Key(KeyLimits, frozen=True, kw_only=True):
+    """One key. `models` empty means all; times are Unix times.
+
+    Requests of a lower `priority` run first. `cache_salt`
     separates a key's prefix cache from the others', who could otherwise infer earlier prompts from response times;
     empty means the common cache.
 
@@ -30,9 +56,6 @@ class Key(Struct, frozen=True, kw_only=True):
     salt: str
     hash: str
     models: tuple[str, ...] = ()
-    rpm: Limit = 0
-    tpm: Limit = 0
-    concurrency: Limit = 0
     expires: float | None = None
     is_admin: bool = False
     # This key may read `/metrics`, and nothing else.
@@ -41,17 +64,6 @@ class Key(Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     created: float = 0.0
     is_disabled: bool = False
-    # Maximum sequences of one request, and maximum tokens of one answer.
-    max_sequences: Limit = 0
-    max_tokens: Limit = 0
-    # Percent of a model's queue that the key may fill while there are other keys; 0 uses the server's setting.
-    queue_share: Percent = 0
-    requests_per_day: Limit = 0
-    tokens_per_day: Limit = 0
-    requests_per_month: Limit = 0
-    tokens_per_month: Limit = 0
-    # Percent of a daily or monthly budget from which its use is logged; 0 logs only a spent one.
-    alert_at: Percent = 80
     # The key of another mlxd that forwards its clients' requests: opens `/internal/`, and nothing else.
     is_peer: bool = False
     # Whether its requests may be sent to an upstream if their model allows it.
@@ -71,10 +83,6 @@ class Key(Struct, frozen=True, kw_only=True):
     def role(self) -> Literal["user", "admin", "metrics", "peer"]:
         return "admin" if self.is_admin else "metrics" if self.is_metrics_only else "peer" if self.is_peer else "user"
 
-    @property
-    def is_limited(self) -> bool:
-        return any(getattr(self, name) for name in LIMITS)
-
     def is_opened_by(self, secret: bytes) -> bool:
         """Whether this is the key's secret, compared in constant time."""
         return hmac.compare_digest(digest(self.salt, secret), self.hash)
@@ -82,19 +90,6 @@ class Key(Struct, frozen=True, kw_only=True):
 
 # Fields that this version knows.
 KNOWN: Final = frozenset(Key.__struct_fields__)
-# An admin key must have none of these.
-LIMITS: Final = (
-    "rpm",
-    "tpm",
-    "concurrency",
-    "max_sequences",
-    "max_tokens",
-    "queue_share",
-    "requests_per_day",
-    "tokens_per_day",
-    "requests_per_month",
-    "tokens_per_month",
-)
 
 
 def digest(salt: str, secret: bytes) -> str:

@@ -10,7 +10,7 @@ from gateway.access.caller import OWNER, Caller, tenant_of
 from gateway.access.key import Key, digest
 from gateway.access.key_file import PREFIX_CHARS, SECRET_CHARS_MAX, KeyFile, KeysUnusable, Stamp
 from gateway.access.ledger import Ledger
-from gateway.access.rate_limit import KeyLimits, Meter
+from gateway.access.rate_limit import Meter
 from gateway.config.patterns import Pattern
 from gateway.errors import Unauthorized
 from gateway.telemetry.metrics import Metrics
@@ -139,24 +139,11 @@ class Keyring:
                 log.warning("the key %s is not in force: it requires a later version of mlxd", key.name)
 
     def _make_caller(self, key: Key) -> Caller:
-        limits = KeyLimits(
-            rpm=key.rpm,
-            tpm=key.tpm,
-            concurrency=key.concurrency,
-            sequences=key.max_sequences,
-            requests_per_day=key.requests_per_day,
-            tokens_per_day=key.tokens_per_day,
-            requests_per_month=key.requests_per_month,
-            tokens_per_month=key.tokens_per_month,
-            alert_at=key.alert_at,
-        )
         meter = self.meters.get(key.name)
         if meter is None:
-            meter = self.meters[key.name] = Meter(
-                key.name, limits, self._metrics.key(key.name), self._clock, self._ledger
-            )
+            meter = self.meters[key.name] = Meter(key.name, key, self._metrics.key(key.name), self._clock, self._ledger)
         else:
-            meter.limit(limits)
+            meter.limit(key)
         return Caller(
             key.name,
             tuple(map(Pattern, key.models)) if key.models else None,

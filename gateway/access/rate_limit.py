@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from gateway.access.key import KeyLimits
 from gateway.access.ledger import Ledger
 from gateway.errors import BadRequest, BudgetSpent, RateLimited
 from gateway.telemetry.metrics import KeyMetrics
@@ -32,27 +33,6 @@ DEBT_MAX_S: Final = 86400.0
 COUNTING_PART: Final = 0.1
 # Weight of the newest sequence in the expected length.
 SMOOTHING: Final = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """Limits of a key; 0 means none."""
-
-    rpm: int = 0
-    tpm: int = 0
-    concurrency: int = 0
-    # Maximum sequences of one request.
-    sequences: int = 0
-    requests_per_day: int = 0
-    tokens_per_day: int = 0
-    requests_per_month: int = 0
-    tokens_per_month: int = 0
-    # Percent of a budget from which its use is logged.
-    alert_at: int = 80
-
-    @property
-    def has_any(self) -> bool:
-        return self != KeyLimits(alert_at=self.alert_at)
 
 
 class Budget:
@@ -79,7 +59,7 @@ class Budget:
         """Return the period, the kind and the used part of each budget."""
         return [(period, kind, spent / limit) for period, kind, limit, spent in self._budgets()]
 
-    def tell(self) -> None:
+    def log_use(self) -> None:
         """Log once per period that a budget has reached its alert level, and once that it is spent."""
         today = self._ledger.today()
         for period, kind, limit, spent in self._budgets():
@@ -94,19 +74,18 @@ class Budget:
                 )  # fmt: skip
 
     def _budgets(self) -> list[tuple[str, str, int, int]]:
-        limits = self.limits
-        if not (
-            limits.requests_per_day or limits.tokens_per_day or limits.requests_per_month or limits.tokens_per_month
-        ):
-            return []
-        day, month = self._ledger.day(self._name), self._ledger.month(self._name)
-        every = (
-            ("day", "requests", limits.requests_per_day, day.requests),
-            ("day", "tokens", limits.tokens_per_day, day.tokens),
-            ("month", "requests", limits.requests_per_month, month.requests),
-            ("month", "tokens", limits.tokens_per_month, month.tokens),
+        limits, ledger, name = self.limits, self._ledger, self._name
+        configured = (
+            ("day", "requests", limits.requests_per_day),
+            ("day", "tokens", limits.tokens_per_day),
+            ("month", "requests", limits.requests_per_month),
+            ("month", "tokens", limits.tokens_per_month),
         )
-        return [each for each in every if each[2]]
+        return [
+            (period, kind, limit, getattr(ledger.day(name) if period == "day" else ledger.month(name), kind))
+            for period, kind, limit in configured
+            if limit
+        ]
 
 
 class TokenBucket:
@@ -204,7 +183,7 @@ class Meter:
 
     @property
     def is_limited(self) -> bool:
-        return self._limits.has_any
+        return self._limits.is_limited
 
     def request(self) -> None:
         """Count one request. Raises `RateLimited`."""
@@ -213,7 +192,7 @@ class Meter:
     def check(self, sequences: int) -> None:
         """Raises `BadRequest` for a request of more sequences than the key may ever run."""
         for most, text in (
-            (self._limits.sequences, "in one request"),
+            (self._limits.max_sequences, "in one request"),
             (self._limits.concurrency, "at once"),
             (self._limits.rpm, "in a minute"),
         ):
@@ -330,34 +309,28 @@ class Meter:
         if self._tokens is not None:
             self._tokens.settle(charge.prompt + charge.completion - charge.reserved, self._clock())
         if self._budget is not None:
-            self._budget.tell()
+            self._budget.log_use()
         if charge.completion:
             mean = charge.completion / charge.sequences
             self._expected_completion += SMOOTHING * (mean - self._expected_completion)
 
     def openai_headers(self) -> list[Header]:
         """Return the headers `x-ratelimit-*`."""
-        headers: list[Header] = []
-        for kind, bucket in self._buckets():
-            now = self._clock()
-            headers += [
-                (f"x-ratelimit-limit-{kind}".encode(), str(bucket.capacity).encode()),
-                (f"x-ratelimit-remaining-{kind}".encode(), str(_whole(bucket.level(now))).encode()),
-                (f"x-ratelimit-reset-{kind}".encode(), _duration(bucket.full_in_s(now)).encode()),
-            ]
-        return headers
+        return self._headers("x-ratelimit-{part}-{kind}", _duration)
 
     def anthropic_headers(self) -> list[Header]:
         """Return the headers `anthropic-ratelimit-*`, which have points in time instead of OpenAI's durations."""
-        headers: list[Header] = []
+        return self._headers("anthropic-ratelimit-{kind}-{part}", _time_after)
+
+    def _headers(self, name: str, format_reset: Callable[[float], str]) -> list[Header]:
+        now, headers = self._clock(), list[Header]()
         for kind, bucket in self._buckets():
-            now = self._clock()
-            full_at = datetime.now(UTC) + timedelta(seconds=bucket.full_in_s(now))
-            headers += [
-                (f"anthropic-ratelimit-{kind}-limit".encode(), str(bucket.capacity).encode()),
-                (f"anthropic-ratelimit-{kind}-remaining".encode(), str(_whole(bucket.level(now))).encode()),
-                (f"anthropic-ratelimit-{kind}-reset".encode(), full_at.strftime("%Y-%m-%dT%H:%M:%SZ").encode()),
-            ]
+            values = {
+                "limit": str(bucket.capacity),
+                "remaining": str(_whole(bucket.level(now))),
+                "reset": format_reset(bucket.full_in_s(now)),
+            }
+            headers += [(name.format(part=part, kind=kind).encode(), value.encode()) for part, value in values.items()]
         return headers
 
     def _buckets(self) -> list[tuple[str, TokenBucket]]:
@@ -391,3 +364,7 @@ def _duration(seconds: float) -> str:
         return f"{round(seconds * 1000)}ms"
     minutes, left = divmod(seconds, 60)
     return f"{int(minutes)}m{int(left)}s" if minutes else f"{left:.3g}s"
+
+
+def _time_after(seconds: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")

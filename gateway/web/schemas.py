@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
-from gateway.access.key import Expiry, Limit, Percent
+from gateway.access.key import Expiry, KeyLimits
 from gateway.control_types import MemoryStatus, ModelStatus, ReloadResult, RequestView
 from gateway.model_files.listing import ListedModel
 from gateway.model_files.pull_queue import PullStatus
@@ -146,21 +146,10 @@ class ConfigReloaded(Struct, frozen=True):
     diff: str
 
 
-class KeyFields(Struct, frozen=True, kw_only=True):
+class KeyFields(KeyLimits, frozen=True, kw_only=True):
     """Limits of a key, as in `mlxctl keys create`. 0 is no limit; empty `models` allows all."""
 
     models: tuple[Name, ...] = ()
-    rpm: Limit = 0
-    tpm: Limit = 0
-    concurrency: Limit = 0
-    max_sequences: Limit = 0
-    max_tokens: Limit = 0
-    queue_share: Percent = 0
-    requests_per_day: Limit = 0
-    tokens_per_day: Limit = 0
-    requests_per_month: Limit = 0
-    tokens_per_month: Limit = 0
-    alert_at: Percent = 80
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     # None never expires.
     expires: Expiry | None = None
@@ -194,7 +183,7 @@ class KeyView(KeyFields, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     running: int = 0
-    rejections: dict[str, int] = {}
+    rejections: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class KeyList(Struct, frozen=True):

@@ -11,8 +11,9 @@ import httpx
 import openai
 import pytest
 
+from gateway.access.key import KeyLimits
 from gateway.access.ledger import Ledger, LedgerLine
-from gateway.access.rate_limit import KeyLimits, Meter
+from gateway.access.rate_limit import Meter
 from gateway.access.usage import UsageFile
 from gateway.config.periods import zone_of
 from gateway.errors import BudgetSpent

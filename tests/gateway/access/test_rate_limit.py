@@ -3,7 +3,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from gateway.access.rate_limit import DEBT_MAX_S, EXPECTED_COMPLETION, KeyLimits, Meter, TokenBucket
+from gateway.access.key import KeyLimits
+from gateway.access.rate_limit import DEBT_MAX_S, EXPECTED_COMPLETION, Meter, TokenBucket
 from gateway.errors import BadRequest, RateLimited
 from gateway.telemetry.metrics import KeyMetrics
 
@@ -191,7 +192,7 @@ def test_a_request_counts_as_its_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "text"), [("concurrency", "4 at once"), ("rpm", "4 in a minute"), ("sequences", "4 in one request")]
+    ("limit", "text"), [("concurrency", "4 at once"), ("rpm", "4 in a minute"), ("max_sequences", "4 in one request")]
 )
 def test_more_sequences_than_the_key_can_ever_have_are_refused_at_once(limit: str, text: str) -> None:
     one, numbers = meter(Clock(), **{limit: 4})
