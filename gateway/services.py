@@ -122,7 +122,7 @@ class Services(Runtime):
 
     def close(self) -> None:
         """Finish writing and sending. The last call."""
-        self.sample.tell()
+        self.sample.log_counts()
         self.bodies.close()
         self.usage.close()
         self.ledger.close()

@@ -72,7 +72,7 @@ class LogSample:
     def takes(self, address: Address) -> bool:
         """Whether this request is logged; otherwise it is counted."""
         if self._clock() - self._began >= PERIOD_S:
-            self.tell()
+            self.log_counts()
         network = address.network
         seen = self._seen.get(network)
         if seen is None and len(self._seen) >= COUNTED_ADDRESSES_MAX:
@@ -85,7 +85,7 @@ class LogSample:
         self._more[network] = self._more.get(network, 0) + 1
         return False
 
-    def tell(self) -> None:
+    def log_counts(self) -> None:
         """Log the counts, and begin the next period."""
         ranked = sorted(self._more.items(), key=lambda item: item[1], reverse=True)
         for network, count in ranked[:LOGGED_ADDRESSES_MAX]:
@@ -102,4 +102,4 @@ class LogSample:
         """Log counts at the end of each period, even without new requests, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            self.tell()
+            self.log_counts()

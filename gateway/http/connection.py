@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
@@ -22,6 +23,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from gateway.errors import SERVER, ApiError, error_headers, openai_body
 from gateway.http.connection_limits import Connections, Opening
 from gateway.http.direct_write import KEY, CloseDelimited, DirectWriter, outlet_of, queued_bytes
 
@@ -55,22 +57,25 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT: Final = b"3\r\n:\n\n\r\n"
 
 
-def _answer(status: bytes, message: bytes, code: bytes, kind: bytes = b"invalid_request_error") -> bytes:
-    body = b'{"error":{"message":"%b","type":"%b","param":null,"code":"%b"}}' % (message, kind, code)
-    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
-    head += b"x-content-type-options: nosniff\r\n"
-    retry = b"retry-after: 1\r\n" if status.startswith(b"503") else b""
-    return head % (status, len(body)) + retry + b"\r\n" + body
+def _answer(error: ApiError) -> bytes:
+    body = openai_body(error)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        (b"x-content-type-options", b"nosniff"),
+        *error_headers(error),
+    ]
+    status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()
+    return status + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n" + body
 
 
 _FULL: Final = _answer(
-    b"503 Service Unavailable", b"Too many connections.", b"too_many_connections", b"server_error"
-)  # fmt: skip
-_INVALID: Final = _answer(b"400 Bad Request", b"Invalid HTTP request received.", b"invalid_http")
-_TOO_LARGE: Final = _answer(
-    b"431 Request Header Fields Too Large", b"The request headers are too large.", b"headers_too_large"
+    ApiError(503, "Too many connections.", type=SERVER, code="too_many_connections", retry_after_s=1.0)
 )
-_NO_TUNNEL: Final = _answer(b"405 Method Not Allowed", b"CONNECT is not allowed here.", b"method_not_allowed")
+_INVALID: Final = _answer(ApiError(400, "Invalid HTTP request received.", code="invalid_http"))
+_TOO_LARGE: Final = _answer(ApiError(431, "The request headers are too large.", code="headers_too_large"))
+_NO_TUNNEL: Final = _answer(ApiError(405, "CONNECT is not allowed here.", code="method_not_allowed"))
 
 
 class RefusedConnection(Exception):

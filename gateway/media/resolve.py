@@ -2,11 +2,15 @@
 
 import asyncio
 import hashlib
+import os
+import stat
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final, cast
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -15,7 +19,6 @@ from gateway.errors import BadRequest
 from gateway.media.base64_data import DATA, decode, invalid, too_large
 from gateway.media.host_names import HostNames
 from gateway.media.in_flight_bytes import MediaLease
-from gateway.media.local_file import FILE, NotReadable, read_file
 from gateway.media.reference import STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.prompts import ChatPrompt, Media
@@ -26,6 +29,7 @@ FETCHES_MAX: Final = 4
 FETCHES_OF_ALL_MAX: Final = 32
 FETCHES_OF_KEY_MAX: Final = 8
 DIGEST_BYTES: Final = 32
+_FILE: Final = "file:"
 
 Stored = Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]
 # The arguments are key, URL, maximum bytes, seconds, and a callback for the size of each piece.
@@ -125,7 +129,7 @@ def _read(
         data = fetched[index]
     elif reference.url.startswith(STORED):
         return _stored_medium(reference, kept, hashed)
-    elif reference.url[: len(FILE)].lower() == FILE:
+    elif reference.url[: len(_FILE)].lower() == _FILE:
         data = _file(reference, reading.settings.folders, limit_bytes)
     else:
         data, frames = decode(reference, limit_bytes)
@@ -136,7 +140,9 @@ def _read(
 
 
 def _stored_medium(reference: Reference, kept: dict[bytes, bytes], hashed: set[bytes]) -> Media:
-    digest, data = _kept(reference, kept)
+    digest = _digest(reference)
+    if digest is None or (data := kept.get(digest)) is None:
+        raise _not_fetched(reference, "nothing is kept under this digest, or no longer; send its bytes again")
     if not data:
         raise invalid(reference, "it is empty")
     if digest not in hashed:
@@ -147,7 +153,7 @@ def _stored_medium(reference: Reference, kept: dict[bytes, bytes], hashed: set[b
 
 def _is_remote(reference: Reference) -> bool:
     scheme = reference.url.partition(":")[0].lower()
-    if reference.encoded or f"{scheme}:" in (DATA, FILE) or reference.url.startswith(STORED):
+    if reference.encoded or f"{scheme}:" in (DATA, _FILE) or reference.url.startswith(STORED):
         return False
     if scheme in ("http", "https"):
         return True
@@ -191,9 +197,20 @@ async def _fetch(reference: Reference, reading: MediaReader) -> bytes:
 
 
 def _file(reference: Reference, folders: Sequence[str], limit_bytes: int) -> bytes:
+    """Read a local file below one of `folders`, after links are followed."""
     try:
-        data = read_file(reference.url, folders, limit_bytes)
-    except NotReadable:
+        parts = urlsplit(reference.url)
+        path = Path(unquote(parts.path)).resolve(strict=True)
+        is_below = any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
+        if parts.netloc not in ("", "localhost") or not is_below:
+            raise PermissionError
+        # Opening a pipe would block until it has a writer, without O_NONBLOCK.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise PermissionError
+            data = file.read(limit_bytes + 1)
+    except (OSError, ValueError, RuntimeError):
         reason = "no file that may be read is there (operator: [media] folders)"
         raise _not_fetched(reference, reason) from None
     if len(data) > limit_bytes:
@@ -210,13 +227,6 @@ async def _stored(references: Sequence[Reference], reading: MediaReader) -> dict
     # Each reference counts, since the prompt contains the bytes as often.
     reading.lease.grow(sum(len(kept.get(digest, b"")) for digest in wanted))
     return kept
-
-
-def _kept(reference: Reference, kept: dict[bytes, bytes]) -> tuple[bytes, bytes]:
-    digest = _digest(reference)
-    if digest is None or (data := kept.get(digest)) is None:
-        raise _not_fetched(reference, "nothing is kept under this digest, or no longer; send its bytes again")
-    return digest, data
 
 
 def _digest(reference: Reference) -> bytes | None:

@@ -8,7 +8,7 @@
 Paths below `/internal/` accept only keys of role `peer`, even if there are no other keys; these keys open nothing else.
 """
 
-from typing import Final, NoReturn, Protocol
+from typing import Final, NoReturn
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,6 +25,7 @@ from gateway.middleware.paths import is_counted
 from gateway.request.record import Dialect, RequestRecord, record_of
 from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
+from gateway.web.gate import Gate
 
 HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 METRICS: Final = "/metrics"
@@ -44,14 +45,6 @@ _SCRAPERS: Final = (
 _FOR_PEERS: Final = "Another mlxd asks here, with a key made with 'mlxctl keys create NAME --role peer'."
 
 
-class PageSessions(Protocol):
-    """Port to the sessions of the page, which the owner opens through the unix socket."""
-
-    def opens(self, scope: Scope) -> bool:
-        """Whether the request has a valid session; False if it presents none. Raises `ApiError` for an invalid one."""
-        ...
-
-
 class Auth:
     """ASGI app that sets the caller on the record. Raises `Unauthorized`, `Forbidden` or `RateLimited`."""
 
@@ -63,7 +56,7 @@ class Auth:
         addresses: KeyAddresses,
         metrics: Metrics,
         live: LiveConfig,
-        sessions: PageSessions,
+        gate: Gate,
         *,
         is_loopback: bool,
     ) -> None:
@@ -73,7 +66,7 @@ class Auth:
         self._addresses = addresses
         self._metrics = metrics
         self._live = live
-        self._sessions = sessions
+        self._gate = gate
         self._is_loopback = is_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +88,7 @@ class Auth:
         keyring.refresh()
         path = scope["path"]
         is_internal = path.startswith(INTERNAL)
-        if not is_internal and self._sessions.opens(scope):
+        if not is_internal and self._gate.opens(scope):
             return OWNER
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)

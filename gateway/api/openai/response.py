@@ -48,10 +48,7 @@ class TopLogprob(Struct, frozen=True):
     logprob: float
 
 
-class ContentLogprob(Struct, frozen=True):
-    token: str
-    bytes: list[int]
-    logprob: float
+class ContentLogprob(TopLogprob, frozen=True):
     top_logprobs: list[TopLogprob]
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from protocol import transcript
 from protocol.from_worker import Delta, Usage
@@ -110,18 +110,7 @@ class Transcript:
     def verbose(self, task: str, granularities: Sequence[str]) -> bytes:
         """Encode with segments, words or both."""
         segments = [
-            TranscriptSegment(
-                at,
-                each.seek,
-                each.start,
-                each.end,
-                each.text,
-                list(each.tokens),
-                each.temperature,
-                each.avg_logprob,
-                each.compression_ratio,
-                each.no_speech_prob,
-            )
+            msgspec.convert({"id": at} | structs.asdict(each), TranscriptSegment)
             for at, each in enumerate(self.segments)
         ]
         words = [TranscriptWord(each.word.strip(), each.start, each.end) for one in self.segments for each in one.words]

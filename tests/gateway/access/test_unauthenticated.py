@@ -90,7 +90,7 @@ def test_a_flood_of_one_address_is_a_few_lines_a_minute_and_a_count(lines: Lines
     for _ in range(10):
         taken += sum(sample.takes(SELF) for _ in range(1000))
         now[0] += 60.0
-    sample.tell()
+    sample.log_counts()
 
     assert taken == 10 * LINES_BY_ADDRESS
     assert [line["requests"] for line in lines.fields()] == [1000 - LINES_BY_ADDRESS] * 10
@@ -101,7 +101,7 @@ def test_a_flood_of_many_addresses_is_bounded_in_lines_and_memory(lines: Lines) 
     sample = LogSample(lambda: 0.0)
     count = 4 * COUNTED_ADDRESSES_MAX
     taken = sum(sample.takes(Address(f"2001:db8:{number:x}::1", 1)) for number in range(count) for _ in range(2))
-    sample.tell()
+    sample.log_counts()
 
     assert taken == LINES_IN_ALL
     assert len(lines.records) == LOGGED_ADDRESSES_MAX + 1
@@ -111,7 +111,7 @@ def test_a_flood_of_many_addresses_is_bounded_in_lines_and_memory(lines: Lines) 
 def test_a_minute_in_which_all_lines_were_shown_ends_without_one(lines: Lines) -> None:
     sample = LogSample(lambda: 0.0)
     assert sample.takes(SELF)
-    sample.tell()
+    sample.log_counts()
 
     assert not lines.records
 
@@ -119,7 +119,7 @@ def test_a_minute_in_which_all_lines_were_shown_ends_without_one(lines: Lines) -
 async def test_strangers_are_sampled_and_each_line_of_a_key_is_there(
     gateway: Gateway, secret: str, lines: Lines
 ) -> None:
-    gateway.app.services.sample.tell()
+    gateway.app.services.sample.log_counts()
     lines.records.clear()
     for number in range(40):
         await ask(gateway, "203.0.113.1", "" if number % 2 else "wrong", "/v1/nope" if number % 3 else "/v1/models")
@@ -128,7 +128,7 @@ async def test_strangers_are_sampled_and_each_line_of_a_key_is_there(
 
     strangers = [line for line in lines.fields() if "key" not in line]
     assert len(strangers) == LINES_BY_ADDRESS
-    gateway.app.services.sample.tell()
+    gateway.app.services.sample.log_counts()
     assert lines.fields()[-1] == {"client": "203.0.113.1", "requests": 40 - LINES_BY_ADDRESS}
 
 
