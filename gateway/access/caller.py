@@ -53,10 +53,10 @@ class Caller:
         the key, and within the request's own salt if it has one. The key's limit bounds the answer."""
         priority = generate.priority if self.key is None else self.priority + max(0, generate.priority)
         salt = f"{self.cache_salt}\0{generate.cache_salt}" if generate.cache_salt else self.cache_salt
-        most = generate.max_tokens
+        max_tokens = generate.max_tokens
         if self.max_tokens:
-            most = self.max_tokens if most is None else min(most, self.max_tokens)
-        return structs.replace(generate, priority=priority, cache_salt=salt, tenant=self.tenant, max_tokens=most)
+            max_tokens = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
+        return structs.replace(generate, priority=priority, cache_salt=salt, tenant=self.tenant, max_tokens=max_tokens)
 
     def usable(self, models: Iterable[ModelConfig]) -> list[ModelConfig]:
         """Return the models that exist for this caller."""

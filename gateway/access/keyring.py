@@ -60,7 +60,7 @@ class Keyring:
         self.is_open = True
         # Set if several keys may send requests.
         self.has_others = False
-        self._apply(self._look())
+        self._apply(self._current_stamp())
 
     @property
     def prefixes(self) -> set[str]:
@@ -69,7 +69,7 @@ class Keyring:
 
     def refresh(self) -> None:
         """Load the file if it has changed."""
-        stamp = self._look()
+        stamp = self._current_stamp()
         if stamp == self._stamp:
             return
         try:
@@ -113,7 +113,7 @@ class Keyring:
             digest(_NO_SALT, secret[:SECRET_CHARS_MAX])
         return opened[0] if opened else None
 
-    def _look(self) -> Stamp | None:
+    def _current_stamp(self) -> Stamp | None:
         try:
             return self._file.stamp()
         except OSError:

@@ -191,14 +191,14 @@ class Meter:
 
     def check(self, sequences: int) -> None:
         """Raises `BadRequest` for a request of more sequences than the key may ever run."""
-        for most, text in (
+        for limit, text in (
             (self._limits.max_sequences, "in one request"),
             (self._limits.concurrency, "at once"),
             (self._limits.rpm, "in a minute"),
         ):
-            if most and sequences > most:
+            if limit and sequences > limit:
                 self._reject("sequences")
-                message = f"{sequences} sequences in one request; key {self._name!r} may have {most} {text}."
+                message = f"{sequences} sequences in one request; key {self._name!r} may have {limit} {text}."
                 raise BadRequest(message, "n")
 
     def _admit_requests(self, count: int) -> None:

@@ -94,15 +94,15 @@ class UsageFile:
         """Write changes periodically, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            number, data = self._file.take(), self._look()
+            number, data = self._file.take(), self._encoded()
             if data != self._file.written:
                 await asyncio.to_thread(self._file.write, number, data)
 
     def close(self) -> None:
         """Write now."""
-        self._file.write(self._file.take(), self._look())
+        self._file.write(self._file.take(), self._encoded())
 
-    def _look(self) -> bytes:
+    def _encoded(self) -> bytes:
         """Return the file's current content."""
         keys = {name: self._totals(name, numbers) for name, numbers in self._metrics.keys.items()}
         return msgspec.json.encode(Totals(self.since, keys)) if keys else b""

@@ -52,23 +52,23 @@ class Recorder:
         self._receive = receive
         self._send = send
         kind = next((value for name, value in self._headers if name.lower() == b"content-type"), b"")
-        self._asked: _Body | _Bytes = _Bytes() if kind.startswith(FORM) else _Body(MediaDigests())
-        self._answered: _Body | _Bytes = _Body()
-        self._answer_headers: list[Header] = []
+        self._request_body: _Body | _Bytes = _Bytes() if kind.startswith(FORM) else _Body(MediaDigests())
+        self._response_body: _Body | _Bytes = _Body()
+        self._response_headers: list[Header] = []
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
-            self._asked.add(message.get("body", b""))
+            self._request_body.add(message.get("body", b""))
         return message
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._answer_headers = list(message.get("headers", ()))
-            if any(name == b"content-type" and value.startswith(_AUDIO) for name, value in self._answer_headers):
-                self._answered = _Bytes()
+            self._response_headers = list(message.get("headers", ()))
+            if any(name == b"content-type" and value.startswith(_AUDIO) for name, value in self._response_headers):
+                self._response_body = _Bytes()
         else:
-            self._answered.add(message.get("body", b""))
+            self._response_body.add(message.get("body", b""))
         await self._send(message)
 
     def captured(self, record: RequestRecord) -> CapturedRequest:
@@ -85,11 +85,11 @@ class Recorder:
             outcome=record.outcome or "ok",
             ms=round(elapsed_s * 1000, 1),
             request_headers=_redacted(self._headers),
-            request_body=self._asked.text(),
-            is_request_cut=self._asked.is_cut,
-            response_headers=_redacted(self._answer_headers),
-            response_body=self._answered.text(),
-            is_response_cut=self._answered.is_cut,
+            request_body=self._request_body.text(),
+            is_request_cut=self._request_body.is_cut,
+            response_headers=_redacted(self._response_headers),
+            response_body=self._response_body.text(),
+            is_response_cut=self._response_body.is_cut,
         )
 
 

@@ -173,10 +173,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._probe(0)
         return True
 
-    def give_way(self) -> None:
+    def close_idle(self) -> None:
         self.transport.abort()
 
-    def look(self) -> None:
+    def check_stalled(self) -> None:
         size = self._unsent()
         # A growing buffer does not mean that the client is stalled, so it is judged only once it is full.
         is_growing = self._is_answering and not self.flow.write_paused and not self.transport.is_closing()
@@ -185,7 +185,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._full_checks = self._full_checks + 1 if self.flow.write_paused else 0
         if self._full_checks == STALLS_MAX:
             # The connection counts as idle now, so that a slow reader does not keep new clients out.
-            self._registry.rest(self)
+            self._registry.mark_idle(self)
         if self._stalls == STALLS_MAX:
             self._drop("write_timeout")
 
@@ -200,7 +200,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
         self._full_checks = 0
         if self._is_answering:
-            self._registry.work(self)
+            self._registry.mark_busy(self)
 
     def _turn_away(self) -> None:
         # The transport would write later, and keep the descriptor until then.
@@ -236,11 +236,11 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._drop("late_body")
             return
         self._unset_keepalive_if_required()
-        was_ahead = bool(self.pipeline)
+        was_pipelined = bool(self.pipeline)
         self._has_progressed = False
         try:
             self._feed(data)
-            self._count(len(data), was_ahead)
+            self._count(len(data), was_pipelined)
         except httptools.HttpParserError:
             self._refuse(self._refused or RefusedConnection(_INVALID, "invalid"))
         except RefusedConnection as refused:
@@ -268,13 +268,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return b"".join([*head, b"\r\n", rest])
 
-    def _count(self, size: int, was_ahead: bool) -> None:
+    def _count(self, size: int, was_pipelined: bool) -> None:
         """Bound input that never ends or was not requested. Raises `RefusedConnection`."""
         self._bytes_without_progress = 0 if self._has_progressed else self._bytes_without_progress + size
         if self._bytes_without_progress > HEAD_BYTES_MAX:
             raise RefusedConnection(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
         if self.pipeline:
-            self._pipelined_bytes += size if was_ahead else 0
+            self._pipelined_bytes += size if was_pipelined else 0
             if self._pipelined_bytes > PIPELINED_BYTES_MAX:
                 raise RefusedConnection(b"", "pipelined")
             # uvicorn pauses reading here, and would not notice that the client leaves.
@@ -346,7 +346,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._field_bytes_left = TRAILER_BYTES_MAX
         self._late_bytes = 0
         self._disarm()
-        self._registry.work(self)
+        self._registry.mark_busy(self)
         if not self.pipeline:
             self._answered = self.cycle
         if not is_current:
@@ -387,7 +387,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._answered = self.pipeline[-1][0]
         else:
             self._pipelined_bytes = 0
-            self._registry.rest(self)
+            self._registry.mark_idle(self)
         super().on_response_complete()
         if self.cycle.response_complete and not self._is_in_head and not self.transport.is_closing():
             self._arm(self.linger_s)

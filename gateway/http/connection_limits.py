@@ -45,11 +45,11 @@ class TooFewFiles(Exception):
 class LimitedConnection(Protocol):
     """Port to a connection that may be ended."""
 
-    def give_way(self) -> None:
+    def close_idle(self) -> None:
         """End now; the connection is idle."""
         ...
 
-    def look(self) -> None:
+    def check_stalled(self) -> None:
         """End if the client is stalled: it has read nothing of its pending data, now and at previous checks."""
         ...
 
@@ -117,10 +117,10 @@ class Connections:
     def admit(self, connection: LimitedConnection, address: str) -> bool:
         """Count a new, idle connection. Returns False if it must be refused."""
         bounds = self._bounds()
-        most = bounds.total if self._is_shared(address) else bounds.per_address
+        limit = bounds.total if self._is_shared(address) else bounds.per_address
         address = Address(address).network
         peer = self._peers.get(address)
-        if peer is not None and peer.count >= most and not self._make_room(peer.idle):
+        if peer is not None and peer.count >= limit and not self._make_room(peer.idle):
             return self._refuse("address", f"{peer.count} connections of {address}")
         if len(self._open) >= bounds.total and not self._make_room(self._idle):
             return self._refuse("total", f"{len(self._open)} connections")
@@ -128,7 +128,7 @@ class Connections:
         peer = self._peers.setdefault(address, _Peer())
         peer.count += 1
         self._open[connection] = address
-        self.rest(connection)
+        self.mark_idle(connection)
         if self._timer is None:
             self._arm()
         return True
@@ -145,13 +145,13 @@ class Connections:
         if peer.count == 0:
             del self._peers[address]
 
-    def work(self, connection: LimitedConnection) -> None:
+    def mark_busy(self, connection: LimitedConnection) -> None:
         """Mark a connection as busy, so that it is not closed for another."""
         if connection in self._idle:
             del self._idle[connection]
             del self._peers[self._open[connection]].idle[connection]
 
-    def rest(self, connection: LimitedConnection) -> None:
+    def mark_idle(self, connection: LimitedConnection) -> None:
         """Mark a connection as idle."""
         address = self._open.get(connection)
         if address is not None:
@@ -167,7 +167,7 @@ class Connections:
             return False
         self.remove(oldest)
         self.dropped("idle")
-        oldest.give_way()
+        oldest.close_idle()
         return True
 
     def _refuse(self, reason: str, text: str) -> bool:
@@ -179,22 +179,22 @@ class Connections:
 
     def _arm(self) -> None:
         wait_s = max(CHECK_INTERVAL_MIN_S, self._bounds().write_timeout_s / 2 or CHECK_INTERVAL_S)
-        self._timer = get_running_loop().call_later(wait_s, self._look)
+        self._timer = get_running_loop().call_later(wait_s, self._check_all)
 
-    def _look(self) -> None:
+    def _check_all(self) -> None:
         # One timer serves all connections.
         self._timer = None
         if self._open:
-            self._look_at(list(self._open) if self._bounds().write_timeout_s else [])
+            self._check_next(list(self._open) if self._bounds().write_timeout_s else [])
 
-    def _look_at(self, connections: list[LimitedConnection]) -> None:
+    def _check_next(self, connections: list[LimitedConnection]) -> None:
         # Connections are checked in small batches, so that streams continue between them.
         for connection in connections[-CHECKS_PER_TURN:]:
             if connection in self._open:
-                connection.look()
+                connection.check_stalled()
         del connections[-CHECKS_PER_TURN:]
         if connections:
-            self._timer = get_running_loop().call_later(0, self._look_at, connections)
+            self._timer = get_running_loop().call_later(0, self._check_next, connections)
         else:
             self._arm()
 

@@ -80,14 +80,14 @@ class Handshake(asyncio.Protocol):
         """Return the bytes that TLS has handed on and the system has not accepted."""
         return self._transport.get_write_buffer_size()
 
-    def give_way(self) -> None:
+    def close_idle(self) -> None:
         self._transport.abort()
 
     def shutdown(self) -> None:
         """End with the server."""
         self._transport.abort()
 
-    def look(self) -> None:
+    def check_stalled(self) -> None:
         """Do nothing: no data is pending for the client."""
 
     def _end(self, waiter: asyncio.Future[None]) -> None:

@@ -37,7 +37,7 @@ class MediaDigests:
         tail = _TAIL.search(text)
         assert tail is not None, "it matches nothing as well"
         whole, self._tail = text[: tail.start()], tail[0]
-        kept = _RUN.sub(lambda found: _placeholder(found[0]), whole)
+        kept = _RUN.sub(lambda match: _placeholder(match[0]), whole)
         if len(self._tail) >= RUN_MIN:
             self._run, self._tail = _Run(self._tail), b""
         return kept

@@ -172,7 +172,7 @@ class _Stream:
             return
         opening = asyncio.create_task(self._generation.open())
         try:
-            while not (await asyncio.wait({opening}, timeout=self._patience_s()))[0]:
+            while not (await asyncio.wait({opening}, timeout=self._read_timeout_s()))[0]:
                 await self._write(self._encoder.keepalive() if self._is_started else b"")
             opening.result()
         finally:
@@ -183,7 +183,7 @@ class _Stream:
         generation, encode, watch = self._generation, self._encoder.encode, self._watch
         while True:
             on_unread = self._write_unread if self._is_started and self._writer is not None else None
-            deltas = await generation.read(self._patience_s(), on_unread)
+            deltas = await generation.read(self._read_timeout_s(), on_unread)
             data = encode(deltas)
             if not (data and self._is_started and generation.is_running):
                 break
@@ -216,7 +216,7 @@ class _Stream:
             # Nothing is sent if the worker makes no progress, so that the client may time out.
             await self._write(self._encoder.keepalive())
 
-    def _patience_s(self) -> float:
+    def _read_timeout_s(self) -> float:
         return self._keepalive_s if self._is_started else max(0.0, self._hold_until - self._loop.time())
 
     async def _write(self, data: bytes, more: bool = True) -> None:

@@ -28,7 +28,7 @@ class Tls:
         self._key_path = Path(config.key)
         self._metrics = metrics
         self._lock = asyncio.Lock()
-        self._stamps = self._look()
+        self._stamps = self._current_stamps()
         self._certificate = self._load()
         metrics.certificate_expiry = lambda: self._certificate.expires
 
@@ -47,7 +47,7 @@ class Tls:
         """Load changed files. Unusable ones change nothing, and are logged and counted once."""
         async with self._lock:
             # Stamps are taken before the files are read, so that a change in between is found at the next check.
-            stamps = await asyncio.to_thread(self._look)
+            stamps = await asyncio.to_thread(self._current_stamps)
             if stamps == self._stamps:
                 return
             self._stamps = stamps
@@ -68,7 +68,7 @@ class Tls:
             log.warning("TLS key is readable by every user of this machine: chmod 600 %s", self._key_path)
         return certificate
 
-    def _look(self) -> tuple[Stamp, Stamp]:
+    def _current_stamps(self) -> tuple[Stamp, Stamp]:
         return _stamp(self._certificate_path), _stamp(self._key_path)
 
 

@@ -95,11 +95,11 @@ class HostNames:
                 loop.call_soon_threadsafe(finish, outcome)
 
         Thread(target=run, name="media-lookup", daemon=True).start()
-        overdue = loop.call_later(self._lookup_s, self._give_up, host, addresses)
+        overdue = loop.call_later(self._lookup_s, self._time_out, host, addresses)
         self._running += 1
         return addresses
 
-    def _give_up(self, host: str, addresses: asyncio.Future[list[str]]) -> None:
+    def _time_out(self, host: str, addresses: asyncio.Future[list[str]]) -> None:
         now = self._clock()
         self._unanswered = {name: until for name, until in self._unanswered.items() if until > now}
         self._unanswered[host] = now + UNANSWERED_S

@@ -59,10 +59,10 @@ class EntryMiddleware:
         scope["mlxd.record"] = record
         # starlette raises HTTPException instead of answering in plain text if this is set.
         scope["app"] = self
-        tape = None
+        recorder = None
         if self._is_public and self._services.captures.is_on and is_of_api(record.method, record.path):
-            tape = Recorder(scope, receive, send)
-            receive, send = tape.receive, tape.send
+            recorder = Recorder(scope, receive, send)
+            receive, send = recorder.receive, recorder.send
         else:
             record.writer = outlet_of(scope)
         if node := self._services.config.server.node:
@@ -86,7 +86,7 @@ class EntryMiddleware:
         finally:
             record.lease.close()
             record.media_lease.close()
-            self._account(record, tape)
+            self._account(record, recorder)
 
     async def _refuse(self, answer: ResponseSender, record: RequestRecord, error: ApiError) -> None:
         record.outcome = error.outcome
@@ -94,7 +94,7 @@ class EntryMiddleware:
             headers = [*error_headers(error), *record.headers]
             await send_body(answer, error.status, _error_body(error, record), headers)
 
-    def _account(self, record: RequestRecord, tape: Recorder | None) -> None:
+    def _account(self, record: RequestRecord, recorder: Recorder | None) -> None:
         services = self._services
         if self._is_public and is_of_api(record.method, record.path):
             services.metrics.request_ended(record.model, record.caller.key, record.status)
@@ -102,8 +102,8 @@ class EntryMiddleware:
         trace_id = tracer.export(record) if tracer is not None and record.model is not None else ""
         access_log.write(record, services.config.server.slow_request_s, services.sample, trace_id)
         # Unauthenticated requests must not evict captured ones.
-        if tape is not None and record.caller is not NOBODY:
-            services.captures.put(tape.captured(record))
+        if recorder is not None and record.caller is not NOBODY:
+            services.captures.put(recorder.captured(record))
 
 
 def _error_body(error: ApiError, record: RequestRecord) -> bytes:

@@ -48,8 +48,8 @@ class Sampler:
         for view in views:
             own = memory.get(view.name)
             self._add(view, span_s, own.footprint_bytes if own is not None else 0)
-        for gone in self._series.keys() - {view.name for view in views}:
-            del self._series[gone]
+        for removed in self._series.keys() - {view.name for view in views}:
+            del self._series[removed]
 
     def rates(self, model: str) -> tuple[float, float]:
         """Return a model's newest rates: generated and prompt tokens per second."""

@@ -215,7 +215,7 @@ class Feed:
         status = self._status()
         tick, self._seen = self._compare(status)
         self._snapshot = None
-        if any(getattr(tick, name) for name in tick.__struct_fields__[1:]) or _is_emptied(tick):
+        if tick != FeedTick(tick.time):
             self._offer(_event("tick", tick))
 
     def _compare(self, status: DaemonStatus) -> tuple[FeedTick, _Seen]:
@@ -286,11 +286,6 @@ class Feed:
 
 def _states(requests: list[RequestView]) -> list[tuple[str, str]]:
     return [(request.id, request.state) for request in requests]
-
-
-def _is_emptied(tick: FeedTick) -> bool:
-    """Whether a list has become empty, or draining has ended."""
-    return tick.requests is not None or tick.pulls is not None or tick.is_draining is not None
 
 
 def _event(name: str, data: Struct | dict[str, object]) -> bytes:

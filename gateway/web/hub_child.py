@@ -17,13 +17,13 @@ def main() -> None:
     """Answer one order."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=HubOrder)
     try:
-        answer = HubAnswer(_ask(order))
+        answer = HubAnswer(_query(order))
     except HubFailed as error:
         answer = HubAnswer(error=str(error))
     sys.stdout.buffer.write(msgspec.json.encode(answer))
 
 
-def _ask(order: HubOrder) -> HubModels:
+def _query(order: HubOrder) -> HubModels:
     available = order.available_bytes
     match order.verb:
         case "search":

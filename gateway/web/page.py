@@ -84,10 +84,10 @@ class Page:
             return None
         path, known = self._folder / name, self._files.get(name)
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError:
             return None
-        stamp = (found.st_mtime_ns, found.st_size)
+        stamp = (status.st_mtime_ns, status.st_size)
         if known is None or known.stamp != stamp:
             if not path.is_file():
                 return None
@@ -104,15 +104,15 @@ def _read(path: Path, stamp: tuple[int, int]) -> _File:
 
 
 async def _send(file: _File, scope: Scope, send: Send) -> None:
-    asked = Headers(scope=scope)
+    request_headers = Headers(scope=scope)
     headers: list[Header] = [(b"etag", file.etag), (b"vary", b"Accept-Encoding")]
-    known = [tag.strip().removeprefix("W/") for tag in asked.get("if-none-match", "").split(",")]
+    known = [tag.strip().removeprefix("W/") for tag in request_headers.get("if-none-match", "").split(",")]
     body, status = file.plain, 200
     if file.etag.decode() in known:
         body, status = b"", 304
     else:
         headers.append((b"content-type", file.kind))
-        if file.compressed and "gzip" in asked.get("accept-encoding", ""):
+        if file.compressed and "gzip" in request_headers.get("accept-encoding", ""):
             body = file.compressed
             headers.append((b"content-encoding", b"gzip"))
         headers.append((b"content-length", str(len(body)).encode()))

@@ -39,7 +39,7 @@ class Site:
             record_of(scope).always += HEADERS
             self._gate.check_host(scope)
             if path.startswith(API):
-                await self._ask(scope, receive, send)
+                await self._serve_api(scope, receive, send)
             else:
                 await self._page(scope, receive, send)
         elif path == "/ui" or (path == "/" and _is_browser(scope) and not self._is_ollamas(scope)):
@@ -53,7 +53,7 @@ class Site:
         """Whether `/` must answer as Ollama does."""
         return came_to(scope, self._live.config.server.ollama_port)
 
-    async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve_api(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, path = record_of(scope), scope["path"]
         record.always.append((b"cache-control", b"no-store"))
         if path == ME and not has_session_token(scope):

@@ -57,5 +57,5 @@ class CountTokens:
 
 def _betas(scope: Scope) -> list[str]:
     """List the betas that a client requests. Their changes of the body are accepted without them."""
-    asked = ",".join(Headers(scope=scope).getlist("anthropic-beta")).split(",")
-    return [f"beta.{name.strip()}" for name in asked[:BETAS_MAX] if name.strip()]
+    names = ",".join(Headers(scope=scope).getlist("anthropic-beta")).split(",")
+    return [f"beta.{name.strip()}" for name in names[:BETAS_MAX] if name.strip()]

@@ -301,8 +301,8 @@ def _text(block: Block, where: str) -> str:
         case "document" if isinstance(block.source, dict) and block.source.get("type") == "text":
             return f"{block.title or ''}\n{block.source.get('data', '')}".strip()
         case "search_result":
-            said = canonical.only_text(_content(block, where), where)
-            return f"{block.title or ''}\n{block.source or ''}\n{said}".strip()
+            text = canonical.only_text(_content(block, where), where)
+            return f"{block.title or ''}\n{block.source or ''}\n{text}".strip()
         case "tool_reference":
             return f"Tool available: {block.tool_name or ''}"
         case "document":
@@ -333,13 +333,15 @@ def _shown(request: CountRequest) -> list[ToolParam]:
     if len(specs) < len(request.tools or ()) or not waiting:
         # The model cannot find deferred tools if the search tool itself was skipped, so all are shown.
         return specs
-    found = dict.fromkeys(name for message in request.messages for name in _found_tools(message))
+    referenced = dict.fromkeys(name for message in request.messages for name in _referenced_tools(message))
     if request.tool_choice is not None and request.tool_choice.name:
-        found[request.tool_choice.name] = None
-    return [spec for spec in specs if not spec.defer_loading] + [waiting[name] for name in found if name in waiting]
+        referenced[request.tool_choice.name] = None
+    return [spec for spec in specs if not spec.defer_loading] + [
+        waiting[name] for name in referenced if name in waiting
+    ]
 
 
-def _found_tools(message: MessageParam) -> Iterator[str]:
+def _referenced_tools(message: MessageParam) -> Iterator[str]:
     """Yield the names of tools that a message calls or references."""
     for block in () if isinstance(message.content, str) else message.content:
         if block.type == "tool_use" and block.name:
@@ -359,21 +361,20 @@ def _skipped_tools(request: CountRequest) -> list[str]:
 
 
 def _thinking(request: CountRequest, default: ThinkingBudget) -> ThinkingBudget:
-    wish = ThinkingBudget()
+    wanted = ThinkingBudget()
     if request.output_config is not None and request.output_config.effort is not None:
-        wish = ThinkingBudget.of_effort(request.output_config.effort, "output_config.effort")
+        wanted = ThinkingBudget.of_effort(request.output_config.effort, "output_config.effort")
     if request.thinking is None:
         # Thinking must be requested, as in the real API: other clients read the answer from the first block. An effort
         # alone does not request it.
-        asked = ThinkingBudget(default.is_enabled or False, wish.effort)
-        return asked.under(default)
+        return ThinkingBudget(default.is_enabled or False, wanted.effort).under(default)
     match request.thinking.type:
         case "enabled":
-            return ThinkingBudget(True, budget=request.thinking.budget_tokens).over(wish).under(default)
+            return ThinkingBudget(True, budget=request.thinking.budget_tokens).over(wanted).under(default)
         case "disabled":
             return ThinkingBudget(False)
         case "adaptive":
-            return ThinkingBudget(None, wish.effort).under(default)
+            return ThinkingBudget(None, wanted.effort).under(default)
         case kind:
             raise BadRequest(f"thinking.type: {kind[:40]!r} is none of enabled, disabled, adaptive.", "thinking.type")
 

@@ -24,5 +24,5 @@ class Refusal:
         self._advice = advice
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = f"{scope['method']} {scope['path'][:100]}"
-        raise ApiError(501, f"mlxd does not serve {asked}. {self._advice}", code="not_implemented")
+        route = f"{scope['method']} {scope['path'][:100]}"
+        raise ApiError(501, f"mlxd does not serve {route}. {self._advice}", code="not_implemented")

@@ -400,15 +400,15 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
 
 def _ignored(request: PromptFields) -> list[str]:
     """List known fields that have no effect. Raises `BadRequest` as vLLM does, at its default limit."""
-    asked = request.prompt_logprobs
-    if asked is None:
+    count = request.prompt_logprobs
+    if count is None:
         return []
-    if not 0 <= asked <= PROMPT_LOGPROBS_MAX:
+    if not 0 <= count <= PROMPT_LOGPROBS_MAX:
         message = f"'prompt_logprobs' is at most {PROMPT_LOGPROBS_MAX}; -1 would be the whole vocabulary."
         raise BadRequest(message, "prompt_logprobs", "invalid_value")
     if not request.stream:
         return []
-    if asked:
+    if count:
         message = "'prompt_logprobs' are not available in streams: chunks have no place for them. Set 'stream': false."
         raise BadRequest(message, "prompt_logprobs", "invalid_value")
     return ["prompt_logprobs"]

@@ -115,12 +115,12 @@ class SpeechEndpoint:
             outlet.cut_off()
 
 
-def _checked(request: SpeechRequest, most_chars: int) -> str:
+def _checked(request: SpeechRequest, max_chars: int) -> str:
     """Return the format of the file. Raises `BadRequest`."""
     if not request.input.strip():
         raise BadRequest("'input' is empty.", "input", "invalid_value")
-    if len(request.input) > most_chars:
-        message = f"'input' has {len(request.input)} characters; {most_chars} are taken."
+    if len(request.input) > max_chars:
+        message = f"'input' has {len(request.input)} characters; {max_chars} are taken."
         raise BadRequest(message, "input", "invalid_value")
     format = request.response_format or "mp3"
     if format not in FORMATS:

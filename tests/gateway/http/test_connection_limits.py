@@ -152,10 +152,10 @@ class Idle:
     def __init__(self) -> None:
         self.gave_way = False
 
-    def give_way(self) -> None:
+    def close_idle(self) -> None:
         self.gave_way = True
 
-    def look(self) -> None: ...
+    def check_stalled(self) -> None: ...
 
 
 def live(**server: object) -> LiveConfig:
