@@ -99,7 +99,8 @@ class KeyFile:
     def unknown(self) -> list[str]:
         """Return the fields of other versions, which this one ignores. Raises `KeysUnusable`."""
         raw = self._read().raw or {}
-        return sorted((_fields(raw, "keys") - KNOWN) | (raw.keys() - set(_Contents.__struct_fields__)))
+        of_keys = {name for key in raw.get("keys", ()) for name in key}
+        return sorted((of_keys - KNOWN) | (raw.keys() - set(_Contents.__struct_fields__)))
 
     def _read(self, folder: int | None = None) -> _Read:
         """Read the file from an open folder, or open the folder for it."""
@@ -209,10 +210,6 @@ def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
 def _written(key: Key) -> dict[str, Any]:
     """Return the fields of a key that differ from their defaults; an older mlxd need not know the others."""
     return {name: value for name, value in msgspec.to_builtins(key).items() if value != _DEFAULTS[name]}
-
-
-def _fields(raw: dict[str, Any], name: str) -> set[str]:
-    return {field for one in raw.get(name, ()) for field in one}
 
 
 def _marked(key: Key) -> Key:

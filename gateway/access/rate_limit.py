@@ -211,11 +211,8 @@ class Meter:
             raise RateLimited(message, "requests", wait_s)
         self._requests.take(count, now)
 
-    def check_running(self) -> None:
-        """Raises `RateLimited` if not even one sequence may start, which is known before the body is read."""
-        self._check_concurrency(1)
-
-    def _check_concurrency(self, sequences: int) -> None:
+    def check_concurrency(self, sequences: int = 1) -> None:
+        """Raises `RateLimited` if `sequences` more may not start. One is checked before the body is read."""
         concurrency, running = self._limits.concurrency, self._numbers.sequences
         if concurrency and running + sequences > concurrency:
             self._reject("concurrency")
@@ -249,7 +246,7 @@ class Meter:
         The usage in the charge replaces the estimate at the end.
         """
         self.check(sequences)
-        self._check_concurrency(sequences)
+        self.check_concurrency(sequences)
         self._check_budget(self._numbers.sequences, sequences, self._reserved)
         self._check_tokens(estimate)
         # The first sequence was counted when the request arrived.

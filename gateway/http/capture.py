@@ -205,7 +205,7 @@ class Captures:
     async def _call(self, action: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, action)
 
-    # These run on the thread.
+    # The methods below run on the thread.
 
     def _put(self, captured: CapturedRequest) -> None:
         self._room.release()

@@ -191,7 +191,7 @@ class _Stream:
         await self._turn(data, is_silent=not deltas)
 
     def _write_unread(self) -> bool:
-        """The same for a client that reads, while this task waits."""
+        """Write unread deltas without waking this task, and return True, if the client reads."""
         writer = self._writer
         if writer is None or not writer.is_open:
             return False

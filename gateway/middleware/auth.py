@@ -79,7 +79,7 @@ class Auth:
             record.late_headers = meter.anthropic_headers if is_anthropic else meter.openai_headers
             if is_counted(scope["method"], path):
                 if not path.endswith(_TOKEN_COUNTING):
-                    meter.check_running()
+                    meter.check_concurrency()
                 meter.request()
         await self._app(scope, receive, send)
 

@@ -3,6 +3,7 @@
 from typing import Final
 
 from starlette.datastructures import Headers
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.caller import OWNER
@@ -42,14 +43,14 @@ class Site:
                 await self._serve_api(scope, receive, send)
             else:
                 await self._page(scope, receive, send)
-        elif path == "/ui" or (path == "/" and _is_browser(scope) and not self._is_ollamas(scope)):
+        elif path == "/ui" or (path == "/" and _is_browser(scope) and not self._serves_ollama(scope)):
             self._gate.check_host(scope)
             # The redirect is relative, so that a proxy may serve mlxd below a path of its own.
-            await _redirect(send, b"ui/")
+            await RedirectResponse("ui/", 303, {"cache-control": "no-store"})(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _is_ollamas(self, scope: Scope) -> bool:
+    def _serves_ollama(self, scope: Scope) -> bool:
         """Whether `/` must answer as Ollama does."""
         return came_to(scope, self._live.config.server.ollama_port)
 
@@ -78,9 +79,3 @@ def _check_type(scope: Scope) -> None:
     kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON:
         raise ApiError(415, f"The body must be {_JSON}.", code="unsupported_media_type")
-
-
-async def _redirect(send: Send, place: bytes) -> None:
-    headers = [(b"location", place), (b"content-length", b"0"), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 303, "headers": headers})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})

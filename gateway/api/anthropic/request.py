@@ -131,18 +131,16 @@ _REFUSED: Final = (
     }
 )
 _messages = Schema(MessagesRequest, NO_ACTION, "messages", MessageParam, refused=_REFUSED)
-_count = Schema(CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fields__), "messages", MessageParam)
+# Clients also send a whole Messages request to be counted.
+decode_count: Final = Schema(
+    CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fields__), "messages", MessageParam
+).decode
 
 
 def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
     """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     request, unknown = _messages.decode(body)
     return request, unknown + _skipped_tools(request)
-
-
-def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
-    """Decode a count request or a whole Messages request, which clients send unchanged. Raises `BadRequest`."""
-    return _count.decode(body)
 
 
 def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None) -> tuple[ChatPrompt, ThinkingBudget]:
@@ -333,12 +331,10 @@ def _shown(request: CountRequest) -> list[ToolParam]:
     if len(specs) < len(request.tools or ()) or not waiting:
         # The model cannot find deferred tools if the search tool itself was skipped, so all are shown.
         return specs
-    referenced = dict.fromkeys(name for message in request.messages for name in _referenced_tools(message))
+    names = dict.fromkeys(name for message in request.messages for name in _referenced_tools(message))
     if request.tool_choice is not None and request.tool_choice.name:
-        referenced[request.tool_choice.name] = None
-    return [spec for spec in specs if not spec.defer_loading] + [
-        waiting[name] for name in referenced if name in waiting
-    ]
+        names[request.tool_choice.name] = None
+    return [spec for spec in specs if not spec.defer_loading] + [waiting[name] for name in names if name in waiting]
 
 
 def _referenced_tools(message: MessageParam) -> Iterator[str]:

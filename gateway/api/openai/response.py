@@ -166,7 +166,7 @@ def finish_reason(finish: Finish) -> str:
         case Finish.TOOL_CALLS:
             return "tool_calls"
         case Finish.ABORT | Finish.ERROR:
-            raise ValueError(f"{finish!r} is told as an error, not as a reason")
+            raise ValueError(f"{finish!r} is reported as an error, not as a reason")
 
 
 def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
