@@ -73,7 +73,7 @@ def sampler_values(request: SamplerFields) -> dict[str, Any]:
         "xtc_threshold": request.xtc_threshold,
     }
     if named["allowed_ids"] == ():
-        raise BadRequest("'allowed_token_ids' is empty: no token could be generated.", "allowed_token_ids", "invalid_value")
+        raise BadRequest("'allowed_token_ids' is empty: no token is left.", "allowed_token_ids", "invalid_value")
     # A window of zero tokens switches DRY off, as in llama.cpp.
     if request.dry_multiplier and request.dry_penalty_last_n != 0:
         named |= {
