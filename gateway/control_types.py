@@ -1,4 +1,4 @@
-"""Bodies of the admin API: read by the gateway and by `mlxctl`, so it imports neither."""
+"""Bodies of the control API, which the gateway and `mlxctl` share."""
 
 from typing import Annotated
 
@@ -8,9 +8,9 @@ from protocol.stats import StatusStats
 
 
 class Speeds(Struct, frozen=True):
-    """Speeds of a model on this machine: tokens a second of rows that generate, by how many there are, and of a prompt.
+    """Measured speeds of a model on this machine. `decode` has tokens a second by number of rows.
 
-    `calibrated_at` is in seconds since 1970, 0 without a calibration, which alone says `max_running`.
+    `calibrated_at` is a Unix time, 0 without a calibration. Only a calibration finds `max_running`.
     """
 
     load_s: float = 0.0
@@ -21,7 +21,7 @@ class Speeds(Struct, frozen=True):
 
 
 class RankStatus(Struct, frozen=True):
-    """One rank of a model's group: its node and process, its weights, and what MLX has allocated there."""
+    """One rank of a model's group. `active_bytes` are allocated by MLX in its process."""
 
     rank: int
     node: str
@@ -42,7 +42,7 @@ class GroupStatus(Struct, frozen=True):
 
 
 class ModelStatus(StatusStats, frozen=True):
-    """One model, with the statistics of its worker; numbers are 0 and texts empty while its worker does not run."""
+    """One model with the statistics of its worker. Numbers are 0 and texts empty while no worker runs."""
 
     name: str
     path: str
@@ -65,40 +65,38 @@ class ModelStatus(StatusStats, frozen=True):
     prompt_tokens_cached: int
     last_failure: str
     retry_after_s: float
-    # Its part of the memory budget, what it cannot be without, and what was measured from outside.
+    # Granted part of the memory budget, the least that the model needs, and the measured memory of its process.
     share_bytes: int = 0
     floor_bytes: int = 0
     footprint_bytes: int = 0
     is_pinned: bool = False
-    # Since its newest request; None while it is not loaded.
+    # Seconds since the newest request; None while the model is not loaded.
     idle_s: float | None = None
-    # It takes no new requests until it has made room, or room is being made for it.
+    # A gated model accepts no requests while it makes room; a waiting model waits for memory.
     is_gated: bool = False
     is_waiting: bool = False
-    # How rows share a forward pass, and what had to be given up for exact tokens, with the reason.
+    # Batch mode, and the reason for a slower mode that exact tokens require.
     batch_mode: str = field(default="", name="lane")
     batch_mode_reason: str = field(default="", name="lane_reason")
-    # Of one that is loaded: what its prompts may hold beside text, bytes of its towers, and why it takes no more.
+    # Modalities of a loaded model other than text, bytes of its towers, and the reason for missing modalities.
     modalities: tuple[str, ...] = ()
     tower_bytes: int = 0
     media_reason: str = ""
-    # `auto`, or `off` with the reason.
+    # State of drafting: `auto`, or `off` with the reason.
     speculation: str = ""
     # Attention of few tokens a row: `kernel`, or `mlx` with the reason.
     attention: str = ""
-    # Of one that is loaded: `text`, `embed`, `rerank` or `audio`; and the length of embeddings.
+    # Kind of a loaded model (`text`, `embed`, `rerank` or `audio`), and the length of its embeddings.
     kind: str = ""
     dimensions: int = 0
-    # Speeds that its workers have measured on this machine, also while it is not loaded.
     measured: Speeds | None = None
-    # Of one that is loaded and that several processes run.
     group: GroupStatus | None = None
 
 
 class AdapterStatus(Struct, frozen=True):
-    """An adapter of a model: `loaded`, `failed` with its reason, or `unloaded` as its model is.
+    """An adapter of a model: `loaded`, `failed`, or `unloaded` like its model.
 
-    `base` is what its files say that it was trained on; `requests` are sequences that have named it.
+    `base` is the model that its files name as its base; `requests` counts the sequences that used it.
     """
 
     name: str
@@ -110,7 +108,7 @@ class AdapterStatus(Struct, frozen=True):
     size_bytes: int = 0
     base: str = ""
     failure: str = ""
-    # By the configuration, not by an order.
+    # False for an adapter that a command has loaded.
     is_configured: bool = True
     requests: int = 0
 
@@ -120,7 +118,7 @@ class AdapterList(Struct, frozen=True):
 
 
 class AdapterLoad(Struct, frozen=True, forbid_unknown_fields=True):
-    """Order to load an adapter, in vLLM's fields; `model` names its base where there are several models."""
+    """Command to load an adapter, with vLLM's fields. `model` is required if there are several models."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -135,7 +133,7 @@ class AdapterRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemoryStatus(Struct, frozen=True):
-    """The memory of all models together; `waiting` are those for which room is being made, in order."""
+    """Memory of all models together. `waiting` models are in the order in which they will get memory."""
 
     budget_bytes: int
     granted_bytes: int
@@ -160,9 +158,9 @@ class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlaceView(Struct, frozen=True):
-    """A daemon that could serve a request: a peer, or this one, whose name is empty. Times in seconds.
+    """A daemon that could serve a request: a peer, or this daemon, whose name is empty. Times are in seconds.
 
-    `objection` is why it is no choice; numbers are 0 then.
+    `objection` is the reason why it is not eligible; its numbers are 0 then.
     """
 
     name: str
@@ -177,7 +175,7 @@ class PlaceView(Struct, frozen=True):
 
 
 class RouteView(Struct, frozen=True):
-    """The places of a model and why one of them is chosen: `only`, `cost` or `affinity`; without a model the peers."""
+    """Places that could serve a model, and the reason for the choice: `only`, `cost` or `affinity`; else all peers."""
 
     model: str
     reason: str
@@ -190,9 +188,9 @@ class CommandDone(Struct, frozen=True):
 
 
 class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """`timeout_s` is what running requests get; None is what the configuration gives them.
+    """`timeout_s` is the time for running requests; None is the configured time.
 
-    A daemon that `stays` refuses new requests until it is told otherwise, and ends nothing.
+    A daemon that `stays` refuses new requests until `undrain`, and does not end.
     """
 
     timeout_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
@@ -206,7 +204,7 @@ class DrainResult(Struct, frozen=True):
 
 
 class KeyUsage(Struct, frozen=True):
-    """Usage of one API key; `rejections` by reason, `last_used` in seconds since 1970, 0 for never."""
+    """Usage of one API key. `rejections` are counted by reason; `last_used` is a Unix time, or 0 for never."""
 
     name: str
     requests: int
@@ -218,7 +216,7 @@ class KeyUsage(Struct, frozen=True):
 
 
 class UsageReport(Struct, frozen=True):
-    """`since` is when counting began, in seconds since 1970; `failures` are requests without a valid key."""
+    """`since` is the Unix time at which counting began; `failures` are requests without a valid key."""
 
     since: float
     keys: list[KeyUsage]
@@ -226,7 +224,7 @@ class UsageReport(Struct, frozen=True):
 
 
 class UsageLine(Struct, frozen=True):
-    """Sums of usage; `requests` are sequences, `cached_tokens` a part of the prompt's. What it is not by is None."""
+    """Sums of usage; columns that they are not grouped by are None. `requests` are sequences."""
 
     day: str | None
     key: str | None
@@ -238,7 +236,7 @@ class UsageLine(Struct, frozen=True):
 
 
 class UsageLines(Struct, frozen=True):
-    """The first and the last day, and what was used from one to the other, both included."""
+    """Usage from the first to the last day, both included."""
 
     first: str
     last: str
@@ -247,7 +245,7 @@ class UsageLines(Struct, frozen=True):
 
 
 class RequestView(Struct, frozen=True, kw_only=True):
-    """One request that is being served. Its id is its client's `x-request-id`, or the one that its client got."""
+    """One running request. Its id is the `x-request-id` header, which the gateway makes if the client sends none."""
 
     id: str
     model: str
@@ -262,12 +260,12 @@ class RequestView(Struct, frozen=True, kw_only=True):
     generated_tokens: int
     tokens_per_s: float
     ttft_s: float | None
-    # Of the prompt, cached ones included; 0 before its prefill begins.
+    # Tokens of the prompt that are in the KV cache, including cached ones; 0 before prefill.
     prefilled_tokens: int = 0
 
 
 class CapturedLine(Struct, frozen=True, kw_only=True):
-    """One captured request in short; `at` in seconds since 1970."""
+    """One captured request without its bodies. `at` is a Unix time."""
 
     id: str
     at: float
@@ -281,7 +279,7 @@ class CapturedLine(Struct, frozen=True, kw_only=True):
 
 
 class RequestList(Struct, frozen=True):
-    """Those that are being served, the oldest first; those that were captured, if asked for."""
+    """Running requests, the oldest first, and captured requests if the query includes them."""
 
     requests: list[RequestView]
     captured: list[CapturedLine] = []
@@ -292,13 +290,13 @@ class RequestRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CancelResult(Struct, frozen=True):
-    """The request of this id was told to end."""
+    """Id of the cancelled request."""
 
     id: str
 
 
 class CapturedRequest(CapturedLine, frozen=True, kw_only=True):
-    """One request as it was. A body that was cut says so; headers that may hold secrets say nothing."""
+    """One request with its bodies. Headers that may hold secrets have no value."""
 
     request_headers: list[tuple[str, str]]
     request_body: str
@@ -309,7 +307,7 @@ class CapturedRequest(CapturedLine, frozen=True, kw_only=True):
 
 
 class RequestDetail(Struct, frozen=True):
-    """A request that runs, or one that was captured."""
+    """A running request, a captured one, or both of the same id."""
 
     live: RequestView | None = None
     captured: CapturedRequest | None = None
@@ -322,7 +320,7 @@ class ClearedCaptures(Struct, frozen=True):
 
 
 class Probe(Struct, frozen=True):
-    """Result of probing a model for one token. `busy`: the probe was not served because other requests were."""
+    """Result of a probe for one token. In state `busy`, other requests kept the probe from being served."""
 
     model: str
     ok: bool
@@ -332,7 +330,7 @@ class Probe(Struct, frozen=True):
 
 
 class DeepHealth(Struct, frozen=True):
-    """`status` is `healthy` when all did what they should, `draining` when no model was probed."""
+    """`status` is `healthy` if every probe succeeded, and `draining` if no model was probed."""
 
     status: str
     models: list[Probe] = []

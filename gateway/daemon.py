@@ -114,7 +114,7 @@ class Daemon:
             await self._app.start()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pool.wait())
-                for server, sockets in zip(self._servers, self._sockets(), strict=True):
+                for server, sockets in zip(self._servers, (self._public_sockets, [self._admin_socket]), strict=True):
                     tasks.create_task(server.serve(sockets))
                 services = self._app.services
                 running = (
@@ -240,9 +240,6 @@ class Daemon:
         while (signum := await self._signals.get()) is signal.SIGHUP:
             log.info("SIGHUP while ending: the configuration is not reloaded")
         return signum
-
-    def _sockets(self) -> list[list[socket.socket]]:
-        return [self._public_sockets, [self._admin_socket]]
 
 
 def _listen(server: ServerConfig) -> list[socket.socket]:

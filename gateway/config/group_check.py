@@ -1,5 +1,4 @@
-"""`group` of a model, with its host file: refused with the reason where it cannot work, as far as files and settings
-tell."""
+"""Checks of a model's `group` and its host file. A group that cannot work by its settings and files is refused."""
 
 from msgspec import structs
 
@@ -16,7 +15,7 @@ RANKS_MAX = 64
 
 
 def check_groups(source: ConfigSource, models: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
-    """The models, with what is in the host files of their groups. Raises `ConfigError`."""
+    """Return the models with the host files of their groups. Raises `ConfigError`."""
     return {
         name: model if model.group == GroupConfig() else _checked(source, model, ("models", name, "group"))
         for name, model in models.items()
@@ -32,7 +31,7 @@ def _checked(source: ConfigSource, model: ModelConfig, where: tuple[str, ...]) -
 
 
 def _with_hosts(source: ConfigSource, group: GroupConfig, where: tuple[str, ...]) -> GroupConfig:
-    """With what is in its host file, whose backend counts where the group names none. Raises `ConfigError`."""
+    """Read the host file of a group. Its backend is used if the group names none. Raises `ConfigError`."""
     path = source.path_of(group.hosts)
     try:
         file = read_hosts(path)
@@ -45,7 +44,7 @@ def _with_hosts(source: ConfigSource, group: GroupConfig, where: tuple[str, ...]
 
 
 def _problem(model: ModelConfig, group: GroupConfig) -> str:
-    """The reason why a model cannot run as it is configured; empty where it can, as far as this is known."""
+    """Return the reason why a model's group cannot run as configured; empty if none is known."""
     if group.hosts and group.nodes:
         return "nodes are ranks of this machine alone, and hosts those of a host file: give one of them"
     if group.python and not group.hosts:
@@ -68,7 +67,7 @@ def _problem(model: ModelConfig, group: GroupConfig) -> str:
 
 
 def _missing_link(group: GroupConfig) -> str:
-    """The reason why the hosts of a host file cannot be connected."""
+    """Return the reason why the hosts of a host file cannot be connected; empty if they can."""
     hosts = group.launch.hosts
     if group.backend == JACCL:
         problem = ring_problem([devices_of(host) for host in hosts], len(hosts))

@@ -12,9 +12,9 @@ from protocol.collectives import BACKENDS, SEPARATOR, VARIABLES
 from protocol.spec import LOCAL
 
 FILE_BYTES_MAX: Final = 1 << 20
-# All variables together go to a rank through a pipe, at once.
+# All variables are written to a rank's pipe in one write.
 ENVS_BYTES_MAX: Final = 4096
-# mlx.launch's name of a ring over RDMA, which JACCL makes here where not every pair of hosts has a cable.
+# mlx.launch's name for a ring over RDMA. JACCL makes a ring if some pairs of hosts have no cable.
 JACCL_RING: Final = "jaccl-ring"
 _VARIABLE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=[^\n\0]*")
 

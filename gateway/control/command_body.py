@@ -1,4 +1,4 @@
-"""Bodies of orders: of the control socket and of the page."""
+"""Bodies of commands of the control socket and of the page."""
 
 from typing import Final, TypeVar
 
@@ -11,14 +11,14 @@ from protocol.codec import UNREADABLE
 
 T = TypeVar("T")
 
-BODY_MAX: Final = 64 * 1024
+BODY_BYTES_MAX: Final = 64 * 1024
 
 
 async def read_order(
     scope: Scope, receive: Receive, decoder: "msgspec.json.Decoder[T]", expected: str = "The body cannot be read"
 ) -> T:
-    """The body of a request. Raises `BadRequest`, which says what was expected, and what is wrong with it."""
-    body = await read_body(scope, receive, BODY_MAX)
+    """Decode the body of a request. Raises `BadRequest` with the expected form and the error."""
+    body = await read_body(scope, receive, BODY_BYTES_MAX)
     try:
         return decoder.decode(body)
     except UNREADABLE as error:

@@ -1,4 +1,4 @@
-"""Orders of the operator, over the unix socket or by the page, and their lines in the audit log."""
+"""Commands of the operator, over the unix socket or from the page, and their lines in the audit log."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from gateway.errors import ApiError
 from gateway.http.direct_write import outlet_of
 from gateway.request.record import record_of
 
-KEY: Final = "mlxd.order"
+_SCOPE_KEY: Final = "mlxd.command"
 
 
 @dataclass(slots=True)
 class Command:
-    """An admin command of a request, recorded by its endpoint before it is executed; `facts` may follow."""
+    """Command of a request. Its endpoint notes it before the execution, and may add `facts` afterwards."""
 
     action: Action
     target: str = ""
@@ -26,9 +26,9 @@ class Command:
 
 
 class AuditedCommand:
-    """Pure ASGI. Records the order of each request that gives one, with who gave it and how it ended.
+    """ASGI middleware that records each command with its outcome and its sender.
 
-    Over the unix socket that is the process at its other end; over TCP it is a `session` of the page.
+    The sender is the process at the other end of the unix socket or, over TCP, a `session` of the page.
     """
 
     def __init__(self, app: ASGIApp, trail: AuditTrail, session: Callable[[Scope], str] | None = None) -> None:
@@ -38,7 +38,7 @@ class AuditedCommand:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outlet = outlet_of(scope)
-        # Asked now: a client may leave before it is obeyed.
+        # The credentials are read first, because a client may disconnect before its command has ended.
         actor = AuditActor() if outlet is None or self._session is not None else peer_of(outlet.socket)
         outcome = "interrupted"
         try:
@@ -48,18 +48,18 @@ class AuditedCommand:
             outcome = error.outcome
             raise
         finally:
-            order: Command | None = scope.get(KEY)
-            if order is not None:
+            command: Command | None = scope.get(_SCOPE_KEY)
+            if command is not None:
                 client = str(record_of(scope).client)
-                facts = dict(order.facts)
+                facts = dict(command.facts)
                 if self._session is not None:
                     facts["session"] = self._session(scope)
                 self._trail.record(
-                    entry(order.action, order.target, outcome=outcome, client=client, actor=actor, facts=facts)
+                    entry(command.action, command.target, outcome=outcome, client=client, actor=actor, facts=facts)
                 )
 
 
-def note(scope: Scope, order: Command) -> Command:
-    """Say what this request orders."""
-    scope[KEY] = order
-    return order
+def note(scope: Scope, command: Command) -> Command:
+    """Set the command of a request, for the audit log."""
+    scope[_SCOPE_KEY] = command
+    return command

@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from typing import Annotated, Final
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import IO, Annotated, Final
 
 import msgspec
 import typer
@@ -17,7 +18,7 @@ from gateway.ctl.model_verbs.offline import check_room, model_of, read_config, r
 from gateway.ctl.printing import Anyway, Json, records
 from gateway.ctl.tables import size
 from gateway.failed import CommandFailed
-from protocol.spec import STDIN
+from protocol.spec import STDIN, WorkerSpec
 from protocol.timing_profile import FOLDER_ENV, CalibrationResult, profiles_dir
 
 SECONDS: Final = 60.0
@@ -57,15 +58,22 @@ def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Cal
     """Yield each measurement as soon as it is taken. Raises `CommandFailed`."""
     argv = [sys.executable, "-P", "-m", "worker.tools.calibrate", "--spec", STDIN, "--seconds", str(seconds)]
     environment = {**os.environ, FOLDER_ENV: str(profiles_dir(config.home))}
-    with tempfile.TemporaryFile() as stdin:
-        stdin.write(msgspec.json.encode(worker_spec(config, model)))
-        stdin.seek(0)
+    with spec_input(worker_spec(config, model)) as stdin:
         process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=environment)
     with process:
         assert process.stdout is not None
         yield from records(process.stdout, _finding)
     if process.returncode:
         raise CommandFailed(f"the model could not be calibrated (exit status {process.returncode})")
+
+
+@contextmanager
+def spec_input(spec: WorkerSpec) -> Generator[IO[bytes], None, None]:
+    """Yield a specification as the input of a worker's tool."""
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(msgspec.json.encode(spec))
+        stdin.seek(0)
+        yield stdin
 
 
 def line(finding: CalibrationResult) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from msgspec import structs
 
 from gateway.config.settings import Config, ConfigError
 from gateway.control_types import ReloadResult
@@ -80,7 +81,8 @@ def reload(json: Json = False) -> None:
     if json:
         print_json(done)
         return
-    for what, name in _rows(done):
+    changes = [(what.replace("_", " "), name) for what, names in structs.asdict(done).items() for name in names]
+    for what, name in changes or [("unchanged", "")]:
         typer.echo(f"{what:<14} {name}")
 
 
@@ -104,14 +106,3 @@ def _absent(config: Config) -> dict[str, str]:
         except Unreadable as error:
             absent[name] = str(error)
     return absent
-
-
-def _rows(done: ReloadResult) -> list[tuple[str, str]]:
-    groups = (
-        ("added", done.added),
-        ("removed", done.removed),
-        ("restarted", done.restarted),
-        ("changed", done.changed),
-        ("needs restart", done.needs_restart),
-    )
-    return [(what, name) for what, names in groups for name in names] or [("unchanged", "")]

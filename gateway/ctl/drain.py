@@ -41,10 +41,11 @@ def drain(
 
     Example: mlxctl drain --timeout 5m
     """
+    timeout_s = None if timeout is None else seconds(timeout, "--timeout")
     if stay:
-        _pause(None if timeout is None else seconds(timeout, "--timeout"), json)
+        _pause(timeout_s, json)
         return
-    done = _drain(None if timeout is None else seconds(timeout, "--timeout"), is_quiet=json)
+    done = _drain(timeout_s, is_quiet=json)
     if json:
         print_json(done)
     elif done.cut_off:

@@ -105,7 +105,7 @@ def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> Mod
     own: dict[str, Any] = {
         "uptime_s": _uptime_s(after.pid),
         "waiting": waiting(after),
-        # As it is measured from outside, where that was possible.
+        # The measured memory of the process, if it could be measured.
         "memory_bytes": after.footprint_bytes or after.memory_bytes,
         "tokens_per_s": round(tokens / span_s, 1) if span_s else 0.0,
         "cache_hit_rate": round(after.prompt_tokens_cached / after.prompt_tokens, 4) if after.prompt_tokens else None,

@@ -1,24 +1,35 @@
 """`mlxctl service`: mlxd under launchd or systemd, started at boot or with a user's session."""
 
 import os
+import pwd
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 
+from gateway.config.settings import ConfigError, ServerConfig
 from gateway.ctl import logs
 from gateway.ctl.client import NOT_RUNNING
 from gateway.ctl.model_verbs import offline
 from gateway.ctl.printing import Json, print_json
-from gateway.ctl.service_target import DryRun, Kind, System, carry_out, find, manager_of, needs_root
 from gateway.failed import CommandFailed
-from gateway.service.description import Action, HostFacts, Service, ServiceState
+from gateway.service import description as services
+from gateway.service import executor, launchd, systemd
+from gateway.service.description import SYSTEM_PREFIX, Action, HostFacts, Scope, Service, ServiceState
+from gateway.service.installation import Installation, Owner, check_writers, launcher, version_of
+from gateway.state_dir.home_paths import default_home
 
 app = typer.Typer(help="Install mlxd as a service, start and stop it.", no_args_is_help=True)
 app.command("logs")(logs.logs)
 
+Kind = Literal["launchd", "systemd"]
+
+System = Annotated[bool, typer.Option("--system", help="The system service instead of this user's. Needs root.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the files and commands without writing or running them.")
+]
 RunAs = Annotated[str | None, typer.Option("--run-as", help="User that the system service runs as.")]
 Manager = Annotated[Kind | None, typer.Option("--manager", help="With --dry-run: the service manager to show it for.")]
 
@@ -53,12 +64,10 @@ def status(system: System = False, json: Json = False) -> None:
 
     Example: mlxctl service status --json
     """
-    from gateway.service.executor import RealMachine
-
-    service, kind = find(system, None, needs_user=False), manager_of(None)
+    service, kind = _find(system, None, needs_user=False), _manager_of(None)
     question = kind.ask(service)
     try:
-        _, output = RealMachine().run(question)
+        _, output = executor.RealMachine().run(question)
     except OSError as error:
         raise CommandFailed(f"{question[0]}: {error.strerror}") from None
     facts = _with_versions(kind.facts(output), service)
@@ -94,7 +103,6 @@ def wired_limit(
     import psutil
 
     from gateway.ctl.doctor.checks import wired_limit as judge
-    from gateway.service import launchd
 
     ram = psutil.virtual_memory().total
     megabytes = (_wanted_wired(ram) if gib is None else round(gib * 1024**3)) // 1024**2
@@ -107,7 +115,7 @@ def wired_limit(
         if finding.level == "warn":
             raise CommandFailed(f"{finding.text}: {finding.advice}")
     actions = launchd.set_wired_limit(megabytes) if megabytes else launchd.drop_wired_limit()
-    carry_out(actions, dry_run, json)
+    _carry_out(actions, dry_run, json)
 
 
 def _wanted_wired(ram: int) -> int:
@@ -118,27 +126,23 @@ def _wanted_wired(ram: int) -> int:
 
 
 def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None, json: bool) -> None:
-    from gateway.service.installation import Installation, Owner, check_writers
-
     if manager is not None and not dry_run:
         raise typer.BadParameter("another system's service can only be shown; add --dry-run", param_hint="--manager")
-    service = find(system, run_as, needs_user=verb == "install")
+    service = _find(system, run_as, needs_user=verb == "install")
     installation = Installation(service.prefix)
-    actions: list[Action] = getattr(manager_of(manager), verb)(service)
+    actions: list[Action] = getattr(_manager_of(manager), verb)(service)
     if verb == "install":
         if system and (warning := check_writers(Path(sys.prefix), service.uid)):
             typer.echo(f"mlxctl: warning: {warning}", err=True)
         actions[:0] = installation.link(Path(sys.prefix), Owner(str(service.home), service.user))
     elif verb == "uninstall":
         actions += installation.unlink()
-    if system and not dry_run:
-        needs_root(verb)
-    carry_out(actions, dry_run, json)
+    if system and not dry_run and os.geteuid() != 0:
+        raise CommandFailed(f"--system needs root: sudo mlxctl service {verb} --system")
+    _carry_out(actions, dry_run, json)
 
 
 def _with_versions(facts: HostFacts, service: Service) -> ServiceState:
-    from gateway.service.installation import Installation, version_of
-
     os.environ["MLXD_HOME"] = str(service.home)
     daemon = offline.daemon()
     return ServiceState(
@@ -146,3 +150,58 @@ def _with_versions(facts: HostFacts, service: Service) -> ServiceState:
         version=version_of(Installation(service.prefix).environment),
         running=daemon.version if daemon is not None else "",
     )
+
+
+def _carry_out(actions: list[Action], dry_run: bool, json: bool) -> None:
+    """Carry out the actions, or print them with `--dry-run`. Raises `CommandFailed`."""
+    if not dry_run:
+        executor.carry_out(actions, executor.RealMachine())
+    if json:
+        # msgspec encodes no paths.
+        print_json({"done": not dry_run, "actions": msgspec.to_builtins(actions, enc_hook=str)})
+    elif dry_run:
+        typer.echo(executor.describe(actions))
+
+
+def _manager_of(kind: Kind | None) -> services.Manager:
+    """Return the module of the named service manager, or of this system's."""
+    manager = kind or ("launchd" if sys.platform == "darwin" else "systemd")
+    return launchd if manager == "launchd" else systemd
+
+
+def _find(system: bool, run_as: str | None, *, needs_user: bool) -> Service:
+    """Return the service that a verb acts on. Raises `CommandFailed`."""
+    if run_as is not None and not system:
+        raise CommandFailed("--run-as goes with --system; a user's service runs as that user")
+    if system and needs_user and run_as is None:
+        raise CommandFailed(
+            "--system needs --run-as USER, a user without other rights (docs/service.md says how to make one)"
+        )
+    scope = Scope.SYSTEM if system else Scope.USER
+    owner = Installation(SYSTEM_PREFIX).owner if system and run_as is None else None
+    name = run_as or (owner.user if owner else None)
+    try:
+        user = pwd.getpwnam(name) if name else pwd.getpwuid(os.getuid())
+    except KeyError:
+        raise CommandFailed(f"there is no user {name!r} (docs/service.md says how to make one)") from None
+    user_home = Path(user.pw_dir)
+    home = default_home() if "MLXD_HOME" in os.environ or not run_as else user_home / ".mlxd"
+    if owner is not None:
+        home = Path(owner.home)
+    return Service(
+        program=launcher(SYSTEM_PREFIX if system else home),
+        home=home,
+        user=user.pw_name,
+        uid=user.pw_uid,
+        user_home=user_home,
+        scope=scope,
+        drain_s=_drain_s(home),
+    )
+
+
+def _drain_s(home: Path) -> float:
+    """Return the configured drain deadline, or the default if the configuration cannot be read."""
+    try:
+        return offline.read_config(home=home).server.drain_s
+    except ConfigError:
+        return ServerConfig().drain_s

@@ -4,19 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Generator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Event
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec import worker_spec
 from gateway.ctl import client
+from gateway.ctl.calibrate import spec_input
 from gateway.ctl.printing import records
 from gateway.failed import CommandFailed
 from gateway.workers.supervisor.ranks import ranks_of
@@ -53,7 +53,7 @@ def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[Ver
     first, *followers = ranks_of(spec) if spec.group is not None else [spec]
     argv = [sys.executable, "-P", "-m", "worker.tools.verify", "--spec", STDIN, "--tokens", str(tokens)]
     with ExitStack() as ranks:
-        stdin = ranks.enter_context(_input(first))
+        stdin = ranks.enter_context(spec_input(first))
         process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=_environment(first))
         for follower in followers:
             ranks.enter_context(_following(follower))
@@ -69,18 +69,10 @@ def _environment(spec: WorkerSpec) -> dict[str, str]:
 
 
 @contextmanager
-def _input(spec: WorkerSpec) -> Generator[IO[bytes], None, None]:
-    with tempfile.TemporaryFile() as stdin:
-        stdin.write(msgspec.json.encode(spec))
-        stdin.seek(0)
-        yield stdin
-
-
-@contextmanager
 def _following(spec: WorkerSpec) -> Generator[None, None, None]:
-    """A follower of the process that verifies; it ends with it, or here."""
+    """Run a follower of the verifying process. It is killed if it does not end with that process."""
     with (
-        _input(spec) as stdin,
+        spec_input(spec) as stdin,
         subprocess.Popen(default_command(spec), stdin=stdin, env=_environment(spec)) as process,
     ):
         try:

@@ -140,17 +140,13 @@ def inspect(
     weights = read_weights(repository, dtype)
     names = [file.name for file in repository.files]
     info = estimate(repository.id, config, weights, context, available_bytes, names, kv_bits)
-    every = (*_obstacles(repository, config), *info.obstacles)
+    every = (*obstacles(repository, config), *info.obstacles)
     return msgspec.structs.replace(info, is_downloaded=False, obstacles=every)
 
 
-def obstacles(repository: Repository) -> list[str]:
+def obstacles(repository: Repository, config: dict[str, Any] | None = None) -> list[str]:
     """List the reasons why a repository cannot be loaded. Raises `HubFailed`."""
-    return _obstacles(repository, read_config(repository))
-
-
-def _obstacles(repository: Repository, config: dict[str, Any] | None) -> list[str]:
-    return support.obstacles(config, [file.name for file in repository.files])
+    return support.obstacles(config or read_config(repository), [file.name for file in repository.files])
 
 
 @contextmanager

@@ -72,22 +72,6 @@ class Report(msgspec.Struct, frozen=True):
     first_errors: list[str]
 
 
-class _Fault(msgspec.Struct):
-    message: str
-
-
-class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-
-
-class _Embedded(msgspec.Struct):
-    usage: _Usage = _Usage()
-
-
-class _Refused(msgspec.Struct):
-    error: _Fault
-
-
 async def closed_loop(load: BenchLoad, jobs: Sequence[BenchRequest], concurrency: int) -> tuple[float, list[Reply]]:
     """Return the wall time from the first request to the last answer, and the replies in the order of `jobs`."""
     replies: list[Reply | None] = [None] * len(jobs)
@@ -149,16 +133,16 @@ def report(concurrency: int, wall_s: float, replies: Sequence[Reply], *, load_ge
 
 def _prompt_tokens(body: bytes) -> int:
     try:
-        return msgspec.json.decode(body, type=_Embedded).usage.prompt_tokens
-    except msgspec.MsgspecError:
+        return int(msgspec.json.decode(body)["usage"]["prompt_tokens"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
         return 0
 
 
 def _refusal(body: bytes) -> str:
     """Return the message of an error body, or the beginning of a body without one."""
     try:
-        return msgspec.json.decode(body, type=_Refused).error.message
-    except msgspec.MsgspecError:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
         return body[:200].decode(errors="replace")
 
 

@@ -17,9 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from gateway.access.key_file import has_keys
 from gateway.config.certificate import CertificateUnusable, is_exposed, load
-from gateway.config.load import load_config
 from gateway.config.settings import CONFIG_NAME, Config, ConfigError, ServerConfig, TlsConfig
 from gateway.control_types import DaemonStatus
 from gateway.ctl.client import deep_health
@@ -127,7 +125,7 @@ def _version(name: str) -> str | None:
 
 def _load(home: Path) -> tuple[Config | None, str]:
     try:
-        return load_config(home, has_keys=has_keys), ""
+        return offline.read_config(home=home), ""
     except ConfigError as error:
         return None, str(error)
 

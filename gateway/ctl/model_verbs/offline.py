@@ -21,11 +21,11 @@ GIB: Final = 1 << 30
 ServedModel = ModelStatus | ModelConfig
 
 
-def read_config(file: Path | None = None) -> Config:
-    """Read the configuration of the home, or another file, as the daemon would now. Raises `ConfigError`."""
+def read_config(file: Path | None = None, home: Path | None = None) -> Config:
+    """Read the configuration of a home, or another file, as the daemon would now. Raises `ConfigError`."""
     from gateway.config.load import load_config
 
-    return load_config(default_home(), file, has_keys=has_keys)
+    return load_config(home or default_home(), file, has_keys=has_keys)
 
 
 def readable_config() -> Config | None:
