@@ -38,14 +38,14 @@ class AdapterLoads:
         """Return the model and the name of a loaded adapter, for NAME or MODEL:NAME."""
         return next((each for each in self._paths if name in (each[1], ":".join(each))), None)
 
-    def over(self, config: Config) -> Config:
+    def added_to(self, config: Config) -> Config:
         """Return a configuration with these adapters, except those whose model is gone or whose name is taken."""
         for (model, name), path in self._paths.items():
             with suppress(NotAllowed):
                 config = with_adapter(config, model, name, path)
         return config
 
-    def settle(self, config: Config) -> None:
+    def forget_missing(self, config: Config) -> None:
         """Forget the adapters that the applied configuration lacks."""
         for (model, name), path in list(self._paths.items()):
             known = config.models.get(model)

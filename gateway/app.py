@@ -29,36 +29,24 @@ from gateway.workers.pool.pool import AppliedConfig, Pool
 
 
 class App:
-    """An ASGI app with its parts. `drain` makes it refuse new generations; running ones continue."""
+    """The public ASGI app with its parts. `drain` makes it refuse new generations; running ones continue."""
 
-    def __init__(
-        self,
-        services: Services,
-        routes: list[Route],
-        *,
-        backend: Backend | None = None,
-        responses: Responses | None = None,
-    ) -> None:
-        """Make the public app if there is a `backend` of the page, else the admin app."""
-        self.services = services
-        self.backend = backend
-        self._responses = responses
-        self.routes = routes
-        router = Router(routes, redirect_slashes=False)
-        inner = (
-            TrustedClient(AuditedCommand(router, services.audit))
-            if backend is None
-            else _guarded(router, services, backend)
-        )
-        self._entry: ASGIApp = EntryMiddleware(inner, services, backend is not None)
+    def __init__(self, config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -> None:
+        """Make the app. Raises `KeysUnusable` and `CertificateUnusable`."""
+        self.services = Services.make(config, pool, link, metrics, _tracer(config.server.otlp_endpoint))
+        self.backend = Backend(self.services)
+        self._responses = Responses(self.services, config)
+        parts = Parts(self.services, Catalog(self.services), self._responses, self.backend.downloads)
+        self.routes = [*operations.routes(parts), *peer_requests.routes(self.services)]
+        router = Router(self.routes, redirect_slashes=False)
+        self._entry = EntryMiddleware(_guarded(router, self.services, self.backend), self.services, is_public=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._entry(scope, receive, send)
 
     async def start(self) -> None:
         """Resume the background responses of an earlier daemon. Must precede serving, and follow the pool's start."""
-        if self._responses is not None:
-            await self._responses.resume()
+        await self._responses.resume()
 
     def drain(self) -> None:
         """Refuse new generations with a 503, which `/readyz` reports too."""
@@ -66,30 +54,26 @@ class App:
 
     def leave(self) -> None:
         """Leave background responses to the next daemon, which resumes them. Follows `drain`."""
-        if self._responses is not None:
-            self._responses.leave()
+        self._responses.leave()
 
     def apply(self, config: Config) -> AppliedConfig:
         """Apply a configuration at once. Running requests keep the settings that they began with."""
         self.services.live.apply(config)
         self.services.metrics.declare(config.models)
-        if self._responses is not None:
-            self._responses.apply(config.server)
+        self._responses.apply(config.server)
         self.services.fleet.apply(config)
         return self.services.pool.apply(config)
 
     async def finish(self, timeout_s: float) -> None:
         """End tasks and connections that outlive their request. Follows the pool's end, and precedes `close`."""
-        if self.backend is not None:
-            await self.backend.close()
+        await self.backend.close()
         await self.services.tasks.finish(timeout_s)
         await self.services.fleet.close()
         await self.services.upstreams.close()
 
     def close(self) -> None:
         """Finish writing files. The last call."""
-        if self._responses is not None:
-            self._responses.close()
+        self._responses.close()
         self.services.close()
 
 
@@ -115,30 +99,26 @@ def _tracer(endpoint: str) -> SpanTracer | None:
     return otel.OtelTracer(endpoint)
 
 
-def create_app(config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -> App:
-    """Make the public app."""
-    services = Services.make(config, pool, link, metrics, _tracer(config.server.otlp_endpoint))
-    responses = Responses(services, config)
-    backend = Backend(services)
-    parts = Parts(services, Catalog(services), responses, backend.downloads)
-    routes = [*operations.routes(parts), *peer_requests.routes(services)]
-    return App(services, routes, backend=backend, responses=responses)
-
-
-def create_admin_app(public: App, reloader: Reloader, url: str, drain: Callable[[float | None], Awaitable[int]]) -> App:
+def create_admin_app(
+    public: App, reloader: Reloader, url: str, drain: Callable[[float | None], Awaitable[int]]
+) -> ASGIApp:
     """Make the admin app of a public one that listens at `url`. Clients of its socket may do everything."""
-    assert public.backend is not None
+    router = Router(admin_routes(public, reloader, url, drain), redirect_slashes=False)
     services = public.services
-    return App(
-        services,
-        [
-            *endpoints.routes(services, reloader, url, drain),
-            *requests.routes(services),
-            *adapter_endpoints.routes(services, reloader),
-            *public.backend.entrance.socket_routes(lambda: url),
-            Route("/healthz", HandlerEndpoint(health.health, services), methods=["GET"]),
-            # `mlxctl chat` and `bench` need no key, because the owner of the socket owns the models.
-            Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
-            Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
-        ],
-    )
+    return EntryMiddleware(TrustedClient(AuditedCommand(router, services.audit)), services, is_public=False)
+
+
+def admin_routes(
+    public: App, reloader: Reloader, url: str, drain: Callable[[float | None], Awaitable[int]]
+) -> list[Route]:
+    services = public.services
+    return [
+        *endpoints.routes(services, reloader, url, drain),
+        *requests.routes(services),
+        *adapter_endpoints.routes(services, reloader),
+        *public.backend.entrance.socket_routes(lambda: url),
+        Route("/healthz", HandlerEndpoint(health.health, services), methods=["GET"]),
+        # `mlxctl chat` and `bench` need no key, because the owner of the socket owns the models.
+        Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
+        Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
+    ]

@@ -14,7 +14,7 @@ from typing import Final
 import uvicorn
 
 from gateway.access.audit_log import AuditActor, Fact, entry
-from gateway.app import create_admin_app, create_app
+from gateway.app import App, create_admin_app
 from gateway.config.address import from_here
 from gateway.config.settings import CAN_HOLD_AWAKE, Config, ConfigError, ServerConfig, url_of
 from gateway.errors import Unavailable
@@ -62,11 +62,10 @@ class Daemon:
         metrics = Metrics()
         link = WorkerLink(config.run_dir, metrics)
         self._pool = Pool(config, link, metrics, command=command)
-        self._app = create_app(config, self._pool, link, metrics)
+        self._app = App(config, self._pool, link, metrics)
         live = self._app.services.live
         clients = public_connections(live, metrics, file_limit())
         self._reloader = Reloader(self._app, read)
-        assert self._app.backend is not None
         self._app.backend.read_with(self._reloader)
         self._sampler = self._app.backend.sampler
         self._public_sockets = _listen(config.server)
@@ -146,7 +145,7 @@ class Daemon:
     def _greet(self) -> None:
         """Print the page's link on a terminal. It is not logged, because the log files would keep its code."""
         backend = self._app.backend
-        if sys.stderr.isatty() and backend is not None and self._app.services.config.ui.admin != "off":
+        if sys.stderr.isatty() and self._app.services.config.ui.admin != "off":
             link = f"{from_here(self.url)}/ui/#code={backend.gate.sessions.make_code()}"
             # One write, because a thread writes the log to the same terminal.
             text = f"Open the page within a minute, or later with 'mlxctl ui':\n  {link}\n"

@@ -94,16 +94,16 @@ class Reloader:
         wanted = await asyncio.to_thread(self._read)
         services = self._app.services
         old = services.config
-        new = self.adapter_loads.over(with_fixed(wanted, old))
+        new = self.adapter_loads.added_to(with_fixed(wanted, old))
         added = [name for name in new.models if name not in old.models]
         removed = [name for name in old.models if name not in new.models]
         return new, _result(old, new, wanted, AppliedConfig(added, removed, services.pool.would_restart(new)))
 
     def _apply(self, wanted: Config) -> ReloadResult:
         old = self._app.services.config
-        new = self.adapter_loads.over(with_fixed(wanted, old))
+        new = self.adapter_loads.added_to(with_fixed(wanted, old))
         applied = self._app.apply(new)
-        self.adapter_loads.settle(new)
+        self.adapter_loads.forget_missing(new)
         if new.server.log_level != old.server.log_level:
             set_level(new.server.log_level)
         done = _result(old, new, wanted, applied)

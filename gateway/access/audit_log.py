@@ -90,7 +90,7 @@ class Audit:
         """Append one line, which is on the disk when this returns. Raises `AuditUnwritable`."""
         line = msgspec.json.encode(entry) + b"\n"
         try:
-            with self._folder.made() as folder:
+            with self._folder.open_or_create() as folder:
                 self._append(folder, line)
         except (OSError, FolderRefused) as error:
             why = error.strerror or str(error) if isinstance(error, OSError) else str(error)

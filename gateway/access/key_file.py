@@ -106,7 +106,7 @@ class KeyFile:
         """Read the file from an open folder, or open the folder for it."""
         try:
             if folder is None:
-                with self._folder.reading() as opened:
+                with self._folder.open_existing() as opened:
                     return self._read(opened)
             mode, data = self._folder.read(folder, self.path.name)
         except FileNotFoundError:
@@ -163,7 +163,7 @@ class KeyFile:
     def _changing(self) -> Generator[dict[str, Key], None, None]:
         """Yield the keys by name, and write them at the end unless there is an exception."""
         try:
-            with self._folder.changing() as folder:
+            with self._folder.open_locked() as folder:
                 before = self._read(folder)
                 keys = {key.name: key for key in before.keys}
                 yield keys

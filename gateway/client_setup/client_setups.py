@@ -17,13 +17,13 @@ _ANSWER_MAX: Final = 8192
 
 
 class Endpoint(Struct, frozen=True):
-    """Address of mlxd, a model and a key, which may be empty. `sees` holds if the model takes images."""
+    """Address of mlxd, a model and a key, which may be empty. `takes_images` holds for a vision model."""
 
     url: str
     model: str
     context: int = DEFAULT_CONTEXT
     key: str = ""
-    sees: bool = False
+    takes_images: bool = False
 
     @property
     def openai(self) -> str:
@@ -40,10 +40,10 @@ class Endpoint(Struct, frozen=True):
     @property
     def inputs(self) -> list[str]:
         """Kinds of input that a client may send."""
-        return ["text", "image"] if self.sees else ["text"]
+        return ["text", "image"] if self.takes_images else ["text"]
 
     @property
-    def answer(self) -> int:
+    def max_answer_tokens(self) -> int:
         """Maximum tokens of an answer; the prompt has the rest of the context."""
         return min(_ANSWER_MAX, self.context // 4)
 
@@ -107,7 +107,7 @@ def _opencode(to: Endpoint) -> Setup:
     model = {
         "tool_call": True,
         "reasoning": True,
-        "limit": {"context": to.context, "output": to.answer},
+        "limit": {"context": to.context, "output": to.max_answer_tokens},
         "modalities": {"input": to.inputs, "output": ["text"]},
     }
     provider = {
@@ -138,7 +138,7 @@ def _pi(to: Endpoint) -> Setup:
         "reasoning": True,
         "input": to.inputs,
         "contextWindow": to.context,
-        "maxTokens": to.answer,
+        "maxTokens": to.max_answer_tokens,
     }
     provider = {"baseUrl": to.openai, "api": "openai-completions", "apiKey": to.some_key, "models": [model]}
     content = {"providers": {"mlxd": provider}}
@@ -154,7 +154,7 @@ def _continue(to: Endpoint) -> Setup:
         "apiBase": to.openai,
         "apiKey": to.some_key,
         "roles": ["chat", "edit", "apply"],
-        "capabilities": ["tool_use", "image_input"] if to.sees else ["tool_use"],
+        "capabilities": ["tool_use", "image_input"] if to.takes_images else ["tool_use"],
     }
     path = "~/.continue/config.yaml"
     defaults = {"name": "local", "version": "1.0.0", "schema": "v1"}

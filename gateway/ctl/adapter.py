@@ -10,7 +10,7 @@ from rich.text import Text
 from gateway.control_types import AdapterList, AdapterStatus
 from gateway.ctl import client
 from gateway.ctl.complete import complete_models
-from gateway.ctl.printing import Json, console, print_json, tell
+from gateway.ctl.printing import Json, console, print_json, print_result
 from gateway.ctl.tables import size_or_dash, table
 
 app = typer.Typer(invoke_without_command=True)
@@ -56,7 +56,7 @@ def load(
     folder = str(Path(path).expanduser().absolute()) if path.startswith((".", "~")) else path
     body = {"lora_name": name, "lora_path": folder, "model": model}
     loaded = client.post("/v1/load_lora_adapter", body, AdapterStatus)
-    tell(loaded, f"{loaded.model}:{loaded.name} is loaded: {loaded.kind}, rank {loaded.rank}", json)
+    print_result(loaded, f"{loaded.model}:{loaded.name} is loaded: {loaded.kind}, rank {loaded.rank}", json)
 
 
 @app.command()
@@ -69,7 +69,7 @@ def unload(
     Example: mlxctl adapter unload sql
     """
     unloaded = client.post("/v1/unload_lora_adapter", {"lora_name": name}, AdapterStatus)
-    tell(unloaded, f"{unloaded.model}:{unloaded.name} is unloaded", json)
+    print_result(unloaded, f"{unloaded.model}:{unloaded.name} is unloaded", json)
 
 
 def _table(adapters: list[AdapterStatus]) -> Table:

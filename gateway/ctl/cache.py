@@ -12,7 +12,7 @@ from gateway.ctl.complete import a_model
 from gateway.ctl.model_verbs.offline import read_config
 from gateway.ctl.prefix_files import clear as delete
 from gateway.ctl.prefix_files import measure
-from gateway.ctl.printing import Json, print_json, tell
+from gateway.ctl.printing import Json, print_json, print_result
 from gateway.errors import ModelNotFound
 from gateway.failed import CommandFailed
 
@@ -46,7 +46,7 @@ def clear(
     """
     config = read_config()
     cleared = delete(config.prefix_cache_dir, None if model is None else _path(config, model))
-    tell(cleared, f"deleted {cleared.files} files, {tables.size(cleared.size_bytes)}", json)
+    print_result(cleared, f"deleted {cleared.files} files, {tables.size(cleared.size_bytes)}", json)
 
 
 def _path(config: Config, name: str) -> str:

@@ -42,7 +42,7 @@ from gateway.ctl.model_verbs import (
     search,
 )
 from gateway.ctl.model_verbs.offline import check_room, is_running, model_of, read_config
-from gateway.ctl.printing import Anyway, Json, print_json, tell
+from gateway.ctl.printing import Anyway, Json, print_json, print_result
 from gateway.ctl.talk import run
 from gateway.ctl.talk.chat import MaxTokens, System, Temperature
 from protocol import __version__
@@ -146,7 +146,7 @@ def _model_verb(verb: str, help: str, state: str = "") -> None:
 
     def command(model: Model, json: Json = False) -> None:
         done = client.post(f"/v1/models/{verb}", {"model": model}, CommandDone)
-        tell(done, f"{done.model} is {state or done.state}", json)
+        print_result(done, f"{done.model} is {state or done.state}", json)
 
     app.command(verb, help=f"{help}\n\nExample: mlxctl {verb} coder")(command)
 

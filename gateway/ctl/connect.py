@@ -69,7 +69,7 @@ def connect(
     else:
         for edit in wanted.edits:
             typer.echo(f"{edit.path}:\n\n{edit.fragment()}")
-        _tell_command(wanted)
+        _print_command(wanted)
 
 
 def _write(setup: "Setup", json: bool) -> None:
@@ -82,10 +82,10 @@ def _write(setup: "Setup", json: bool) -> None:
     for file in done:
         kept = f"; before: {file.backup}" if file.backup else ""
         typer.echo(f"{file.path} has it already" if file.is_unchanged else f"{file.path} is written{kept}")
-    _tell_command(setup)
+    _print_command(setup)
 
 
-def _tell_command(setup: "Setup") -> None:
+def _print_command(setup: "Setup") -> None:
     typer.echo(f"Start it: {setup.command}")
     if setup.note:
         typer.echo(setup.note)
@@ -112,7 +112,7 @@ def _endpoint(model: str | None, url: str | None) -> "Endpoint":
         model=chosen.name,
         context=_context(chosen) or DEFAULT_CONTEXT,
         key=key,
-        sees="image" in modalities(chosen.path, None),
+        takes_images="image" in modalities(chosen.path, None),
     )
 
 

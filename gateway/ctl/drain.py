@@ -9,7 +9,7 @@ from msgspec import Struct
 from gateway.control_types import DrainResult
 from gateway.ctl import client
 from gateway.ctl.model_verbs.offline import is_running
-from gateway.ctl.printing import Json, print_json, seconds, tell
+from gateway.ctl.printing import Json, print_json, print_result, seconds
 from gateway.failed import CommandFailed
 
 POLL_S: Final = 0.05
@@ -61,13 +61,13 @@ def undrain(json: Json = False) -> None:
 
     Example: mlxctl undrain
     """
-    tell(client.post("/v1/undrain", {}, DrainResult), "mlxd takes requests again", json)
+    print_result(client.post("/v1/undrain", {}, DrainResult), "mlxd takes requests again", json)
 
 
 def _pause(timeout_s: float | None, json: bool) -> None:
     left = client.post("/v1/drain", {"timeout_s": timeout_s, "stays": True}, DrainResult)
     still = f"; requests that still run: {left.cut_off}" if left.cut_off else "; nothing runs"
-    tell(left, f"mlxd takes no new requests until mlxctl undrain{still}", json)
+    print_result(left, f"mlxd takes no new requests until mlxctl undrain{still}", json)
     if left.cut_off:
         raise typer.Exit(1)
 

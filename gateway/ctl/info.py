@@ -47,39 +47,39 @@ def info(
         raise typer.Exit(1)
 
 
-def print_info(name: str, found: ModelMetadata, tell: Callable[[str], None] = typer.echo) -> None:
+def print_info(name: str, info: ModelMetadata, echo: Callable[[str], None] = typer.echo) -> None:
     """Print a model's needs for people, line by line."""
     kv = "not computed for this attention"
-    if found.kv_1k_bytes is not None:
-        kv = f"{size(found.kv_1k_bytes)} per 1,000 tokens" + (f", in {found.kv_bits} bits" if found.kv_bits else "")
-    place = found.path if found.is_downloaded else f"not downloaded (mlxctl pull {found.path})"
-    context = f"{found.context or '?'} tokens"
-    if found.tokens_max is not None and found.context and found.tokens_max < found.context:
-        context += f", of which memory holds {found.tokens_max}"
-    tell(f"{name}: {found.model_type or '?'}, {place}")
-    if found.kind in OUTPUT_UNITS:
-        tell(f"makes      {OUTPUT_UNITS[found.kind]}")
-    tell(f"weights    {size(found.weights_bytes)} in memory, {size(found.disk_bytes)} on disk")
-    if found.expert_bytes:
-        held, total = size(found.expert_cache_bytes), size(found.expert_bytes)
-        tell(f"experts    {held} of {total} in memory, the others are read from disk when they are chosen")
-    tell(f"KV         {kv}")
-    tell(f"context    {context}")
-    if found.modalities:
-        tell(f"media      {', '.join(found.modalities)}; {size(found.tower_bytes)} of the weights encode them")
+    if info.kv_1k_bytes is not None:
+        kv = f"{size(info.kv_1k_bytes)} per 1,000 tokens" + (f", in {info.kv_bits} bits" if info.kv_bits else "")
+    place = info.path if info.is_downloaded else f"not downloaded (mlxctl pull {info.path})"
+    context = f"{info.context or '?'} tokens"
+    if info.tokens_max is not None and info.context and info.tokens_max < info.context:
+        context += f", of which memory holds {info.tokens_max}"
+    echo(f"{name}: {info.model_type or '?'}, {place}")
+    if info.kind in OUTPUT_UNITS:
+        echo(f"makes      {OUTPUT_UNITS[info.kind]}")
+    echo(f"weights    {size(info.weights_bytes)} in memory, {size(info.disk_bytes)} on disk")
+    if info.expert_bytes:
+        held, total = size(info.expert_cache_bytes), size(info.expert_bytes)
+        echo(f"experts    {held} of {total} in memory, the others are read from disk when they are chosen")
+    echo(f"KV         {kv}")
+    echo(f"context    {context}")
+    if info.modalities:
+        echo(f"media      {', '.join(info.modalities)}; {size(info.tower_bytes)} of the weights encode them")
         if not has_towers_library():
-            tell(typer.style(f"           not served without mlx-vlm: {SETUP}", fg="yellow"))
-    if found.adapters:
-        told = (f"{name} {size(count) if count else '(not here)'}" for name, count in found.adapters.items())
-        tell(f"adapters   {', '.join(told)} beside the weights")
-    if found.measured is not None:
-        tell(measured("measured  ", found.measured))
-    if found.head:
-        tell(f"head       {HEAD if found.head == 'run' else found.head}")
-    tell(f"available  {size(found.available_bytes)}")
-    tell(found.verdict)
-    for obstacle in found.obstacles:
-        tell(typer.style(f"cannot be loaded: {obstacle}", fg="red"))
+            echo(typer.style(f"           not served without mlx-vlm: {SETUP}", fg="yellow"))
+    if info.adapters:
+        sizes = (f"{name} {size(count) if count else '(not here)'}" for name, count in info.adapters.items())
+        echo(f"adapters   {', '.join(sizes)} beside the weights")
+    if info.measured is not None:
+        echo(measured("measured  ", info.measured))
+    if info.head:
+        echo(f"head       {HEAD if info.head == 'run' else info.head}")
+    echo(f"available  {size(info.available_bytes)}")
+    echo(info.verdict)
+    for obstacle in info.obstacles:
+        echo(typer.style(f"cannot be loaded: {obstacle}", fg="red"))
 
 
 def _look(model: ModelConfig) -> ModelMetadata:

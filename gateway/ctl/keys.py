@@ -15,7 +15,7 @@ from gateway.access.key_file import KeyFile
 from gateway.control_types import UsageReport
 from gateway.ctl import tables
 from gateway.ctl.client import get
-from gateway.ctl.printing import Json, print_json, seconds, tell
+from gateway.ctl.printing import Json, print_json, print_result, seconds
 from gateway.failed import CommandFailed
 from gateway.state_dir.home_paths import default_home, keys_path, usage_path
 
@@ -122,7 +122,7 @@ def set_key(name: str, fields: dict[str, Any], shares_cache: bool | None, json: 
     """
     if not fields and shares_cache is None:
         raise typer.BadParameter("name what to change, such as --rpm 60")
-    tell(_public(_file().change(name, shares_cache=shares_cache, **fields)), f"{name} is changed", json)
+    print_result(_public(_file().change(name, shares_cache=shares_cache, **fields)), f"{name} is changed", json)
 
 
 @app.command()
@@ -131,7 +131,7 @@ def disable(name: Name, json: Json = False) -> None:
 
     Example: mlxctl keys disable alice
     """
-    tell(_public(_file().change(name, is_disabled=True)), f"{name} is disabled", json)
+    print_result(_public(_file().change(name, is_disabled=True)), f"{name} is disabled", json)
 
 
 @app.command()
@@ -140,7 +140,7 @@ def enable(name: Name, json: Json = False) -> None:
 
     Example: mlxctl keys enable alice
     """
-    tell(_public(_file().change(name, is_disabled=False)), f"{name} is enabled", json)
+    print_result(_public(_file().change(name, is_disabled=False)), f"{name} is enabled", json)
 
 
 @app.command("list")
@@ -167,7 +167,7 @@ def revoke(name: Name, json: Json = False) -> None:
     """
     file = _file()
     left = file.revoke(name)
-    tell({"name": name, "left": left}, f"{name} is revoked", json)
+    print_result({"name": name, "left": left}, f"{name} is revoked", json)
     if not left and not json:
         typer.echo(
             f"No key is left, and every request is refused until there is one. To open the loopback to every client "

@@ -78,5 +78,5 @@ def plain_audit(line: str) -> str:
         return escaped(line)
     facts: dict[str, Any] = fields.get("facts") or {}
     rest = {key: value for key, value in fields.items() if key not in (*_AUDIT_HEAD, "facts")} | facts
-    told = "".join(f" {key}={value}" for key, value in rest.items() if value not in (None, ""))
-    return escaped(f"{fields.get('time', '')} {fields.get('action', ''):<14} {fields.get('target') or '-'}{told}")
+    facts_text = "".join(f" {key}={value}" for key, value in rest.items() if value not in (None, ""))
+    return escaped(f"{fields.get('time', '')} {fields.get('action', ''):<14} {fields.get('target') or '-'}{facts_text}")

@@ -19,7 +19,7 @@ def print_json(value: object) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
-def tell(value: object, text: str, json: bool) -> None:
+def print_result(value: object, text: str, json: bool) -> None:
     """Print a result: `value` for programs, `text` for people."""
     if json:
         print_json(value)

@@ -65,7 +65,7 @@ class RateSample(Struct, frozen=True):
     models: list[ModelSample]
 
 
-def take(look: Callable[[], DaemonStatus], span_s: float) -> RateSample:
+def sample_rates(look: Callable[[], DaemonStatus], span_s: float) -> RateSample:
     """Take two samples, or only one when no model has a request."""
     before = look()
     if not any(model.inside for model in before.models):

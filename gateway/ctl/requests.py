@@ -17,7 +17,7 @@ from gateway.control_types import (
     RequestView,
 )
 from gateway.ctl.client import get, post
-from gateway.ctl.printing import Json, console, harmless, print_json, tell
+from gateway.ctl.printing import Json, console, harmless, print_json, print_result
 from gateway.ctl.tables import duration, table
 
 Id = Annotated[str, typer.Argument(help="A request's id, as mlxctl requests and the log show it.", show_default=False)]
@@ -68,7 +68,7 @@ def clear(json: Json = False) -> None:
     Example: mlxctl requests clear
     """
     done = post("/v1/requests/clear", {}, ClearedCaptures)
-    tell(done, f"{done.captured} captured request{'' if done.captured == 1 else 's'} deleted", json)
+    print_result(done, f"{done.captured} captured request{'' if done.captured == 1 else 's'} deleted", json)
 
 
 def cancel(request: Id, json: Json = False) -> None:
@@ -77,7 +77,7 @@ def cancel(request: Id, json: Json = False) -> None:
     Example: mlxctl cancel req_0123456789abcdef01234567
     """
     done = post("/v1/requests/cancel", {"id": request}, CancelResult)
-    tell(done, f"{done.id} is cancelled", json)
+    print_result(done, f"{done.id} is cancelled", json)
 
 
 def _table(found: RequestList) -> None:

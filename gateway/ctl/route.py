@@ -27,28 +27,28 @@ def route(
     """
     from urllib.parse import urlencode
 
-    asked = client.get(f"/v1/route?{urlencode({'model': model or '', 'tokens': tokens})}", RouteView)
+    view = client.get(f"/v1/route?{urlencode({'model': model or '', 'tokens': tokens})}", RouteView)
     if json:
-        print_json(asked)
-    elif not asked.places:
+        print_json(view)
+    elif not view.places:
         typer.echo("There are no peers: requests are served here. See [peers] in mlxd.toml")
     else:
-        if asked.model:
-            typer.echo(_sentence(asked))
-        console().print(_table(asked.places))
+        if view.model:
+            typer.echo(_sentence(view))
+        console().print(_table(view.places))
 
 
-def _sentence(asked: RouteView) -> str:
-    chosen = next((place for place in asked.places if place.is_chosen), None)
+def _sentence(view: RouteView) -> str:
+    chosen = next((place for place in view.places if place.is_chosen), None)
     if chosen is None:
-        return f"{asked.model}: no place can serve it now"
+        return f"{view.model}: no place can serve it now"
     reasons = {
         "only": "it is the only place that has the model",
         "cost": "its first token comes first there",
         "affinity": "the conversation is warm there",
     }
     place = f"by the peer {chosen.name}" if chosen.name else HERE
-    return f"{asked.model} would be served {place}: {reasons.get(asked.reason, asked.reason)}"
+    return f"{view.model} would be served {place}: {reasons.get(view.reason, view.reason)}"
 
 
 def _table(places: list[PlaceView]) -> Table:

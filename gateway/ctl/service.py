@@ -65,7 +65,7 @@ def status(system: System = False, json: Json = False) -> None:
     Example: mlxctl service status --json
     """
     service, kind = _find(system, None, needs_user=False), _manager_of(None)
-    question = kind.ask(service)
+    question = kind.status_command(service)
     try:
         _, output = executor.RealMachine().run(question)
     except OSError as error:

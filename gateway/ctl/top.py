@@ -20,7 +20,7 @@ from gateway.ctl import client
 from gateway.ctl.model_verbs.models import ps_table
 from gateway.ctl.model_verbs.offline import budget_bytes
 from gateway.ctl.printing import Json, console, print_json
-from gateway.ctl.rates import RateSample, compare, take
+from gateway.ctl.rates import RateSample, compare, sample_rates
 from gateway.ctl.tables import bar, duration, headline, size, table
 
 # Only the oldest requests are shown, as many as a screen can hold.
@@ -58,7 +58,7 @@ def top(
 
 def look(span_s: float) -> View:
     """Take two samples of the daemon. Raises `CommandFailed`."""
-    return View(budget_bytes(client.status()), take(client.status, span_s), _requests())
+    return View(budget_bytes(client.status()), sample_rates(client.status, span_s), _requests())
 
 
 def render(view: View) -> Group:

@@ -8,7 +8,7 @@ import typer
 
 from gateway.control_types import UiCode, UiRevoked
 from gateway.ctl.client import post
-from gateway.ctl.printing import Json, print_json, tell
+from gateway.ctl.printing import Json, print_json, print_result
 
 
 def ui(
@@ -22,7 +22,9 @@ def ui(
     """
     if revoke:
         revoked = post("/v1/ui/revoke", {}, UiRevoked)
-        tell(revoked, f"{revoked.sessions} session{'' if revoked.sessions == 1 else 's'} of the page ended", json)
+        print_result(
+            revoked, f"{revoked.sessions} session{'' if revoked.sessions == 1 else 's'} of the page ended", json
+        )
         return
     link = post("/v1/ui/code", {}, UiCode)
     if json:

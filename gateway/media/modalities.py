@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from gateway.errors import BadRequest
-from gateway.model_files.metadata import Unreadable, find, promised
+from gateway.model_files.metadata import Unreadable, declared_modalities, find
 from protocol.from_worker import Ready
 from protocol.prompts import Media
 
@@ -25,7 +25,7 @@ def expected(path: str) -> tuple[str, ...] | None:
         return None
     if not isinstance(config, dict):
         return None
-    return promised(config)
+    return declared_modalities(config)
 
 
 def modalities(path: str, ready: Ready | None) -> tuple[str, ...]:

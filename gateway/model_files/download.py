@@ -23,7 +23,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars, hf_raise_for_status
 from msgspec import Struct
 
-from gateway.model_files.hub import HubFailed, RemoteFile, Repository, speaking_of, token
+from gateway.model_files.hub import HubFailed, RemoteFile, Repository, token, translated_errors
 from gateway.model_files.hub_cache import cache_dir, folder_of
 
 TRANSFERS_MAX: Final = 4
@@ -107,7 +107,7 @@ def _complete(plan: DownloadPlan) -> Path:
     path = ""
     # The commit is downloaded first, since that moves no reference; the reference moves last, to a complete snapshot.
     for revision in dict.fromkeys((repository.commit, repository.revision)):
-        with speaking_of(repository.id, repository.revision), _readable_errors():
+        with translated_errors(repository.id, repository.revision), _translated_disk_errors():
             path = snapshot_download(
                 repository.id, revision=revision, cache_dir=cache_dir(), token=token(), allow_patterns=names
             )
@@ -118,7 +118,7 @@ def _transfer(repository: Repository, file: RemoteFile, arrived: Callable[[int],
     """Download a file to its place in the cache, from where an earlier attempt stopped. Raises `HubFailed`."""
     blob = _blob(repository, file)
     part = _part(blob)
-    with _readable_errors():
+    with _translated_disk_errors():
         blob.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as out:
             _lock(out, file)
@@ -143,7 +143,7 @@ def _receive(
     url = hf_hub_url(repository.id, file.name, revision=repository.commit)
     failures = 0
     while (have := out.tell()) < file.size_bytes and not stop.is_set():
-        with speaking_of(repository.id, repository.revision):
+        with translated_errors(repository.id, repository.revision):
             try:
                 _stream(url, file.size_bytes, out, arrived, stop)
             except (httpx2.TransportError, HfHubHTTPError) as error:
@@ -199,7 +199,7 @@ def _empty(out: BinaryIO) -> None:
 
 
 @contextmanager
-def _readable_errors() -> Generator[None, None, None]:
+def _translated_disk_errors() -> Generator[None, None, None]:
     """Translate errors of a full or read-only disk. Raises `HubFailed`."""
     try:
         yield

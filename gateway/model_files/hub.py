@@ -82,7 +82,7 @@ def token() -> str | bool:
 
 def look(repository: str, revision: str = MAIN) -> Repository:
     """Fetch a repository's file list and configuration. Raises `HubFailed`."""
-    with speaking_of(repository, revision):
+    with translated_errors(repository, revision):
         info = HfApi(token=token()).model_info(repository, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
     files = (
         RemoteFile(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs is not None else "")
@@ -97,7 +97,7 @@ def read_config(repository: Repository) -> dict[str, Any] | None:
     if file is None or file.size_bytes > _CONFIG_BYTES_MAX:
         return None
     url = hf_hub_url(repository.id, file.name, revision=repository.commit)
-    with speaking_of(repository.id, repository.revision):
+    with translated_errors(repository.id, repository.revision):
         response = get_session().get(url, headers=build_hf_headers(token=token()), timeout=TIMEOUT_S)
         hf_raise_for_status(response)
     try:
@@ -126,7 +126,7 @@ def read_weights(repository: Repository, dtype: str) -> Weights:
             for begin, end in [tensor.data_offsets]
         ]
 
-    with speaking_of(repository.id, repository.revision), ThreadPoolExecutor(_READERS) as readers:
+    with translated_errors(repository.id, repository.revision), ThreadPoolExecutor(_READERS) as readers:
         return measure((tensor for part in readers.map(tensors, names) for tensor in part), dtype)
 
 
@@ -150,7 +150,7 @@ def obstacles(repository: Repository, config: dict[str, Any] | None = None) -> l
 
 
 @contextmanager
-def speaking_of(repository: str, revision: str = MAIN) -> Generator[None, None, None]:
+def translated_errors(repository: str, revision: str = MAIN) -> Generator[None, None, None]:
     """Translate the errors of the hub's libraries into one sentence each. Raises `HubFailed`."""
     endpoint = constants.ENDPOINT
     try:

@@ -25,7 +25,7 @@ class KnownTimes:
         self._folder = folder
         self._clock = clock
         self._answers: dict[tuple[str, str], tuple[float, TimingProfile | None]] = {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def of(self, model: str, path: str) -> TimingProfile | None:
         """Return the newest profile of a model that is loaded from `path`."""
@@ -37,31 +37,31 @@ class KnownTimes:
             answer = newest(self._folder, model, path)
         except (UnusableProfile, OSError) as error:
             answer = None
-            if model not in self._told:
-                self._told.add(model)
+            if model not in self._logged:
+                self._logged.add(model)
                 log.warning("measured times of model %s are not used: %s", model, error)
         self._answers[model, path] = now, answer
         return answer
 
     def load_s(self, model: str, path: str) -> float:
         """Return how many seconds the newest load of a model took; 0 if unknown."""
-        wisdom = self.of(model, path)
-        return wisdom.load.seconds if wisdom is not None and wisdom.load is not None else 0.0
+        profile = self.of(model, path)
+        return profile.load.seconds if profile is not None and profile.load is not None else 0.0
 
 
-def speeds(wisdom: TimingProfile | None) -> Speeds | None:
+def speeds(profile: TimingProfile | None) -> Speeds | None:
     """Summarize speeds for people, from a calibration or else from measurements at short contexts."""
-    if wisdom is None:
+    if profile is None:
         return None
-    load_s = wisdom.load.seconds if wisdom.load is not None else 0.0
-    calibration = wisdom.calibration
+    load_s = profile.load.seconds if profile.load is not None else 0.0
+    calibration = profile.calibration
     if calibration is not None:
         decode = tuple((each.size, each.tokens_per_s) for each in calibration.decode)
         prefill = max((each.tokens_per_s for each in calibration.prefill), default=0.0)
         return Speeds(load_s, decode, prefill, calibration.at, calibration.max_running)
     plain = {
-        each.rows: each.rows / each.seconds for each in wisdom.steps if each.width == 1 and each.band == _SHORT_BAND
+        each.rows: each.rows / each.seconds for each in profile.steps if each.width == 1 and each.band == _SHORT_BAND
     }
-    chunks = [each for each in wisdom.chunks if not each.is_riding and each.band == _SHORT_BAND]
+    chunks = [each for each in profile.chunks if not each.is_riding and each.band == _SHORT_BAND]
     prefill = max((each.tokens / each.seconds for each in chunks), default=0.0)
     return Speeds(load_s, tuple(sorted(plain.items())), prefill)

@@ -203,7 +203,7 @@ def estimate(
         fits=fits,
         verdict=verdict,
         kv_window_bytes=0 if kv is None else kv.window_bytes,
-        modalities=promised(config),
+        modalities=declared_modalities(config),
         tower_bytes=weights.tower_bytes,
         kind=kind_of(config, files, path),
         kv_bits=kv_bits,
@@ -219,7 +219,7 @@ def _head(config: dict[str, Any], weights: Weights, files: Container[str]) -> st
     return (HEAD not in files and unused(str(config.get("model_type", "")))) or "run"
 
 
-def promised(config: dict[str, Any]) -> tuple[str, ...]:
+def declared_modalities(config: dict[str, Any]) -> tuple[str, ...]:
     """List the modalities other than text that a configuration has towers for; a load may be able to serve fewer."""
     seen = ("image", "video") if has_section(config, VISION_SECTIONS) else ()
     return (*seen, "audio") if has_section(config, AUDIO_SECTIONS) else seen

@@ -103,12 +103,12 @@ def inspect_one(repository: str, available_bytes: int) -> FoundRepository:
 def _list(word: str, author: str = "") -> list[_Listed]:
     """Fetch the hub's list of MLX models, the most downloaded first. Raises `HubFailed`."""
     # The request does not use the hub's library, which would retry for half a minute without a network.
-    asked = {"filter": _TAG, "sort": "downloads", "limit": str(_LISTED_MAX)}
-    asked |= {name: value for name, value in (("search", word), ("author", author)) if value}
-    with hub.speaking_of("the list of models"):
+    parameters = {"filter": _TAG, "sort": "downloads", "limit": str(_LISTED_MAX)}
+    parameters |= {name: value for name, value in (("search", word), ("author", author)) if value}
+    with hub.translated_errors("the list of models"):
         response = get_session().get(
             f"{constants.ENDPOINT}/api/models",
-            params=[*asked.items(), ("expand", "config"), ("expand", "downloads")],
+            params=[*parameters.items(), ("expand", "config"), ("expand", "downloads")],
             headers=build_hf_headers(token=hub.token()),
             timeout=hub.TIMEOUT_S,
         )

@@ -116,7 +116,7 @@ def drop_wired_limit() -> list[Action]:
     ]
 
 
-def ask(service: Service) -> tuple[str, ...]:
+def status_command(service: Service) -> tuple[str, ...]:
     return ("launchctl", "print", _target(service))
 
 

@@ -145,7 +145,7 @@ def restart(service: Service) -> list[Action]:
     ]
 
 
-def ask(service: Service) -> tuple[str, ...]:
+def status_command(service: Service) -> tuple[str, ...]:
     return _systemctl(service, "show", "--property=LoadState,ActiveState,MainPID,ExecMainStatus", UNIT)
 
 

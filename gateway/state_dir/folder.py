@@ -37,7 +37,7 @@ class HomeFolder:
         self.path = path
 
     @contextlib.contextmanager
-    def reading(self) -> Generator[int, None, None]:
+    def open_existing(self) -> Generator[int, None, None]:
         """Yield the open folder. Raises `OSError`, `FolderRefused`."""
         home = open_folder(self.path.parent)
         with _closing(home):
@@ -46,9 +46,9 @@ class HomeFolder:
             yield folder
 
     @contextlib.contextmanager
-    def changing(self) -> Generator[int, None, None]:
+    def open_locked(self) -> Generator[int, None, None]:
         """Yield the open folder, made if need be, locked against other changes. Raises `OSError`, `FolderRefused`."""
-        with self.made() as folder:
+        with self.open_or_create() as folder:
             lock = self._lock(folder)
             try:
                 yield folder
@@ -56,7 +56,7 @@ class HomeFolder:
                 os.close(lock)
 
     @contextlib.contextmanager
-    def made(self) -> Generator[int, None, None]:
+    def open_or_create(self) -> Generator[int, None, None]:
         """Yield the open folder, made if need be. Raises `OSError`, `FolderRefused`."""
         home = open_folder(self.path.parent, make=True)
         with _closing(home):

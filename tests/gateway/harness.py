@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp
 
-from gateway.app import App, create_admin_app, create_app
+from gateway.app import App, create_admin_app
 from gateway.config.remote_settings import PeerConfig, UpstreamConfig
 from gateway.config.settings import AudioConfig, Config, MediaConfig, ModelConfig, ServerConfig, url_of
 from gateway.http.connection import GuardedProtocol
@@ -46,7 +47,7 @@ class Gateway:
     port: int
     client: httpx.AsyncClient
     app: App
-    admin: App
+    admin: ASGIApp
     pool: Pool
     link: WorkerLink
     metrics: Metrics
@@ -115,7 +116,7 @@ async def running(
     start = command or _command(WORKERS / f"{worker}.py", options)
     # Last words of a worker come late on a busy machine.
     pool = Pool(config, link, metrics, command=start, limits=limits or WorkerLimits(goodbye_s=patient(0.03)))
-    app = create_app(config, pool, link, metrics)
+    app = App(config, pool, link, metrics)
     await pool.start()
     await app.start()
     # Without the protocol asyncio does not turn Nagle off, and each answer waits 40 ms for an ACK.

@@ -49,11 +49,11 @@ def vision(version: str | None, models: Sequence[str]) -> DoctorFinding:
 
 def media(models: Mapping[str, tuple[Sequence[str], str]]) -> DoctorFinding:
     """Check the media of loaded models. `models` maps each name to its modalities and the reason for missing ones."""
-    told = [f"{name} takes text{''.join(f', {kind}' for kind in taken)}" for name, (taken, _) in models.items()]
+    taken_media = [f"{name} takes text{''.join(f', {kind}' for kind in taken)}" for name, (taken, _) in models.items()]
     reasons = [f"{name}: {reason}" for name, (_, reason) in models.items() if reason]
     if reasons:
-        return DoctorFinding("media", "warn", "; ".join(told), "; ".join(reasons))
-    return DoctorFinding("media", "ok", "; ".join(told))
+        return DoctorFinding("media", "warn", "; ".join(taken_media), "; ".join(reasons))
+    return DoctorFinding("media", "ok", "; ".join(taken_media))
 
 
 def configuration(path: Path, error: str) -> DoctorFinding:

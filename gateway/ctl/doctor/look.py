@@ -79,8 +79,8 @@ def daemon(server: ServerConfig) -> Iterator[DoctorFinding]:
 def media(status: DaemonStatus) -> Iterator[DoctorFinding]:
     """Check the modalities of loaded models, if any model accepts media or should."""
     models = {each.name: (each.modalities, each.media_reason) for each in status.models}
-    if told := {name: facts for name, facts in models.items() if any(facts)}:
-        yield doctor.media(told)
+    if reported := {name: facts for name, facts in models.items() if any(facts)}:
+        yield doctor.media(reported)
 
 
 def _with_towers(config: Config) -> list[str]:

@@ -9,7 +9,7 @@ from rich.text import Text
 from gateway.ctl import client
 from gateway.ctl.model_verbs.offline import available_bytes, read_config, running_models
 from gateway.ctl.printing import Json, console, print_json
-from gateway.ctl.rates import SPAN_S, RateSample, take
+from gateway.ctl.rates import SPAN_S, RateSample, sample_rates
 from gateway.ctl.tables import bar, duration, notes, size_or_dash, state_text, table
 from gateway.model_files.listing import ConfiguredModel, ListedModel, list_models
 
@@ -34,7 +34,7 @@ def ps(
 
     Example: mlxctl ps
     """
-    sample = take(client.status, interval)
+    sample = sample_rates(client.status, interval)
     if json:
         print_json(sample.models)
     elif not sample.models:

@@ -59,7 +59,7 @@ def pull(
     if json:
         print_json(_result(pulled))
     else:
-        _tell(pulled.plan, pulled.path, time.monotonic() - began)
+        _print_next_step(pulled.plan, pulled.path, time.monotonic() - began)
 
 
 class PullResult(NamedTuple):
@@ -76,15 +76,15 @@ Progress = Callable[["DownloadPlan"], AbstractContextManager[Callable[[int], Non
 
 
 def bring(
-    name: str, include: list[str] | None, yes: bool, tell: Callable[[str], None], progress: Progress | None = None
+    name: str, include: list[str] | None, yes: bool, echo: Callable[[str], None], progress: Progress | None = None
 ) -> PullResult:
     """Download a model after printing whether it fits, in memory and on the disk. Raises `CommandFailed`."""
-    plan, found, obstacles = _consider(name, include)
+    plan, found, obstacles = _plan(name, include)
     if found is not None:
-        print_info(name, found, tell)
+        print_info(name, found, echo)
     else:
-        tell(f"{name}: nothing is known of what it needs in memory")
-    _check_space(plan, tell)
+        echo(f"{name}: nothing is known of what it needs in memory")
+    _check_space(plan, echo)
     if plan.missing_bytes:
         _confirm(plan, found, obstacles, yes)
     with (progress or _progress)(plan) as arrived:
@@ -96,7 +96,7 @@ def _silent(_: str) -> None:
     """Print nothing, since JSON output has no place for these lines."""
 
 
-def _consider(name: str, include: list[str] | None) -> "tuple[DownloadPlan, ModelMetadata | None, list[str]]":
+def _plan(name: str, include: list[str] | None) -> "tuple[DownloadPlan, ModelMetadata | None, list[str]]":
     """Return the download plan, the model's needs, and the obstacles to loading it. Raises `CommandFailed`."""
     from gateway.model_files import hub
     from gateway.model_files.download import plan
@@ -107,7 +107,7 @@ def _consider(name: str, include: list[str] | None) -> "tuple[DownloadPlan, Mode
     return download, info, list(info.obstacles) if info is not None else hub.obstacles(repository)
 
 
-def _check_space(plan: "DownloadPlan", tell: Callable[[str], None]) -> None:
+def _check_space(plan: "DownloadPlan", echo: Callable[[str], None]) -> None:
     """Raises `CommandFailed` if the disk has too little space."""
     from gateway.model_files.download import RESERVE_BYTES, space
 
@@ -119,7 +119,7 @@ def _check_space(plan: "DownloadPlan", tell: Callable[[str], None]) -> None:
             "shows what is there, mlxctl rm removes), or set HF_HUB_CACHE to a larger disk"
         )
     here = f", {size(plan.here_bytes)} of them here" if plan.here_bytes else ""
-    tell(
+    echo(
         f"download   {len(plan.files)} files, {size(plan.total_bytes)}{here}; "
         f"{size(disk.free_bytes)} are free in {disk.folder}"
     )
@@ -173,16 +173,16 @@ def _progress(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, No
 @contextmanager
 def _progress_lines(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, None]:
     """Print JSON lines on stdout, which the daemon shows on its page."""
-    lock, done, told = Lock(), plan.here_bytes, 0.0
+    lock, done, printed_at = Lock(), plan.here_bytes, 0.0
     _print_line(done, plan.total_bytes)
 
     def arrived(count: int) -> None:
-        nonlocal done, told
+        nonlocal done, printed_at
         with lock:
             done += count
             now = time.monotonic()
-            if now - told >= PROGRESS_INTERVAL_S:
-                told = now
+            if now - printed_at >= PROGRESS_INTERVAL_S:
+                printed_at = now
                 _print_line(done, plan.total_bytes)
 
     yield arrived
@@ -209,7 +209,7 @@ def _result(pulled: PullResult) -> dict[str, object]:
     }
 
 
-def _tell(plan: "DownloadPlan", path: Path, took_s: float) -> None:
+def _print_next_step(plan: "DownloadPlan", path: Path, took_s: float) -> None:
     """Print the model's folder and how to serve it."""
     if plan.missing_bytes:
         typer.echo(f"{plan.repository.id} is downloaded: {size(plan.missing_bytes)} in {duration(took_s)}")

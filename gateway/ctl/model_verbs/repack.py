@@ -9,7 +9,7 @@ import typer
 
 from gateway.ctl.complete import a_model
 from gateway.ctl.model_verbs.offline import model_of, read_config
-from gateway.ctl.printing import Json, tell
+from gateway.ctl.printing import Json, print_result
 from gateway.failed import CommandFailed
 
 
@@ -38,4 +38,4 @@ def repack(
         raise CommandFailed(f"{model} was not repacked")
     name = found.name.rpartition("/")[2]
     text = f'Serve it with:\n\n[models."{name}-disk"]\npath = "{target}"\nexperts = "disk"'
-    tell({"path": str(target)}, text, json)
+    print_result({"path": str(target)}, text, json)

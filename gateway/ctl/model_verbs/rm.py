@@ -9,7 +9,7 @@ import typer
 from gateway.config.settings import Config
 from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.model_verbs.offline import model_of, read_config, running_models
-from gateway.ctl.printing import Json, tell
+from gateway.ctl.printing import Json, print_result
 from gateway.ctl.tables import size
 from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import cache_dir, is_cached, remove, repository_bytes, repository_of
@@ -34,7 +34,7 @@ def rm(
             raise CommandFailed(f"{repository} holds {size(held)}; --yes removes it")
         typer.confirm(f"Remove {repository}, {size(held)}?", abort=True, err=True)
     freed = remove(repository)
-    tell(
+    print_result(
         {"repository": repository, "freed_bytes": freed}, f"{repository} is removed: {size(freed)} are free again", json
     )
     # The configuration is read again, because a model that was served only from the cache is in no file.

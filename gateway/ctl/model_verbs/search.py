@@ -30,12 +30,12 @@ def search(
     Example: mlxctl search qwen3 coder
     """
     from gateway.model_files.hub import HubFailed
-    from gateway.model_files.search import search as ask
+    from gateway.model_files.search import search as search_hub
     from gateway.model_files.search import search_shortlist
 
     available, offline = available_bytes(), ""
     try:
-        found = ask(words, available, limit)
+        found = search_hub(words, available, limit)
     except HubFailed as error:
         found, offline = search_shortlist(words, available), str(error)
     listed = found if every else [model for model in found if model.is_usable][:limit]
@@ -54,9 +54,9 @@ def recommend(limit: Limit = 10, json: Json = False) -> None:
 
     Example: mlxctl recommend
     """
-    from gateway.model_files.search import recommend as ask
+    from gateway.model_files.search import recommend as recommend_from_hub
 
-    found = ask(available_bytes(), limit)
+    found = recommend_from_hub(available_bytes(), limit)
     _show(found.candidates, found.offline, json)
     if not found.candidates:
         typer.echo("mlxctl: no model of the list fits this machine now (mlxctl status shows what is loaded)", err=True)

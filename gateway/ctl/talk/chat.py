@@ -103,9 +103,9 @@ def converse(request: dict[str, Any], messages: list[dict[str, str]]) -> None:
         elif line:
             messages = [*messages, {"role": "user", "content": line}]
             try:
-                said = answer(request | {"messages": messages}, sys.stdout)
+                text = answer(request | {"messages": messages}, sys.stdout)
             except CommandFailed as error:
                 print(f"mlxctl: {error}", file=sys.stderr)
                 messages.pop()
             else:
-                messages.append({"role": "assistant", "content": said})
+                messages.append({"role": "assistant", "content": text})

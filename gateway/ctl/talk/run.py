@@ -56,7 +56,7 @@ def run(
     Example: mlxctl run mlx-community/Qwen3-4B-4bit "Why is the sky blue?"
     """
     path = _resolved(model, yes)
-    with a_daemon(_tell):
+    with a_daemon(_echo_stderr):
         name = _made_known(path, yes)
         _load(name)
         chat.talk(name, prompt, chat.ChatOptions(system, max_tokens, temperature), json=json)
@@ -102,7 +102,7 @@ def _checked_folder(name: str, yes: bool) -> Path:
         info = inspect(folder, "auto", 0, available_bytes())
     except Unreadable as error:
         raise CommandFailed(str(error)) from None
-    print_info(name, info, _tell)
+    print_info(name, info, _echo_stderr)
     if not info.fits and not yes:
         raise CommandFailed(f"{name} {info.verdict}; --yes tries it anyway")
     return folder
@@ -126,7 +126,7 @@ def _downloaded(name: str, yes: bool) -> str:
     if revision == MAIN and repository in cached_models():
         _checked_folder(repository, yes)
         return repository
-    pulled = bring(name, None, yes, _tell)
+    pulled = bring(name, None, yes, _echo_stderr)
     return repository if revision == MAIN else str(pulled.path)
 
 
@@ -151,7 +151,7 @@ def _agreed(question: str) -> None:
         raise typer.Exit(1)
 
 
-def _tell(line: str) -> None:
+def _echo_stderr(line: str) -> None:
     """Print a line to stderr, because stdout carries the answer."""
     typer.echo(line, err=True)
 

@@ -21,7 +21,7 @@ _POLL_S: Final = 0.1
 
 
 @contextmanager
-def a_daemon(tell: Callable[[str], None]) -> Generator[None, None, None]:
+def a_daemon(echo: Callable[[str], None]) -> Generator[None, None, None]:
     """Use the running daemon, or start one that ends with the block. Raises `CommandFailed` if it cannot start."""
     if offline.daemon() is not None:
         yield
@@ -35,7 +35,7 @@ def a_daemon(tell: Callable[[str], None]) -> Generator[None, None, None]:
         )  # fmt: skip
         try:
             _wait_until_ready(process, output)
-            tell("no mlxd runs: one is started, which ends with the conversation (mlxctl serve keeps one)")
+            echo("no mlxd runs: one is started, which ends with the conversation (mlxctl serve keeps one)")
             yield
         finally:
             process.terminate()

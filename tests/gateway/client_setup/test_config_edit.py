@@ -132,7 +132,7 @@ def test_codex_reads_its_key_from_a_variable_and_has_none_in_its_file() -> None:
 
 
 def test_a_client_is_told_whether_the_model_takes_images() -> None:
-    seeing = Endpoint("http://127.0.0.1:8484", "coder", 65536, sees=True)
+    seeing = Endpoint("http://127.0.0.1:8484", "coder", 65536, takes_images=True)
     for client in ("opencode", "pi", "continue"):
         blind, sighted = (setup(client, to).edits[0].fragment() for to in (TO, seeing))
         assert "image" not in blind

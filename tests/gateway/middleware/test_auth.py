@@ -11,12 +11,14 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, KeysUnusable
 from gateway.access.keyring import Keyring
 from gateway.api.ollama.refusals import REFUSED
+from gateway.app import admin_routes
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.errors import Unauthorized
 from gateway.middleware.auth import HEALTH, INTERNAL
+from gateway.reload import Reloader
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
-from tests.gateway.harness import Gateway, chat, running, until
+from tests.gateway.harness import Gateway, chat, never_drained, running, until
 
 pytestmark = pytest.mark.anyio
 
@@ -113,7 +115,8 @@ async def test_unknown_paths_methods_and_neighbours_of_the_open_routes_need_a_ke
 async def test_nothing_of_the_admin_api_is_on_tcp_whatever_the_key(gateway: Gateway, home: Path) -> None:
     secret = make(home, "boss", is_admin=True)
     public = {route.path for route in gateway.app.routes}
-    for route in gateway.admin.routes:
+    reloader = Reloader(gateway.app, lambda: gateway.app.services.config)
+    for route in admin_routes(gateway.app, reloader, gateway.url, never_drained):
         if route.path in public:
             continue
         for method in route.methods or ():

@@ -49,7 +49,6 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
 
 
 def feed_of(gateway: Gateway) -> Feed:
-    assert gateway.app.backend is not None
     return gateway.app.backend.feed
 
 
@@ -179,7 +178,6 @@ async def test_lines_of_the_log_come_to_who_asks_and_are_bounded(gateway: Gatewa
 async def test_a_session_that_is_revoked_ends_its_feed(gateway: Gateway) -> None:
     async with viewing(gateway, await log_in(gateway)) as viewer:
         await viewer.next("snapshot")
-        assert gateway.app.backend is not None
         gateway.app.backend.gate.sessions.revoke()
         assert await viewer.next("end") == ("end", {})
         with pytest.raises(AssertionError, match="no"):

@@ -41,7 +41,6 @@ async def gateway(home: Path) -> AsyncGenerator[Gateway, None]:
     """One with a configuration file that it can read again."""
     config = load_config(home, has_keys=has_keys)
     async with running(home, ["--step-ms", "2"], list(config.models.values()), config.server) as running_gateway:
-        assert running_gateway.app.backend is not None
         running_gateway.app.backend.read_with(
             Reloader(running_gateway.app, lambda: load_config(home, has_keys=has_keys))
         )
@@ -315,7 +314,6 @@ async def test_charts_have_a_point_for_each_second_and_the_tokens_in_it(
     gateway: Gateway, session: dict[str, str]
 ) -> None:
     backend = gateway.app.backend
-    assert backend is not None
     backend.sampler.sample()
     backend.sampler.sample()
     await gateway.client.post("/v1/chat/completions", json=chat(model="a", max_tokens=20), headers=session)
@@ -333,7 +331,6 @@ async def test_charts_have_a_point_for_each_second_and_the_tokens_in_it(
 
 async def test_charts_are_bounded(gateway: Gateway, session: dict[str, str]) -> None:
     backend = gateway.app.backend
-    assert backend is not None
     for _ in range(700):
         backend.sampler.sample()
     assert len((await get(gateway, session, "history"))["models"]["a"]["running"]) == 600

@@ -14,7 +14,6 @@ def own(gateway: Gateway, **more: str) -> dict[str, str]:
 
 
 def code_of(gateway: Gateway) -> str:
-    assert gateway.app.backend is not None
     return gateway.app.backend.gate.sessions.make_code()
 
 
@@ -29,7 +28,6 @@ async def log_in(gateway: Gateway) -> dict[str, str]:
 
 def api_routes(gateway: Gateway) -> list[tuple[str, str]]:
     """Every method and path of `/ui/api`, with something in place of parameters."""
-    assert gateway.app.backend is not None
     routes = [
         (method, route.path.replace("{id}", "x"))
         for route in gateway.app.backend.routes
