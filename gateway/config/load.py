@@ -237,7 +237,9 @@ def _bad_kv_events(config: KvEventsConfig) -> str:
         match = _KV_EVENTS_ADDRESS.fullmatch(address)
         if match is None or not 0 < int(match[2]) < 1 << 16:
             return f"{key}: {address!r} is no address such as tcp://127.0.0.1:5557"
-        if not is_loopback(match[1].strip("[]")) and not config.plain:
+        # ZeroMQ does not resolve `localhost` for a socket that binds.
+        is_local = match[1] != "localhost" and is_loopback(match[1].strip("[]"))
+        if not is_local and not config.plain:
             return f"{key}: events tell prompts to all that connect to {address}; plain = true allows it"
     return ""
 

@@ -26,23 +26,23 @@ def is_loopback(host: str) -> bool:
 
 def is_served(host: str, names: Collection[str]) -> bool:
     """Whether a `Host` header names this machine: its loopback, or one of `names`, with any port."""
-    match = _HOST.fullmatch(host.strip().lower())
-    if match is None:
-        return False
-    name = match[1].removesuffix(".")
-    return name in names or is_loopback(name.strip("[]"))
+    name = _name_of(host).removesuffix(".")
+    return bool(name) and (name in names or is_loopback(name.strip("[]")))
 
 
 def is_address(host: str) -> bool:
     """Whether a `Host` header is an IP address, with any port, and no name."""
-    match = _HOST.fullmatch(host.strip().lower())
-    if match is None:
-        return False
     try:
-        ipaddress.ip_address(match[1].strip("[]"))
+        ipaddress.ip_address(_name_of(host).strip("[]"))
     except ValueError:
         return False
     return True
+
+
+def _name_of(host: str) -> str:
+    """Return the name or address in a `Host` header, without its port; empty if the header is invalid."""
+    match = _HOST.fullmatch(host.strip().lower())
+    return match[1] if match else ""
 
 
 def bad_host(host: str) -> str | None:

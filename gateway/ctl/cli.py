@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from gateway.control_types import CommandDone
@@ -207,7 +208,7 @@ def verify(
     is_good = True
     for check in verifying.checks(config, configured, tokens, kill=kill):
         is_good &= check.is_good
-        typer.echo(verifying.encode(check) if json else verifying.row(check))
+        typer.echo(msgspec.json.encode(check).decode() if json else verifying.row(check))
     if not is_good:
         raise typer.Exit(1)
 

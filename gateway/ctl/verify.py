@@ -164,11 +164,6 @@ def row(check: VerifyCheck) -> str:
     return f"{check.name:<16} {check.requests:>8} {check.tokens:>7} {check.cached:>7}  {verdict}"
 
 
-def encode(check: VerifyCheck) -> str:
-    """Encode a check as one line of JSON."""
-    return msgspec.json.encode(check).decode()
-
-
 HEADER: Final = f"{'CHECK':<16} {'REQUESTS':>8} {'TOKENS':>7} {'CACHED':>7}  RESULT"
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,7 +90,7 @@ def parameters(tensors: Mapping[str, TensorEntry], quantization: Mapping[str, An
                 return None
             total += unpacked
         elif tensor.dtype in _FLOATS:
-            total += _elements(tensor)
+            total += prod(tensor.shape)
         else:
             return None
     return total
@@ -104,14 +105,7 @@ def _unpacked(layer: str, weight: TensorEntry, scales: TensorEntry, quantization
     packed_bits = weight.shape[-1] * _PACKED_BITS
     if width <= 0 or packed_bits % width or packed_bits // width not in _BITS:
         return None
-    return _elements(scales) * group
-
-
-def _elements(tensor: TensorEntry) -> int:
-    count = 1
-    for length in tensor.shape:
-        count *= length
-    return count
+    return prod(scales.shape) * group
 
 
 def _fills_middle(folder: Path) -> bool:

@@ -39,29 +39,24 @@ class HomeFolder:
     @contextlib.contextmanager
     def open_existing(self) -> Generator[int, None, None]:
         """Yield the open folder. Raises `OSError`, `FolderRefused`."""
-        home = open_folder(self.path.parent)
-        with _closing(home):
-            folder = self._opened(home)
+        with _closing(open_folder(self.path.parent)) as home:
+            folder = self._open(home)
+        with _closing(folder):
+            yield folder
+
+    @contextlib.contextmanager
+    def open_or_create(self) -> Generator[int, None, None]:
+        """Yield the open folder, made if need be. Raises `OSError`, `FolderRefused`."""
+        with _closing(open_folder(self.path.parent, make=True)) as home:
+            folder = self._open_or_create(home)
         with _closing(folder):
             yield folder
 
     @contextlib.contextmanager
     def open_locked(self) -> Generator[int, None, None]:
         """Yield the open folder, made if need be, locked against other changes. Raises `OSError`, `FolderRefused`."""
-        with self.open_or_create() as folder:
-            lock = self._lock(folder)
-            try:
-                yield folder
-            finally:
-                os.close(lock)
-
-    @contextlib.contextmanager
-    def open_or_create(self) -> Generator[int, None, None]:
-        """Yield the open folder, made if need be. Raises `OSError`, `FolderRefused`."""
-        home = open_folder(self.path.parent, make=True)
-        with _closing(home):
-            folder = self._made(home)
-        with _closing(folder):
+        with self.open_or_create() as folder, _closing(self.file(folder, LOCK, os.O_RDWR)) as lock:
+            self._acquire(lock)
             yield folder
 
     def file(self, folder: int, name: str, flags: int) -> int:
@@ -89,7 +84,7 @@ class HomeFolder:
             self._check_file(folder, file.fileno(), name)
             return os.fstat(file.fileno()).st_mode, file.read()
 
-    def _opened(self, home: int) -> int:
+    def _open(self, home: int) -> int:
         owner = os.fstat(home)
         try:
             folder = os.open(self.path.name, _FOLDER | (os.O_NOFOLLOW if _is_foreign(owner) else 0), dir_fd=home)
@@ -103,29 +98,18 @@ class HomeFolder:
             raise FolderRefused(f"{self.path} is user {uid}'s, and the home user {owner.st_uid}'s; nothing was changed")
         return folder
 
-    def _made(self, home: int) -> int:
+    def _open_or_create(self, home: int) -> int:
         try:
             os.mkdir(self.path.name, 0o700, dir_fd=home)
         except FileExistsError:
-            return self._opened(home)
+            return self._open(home)
         owner = os.fstat(home)
         if _is_foreign(owner):
-            folder = os.open(self.path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=home)
-            try:
+            with _closing(os.open(self.path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=home)) as folder:
                 # The folder may have been swapped since, so only an empty folder of root's is given away.
                 if os.fstat(folder).st_uid == 0 and not os.listdir(folder):
                     os.fchown(folder, owner.st_uid, owner.st_gid)
-            finally:
-                os.close(folder)
-        return self._opened(home)
-
-    def _lock(self, folder: int) -> int:
-        lock = self.file(folder, LOCK, os.O_RDWR)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, lock)
-            self._acquire(lock)
-            undo.pop_all()
-        return lock
+        return self._open(home)
 
     def _acquire(self, lock: int) -> None:
         end = time.monotonic() + LOCK_TIMEOUT_S
@@ -187,8 +171,7 @@ def private_folder(path: Path, uid: int, gid: int) -> None:
 
     Raises `OSError`, `FolderRefused`.
     """
-    parent = open_folder(path.parent, make=True)
-    try:
+    with _closing(open_folder(path.parent, make=True)) as parent:
         is_new = True
         try:
             os.mkdir(path.name, 0o700, dir_fd=parent)
@@ -197,9 +180,7 @@ def private_folder(path: Path, uid: int, gid: int) -> None:
         if stat.S_ISLNK(os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode):
             raise FolderRefused(f"{path} is a symbolic link; name the folder itself")
         folder = os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
-    finally:
-        os.close(parent)
-    try:
+    with _closing(folder):
         owner = os.fstat(folder).st_uid
         # The folder may have been swapped since, so only an empty folder of root's is given away.
         if is_new and owner == 0 == os.geteuid() and not os.listdir(folder):
@@ -207,8 +188,6 @@ def private_folder(path: Path, uid: int, gid: int) -> None:
         elif owner != uid:
             raise FolderRefused(f"{path} belongs to user {owner}, not {uid}; nothing was changed")
         os.fchmod(folder, 0o700)
-    finally:
-        os.close(folder)
 
 
 def _root_link(folder: int, at: Path, name: str) -> Path | None:
@@ -231,8 +210,8 @@ def _is_foreign(owner: os.stat_result) -> bool:
 
 
 @contextlib.contextmanager
-def _closing(descriptor: int) -> Generator[None, None, None]:
+def _closing(descriptor: int) -> Generator[int, None, None]:
     try:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)

@@ -60,11 +60,8 @@ def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requ
     if kind == RERANK:
         raise CommandFailed(f"{model} scores pairs of texts: bench measures models of text and of embeddings")
     target = Target("mlxd", 80, socket=str(client.admin_socket()))
-    load = (
-        BenchLoad(target, model, EMBEDDING, None, LOAD_TIMEOUT_S)
-        if kind == EMBED
-        else BenchLoad(target, model, CHAT, {"ignore_eos": True}, LOAD_TIMEOUT_S)
-    )
+    endpoint, extra = (EMBEDDING, None) if kind == EMBED else (CHAT, {"ignore_eos": True})
+    load = BenchLoad(target, model, endpoint, extra, LOAD_TIMEOUT_S)
 
     async def measured() -> "list[Report]":
         prompts = Prompts(seed=0, tokens_per_word=await _tokens_per_word(load, prompt_tokens))

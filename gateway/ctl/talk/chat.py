@@ -35,11 +35,9 @@ class ChatOptions(Struct, frozen=True):
 
 def talk(model: str, prompt: str | None, options: ChatOptions, *, json: bool = False) -> None:
     """Print the answer to a prompt or to piped input; without either, hold a conversation. Raises `CommandFailed`."""
+    sampling = {"max_tokens": options.max_tokens, "temperature": options.temperature}
     request: dict[str, Any] = {"model": model, "stream": True}
-    if options.max_tokens is not None:
-        request["max_tokens"] = options.max_tokens
-    if options.temperature is not None:
-        request["temperature"] = options.temperature
+    request |= {name: value for name, value in sampling.items() if value is not None}
     messages = [{"role": "system", "content": options.system}] if options.system else []
     if prompt is None and (json or not sys.stdin.isatty()):
         prompt = sys.stdin.read()
