@@ -8,7 +8,7 @@ import typer
 from gateway.config.names import Names
 from gateway.config.settings import Config
 from gateway.ctl import tables
-from gateway.ctl.complete import a_model
+from gateway.ctl.complete import model_argument
 from gateway.ctl.model_verbs.offline import read_config
 from gateway.ctl.prefix_files import clear as delete
 from gateway.ctl.prefix_files import measure
@@ -38,7 +38,8 @@ def stats(json: Json = False) -> None:
 
 @app.command()
 def clear(
-    model: Annotated[str | None, a_model("Only what was kept for this model.", "MODEL")] = None, json: Json = False
+    model: Annotated[str | None, model_argument("Only what was kept for this model.", "MODEL")] = None,
+    json: Json = False,
 ) -> None:
     """Delete the prefix cache on disk, also while models run: they compute the prefixes again.
 

@@ -24,9 +24,11 @@ def complete_downloaded(incomplete: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def a_model(help: str, metavar: str | None = None, complete: Callable[[str], list[str]] = complete_models) -> Any:
+def model_argument(
+    help: str, metavar: str | None = None, complete: Callable[[str], list[str]] = complete_models
+) -> Any:
     """Declare an argument that names a model."""
     return typer.Argument(help=help, show_default=False, metavar=metavar, autocompletion=complete)
 
 
-Model = Annotated[str, a_model("A model's name or alias.")]
+Model = Annotated[str, model_argument("A model's name or alias.")]

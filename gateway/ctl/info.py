@@ -7,7 +7,7 @@ import typer
 from msgspec import structs
 
 from gateway.config.settings import ModelConfig
-from gateway.ctl.complete import a_model
+from gateway.ctl.complete import model_argument
 from gateway.ctl.model_verbs.offline import available_bytes, folder_of, model_of, read_config
 from gateway.ctl.printing import Json, print_json
 from gateway.ctl.tables import OUTPUT_UNITS, measured, size
@@ -23,7 +23,7 @@ HEAD: Final = "for multi-token prediction: drafts where that pays"
 
 def info(
     model: Annotated[
-        str, a_model("A model's name or alias, a folder, or a repository (ORG/NAME or ORG/NAME@REVISION).")
+        str, model_argument("A model's name or alias, a folder, or a repository (ORG/NAME or ORG/NAME@REVISION).")
     ],
     json: Json = False,
 ) -> None:
@@ -98,7 +98,7 @@ def _on_hub(model: ModelConfig, here: Exception) -> ModelMetadata:
     from gateway.model_files import hub
 
     try:
-        repository = hub.look(*split_revision(model.path))
+        repository = hub.fetch_repository(*split_revision(model.path))
         info = hub.inspect(repository, model.dtype, model.context, available_bytes(), model.kv_bits or 0)
         if info is None:
             raise CommandFailed(f"{repository.id} cannot be loaded: {'; '.join(hub.obstacles(repository))}")

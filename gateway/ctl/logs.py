@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gateway.ctl.complete import a_model
+from gateway.ctl.complete import model_argument
 from gateway.ctl.printing import Json
 from gateway.failed import CommandFailed
 from gateway.state_dir.home_paths import audit_path, default_home, log_path
@@ -20,7 +20,7 @@ _AUDIT_HEAD: Final = ("time", "action", "target")
 
 
 def logs(
-    model: Annotated[str | None, a_model("Only lines about this model.", "MODEL")] = None,
+    model: Annotated[str | None, model_argument("Only lines about this model.", "MODEL")] = None,
     audit: Annotated[
         bool,
         typer.Option("--audit", help="Show the audit log: changes of keys, commands, reloads, new addresses of keys."),
@@ -67,7 +67,7 @@ def plain(line: str) -> str:
     text = f"{fields.get('time', '')} {fields.get('level', ''):<7} {str(fields.get('message', '')).rstrip()}{rest}"
     if trace := fields.get("exception"):
         text += f"\n{trace}"
-    # A client or a worker may have written parts of it.
+    # The line may quote a client or a worker.
     return escaped(text)
 
 

@@ -15,9 +15,8 @@ from gateway.ctl.client import NOT_RUNNING
 from gateway.ctl.model_verbs import offline
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import CommandFailed
-from gateway.service import description as services
 from gateway.service import executor, launchd, systemd
-from gateway.service.description import SYSTEM_PREFIX, Action, HostFacts, Scope, Service, ServiceState
+from gateway.service.description import SYSTEM_PREFIX, Action, HostFacts, Scope, Service, ServiceManager, ServiceState
 from gateway.service.installation import Installation, Owner, check_writers, launcher, version_of
 from gateway.state_dir.home_paths import default_home
 
@@ -163,7 +162,7 @@ def _carry_out(actions: list[Action], dry_run: bool, json: bool) -> None:
         typer.echo(executor.describe(actions))
 
 
-def _manager_of(kind: Kind | None) -> services.Manager:
+def _manager_of(kind: Kind | None) -> ServiceManager:
     """Return the module of the named service manager, or of this system's."""
     manager = kind or ("launchd" if sys.platform == "darwin" else "systemd")
     return launchd if manager == "launchd" else systemd

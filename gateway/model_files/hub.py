@@ -80,7 +80,7 @@ def token() -> str | bool:
     return os.environ.get("HF_TOKEN", "").strip() or False
 
 
-def look(repository: str, revision: str = MAIN) -> Repository:
+def fetch_repository(repository: str, revision: str = MAIN) -> Repository:
     """Fetch a repository's file list and configuration. Raises `HubFailed`."""
     with translated_errors(repository, revision):
         info = HfApi(token=token()).model_info(repository, revision=revision, files_metadata=True, timeout=TIMEOUT_S)

@@ -145,7 +145,7 @@ def _judge(listed: _Listed, available_bytes: int) -> FoundRepository:
         if "model_type" in known and (reasons := support.architecture_obstacles(known)):
             return FoundRepository(name, False, f"cannot be loaded: {'; '.join(reasons)}", listed.downloads)
         try:
-            repository = hub.look(name)
+            repository = hub.fetch_repository(name)
             info = hub.inspect(repository, "auto", 0, available_bytes)
             if info is None:
                 reason = "; ".join(hub.obstacles(repository))

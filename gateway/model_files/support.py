@@ -61,19 +61,13 @@ def _without_weights(files: Sequence[str]) -> str:
 
 def _is_known(model_type: str) -> bool:
     """Whether an installed library has an architecture; also True if no library is installed."""
-    folders = [folder for library in LIBRARIES if (folder := _folder(library)) is not None]
-    if not folders:
-        return True
-    return any(_has(folder / "models", _renamed(folder, model_type)) for folder in folders)
-
-
-def _has(models: Path, name: str) -> bool:
-    return (models / f"{name}.py").is_file() or (models / name).is_dir()
-
-
-def _folder(library: str) -> Path | None:
-    spec = importlib.util.find_spec(library)
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
+    specs = filter(None, map(importlib.util.find_spec, LIBRARIES))
+    folders = [Path(spec.origin).parent for spec in specs if spec.origin]
+    for folder in folders:
+        name = _renamed(folder, model_type)
+        if (folder / "models" / f"{name}.py").is_file() or (folder / "models" / name).is_dir():
+            return True
+    return not folders
 
 
 def _renamed(folder: Path, model_type: str) -> str:

@@ -111,7 +111,7 @@ class ServiceState(HostFacts, frozen=True):
     running: str = ""
 
 
-class Manager(Protocol):
+class ServiceManager(Protocol):
     """Port to the module of launchd or systemd."""
 
     def install(self, service: Service) -> list[Action]: ...

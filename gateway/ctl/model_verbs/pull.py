@@ -51,11 +51,11 @@ def pull(
     """
     began = time.monotonic()
     if events:
-        pulled = bring(repository, include, yes, _silent, _progress_lines)
+        pulled = download(repository, include, yes, _silent, _progress_lines)
         size = pulled.plan.total_bytes
         _print_line(size, size, path=str(pulled.path), next_step=how_to_serve(pulled.plan, pulled.path))
         return
-    pulled = bring(repository, include, yes, _silent if json else typer.echo)
+    pulled = download(repository, include, yes, _silent if json else typer.echo)
     if json:
         print_json(_result(pulled))
     else:
@@ -75,7 +75,7 @@ class PullResult(NamedTuple):
 Progress = Callable[["DownloadPlan"], AbstractContextManager[Callable[[int], None]]]
 
 
-def bring(
+def download(
     name: str, include: list[str] | None, yes: bool, echo: Callable[[str], None], progress: Progress | None = None
 ) -> PullResult:
     """Download a model after printing whether it fits, in memory and on the disk. Raises `CommandFailed`."""
@@ -101,7 +101,7 @@ def _plan(name: str, include: list[str] | None) -> "tuple[DownloadPlan, ModelMet
     from gateway.model_files import hub
     from gateway.model_files.download import plan
 
-    repository = hub.look(*split_revision(name))
+    repository = hub.fetch_repository(*split_revision(name))
     download = plan(repository, include or hub.WANTED)
     info = hub.inspect(repository, "auto", 0, available_bytes())
     return download, info, list(info.obstacles) if info is not None else hub.obstacles(repository)

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from gateway.ctl.complete import a_model
+from gateway.ctl.complete import model_argument
 from gateway.ctl.model_verbs.offline import model_of, read_config
 from gateway.ctl.printing import Json, print_result
 from gateway.failed import CommandFailed
 
 
 def repack(
-    model: Annotated[str, a_model("A model's name or alias, a folder, or a repository.")],
+    model: Annotated[str, model_argument("A model's name or alias, a folder, or a repository.")],
     out: Annotated[
         Path | None, typer.Option(help="Folder to write. [default: repacked/MODEL in mlxd's home]", show_default=False)
     ] = None,

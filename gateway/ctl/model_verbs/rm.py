@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gateway.config.settings import Config
-from gateway.ctl.complete import a_model, complete_downloaded
+from gateway.ctl.complete import complete_downloaded, model_argument
 from gateway.ctl.model_verbs.offline import model_of, read_config, running_models
 from gateway.ctl.printing import Json, print_result
 from gateway.ctl.tables import size
@@ -17,7 +17,7 @@ from gateway.model_files.metadata import DEMOS
 
 
 def rm(
-    model: Annotated[str, a_model("A model's name or alias, or a repository.", complete=complete_downloaded)],
+    model: Annotated[str, model_argument("A model's name or alias, or a repository.", complete=complete_downloaded)],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:

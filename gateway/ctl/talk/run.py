@@ -14,12 +14,12 @@ from rich.console import Console
 from gateway.config.settings import ConfigError
 from gateway.control_types import CommandDone, ModelStatus, ReloadResult
 from gateway.ctl import client
-from gateway.ctl.complete import a_model, complete_downloaded
+from gateway.ctl.complete import complete_downloaded, model_argument
 from gateway.ctl.info import is_repository, print_info
 from gateway.ctl.model_verbs.offline import ServedModel, available_bytes, folder_of, read_config, served_models
-from gateway.ctl.model_verbs.pull import bring
+from gateway.ctl.model_verbs.pull import download
 from gateway.ctl.talk import chat
-from gateway.ctl.talk.temporary_daemon import a_daemon
+from gateway.ctl.talk.temporary_daemon import running_daemon
 from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import MAIN, cached_models, split_revision
 from gateway.model_files.metadata import Unreadable, inspect
@@ -34,7 +34,7 @@ _POLL_S: Final = 0.2
 def run(
     model: Annotated[
         str,
-        a_model(
+        model_argument(
             "A model's name or alias, a folder, a repository (ORG/NAME[@REVISION]), or the last part of its name.",
             complete=complete_downloaded,
         ),
@@ -56,7 +56,7 @@ def run(
     Example: mlxctl run mlx-community/Qwen3-4B-4bit "Why is the sky blue?"
     """
     path = _resolved(model, yes)
-    with a_daemon(_echo_stderr):
+    with running_daemon(_echo_stderr):
         name = _made_known(path, yes)
         _load(name)
         chat.talk(name, prompt, chat.ChatOptions(system, max_tokens, temperature), json=json)
@@ -126,7 +126,7 @@ def _downloaded(name: str, yes: bool) -> str:
     if revision == MAIN and repository in cached_models():
         _checked_folder(repository, yes)
         return repository
-    pulled = bring(name, None, yes, _echo_stderr)
+    pulled = download(name, None, yes, _echo_stderr)
     return repository if revision == MAIN else str(pulled.path)
 
 

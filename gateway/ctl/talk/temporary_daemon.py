@@ -21,7 +21,7 @@ _POLL_S: Final = 0.1
 
 
 @contextmanager
-def a_daemon(echo: Callable[[str], None]) -> Generator[None, None, None]:
+def running_daemon(echo: Callable[[str], None]) -> Generator[None, None, None]:
     """Use the running daemon, or start one that ends with the block. Raises `CommandFailed` if it cannot start."""
     if offline.daemon() is not None:
         yield

@@ -21,7 +21,7 @@ def start(command, **options):
 module.subprocess.Popen = start
 module.offline.daemon = lambda: None
 module._wait_until_ready = lambda process, said: None
-with module.a_daemon(lambda line: print("ready", flush=True)):
+with module.running_daemon(lambda line: print("ready", flush=True)):
     time.sleep(600)
 """
 
