@@ -102,9 +102,9 @@ def _plan(name: str, include: list[str] | None) -> "tuple[DownloadPlan, ModelMet
     from gateway.model_files.download import plan
 
     repository = hub.fetch_repository(*split_revision(name))
-    download = plan(repository, include or hub.WANTED)
+    selected = plan(repository, include or hub.WANTED)
     info = hub.inspect(repository, "auto", 0, available_bytes())
-    return download, info, list(info.obstacles) if info is not None else hub.obstacles(repository)
+    return selected, info, list(info.obstacles) if info is not None else hub.obstacles(repository)
 
 
 def _check_space(plan: "DownloadPlan", echo: Callable[[str], None]) -> None:
