@@ -24,6 +24,18 @@ app = typer.Typer(help="Create, change, show and revoke API keys.", no_args_is_h
 
 Name = Annotated[str, typer.Argument(help="The key's name, as logs and metrics show it.", show_default=False)]
 
+Role = Annotated[
+    Literal["user", "admin", "metrics", "peer"] | None,
+    typer.Option(
+        help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics; peer: another mlxd.",
+        show_default=False,
+    ),
+]
+ShareCache = Annotated[
+    bool | None,
+    typer.Option("--share-cache/--own-cache", help="Share the prefix cache with other keys that share it."),
+]
+
 
 def _limit(text: str) -> object:
     return typer.Option(min=0, help=f"{text}; 0 is no limit.", show_default=False)
@@ -38,71 +50,50 @@ def _percent(text: str) -> object:
 _Change = Callable[[str, dict[str, Any], bool | None, bool], None]
 
 
-def _with_options(verb: str) -> Callable[[_Change], _Change]:
+def _add_verb(verb: str, change: _Change) -> None:
     """Make a function a verb with the options of a key."""
 
-    def register(change: _Change) -> _Change:
-        def command(
-            name: Name,
-            more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-            models: Annotated[
-                list[str] | None,
-                typer.Option(help="Names, aliases or patterns of models; '*' means all.", metavar="PATTERN..."),
-            ] = None,
-            rpm: Annotated[
-                int | None, _limit("Requests per minute, each counted as its sequences (prompts x n)")
-            ] = None,
-            tpm: Annotated[int | None, _limit("Tokens per minute, prompt and completion")] = None,
-            concurrency: Annotated[int | None, _limit("Sequences (prompts x n) at once, of all requests")] = None,
-            max_sequences: Annotated[int | None, _limit("Sequences (prompts x n) of one request")] = None,
-            max_tokens: Annotated[int | None, _limit("Tokens of one answer")] = None,
-            requests_per_day: Annotated[int | None, _limit("Requests of a day, each counted as its sequences")] = None,
-            tokens_per_day: Annotated[int | None, _limit("Tokens of a day")] = None,
-            requests_per_month: Annotated[
-                int | None, _limit("Requests of a month, each counted as its sequences")
-            ] = None,
-            tokens_per_month: Annotated[int | None, _limit("Tokens of a month")] = None,
-            alert_at: Annotated[
-                int | None, _percent("Percent of a budget at which a warning is logged; 0 is never.")
-            ] = None,
-            queue_share: Annotated[
-                int | None, _percent("Most percent of a model's queue; 0 means the server's.")
-            ] = None,
-            expires: Annotated[str | None, typer.Option(help="Expiry after a duration (12h, 30d), or never.")] = None,
-            role: Annotated[
-                Literal["user", "admin", "metrics", "peer"] | None,
-                typer.Option(
-                    help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics; "
-                    "peer: another mlxd.",
-                    show_default=False,
-                ),
-            ] = None,
-            admin: Annotated[bool, typer.Option("--admin", help="The same as --role admin.")] = False,
-            priority: Annotated[
-                int | None,
-                typer.Option(min=-100, max=100, help="Lower runs first when a model is busy.", show_default=False),
-            ] = None,
-            share_cache: Annotated[
-                bool | None,
-                typer.Option("--share-cache/--own-cache", help="Share the prefix cache with other keys that share it."),
-            ] = None,
-            may_leave: Annotated[
-                bool | None,
-                typer.Option(
-                    "--may-leave/--stays", help="Whether its requests may go to upstreams, outside of this machine."
-                ),
-            ] = None,
-            json: Json = False,
-        ) -> None:
-            change(name, _fields(locals()), share_cache, json)
+    def command(
+        name: Name,
+        more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+        models: Annotated[
+            list[str] | None,
+            typer.Option(help="Names, aliases or patterns of models; '*' means all.", metavar="PATTERN..."),
+        ] = None,
+        rpm: Annotated[int | None, _limit("Requests per minute, each counted as its sequences (prompts x n)")] = None,
+        tpm: Annotated[int | None, _limit("Tokens per minute, prompt and completion")] = None,
+        concurrency: Annotated[int | None, _limit("Sequences (prompts x n) at once, of all requests")] = None,
+        max_sequences: Annotated[int | None, _limit("Sequences (prompts x n) of one request")] = None,
+        max_tokens: Annotated[int | None, _limit("Tokens of one answer")] = None,
+        requests_per_day: Annotated[int | None, _limit("Requests of a day, each counted as its sequences")] = None,
+        tokens_per_day: Annotated[int | None, _limit("Tokens of a day")] = None,
+        requests_per_month: Annotated[int | None, _limit("Requests of a month, each counted as its sequences")] = None,
+        tokens_per_month: Annotated[int | None, _limit("Tokens of a month")] = None,
+        alert_at: Annotated[
+            int | None, _percent("Percent of a budget at which a warning is logged; 0 is never.")
+        ] = None,
+        queue_share: Annotated[int | None, _percent("Most percent of a model's queue; 0 means the server's.")] = None,
+        expires: Annotated[str | None, typer.Option(help="Expiry after a duration (12h, 30d), or never.")] = None,
+        role: Role = None,
+        admin: Annotated[bool, typer.Option("--admin", help="The same as --role admin.")] = False,
+        priority: Annotated[
+            int | None,
+            typer.Option(min=-100, max=100, help="Lower runs first when a model is busy.", show_default=False),
+        ] = None,
+        share_cache: ShareCache = None,
+        may_leave: Annotated[
+            bool | None,
+            typer.Option(
+                "--may-leave/--stays", help="Whether its requests may go to upstreams, outside of this machine."
+            ),
+        ] = None,
+        json: Json = False,
+    ) -> None:
+        change(name, _fields(locals()), share_cache, json)
 
-        app.command(verb, help=change.__doc__)(command)
-        return change
-
-    return register
+    app.command(verb, help=change.__doc__)(command)
 
 
-@_with_options("create")
 def create(name: str, fields: dict[str, Any], shares_cache: bool | None, json: bool) -> None:
     """Create a key and print its secret, which is shown once.
 
@@ -114,7 +105,6 @@ def create(name: str, fields: dict[str, Any], shares_cache: bool | None, json: b
     _show_secret(key, secret, json)
 
 
-@_with_options("set")
 def set_key(name: str, fields: dict[str, Any], shares_cache: bool | None, json: bool) -> None:
     """Change a key in place: only the given options change; the secret stays.
 
@@ -123,6 +113,10 @@ def set_key(name: str, fields: dict[str, Any], shares_cache: bool | None, json: 
     if not fields and shares_cache is None:
         raise typer.BadParameter("name what to change, such as --rpm 60")
     print_result(_public(_file().change(name, shares_cache=shares_cache, **fields)), f"{name} is changed", json)
+
+
+_add_verb("create", create)
+_add_verb("set", set_key)
 
 
 @app.command()
