@@ -2,13 +2,16 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import typer
 from rich.console import Console
 
 from gateway.config.syntax import parse_duration
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -39,6 +42,15 @@ def records(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterato
 def console() -> Console:
     """Return a console on which all text is data, never markup. A pipe gets a wide one, so that nothing is cut off."""
     return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 240)
+
+
+def progress_bar(*columns: "ProgressColumn") -> "Progress":
+    """Return a progress bar of bytes on stderr, with more columns. It is shown on a terminal only."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    text, download = TextColumn("{task.description}", markup=False), DownloadColumn(binary_units=True)
+    out = Console(stderr=True)
+    return Progress(text, BarColumn(), download, *columns, console=out, transient=True, disable=not out.is_terminal)
 
 
 def harmless(text: str) -> str:

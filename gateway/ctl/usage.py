@@ -48,8 +48,6 @@ def usage(
 
 def _write_csv(report: UsageLines) -> None:
     sums = [name for name in UsageLine.__struct_fields__ if name not in ("day", "key", "model")]
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow([*report.by, *sums])
-    for line in report.lines:
-        fields = msgspec.structs.asdict(line)
-        writer.writerow([fields[name] for name in (*report.by, *sums)])
+    writer = csv.DictWriter(sys.stdout, [*report.by, *sums], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(msgspec.structs.asdict, report.lines))

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 import typer
-from rich.console import Console
 
 from gateway.ctl.info import print_info
 from gateway.ctl.model_verbs.offline import available_bytes, readable_config, running_models
-from gateway.ctl.printing import Json, print_json
+from gateway.ctl.printing import Json, print_json, progress_bar
 from gateway.ctl.tables import duration, size
 from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import MAIN, split_revision
@@ -155,17 +154,9 @@ def _fetch(plan: "DownloadPlan", arrived: Callable[[int], None]) -> Path:
 @contextmanager
 def _progress(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, None]:
     """Show a progress bar on stderr, for people only."""
-    from rich import progress
+    from rich.progress import TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(TransferSpeedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(plan.repository.id, total=plan.total_bytes, completed=plan.here_bytes)
         yield lambda count: bar.advance(task, count)
 

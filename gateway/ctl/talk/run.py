@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 
 from gateway.config.settings import ConfigError
 from gateway.control_types import CommandDone, ModelStatus, ReloadResult
@@ -18,6 +17,7 @@ from gateway.ctl.complete import complete_downloaded, model_argument
 from gateway.ctl.info import is_repository, print_info
 from gateway.ctl.model_verbs.offline import ServedModel, available_bytes, folder_of, read_config, served_models
 from gateway.ctl.model_verbs.pull import download
+from gateway.ctl.printing import progress_bar
 from gateway.ctl.talk import chat
 from gateway.ctl.talk.temporary_daemon import running_daemon
 from gateway.failed import CommandFailed
@@ -193,20 +193,13 @@ def _free_name(path: str, taken: Collection[str]) -> str:
 
 def _load(model: str) -> None:
     """Load a model, with a progress bar for people, and return when it is ready. Raises `CommandFailed`."""
-    from rich import progress
+    from rich.progress import TimeElapsedColumn
 
-    console = Console(stderr=True)
-    columns = (
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TimeElapsedColumn(),
-    )
-    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(TimeElapsedColumn()) as bar:
         task = bar.add_task(f"loading {model}", total=None)
         done = _start_load(model)
         while not wait([done], _POLL_S).done:
-            if console.is_terminal:
+            if not bar.disable:
                 _show_progress(bar, task, model)
         done.result()
 
