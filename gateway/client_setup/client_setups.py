@@ -30,10 +30,6 @@ class Endpoint(Struct, frozen=True):
         return f"{self.url}/v1"
 
     @property
-    def has_key(self) -> bool:
-        return bool(self.key)
-
-    @property
     def some_key(self) -> str:
         return self.key or NO_KEY
 
@@ -77,7 +73,9 @@ def _claude(to: Endpoint) -> Setup:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     return Setup(
-        "claude", (ConfigEdit("~/.claude/settings.json", FileFormat.JSON, {"env": env}, has_key=to.has_key),), "claude"
+        "claude",
+        (ConfigEdit("~/.claude/settings.json", FileFormat.JSON, {"env": env}, has_key=bool(to.key)),),
+        "claude",
     )
 
 
@@ -117,7 +115,7 @@ def _opencode(to: Endpoint) -> Setup:
     }
     content = {"model": f"mlxd/{to.model}", "small_model": f"mlxd/{to.model}", "provider": {"mlxd": provider}}
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    edit = ConfigEdit(f"{folder}/opencode/opencode.json", FileFormat.JSON, content, has_key=to.has_key)
+    edit = ConfigEdit(f"{folder}/opencode/opencode.json", FileFormat.JSON, content, has_key=bool(to.key))
     return Setup("opencode", (edit,), "opencode")
 
 
@@ -128,7 +126,7 @@ def _aider(to: Endpoint) -> Setup:
         "openai-api-base": to.openai,
         "openai-api-key": to.some_key,
     }
-    return Setup("aider", (ConfigEdit("~/.aider.conf.yml", FileFormat.YAML, content, has_key=to.has_key),), "aider")
+    return Setup("aider", (ConfigEdit("~/.aider.conf.yml", FileFormat.YAML, content, has_key=bool(to.key)),), "aider")
 
 
 def _pi(to: Endpoint) -> Setup:
@@ -142,7 +140,7 @@ def _pi(to: Endpoint) -> Setup:
     }
     provider = {"baseUrl": to.openai, "api": "openai-completions", "apiKey": to.some_key, "models": [model]}
     content = {"providers": {"mlxd": provider}}
-    edit = ConfigEdit("~/.pi/agent/models.json", FileFormat.JSON, content, item_key="id", has_key=to.has_key)
+    edit = ConfigEdit("~/.pi/agent/models.json", FileFormat.JSON, content, item_key="id", has_key=bool(to.key))
     return Setup("pi", (edit,), f"pi --provider mlxd --model {to.model}")
 
 
@@ -159,7 +157,7 @@ def _continue(to: Endpoint) -> Setup:
     path = "~/.continue/config.yaml"
     defaults = {"name": "local", "version": "1.0.0", "schema": "v1"}
     edit = ConfigEdit(
-        path, FileFormat.YAML, {"models": [model]}, defaults=defaults, item_key="name", has_key=to.has_key
+        path, FileFormat.YAML, {"models": [model]}, defaults=defaults, item_key="name", has_key=bool(to.key)
     )
     return Setup("continue", (edit,), f"cn --config {path}", "The extension reads the same file.")
 
@@ -167,7 +165,9 @@ def _continue(to: Endpoint) -> Setup:
 def _qwen(to: Endpoint) -> Setup:
     variables = {"OPENAI_BASE_URL": to.openai, "OPENAI_API_KEY": to.some_key, "OPENAI_MODEL": to.model}
     return Setup(
-        "qwen", (ConfigEdit("~/.qwen/.env", FileFormat.ENV, variables, has_key=to.has_key),), "qwen --auth-type openai"
+        "qwen",
+        (ConfigEdit("~/.qwen/.env", FileFormat.ENV, variables, has_key=bool(to.key)),),
+        "qwen --auth-type openai",
     )
 
 
@@ -184,7 +184,7 @@ def _llm(to: Endpoint) -> Setup:
     folder = os.environ.get("LLM_USER_PATH") or f"{own}/io.datasette.llm"
     edits = (
         ConfigEdit(f"{folder}/extra-openai-models.yaml", FileFormat.YAML, [model], item_key="model_id"),
-        ConfigEdit(f"{folder}/keys.json", FileFormat.JSON, {"mlxd": to.some_key}, has_key=to.has_key),
+        ConfigEdit(f"{folder}/keys.json", FileFormat.JSON, {"mlxd": to.some_key}, has_key=bool(to.key)),
     )
     return Setup("llm", edits, "llm -m mlxd")
 

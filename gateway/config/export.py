@@ -3,12 +3,10 @@
 Everything is derived from the structs of `gateway.config.settings`, so that a new key appears automatically.
 """
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
-import tomlkit
-from msgspec import NODEFAULT, Struct
+from msgspec import Struct
 
 from gateway.config.settings import NOT_IN_FILE, Config, file_key
 
@@ -20,7 +18,9 @@ _SIZE_PATTERN: Final = r"^\s*\d+(\.\d+)?\s*([Bb]|[KkMmGgTt][Ii]?[Bb])?\s*$"
 
 def to_toml(config: Config) -> str:
     """Format the effective configuration as TOML, which reads back as the same configuration."""
-    return tomlkit.dumps(_toml(config))
+    import tomlkit  # slow to import, and the page imports this module at the daemon's start
+
+    return tomlkit.dumps(toml_value(config))
 
 
 def to_json(config: Config) -> dict[str, object]:
@@ -30,16 +30,6 @@ def to_json(config: Config) -> dict[str, object]:
         "file": str(config.config_path),
         **{name: _plain(getattr(config, name)) for name in _fields(Config)},
     }
-
-
-def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
-    """Yield each key of a table and its default as the file would spell it; empty if no default can be written."""
-    for field in msgspec.structs.fields(table):
-        if field.name in NOT_IN_FILE:
-            continue
-        default = field.default if field.default_factory is NODEFAULT else field.default_factory()
-        is_written = default is not NODEFAULT and default is not None and not isinstance(default, Struct | dict)
-        yield file_key(field.name), tomlkit.item(_toml(default, field.name)).as_string() if is_written else ""
 
 
 def schema() -> dict[str, Any]:
@@ -63,17 +53,17 @@ def _fields(struct: type[Struct]) -> list[str]:
     return [name for name in struct.__struct_fields__ if name not in NOT_IN_FILE]
 
 
-def _toml(value: object, field: str = "") -> Any:
+def toml_value(value: object, field: str = "") -> Any:
     """Convert to values of TOML, with durations and sizes as text with their largest whole unit."""
     match value:
         case Struct():
-            items = {file_key(name): _toml(getattr(value, name), name) for name in _fields(type(value))}
+            items = {file_key(name): toml_value(getattr(value, name), name) for name in _fields(type(value))}
             # TOML has no null. A missing key means the same, and so does a missing empty table.
             return {key: item for key, item in items.items() if item not in (None, {})}
         case dict():
-            return {str(key): _toml(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            return {str(key): toml_value(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         case list() | tuple():
-            return [_toml(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+            return [toml_value(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
         case bool() | str() | None:
             return value
         case int() | float():

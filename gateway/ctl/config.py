@@ -6,6 +6,7 @@ from typing import Annotated, Final
 import typer
 from msgspec import structs
 
+from gateway.config import export
 from gateway.config.settings import Config, ConfigError
 from gateway.control_types import ReloadResult
 from gateway.ctl.client import post
@@ -57,16 +58,14 @@ def show(file: File = None, json: Json = False) -> None:
 
     Example: mlxctl config show
     """
-    from gateway.config.export import to_json, to_toml
-
     try:
         config = read_config(file)
     except ConfigError as error:
         raise CommandFailed(str(error), BAD_CONFIG) from None
     if json:
-        print_json(to_json(config))
+        print_json(export.to_json(config))
     else:
-        typer.echo(to_toml(config), nl=False)
+        typer.echo(export.to_toml(config), nl=False)
 
 
 @app.command()
@@ -92,9 +91,7 @@ def schema() -> None:
 
     Example: mlxctl config schema > mlxd.schema.json
     """
-    from gateway.config.export import schema as make
-
-    print_json(make())
+    print_json(export.schema())
 
 
 def _absent(config: Config) -> dict[str, str]:

@@ -1,17 +1,21 @@
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
 import pytest
-from msgspec import Struct
+import tomlkit
+from msgspec import NODEFAULT, Struct
+from msgspec.structs import fields
 
 from gateway.access.key_file import has_keys
-from gateway.config.export import keys_of, schema, to_json, to_toml
+from gateway.config.export import schema, to_json, to_toml, toml_value
 from gateway.config.load import load_config
 from gateway.config.remote_settings import PeerConfig, UpstreamConfig
 from gateway.config.settings import (
+    NOT_IN_FILE,
     AudioConfig,
     CacheConfig,
     FallbackConfig,
@@ -26,6 +30,7 @@ from gateway.config.settings import (
     ThinkingDefaults,
     TlsConfig,
     UiConfig,
+    file_key,
 )
 from tests.support.ctl import ctl
 
@@ -100,6 +105,17 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
 
     assert list(to_json(config)["models"]) == ["demo", "demo-vision"]  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert "[models.demo]" in to_toml(config)
+
+
+def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
+    """Each key of a table, and its default as the file would spell it; empty if no default can be written."""
+    for field in fields(table):
+        if field.name in NOT_IN_FILE:
+            continue
+        default = field.default if field.default_factory is NODEFAULT else field.default_factory()
+        is_written = default is not NODEFAULT and default is not None and not isinstance(default, Struct | dict)
+        text = tomlkit.item(toml_value(default, field.name)).as_string() if is_written else ""
+        yield file_key(field.name), text
 
 
 @pytest.mark.parametrize(
