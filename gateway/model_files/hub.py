@@ -32,8 +32,7 @@ from gateway.model_files import support
 from gateway.model_files.hub_cache import MAIN
 from gateway.model_files.metadata import ModelMetadata, TensorEntry, Weights, estimate, measure
 from gateway.model_files.support import is_weights
-from protocol.prediction_heads import is_head
-from protocol.towers import is_tower
+from protocol.checkpoint import is_head, is_tower
 
 # These are the files that mlx-lm and the tokenizers read, the dense layers of embedding models, and the audio decoder
 # of speech models.

@@ -18,12 +18,10 @@ from msgspec.structs import replace
 from gateway.control_types import Speeds
 from gateway.model_files.hub_cache import folder_of
 from gateway.model_files.worker_memory import fixed_bytes
-from protocol.context import context_of
+from protocol.checkpoint import AUDIO_SECTIONS, VISION_SECTIONS, context_of, has_section, is_head, is_tower, unused
 from protocol.experts import has_index, read_index
 from protocol.kinds import kind_of
-from protocol.prediction_heads import is_head, unused
 from protocol.quantized_kv import group_of, number_bits, obstacle
-from protocol.towers import AUDIO_SECTIONS, VISION_SECTIONS, has_section, is_tower
 
 # mlx-lm's loader uses the same pattern.
 WEIGHTS: Final = "model*.safetensors"

@@ -134,7 +134,7 @@ def owner(pid: int) -> str:
     return pwd.getpwuid(Path(f"/proc/{pid}").stat().st_uid).pw_name
 
 
-def status_command() -> None:
+def ask() -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     request = urllib.request.Request(
         f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}

@@ -10,12 +10,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 from transformers import AutoTokenizer
 
-from protocol.context import context_of
+from protocol.checkpoint import context_of, has_media
 from protocol.failures import Code
 from protocol.kinds import EMBED, ENCODERS, RERANK, TEXT, kind_of
 from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
-from protocol.towers import has_media
 from worker.embedding.backbones import BidirectionalGemma, DecoderBackbone, EncoderBackbone, load_backbone
 from worker.embedding.job import EmbeddingInput, Numbers
 from worker.embedding.pooling import PoolingHead

@@ -20,12 +20,11 @@ from huggingface_hub.errors import (
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
-from protocol.context import CONTEXT_KEYS, context_of
+from protocol.checkpoint import CONTEXT_KEYS, context_of, has_media
 from protocol.experts import has_index, read_index
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
-from protocol.towers import has_media
 from worker.errors import LoadFailed, foreign_code, is_allocation_failure
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan

@@ -20,8 +20,8 @@ import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, save_model
 
+from protocol.checkpoint import has_media
 from protocol.experts import FOLDER, INDEX, VERSION, ExpertIndex, ExpertLayer, ExpertTensor, has_index
-from protocol.towers import has_media
 from worker.errors import LoadFailed
 from worker.model.experts.expert_cache import put, switches_of
 from worker.model.experts.records import name_of, to_bytes

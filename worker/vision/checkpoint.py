@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from mlx.utils import tree_flatten
 
-from protocol.towers import MEDIA_SECTIONS, is_tower
+from protocol.checkpoint import MEDIA_SECTIONS, is_tower
 
 _DEFAULT_ROPE: Final = "default"
 _TEXT: Final = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from protocol.towers import has_media
+from protocol.checkpoint import has_media
 from worker.vision.checkpoint import text_config
 
 # Families with special attention or decoding that no wrapper supports.

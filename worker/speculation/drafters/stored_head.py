@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]  # as load_model itself does
 
-from protocol.prediction_heads import is_head, unused
+from protocol.checkpoint import is_head, unused
 from worker.speculation.drafters.head import PredictionHead
 from worker.speculation.drafters.head_forms import FORMS, QWEN, HeadForm
 from worker.speculation.drafters.target import core_of, tables

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
-from protocol.prediction_heads import SUPPORTED_TYPES, is_head, unused
+from protocol.checkpoint import SUPPORTED_TYPES, is_head, unused
 from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
