@@ -402,14 +402,23 @@ def test_a_bad_spec_is_a_mistake_of_the_configuration(run_dir: Path, spec: str) 
     assert (run_dir / "stderr").read_text().count("\n") == 1
 
 
-@pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "1")])
-def test_mlx_counts_no_cache_misses_unless_the_operator_says_so(given: str | None, kept: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        ("MLX_ENABLE_CACHE_THRASHING_CHECK", "0"),
+        pytest.param("MLX_MAX_OPS_PER_BUFFER", "20", marks=pytest.mark.skipif(sys.platform != "linux", reason="CUDA")),
+    ],
+)
+@pytest.mark.parametrize("given", [None, "7"])
+def test_settings_of_mlx_are_those_of_the_operator_or_ours(name: str, default: str, given: str | None) -> None:
     code = (
         "import os; from protocol.spec import WorkerSpec; from worker.main import _prepare_process;"
-        "_prepare_process(WorkerSpec('m', '', 1, '', '')); print(os.environ['MLX_ENABLE_CACHE_THRASHING_CHECK'])"
+        f"_prepare_process(WorkerSpec('m', '', 1, '', '')); print(os.environ[{name!r}])"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({"MLX_ENABLE_CACHE_THRASHING_CHECK": given} if given else {})
-    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True).strip() == kept
+    env = {each: value for each, value in os.environ.items() if each != name} | {"PYTHONPATH": str(ROOT)}
+    env |= {name: given} if given else {}
+    output = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    assert output.strip() == (given or default)
 
 
 def test_an_orphan_ends_its_requests_and_can_be_adopted_and_ends_itself_at_last(
