@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from benchmarks.traffic.lengths import Session
+from benchmarks.words import TokenPrompts
 from gateway.ctl.bench.closed_loop import BenchRequest
-from gateway.ctl.bench.words import Prompts
 
 # What a conversation's last question is about; these have the longest answers.
 CATEGORIES: Final = ("two tool calls", "json", "thinking", "tool results")
@@ -28,7 +28,7 @@ class Words:
     """Prompts of exactly the lengths drawn; a turn's prompt is the one before and more words."""
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
-        self._prompts = Prompts(tokenizer, seed)
+        self._prompts = TokenPrompts(tokenizer, seed)
 
     def write(self, session: Session) -> list[BenchRequest]:
         text = ""

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.ctl.doctor.checks import wired_limit, wired_max
 from gateway.service import launchd, systemd
-from gateway.service.description import HostFacts, Manager, RunCommand, Scope, Service, WriteFile
+from gateway.service.description import HostFacts, RunCommand, Scope, Service, ServiceManager, WriteFile
 from gateway.service.executor import ServiceFailed, carry_out, describe
 from tests.support.ctl import ctl
 from tests.support.scale import patient
@@ -228,7 +228,7 @@ def test_a_restart_hands_the_workers_over() -> None:
 
 
 @pytest.mark.parametrize("manager", [launchd, systemd])
-def test_a_restart_starts_a_daemon_that_has_ended(manager: Manager) -> None:
+def test_a_restart_starts_a_daemon_that_has_ended(manager: ServiceManager) -> None:
     machine = Recorded((1, "No main process to kill"), (3, "inactive"))
 
     carry_out(manager.restart(AGENT), machine)
