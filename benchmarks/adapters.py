@@ -78,7 +78,8 @@ def _load(model: Any, rank: int) -> tuple[Any, int]:
 
     packing = packing_of(model)
     slots, size = Slots(packing.turn if packing is not None else None), 0
-    for place in Linears(model).places:
+    linears = Linears(model)
+    for place in filter(None, map(linears.find, dict(model.named_modules()))):
         linear = place.holder[place.key]
         dtype = dtype_of(model, linear)
         shapes = (place.inputs, rank), (rank, place.outputs)
