@@ -11,12 +11,12 @@ from worker.engine.scheduling.memory_limits import MemoryLimits
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import Adapters, adapters_of
 
-# An adapter that leaves memory for a shorter context is not loaded.
+# An adapter is refused if it would leave memory for a context of fewer tokens than this.
 MIN_CONTEXT: Final = 256
 
 
 class AdapterOrders:
-    """Adapters of an engine. `rows` returns its rows, and `apply` applies changed memory limits."""
+    """Adapters of an engine. `rows` returns the engine's rows, and `apply` applies changed memory limits."""
 
     def __init__(
         self,
@@ -26,14 +26,14 @@ class AdapterOrders:
         rows: Callable[[], Iterable[Row]],
         apply: Callable[[], None],
     ) -> None:
-        # None for a model that is not loaded to be served.
+        # None if the model was not loaded to serve requests.
         self._adapters = adapters_of(loaded.model)
         self._base_bytes = loaded.weights_bytes - (self._adapters.nbytes if self._adapters is not None else 0)
         self._epoch = epoch
         self._memory = memory
         self._rows = rows
         self._apply = apply
-        # Reports that an adapter is gone go to the sender of the newest command.
+        # The sender of the newest command gets the report when an adapter has been freed.
         self._reply: Callable[[AdaptersSet], None] | None = None
 
     def refusal(self, row: Row) -> Failure | None:

@@ -38,9 +38,9 @@ log = logging.getLogger("mlxd.worker")
 
 # Longer prompts go to disk at the end of their prefill: a successor of this worker may have to resume the row.
 EARLY_STORE_TOKENS: Final = 1024
-# Waiting for another row's prefill pays off from about this common prefix.
+# Waiting for another row's prefill pays off if the common prefix has about this many tokens.
 MIN_SHARED_TOKENS: Final = 64
-# A step waits this long for a mask when all rows wait for theirs.
+# A step waits at most this long for a mask if all rows wait for their masks.
 MASK_WAIT_S: Final = 0.05
 
 
@@ -49,7 +49,8 @@ class StepOutput:
     """Results of one step; `timed` are the forward passes whose time became known.
 
     `returned` are rows that have left the batch to wait for their media in the queue. `scoring` are rows with new
-    log-probabilities of their prompt, `scored` are rows with all of them, and without output yet.
+    log-probabilities of their prompt, `scored` are rows that have all log-probabilities of their prompt and no output
+    yet.
     """
 
     tokens: list[Token]
@@ -80,21 +81,21 @@ class Batch:
         encoder: MediaEncoder | None = None,
         table_rows: int = 0,
     ) -> None:
-        # Known once a first row, the one of the warm-up, has ended.
+        # None until the first row, which is the warm-up's, has ended.
         self.kv_cost: KvCost | None = None
         self._cache = cache
         self._masks = Masks()
         suppressed = vision.needs.suppressed if vision is not None else ()
         self._sampler = RowSampler(self._masks, suppressed, agreement_of(model), table_rows)
         self._media = RowMedia(vision, encoder)
-        # All sequences in the order of insertion; those in prefill; those out of the generator until their mask is
-        # ready.
+        # All sequences in the order of insertion; the sequences in prefill; and the sequences that are out of the
+        # generator until their mask is ready.
         self._sequences: list[BatchSequence] = []
         self._prefilling: list[BatchSequence] = []
         self._parked: list[BatchSequence] = []
-        # Ended rows with their tokens and KV, until `settle`.
+        # Ended rows with their tokens and KV, which the next `settle` stores.
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
-        # The cache has failed since the last `settle`, at which all ranks of a group clear theirs.
+        # Whether the cache has failed since the last `settle`. The next `settle` clears it, on all ranks of a group.
         self._must_clear = False
         self._eos_ids = tuple(eos_ids)
         can_verify = mode is BatchMode.TOGETHER and batched.can_rewind(make_caches(model))
@@ -116,7 +117,7 @@ class Batch:
 
     @property
     def longest_prefill(self) -> int:
-        """Tokens of the longest prefill, from its beginning to its end."""
+        """Number of tokens of the longest prefill, including those that have run."""
         return max((sequence.row.slots - sequence.reused for sequence in self._prefilling), default=0)
 
     @property
@@ -132,12 +133,12 @@ class Batch:
 
     @property
     def unread(self) -> int:
-        """Tokens that the draft model has not read yet."""
+        """Number of tokens that the draft model has not read yet."""
         return self._drafter.unread
 
     @property
     def widest_step(self) -> int:
-        """Most tokens of a row in one step."""
+        """Maximum number of tokens of a row in one step."""
         widest = self._drafter.widest
         return max(widest, MAX_RECURRENT_BLOCK_TOKENS) if widest > 1 else PAIR_TOKENS
 
@@ -146,9 +147,10 @@ class Batch:
         return self._generator.nbytes + self._drafter.nbytes
 
     def must_wait(self, row: Row, *, is_first: bool = False) -> bool:
-        """Whether a prefix of a row is being prefilled by another row or read from disk, or its media are encoded.
+        """Whether a row must wait: its prefix is being prefilled by another row or read from disk, or its media are not
+        encoded.
 
-        `is_first`: no waiting row comes before it.
+        `is_first` is set if no other waiting row comes before this one.
         """
         if row.report.scored_top is not None:
             return False  # a scored prompt is computed whole
@@ -165,7 +167,7 @@ class Batch:
         return not self._media.is_ready(row, self._cache.longest(keys, row.cache_salt, row.whole), is_first=is_first)
 
     def is_prefilling_prefix_of(self, row: Row) -> bool:
-        """Whether a row in prefill will soon have cached much more of this prompt."""
+        """Whether a row in prefill will soon put a much longer prefix of this row's prompt into the cache."""
         if not self._prefilling or not self._cache.is_on:
             return False
         tokens = row.reusable
@@ -183,11 +185,11 @@ class Batch:
         return False
 
     def insert(self, row: Row, mask: MaskWork | None = None) -> bool:
-        """Insert a row: prompt and output so far, without its prefix in the cache. Sampling continues at position
+        """Insert a row: its prompt and output so far, except the prefix in the cache. Sampling continues at position
         len(output).
 
-        The last token always runs, because the first sample needs its logits. Returns False if features of its media
-        are missing; they are then requested. `mask` is the work of its grammar if that has begun.
+        The last token always runs, because the first sample needs its logits. If features of the row's media are
+        missing, they are requested and the result is False. `mask` is the work of the row's grammar if that has begun.
         """
         self.settle()
         tokens, keys = row.tokens(), row.keys()
@@ -234,7 +236,7 @@ class Batch:
         return StopSequences([[token] for token in (*eos_ids, *row.sampling.stop_ids)])
 
     def remove(self, row: Row) -> None:
-        """Take a row out, if it is in the batch. Its KV goes to the prefix cache."""
+        """Take a row out if it is in the batch, and store its KV in the prefix cache."""
         if (sequence := row.sequence) is None:
             return
         if sequence not in self._parked:
@@ -261,7 +263,7 @@ class Batch:
             self._must_clear = True
 
     def _store_running(self, tokens: Any, salt: str) -> None:
-        """Store the prefixes that running rows have in common with these tokens, now that a row can reuse the copy."""
+        """Store the KV of running rows that share a prefix with these tokens, now that a new row can reuse it."""
         unstored = [sequence for sequence in self._sequences if sequence.is_unstored]
         if not unstored or not self._cache.is_on:
             return
@@ -284,7 +286,7 @@ class Batch:
         with mx.stream(generation_stream):
             with self._keeping(row):
                 caches, tokens = self._generator.extract(sequence)
-                # A checkpoint inside a medium is useless, and would hide those before it.
+                # A checkpoint inside a medium is useless, and would hide the checkpoints before it.
                 is_usable = not self._cache.needs_checkpoints or row.whole(len(tokens)) == len(tokens)
                 if len(tokens) > sequence.reused and is_usable:
                     self._prefixes.keep(row, tokens, caches)
@@ -292,9 +294,9 @@ class Batch:
         return tokens
 
     def step(self, chunk: int, *, is_fused: bool = True, reads: int = 0) -> StepOutput:
-        """Run one decode step and at most `chunk` prompt tokens of each prefilling row, fused if `is_fused`.
+        """Run one decode step and at most `chunk` prompt tokens of each prefilling row, in one pass if `is_fused`.
 
-        A draft model then reads at most `reads` tokens.
+        Afterwards a draft model reads at most `reads` tokens.
         """
         self.settle()
         self._drafter.on_tick()
@@ -345,10 +347,10 @@ class Batch:
         self._generator.wait()
 
     def _begin(self, chunk: int, *, is_fused: bool) -> None:
-        """Run before the forward passes of a step; for a batch of several ranks."""
+        """Hook before the forward passes of a step, for a batch of several ranks."""
 
     def account(self, row: Row) -> None:
-        """Update the counts of a row."""
+        """Add the row's newest counts of predicted and accepted tokens to its statistics."""
         if row.sequence is not None:
             predicted, accepted = row.sequence.draft.take_prediction_counts()
             row.stats.predicted += predicted
@@ -366,7 +368,7 @@ class Batch:
             self._cache.clear()
 
     def _park(self) -> None:
-        """Take out rows whose mask was late: their samples are dropped, their KV is kept."""
+        """Take out rows whose mask was late; drop their samples, but keep their KV."""
         for work in self._masks.late():
             sequence = next((sequence for sequence in self._sequences if sequence.mask is work), None)
             if sequence is not None:
@@ -374,9 +376,9 @@ class Batch:
                 self._parked.append(sequence)
 
     def _unpark(self) -> list[Row]:
-        """Insert rows again whose masks are ready. If all rows are parked, wait for a mask first.
+        """Insert the rows again whose masks have become ready. If all rows are parked, first wait for a mask.
 
-        Returns rows that must wait for their media, whose KV and features are gone.
+        Returns the rows whose KV and media features are gone; these rows must wait for their media.
         """
         returned: list[Row] = []
         if self._parked and len(self._parked) == len(self._sequences):
@@ -399,9 +401,9 @@ class Batch:
     def _checkpoint(self, sequence: BatchSequence, is_prompt_end: bool) -> None:
         """Store a prompt for later requests while its row still runs.
 
-        The checkpoint is before the last token: a cached prompt must leave one to run, and the row has not joined the
-        decode rows yet, from which a copy would hold all of their KV twice for a moment. If caches can be cut, a short
-        prompt is only stored when a request can reuse it.
+        The checkpoint is before the last token. A cached prompt must leave one token to run, and the row has not joined
+        the decode rows yet: a copy from their caches would briefly hold the KV of all of them twice. If caches can be
+        cut, a short prompt is only stored when a request can reuse it.
         """
         row = sequence.row
         if row.kept is not None:
@@ -424,7 +426,7 @@ class Batch:
         self._media.forget(sequence.row)
 
     def _end_stay(self, sequence: BatchSequence) -> None:
-        """Remove a sequence from the batch, without its features."""
+        """Remove a sequence from the batch, but keep its features."""
         self.account(sequence.row)
         for sequences in (self._sequences, self._prefilling, self._parked):
             if sequence in sequences:

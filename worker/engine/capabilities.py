@@ -24,7 +24,7 @@ def reader_of(loaded: LoadedModel, spec: WorkerSpec) -> ImportanceReader | None:
 
 
 def speculation_of(loaded: LoadedModel, spec: WorkerSpec) -> tuple[str, bool]:
-    """Return the state of speculation, for people and as a boolean."""
+    """Return a description of speculation's state for people, and whether speculation is on."""
     if spec.speculate == "off":
         return "off", False
     if spec.group is not None:

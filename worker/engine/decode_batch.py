@@ -27,7 +27,7 @@ from worker.speculation.drafter import Drafter
 from worker.speculation.policy.draft_width import FasterOfTwo
 from worker.structured.masks import constrains
 
-# Limit of a block of a row with recurrent layers, whose rejected blocks are run again.
+# Maximum tokens of a row's block if the model has recurrent layers, which run the tokens of a rejected block again.
 MAX_RECURRENT_BLOCK_TOKENS: Final = 16
 # CUDA's attention of one token under a mask is slow. A step of two tokens, one of them padding, can be faster.
 PAIR_TOKENS: Final = 2
@@ -35,14 +35,15 @@ PAIR_TOKENS: Final = 2
 
 @dataclass(slots=True)
 class _PendingStep:
-    """Plain step that was launched, and is read by the next step."""
+    """Plain step that was launched; the next step reads its tokens."""
 
     rows: int
     prompted: int
     launched: float
-    # Whether each row had a second token; None if there was no choice.
+    # Whether each row had a second token, which is padding; None if there was no choice.
     is_pair: bool | None
-    # Known before the step is read if the loop rests, and on a CPU, where a launch returns when almost all has run.
+    # Set before the step's tokens are read if the loop rests, and on a CPU, where a launch returns when almost all of
+    # the step has run.
     ended: float = 0.0
 
 
@@ -72,11 +73,11 @@ class _Block:
 
     @property
     def steps(self) -> int:
-        """Positions at which rows sample, at most."""
+        """Maximum number of positions at which a row samples."""
         return max(len(draft) for draft in self.drafts) + 1
 
     def drafted(self, at: int) -> int:
-        """Return the number of tokens behind a row's newest one."""
+        """Return the number of tokens after a row's newest one."""
         return self.lengths[at] - self.begins[at] - 1
 
     def kept(self, at: int) -> int:
@@ -84,12 +85,13 @@ class _Block:
         return self.begins[at] + 1 + self.accepted[at]
 
     def generated(self, at: int) -> list[int]:
-        """Return the tokens that a row generates."""
+        """Return the tokens that a row generates by this block."""
         return self.rows[at][self.begins[at] : self.kept(at)]
 
 
 class DecodeBatch(SequenceGroup):
-    """Rows that generate. The input of a row is a sampled token that was not read yet, or its prompt's last token."""
+    """Rows that generate. The input of a row is a sampled token that was not copied to the host yet, or its prompt's
+    last token."""
 
     def __init__(self, model: Any, sampler: RowSampler, drafter: Drafter) -> None:
         super().__init__()
@@ -106,11 +108,11 @@ class DecodeBatch(SequenceGroup):
         self._is_divided = agreement_of(model) is not None
         # Plain step that sampled the inputs; None if its time cannot be measured.
         self._pending: _PendingStep | None = None
-        # End of the newest forward pass that was waited for.
+        # Time at which the newest forward pass that was waited for ended.
         self.ended = 0.0
-        # Rows of the newest step if it was a block, else 0.
+        # Number of rows of the newest step if that was a verify block, else 0.
         self._block_rows = 0
-        # Passes whose time became known since the newest step began.
+        # Forward passes whose time became known since the newest step began.
         self.timed: list[PassTime] = []
 
     def join(self, rows: SequenceGroup) -> None:
@@ -133,13 +135,13 @@ class DecodeBatch(SequenceGroup):
         super().keep(rows)
 
     def finish(self) -> None:
-        """Wait for the running step, so that it and the pass behind it are measured separately."""
+        """Wait for the running step, so that this step and the pass after it are measured separately."""
         if self._pending is not None:
             mx.eval(self._inputs)
             self._time_plain()
 
     def end_pass(self) -> float:
-        """Return the seconds of the pass behind the newest step, which has ended."""
+        """Return the seconds of the pass that ran after the newest step and has just ended."""
         began, self.ended = self.ended, time.perf_counter()
         return self.ended - began
 
@@ -150,7 +152,7 @@ class DecodeBatch(SequenceGroup):
         self._block_rows = 0
 
     def decode(self, prefill: ForwardPart | None = None) -> list[Token]:
-        """Run one step, fused with a chunk of prompts."""
+        """Run one step, fused with `prefill` if that is given."""
         self.timed = []
         if self._inputs is None:
             self._pending = None
@@ -167,8 +169,8 @@ class DecodeBatch(SequenceGroup):
     def _time_block(
         self, block: "_Block", tokens: int, began: float, drafted: float, prefill: ForwardPart | None
     ) -> None:
-        """Measure a block from its launch to its end. Nothing runs while its tokens are sent, so that time counts for
-        the next block of as many rows."""
+        """Measure a block from its launch to its end. Nothing runs while the block's tokens are sent, so the next block
+        of as many rows includes the time for sending."""
         rows, before, last = len(block.rows), self._block_rows, self.ended
         self._block_rows, self.ended = rows, time.perf_counter()
         seconds = self.ended - drafted + (began - last if before == rows else 0.0)
@@ -176,8 +178,8 @@ class DecodeBatch(SequenceGroup):
         self.timed.append(PassTime(seconds, rows, block.width, tokens, prompted))
 
     def _time_plain(self) -> None:
-        """Measure a plain step from the end of the one before it to its own end, which is known once its tokens are
-        read: it runs while the tokens before it are sent."""
+        """Measure a plain step from the end of the previous step to its own end. A step runs while the previous tokens
+        are sent, so its end is known once its own tokens are read."""
         pending, last, self._pending = self._pending, self.ended, None
         if pending is None:
             return
@@ -188,7 +190,7 @@ class DecodeBatch(SequenceGroup):
             self._pairs.observe(pending.rows, pending.is_pair, seconds)
 
     def _plain(self, inputs: mx.array, prefill: ForwardPart | None) -> list[Token]:
-        """Launch the next step, then read the inputs."""
+        """Launch the next plain step, then read the tokens that are its inputs."""
         is_pair = self._choose_pair()
         tokens, pending = inputs[:, None], _PendingStep(len(self), sum(prefill.lengths) if prefill else 0, 0.0, is_pair)
         if is_pair:
@@ -217,14 +219,14 @@ class DecodeBatch(SequenceGroup):
         return sampled
 
     def _choose_pair(self) -> bool | None:
-        """Whether a plain step has a second token per row; None if there is no choice."""
+        """Whether a plain step has a second token per row, which is padding; None if there is no choice."""
         if not ragged.sees_room or not self._is_plain or batched.is_level(self.caches):
             return None
         # Ranks of a group must choose alike, but each measures its own times.
         return True if self._is_divided else self._pairs.choose(len(self))
 
     def _draft(self, inputs: mx.array) -> "_Block | None":
-        """Return the next block; None if no row has a draft or owes tokens."""
+        """Return the next verify block; None if no row has a draft or owes tokens."""
         if self._drafter.widest == 1:
             return None
         most = [self._most(sequence) for sequence in self.sequences]
@@ -240,7 +242,7 @@ class DecodeBatch(SequenceGroup):
         return _Block.of(self.sequences, ids, drafts) if owes or any(drafts) else None
 
     def _most(self, sequence: BatchSequence) -> int:
-        """Return the most draft tokens that a row can take."""
+        """Return the maximum number of draft tokens for a row."""
         if not sequence.has_begun:
             return 0
         left = max(0, sequence.max_tokens - sequence.generated - 1)
@@ -304,10 +306,10 @@ class DecodeBatch(SequenceGroup):
     def _targets(
         self, block: "_Block | None", inputs: mx.array, logits: mx.array
     ) -> tuple[mx.array, mx.array, list[mx.array]]:
-        """Return log-probabilities `[rows, steps, vocab]` and sampled ids `[rows, steps]` behind each row's newest
+        """Return log-probabilities `[rows, steps, vocab]` and sampled ids `[rows, steps]` after each row's newest
         token, and the contexts of processors.
 
-        Rows with a grammar need the inputs read before: see `worker.structured.masks`.
+        If a row has a grammar, the inputs are read first: see `worker.structured.masks`.
         """
         steps = block.steps if block is not None else 1
         if block is not None and any(block.begins):
@@ -325,7 +327,7 @@ class DecodeBatch(SequenceGroup):
         return logprobs, targets, contexts
 
     def _take_masks(self, ids: Sequence[int], drafts: Sequence[Sequence[int]] = ()) -> None:
-        """Pass the tokens of the running forward pass to the grammars, without the last ones of prompts."""
+        """Pass the tokens of the running forward pass to the grammars, except the last tokens of prompts."""
         begun = [at for at, sequence in enumerate(self.sequences) if sequence.has_begun]
         own = [drafts[at] for at in begun] if drafts else None
         self._sampler.masks.take([self.sequences[at] for at in begun], [ids[at] for at in begun], own)
@@ -335,9 +337,11 @@ class DecodeBatch(SequenceGroup):
         return ids
 
     def _process(self, block: "_Block | None", inputs: mx.array, logits: mx.array) -> tuple[mx.array, list[mx.array]]:
-        """Return logits `[rows, steps, vocab]` after the processors of each row, and the contexts that they saw.
+        """Return logits `[rows, steps, vocab]` after the processors of each row, and the contexts that the processors
+        saw.
 
-        At each draft token they see the text that would end with it. An error there only ends the draft before it.
+        At each draft token, a processor sees the text as if that token were accepted. If a processor raises an error
+        there, the draft is cut before that token, and the row continues.
         """
         contexts: list[mx.array] = []
         for at, sequence in enumerate(self.sequences):

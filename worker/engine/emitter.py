@@ -27,7 +27,8 @@ class FinishRow(Protocol):
 
 
 class Emitter:
-    """Owned by the engine thread. `finish` ends a row with its last output, or with a failure."""
+    """Emitter of step results, owned by the engine thread. `finish` ends a row with its last output, or with a
+    failure."""
 
     def __init__(self, writer: OutputWriter, outbox: Outbox, finish: FinishRow) -> None:
         self._writer = writer
@@ -52,7 +53,7 @@ class Emitter:
         closed: set[Row] = set()
         for token, logprob in zip(output.tokens, self._read_logprobs(output.tokens), strict=True):
             if token.row.is_finished or token.row in closed:
-                continue  # a token of a verify block behind the row's end
+                continue  # a token of a verify block after the row's end
             if not token.row.stats.first_token:
                 token.row.stats.first_token = now
             self.advance(token.row, token.id, token.ended, logprob)
@@ -86,7 +87,7 @@ class Emitter:
         self._finish(row, Finish.ERROR, failure)
 
     def _send_scores(self, row: Row, scores: Scores) -> None:
-        """Send new scores of a prompt; those of a row that is scored again may have been sent before."""
+        """Send the scores of a prompt that were not sent yet: a row that is scored again may have sent some before."""
         if row.is_finished:
             return
         try:

@@ -19,7 +19,7 @@ from worker.vision.multimodal_merge import merge_of
 class ForwardPart:
     """Rows of a forward pass with their next tokens `[rows, width]`, which the pass adds to their caches.
 
-    Row i begins in slot `len(sequences[i].tokens)`, which is also its position unless its prompt is sparse. It has
+    Row i begins in slot `len(sequences[i].tokens)`, which is also its position unless its prompt is sparse. The row has
     `lengths[i]` tokens, then padding. Caches that keep tokens one by one hold the padding until they are rewound.
     """
 
@@ -34,7 +34,7 @@ class ForwardPart:
 
     @property
     def excess(self) -> list[int]:
-        """Padding of each row, in tokens."""
+        """Number of padding tokens of each row."""
         return [self.width - length for length in self.lengths]
 
 
@@ -44,12 +44,12 @@ def can_pack(model: Any) -> bool:
 
 
 def has_media(sequences: Sequence[BatchSequence]) -> bool:
-    """Whether a pass of these needs the multimodal merge."""
+    """Whether a forward pass of these sequences needs the multimodal merge."""
     return any(sequence.placement is not None for sequence in sequences)
 
 
 def forward(model: Any, part: ForwardPart, prefill: ForwardPart | None = None) -> mx.array:
-    """Return logits `[rows, length, vocab]` of a part, up to its longest row.
+    """Return logits `[rows, length, vocab]` of `part`, where `length` is that of its longest row.
 
     Tokens of `prefill` go through the weights in the same pass; their logits are not computed.
     """

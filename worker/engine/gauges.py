@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Gauges(Stats):
-    """Statistics of the loop, and of parts that count for themselves; their sum is sent.
+    """Statistics of the loop. `snapshot` adds those of the parts that keep their own counts.
 
     Only the loop writes, and a torn read across fields is harmless. `repaired_messages` belongs to the sending thread,
     `refused_questions` to the receiving one, `undecoded` to the decoders. `busy_since` is 0 while the loop is idle.
@@ -44,7 +44,7 @@ class Gauges(Stats):
         whole: tuple[Any, ...] = astuple(self)[: len(Stats.__struct_fields__)]
         for part in (self.cache, self.disk, self.features, self.choices, self.experts, drafts):
             if part is not None:
-                # A tuple is in one part only, so that adding works for tuples too.
+                # Only one part fills a given tuple field, so adding also works for tuples.
                 whole = tuple(map(add, whole, astuple(part)))
         values: list[Any] = [round(value, 3) if isinstance(value, float) else value for value in whole]
         stats = Stats(*values)

@@ -25,14 +25,15 @@ from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
 
-# Free buffers go back to the system after this many tokens of prefill or steps, as in mlx-lm.
+# Unused buffers are returned to the system after this many prefill tokens or steps, as in mlx-lm.
 CLEAR_INTERVAL_TOKENS: Final = 2048
 CLEAR_INTERVAL_STEPS: Final = 512
 
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """Progress of a prompt by `count` tokens. At the prompt's end its last token is left, for the next decode step."""
+    """Progress of a prompt by `count` tokens. At the end of the prompt, its last token is left for the next decode
+    step."""
 
     sequence: BatchSequence
     count: int
@@ -45,14 +46,14 @@ class PrefillProgress:
 class Generator:
     """Runs sequences in the model's batch mode. Owned by one thread.
 
-    A step gives each row past its prompt a token, and runs one chunk of each other row: in one forward pass if the
-    chunks are fused with the decode step, else in two.
+    A step gives one token to each row past its prompt, and runs one chunk of each other row's prompt: in one forward
+    pass if the chunks are fused with the decode step, else in two.
     """
 
     def __init__(self, model: Any, sampler: RowSampler, mode: BatchMode, drafter: Drafter) -> None:
         self._model = model
         self._mode = mode
-        # Sequences by phase: inserted; in prefill, or scored one by one; past their prompt.
+        # Sequences are grouped by phase: inserted; in prefill, or scored one by one; past their prompt.
         self._waiting: deque[BatchSequence] = deque()
         self._prefill = SequenceGroup()
         self._scored = ScoredRows(model)
@@ -71,7 +72,7 @@ class Generator:
 
     @property
     def _groups(self) -> list[SequenceGroup]:
-        """Groups of rows that are past their insertion."""
+        """Groups of all rows, except inserted rows that have not run yet."""
         return [self._prefill, self._decode, *self._scored.rows]
 
     def generating(self) -> tuple[list[BatchSequence], list[Any]]:
@@ -79,12 +80,13 @@ class Generator:
         return self._decode.sequences, self._decode.caches
 
     def insert(self, sequence: BatchSequence) -> None:
-        """Queue a sequence with nonempty segments. With scores, it must not hold tokens yet."""
+        """Queue a sequence with nonempty segments. A sequence with scores must not have tokens in its caches yet."""
         sequence.caches = sequence.caches or make_caches(self._model)
         self._waiting.append(sequence)
 
     def extract(self, sequence: BatchSequence) -> tuple[list[Any], list[int]]:
-        """Return the caches of one sequence, as views while it is in a batch, and the tokens in them."""
+        """Return the caches of one sequence and the tokens in them. The caches are views while the sequence is in a
+        batch."""
         if sequence in self._waiting:
             return (sequence.caches, sequence.tokens) if sequence.tokens else ([], [])
         rows = next(rows for rows in self._groups if sequence in rows.sequences)
@@ -102,10 +104,11 @@ class Generator:
     def run_passes(
         self, chunk: int, *, is_fused: bool = True, reads: int = 0
     ) -> tuple[list[PrefillProgress], list[Token]]:
-        """Make the passes of one step, with at most `chunk` tokens of each prompt, fused with it if `is_fused` and if
-        the model can.
+        """Run the forward passes of one step, with at most `chunk` tokens of each prompt. The chunks are fused with the
+        decode step if `is_fused` is set and the model allows it.
 
-        A draft model then reads at most `reads` tokens. The caller must discard ended sequences before the next step.
+        Afterwards a draft model reads at most `reads` tokens. The caller must discard ended sequences before the next
+        step.
         """
         with mx.stream(generation_stream):
             self._admit()
@@ -164,8 +167,8 @@ class Generator:
         return prompted
 
     def _run_scored(self, chunk: int) -> list[PrefillProgress]:
-        """Run a slice of each scored prompt, or of one while other rows generate. A prompt's scores are complete once
-        only its last token is left."""
+        """Run a slice of each scored prompt, or of only one while other rows generate. A prompt's scores are complete
+        once only its last token is left."""
         prompted: list[PrefillProgress] = []
         for rows in self._scored.due(is_alone=not len(self._decode)):
             sequence = rows.sequences[0]
@@ -179,11 +182,11 @@ class Generator:
         return prompted
 
     def _chunk(self, most: int) -> ForwardPart | None:
-        """Return the next tokens of each prompt."""
+        """Return at most `most` next tokens of each prompt."""
         sequences = self._prefill.sequences
         if not sequences:
             return None
-        if self._mode is BatchMode.EQUAL:  # a chunk no longer than any row's rest needs no padding
+        if self._mode is BatchMode.EQUAL:  # a chunk that is no longer than the rest of any prompt needs no padding
             most = min(most, *(len(sequence.segments[0]) for sequence in sequences))
         parts = [sequence.segments[0][:most] for sequence in sequences]
         lengths = [len(part) for part in parts]

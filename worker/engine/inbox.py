@@ -15,14 +15,14 @@ from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.engine.row import Row
 from worker.model.lora.adapter_files import Files
 
-# The engine blocks this long for commands while all of its rows wait for something.
+# The engine blocks at most this long for commands while all of its rows wait for something.
 WAIT_S: Final = 0.05
-# An answered client that works in a loop sends its next request within this time.
+# A client that works in a loop sends its next request within this time after its answer.
 RETURN_S: Final = 0.1
-# Gathering ends after this much time without a request, and after GATHER_S in all.
+# Gathering ends after QUIET_S without a request, and after GATHER_S in total.
 QUIET_S: Final = 0.01
 GATHER_S: Final = 0.025
-# Requests of new clients are one burst while each follows the one before within this time.
+# Requests of new clients belong to one burst if each follows the previous one within this time.
 BURST_S: Final = 0.001
 _MAX_ANSWERED: Final = 1024
 
@@ -35,7 +35,8 @@ class WakeUp(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrder:
-    """Command to have exactly these adapters, by name and folder; `read` holds the files of the new ones."""
+    """Command to have exactly these adapters, by name and folder; `read` has the files of the new adapters, or why they
+    failed."""
 
     call_id: int
     wanted: tuple[tuple[str, str], ...]
@@ -47,7 +48,7 @@ Command = Row | Abort | Drain | Shutdown | SetMemory | SetPace | AdapterOrder | 
 
 
 class EngineInbox:
-    """Commands from any thread to the engine's, which alone calls `take` and `note_answer`."""
+    """Queue of commands from any thread to the engine thread, which alone calls `take` and `note_answer`."""
 
     def __init__(self, *, gather_s: float = GATHER_S, quiet_s: float = QUIET_S, burst_s: float = BURST_S) -> None:
         self._gather_s = gather_s
@@ -65,8 +66,8 @@ class EngineInbox:
         self._answered.append(now)
 
     def take(self, *, is_idle: bool, is_waiting: bool, rest_s: float = 0.0) -> list[Command]:
-        """Return all waiting commands. Blocks for a first one if the engine is idle, briefly if its rows wait, and for
-        `rest_s` if it rests."""
+        """Return all waiting commands. If the engine is idle, block until there is one. If its rows wait or if it
+        rests, block for a short time or for `rest_s`."""
         commands: list[Command] = []
         if is_idle:
             commands.append(self._queue.get())
@@ -80,10 +81,10 @@ class EngineInbox:
         return commands
 
     def _gather(self, commands: list[Command]) -> None:
-        """Wait a moment for requests that come with the first: their prompts prefill as one batch at little more than
-        the cost of one.
+        """Wait a moment for more requests: several prompts prefill as one batch at little more than the cost of one.
 
-        Clients that work in loops and were answered together return together. Requests of others come in bursts.
+        Clients that work in loops and were answered together send their next requests together. Requests of other
+        clients come in bursts.
         """
         begin = time.monotonic()
         missing = sum(begin - at <= RETURN_S for at in self._answered)

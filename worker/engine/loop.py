@@ -50,7 +50,7 @@ log = logging.getLogger("mlxd.worker")
 
 # A second failure of the step loop within this time ends the worker.
 _RECOVERY_INTERVAL_S: Final = 60.0
-# Rows that may wait, at a time, for another row to prefill their common prefix.
+# Maximum number of rows that wait at the same time for another row to prefill a common prefix.
 _MAX_HELD_ROWS: Final = 64
 _CONTEXT_INTERVAL_STEPS: Final = 32
 
@@ -58,7 +58,7 @@ _CONTEXT_INTERVAL_STEPS: Final = 32
 class Engine(RequestLoop[Row]):
     """Owner of the rows and the batch. Commands come from `inbox`, messages leave through `send`.
 
-    `keeps` is the folder for timings that are kept from start to start; empty for none.
+    `keeps` is the folder for timings that are saved for the next start; it is empty if none are saved.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Engine(RequestLoop[Row]):
         self._emitter = Emitter(writer, self._outbox, self._finish)
         self._adapters = AdapterOrders(loaded, spec.epoch, self._memory, self._requests.values, self._apply_limits)
         self._recovered_at = float("-inf")
-        # The batch was abandoned when the release of a row failed.
+        # Whether the batch was abandoned because the release of a row failed, and must be built again.
         self._must_rebuild = False
 
     @property
     def kv_cost(self) -> KvCost:
-        """Known once the engine is warm."""
+        """Cost of KV, which is known after `warm_up`."""
         return self._memory.kv_cost
 
     def run(self) -> None:
@@ -238,7 +238,7 @@ class Engine(RequestLoop[Row]):
             row = self._queue.pop()
             if not self._memory.kv.admits(self._batch.rows, row, self.sparse.needs(row)):
                 held.append(row)
-                break  # a smaller row behind it must not starve it
+                break  # a smaller row that comes later must not starve this one
             if self.sparse.must_wait(row) or self._batch.must_wait(row, is_first=not held):
                 held.append(row)
                 continue
@@ -275,7 +275,7 @@ class Engine(RequestLoop[Row]):
             self.pacer.end_selection()
             return
         self._is_waiting = False
-        # Counts as a step, so that the request's liveness check passes.
+        # The selection counts as a step, so that the request's liveness check passes.
         self._gauges.step_seq += 1
         self._batch.wait()
         try:
@@ -291,7 +291,7 @@ class Engine(RequestLoop[Row]):
                 self._emitter.fail(row, "its prompt was read by the draft model", error)
 
     def _make_room(self) -> None:
-        """Preempt rows, their KV into the prefix cache, while the next step would not fit."""
+        """Preempt rows until the next step fits memory. Their KV goes to the prefix cache."""
         while (row := self._memory.kv.surplus(self._batch.rows, self.sparse.nbytes)) is not None:
             log.info("row %d is preempted for older ones", row.rid)
             self._batch.remove(row)

@@ -17,7 +17,7 @@ _EMPTY_TEXT: Final = (Event(DeltaKind.TEXT),)
 
 
 class Outbox:
-    """Messages to the gateway, through `send` at once or with the next `flush`. Owned by the loop's thread.
+    """Messages to the gateway, sent through `send` at once or with the next `flush`. Owned by the loop's thread.
 
     With `one_delta_per_frame` each delta has a message of its own, for data that can fill a frame.
     """
@@ -38,12 +38,12 @@ class Outbox:
         self._deltas.append(delta)
 
     def add_echo(self, row: Row, logprobs: tuple[TokenLogprob, ...] | None = None) -> None:
-        """Add log-probabilities of the next tokens of an echoed prompt, the first time with its text."""
+        """Add log-probabilities of the next tokens of an echoed prompt. The first call adds the prompt's text too."""
         text = "" if row.report.echo_sent else row.report.echo
         self._deltas.append(Delta(row.rid, text=text, logprobs=logprobs))
 
     def add_prompt(self, row: Row, logprobs: tuple[PromptLogprob, ...] = ()) -> None:
-        """Add log-probabilities of the next tokens of a prompt; without them, all of its ids."""
+        """Add log-probabilities of the next tokens of a prompt, or all of the prompt's ids if there are none."""
         self._deltas.append(Delta(row.rid, prompt=PromptPart(() if logprobs else tuple(row.prompt), logprobs)))
 
     def add_output(

@@ -31,8 +31,8 @@ class OutputWriter:
         self.token_bytes = vocabulary.token_bytes
 
     def advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> TokenOutput:
-        """Take one sampled token; `ended` is mlx-lm's finish reason. An end-of-sequence token has no text, and a
-        logprob only in a row with an echo."""
+        """Take one sampled token; `ended` is mlx-lm's finish reason. An end-of-sequence token has no text unless stops
+        are included in the output, and a logprob only in a row with an echo."""
         out = row.text
         row.stats.completion += 1
         is_eos = ended == "stop"
@@ -66,13 +66,14 @@ class OutputWriter:
             out.ready = out.safe
         events = self._parse(row, is_end=finish is not None, is_cut=not is_eos)
         if out.is_one_call and (at := _first_end(events)) is not None:
-            # Events behind the call are dropped, also those of this token.
+            # Events after the call are dropped, including those of this token.
             events, finish = events[: at + 1], Finish.STOP
         if finish is Finish.STOP and out.parser is not None and out.parser.saw_tool_call:
             # A malformed call must not look complete.
             finish = Finish.LENGTH if out.parser.is_broken else Finish.TOOL_CALLS
         if is_eos:
-            # It has no text that would release it, so its id is sent with the end.
+            # An end-of-sequence token has no text whose release would send the id, so the id is sent with the row's
+            # end.
             out.held.append(HeldToken(out.seen, token))
         if is_eos and row.report.echo and logprob is not None:
             # Clients that score texts rely on an entry for each token.
@@ -80,7 +81,7 @@ class OutputWriter:
         return TokenOutput(events, logprobs, finish)
 
     def replay(self, row: Row, ids: Sequence[int]) -> None:
-        """Resume a row of an earlier worker: its client has `ids` and the text that is safe with them."""
+        """Resume a row of an earlier worker: the row's client has `ids` and the text that is safe with them."""
         out = row.text
         for token in ids:
             self.advance(row, token, None, None)

@@ -18,7 +18,7 @@ from worker.engine.outbox import Outbox
 
 log = logging.getLogger("mlxd.worker")
 
-# Far more than requests can be on their way through the intake.
+# This is far more than the number of requests that can be in the intake at once.
 _MAX_EARLY_ABORTS: Final = 1 << 16
 STOPPING: Final = Failure(Code.DRAINING, "the model is being stopped; try again")
 _QUEUE_FULL: Final = Failure(Code.BUSY, "the model's queue is full; try again")
@@ -40,7 +40,7 @@ R = TypeVar("R", bound=LoopRequest)
 
 
 class RequestLoop(Generic[R]):
-    """Owner of the requests of one model. All methods run on the loop's thread, which is MLX's."""
+    """Owner of the requests of one model. All methods run on the loop's thread, the only one that uses MLX."""
 
     def __init__(
         self, spec: WorkerSpec, gauges: Gauges, send: Callable[[Up], None], *, one_delta_per_frame: bool = False

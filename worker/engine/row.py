@@ -92,35 +92,37 @@ class PromptReport:
 
     echo: str = ""
     sends_ids: bool = False
-    # Top tokens per position of a prompt that is to be scored; None if it is not, or was scored already.
+    # Number of top tokens per position of a prompt to score; None if the prompt is not scored, or was scored already.
     scored_top: int | None = None
-    # Top tokens per `PromptLogprob`; None if the prompt's log-probabilities are not sent apart from the echo.
+    # Number of top tokens per `PromptLogprob`; None if log-probabilities of the prompt are not sent apart from the
+    # echo.
     logprobs: int | None = None
-    # Numbers of entries that were sent; the first entry of the echo has its text.
+    # Counts of entries that were sent; the first entry of the echo has its text.
     scores_sent: int = 0
     echo_sent: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class RowStats:
-    """Times of the monotonic clock, and counts."""
+    """Timestamps of a row, by the monotonic clock, and its counts of tokens."""
 
     arrived: float
     admitted: float = 0.0
     first_token: float = 0.0
-    # Prompt tokens that the prefix cache had at the first insertion; later ones may be the row's own.
+    # Number of prompt tokens that the prefix cache had at the first insertion. At later insertions it may have the
+    # row's own.
     cached: int | None = None
     completion: int = 0
-    # Tokens of the client's prediction that were drafted, and those of them that were accepted.
+    # Number of tokens of the client's prediction that were drafted, and how many of those were accepted.
     predicted: int = 0
     accepted: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """Owned by the engine thread from the moment it leaves the intake.
+    """Sequence of one request, owned by the engine thread once it leaves the intake.
 
-    `output` holds every sampled token but the end-of-sequence one.
+    `output` holds every sampled token except the end-of-sequence token.
     """
 
     rid: int
@@ -140,22 +142,22 @@ class Row:
     boundaries: list[int] = field(default_factory=list)
     # Logits processors that run before those of the sampling parameters.
     processors: list[Any] = field(default_factory=list)
-    # Token ids of texts in the sampling parameters.
+    # Token ids of the texts in the sampling parameters.
     words: BadWords = NO_WORDS
     # Constraint on the output.
     rule: Rule | None = None
     drafting: Drafting = field(default_factory=Drafting)
-    # None is the base model.
+    # None means the base model.
     adapter: Adapter | None = None
     # Media in the order of the prompt, and positions `[3, prompt]` for models with spatial positions.
     media: list[Span] = field(default_factory=list)
     positions: npt.NDArray[np.int32] | None = None
-    # Part of the prompt that a sparse prefill runs, 0 without one, and the tokens once they are selected.
+    # Ratio of the prompt that a sparse prefill runs, 0 without sparse prefill; and the tokens once they are selected.
     keep: float = 0.0
     kept: SelectedTokens | None = None
-    # Deviations from the request, without those of its grammar.
+    # Deviations from the request, except those of the row's grammar.
     relaxed: tuple[str, ...] = ()
-    # Numbers of turns and tokens that were truncated from the prompt.
+    # Number of turns and number of tokens that were truncated from the prompt.
     left_out: tuple[int, int] = (0, 0)
     report: PromptReport = field(default_factory=PromptReport)
     thinking: Thinking = field(default_factory=Thinking)
@@ -164,7 +166,7 @@ class Row:
     # Position in the order of arrival.
     arrival: int = 0
     is_finished: bool = False
-    # Reads from disk for the prompt, until the row is inserted.
+    # Pending disk reads of this row's prompt KV; None once the row is inserted.
     ticket: Ticket | None = None
     # None while the row is not in the batch.
     sequence: "BatchSequence | None" = None
@@ -187,7 +189,7 @@ class Row:
         return self._tokens
 
     def keys(self) -> npt.NDArray[np.int32]:
-        """Return `tokens` as keys of the prefix cache, where media stand for their content; read-only."""
+        """Return `tokens` as keys of the prefix cache: keys of media depend on the content of the media. Read-only."""
         tokens = self.tokens()
         if not self.media:
             return tokens
@@ -197,7 +199,7 @@ class Row:
 
     @property
     def slots(self) -> int:
-        """Tokens of prompt and output that have KV."""
+        """Number of tokens of prompt and output that have KV."""
         return self.prompt_slots + len(self.output)
 
     @property
@@ -206,7 +208,7 @@ class Row:
 
     @property
     def reusable(self) -> npt.NDArray[np.int32]:
-        """Keys that the prefix cache may have KV for. The last token always runs, and KV behind the first gap of a
+        """Keys that the prefix cache may have KV for. The last token always runs, and KV after the first gap of a
         sparse prompt differs from that of the whole text."""
         keys = self.keys()[:-1]
         return keys if self.kept is None else keys[: self.kept.leading]
@@ -275,25 +277,25 @@ class BatchSequence:
     # Ends of segments that get a checkpoint; None stands for all of them.
     marks: frozenset[int] | None = None
     reused: int = 0
-    # Tokens of all segments, and those that have run.
+    # Number of tokens of all segments, and number of those that have run.
     total: int = 0
     done: int = 0
     # Limit of `generated`, the tokens sampled since the insertion.
     max_tokens: int = 0
     generated: int = 0
-    # The newest input was a sampled token, not the last one of the prompt.
+    # Whether the newest input was a sampled token and not the last one of the prompt.
     has_begun: bool = False
-    # Generated tokens that are not in the caches, because recurrent layers were restored to before a verify block that
-    # was rejected in part.
+    # Generated tokens that are not in the caches: after a verify block was rejected in part, recurrent layers were
+    # restored to the state before the block.
     owed: list[int] = field(default_factory=list[int])
     context: Context | None = None
     # Log-probabilities of the prompt, until they are complete and taken.
     scores: Scores | None = None
     # All tokens but the last, for processors of a row with a sparse prefill.
     text: Sequence[int] = ()
-    # Tokens of the longest medium that no chunk may cut; 0 without one.
+    # Number of tokens of the longest medium that no chunk may cut; 0 without such a medium.
     longest_whole: int = 0
-    # KV behind the prompt is only in the batch; it is stored at the end of the row, or when a request can reuse it.
+    # Whether the row's KV is only in the batch; it is stored at the end of the row, or when a request can reuse it.
     is_unstored: bool = False
 
     def __post_init__(self) -> None:
@@ -306,12 +308,13 @@ class BatchSequence:
 
     @property
     def prefilled(self) -> int:
-        """Tokens of prompt and earlier output that have been computed or reused."""
+        """Number of tokens of prompt and earlier output that have been computed or reused."""
         return self.reused + self.done
 
     @property
     def skipped(self) -> int:
-        """Prompt tokens that the sparse prefill left out before the next token: its position minus its slot."""
+        """Number of prompt tokens that the sparse prefill left out before the next token: its position minus its
+        slot."""
         kept = self.row.kept
         return kept.position_offset(len(self.tokens)) if kept is not None else 0
 
@@ -321,7 +324,7 @@ class BatchSequence:
         return len(self.segments) == 1
 
     def ends(self, token: int) -> str | None:
-        """Count a sampled token. Returns the reason if it is the last one, `stop` or `length`."""
+        """Count a sampled token. Returns the finish reason, `stop` or `length`, if the token is the row's last one."""
         self.generated += 1
         if self.stops.advance(token):
             return "stop"
@@ -330,7 +333,8 @@ class BatchSequence:
 
 @dataclass(slots=True)
 class Token:
-    """One sampled token of a row. `ended` is the reason if it is the last one, `stop` or `length`."""
+    """One sampled token of a row. `ended` is the finish reason, `stop` or `length`, if the token is the row's last
+    one."""
 
     row: Row
     id: int

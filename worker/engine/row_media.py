@@ -1,4 +1,4 @@
-"""Media of the rows in a batch: placement of features, and their release behind the prefill."""
+"""Media of the rows in a batch: placement of features, and their release after the prefill."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from worker.vision.multimodal_merge import MediaPlacement
 
 
 class RowMedia:
-    """Media of the rows of a batch, owned by it. For text models every method does nothing."""
+    """Media of the rows of a batch, owned by the batch. For text models every method does nothing."""
 
     def __init__(self, vision: Vision | None, encoder: MediaEncoder | None) -> None:
         self._encoder = encoder
@@ -54,11 +54,12 @@ class RowMedia:
             self._encoder.forget(row.rid)
 
     def longest_whole(self, row: Row) -> int:
-        """Return the tokens of a row's longest medium that no chunk may cut; 0 without one."""
+        """Return the number of tokens of a row's longest medium that no chunk may cut; 0 without such a medium."""
         return max((span.end - span.begin for span in row.media), default=0) if self._keeps_whole else 0
 
     def widened(self, chunk: int, prefilling: Iterable[Row]) -> int:
-        """Return `chunk`, or more if the longest medium in prefill may not be cut and needs it."""
+        """Return `chunk`, or the length of the longest medium in prefill if that is larger and the medium may not be
+        cut."""
         if not self._keeps_whole:
             return chunk
         return max((chunk, *(span.end - span.begin for row in prefilling for span in row.media)))

@@ -25,7 +25,8 @@ class RowPrefixes:
         self._cache = cache
 
     def segments(self, row: Row, tokens: Any, reused: int) -> tuple[list[list[int]], frozenset[int] | None]:
-        """Return the tokens to run in segments, and the ends of segments that get a checkpoint if not all do.
+        """Return the tokens to run, in segments, and the ends of segments that get a checkpoint; None if all of them
+        get one.
 
         Cuts are at checkpoints and at the edges of media: chunks of any size then hold tokens of one kind, whose
         results come from the same kernel.

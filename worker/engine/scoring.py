@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's own tokens.
 
-Rows with them are prefilled one by one and in small slices, because the logits of a whole prompt do not fit memory.
-Other prefills compute no logits.
+Rows with scored prompts are prefilled one by one and in small slices, because the logits of a whole prompt do not fit
+memory. Other prefills compute no logits.
 """
 
 from collections.abc import Collection
@@ -25,7 +25,7 @@ class ScoredRows:
         self.rows: list[SequenceGroup] = []
 
     def add(self, sequence: BatchSequence, *, is_single: bool) -> None:
-        """Add a row. With `is_single` it keeps its caches, which may have no batch form."""
+        """Add a row. With `is_single` the row keeps its own caches, which may have no batch form."""
         caches = sequence.caches if is_single else batched.merge([sequence.caches])
         sequence.caches = []
         self.rows.append(SequenceGroup([sequence], caches))
@@ -44,7 +44,7 @@ class ScoredRows:
         return complete
 
     def run(self, rows: SequenceGroup, most: int) -> int:
-        """Run the next slice of a row. Returns the number of its tokens."""
+        """Run the next slice of a row. Returns the number of tokens in the slice."""
         sequence = rows.sequences[0]
         assert sequence.scores is not None
         part = sequence.segments[0][: min(most, max(SLICE_TOKENS, sequence.longest_whole))]

@@ -9,7 +9,7 @@ from worker.sparse.importance import ImportanceReader
 
 
 class SparseRows:
-    """Rows of a sparse prefill, owned by the engine. Every method does nothing for a model without it."""
+    """Rows of a sparse prefill, owned by the engine. Every method does nothing for a model without sparse prefill."""
 
     def __init__(self, reader: ImportanceReader | None) -> None:
         self._chooser = Chooser(reader, generation_stream) if reader is not None else None
@@ -28,17 +28,18 @@ class SparseRows:
         return self._chooser.nbytes if self._chooser is not None else 0
 
     def needs(self, row: Row) -> int:
-        """Return the bytes of KV that are held in addition to the row's own while its tokens are selected."""
+        """Return the bytes of KV in use beyond the row's own while its tokens are selected."""
         if self._chooser is None or not row.keep or row.kept is not None:
             return self.nbytes
         return self._chooser.needs(len(row.prompt))
 
     def longest(self, tokens: int, budget: int) -> int:
-        """Return the tokens of the longest prompt, at most `tokens`, that can be read with `budget` bytes of KV."""
+        """Return the length of the longest prompt, at most `tokens`, that the draft model can read with `budget` bytes
+        of KV."""
         return tokens if self._chooser is None else min(tokens, self._chooser.longest(budget))
 
     def must_wait(self, row: Row) -> bool:
-        """Whether the tokens of a row are not selected yet. Requests their selection."""
+        """Whether the tokens of a row are not selected yet; if so, request their selection."""
         if not row.keep or row.kept is not None:
             return False
         assert self._chooser is not None, "the intake refuses what the model cannot do"
@@ -46,7 +47,7 @@ class SparseRows:
         return row.kept is None
 
     def step(self, limit_s: float) -> None:
-        """Read for about this long."""
+        """Continue the draft model's prefill for about `limit_s` seconds."""
         assert self._chooser is not None
         self._chooser.step(limit_s)
 
@@ -56,5 +57,6 @@ class SparseRows:
             self._chooser.forget(row.rid)
 
     def drop(self) -> int | None:
-        """Drop the prompt that is being read, until it is requested again. Returns the rid of its row."""
+        """Drop the KV of the prompt that the draft model reads, until the prompt is requested again. Returns its row's
+        rid."""
         return self._chooser.drop() if self._chooser is not None else None

@@ -1,1 +1,1 @@
-"""Checks at the load that a quick path gives the same tokens as the plain one."""
+"""Checks at model load that a fast path gives the same tokens as the plain path."""

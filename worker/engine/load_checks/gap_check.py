@@ -1,6 +1,7 @@
-"""Check at load that a model can run a prompt with gaps, for sparse prefill: it must take positions from its caches.
+"""Check at model load that a model can run a prompt with gaps, for sparse prefill: the model must take positions from
+its caches.
 
-Its log-probabilities behind a gap are compared with those of the whole text with the tokens of the gap masked.
+Log-probabilities after a gap are compared with those of the whole text in which the tokens of the gap are masked.
 """
 
 from typing import Any, Final
@@ -14,16 +15,16 @@ from worker.kv.ragged import RaggedKVCache
 from worker.sparse.selected_tokens import SelectedTokens
 
 PROMPT_TOKENS: Final = 24
-# The tokens between the two runs are the gap.
+# Tokens [begin, end) of the two runs; the tokens between them are the gap.
 _RUNS: Final = ((0, 6), (13, PROMPT_TOKENS))
-# Limits of the deviation of the top tokens' log-probabilities, in float32 and in 16 bits.
+# Maximum deviation of the top tokens' log-probabilities, in float32 and in 16 bits.
 EXACT_LIMIT: Final = 1e-3
 ROUNDED_LIMIT: Final = 0.5
 _TOP_TOKENS: Final = 8
 
 
 class _Hiding:
-    """Cache of one row whose mask hides the gap from the tokens behind it."""
+    """Cache of one row whose mask hides the gap from the tokens after it."""
 
     def __init__(self, cache: RaggedKVCache) -> None:
         self._cache = cache

@@ -25,15 +25,16 @@ from worker.kv.ragged import Lengths
 
 log = logging.getLogger("mlxd.worker")
 
-# More than the 1,024 tokens from which other kernels are used, and no multiple of the step in which KV grows.
+# The long row has more than the 1,024 tokens from which other kernels are used, and no multiple of the step in which KV
+# grows.
 LONG_ROW_TOKENS: Final = 1088
 SHORT_ROW_TOKENS: Final = 300
-# Limits of the deviation, as a part of the largest output: in float32, of attention with scores in 16 bits, and of a
-# whole model in 16 bits. A wrong kernel deviates by about 1.
+# Maximum deviations, relative to the largest output: in float32, of attention with scores in 16 bits, and of a whole
+# model in 16 bits. A wrong kernel deviates by about 1.
 EXACT_LIMIT: Final = 1e-3
 ATTENTION_LIMIT: Final = 3e-2
 MODEL_LIMIT: Final = 0.1
-# Part of the next token's probability that moves to other tokens, above which quantization is logged as a warning.
+# A warning is logged if quantization moves more than this part of the next token's probability to other tokens.
 SHIFT_WARNING: Final = 0.2
 
 
@@ -57,7 +58,7 @@ def quantize_kv(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int
 
 @contextmanager
 def without_codes(model: Any) -> Generator[bool]:
-    """Let passes dequantize KV instead of reading its codes. Yields False if they dequantize it anyway."""
+    """Let passes dequantize KV instead of reading its codes. Yields False if passes dequantize KV anyway."""
     form = kv_form_of(model)
     if form is None or not form.reads_codes:
         yield False
@@ -70,7 +71,8 @@ def without_codes(model: Any) -> Generator[bool]:
 
 
 def choose_form(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int]) -> KvForm:
-    """Return the form of `bits` bits for this model; `ids` are tokens of text. Raises `LoadFailed`."""
+    """Return the form of quantized KV with `bits` bits for this model; `ids` are tokens of text. Raises
+    `LoadFailed`."""
     if why := obstacle(config, bits):
         raise _refused(bits, why)
     heads = _heads(model, config, ids)
@@ -111,7 +113,7 @@ def _refused(bits: int, why: str) -> LoadFailed:
 
 
 def _heads(model: Any, config: dict[str, Any], ids: Sequence[int]) -> set[Heads]:
-    """Return the heads of the layers whose KV would be quantized, from a pass."""
+    """Run a pass and return the head geometries of the layers whose KV would be quantized."""
     caches = make_prompt_cache(model)
     with foreign_code(refusal):
         mx.eval(model(mx.array([ids[:1]]), cache=caches))
@@ -140,7 +142,7 @@ def _logits(model: Any, caches: Sequence[Any], ids: Sequence[int]) -> mx.array:
 
 
 def _attention(form: KvForm, heads: Heads, lengths: tuple[int, int]) -> mx.array:
-    """Return the attention of one more token of two rows of these lengths, with fixed pseudo-random numbers."""
+    """Return the attention of one more token in each of two rows of these lengths, with fixed pseudo-random numbers."""
 
     def numbers(seed: int, count: int, of: int, width: int) -> mx.array:
         return mx.random.normal((2, of, count, width), key=mx.random.key(seed)).astype(heads.dtype)

@@ -37,7 +37,7 @@ log = logging.getLogger("mlxd.worker")
 SHORT_PROMPT_TOKENS: Final = 4
 LONG_PROMPT_TOKENS: Final = 11
 CHUNK_TOKENS: Final = 5
-# Prefix of the long prompt that a first request puts into the cache.
+# Length of the long prompt's prefix that an earlier request puts into the cache.
 SHARED_PREFIX_TOKENS: Final = 8
 SAMPLE_TOKENS: Final = SHORT_PROMPT_TOKENS + LONG_PROMPT_TOKENS
 _SAMPLE_TEXT: Final = (
@@ -45,19 +45,20 @@ _SAMPLE_TEXT: Final = (
 )
 # Three, so that in every mode the short prompt's row decodes together with the long one's.
 OUTPUT_TOKENS: Final = 3
-# A chunk that holds either prompt.
+# A chunk of this size holds either prompt.
 _WHOLE_PROMPT_TOKENS: Final = 16
 _CACHE_BYTES: Final = 1 << 40
-# Deviation of the top tokens' log-probabilities from the reference, weighted by probability. In float32 on a CPU its
-# limit is EXACT_LIMIT. Elsewhere rounding depends on shapes: the limit is this factor times the deviation that cutting
-# a prompt into chunks causes, in these bounds, and chunks are refused above the last number.
+# Deviation is that of the top tokens' log-probabilities from the reference, weighted by probability. In float32 on a
+# CPU its limit is EXACT_LIMIT. Elsewhere rounding depends on shapes: the limit is ROUNDED_FACTOR times the deviation
+# that cutting a prompt into chunks causes, within ROUNDED_MIN_LIMIT and ROUNDED_MAX_LIMIT. A deviation by chunks above
+# CHUNKED_LIMIT is refused.
 TOP_TOKENS: Final = 16
 EXACT_LIMIT: Final = 1e-3
 ROUNDED_FACTOR: Final = 4.0
 ROUNDED_MIN_LIMIT: Final = 0.1
 ROUNDED_MAX_LIMIT: Final = 0.5
 CHUNKED_LIMIT: Final = 1.0
-# Fastest first.
+# The modes are ordered from fastest to slowest.
 _MODES: Final = (BatchMode.TOGETHER, BatchMode.EQUAL, BatchMode.SINGLE)
 _MODE_EFFECTS: Final = {
     BatchMode.EQUAL: "prompts are prefilled in chunks of equal length",
@@ -74,7 +75,7 @@ class _RowOutput:
 
 
 class CheckFailed(Exception):
-    """Raised for a way to run rows that changes their output, with a description of both."""
+    """Raised if a way to run rows changes their output; the message describes both."""
 
 
 def choose(
@@ -83,7 +84,7 @@ def choose(
     """Return the first batch mode that is exact. `ids` are at least `SAMPLE_TOKENS` tokens of text.
 
     `batching` is `auto`, or a configured mode, which is used unchecked, without packed passes and our kernels. `attend`
-    stands for the kernels, which need a GPU. Raises `LoadFailed`.
+    replaces the kernels, which need a GPU. Raises `LoadFailed`.
     """
     mergeable = all(hasattr(cache, "merge") for cache in make_caches(model))
     attend = attend or (kernel.attend if memory.has_gpu() else None)
@@ -103,7 +104,7 @@ def choose(
 
 
 def sample(tokenizer: Any, vocab_size: int) -> list[int]:
-    """Return tokens of an ordinary text for the self-check, and others if these are too few."""
+    """Return tokens of an ordinary text for the self-check, followed by other ids if the text has too few tokens."""
     ids = [token for token in tokenizer.encode(_SAMPLE_TEXT) if token < vocab_size]
     return ids + [(20 + 7 * at) % vocab_size for at in range(SAMPLE_TOKENS - len(ids))]
 
@@ -129,7 +130,7 @@ class _Check:
             list(ids[SHORT_PROMPT_TOKENS : SHORT_PROMPT_TOKENS + LONG_PROMPT_TOKENS]),
         ]
         self._layout = KvLayout.of(lambda: make_caches(model))
-        # Largest deviation; known with the reference.
+        # Maximum deviation; set by the reference run.
         self._limit = 0.0
 
     def plan(self, mergeable: bool) -> BatchModePlan:
@@ -152,7 +153,7 @@ class _Check:
         steps = [step for output in expected for step in output.logprobs]
         if not all(bool(mx.isfinite(mx.max(step))) for step in steps):
             raise LoadFailed(Code.MODEL_CORRUPT, "the model's log-probabilities are not finite: its weights are broken")
-        # A rounding error can move a number to the next code.
+        # With quantized KV, a rounding error can move a number to the next code.
         is_exact = steps[0].dtype == mx.float32 and not memory.has_gpu() and kv_form_of(self._model) is None
         drift = _drift([chunked], expected[1:])
         if not drift <= (EXACT_LIMIT if is_exact else CHUNKED_LIMIT):
@@ -164,7 +165,7 @@ class _Check:
         return expected
 
     def _plan(self, mode: BatchMode, expected: list[_RowOutput], reasons: list[str]) -> BatchModePlan:
-        """Check a mode. Raises `CheckFailed`, or an error of the model, if it is not exact."""
+        """Check a mode. Raises `CheckFailed`, or an error of the model, if the mode is not exact."""
         if mode is not BatchMode.SINGLE:
             self._compare("beside a longer one", self._run(mode, [self._prompts], _WHOLE_PROMPT_TOKENS), expected)
             reasons = [*reasons, *self._check_packing(mode, expected)]
@@ -193,8 +194,8 @@ class _Check:
         return []
 
     def attention(self, mode: BatchMode, attend: Attend | None) -> str:
-        """Use our kernels if they are right on this machine and in this model. Returns `kernel`, or `mlx` with the
-        reason."""
+        """Use our attention kernels if their results are right on this machine and in this model. Returns `kernel`, or
+        `mlx` with the reason."""
         if attend is None:
             return "mlx"
         switch = AttentionSwitch(attend)
@@ -255,7 +256,8 @@ class _Check:
 
 
 def _drift(outputs: Sequence[_RowOutput], expected: Sequence[_RowOutput]) -> float:
-    """Return the largest deviation of the top tokens' log-probabilities over all steps; nan if one is not a number."""
+    """Return the largest deviation of the top tokens' log-probabilities over all steps; nan if a deviation is not a
+    number."""
     drifts = [0.0]
     for output, reference in zip(outputs, expected, strict=True):
         for step, wanted in enumerate(reference.logprobs):
@@ -284,7 +286,8 @@ def _generate(batch: Batch, prompts: Sequence[list[int]], chunk: int, begun: int
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason for people. Raises errors that are not the model's: of the device, or for lack of memory."""
+    """Return a description of a model's error. Raises the error itself if it comes from the device or from a lack of
+    memory."""
     text = str(error)
     if is_allocation_failure(error):
         raise LoadFailed(Code.OUT_OF_MEMORY, "not enough memory to run the model", detail=text) from error

@@ -11,18 +11,19 @@ from worker.speculation.policy.draft_width import StepCosts, bucket
 
 # Chunks are powers of two from here, so that few shapes are ever compiled.
 MIN_CHUNK: Final = 8
-# Chunk for running streams while no times are known.
+# Chunk size beside running streams while no times are known.
 FIRST_CHUNK: Final = 32
-# A tick with prefill may last GENTLE_RATIO times its own step if ENOUGH prompt tokens fit it, else STALL_RATIO times.
+# A tick with prefill may last GENTLE_RATIO times a tick without it if ENOUGH prompt tokens fit into that time, else
+# STALL_RATIO times.
 GENTLE_RATIO: Final = 1.4
 ENOUGH: Final = 128
 STALL_RATIO: Final = 2.2
-# A verify block counts as the plain steps that its tokens would take, but as no more than this many blocks, and as one
-# for a single waiting prompt: the time between two events of a stream stays bounded.
+# For the stall, a verify block counts as the plain steps that it replaces, but at most as this many blocks and at most
+# as one block per waiting prompt: the time between two events of a stream stays bounded.
 STALL_BLOCKS: Final = 2
-# Each further waiting prompt per running stream adds this many times the stall.
+# Each further waiting prompt per running stream lengthens the permitted stall by this many times.
 CROWD: Final = 2
-# A shorter stall is not noticeable, and always allowed.
+# A shorter stall than this is not noticeable, and always allowed.
 MIN_STALL_S: Final = 0.003
 # A short prompt may stall longer: it does so once or twice, and a full batch gains more than that costs. The end of a
 # long prompt may not, because its streams have been slowed for long already.
@@ -30,14 +31,15 @@ SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
 # A tick of prefill without running streams takes about this long, so that commands are handled in between.
 IDLE_TICK_S: Final = 0.25
-# This replaces it for several prompts, one of them long, so that short prompts do not wait long.
+# With several prompts, one of them long, a tick takes this long instead, so that short prompts do not wait long.
 SHARED_TICK_S: Final = 0.1
 # Two passes replace a fused one only if they take at most this part of its time.
 _MARGIN: Final = 0.9
 # If the smallest chunk exceeds the limit, a larger one that takes at most this many times as long is used: fewer chunks
 # are needed.
 _NO_DEARER: Final = 1.25
-# Weights of a faster and of a slower new time. The first time of a size may include compiling kernels.
+# Weights of a new time in the smoothed time, if it is faster and if it is slower. The first time of a size may include
+# compiling kernels.
 _QUICKER: Final = 0.7
 _SLOWER: Final = 0.4
 # Times of a size that was not used for this many chunks are dropped: they may belong to another context.
@@ -62,7 +64,8 @@ class PaceLimits:
 
 @dataclass(slots=True, frozen=True)
 class ChunkPlan:
-    """Prompt tokens of each prefilling row in a tick, and whether they are fused with its step into one pass."""
+    """Number of prompt tokens of each prefilling row in a tick, and whether they share one pass with the decode
+    step."""
 
     tokens: int
     is_fused: bool = True
@@ -70,7 +73,7 @@ class ChunkPlan:
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds that prompt tokens add to a tick, by their number, a power of two.
+    """Seconds that a chunk adds to a tick, by the chunk's number of tokens, which is a power of two.
 
     The first chunk of a shape may compile kernels, which takes as long as many steps. So a time is the smaller of the
     two newest, and one that was measured once is only used if no other is known.
@@ -79,11 +82,12 @@ class _Times:
     seconds: dict[int, float] = field(default_factory=dict[int, float])
     _newest: dict[int, float] = field(default_factory=dict[int, float])
     _once: set[int] = field(default_factory=set[int])
-    # Time of a size divided by that of half the size; stays when times are dropped.
+    # For each size, its time divided by the time of half the size; ratios stay when times are dropped.
     _ratios: dict[int, float] = field(default_factory=dict[int, float])
-    # Number of the newest chunk of each size, counted over fused and separate chunks.
+    # For each size, the serial number of its newest chunk; fused and separate chunks share one numbering.
     _used: dict[int, int] = field(default_factory=dict[int, int])
-    # Sizes with times of earlier starts, and the number of chunks in a row that took much longer.
+    # Sizes whose times come from earlier starts, and the number of chunks in a row that took much longer than known
+    # times.
     _kept: set[int] = field(default_factory=set[int])
     _doubts: int = 0
 
@@ -95,7 +99,7 @@ class _Times:
         self._kept.update(kept)
 
     def observe(self, tokens: int, seconds: float, chunk: int) -> float:
-        """Learn the time of a chunk. Returns the time of the next power of two."""
+        """Learn the time of a chunk. Returns the time scaled to the size's power of two."""
         size = bucket(tokens)
         time = seconds * size / tokens
         if self._kept:
@@ -142,7 +146,7 @@ class _Times:
         if doublings <= 0:
             return time * 2.0**doublings
         half, ratio = nearest // 2, self._ratios.get(2 * nearest, 1.0)
-        if half in known:  # the line through the two
+        if half in known:  # the line through the times of both sizes
             ratio = max(ratio, min(2.0, 3 - 2 * self.seconds[half] / time))
         return time * ratio * 2.0 ** (doublings - 1)
 
@@ -161,7 +165,8 @@ class _Times:
 
 @dataclass(slots=True)
 class _Band:
-    """Times at contexts of one band, of fused and separate chunks, and the number of chunks observed there."""
+    """Times of fused and separate chunks at the contexts of one band, and the number of chunks observed in that
+    band."""
 
     fused: _Times = field(default_factory=_Times)
     apart: _Times = field(default_factory=_Times)
@@ -203,7 +208,7 @@ class ChunkPolicy:
         self._costs = costs or StepCosts()
         self._band = 0
         self._bands = [_Band() for _ in range(len(CONTEXTS) + 1)]
-        # Half of a tick's time for prefill is for a prompt that a draft model reads.
+        # Whether half of a tick's time for prefill is reserved for a sparse prompt that a draft model reads.
         self.is_shared = False
         for band, times in enumerate(self._bands):
             times.fused.recall(self._learned.chunks(band, is_riding=True))
@@ -237,7 +242,8 @@ class ChunkPolicy:
         return ChunkPlan(min(most, riding if is_fused else min(apart, 2 * riding)), is_fused=is_fused)
 
     def selection_s(self, prefilling: int, decoding: int) -> float:
-        """Return the seconds of the next tick for the token selection of a sparse prefill, besides other prompts."""
+        """Return the seconds for the token selection of a sparse prefill in the next tick; `prefilling` counts the
+        other prompts."""
         self.is_shared = prefilling > 0
         return self._limit_s(1 if decoding else prefilling + 1, decoding, SHORT_PROMPT + 1)
 
@@ -260,8 +266,9 @@ class ChunkPolicy:
     def _split(self, each: PassTime) -> tuple[float, float]:
         """Return the seconds of the step and of the chunk of a pass; 0.0 if unknown.
 
-        A fused pass minus the known time of such a step is the time of the chunk. If the step is unknown, the pass
-        minus a known time of such a chunk is the time of the step, unless that is a small difference of long times.
+        The time of a chunk is that of its fused pass minus the known time of an equal step. If the step is unknown, its
+        time is that of the pass minus the known time of an equal chunk, unless that is a small difference of long
+        times.
         """
         if not each.rows or not each.prompted:
             return (each.seconds, 0.0) if each.rows else (0.0, each.seconds)
@@ -272,7 +279,7 @@ class ChunkPolicy:
         return (each.seconds - chunk_s if 0.0 < chunk_s < each.seconds / 2 else 0.0), 0.0
 
     def _times(self, is_riding: bool) -> _Times:
-        """Return the times of this band, or of the nearest band with any."""
+        """Return the times of fused or separate chunks in this band, or in the nearest band that has any."""
         times = [band.fused if is_riding else band.apart for band in self._bands]
         known = [at for at, each in enumerate(times) if each.seconds]
         return times[min(known, key=lambda at: (abs(at - self._band), at), default=self._band)]

@@ -39,14 +39,14 @@ def open_kept(folder: str, form: str, spec: WorkerSpec) -> "KeptFile":
 class KeptFile:
     """Times of a model under one key, and their file. Owned by the loop's thread.
 
-    A bad file only costs a line of the log and the times in it.
+    If the file is bad, a line is logged and its times are lost; nothing else fails.
     """
 
     def __init__(self, folder: Path, key: str, model: str, path: str, machine: str) -> None:
         self._folder = folder
         self._empty = TimingProfile(format=FORMAT, key=key, model=model, path=path, machine=machine, written=0.0)
         self._due = 0.0
-        # Number of measured ticks that the file has.
+        # Number of measured ticks whose times were written to the file.
         self._written = 0
         self._is_writable = True
         self._has_warned = False
@@ -65,7 +65,7 @@ class KeptFile:
         self._write(structs.replace(before, load=load, written=time.time()))
 
     def tend(self, now: float) -> None:
-        """Write new times if that is due; `now` is of the monotonic clock."""
+        """Write new times if that is due; `now` is a time of the monotonic clock."""
         if now >= self._due and self._has_news:
             self.save()
             self._due = now + WRITE_INTERVAL_S

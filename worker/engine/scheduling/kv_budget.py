@@ -14,9 +14,9 @@ from worker.kv.kv import arrays_of, is_sliceable, leaves
 from worker.kv.quantized import QuantizedKV
 from worker.kv.ragged import STEP, room
 
-# Size of a token's id in the prefix cache.
+# Size of a token id in the prefix cache.
 ID_BYTES: Final = 4
-# Longer than any context.
+# This is longer than any context.
 UNLIMITED_TOKENS: Final = 2**31 - 1
 # Admission reserves this much output; a row that grows further may be preempted for older ones.
 RESERVED_OUTPUT_TOKENS: Final = 256
@@ -26,7 +26,7 @@ RESERVED_OUTPUT_TOKENS: Final = 256
 class KvCost:
     """Bytes of KV by sequence length: per token, per token up to a window, and per sequence.
 
-    `widest` are the bytes per token of the layer with the most, dequantized as for attention.
+    `widest` is the largest number of bytes per token of any layer, dequantized as for attention.
     """
 
     token_bytes: int
@@ -58,17 +58,17 @@ class KvCost:
         return rows * (self.token_bytes * padded + windows + self.fixed_bytes)
 
     def transient(self, rows: int, tokens: int) -> int:
-        """Return the bytes that a join or growth by a step briefly takes in addition to `bytes`: KV is copied layer by
-        layer, and a layer's old KV is freed once the new one exists."""
+        """Return the bytes that are briefly needed in addition to `bytes` when rows join or grow by a step: KV is
+        copied layer by layer, and a layer's old KV is freed once the new one exists."""
         return rows * self.widest * room(tokens, STEP)
 
     def stored(self, tokens: int, checkpoints: int) -> int:
-        """Return the most bytes of a prefix in the prefix cache: token ids, KV and checkpoints."""
+        """Return the maximum bytes of a prefix in the prefix cache: token ids, KV and checkpoints."""
         windows = sum(each * min(tokens, size * checkpoints) for each, size in self.windows)
         return tokens * (self.token_bytes + ID_BYTES) + windows + checkpoints * self.fixed_bytes
 
     def storable(self, budget: int) -> int:
-        """Return the tokens of plain KV that fit a prefix cache of this size."""
+        """Return the number of tokens whose plain KV fits a prefix cache of `budget` bytes."""
         return budget // (self.token_bytes + ID_BYTES)
 
     def longest(self, budget: int) -> int:
@@ -87,9 +87,9 @@ class KvCost:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Limit for the rows of a batch. `spare` bytes of free buffers can serve transient memory.
+    """Memory limit for the rows of a batch. `spare` bytes of free buffers can serve transient memory.
 
-    `step` is the most tokens of a row in one step.
+    `step` is the maximum number of tokens of a row in one step.
     """
 
     cost: KvCost
@@ -98,9 +98,9 @@ class KvBudget:
     step: int = 1
 
     def admits(self, running: Iterable[Row], row: Row, extra_bytes: int = 0) -> bool:
-        """Whether `row` may join, with each row's probable output. An empty batch admits any row.
+        """Whether `row` may join, counting the expected output of each row. An empty batch admits any row.
 
-        `extra_bytes` are held in addition.
+        `extra_bytes` are counted in addition to the KV of the rows.
         """
         lengths = [self._expected(other) for other in running]
         return not lengths or self._fits(len(lengths) + 1, max(*lengths, self._expected(row)), extra_bytes)
@@ -118,6 +118,6 @@ class KvBudget:
         return self.cost.bytes(rows, tokens) + passing + extra_bytes <= self.limit
 
     def _expected(self, row: Row) -> int:
-        """Return the tokens of a row at its probable end, or after the next step if these are more: otherwise an
-        admitted row could be preempted at once."""
+        """Return the expected number of tokens of a row at its end, but at least its number after the next step, so
+        that a row is not preempted right after it is admitted."""
         return row.prompt_slots + max(len(row.output) + self.step, min(row.max_tokens, RESERVED_OUTPUT_TOKENS))

@@ -1,4 +1,5 @@
-"""Learned times of earlier starts and of this start, which are kept for the next one."""
+"""Times of steps and chunks that were measured in this run of the worker and in earlier ones, saved for the next
+run."""
 
 from array import array
 from collections import defaultdict
@@ -8,14 +9,14 @@ from typing import Final, TypeVar
 from protocol.timing_profile import ChunkTime, StepTime, TimingProfile
 from worker.speculation.policy.draft_width import bucket, width_of
 
-# The newest times of each size are held, and their first quartile is kept, because a hot or busy machine predicts
-# nothing about the next start.
+# The newest times of each size are held in memory, and their first quartile is saved, because a hot or busy machine
+# predicts nothing about the next start.
 _HELD_TIMES: Final = 16
 _QUANTILES: Final = 4
-# Times of earlier starts are doubted if the median of this many ticks differs from them by this factor.
+# Times of earlier starts are doubted if the median of JUDGED_TICKS ticks differs from them by DOUBT_FACTOR.
 JUDGED_TICKS: Final = 50
 DOUBT_FACTOR: Final = 1.5
-# Kept times follow faster times at once, and slower times with this weight.
+# A faster new time replaces a kept time; a slower one moves the kept time by this part of the difference.
 _SLOWER_WEIGHT: Final = 0.3
 _MAX_TIME_S: Final = 600.0
 
@@ -45,7 +46,7 @@ class _Held:
 
 
 class LearnedTimes:
-    """Learned times. `kept` was read from disk, `merged` is to be written there. Owned by the engine thread."""
+    """Learned times. `kept` was read from disk, `merged` returns what to write there. Owned by the engine thread."""
 
     def __init__(self, kept: TimingProfile | None = None) -> None:
         self._kept_chunks: _Chunks = {}
@@ -57,13 +58,13 @@ class LearnedTimes:
             self._kept_steps = {(each.band, each.rows, each.width): each.seconds for each in kept.steps}
         self._chunks: defaultdict[tuple[int, bool, int], _Held] = defaultdict(_Held)
         self._steps: defaultdict[tuple[int, int, int], _Held] = defaultdict(_Held)
-        # Times of the newest ticks, divided by the kept ones.
+        # Times of the newest ticks, divided by the kept times of the same sizes.
         self._ratios = array("d", bytes(8 * JUDGED_TICKS))
         self._judged = 0
         self.ticks = 0
 
     def chunks(self, band: int, *, is_riding: bool) -> dict[int, float]:
-        """Return kept seconds by tokens, which are powers of two."""
+        """Return the kept seconds of chunks by their number of tokens, which is a power of two."""
         return {
             tokens: seconds
             for (at, is_fused, tokens), seconds in self._kept_chunks.items()
@@ -94,14 +95,14 @@ class LearnedTimes:
 
     @property
     def is_doubted(self) -> bool:
-        """Whether kept times are far from those of this start."""
+        """Whether kept times differ much from the times of this start."""
         if self._judged < JUDGED_TICKS:
             return False
         middle = sorted(self._ratios)[JUDGED_TICKS // 2]
         return not 1 / DOUBT_FACTOR <= middle <= DOUBT_FACTOR
 
     def merged(self) -> tuple[list[ChunkTime], list[StepTime], int]:
-        """Return the times to keep, and the doubts.
+        """Return the times to keep, and 1 if they are doubted, else 0.
 
         Kept times are dropped if this start and the previous one both doubted them. After a first doubt they stay,
         because a hot or busy machine predicts nothing about the next start.
@@ -132,5 +133,5 @@ def _followed(kept: Mapping[_Key, float], seen: Mapping[_Key, float]) -> dict[_K
 
 
 def _plausible(times: Iterable[tuple[_Key, float]]) -> list[tuple[_Key, float]]:
-    """Return the times that a reader accepts, in order."""
+    """Return the times that are accepted when the file is read, in order."""
     return sorted((key, seconds) for key, seconds in times if 0 < seconds <= _MAX_TIME_S)

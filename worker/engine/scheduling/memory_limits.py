@@ -31,8 +31,8 @@ _CHECK_INTERVAL_S: Final = 1.0
 class MemoryLimits:
     """Caches and KV budget of one engine, with their limits. Owned by the engine thread.
 
-    Other threads call `wake` when a read from disk has ended. `keeps` is the folder for timings that are kept from
-    start to start; empty for none.
+    Other threads call `wake` when a read from disk has ended. `keeps` is the folder for timings that are saved for the
+    next start; it is empty if none are saved.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MemoryLimits:
             self.cache = partners.cache(layout, budget)
         else:
             self.cache = PrefixCache(layout, budget, disk=disk, disk_min_tokens=spec.disk_cache_tokens, journal=journal)
-        # Known once the engine is warm.
+        # Both are set once the engine is warm.
         self.kv_cost: KvCost
         self.kv: KvBudget
         self._due = 0.0
@@ -73,7 +73,8 @@ class MemoryLimits:
     def apply(self, step: int, make_room: Callable[[], None]) -> None:
         """Apply the limits of the share. Memory above them is freed before they are set in MLX.
 
-        `step` is the most tokens of a row in one step; `make_room` preempts rows that do not fit the KV budget.
+        `step` is the maximum number of tokens of a row in one step; `make_room` preempts rows that do not fit the KV
+        budget.
         """
         limits = self.share.limits()
         if self._partners is not None:
@@ -103,7 +104,7 @@ class MemoryLimits:
     def shrink(self, error: Exception, action: str) -> bool:
         """Clear the caches and halve the limits after a failed allocation; the caller must then apply the limits.
 
-        Returns False for another error, and if it was done before without success.
+        Returns False if `error` is no failed allocation, or if the limits cannot be halved again.
         """
         if not is_allocation_failure(error) or not self.share.shrink(time.monotonic()):
             return False
@@ -129,7 +130,7 @@ class MemoryLimits:
             gauges.feature_bytes, gauges.features = self.features.nbytes, self.features.counts
 
     def _prefixes(self, limits: memory.ShareLimits) -> int:
-        """Return the budget of the prefix cache: the memory for caches without that for media features."""
+        """Return the budget of the prefix cache: the memory for all caches minus the memory for media features."""
         if not self._reuses_prefixes:
             return 0
         return limits.prefixes - (limits.features if self.features is not None else 0)

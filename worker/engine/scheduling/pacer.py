@@ -31,7 +31,7 @@ class Pacer:
             can_fuse=can_fuse,
             learned=learned,
         )
-        # Sizes the slices that a draft model reads.
+        # This policy sizes the slices that a draft model reads.
         self._reading = ChunkPolicy(spec.prefill_chunk, costs, has_watchdog=has_watchdog, can_fuse=False)
         self._rests = Rests()
         self._kept = kept
@@ -71,7 +71,7 @@ class Pacer:
         return self._rests.left_s(time.monotonic()) if self._rests.is_on else 0.0
 
     def worked(self, began: float) -> None:
-        """Add the rest for work that began at a time of the monotonic clock and has ended."""
+        """Add the rest for work that began at this time of the monotonic clock and has just ended."""
         self._rests.worked(began, time.monotonic())
 
     def tend(self) -> None:

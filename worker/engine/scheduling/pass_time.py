@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class PassTime:
     """Seconds of a forward pass with `width` tokens of each of `rows` generating rows, and `prompted` prompt tokens.
 
-    The rows got `tokens` from it. With rows and prompts it was a fused pass, measured as a whole. `is_reading` is set
-    if the prompt tokens were read by a draft model.
+    The rows got `tokens` tokens from the pass. A pass with rows and prompts is a fused pass, measured as a whole.
+    `is_reading` is set if the prompt tokens were read by a draft model.
     """
 
     seconds: float

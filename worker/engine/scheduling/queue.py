@@ -23,9 +23,9 @@ class _PriorityLevel:
 
 
 class Queue:
-    """Waiting rows: lower priority numbers first, then those that have begun, then one of each tenant in turn.
+    """Waiting rows: lower priority numbers come first, then rows that have begun, then one row of each tenant in turn.
 
-    A tenant thus waits for one row of each other tenant, however many they have sent.
+    A tenant thus waits for one row of each other tenant, however many rows the others have sent.
     """
 
     def __init__(self) -> None:

@@ -2,16 +2,16 @@
 
 from typing import Final
 
-# Requests would hardly end with a lower duty.
+# With a lower duty, requests would hardly ever end.
 MIN_DUTY: Final = 0.05
-# Longest rest, so that streams continue.
+# A rest is at most this long, so that streams continue.
 MAX_REST_S: Final = 2.0
 
 
 class Rests:
     """Duty cycle of a loop: after t seconds of work it rests for t · (1/duty − 1). Owned by the loop's thread.
 
-    Times are of the monotonic clock. Commands are handled during a rest, and do not shorten it.
+    Times are of the monotonic clock. Commands are handled during a rest, but do not shorten it.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Rests:
         self._until = 0.0
 
     def set_duty(self, duty: float) -> None:
-        """Set the part of the time for work."""
+        """Set the fraction of the time that is for work."""
         self.duty = min(1.0, max(MIN_DUTY, duty))
 
     @property
