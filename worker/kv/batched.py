@@ -11,7 +11,7 @@ from worker.kv.kv import is_sliceable, leaves
 from worker.kv.quantized import QuantizedKV
 from worker.kv.ragged import Lengths, RaggedKVCache, RaggedWindowCache
 
-# Caches of one sequence that have a batch form.
+# Types of one sequence's caches that have a batch form.
 _SINGLE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)
 _REWOUND: Final = (RaggedKVCache, RaggedWindowCache)
 
@@ -41,13 +41,13 @@ def extend(caches: Sequence[Any], others: Sequence[Any]) -> None:
 
 
 def keep(caches: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep only these rows, in this order."""
+    """Keep only these rows of the caches, in this order."""
     for cache in caches:
         cache.filter(list(rows))
 
 
 def extract(caches: Sequence[Any], row: int) -> list[Any]:
-    """Return one row of a batch's caches, or the caches of a row that runs alone, as they are now.
+    """Return the present caches of one row of a batch, or those of a row that runs alone.
 
     KV is returned as views, so that a caller that stores a part copies only that part.
     """
@@ -61,7 +61,7 @@ def extract(caches: Sequence[Any], row: int) -> list[Any]:
 
 
 def place(caches: Sequence[Any], skipped: Sequence[int]) -> None:
-    """Put the next token of row i `skipped[i]` positions ahead of its slot, before a pass. Only for plain caches."""
+    """Put the next token of row i `skipped[i]` positions ahead of its slot, before a pass. Plain caches only."""
     for leaf in leaves(caches):
         leaf.place(tuple(skipped))
 
@@ -110,9 +110,9 @@ def is_recurrent(caches: Sequence[Any]) -> bool:
 
 
 def can_rewind(caches: Sequence[Any]) -> bool:
-    """Whether rows of the batch form of these caches can be restored to before a block.
+    """Whether rows in the batch form of these caches can be restored to their state before a block.
 
-    Windows and recurrent layers together cannot: a window can remove all tokens of a block but the first.
+    Rows with both windows and recurrent layers cannot: a window can remove all tokens of a block but the first.
     """
     flat = leaves(caches)
     kinds = {type(leaf) for leaf in flat}
@@ -143,7 +143,7 @@ def _cut(leaf: Any) -> Any:
     """Cut the unused slots off a cache of one sequence."""
     if leaf.keys is None:
         return leaf
-    # The KV of a chunked cache begins at its chunk.
+    # The KV of a chunked cache begins at the start of its current chunk.
     held = leaf.offset - getattr(leaf, "start_position", 0)
     leaf.keys, leaf.values = leaf.keys[..., :held, :], leaf.values[..., :held, :]
     return leaf

@@ -36,7 +36,7 @@ class KvLayout:
     windowed: int
     stateful: int
     windows: tuple[tuple[int, int], ...]
-    # Set in a group if layers of another rank need checkpoints.
+    # Whether layers of another rank of the group need checkpoints.
     is_checkpointed: bool = False
 
     @classmethod
@@ -61,7 +61,8 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:
-    """Return copies of the KV of tokens [begin, end), as far as windows hold it. The arrays are not evaluated yet."""
+    """Return copies of the KV of tokens [begin, end); of a windowed layer, only tokens in its window. The arrays are
+    not evaluated yet."""
     return _pack([_slice(leaf, begin, end) for leaf in leaves(caches) if has_kv(leaf)])
 
 
@@ -91,7 +92,7 @@ def _part(array: mx.array, size: int, begin: int, end: int) -> mx.array:
 
 
 def cut_span(span: Span, size: int, at: int) -> tuple[Span, Span]:
-    """Copy the span of an edge of `size` tokens into two, so that each can be freed alone."""
+    """Split the span of an edge of `size` tokens into copies of its two parts, so that each can be freed alone."""
     return part_span(span, size, 0, at), part_span(span, size, at, size)
 
 
@@ -109,7 +110,7 @@ def _pack(span: Span) -> Span:
     flat = [array for arrays in span for array in arrays]
     for array in flat:
         groups.setdefault((array.shape, array.dtype), []).append(array)
-    # `contiguous` copies a group of one array, which `concatenate` returns as it is.
+    # `concatenate` returns a group of one array as it is; `contiguous` copies it.
     packed = {kind: iter(mx.split(mx.contiguous(mx.concatenate(same)), len(same))) for kind, same in groups.items()}
     copies = iter([next(packed[array.shape, array.dtype]) for array in flat])
     return [tuple(islice(copies, len(arrays))) for arrays in span]
@@ -162,7 +163,7 @@ def arrays_of(span: Span, state: Sequence[Any]) -> list[mx.array]:
 
 
 def _own(leaf: Any) -> Any:
-    """Copy the state of a cache in place, because extracted states can be views of a whole batch."""
+    """Copy the state of a cache in place, because states that were extracted can be views of a whole batch."""
 
     def own(value: Any) -> Any:
         if isinstance(value, mx.array):
@@ -176,7 +177,7 @@ def _own(leaf: Any) -> Any:
 
 
 def is_sliceable(leaf: Any) -> bool:
-    """Whether any prefix of this layer's cache is a slice of it."""
+    """Whether any prefix of this layer's KV is a slice of its cache."""
     return type(leaf) in (KVCache, QuantizedKV)
 
 
@@ -186,11 +187,11 @@ def is_windowed(leaf: Any) -> bool:
 
 
 def has_kv(leaf: Any) -> bool:
-    """Whether this layer's cache is stored by tokens, in spans."""
+    """Whether this layer's KV is stored token by token, in spans."""
     return is_sliceable(leaf) or is_windowed(leaf)
 
 
 def kind_of_leaf(leaf: Any) -> str:
-    """Return the kind of a layer's cache with the form of its KV; stored KV is valid for the same kind only."""
+    """Return the kind of a layer's cache, with the form of its KV; stored KV is only valid for the same kind."""
     name = type(leaf).__name__
     return f"{name}({leaf.form.bits}, {leaf.form.group})" if isinstance(leaf, QuantizedKV) else name

@@ -46,7 +46,7 @@ class QuantizedKV(RaggedKVCache):
     def __init__(self, form: KvForm, lengths: Lengths) -> None:
         super().__init__(lengths)
         self.form = form
-        # Whether the newest pass got codes.
+        # Whether the newest pass got codes instead of dequantized KV.
         self._gives_codes = False
 
     @classmethod
@@ -57,7 +57,8 @@ class QuantizedKV(RaggedKVCache):
 
     @property
     def bits(self) -> int:
-        """Number of bits; only present for a pass that gets codes, which mlx-lm's attention detects by it."""
+        """Number of bits of a code; this attribute only exists if the newest pass got codes, so that mlx-lm's attention
+        detects codes by it."""
         if not self._gives_codes:
             raise AttributeError("bits")
         return self.form.bits
@@ -74,7 +75,7 @@ class QuantizedKV(RaggedKVCache):
         if self._gives_codes:
             seen = tuple(array[..., : self._seen, :] for array in self.arrays)
             return seen[:3], seen[3:]
-        # All slots are dequantized, because the codes of a part of them would first be copied.
+        # All slots are dequantized, because the codes of some of them would first be copied.
         keys, values = self.form.dequantize(self.arrays[:3]), self.form.dequantize(self.arrays[3:])
         return keys[..., : self._seen, :], values[..., : self._seen, :]
 
@@ -85,7 +86,7 @@ class QuantizedKV(RaggedKVCache):
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the KV once dequantized."""
+        """Number of bytes of the KV once it is dequantized."""
         half = len(self.arrays) // 2
         pairs = [(self.arrays[at], self.arrays[at + 1]) for at in (0, half)] if self.arrays else []
         return sum(codes.size * (32 // self.form.bits) * scales.itemsize for codes, scales in pairs)
@@ -113,8 +114,8 @@ def make_caches(model: Any) -> list[Any]:
 
 
 def quantized(caches: Sequence[Any], form: KvForm) -> list[Any]:
-    """Return these empty caches of one sequence with plain KV quantized, except in layers with two of them, where the
-    second is an index."""
+    """Return the quantized form of these empty caches of one sequence. Layers with two caches stay plain, because the
+    second one is an index."""
     lengths = Lengths((0,))
 
     def replace(cache: Any) -> Any:

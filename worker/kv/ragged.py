@@ -16,21 +16,22 @@ from mlx_lm.models.cache import dynamic_roll as roll_rows
 
 # Caches grow in steps of this many tokens, as in mlx-lm.
 STEP: Final = 256
-# CUDA's attention is compiled for each width and number of slots, which takes as long as several steps. There it sees
-# all allocated slots, and widths are powers of two. Elsewhere it sees the slots in use.
+# CUDA's attention is compiled for each width and number of slots, which takes as long as several steps. So attention on
+# CUDA sees all allocated slots, and widths are powers of two; elsewhere it sees only the slots in use.
 sees_room = mx.cuda.is_available() and mx.default_device() == mx.gpu
 
 
 def wide(count: int) -> int:
-    """Return the width of a forward pass for `count` tokens of a row."""
+    """Return the width of a forward pass in which a row has up to `count` tokens."""
     return 1 << (count - 1).bit_length() if sees_room else count
 
 
 class Lengths:
     """Lengths of the rows, and the arrays that are derived from them.
 
-    All layers of a batch move from one object to the next together, so that each array is made once for all of them.
-    The next token of row i is at position `of[i] + skipped[i]`; `skipped` is empty if no row has a sparse prompt.
+    All layers of a batch switch from one `Lengths` object to the next together, so that each array is made once for all
+    layers. The next token of row i is at position `of[i] + skipped[i]`; `skipped` is empty if no row has a sparse
+    prompt.
     """
 
     __slots__ = ("_begins", "_end", "_masks", "_next", "_offset", "_slots", "is_level", "longest", "of", "skipped")
@@ -42,12 +43,12 @@ class Lengths:
         self.is_level = min(self.of, default=0) == self.longest
         self._offset: mx.array | None = None
         self._begins: mx.array | None = None
-        # Width and last slot of the next forward pass, if its padding shares slots.
+        # Width of the next forward pass and the end of its slots, if its padding shares slots.
         self._end: tuple[int, int] | None = None
         self._slots: tuple[int, mx.array] | None = None
-        # Masks by number of next tokens and window.
+        # Masks by the number of next tokens and the window.
         self._masks: dict[tuple[int, int | None], mx.array] = {}
-        # The last change, and its result.
+        # The newest change of these lengths, and the lengths that it resulted in.
         self._next: tuple[object, Lengths] | None = None
 
     @property
@@ -67,8 +68,8 @@ class Lengths:
         return self._begins
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
-        """Prepare a pass of `count` tokens per row, of which `lengths[i]` are row i's. Padding behind the longest row
-        shares one slot, so that the cache does not grow for it."""
+        """Prepare a pass of `count` tokens per row, of which `lengths[i]` are row i's and the rest is padding. Padding
+        after the longest row shares one slot, so that the cache does not grow for it."""
         if self.is_level and not sees_room:
             return
         end = count, min(self.longest + count, 1 + max(map(add, self.of, lengths)))
@@ -80,7 +81,7 @@ class Lengths:
         return self._end[1] if self._end is not None and self._end[0] == count else self.longest + count
 
     def has_slots(self, count: int) -> bool:
-        """Whether all padding has its own slots."""
+        """Whether each padding token has its own slot."""
         return self.end(count) == self.longest + count
 
     def seen(self, count: int) -> int:
@@ -97,7 +98,8 @@ class Lengths:
         return self._slots[1]
 
     def mask(self, count: int, window: int | None) -> mx.array:
-        """Return the slots that each of the next tokens sees, including its own, `[rows, 1, count, slots]`."""
+        """Return the mask `[rows, 1, count, slots]`: the slots that each of the next tokens sees, including the token's
+        own slot."""
         if (count, window) not in self._masks:
             own, slots = self.slots(count), mx.arange(self.seen(count), dtype=mx.int32)
             mask = slots <= own
@@ -105,7 +107,8 @@ class Lengths:
         return self._masks[count, window]
 
     def window_of(self, mask: mx.array | str | None, count: int) -> int | None:
-        """Return the window, or 0 for none, of a mask from `make_mask` for the next tokens; None for other masks."""
+        """Return the window of a mask that `make_mask` made for the next tokens, or 0 for no window; None for other
+        masks."""
         if mask is None or isinstance(mask, str):
             is_ours = self.is_level and (mask == "causal" or (mask is None and count == 1))
             return 0 if is_ours else None
@@ -113,7 +116,7 @@ class Lengths:
         return next(ours, None)
 
     def placed(self, skipped: tuple[int, ...]) -> "Lengths":
-        """Return the same slots, with the next tokens at other positions."""
+        """Return lengths with the same slots, but with the next tokens at other positions."""
         if self.skipped == skipped or not (self.skipped or any(skipped)):
             return self
         return self._derive(("skipped", *skipped), lambda: Lengths(self.of, skipped))
@@ -147,22 +150,23 @@ class Lengths:
 
 
 class RaggedKVCache:
-    """KV of several rows, each from slot 0 on. The layers of a batch share `lengths` as long as they change alike.
+    """KV of several rows; each row begins at slot 0. The layers of a batch share `lengths` as long as they change
+    alike.
 
-    `arrays` are keys and values, `[rows, heads, slots, dim]`, or their quantized form; none before the first tokens.
+    `arrays` are keys and values, `[rows, heads, slots, dim]`, or their quantized form; empty before the first tokens.
     """
 
     def __init__(self, lengths: Lengths) -> None:
         self.arrays: tuple[mx.array, ...] = ()
         self.lengths = lengths
-        # Slots that the newest pass saw, the lengths before it, and the keys that it got.
+        # Number of slots that the newest pass saw, the lengths before that pass, and a reference to its keys.
         self._seen = 0
         self._before = lengths
         self._given: Callable[[], mx.array | None] = lambda: None
 
     @classmethod
     def merge(cls, caches: Sequence[Any], lengths: Lengths) -> Self:
-        """Make a batch of caches of one sequence each; `lengths` are theirs."""
+        """Merge caches of one sequence each into a batch; `lengths` are the lengths of those sequences."""
         merged = cls(lengths)
         merged._fill([(cache.keys, cache.values) if cache.offset else () for cache in caches])
         return merged
@@ -173,7 +177,8 @@ class RaggedKVCache:
 
     @property
     def keys(self) -> mx.array | None:
-        """First of the arrays. Models over several machines make it depend on their communication."""
+        """The first of the arrays. Models that run on several machines replace this array by one that depends on their
+        communication."""
         return self.arrays[0] if self.arrays else None
 
     @keys.setter
@@ -208,7 +213,8 @@ class RaggedKVCache:
         return keys, values
 
     def before(self, keys: Any) -> Lengths | None:
-        """Return the lengths before the newest pass if it got these keys; None for keys that the model made itself."""
+        """Return the lengths before the newest pass if that pass got these keys; None for keys that the model made
+        itself."""
         given = self._given()
         is_given = given is not None and given is (keys[0] if isinstance(keys, tuple) else keys)
         return self._before if is_given else None
@@ -224,7 +230,8 @@ class RaggedKVCache:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | str | None:
-        """Return the mask of the next N tokens: None if each row sees all of its slots, `causal` if that suffices."""
+        """Return the mask of the next N tokens: None if each row sees all of its slots, `causal` if that name
+        suffices."""
         lengths = self.lengths
         window = window_size if window_size and lengths.longest + N > window_size else None
         if lengths.is_level and window is None:
@@ -239,7 +246,7 @@ class RaggedKVCache:
         self.lengths = self.lengths.placed(skipped)
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
-        """Prepare a pass of `count` tokens per row, of which `lengths[i]` are row i's."""
+        """Prepare a pass of `count` tokens per row, of which `lengths[i]` are row i's and the rest is padding."""
         self.lengths.begin(lengths, count)
 
     def rewind(self, drop: tuple[int, ...]) -> None:
@@ -287,8 +294,8 @@ class RaggedKVCache:
         return sum(array.nbytes for array in self.arrays)
 
     def contents(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return keys and values of all rows, and the position of the token in each slot, `[rows, slots]`: -1 for an
-        empty slot, None instead of the array if there are no empty slots."""
+        """Return keys and values of all rows, and the position of the token in each slot, `[rows, slots]`. The position
+        is -1 for an empty slot; if no slot is empty, None replaces the array."""
         end = self.lengths.longest
         keys, values = (array[..., :end, :] for array in self.arrays)
         if self.lengths.is_level:
@@ -301,7 +308,7 @@ class RaggedKVCache:
         return keys, values
 
     def _fill(self, rows: Sequence[tuple[mx.array, ...]]) -> None:
-        """Set the arrays from those of one sequence each, which are empty for a sequence without tokens."""
+        """Set the arrays from those of one sequence each; a sequence without tokens has none."""
         like, size = next((arrays for arrays in rows if arrays), ()), room(self.lengths.longest)
         self.arrays = tuple(
             mx.concatenate(
@@ -328,9 +335,9 @@ class RaggedKVCache:
 
 
 class RaggedWindowCache(BatchRotatingKVCache):
-    """mlx-lm's sliding window of a batch, with rewinds, and without a mask where none is needed.
+    """Batch form of mlx-lm's sliding window, with rewinds, and without a mask where none is needed.
 
-    `held` are the rows' lengths.
+    `held` are the total lengths of the rows.
     """
 
     held: list[int]
@@ -361,16 +368,16 @@ class RaggedWindowCache(BatchRotatingKVCache):
     def begin(self, _lengths: Sequence[int], count: int) -> None:
         """Put the buffer in temporal order before a pass of several tokens.
 
-        mlx-lm reorders it when it stores them, but makes their mask before: for a rotated buffer, that mask hides the
-        oldest token.
+        mlx-lm reorders the buffer when it stores the tokens, but makes their mask before: for a rotated buffer, that
+        mask hides the oldest token.
         """
         if count > 1:
             self._temporal_order()
 
     def rewind(self, drop: tuple[int, ...]) -> None:
-        """Remove the newest `drop[i]` tokens of row i, at most those of the newest block.
+        """Remove the newest `drop[i]` tokens of row i, at most the tokens of the newest block.
 
-        The buffer still holds the window before the block, which becomes visible again.
+        The buffer still has the window before the block, which becomes visible again.
         """
         if not any(drop):
             return
@@ -435,7 +442,7 @@ def _or_none(arrays: tuple[mx.array, ...], like: tuple[mx.array, ...]) -> Sequen
 
 
 def _padded(rows: int, array: mx.array | None, like: mx.array, size: int) -> mx.array:
-    """Return an array cut or padded to `size` slots; zeros in the shape of `like` if there is none."""
+    """Return an array cut or padded to `size` slots; without an array, zeros in the shape of `like`."""
     if array is None:
         return mx.zeros((rows, like.shape[1], size, like.shape[3]), like.dtype)
     held = array.shape[2]
