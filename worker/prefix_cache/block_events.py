@@ -23,7 +23,7 @@ MEDIUM: Final = "GPU"
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Consecutive blocks that were stored; `parent_block_hash` is the hash of the block before them.
 
-    `lora_id` is the number of their adapter, equal in all workers with that adapter; None for the base model.
+    `lora_id` is the integer id of the blocks' adapter, equal in all workers with that adapter; None for the base model.
     """
 
     block_hashes: list[int]
@@ -42,7 +42,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Event that no blocks are held; the first event of a process."""
+    """Event that the cache has no blocks; the first event of a process."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -50,35 +50,35 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(slots=True, frozen=True)
 class _Blocks:
-    """Hashes of consecutive blocks; `first` is the index of the first one."""
+    """Hashes of consecutive blocks; `first` is the index of the first block."""
 
     first: int
     hashes: list[int]
 
     @property
     def end(self) -> int:
-        """Position behind the last block."""
+        """Position of the first token after the last block."""
         return (self.first + len(self.hashes)) * BLOCK
 
 
 class BlockEventLog:
     """Events of one cache, passed to `publish` once per tick. Owned by the engine thread.
 
-    Hashes are kept by node, so that only new tokens are hashed: a long prompt is stored in many pieces.
+    Hashes are kept for each node, so that only new tokens are hashed: a long prompt is stored in many pieces.
     """
 
     def __init__(self, publish: Callable[[Sequence[Event]], None]) -> None:
         self._publish = publish
         self._events: list[Event] = [AllBlocksCleared()]
         self._held: set[int] = set()
-        # Blocks of nodes with KV. A node that was split since also has hashes of blocks that end above it.
+        # Block hashes of nodes with KV. A node that was split later also has hashes of blocks that end above it.
         self._blocks: dict[RadixNode, _Blocks] = {}
 
     def stored(self, salt: str, node: RadixNode) -> None:
-        """Add an event for the blocks that end in a node, which has its KV now."""
+        """Add an event for the blocks that end in a node whose KV was stored."""
         above, tokens, begin = self._unhashed(node)
         hashes = hash_blocks(salt.encode() if above is None else above.to_bytes(8), tokens)
-        # Blocks between the hashed tokens and this node end in nodes without hashes.
+        # Blocks between the last hashed block and this node end in nodes without hashes.
         skipped = (node.begin - begin) // BLOCK
         own = hashes[skipped:]
         self._blocks[node] = _Blocks(node.begin // BLOCK, own)
@@ -93,7 +93,7 @@ class BlockEventLog:
         )
 
     def removed(self, salt: str, node: RadixNode) -> None:
-        """Add an event for the blocks that end in a node, which loses its KV."""
+        """Add an event for the blocks that end in a node whose KV is being removed."""
         blocks = self._blocks.pop(node, _Blocks(0, []))
         gone = [each for each in blocks.hashes[node.begin // BLOCK - blocks.first :] if each in self._held]
         if gone:
@@ -101,14 +101,14 @@ class BlockEventLog:
             self._events.append(BlockRemoved(gone, MEDIUM))
 
     def flush(self) -> None:
-        """Publish the events since the last call."""
+        """Publish the events that were added since the last call."""
         if self._events:
             events, self._events = self._events, []
             self._publish(events)
 
     def _unhashed(self, node: RadixNode) -> tuple[int | None, Tokens, int]:
-        """Return the hash of the last hashed block above a node or None, the tokens between it and the node's end, and
-        the position of the first of them."""
+        """Return the hash of the last hashed block above a node, or None; the tokens between that block and the node's
+        end; and the position of the first of these tokens."""
         edges: list[Tokens] = []
         at: RadixNode | None = node
         while at is not None:

@@ -6,7 +6,7 @@ from worker.prefix_cache.radix_tree import RadixNode
 
 
 class PrefixCursor:
-    """Position of a row in the tree. Reads only tokens, each in constant time. Owned by the engine thread.
+    """Position of a row in the prefix tree. It reads only tokens, each in constant time. Owned by the engine thread.
 
     Edges may be split and evicted in the meantime: a node keeps its tokens and its parent.
     """
@@ -14,7 +14,7 @@ class PrefixCursor:
     __slots__ = ("_at", "_node")
 
     def __init__(self, node: RadixNode, at: int) -> None:
-        """`at` is the number of the row's tokens, the last of which is in `node`."""
+        """`at` is the row's number of tokens, the last of which is in `node`."""
         self._node = node
         self._at = at
 
@@ -34,7 +34,7 @@ class PrefixCursor:
         return True
 
     def next_tokens(self, most: int) -> list[int]:
-        """Return at most `most` tokens that follow along the newest edges, up to a medium."""
+        """Return at most `most` tokens that follow the row's position along the newest edges, up to a medium."""
         node, at, following = self._edge(), self._at, list[int]()
         while len(following) < most:
             if at == node.end:

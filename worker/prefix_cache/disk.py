@@ -1,4 +1,4 @@
-"""Disk cache: its index, and its two threads for write-behind and read-ahead, for which no step waits."""
+"""Disk cache: its index, and two threads that write behind and read ahead. No step waits for the disk."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ from worker.prefix_cache.file_format import (
 
 log = logging.getLogger("mlxd.worker")
 
-# Limit of the bytes that wait to be written, which may already be evicted from the prefix cache.
+# Maximum bytes of queued writes, whose KV may already be evicted from the prefix cache.
 MAX_QUEUED_BYTES: Final = 1 << 30
 
 
@@ -40,7 +40,8 @@ class FileStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class DiskEntry:
-    """File of the cache, written or not. The engine thread makes it; then only the disk threads change its status."""
+    """File of the cache, which may not be written yet. The engine thread makes the entry; then only the disk threads
+    change its status."""
 
     key: str
     parent: "DiskEntry | None"
@@ -62,7 +63,7 @@ class DiskEntry:
 
 @dataclass(slots=True, eq=False)
 class DiskRead:
-    """Pending read. `span` is None until it completes, and if the file is unusable."""
+    """Pending read. `span` is None until the read completes, and if the file is unusable."""
 
     entry: DiskEntry
     with_state: bool
@@ -80,7 +81,7 @@ class _Write:
 
 
 class CacheDisk:
-    """Disk cache of one worker. Methods are for the engine thread, and only `start` touches files."""
+    """Disk cache of one worker. Its methods are for the engine thread, and only `start` touches files."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class CacheDisk:
         self._reads: dict[DiskEntry, DiskRead] = {}
         self._to_write: SimpleQueue[_Write | None] = SimpleQueue()
         self._to_read: SimpleQueue[DiskRead | None] = SimpleQueue()
-        # Bytes that wait to be written.
+        # Bytes of KV and checkpoints in queued writes.
         self.queued_bytes = 0
         self._mutex = threading.Lock()
         self._is_failing = False
@@ -118,7 +119,8 @@ class CacheDisk:
         return entries
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Write queued files, for at most `timeout_s`. No thread should be in native code when Python exits."""
+        """Write queued files for at most `timeout_s`, and end the threads: none should be in native code when Python
+        exits."""
         self._to_write.put(None)
         self._to_read.put(None)
         end = time.monotonic() + timeout_s
@@ -133,7 +135,7 @@ class CacheDisk:
         return DiskEntry(key, parent, salt, begin, tokens, has_state)
 
     def write(self, entry: DiskEntry, span: Span, state: list[Any] | None) -> None:
-        """Queue a file. All arrays must be evaluated. The entry is dropped if too much is queued."""
+        """Queue a file. All arrays must be evaluated. If too many bytes are queued, the entry is dropped instead."""
         nbytes = sum(array.nbytes for array in arrays_of(span, state or []))
         with self._mutex:
             is_full = self.queued_bytes > 0 and self.queued_bytes + nbytes > self._queue_limit
@@ -145,7 +147,8 @@ class CacheDisk:
         self._to_write.put(_Write(entry, span, state, nbytes))
 
     def read(self, entry: DiskEntry, *, with_state: bool) -> DiskRead:
-        """Queue a read, or return the one that is queued. If the reading thread has ended, it is done without data."""
+        """Queue a read of the entry, or return its queued read. If the reading thread has ended, the read is done
+        without data."""
         with self._mutex:
             if not self._is_reading:
                 return DiskRead(entry, with_state, is_done=True)
@@ -214,7 +217,7 @@ class CacheDisk:
         self._folder.release()
 
     def _retire(self) -> None:
-        """Quarantine files that this model left in another form, which no worker can use."""
+        """Quarantine files that this model left in an outdated form of KV, which no worker can use."""
         for stale in self._folder.retire():
             with self._mutex:
                 self.counts.disk_quarantined += stale.files
@@ -224,7 +227,7 @@ class CacheDisk:
             )  # fmt: skip
 
     def _complain(self, error: Exception) -> None:
-        """Log a write error once, until a write succeeds."""
+        """Log a write error, but only the first one until a write succeeds."""
         if not self._is_failing:
             log.warning("disk cache: cannot write: %s: %s", type(error).__name__, error)
         self._is_failing = True
@@ -256,7 +259,7 @@ class CacheDisk:
             self._lose(entry)
 
     def _touch(self, entry: DiskEntry) -> None:
-        """Mark a path as used now, with the root as the newest."""
+        """Mark all files of a path as used now, with the root as the newest."""
         now, at = time.time_ns(), 0
         step: DiskEntry | None = entry
         while step is not None:
@@ -280,7 +283,7 @@ class CacheDisk:
                 self._end(read)
 
     def _read_one(self, read: DiskRead) -> None:
-        """Read one file. After an error it is not used again, and rows stop waiting for it."""
+        """Read one file. After an error the file is not used again, and rows stop waiting for it."""
         path = self._folder.path(read.entry.key)
         try:
             span, read.state = load(path, read.entry.key, with_state=read.with_state)
@@ -321,7 +324,7 @@ class CacheDisk:
             entry.status = FileStatus.LOST
 
     def drop(self, entry: DiskEntry) -> None:
-        """Drop an entry that is not written yet."""
+        """Drop an entry that is not written yet, and count it."""
         self._lose(entry)
         with self._mutex:
             self.counts.disk_dropped += 1

@@ -27,7 +27,7 @@ from worker.prefix_cache.file_format import SUFFIX, EncodedFile
 
 LABEL: Final = ".model"
 QUARANTINE: Final = "quarantine"
-# Part of the limit that stays when files are deleted, so that listing all files pays off for many writes.
+# When files are deleted, this fraction of the limit is kept, so that listing all files makes room for many writes.
 KEEP_RATIO: Final = 0.9
 _MARK: Final = ".for."
 _PART_DIGITS: Final = 8
@@ -36,7 +36,7 @@ _STALE_TEMP_S: Final = 3600.0
 
 
 class CacheFormat(msgspec.Struct, frozen=True):
-    """Form of cached KV: digests of everything that it depends on. Files of another form cannot be used."""
+    """Form of cached KV: digests of everything that the KV depends on. Files of another form cannot be used."""
 
     libraries: str
     layout: str
@@ -50,7 +50,7 @@ class CacheFormat(msgspec.Struct, frozen=True):
 
 
 class FolderOwner(msgspec.Struct, frozen=True):
-    """Owner of a folder's files: a served model of one daemon, in any form.
+    """Owner of a folder's files: a model that a daemon serves, whatever the form of its KV.
 
     Models of a daemon differ in `name`; daemons that share a folder through links differ in `root`. Two models of one
     form share a folder, which is stale once neither of them has this form and no worker holds the lock of its mark.
@@ -58,13 +58,13 @@ class FolderOwner(msgspec.Struct, frozen=True):
 
     name: str
     root: str
-    # Path of the model, for people.
+    # The model's path is informational.
     path: str
     form: CacheFormat
 
     @property
     def owner(self) -> str:
-        """Prefix of the names of this owner's marks in all forms."""
+        """Prefix that the names of this owner's marks have in all forms."""
         return _MARK + hashlib.blake2b(msgspec.json.encode((self.name, self.root)), digest_size=8).hexdigest() + "."
 
     @property
@@ -93,21 +93,21 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class DiskQuota:
-    """Reserved file with a temporary name; `is_counted` if all files were listed to make room."""
+    """Reserved file with a temporary name; `is_counted` is set if all files were listed to make room."""
 
     temp: Path
     is_counted: bool
 
 
 class ModelFolder:
-    """Part of the folder that one worker uses. For the disk threads, and for the scan before they start."""
+    """Part of the folder that one worker uses. Used by the disk threads, and by the scan before they start."""
 
     def __init__(self, root: Path, key: str, cap: int, claim: FolderOwner | None) -> None:
         self._root = root
         self._here = root / key
         self._cap = cap
         self._claim = claim
-        # Descriptor of our mark, which is locked. Used by the writing thread.
+        # Descriptor of this worker's mark, which is locked. Used by the writing thread.
         self._lease: int | None = None
 
     def path(self, key: str) -> Path:
@@ -132,7 +132,7 @@ class ModelFolder:
             self._lease = None
 
     def retire(self) -> Iterator[Stale]:
-        """Quarantine the files that this owner has left in other forms. Raises `OSError`."""
+        """Quarantine the files that this owner has left in outdated forms. Raises `OSError`."""
         claim = self._claim
         if claim is None:
             return
@@ -160,7 +160,7 @@ class ModelFolder:
         return Stale(claim.name, folder.name, len(moved), sum(moved), claim.differences(own[0]))
 
     def _open_here(self) -> None:
-        """Create our folder with our mark, under the lock, also if it was deleted."""
+        """Create this worker's folder with its mark, under the lock, even if the folder was deleted."""
         self._here.mkdir(mode=0o700, exist_ok=True)
         for folder in (self._root, self._here):
             folder.chmod(0o700)
@@ -171,12 +171,12 @@ class ModelFolder:
         label.touch(mode=0o600)
         label.write_text(f"{self._claim.path}\n", encoding="utf-8")
         self._lease = os.open(self._here / self._claim.mark, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lease, fcntl.LOCK_SH | fcntl.LOCK_NB)  # no process locks it without the ledger
+        fcntl.flock(self._lease, fcntl.LOCK_SH | fcntl.LOCK_NB)  # no process locks a mark without the ledger
 
     # -- the limit ---------------------------------------------------------------------------------------------------
 
     def reserve(self, key: str, size: int) -> DiskQuota | None:
-        """Reserve space for a file within the limit; None if it can never fit. Raises `OSError`."""
+        """Reserve space for a file within the limit; None if the file can never fit. Raises `OSError`."""
         if size > self._cap * KEEP_RATIO:
             return None
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ class ModelFolder:
         return DiskQuota(temp, is_counted)
 
     def publish(self, temp: Path, encoded: EncodedFile, key: str) -> None:
-        """Write a reserved file and rename it. Raises `OSError`, after deleting it."""
+        """Write a reserved file and rename it. If that fails, delete the file and raise `OSError`."""
         try:
             with temp.open("r+b") as file:
                 file.writelines((encoded.header, *encoded.buffers))
@@ -218,7 +218,7 @@ class ModelFolder:
             os.close(ledger)
 
     def _make_room(self, size: int) -> int:
-        """Delete quarantined files, then the least recently used ones. Returns the bytes that are left.
+        """Delete quarantined files, then the least recently used ones. Returns the total bytes of the remaining files.
 
         Parents are newer than their children, so that ends of paths are deleted first.
         """
@@ -265,7 +265,7 @@ class _File:
 
 
 def _names(folder: Path) -> list[str]:
-    """List a folder; empty if it does not exist."""
+    """Return the names in a folder; an empty list if the folder does not exist."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -292,7 +292,7 @@ def _is_leased(mark: Path) -> bool:
 
 
 def _allocate(temp: Path, size: int) -> None:
-    """Create a file of this size that only its owner may read."""
+    """Create a file of this size that only the user may read."""
     descriptor = os.open(temp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     try:
         os.truncate(descriptor, size)
@@ -332,6 +332,6 @@ def _is_stale(temp: Path, modified: float) -> bool:
 
 
 def _read_total(ledger: int) -> int:
-    """Return the total size. Without a number in the file it is larger than any limit, so that the files are listed."""
+    """Return the total size. If the file has no number, the result exceeds any limit, so that the files are listed."""
     text = os.pread(ledger, 20, 0)
     return int(text) if text.isdigit() else sys.maxsize

@@ -1,8 +1,9 @@
 """File of the disk cache: one edge of the prefix tree, as safetensors.
 
-In order, it has the token ids of the edge, their KV (the last tokens' KV for windowed layers), and a checkpoint of the
-stateful layers at the end; KV or checkpoint may be missing. The metadata has the place of the edge. A seal over the
-header and a checksum of each section detect any change: reading returns what was written, or raises `Corrupt`.
+The file has the token ids of the edge, then their KV (the last tokens' KV for windowed layers), then a checkpoint of
+the stateful layers at the end; KV or checkpoint may be missing. The metadata has the place of the edge in the tree. A
+seal over the header and a checksum of each section detect any change: reading returns what was written, or raises
+`Corrupt`.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ _SEAL: Final = b'"seal":"'
 _SEAL_DIGITS: Final = 16
 _MAX_HEADER: Final = 64 << 20
 _BLOCK: Final = 1 << 20
-# Number of arrays of a layer without quantization: keys and values.
+# Number of arrays of a layer that is not quantized: keys and values.
 _PLAIN_ARRAYS: Final = 2
 # https://github.com/huggingface/safetensors#format
 _DTYPES: Final = {
@@ -41,11 +42,11 @@ _DTYPES: Final = {
 
 
 class Corrupt(Exception):
-    """Raised for a file that was changed or is not ours, with a description."""
+    """Raised for a file that was changed or was not written by this cache; the message describes the fault."""
 
 
 class Array(msgspec.Struct, frozen=True, tag="array"):
-    """Tensor of the file, by number."""
+    """Tensor of the file, by its index."""
 
     at: int
 
@@ -74,7 +75,8 @@ class Leaf(msgspec.Struct, frozen=True):
 
 
 class FileHeader(msgspec.Struct, frozen=True):
-    """Header of a file. `parent` is the key of the file with the token before `begin`; empty at a root."""
+    """Header of a file. `parent` is the key of the file with the token before `begin`; empty at the root of the
+    tree."""
 
     format: int
     key: str
@@ -86,7 +88,7 @@ class FileHeader(msgspec.Struct, frozen=True):
     kv_crc: int
     state_crc: int
     state: list[Leaf] | None
-    # Number of arrays of each layer; empty if all have keys and values.
+    # Number of arrays of each layer; empty if every layer has keys and values.
     parts: list[int] = []
 
 
@@ -121,14 +123,15 @@ class OpenedFile:
 
 
 def file_key(parent: str, salt: str, begin: int, tokens: Tokens, has_kv: bool) -> str:
-    """Return the name of a file, which identifies the whole path: it includes the parent's. `salt` is a `salt_key`."""
+    """Return the name of a file. It identifies the whole path, because it includes the parent's name. `salt` is a
+    `salt_key`."""
     digest = hashlib.blake2b(f"{FORMAT} {parent} {salt} {begin} {has_kv} ".encode(), digest_size=20)
     digest.update(tokens.astype("<i4").tobytes())
     return digest.hexdigest()
 
 
 def is_known(leaf: Any) -> bool:
-    """Whether a layer's cache can be written. A cache without KV must be of one of mlx-lm's classes."""
+    """Whether a layer's cache can be written. A cache without KV must be one of mlx-lm's classes."""
     return has_kv(leaf) or getattr(kinds, type(leaf).__name__, None) is type(leaf)
 
 
@@ -196,7 +199,8 @@ def open_file(file: BinaryIO) -> OpenedFile:
 
 
 def load(path: Path, key: str, *, with_state: bool) -> tuple[Span, list[Any] | None]:
-    """Read KV and, with `with_state`, the checkpoint, checked and evaluated. Raises `Corrupt` or `OSError`."""
+    """Read the KV and, with `with_state`, the checkpoint of a file, checked and evaluated. Raises `Corrupt` or
+    `OSError`."""
     with path.open("rb") as file:
         opened = open_file(file)
         record = opened.record
@@ -260,5 +264,5 @@ def _verify(file: BinaryIO, section: tuple[int, int], expected: int) -> None:
 
 
 def _seal(header: bytes) -> bytes:
-    """Return the seal of a header whose seal is blank."""
+    """Return the seal of a header in which the seal's place is blank."""
     return hashlib.blake2b(header, digest_size=_SEAL_DIGITS // 2).hexdigest().encode()

@@ -1,8 +1,8 @@
 """Fingerprint of the disk cache's files that a worker may use: equal weights, computed in the same way.
 
 The KV of token ids depends on the weights, the configuration, the arithmetic and the form of the caches. The tokenizer
-is part of the key because ids have another meaning with another one. The chat template is not: it only decides which
-ids a chat becomes.
+is part of the fingerprint, because ids have another meaning with another tokenizer. The chat template is not part of
+it: the template only decides which ids a chat becomes.
 """
 
 import logging
@@ -55,7 +55,7 @@ def form_of(spec: WorkerSpec, loaded: LoadedModel, layout: KvLayout) -> CacheFor
 
 def model_form(loaded: LoadedModel, kinds: list[str], *, runs_code: bool = False) -> CacheFormat:
     """Return digests of everything that KV depends on, equal on all hosts, without reading all of the weights."""
-    # If a model computes padded rows wrongly, KV of another batch mode must not be used.
+    # If a model computes padded rows wrongly, KV that was computed in another batch mode must not be used.
     mode = () if loaded.plan.mode is BatchMode.TOGETHER else (loaded.plan.mode.value,)
     dtypes = sorted({str(array.dtype) for array in _arrays(loaded.model)})
     code = sorted(file.name for file in loaded.path.glob("*.py")) if runs_code else []

@@ -19,13 +19,13 @@ from worker.prefix_cache.disk import CacheDisk, DiskEntry, DiskRead
 from worker.prefix_cache.radix_tree import EMPTY, Extent, Path, RadixNode, TokenCost, Tokens, Tree, new_state
 from worker.prefix_cache.salts import salt_key
 
-# Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
+# Metal allows a process 499,000 buffers; many small nodes reach that limit long before any budget of bytes.
 MAX_ARRAYS: Final = 200_000
-# Minimum for a file, for a read, and for a node with a part of a prefix that does not fit the budget.
+# Minimum tokens of a file, of a read, and of a node with a part of a prefix that does not fit the budget.
 MIN_TOKENS: Final = 64
 READ_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 5.0
-# Nodes whose files are gone are removed when they are met, and all of them once this many files were lost.
+# A node whose file is gone is removed when a walk meets it; all such nodes are removed once this many files were lost.
 _PRUNE_INTERVAL_FILES: Final = 256
 
 _Write = tuple[DiskEntry, Span, list[Any] | None]
@@ -33,10 +33,10 @@ _Write = tuple[DiskEntry, Span, list[Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Reads for one row, and the spans in memory that it needs besides them."""
+    """Reads from disk for one row, and the spans in memory that the row needs in addition to them."""
 
     reads: dict[DiskEntry, DiskRead]
-    # Each span with its number of tokens, because the node may be split in the meantime.
+    # Each span is stored with its number of tokens, because the node may be split in the meantime.
     held: dict[RadixNode, tuple[Span, int]]
     deadline: float
 
@@ -46,7 +46,7 @@ class Ticket:
 
 
 class PrefixCache:
-    """Prefix cache, owned by the engine thread. Between calls it never exceeds its budgets."""
+    """Prefix cache, owned by the engine thread. Between calls its memory never exceeds its budgets."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class PrefixCache:
         return self._cut(*self._usable(self._tree.walk(tokens, salt_key(salt))), whole)[0]
 
     def branch(self, tokens: Tokens, salt: str = "") -> PrefixCursor | None:
-        """Return a cursor behind these tokens, if all of them are in the tree."""
+        """Return a cursor after these tokens if all of them are in the tree, else None."""
         path = self._tree.walk(tokens, salt_key(salt))
         if not path or path[-1][0].begin + path[-1][1] < len(tokens):
             return None
         return PrefixCursor(path[-1][0], len(tokens))
 
     def attach(self, tokens: Tokens, salt: str, ticket: Ticket) -> None:
-        """Hold the results of a prefix's reads, as far as they fit."""
+        """Put the results of a prefix's reads into memory, as far as they fit."""
         self._attach(self._tree.walk(tokens, salt_key(salt)), ticket)
         self._evict()
 
@@ -118,9 +118,9 @@ class PrefixCache:
         ticket: Ticket | None = None,
         whole: Callable[[int], int] | None = None,
     ) -> tuple[int, list[Any]]:
-        """Return the longest reusable prefix: its number of tokens, and caches of its own, [] for none.
+        """Return the longest reusable prefix: its number of tokens, and copied caches, [] if there is none.
 
-        `whole` returns the last position up to another at which a prefix may end.
+        `whole` returns the last position, up to a given one, at which a prefix may end.
         """
         path = self._tree.walk(tokens, salt_key(salt))
         in_memory, _ = self._usable(path)
@@ -171,11 +171,11 @@ class PrefixCache:
         self._evict()
 
     def clear(self) -> None:
-        """Free all memory; files stay known. Also correct after a `store` or `fetch` that raised."""
+        """Free all memory; files stay known. It is also safe after a `store` or `fetch` that raised."""
         self._tree.clear()
 
     def fail(self, error: Exception) -> None:
-        """Count a failure to store a row's KV, and free all memory, because a part of it may be held."""
+        """Count a failure to store a row's KV, and free all memory, because a part of that KV may be in memory."""
         # A traceback would hold the KV in its frames.
         self.failure = error.with_traceback(None)
         self.counts.prefix_failures += 1
@@ -184,7 +184,7 @@ class PrefixCache:
     # -- disk --------------------------------------------------------------------------------------------------------
 
     def restore(self, tokens: Tokens, salt: str = "") -> Ticket | None:
-        """Start to read the part of this prefix that is only on disk; None if it is too short."""
+        """Start to read the part of this prefix that is only on disk. Returns None if that part is too short."""
         if self.disk is None:
             return None
         path = self._tree.walk(tokens, salt_key(salt))
@@ -207,13 +207,14 @@ class PrefixCache:
 
     def persist(self, tokens: Tokens, checkpoints: Collection[int], salt: str = "") -> None:
         """Choose the path of `tokens` for writing, parents first, with checkpoints at these positions; `hand_over`
-        queues it."""
+        queues the writes."""
         if self.disk is None or len(tokens) < self._disk_min_tokens:
             return
         key = salt_key(salt)
         above: DiskEntry | None = None
         path = self._tree.walk(tokens, key)
-        # A short end is not written until it has grown, so that many short answers do not become as many files.
+        # A short end of a path is not written until it has grown, so that many short answers do not become as many
+        # files.
         new = next((node.begin for node, _ in path if not node.is_on_disk), len(tokens))
         stop = len(tokens) if len(tokens) - new >= MIN_TOKENS else new
         for node, matched in path:
@@ -238,7 +239,7 @@ class PrefixCache:
         """Queue the writes that `persist` chose a tick ago, whose arrays have been computed by now. Called once per
         tick.
 
-        Raises errors of computing them; writes that were not queued are then dropped.
+        Raises errors of computing the arrays; writes that were not queued are then dropped.
         """
         if self.disk is None:
             return
@@ -264,18 +265,18 @@ class PrefixCache:
             self._journal.flush()
 
     def flush(self) -> None:
-        """Queue all chosen writes, if no tick follows."""
+        """Queue all chosen writes, for the case that no tick follows."""
         self.hand_over()
         self.hand_over()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Finish writing, within this time."""
+        """Finish writing within `timeout_s`."""
         self.flush()
         if self.disk is not None:
             self.disk.close(timeout_s)
 
     def _reach(self, path: Path) -> tuple[int, RadixNode | None]:
-        """Return the same as `_usable`, with the files on disk."""
+        """Return the same as `_usable`, but count files on disk too."""
         reach, target = 0, None
         for node, matched in path:
             if not node.is_held and not node.is_readable:
@@ -288,7 +289,7 @@ class PrefixCache:
         return reach, target
 
     def _attach(self, path: Path, ticket: Ticket) -> None:
-        """Hold the results of reads."""
+        """Put the results of reads into the nodes of a path."""
         last: RadixNode | None = None
         for node, _ in path:
             if not node.is_held:
@@ -307,7 +308,7 @@ class PrefixCache:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def _usable(self, path: Path) -> tuple[int, RadixNode | None]:
-        """Return the number of reusable tokens and the node at their end: the deepest held one, or the deepest
+        """Return the number of reusable tokens and the node at their end: the deepest node in memory, or the deepest
         checkpoint."""
         for node, matched in reversed(path):
             if not node.is_held:
@@ -321,8 +322,8 @@ class PrefixCache:
     def _cut(
         self, reusable: int, node: RadixNode | None, whole: Callable[[int], int] | None
     ) -> tuple[int, RadixNode | None]:
-        """Limit the result of `_usable` to where a prefix may end: KV can be cut there, and checkpoints are only taken
-        there."""
+        """Cut the result of `_usable` back to a position where a prefix may end: KV can be cut there, and checkpoints
+        are only taken there."""
         if whole is None or whole(reusable) == reusable:
             return reusable, node
         reusable = 0 if self._layout.needs_checkpoints else whole(reusable)
@@ -335,7 +336,7 @@ class PrefixCache:
         room = self.budget - self._tree.path_bytes(parent)
         size = self._tree.span_bytes(len(tokens) - depth, span, state) + tokens[depth:].nbytes
         if size > room:
-            # Storing all of it would evict everything else, and then this prefix too.
+            # Storing all of the tokens would evict everything else, and then this prefix too.
             fitting = depth + room * (len(tokens) - depth) // size
             if state is not None or fitting - depth < MIN_TOKENS:
                 return parent
@@ -361,7 +362,7 @@ class PrefixCache:
 
 
 def _part(ticket: Ticket, node: RadixNode) -> Span | None:
-    """Return the ticket's span of a node, which may have been split since."""
+    """Return the ticket's span of a node; the node may have been split since then."""
     span, size = ticket.held.get(node, (None, 0))
     if span is not None and size == len(node.tokens):
         return span

@@ -3,8 +3,8 @@
 An edge owns the KV of its tokens; a node may own a checkpoint of the stateful layers at its end. A path from the root
 is a prefix, shared by all sequences that begin with it. Each salt has its own tree.
 
-The ancestors of a node that is held in memory are held too. Recency order keeps every held node newer than its held
-descendants, so that the oldest is always a leaf, and eviction removes the oldest.
+A node is *held* if its KV is in memory; its ancestors are held then too. The recency order keeps every held node newer
+than its held descendants, so that the oldest node is always a leaf, and eviction removes the oldest.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ EMPTY: Tokens = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Tokens [begin, end) of a file's edge."""
+    """Part [begin, end) of the tokens of a file's edge."""
 
     entry: DiskEntry
     begin: int
@@ -46,7 +46,7 @@ class RadixNode:
     state: list[Any] | None = None
     extent: Extent | None = None
     saved: DiskEntry | None = None
-    # The span has more of the windows than its file.
+    # Whether the span has more tokens of the windowed layers than its file.
     is_longer: bool = False
     children: "dict[int, RadixNode]" = field(default_factory=dict)
     nbytes: int = 0
@@ -62,7 +62,7 @@ class RadixNode:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether the edge is written, or queued to be."""
+        """Whether the edge is written to disk or queued to be written."""
         return self.extent is not None and self.extent.entry.is_live
 
     @property
@@ -72,7 +72,7 @@ class RadixNode:
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Nominal size of nodes, so that all ranks of a group evict the same ones, although their layers differ."""
+    """Nominal size of nodes, so that all ranks of a group evict the same nodes, although their layers differ."""
 
     token_bytes: int
     state_bytes: int
@@ -91,7 +91,7 @@ class Listener(Protocol):
 
 
 class Tree:
-    """The nodes and their accounts. `nbytes` and `arrays` are exactly the sums over the held nodes."""
+    """The nodes of all trees and their accounts. `nbytes` and `arrays` are exactly the sums over the held nodes."""
 
     def __init__(self, layout: KvLayout, listener: "Listener | None" = None) -> None:
         self.layout = layout
@@ -119,7 +119,7 @@ class Tree:
             if child is None:
                 break
             if not child.is_held and not child.is_on_disk:
-                self._detach(child)  # its file was deleted, and all below is unreachable
+                self._detach(child)  # the child's file was deleted, and all nodes below it are unreachable
                 break
             matched = common_prefix(child.tokens, tokens[depth:])
             path.append((child, matched))
@@ -128,7 +128,8 @@ class Tree:
         return path
 
     def descend(self, tokens: Tokens, salt: str) -> tuple[RadixNode, int]:
-        """Return the node where `tokens` leave the tree, and its depth. Splits an edge if necessary."""
+        """Return the node where `tokens` leave the tree, and the number of tokens up to it. Splits an edge if
+        necessary."""
         path = self.walk(tokens, salt)
         if not path:
             return self._roots.setdefault(salt, RadixNode(EMPTY, 0, None)), 0
@@ -168,7 +169,7 @@ class Tree:
         return node
 
     def hold(self, node: RadixNode, span: Span) -> None:
-        """Set the KV of a node. The caller must `touch` the path when it is complete."""
+        """Put the KV of a node into memory. The caller must `touch` the path when it is complete."""
         assert not node.is_held
         node.span = span
         self._recency[node] = None
@@ -181,7 +182,7 @@ class Tree:
         self._account(node)
 
     def fill(self, node: RadixNode, caches: Sequence[Any]) -> None:
-        """Hold the whole path to `node`, from caches with all of its tokens."""
+        """Put the KV of the whole path to `node` into memory, from caches that have processed all of its tokens."""
         missing: list[RadixNode] = []
         while node.parent is not None:
             if not node.is_held:
@@ -193,7 +194,7 @@ class Tree:
             self.hold(each, span)
 
     def covers(self, node: RadixNode) -> bool:
-        """Whether the held path to `node` has the complete windows before its end."""
+        """Whether the path to `node` has, in memory, all tokens of the windows that end with it."""
         for size, at in self.layout.windows:
             need = min(size, node.end)
             step: RadixNode | None = node
@@ -206,8 +207,8 @@ class Tree:
         return True
 
     def cover(self, node: RadixNode, caches: Sequence[Any]) -> None:
-        """Complete the windows before a checkpoint. Tokens may be missing above an edge that was split, or that was
-        computed with a longer one."""
+        """Complete the windows before a checkpoint. Their tokens may be missing in an edge that was split off or
+        computed as a part of a longer edge, which has only its own last tokens."""
         if self.covers(node):
             return
         begin = node.end - max(size for size, _ in self.layout.windows)
@@ -226,7 +227,7 @@ class Tree:
             node = node.parent
 
     def span_bytes(self, tokens: int, span: Span, state: Sequence[Any] | None) -> int:
-        """Return the bytes of the KV of a number of tokens, and of the checkpoint at their end."""
+        """Return the bytes of the KV of `tokens` tokens, and of the checkpoint at their end."""
         if self.price is not None:
             return tokens * self.price.token_bytes + (0 if state is None else self.price.state_bytes)
         return sum(array.nbytes for array in arrays_of(span, state or []))
@@ -245,21 +246,21 @@ class Tree:
         return total
 
     def release(self, node: RadixNode) -> None:
-        """Free the KV of a leaf, and of the nodes above that only it needed."""
+        """Free the KV of a leaf, and of the nodes above it that only the leaf needed."""
         parent = node.parent
         assert parent is not None
         self._free(node)
         self.drop_useless(parent)
 
     def clear(self) -> None:
-        """Free all KV, the deepest first: a call that raised may have left a leaf newer than its ancestors."""
+        """Free all KV, the deepest nodes first: a call that raised may have left a leaf newer than its ancestors."""
         for node in sorted(self._recency, key=lambda node: node.end, reverse=True):
             if node.is_held:
                 self.release(node)
         self.prune()
 
     def drop_useless(self, node: RadixNode) -> None:
-        """Free edges at the end of a path without a checkpoint, if checkpoints are needed: they cannot be reused."""
+        """Free edges that end a path without a checkpoint, if checkpoints are needed: such edges cannot be reused."""
         while self.layout.needs_checkpoints and node.is_held and node.state is None and not _has_held_children(node):
             parent = node.parent
             assert parent is not None
@@ -275,7 +276,7 @@ class Tree:
                 self._detach(node)
 
     def place(self, entry: DiskEntry, above: RadixNode | None) -> RadixNode:
-        """Add a file from disk below the node at which its parent ends. Returns the node at which it ends."""
+        """Add a file on disk below the node at which its parent's tokens end. Returns the node at which its own end."""
         node = above or self._roots.setdefault(entry.salt, RadixNode(EMPTY, 0, None))
         while node.begin >= entry.begin and node.parent is not None:
             node = node.parent
@@ -315,7 +316,7 @@ class Tree:
         return next(salt for salt, root in self._roots.items() if root is top)
 
     def _detach(self, node: RadixNode) -> None:
-        """Remove a node and all below; none of them is held."""
+        """Remove a node and its descendants, none of which may be held."""
         assert node.parent is not None
         del node.parent.children[int(node.tokens[0])]
         if node.parent.parent is None and not node.parent.children:

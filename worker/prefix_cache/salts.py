@@ -7,16 +7,16 @@ _ADAPTER: Final = "lora:"
 
 
 def adapter_salt(digest: str) -> str:
-    """Return the prefix of the salts of rows with an adapter, from the hexadecimal digest of its files.
+    """Return the prefix of the salts of rows with an adapter, from the hexadecimal digest of the adapter's files.
 
-    It comes first, because a client chooses the end of a salt, after its key's part and a NUL.
+    The prefix comes first, because a client chooses the end of a salt, after the part of its API key and a NUL.
     """
     return f"{_ADAPTER}{digest}\0"
 
 
 def salt_key(salt: str) -> str:
-    """Return the name of a salt in the cache and its files, which must not reveal it. The number of an adapter is
-    appended."""
+    """Return the name of a salt in the cache and its files, which must not reveal the salt. The integer id of an
+    adapter is appended."""
     key = hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()
     if not salt.startswith(_ADAPTER):
         return key
@@ -25,6 +25,6 @@ def salt_key(salt: str) -> str:
 
 
 def adapter_number(key: str) -> int | None:
-    """Return the number of the adapter of a key, positive with 31 bits; None for the base model."""
+    """Return the integer id of the adapter of a salt key, positive with 31 bits; None for the base model."""
     _, _, number = key.partition(".")
     return int(number) if number else None
