@@ -7,7 +7,7 @@ from protocol.from_worker import Usage
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedJob:
-    """Request owned by the loop from the moment it leaves the intake. Times are of the monotonic clock."""
+    """Request owned by the loop from the moment it leaves the intake. Its times are of the monotonic clock."""
 
     rid: int
     arrived: float
@@ -15,7 +15,7 @@ class QueuedJob:
     tenant: str = ""
     deadline: float | None = None
     wants_progress: bool = False
-    # Deviations from the request, reported to its client.
+    # Deviations from the request that are reported to its client.
     relaxed: tuple[str, ...] = ()
     arrival: int = 0
     admitted: float = 0.0
@@ -26,7 +26,7 @@ class QueuedJob:
         raise NotImplementedError
 
     def usage(self, now: float) -> Usage:
-        """Return its usage so far."""
+        """Return the usage of this job so far."""
         admitted = self.admitted or now
         return Usage(
             prompt=self.tokens,

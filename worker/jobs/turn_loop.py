@@ -21,7 +21,8 @@ J = TypeVar("J", bound=QueuedJob)
 
 
 class TurnLoop(RequestLoop[J]):
-    """Owner of the jobs. Commands come from `inbox`, messages leave through `send`; one thread, MLX's, calls `run`."""
+    """Owner of the jobs. Commands come from `inbox`, messages leave through `send`. One thread, which is MLX's, calls
+    `run`."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class TurnLoop(RequestLoop[J]):
         self._inbox = inbox
         self._share = memory.MemoryShare(spec, weights_bytes)
         self._arrivals = itertools.count(1)
-        # Number of the last turn of each waiting tenant.
+        # Serial number of the last turn of each waiting tenant.
         self._turns: dict[str, int] = {}
         self._turn = itertools.count(1)
         self._rests = Rests()
@@ -56,7 +57,7 @@ class TurnLoop(RequestLoop[J]):
     # -- for a subclass ----------------------------------------------------------------------------------------------
 
     def _take_turn(self) -> None:
-        """Compute one piece of work of the first job of `_in_turn`. There is at least one job."""
+        """Compute one piece of work for the first job that `_in_turn` returns. There is at least one job."""
         raise NotImplementedError
 
     def _ending(self, job: J, finish: Finish, failure: Failure | None) -> Delta:
@@ -66,7 +67,8 @@ class TurnLoop(RequestLoop[J]):
     # -- commands ----------------------------------------------------------------------------------------------------
 
     def _in_turn(self) -> list[J]:
-        """Return all jobs with the next one first: by priority, then by its tenant's last turn, which is now."""
+        """Return all jobs, the next one first: by priority, then by the last turn of the job's tenant. The first job's
+        tenant has its turn now."""
         jobs = sorted(
             self._requests.values(), key=lambda job: (job.priority, self._turns.get(job.tenant, 0), job.arrival)
         )
