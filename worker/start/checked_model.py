@@ -1,4 +1,4 @@
-"""Loading of a checked model: its template is checked before its weights are read, its batch mode after."""
+"""Loading of a checked model: its template is checked before its weights are read, and its batch mode afterwards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def load_checked(
 ) -> LoadedModel:
     """Load the model of `spec` and choose its batch mode with `check`. Raises `LoadFailed`.
 
-    `progress` is called as by `load`.
+    `progress` is the callback that `load` calls.
     """
     if spec.chat_template:
         check_template(spec.chat_template)
@@ -58,7 +58,7 @@ def load_checked(
 
 
 def _with_adapters(loaded: LoadedModel, spec: WorkerSpec) -> LoadedModel:
-    """Attach the configured adapters; an adapter that cannot be served only fails itself."""
+    """Attach the configured adapters; if an adapter cannot be served, only that adapter fails."""
     assert loaded.linears is not None, "of a model that was loaded"
     adapters = attach(loaded.model, loaded.linears, loaded.plan.mode)
     for name, path in spec.adapters:

@@ -1,4 +1,4 @@
-"""Intake of requests: a thread between the link and a model's loop prepares them, one after another."""
+"""Intake of requests: a thread between the link and a model's loop, which prepares requests one after another."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ def take_requests(
     gauges: Gauges,
     refusing: Refusing,
 ) -> None:
-    """Route the messages of the link to their threads from now on; `put` is that of the loop's inbox, and never blocks.
+    """Route the messages of the link to their threads from now on; `put` adds to the loop's inbox and never blocks.
 
     `prepare` runs on the intake's thread with a request and its arrival, puts the result into the inbox, and may raise
     `RequestInvalid`. `set_adapters` runs on the link's thread and never waits.
@@ -80,7 +80,7 @@ def take_jobs(
     gauges: Gauges,
     refusing: Refusing,
 ) -> None:
-    """Call `take_requests` for a model that generates no text, and so has no adapters."""
+    """Call `take_requests` for a model that generates no text and so has no adapters."""
 
     def prepare(request: Generate, arrived: float) -> None:
         put(preparer.job(request, arrived))

@@ -23,7 +23,7 @@ from worker.start.job_intake import Refusing, refused_adapters, take_jobs
 def start_audio(
     spec: WorkerSpec, link: GatewayLink, gauges: Gauges, refusing: Refusing, progress: Callable[[str, int, int], None]
 ) -> tuple[AudioLoop, Ready]:
-    """Return a loop that is ready to run on this thread, and the message for the gateway.
+    """Return a loop that is ready to run on this thread, and the `Ready` message for the gateway.
 
     `refusing` is as for `TokenizeCalls`. Raises `LoadFailed`.
     """
@@ -47,7 +47,7 @@ def start_audio(
         epoch=spec.epoch,
         model_path=str(model.path),
         max_context=0,
-        # One request is computed at a time.
+        # An audio worker computes one request at a time.
         max_running=1,
         vocab_size=0,
         weights_bytes=model.weights_bytes,

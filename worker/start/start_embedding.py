@@ -25,7 +25,7 @@ def start_reader(
     refusing: Refusing,
     progress: Callable[[str, int, int], None],
 ) -> tuple[JobLoop, Ready]:
-    """Return a loop that is ready to run on this thread, and the message for the gateway.
+    """Return a loop that is ready to run on this thread, and the `Ready` message for the gateway.
 
     `refusing` is as for `TokenizeCalls`. Raises `LoadFailed`.
     """

@@ -31,9 +31,9 @@ from worker.start.job_intake import Refusing
 from worker.start.text_intake import take_prompts
 from worker.vision.images import MediaLimits
 
-# Prompt tokens of the warm-up, which measures the KV cost per token.
+# Number of prompt tokens of the warm-up, which measures the KV cost per token.
 _WARM_UP_TOKENS: Final = 20
-# A model is not useful with a shorter context.
+# A model is refused if memory only suffices for a shorter context than this.
 MIN_CONTEXT: Final = 256
 
 
@@ -58,7 +58,7 @@ def start_text(
     limits = MediaLimits(spec.media_bytes, spec.media_count, spec.media_pixels)
     sparse = SparseLimits(spec.sparse_keep, spec.sparse_from)
     intake = Intake(loaded, spec.parser, limits, memory.allowed(spec), sparse)
-    # Ranks of a group keep no measurements, because all must make the same decisions.
+    # Ranks of a group keep no measurements from start to start, because all ranks must make the same decisions.
     keeps = os.environ.get(FOLDER_ENV, "") if lead is None else ""
     journal = _journal(spec)
     engine = Engine(loaded, spec, inbox, link.send, gauges, intake.writer, keeps=keeps, partners=lead, journal=journal)
@@ -111,7 +111,7 @@ def _ready(
 
 
 def _media_info(loaded: LoadedModel, intake: Intake) -> MediaInfo | None:
-    """Return the media of a model with towers, or the reason why it takes none; None for a text model."""
+    """Return the media that a model with towers takes, or the reason why it takes none; None for a text model."""
     tower_bytes = loaded.vision.tower.nbytes if loaded.vision is not None else 0
     processor = intake.media_processor
     if processor is None:
@@ -130,7 +130,7 @@ def _journal(spec: WorkerSpec) -> BlockEventLog | None:
 
 
 def _keep_load(engine: Engine, loaded: LoadedModel, gauges: Gauges, seconds: float, warm_up_s: float) -> None:
-    """Store the measurements of the load, for estimates of the next one."""
+    """Store the measurements of this load, for estimates of the next load."""
     if engine.kept is not None:
         cost = engine.kv_cost
         memory_facts = loaded.weights_bytes, gauges.memory_bytes, cost.token_bytes, cost.bytes(1, 0)

@@ -24,8 +24,8 @@ def take_prompts(
     refusing: Refusing,
     compilers: ThreadPoolExecutor,
 ) -> None:
-    """Call `take_requests` for a text model: requests become rows in order, unless they wait for their grammar to be
-    compiled."""
+    """Call `take_requests` for a text model. Requests become rows in order, except those that wait for their grammar to
+    be compiled."""
     orders: SimpleQueue[SetAdapters] = SimpleQueue()
 
     def restrict(row: Row, request: Generate) -> None:
@@ -47,7 +47,7 @@ def take_prompts(
 def _read_adapters(
     loaded: LoadedModel, orders: SimpleQueue[SetAdapters], inbox: EngineInbox, link: GatewayLink
 ) -> None:
-    """Read and check adapters on their own thread, where they delay no row."""
+    """Read and check adapters on a thread of their own, where they delay no row."""
     adapters = adapters_of(loaded.model)
     assert adapters is not None, "load_checked attaches them"
     while True:
