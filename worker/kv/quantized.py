@@ -114,8 +114,8 @@ def make_caches(model: Any) -> list[Any]:
 
 
 def quantized(caches: Sequence[Any], form: KvForm) -> list[Any]:
-    """Return the quantized form of these empty caches of one sequence. Layers with two caches stay plain, because the
-    second one is an index."""
+    """Return the quantized form of these empty caches of one sequence. A layer with two plain caches stays as it
+    is, because its second cache is an index."""
     lengths = Lengths((0,))
 
     def replace(cache: Any) -> Any:
