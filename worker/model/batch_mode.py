@@ -1,4 +1,4 @@
-"""Batch modes: how many rows a model computes at a time, and which."""
+"""Batch modes: which rows a model computes at the same time."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,15 +16,17 @@ class BatchMode(StrEnum):
     SINGLE = "single"
 
 
-# Value of `attention` if few tokens per row use our attention kernels.
+# Value of `BatchModePlan.attention` if passes with few tokens per row use our attention kernels.
 KERNEL: Final = "kernel"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchModePlan:
-    """Batch mode of a model and whether its prefixes are reused; `reason` explains another mode, or no reuse.
+    """Batch mode of a model and whether its prefixes are reused; `reason` explains a mode other than `together`, or why
+    there is no reuse.
 
-    `attention` is `kernel` if few tokens per row use our attention kernels, otherwise `mlx` with the reason.
+    `attention` is `kernel` if passes with few tokens per row use our attention kernels, otherwise `mlx` with the
+    reason.
     """
 
     mode: BatchMode = BatchMode.TOGETHER
@@ -33,8 +35,8 @@ class BatchModePlan:
     attention: str = "mlx"
 
 
-# Single rows without prefix reuse are deterministic: other rows change the shape of a forward pass, and cached KV was
-# computed with another shape.
+# Results are only deterministic for single rows without prefix reuse: other rows change the shape of a forward pass,
+# and cached KV was computed with another shape.
 DETERMINISTIC: Final = BatchModePlan(
     BatchMode.SINGLE, False, "requests run one at a time and prefixes are not reused, because deterministic = true"
 )

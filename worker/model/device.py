@@ -1,4 +1,4 @@
-"""Description of the machine for timing profiles. The calls for Darwin have not been run here."""
+"""Description of the machine for timing profiles. The calls for Darwin have never been run on macOS."""
 
 import os
 import platform

@@ -1,6 +1,6 @@
 """Division of a lazily loaded model among ranks, and their agreement on sampled ids.
 
-The parts of other ranks are never read. Rank 0 samples, and all ranks use its ids.
+A rank never reads the parts of other ranks. Rank 0 samples, and all ranks use its ids.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ class Agreement:
         self._is_lead = group.rank() == 0
 
     def __call__(self, ids: mx.array) -> mx.array:
-        # The other ranks' zeros depend on their forward passes, so that each rank's earlier collectives come first.
+        # The zeros of the other ranks depend on their forward passes, so that each rank's earlier collectives come
+        # first.
         own = ids if self._is_lead else ids * 0
         agreed: mx.array = mx.distributed.all_sum(own.astype(mx.uint32), group=self._group)
         return agreed
@@ -49,7 +50,7 @@ class Division:
         loaded = _shapes(model)
         with foreign_code(lambda error: self._undivided(config, error)):
             if self.parallel == PIPELINE:
-                # Not every class accepts a split.
+                # Only some classes accept a split.
                 model.model.pipeline(self._group, **({"split": self._split} if self._split else {}))
             else:
                 model.shard(self._group)
@@ -68,7 +69,8 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _check(loaded: dict[str, tuple[int, ...]], kept: dict[str, tuple[int, ...]]) -> None:
-    """Check that each tensor of a part was the model's: recreated layers have random weights. Raises `LoadFailed`."""
+    """Check that each tensor of a part existed in the model: recreated layers have random weights. Raises
+    `LoadFailed`."""
     unknown = sorted(kept.keys() - loaded.keys())
     if unknown:
         message = f"{len(unknown)} tensors of the divided model are none of its files', such as {unknown[0]}"

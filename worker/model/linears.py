@@ -21,16 +21,17 @@ class LinearPlace:
 
     @property
     def is_head(self) -> bool:
-        """Whether it is the head, which only gets the tokens whose logits are needed."""
+        """Whether the layer is the head, which only gets the tokens whose logits are needed."""
         return _LAYERS not in self.path and self.path.rpartition(".")[2] == "lm_head"
 
 
 class Linears:
-    """Linear layers of one model, found by the names in files."""
+    """Linear layers of one model, which are found by the names that files use."""
 
     def __init__(self, model: Any) -> None:
         self._places: dict[str, LinearPlace] = {}
-        # Layers by their path inside the text model, whose own name differs between libraries; None if ambiguous.
+        # Layers by their path inside the text model, whose own name differs between libraries; None for an ambiguous
+        # path.
         self._by_tail: dict[str, LinearPlace | None] = {}
         self._tables: set[str] = set()
         for path, module, holder, key in _walk(model):
@@ -42,16 +43,16 @@ class Linears:
                 self._tables.add(_tail(path))
 
     def find(self, name: str) -> LinearPlace | None:
-        """Return the layer of this name, or of the same name under another name of the text model."""
+        """Return the layer with this name, or the layer whose name differs only in the name of the text model."""
         return self._places.get(name) or self._by_tail.get(_tail(name))
 
     def is_table(self, name: str) -> bool:
-        """Whether this name is an embedding table's."""
+        """Whether this is the name of an embedding table."""
         return _tail(name) in self._tables
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a name is of a mixture's experts, in mlx-lm or in transformers."""
+    """Whether a name belongs to a mixture's experts, in mlx-lm or in transformers."""
     parts = name.split(".")
     return "switch_mlp" in parts or "experts" in parts
 

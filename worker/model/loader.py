@@ -40,15 +40,15 @@ from worker.vision.text_model import load_text_model
 DEMO: Final = "demo"
 DEMO_DIR: Final = Path(__file__).parents[1] / "demo_model"
 DEMO_VISION: Final = "demo-vision"
-# Models that are part of mlxd, by the path that names them.
+# Models that are part of mlxd, by the name that replaces a path.
 DEMOS: Final = {DEMO: DEMO_DIR, DEMO_VISION: DEMO_DIR.with_name("demo_vision")}
-# Demo models, and an adapter for the first.
+# Demo models, and an adapter for the first of them.
 _EMBEDDED: Final = DEMOS | {"demo-adapter": DEMO_DIR.with_name("demo_adapter")}
 
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Context of a model if neither its files nor its class specify one.
 _DEFAULT_CONTEXT: Final = 8192
-# A tokenizer without a limit has a number such as 1e30.
+# The tokenizer's limit is a number such as 1e30 if it has none.
 _UNLIMITED_TOKENS: Final = 1_000_000_000
 _LFS_POINTER: Final = b"version https://git-lfs"
 # MAX_HEADER_SIZE of huggingface/safetensors, safetensors/src/tensor.rs: its own readers refuse longer headers too.
@@ -68,26 +68,27 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     weights_bytes: int
     plan: BatchModePlan = field(default_factory=BatchModePlan)
-    # The media parts, or the reason why a model with towers has none.
+    # The media towers, or the reason why a model with towers has none.
     vision: Vision | None = None
     no_vision: str = ""
-    # A model or head that drafts for it, or the reason why the checkpoint's head does not.
+    # The model or head that drafts for this model, or the reason why the checkpoint's head does not.
     proposer: Proposer | None = None
     no_head: str = ""
-    # Places for adapters.
+    # Linear layers that adapters can change.
     linears: Linears | None = None
     # Names of deviations from the model's exact results.
     relaxed: tuple[str, ...] = ()
-    # The draft model, if it is a language model.
+    # The loaded draft model, if drafts come from a language model.
     draft: "LoadedModel | None" = None
-    # Rows of its table of embeddings, which may be padded beyond the vocabulary: the model can sample ids of these.
+    # Number of rows of the model's embedding table, which may be padded beyond the vocabulary: the model can sample the
+    # ids of the padding.
     table_rows: int = 0
     # Statistics of experts that are read from disk.
     experts: Stats | None = None
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> LoadedModel:
-    """Load the model of `spec`, or this rank's part of it. Calls `progress(stage, done_bytes, total_bytes)`.
+    """Load the model of `spec`, or this rank's part of the model. Calls `progress(stage, done_bytes, total_bytes)`.
 
     Raises `LoadFailed`.
     """
@@ -107,7 +108,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
         )
-    if not tokenizer.encode("a"):  # transformers returns an empty tokenizer for a folder without one
+    if not tokenizer.encode("a"):  # transformers returns an empty tokenizer for a folder without a tokenizer
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
@@ -140,7 +141,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
 
 
 def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats | None]:
-    """Load the text model with its configuration, and the statistics of experts on disk if there are any."""
+    """Load the text model with its configuration, and the statistics of its experts on disk if it has any."""
     if spec.experts == "disk":
         return _load_without_experts(path, spec)
     if has_index(path):
@@ -151,7 +152,7 @@ def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[An
 
 
 def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:
-    """Load a repacked model, whose experts are read when they are chosen."""
+    """Load a repacked model without its experts, which are read when they are chosen."""
     if not has_index(path):
         raise LoadFailed(
             Code.BAD_CONFIG, f'experts = "disk" needs a repacked model; make one: mlxctl repack {spec.name}'
@@ -166,7 +167,7 @@ def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, 
 
 
 def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
-    """Raise `ValueError` if a parameter is in no file: its values would be random."""
+    """Raise `ValueError` if a parameter is in none of the files: its values would be random."""
     held: set[str] = set()
     for file in path.glob("model*.safetensors"):
         arrays: Any = mx.load(str(file))
@@ -203,7 +204,7 @@ def resolve(path: str) -> Path:
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except IncompleteSnapshotError as error:
-        # Downloads omit files that MLX does not read; missing weights are detected later.
+        # Downloads omit files that MLX does not read; `check_weights` detects missing weights.
         return Path(error.snapshot_path)
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         raise LoadFailed(
@@ -333,19 +334,20 @@ def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def vocab_size_of(config: dict[str, Any], tokenizer: Any) -> int:
-    """Return the vocabulary size below which all ids can be embedded: the smaller one if there are two."""
+    """Return the size of the vocabulary whose ids can all be embedded: the smaller one if config.json has two."""
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict) and part.get("vocab_size")]
     return min((_positive("vocab_size", part["vocab_size"]) for part in parts), default=len(tokenizer))
 
 
 def _table_rows(model: Any) -> list[int]:
-    """Return the rows of each embedding table, before any part of the model is replaced or divided."""
+    """Return the number of rows of each embedding table, before any part of the model is replaced or divided."""
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding))
     return [int(table.weight.shape[0]) for table in tables]
 
 
 def _context(config: dict[str, Any], model: Any, tokenizer: Any, wanted: int) -> int:
-    """Return the context length: config.json's, capped by the operator's `wanted`, or `wanted` if it has none.
+    """Return the context length in tokens: that of config.json, capped by the operator's `wanted`, or `wanted` if
+    config.json has none.
 
     Without either, the default of the model's class applies, then the tokenizer's limit.
     """
@@ -359,7 +361,7 @@ def _context(config: dict[str, Any], model: Any, tokenizer: Any, wanted: int) ->
 
 
 def _class_default(model: Any) -> int:
-    """Return the context length in the arguments of the class or its inner text model; 0 if there is none."""
+    """Return the context length in the arguments of the class or of its inner text model; 0 if there is none."""
     parts = (getattr(part, "args", None) for part in (model, getattr(model, "language_model", None)))
     values = (getattr(args, key, None) for args in parts if args is not None for key in CONTEXT_KEYS)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)

@@ -19,21 +19,22 @@ from protocol.to_worker import SetMemory
 
 log = logging.getLogger("mlxd.worker")
 
-# MLX's free-buffer cache may otherwise grow to the whole machine. A cache that is too small releases buffers that the
-# next step allocates again, which costs more than the step itself.
+# The cache of free buffers in MLX may otherwise grow to the whole machine. If the cache is too small, it releases
+# buffers that the next step allocates again, which costs more than the step itself.
 _MIN_USUAL_BUFFERS_BYTES: Final = 1 << 30
 _USUAL_BUFFERS_DIVISOR: Final = 32
 _LOAD_BUFFERS_BYTES: Final = 64 << 20
-# Weights and Python leave a rest of the share: an eighth is for free buffers, three quarters of the others for KV.
+# Of the share that weights and Python leave, an eighth is for free buffers and three quarters of the remainder for KV.
 _BUFFERS_DIVISOR: Final = 8
 _MIN_BUFFERS_BYTES: Final = 16 << 20
 _KV_FRACTION: Final = 0.75
-# Features of media get an eighth of the prefixes' memory, and at least this many bytes if half of it suffices.
+# Features of media get an eighth of the memory for prefixes, and at least this many bytes if half of that memory
+# suffices.
 _FEATURES_DIVISOR: Final = 8
 _MIN_FEATURES_BYTES: Final = 64 << 20
-# Python's own memory grows a little as requests arrive.
+# The memory of Python itself grows a little as requests arrive.
 _HOST_GROWTH_BYTES: Final = 16 << 20
-# A failed allocation halves the memory of KV and prefixes, down to an eighth; it doubles again after each interval
+# A failed allocation halves the memory of KV and prefixes, down to an eighth. It doubles again after each interval
 # without another failure.
 _MIN_SHRUNK_FRACTION: Final = 0.125
 _REGROW_INTERVAL_S: Final = 300.0
@@ -59,8 +60,9 @@ class Memory:
 class ShareLimits:
     """Limits in bytes: KV of running rows, cached prefixes, free buffers, and all allocations of MLX.
 
-    `total` 0 keeps MLX's own limit, which is the machine's. It is never less than weights, KV, prefixes and temporary
-    arrays of a step, which use the room of free buffers: above it, MLX runs one operation at a time.
+    If `total` is 0, MLX's own limit stays, which is the machine's. Otherwise `total` is at least the sum of weights,
+    KV, prefixes and the temporary arrays of a step, which use the room of free buffers: above `total`, MLX runs one
+    operation at a time.
     """
 
     kv: int
@@ -70,7 +72,7 @@ class ShareLimits:
 
     @property
     def features(self) -> int:
-        """Bytes of `prefixes` for features of media, if the model has a tower."""
+        """Bytes of `prefixes` that are for features of media, if the model has a tower."""
         return max(self.prefixes // _FEATURES_DIVISOR, min(_MIN_FEATURES_BYTES, self.prefixes // 2))
 
 
@@ -86,8 +88,8 @@ def divide(
 ) -> ShareLimits:
     """Divide a share into limits. `kv` and `prefixes` are the operator's settings if they are not negative.
 
-    If the share `is_bounded`, they are the settings of another machine's operator, and limited to what is left of it.
-    `most_buffers` is the limit of free buffers; 0 means the usual one.
+    If `is_bounded` is set, the settings are those of another machine's operator, and are limited to what is left of the
+    share. `most_buffers` is the limit of free buffers; 0 means the usual limit.
     """
     left = max(0, order.share_bytes - weights - host - _HOST_GROWTH_BYTES)
     buffers = min(most_buffers or usual_buffers(), max(_MIN_BUFFERS_BYTES, left // _BUFFERS_DIVISOR))
@@ -103,7 +105,7 @@ def divide(
 
 
 class MlxDevice:
-    """Memory limits of MLX's device. Wiring exists on Metal only, and was not run on Linux."""
+    """Memory limits of MLX's device. Wired memory exists on Metal only; that code was not run on Linux."""
 
     def wirable(self) -> int:
         """Return the maximum number of bytes that may be wired; 0 without Metal."""
@@ -136,23 +138,23 @@ class MlxDevice:
 class MemoryShare:
     """Share of the machine's memory that this process may use. Owned by the engine thread.
 
-    `limits` returns what may be held; once that is so, `enforce` sets MLX's limits. When the wired limit falls below
-    what is wired, Metal unwires allocations in no defined order, weights among them, and rewires them only when the
-    limit grows. So it is only lowered to what is already held, or by a later `check`.
+    `limits` returns the limits to reach; once memory is within them, `enforce` sets the limits of MLX. When the wired
+    limit falls below what is wired, Metal unwires allocations in no defined order, weights among them, and rewires them
+    only when the limit grows. So the wired limit is only lowered to what is in use; a later `check` lowers it further.
     """
 
     def __init__(self, spec: WorkerSpec, weights: int, device: MlxDevice | None = None, most_buffers: int = 0) -> None:
-        """`most_buffers` is a measured limit of free buffers, the fastest one; 0 means the usual one."""
+        """`most_buffers` is the limit of free buffers that was measured as fastest; 0 means the usual limit."""
         self._spec = spec
         self._most_buffers = most_buffers
         self._weights = weights
         self._device = device or MlxDevice()
         self._is_remote = spec.rank is not None and spec.rank.is_remote
         self.order = SetMemory(spec.memory_bytes)
-        # The wanted wired limit, and the one set in Metal; 0 leaves it to MLX.
+        # The wanted wired limit, and the limit that is set in Metal; 0 leaves the limit to MLX.
         self._wanted = 0
         self._wired = 0
-        # Fraction of KV and prefixes in use since an allocation failed.
+        # Fraction of the memory for KV and prefixes that is in use; failed allocations lower it.
         self._part = 1.0
         self._relaxes_at = 0.0
 
@@ -166,28 +168,28 @@ class MemoryShare:
         return self._wired
 
     def change(self, order: SetMemory) -> ShareLimits:
-        """Change the share, or the parts of it in use; returns the limits to reach before `enforce`."""
+        """Change the share, or the parts of it in use. Returns the limits to reach before `enforce`."""
         if self._is_remote:
-            # The share is another machine's; only its parts apply here.
+            # The share in the order is another machine's; only the order's parts apply here.
             parts = (min(1.0, max(0.0, part)) for part in (order.kv_part, order.cache_part))
             order = SetMemory(self._spec.memory_bytes, *parts)
         self.order = order
         return self.limits()
 
     def weigh(self, weights: int) -> ShareLimits:
-        """Change the bytes of weights; returns the limits to reach before `enforce`."""
+        """Change the bytes of weights. Returns the limits to reach before `enforce`."""
         self._weights = weights
         return self.limits()
 
     def shrink(self, now: float) -> bool:
-        """Halve KV and prefixes for a while after a failed allocation; False if they are already at the minimum."""
+        """Halve the memory of KV and prefixes for a while after a failed allocation. Returns False at the minimum."""
         if self._part <= _MIN_SHRUNK_FRACTION:
             return False
         self._part, self._relaxes_at = self._part / 2, now + _REGROW_INTERVAL_S
         return True
 
     def relax(self, now: float) -> bool:
-        """Undo one `shrink` if its interval has passed; returns whether it did."""
+        """Undo one `shrink` if its interval has passed. Returns whether it was undone."""
         if self._part == 1.0 or now < self._relaxes_at:
             return False
         self._part, self._relaxes_at = self._part * 2, now + _REGROW_INTERVAL_S
@@ -199,7 +201,7 @@ class MemoryShare:
 
     def _divide(self) -> ShareLimits:
         spec, order = self._spec, self.order
-        # Each rank of a group gets its part of the operator's limits, and of its host's memory.
+        # Each rank of a group gets its part of the operator's limits, and of the memory of its host.
         ranks, beside = spec.group.size if spec.group else 1, spec.rank.beside if spec.rank else 1
         own_kv, own_prefixes = spec.kv_bytes // ranks, spec.cache_bytes // ranks
         if order.share_bytes:
@@ -215,15 +217,16 @@ class MemoryShare:
                 is_bounded=self._is_remote,
             )
         machine = psutil.virtual_memory()
-        # The defaults are half of the memory that is free with the weights loaded, and an eighth of the total.
+        # By default, KV gets half of the memory that is free once the weights are loaded, and prefixes an eighth of all
+        # memory.
         kv = own_kv if own_kv >= 0 else machine.available // (2 * beside)
         prefixes = own_prefixes if own_prefixes >= 0 else machine.total // (8 * beside)
         return ShareLimits(kv, prefixes, self._most_buffers or usual_buffers())
 
     def enforce(self, limits: ShareLimits) -> None:
-        """Set MLX's limits, and return unused buffers to the system.
+        """Set the limits of MLX, and return unused buffers to the system.
 
-        Call it once everything above the limits has been freed.
+        The caller must first free everything above the limits.
         """
         device = self._device
         device.clear_cache()
@@ -234,7 +237,7 @@ class MemoryShare:
             self._wire(is_new=True)
 
     def check(self) -> None:
-        """Lower the wired limit if that had to wait. Cheap; only has an effect on Metal."""
+        """Lower the wired limit if that had to wait. The call is cheap, and has no effect except on Metal."""
         if self._wired != self._wanted:
             self._wire()
 
@@ -243,7 +246,7 @@ class MemoryShare:
         if not wanted:
             return
         if wanted < self._wired and device.active() > wanted:
-            device.synchronize()  # freed memory is available when the step that last used it has ended
+            device.synchronize()  # freed memory is available once the step that last used it has ended
             if device.active() > wanted:
                 wanted = self._wired
         if is_new or wanted != self._wired:
@@ -275,7 +278,7 @@ def measure() -> Memory:
 
 
 def allowed(spec: WorkerSpec) -> int:
-    """Return the bytes that this process may use: the specification's, or the whole machine."""
+    """Return the bytes that this process may use: those of the specification, or the whole machine's."""
     return spec.memory_bytes or psutil.virtual_memory().total
 
 

@@ -1,9 +1,9 @@
 """Packing: parts of a forward pass with separate caches share one pass through the model's weights.
 
-Decoding rows bring a token or a few, rows in prefill a chunk: in one rectangle, most of it would be padding. So the
-tokens of all parts run as one row `[1, tokens]` through the modules that treat each token separately, which have most
-of the weights. Modules that mix tokens (attention, recurrent layers) run part by part, on the part's caches. They are
-wrapped once, when the model is loaded; in other passes the wrappers behave exactly like the modules.
+Decoding rows have a token or a few in a pass, rows in prefill a chunk: most of a common rectangle would be padding. So
+the tokens of all parts run as one row `[1, tokens]` through the modules that treat each token separately, which have
+most of the weights. Modules that mix tokens (attention, recurrent layers) run part by part, on the part's caches. These
+modules are wrapped once, when the model is loaded; in other passes the wrappers behave exactly like the modules.
 """
 
 import inspect
@@ -18,9 +18,9 @@ import mlx.nn as nn
 
 from worker.vision.multimodal_merge import WrappedModule, text_core
 
-# Arguments of a mixing module, except its input.
+# Arguments of a mixing module besides its input.
 _ARGUMENTS: Final = {"mask", "cache"}
-# Names of the norm before the head in mlx-lm's models.
+# Names that mlx-lm's models give to the norm before the head.
 _NORMS: Final = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "embedding_norm")
 
 Shape = tuple[int, int]
@@ -51,7 +51,8 @@ class _Masks:
 
 @dataclass(slots=True)
 class PackingTurn:
-    """Index of the part that a mixing module currently computes, for the modules inside it; None outside."""
+    """Index of the part that a mixing module currently computes, for the modules inside it; None outside such a
+    module."""
 
     at: int | None = None
 
@@ -62,7 +63,7 @@ class Mixing(WrappedModule):
     def __init__(self, module: Any, turn: PackingTurn) -> None:
         super().__init__(module)
         self._turn = turn
-        # Function that computes a part with the module; attention kernels replace it.
+        # Function that computes a part with the module; attention kernels replace this function.
         self.call: Callable[..., Any] = type(module).__call__
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +83,7 @@ class Mixing(WrappedModule):
 
 
 class LastNorm(WrappedModule):
-    """Wrapper of the norm before the head; with `wanted`, the head only gets those tokens."""
+    """Wrapper of the norm before the head; if `wanted` is set, the head only gets those tokens."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
@@ -104,7 +105,7 @@ class Packing:
 
     @contextmanager
     def first(self, shapes: Sequence[Shape], count: int) -> Generator[None]:
-        """Restrict the head to the first `count` tokens of the rows of the first part during a pass."""
+        """Restrict the head during a pass to the first `count` tokens of each row of the first part."""
         self._norm.wanted = shapes, count
         try:
             yield
@@ -126,7 +127,8 @@ def split(x: mx.array, shapes: Sequence[Shape]) -> list[mx.array]:
 
 
 def prepare(model: Any) -> None:
-    """Wrap the modules of a model for packed passes, if they have the usual forms; `packing_of` returns the result."""
+    """Wrap the modules of a model for packed passes if the modules have the usual forms; `packing_of` returns the
+    result."""
     try:
         core = text_core(model)
     except ValueError:
@@ -142,7 +144,7 @@ def prepare(model: Any) -> None:
 
 
 def packing_of(model: Any) -> Packing | None:
-    """Return the packing of a model, None if it cannot run several parts in one pass."""
+    """Return the packing of a model; None if the model cannot run several parts in one pass."""
     packing: Packing | None = getattr(model, "packing", None)
     return packing
 

@@ -1,1 +1,1 @@
-"""Experts of a mixture that are read from disk."""
+"""Experts of a mixture-of-experts model that are read from disk."""

@@ -1,7 +1,8 @@
-"""Cache of experts: memory holds as many of each layer as fit; the others are read from disk when they are chosen.
+"""Cache of experts: memory has as many experts of each layer as fit; the others are read from disk when they are
+chosen.
 
-A layer keeps its modules of mlx-lm; their weights have a row per slot of the cache instead of one per expert, and the
-router's choice is translated to slots. So a token's arithmetic is the same as with all experts in memory.
+A layer keeps mlx-lm's modules. Their weights have one row per slot of the cache instead of one per expert, and the
+router's choice is translated to slots. So the arithmetic of a token is the same as with all experts in memory.
 """
 
 from collections import OrderedDict
@@ -21,13 +22,13 @@ from protocol.experts import FOLDER, ExpertIndex, ExpertLayer
 from protocol.stats import Stats
 from worker.model.experts.records import READ_THREADS, Records
 
-# Layers of mlx-lm that hold experts: called with tokens `[…, dim]` and experts `[…, chosen]`.
+# Layers of mlx-lm that contain experts: they are called with tokens `[…, dim]` and experts `[…, chosen]`.
 SWITCHES: Final = (SwitchGLU, SwitchMLP)
 PROJECTIONS: Final = (SwitchLinear, QuantizedSwitchLinear)
 
 
 class DiskExperts(nn.Module):
-    """A layer's experts, of which those in memory have slots. The engine thread alone counts in `counts`."""
+    """Experts of a layer, of which those in memory have slots. Only the engine thread writes `counts`."""
 
     def __init__(self, switch: Any, layer: ExpertLayer, slots: int, records: Records, counts: Stats) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class DiskExperts(nn.Module):
         return self._in_turns(x, chosen, needed)
 
     def _in_turns(self, x: mx.array, chosen: NDArray[Any], needed: list[int]) -> mx.array:
-        """Compute more experts than there are slots, in turns of as many as fit, for the tokens that chose them."""
+        """Compute more experts than there are slots in several turns, each for the tokens that chose its experts."""
         flat, pairs, count = x.reshape(-1, x.shape[-1]), chosen.reshape(-1), chosen.shape[-1]
         # Experts in memory come first, so that none is evicted by an earlier turn.
         needed = sorted(needed, key=lambda expert: self._slot_of[expert] < 0)
@@ -100,7 +101,8 @@ class DiskExperts(nn.Module):
 
 
 def attach(model: Any, folder: Path, index: ExpertIndex, cache_bytes: int) -> Stats:
-    """Give a model whose experts were not loaded those of a repacked folder. Raises `ValueError` and `OSError`."""
+    """Attach the experts of a repacked folder to a model that was loaded without them. Raises `ValueError` and
+    `OSError`."""
     switches = dict(switches_of(model))
     if switches.keys() != {layer.path for layer in index.layers}:
         raise ValueError(f"the experts of {folder} are not those of its config.json")
@@ -117,7 +119,7 @@ def attach(model: Any, folder: Path, index: ExpertIndex, cache_bytes: int) -> St
 
 
 def switches_of(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield layers that hold experts, with their paths. Raises `ValueError` for experts outside such layers."""
+    """Yield the layers that contain experts, with their paths. Raises `ValueError` for experts outside such layers."""
     inside: set[int] = set()
     modules = list[tuple[str, Any]](model.named_modules())
     for path, module in modules:
@@ -137,7 +139,7 @@ def put(model: Any, path: str, module: nn.Module) -> None:
 
 
 def _check(folder: Path, switch: Any, layer: ExpertLayer) -> None:
-    """Raise `ValueError` for another model's index: the router would choose experts that do not exist."""
+    """Raise `ValueError` if the index is that of another model: the router would choose experts that do not exist."""
     counts = {
         name: int(each.weight.shape[0]) for name, each in switch.children().items() if isinstance(each, PROJECTIONS)
     }
@@ -146,7 +148,7 @@ def _check(folder: Path, switch: Any, layer: ExpertLayer) -> None:
 
 
 def _give_slots(switch: Any, layer: ExpertLayer, slots: int) -> None:
-    """Replace the projections by ones whose weights have a row per slot."""
+    """Replace the projections by projections whose weights have one row per slot."""
     for name in dict.fromkeys(tensor.projection for tensor in layer.tensors):
         form = layer.quantization.get(name)
         projection = SwitchLinear(1, 1, 1, bias=False)

@@ -19,12 +19,12 @@ _DTYPES: Final[dict[str, tuple[Any, Any]]] = {
     "uint32": (np.uint32, mx.uint32),
     "uint8": (np.uint8, mx.uint8),
 }
-# Number of threads that read from the disk.
+# Number of threads that read experts from the disk.
 READ_THREADS: Final = 4
 
 
 def name_of(dtype: mx.Dtype) -> str | None:
-    """Return the index's name of a dtype; None if it has none."""
+    """Return the index's name of a dtype; None if the index has no name for it."""
     return next((name for name, (_, own) in _DTYPES.items() if own == dtype), None)
 
 
@@ -35,7 +35,7 @@ def to_bytes(array: mx.array) -> bytes:
 
 
 class Records:
-    """Open file of one layer, for the lifetime of the process. Several threads may read it."""
+    """Open file of one layer; the file stays open until the process ends. Several threads may read it."""
 
     def __init__(self, folder: Path, layer: ExpertLayer, readers: ThreadPoolExecutor) -> None:
         self._file = os.open(folder / layer.file, os.O_RDONLY)

@@ -21,7 +21,7 @@ FILE_BYTES_MAX: Final = 2 << 30
 RANK_MAX: Final = 512
 # Every tensor name in a PEFT file has this prefix.
 _PEFT_BASE: Final = "base_model.model."
-# These initializations change the weights of the base, so the adapter fits no other base.
+# These initializations change the weights of the base model, so the adapter is useless on the unchanged base.
 _BASE_CHANGING_INITS: Final = ("pissa", "olora", "loftq", "corda")
 # Maximum number of names that a refusal lists.
 _MAX_LISTED_NAMES: Final = 3
@@ -32,7 +32,8 @@ Scale = Callable[[str, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Update of one layer: `x @ a @ b`, times `scale`; with a `magnitude`, the layer's rows get these norms (DoRA).
+    """Update of one layer: `x @ a @ b`, times `scale`. With a `magnitude`, the rows of the layer's weight get these
+    norms (DoRA).
 
     `a` is `[inputs, rank]` and `b` `[rank, outputs]`, or the reverse if they are transposed.
     """
@@ -48,7 +49,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Checked files of an adapter. `data` is the file of its tensors; the digest covers all files."""
+    """Checked files of an adapter. `data` is the content of the tensors' file; the digest covers all files."""
 
     path: str
     base: str
@@ -83,7 +84,7 @@ def read(folder: Path, linears: Linears) -> Files:
 
 def _bytes(file: Path, most: int) -> bytes:
     try:
-        # The flag keeps a named pipe from blocking until it has a writer.
+        # O_NONBLOCK keeps a named pipe from blocking until it has a writer.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             status = os.fstat(descriptor)

@@ -26,7 +26,7 @@ from worker.prefix_cache.salts import adapter_salt
 
 log = logging.getLogger("mlxd.worker")
 
-# Tokens of the trial run of an adapter.
+# Token ids of the trial run of an adapter.
 _TRIAL_TOKENS: Final = (1, 2, 3, 4)
 
 
@@ -47,7 +47,7 @@ class Adapter:
 
 
 class Adapters:
-    """Registry of a model's adapters. Owned by the engine thread; `find` is for any thread."""
+    """Registry of a model's adapters. Owned by the engine thread; any thread may call `find`."""
 
     def __init__(self, model: Any, linears: Linears, mode: BatchMode) -> None:
         self._model = model
@@ -73,7 +73,7 @@ class Adapters:
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """Facts of all requested adapters, served or failed."""
+        """State of each requested adapter, served or failed."""
         return (*(adapter.info for adapter in list(self._by_name.values())), *list(self._failures.values()))
 
     def find(self, name: str) -> Adapter:
@@ -93,7 +93,8 @@ class Adapters:
         return self._by_name.get(adapter.name) is adapter
 
     def read(self, name: str, path: str) -> Files | Failure:
-        """Read and check an adapter in a folder, or a repository in the local cache; a failure if it cannot be served.
+        """Read and check an adapter in a folder, or a repository in the local cache. Returns a failure if the adapter
+        cannot be served.
 
         May be called from any thread.
         """
@@ -105,17 +106,17 @@ class Adapters:
             return refused(name, str(reason))
         except LoadFailed as error:
             return refused(name, error.failure.message)
-        except Exception as error:  # files of others may cause any error
+        except Exception as error:  # files that others wrote may cause any error
             log.exception("the adapter %s could not be read", name)
             return refused(name, f"its files could not be read: {type(error).__name__}")
 
     def missing(self, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return the adapters that are not loaded from this path. For any thread."""
+        """Return the wanted adapters that are not loaded from their path. May be called from any thread."""
         have = {(each.name, each.info.path) for each in list(self._by_name.values())}
         return [each for each in wanted if each not in have]
 
     def change(self, wanted: Sequence[tuple[str, str]], read: Mapping[tuple[str, str], Files | Failure]) -> None:
-        """Replace the set of adapters; new ones were read before."""
+        """Replace the set of adapters; `read` has the files of new adapters, or their failures."""
         for info in self.infos:
             if info.failure is not None or (info.name, info.path) not in wanted:
                 self.retire(info.name)
@@ -124,13 +125,13 @@ class Adapters:
                 self.install(name, path, files)
 
     def fail(self, name: str, path: str, failure: Failure) -> None:
-        """Retire an adapter that cannot be served, if it is loaded."""
+        """Record that an adapter cannot be served, and retire it if it is loaded."""
         log.error("%s", failure.message)
         self.retire(name)
         self._failures[name] = AdapterInfo(name, path, failure=failure)
 
     def install(self, name: str, path: str, files: Files | Failure) -> None:
-        """Load an adapter that was read, under a free name; one that cannot be served changes nothing."""
+        """Load an adapter that was read, under a free name. If it cannot be served, record its failure."""
         result = files if isinstance(files, Failure) else self._tried(name, path, files)
         if isinstance(result, Failure):
             self.fail(name, path, result)
@@ -149,7 +150,7 @@ class Adapters:
             return Failure(Code.OUT_OF_MEMORY, f"there is no memory for the adapter {name!r}", repr(error))
 
     def retire(self, name: str) -> None:
-        """Accept no more requests for an adapter, or forget its failure."""
+        """Accept no more requests for an adapter, and forget its failure if it failed."""
         self._failures.pop(name, None)
         if (adapter := self._by_name.pop(name, None)) is not None:
             self._retiring.append(adapter)
@@ -159,7 +160,7 @@ class Adapters:
         return bool(self._retiring)
 
     def sweep(self, used: Callable[[], set[int]]) -> bool:
-        """Unload retired adapters whose slots no row uses; returns whether there were any."""
+        """Unload retired adapters whose slots no row uses; return whether any adapter was retired."""
         if not self._retiring:
             return False
         in_use = used()
@@ -186,7 +187,7 @@ class Adapters:
         return Adapter(slot, AdapterInfo(name, path, files.rank, files.is_dora, nbytes, files.digest, files.base))
 
     def _bank(self, files: Files, at: int, slot: int) -> StackedWeights:
-        """Return the weights of an update's layer for all slots, including the new one."""
+        """Return the weights of an updated layer for all slots, including the new slot."""
         update = files.updates[at]
         _, adapted = self._layers.get(update.place.path, (None, None))
         linear = adapted.linear if adapted is not None else update.place.holder[update.place.key]
@@ -196,7 +197,7 @@ class Adapters:
         return bank
 
     def _put(self, place: LinearPlace, bank: StackedWeights | None) -> None:
-        """Replace the updates of a layer; without any, the original layer is restored."""
+        """Replace the updates of a layer; without updates, restore the original layer."""
         known = self._layers.get(place.path)
         if known is not None and bank is not None:
             known[1].bank = bank
@@ -214,7 +215,8 @@ class Adapters:
                 self._put(place, layer.bank.changed(slot, None))
 
     def _try(self, slot: int) -> None:
-        """Run a row with the adapter, beside a base row if the batch mode allows it; the base row must not change."""
+        """Run a row with the adapter, together with a base row if the batch mode allows that. The base row must not
+        change."""
         rows = [slot] if self._mode is BatchMode.SINGLE else [BASE, slot]
         try:
             base, adapted = self._logits([BASE] * len(rows)), self._logits(rows)
@@ -238,7 +240,7 @@ def refused(name: str, reason: str) -> Failure:
 
 
 def read_all(adapters: Adapters, wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Files | Failure]:
-    """Read the adapters that are not loaded yet. For any thread."""
+    """Read the wanted adapters that are not loaded yet. May be called from any thread."""
     return {each: adapters.read(*each) for each in adapters.missing(wanted)}
 
 
@@ -249,12 +251,12 @@ def attach(model: Any, linears: Linears, mode: BatchMode) -> Adapters:
 
 
 def adapters_of(model: Any) -> Adapters | None:
-    """Return the adapters of a model, None if they are not enabled."""
+    """Return the adapters of a model; None if adapters are not enabled."""
     adapters: Adapters | None = getattr(model, "adapters", None)
     return adapters
 
 
 def adapted(model: Any, slots: Callable[[], list[list[int]]], shapes: Sequence[Shape]) -> AbstractContextManager[None]:
-    """Set the slots of rows during a forward pass; free of cost for a model without adapters."""
+    """Set the slots of rows during a forward pass; this costs nothing for a model without adapters."""
     adapters = adapters_of(model)
     return adapters.slots.rows(slots(), shapes) if adapters is not None and adapters.is_on else nullcontext()

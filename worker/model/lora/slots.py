@@ -20,7 +20,7 @@ BASE: Final = 0
 
 
 class SlotChoice:
-    """Slots of the rows of one part of a pass; not all of them are the base's."""
+    """Slots of the rows of one part of a pass, at least one of which is not the base's slot."""
 
     __slots__ = ("_arrays", "_slots", "rows", "single", "used")
 
@@ -33,7 +33,7 @@ class SlotChoice:
         self._arrays: dict[int, mx.array] = {}
 
     def within(self, count: int) -> mx.array:
-        """Return the slots `[rows]`, with those from `count` on replaced by the base: MLX checks no bounds."""
+        """Return the slots `[rows]`, with slots from `count` on replaced by the base's: MLX checks no bounds."""
         array = self._arrays.get(count)
         if array is None:
             within = [slot if slot < count else BASE for slot in self._slots]
@@ -43,7 +43,7 @@ class SlotChoice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrices:
-    """Update of one layer by one adapter: `[inputs, rank]` and, with its scale, `[rank, outputs]`.
+    """Update of one layer by one adapter: `a` `[inputs, rank]`, and `b` `[rank, outputs]`, which includes the scale.
 
     With DoRA, the layer's own output is multiplied by `gain` `[outputs]`, which `b` already includes.
     """
@@ -68,7 +68,7 @@ class Slots:
         self.turn = turn or PackingTurn()
         # Only Metal gathers during the multiplication; on a CPU or CUDA each row gets a copy of its matrix.
         self.gathers = mx.metal.is_available()
-        # None if all rows use the base.
+        # Slots of each part of the pass; None if all rows use the base.
         self.choices: Sequence[SlotChoice | None] | None = None
         self.shapes: Sequence[Shape] = ()
 
@@ -98,7 +98,7 @@ class StackedWeights:
 
     @classmethod
     def of(cls, updates: dict[int, Matrices]) -> "StackedWeights":
-        """Stack at least one update. The updates become views of the arrays, so nothing is stored twice."""
+        """Stack at least one update. The updates become views of the stacked arrays, so nothing is stored twice."""
         first = next(iter(updates.values()))
         rank = max(each.rank for each in updates.values())
         every = [updates.get(slot) for slot in range(max(updates) + 1)]
@@ -127,7 +127,7 @@ class StackedWeights:
         return self.a.nbytes + self.b.nbytes + (self.gain.nbytes if self.gain is not None else 0)
 
     def changed(self, slot: int, matrices: Matrices | None) -> "StackedWeights | None":
-        """Return a copy with another update, or none, in a slot; None if no update is left."""
+        """Return a copy with another update, or no update, in a slot; None if no update is left."""
         updates = {at: each for at, each in self.updates.items() if at != slot}
         if matrices is not None:
             updates[slot] = matrices
@@ -137,7 +137,7 @@ class StackedWeights:
 class AdaptedLinear(nn.Module):
     """Linear layer with the updates of adapters.
 
-    It exposes nothing of the layer except its call: code that reads the weights directly would ignore the adapter.
+    The wrapped layer is only reachable by calls: code that reads the weights directly would ignore the adapter.
     """
 
     def __init__(self, linear: Any, place: LinearPlace, slots: Slots, bank: StackedWeights) -> None:
@@ -156,7 +156,7 @@ class AdaptedLinear(nn.Module):
     def _updated(self, x: mx.array, y: mx.array, choices: Sequence[SlotChoice | None]) -> mx.array:
         turn = self._slots.turn.at
         if len(choices) == 1 or self._place.is_head or turn is not None:
-            # The head only gets tokens of the first part.
+            # The head only gets tokens of the first part of the pass.
             return self._add(x, y, choices[0 if self._place.is_head else turn or 0])
         shapes = self._slots.shapes
         flat_x, flat_y = x.reshape(1, -1, x.shape[-1]), y.reshape(1, -1, y.shape[-1])
@@ -167,7 +167,7 @@ class AdaptedLinear(nn.Module):
         return mx.concatenate(added, axis=1).reshape(y.shape)
 
     def _add(self, x: mx.array, y: mx.array, choice: SlotChoice | None) -> mx.array:
-        """Add the updates of a part's rows, whose tokens are consecutive in `x`, to `y`."""
+        """Add to `y` the updates for a part's rows, whose tokens are consecutive in `x`."""
         bank = self.bank
         if choice is None or choice.used.isdisjoint(bank.updates):
             return y

@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-# Bytes per number of the dtypes that an adapter may have.
+# Bytes per element of the dtypes that an adapter may have.
 WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _HEADER_BYTES_MAX: Final = 64 << 20
 _LFS_POINTER: Final = b"version https://git-lfs"
@@ -18,7 +18,7 @@ class UnusableAdapter(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor in a file: its numbers are the bytes from `begin` to `end`."""
+    """Tensor in a file: its elements are the bytes from `begin` to `end`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class StoredTensor:
 
 
 def read_header(data: bytes) -> dict[str, StoredTensor]:
-    """Read the tensors of a file by name, each checked to lie within it. Raises `UnusableAdapter`."""
+    """Return the tensors of a file by name. Each tensor is checked to lie within the file. Raises `UnusableAdapter`."""
     if data.startswith(_LFS_POINTER):
         raise UnusableAdapter("its file is a git-lfs pointer, not the weights; run: git lfs pull")
     length = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
