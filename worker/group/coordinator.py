@@ -1,4 +1,5 @@
-"""Coordinator of a group, on rank 0: gathers the followers, sends plans, and waits until they are done."""
+"""Coordinator of a group, on rank 0: gathers the followers, sends plans, and waits until the followers have done
+them."""
 
 import logging
 import math
@@ -42,7 +43,7 @@ from worker.prefix_cache.radix_tree import TokenCost
 
 log = logging.getLogger("mlxd.worker")
 
-# Waits are split into short polls, so that signals are handled between them.
+# A wait consists of short polls, so that signals are handled between them.
 _POLL_MS: Final = 250
 _Answer = TypeVar("_Answer", group.JoinGroup, group.RankLoaded, group.RankMemory, group.PlanDone)
 
@@ -79,9 +80,9 @@ class Coordinator:
         self._seq = 0
         self._crc = 0
         self._layout: KvLayout | None = None
-        # Cost of cached prefixes, if it differs between ranks.
+        # Cost of cached prefixes, if that cost differs between ranks.
         self.price: TokenCost | None = None
-        # Answers that arrived before they were awaited.
+        # Answers that arrived before the coordinator waited for them.
         self._early: list[tuple[int, group.Up]] = []
         self._load_ends = 0.0
         self._watch.start()
@@ -140,7 +141,8 @@ class Coordinator:
         return (own, *(RankStats(done.memory, done.step_us) for _, done in sorted(self._done.items())))
 
     def leave(self) -> None:
-        """Leave the group. A follower that is already gone is no failure, and one that hangs is not waited for."""
+        """Leave the group. A follower that is already gone is no failure, and a follower that hangs is not waited
+        for."""
         self._watch.leave()
         self._ops.append(group.LeaveGroup())
         gone = self._unreached(self._next_plan(0))
@@ -155,7 +157,7 @@ class Coordinator:
         self._sockets.close()
 
     def info(self, own_bytes: int) -> GroupInfo:
-        """Return facts of the ranks for the gateway; `own_bytes` are rank 0's weights."""
+        """Return facts about the ranks for the gateway; `own_bytes` is the size of rank 0's weights."""
         ranks = [RankInfo(0, self._name(0), shard_bytes=own_bytes)]
         for rank, join in sorted(self._joined.items()):
             shard_bytes = self._loaded[rank].shard_bytes
@@ -210,7 +212,7 @@ class Coordinator:
     ) -> "dict[int, _Answer]":
         """Return one answer from each of these ranks, by default from each follower.
 
-        Without a deadline, the watch distinguishes a slow group from a stuck one.
+        Without a deadline, only the watch thread ends the wait: it distinguishes a slow group from a stuck one.
         """
         answers: dict[int, _Answer] = {}
         early, self._early = self._early, []
@@ -225,7 +227,8 @@ class Coordinator:
         return answers
 
     def _store(self, rank: int, message: group.Up, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
-        """Store an answer, now or for later. Raises `PartnerLost` for a duplicate."""
+        """Store an answer that is awaited now, or one that will be awaited later. Raises `PartnerLost` for a
+        duplicate."""
         is_waited_for = isinstance(message, kind)
         if rank in answers if is_waited_for else any((rank, type(message)) == (by, type(m)) for by, m in self._early):
             name = type(message).__name__
@@ -236,7 +239,7 @@ class Coordinator:
             self._early.append((rank, message))
 
     def _receive(self, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
-        """Receive the next message, if it is a follower's."""
+        """Receive the next message and store it if a follower sent it."""
         sender, *_, frame = self._socket.recv_multipart()
         rank = int.from_bytes(sender, "big")
         if rank not in self._followers:

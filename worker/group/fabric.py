@@ -17,12 +17,12 @@ from protocol.group import StartLoading
 from protocol.spec import RankSpec
 from worker.errors import LoadFailed, PartnerLost
 
-# Native code waits for the other ranks of a ring, on rank 0 forever.
+# Timeout of the connection between ranks: native code waits for the other ranks of a ring, on rank 0 forever.
 CONNECT_TIMEOUT_S: Final = 60
 
 
 def own_links(rank: RankSpec) -> tuple[str, ...]:
-    """Addresses where this rank will listen, on ports that were free a moment ago. Raises `LoadFailed`."""
+    """Return addresses where this rank will listen, on ports that were free a moment ago. Raises `LoadFailed`."""
     links: list[str] = []
     with ExitStack() as stack:
         for ip in rank.ips:
@@ -53,7 +53,7 @@ def connect(go: StartLoading, rank: RankSpec) -> Any:
 
 
 def _prepare(go: StartLoading, rank: RankSpec, folder: Path) -> None:
-    """Set the variables that MLX reads, and write the files that they name. Raises `LoadFailed`."""
+    """Set the environment variables that MLX reads, and write the files that they name. Raises `LoadFailed`."""
     try:
         environment = collectives.environment(
             go.backend, rank.rank, len(go.links), links=go.links, devices=go.devices, coordinator=go.coordinator
@@ -71,7 +71,8 @@ def _prepare(go: StartLoading, rank: RankSpec, folder: Path) -> None:
 
 @contextmanager
 def _within(timeout_s: int) -> Generator[None]:
-    """End the process by SIGALRM after the timeout: the code inside may hold the GIL, so no thread could do it."""
+    """End the process by SIGALRM after the timeout: the code inside may hold the GIL, so no thread could end the
+    process."""
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(timeout_s)
     try:

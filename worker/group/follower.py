@@ -38,9 +38,9 @@ from worker.prefix_cache.radix_tree import TokenCost
 log = logging.getLogger("mlxd.worker")
 
 _POLL_MS: Final = 250
-# MLX's memory may exceed a rank's limit by this fraction, for temporary arrays of a step.
+# The memory of MLX may exceed a rank's limit by this fraction, for temporary arrays of a step.
 _SPILL_DIVISOR: Final = 8
-# Maximum time until an earlier process of the rank has ended and its memory is free.
+# Maximum seconds to wait until an earlier process of the rank has ended and its memory is free.
 _FREE_MEMORY_TIMEOUT_S: Final = 10.0
 
 
@@ -75,7 +75,7 @@ def _end(error: Exception) -> tuple[Failure, int]:
 
 
 class Follower:
-    """Rank other than rank 0. Everything except its watch runs on the main thread."""
+    """Rank other than rank 0. Everything except its watch thread runs on the main thread."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         assert spec.rank is not None
@@ -177,7 +177,7 @@ class Follower:
         return identity_of(self._spec)
 
     def _receive(self) -> group.Down:
-        """Receive the next message. The watch ends the process if rank 0 is gone."""
+        """Receive the next message. There is no timeout: the watch thread ends this process if rank 0 is gone."""
         while not self._socket.poll(_POLL_MS):
             pass
         return group.decode_down(self._socket.recv())
@@ -185,7 +185,7 @@ class Follower:
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def do(self, plan: group.TickPlan) -> None:
-        """Run one plan. Raises `PartnerLost` if this rank is out of step with rank 0."""
+        """Run one plan. Raises `PartnerLost` if the tokens of this rank differ from those of rank 0."""
         if plan.crc != self.crc:  # no collective has begun, so no token of this plan leaves rank 0
             raise PartnerLost(f"out of step before plan {plan.seq}")
         self.watch.begin(plan.seq)

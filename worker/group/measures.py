@@ -1,4 +1,4 @@
-"""Memory of all ranks: the highest costs and the lowest limits of any rank."""
+"""Memory of all ranks: the highest cost and the lowest limits among them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from worker.prefix_cache.radix_tree import TokenCost
 
 
 def measured(rank: int, layout: KvLayout, cost: KvCost, limits: ShareLimits) -> RankMemory:
-    # A cached prefix has keys and values for each layer, and up to four arrays for a recurrent layer.
+    # A cached prefix has keys and values for each attention layer, and up to four arrays for a recurrent layer.
     arrays = 2 * (layout.sliceable + layout.windowed) + 4 * layout.stateful
     return RankMemory(
         rank,
@@ -37,7 +37,7 @@ def costliest(ranks: Sequence[RankMemory]) -> KvCost:
 
 
 def price(ranks: Sequence[RankMemory]) -> TokenCost | None:
-    """Return the cost of cached prefixes; None if it is equal on all ranks."""
+    """Return the cost of cached prefixes; None if that cost is equal on all ranks."""
     costs = {(each.token_bytes, each.windows, each.fixed_bytes) for each in ranks}
     if len(costs) == 1:
         return None

@@ -1,4 +1,4 @@
-"""Batch and prefix cache of rank 0 that record their operations for the followers."""
+"""Batch and prefix cache of rank 0, which record their operations for the followers."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -24,16 +24,16 @@ class Planner(Protocol):
         ...
 
     def begin(self, chunk: int, *, is_fused: bool) -> None:
-        """Send the next plan, whose tick follows here."""
+        """Send the next plan, whose tick also runs on rank 0 now."""
         ...
 
     def confirm(self, tokens: Sequence[Token]) -> None:
-        """Wait until all ranks have done the plan. Raises `PartnerLost` if one has generated other tokens."""
+        """Wait until all ranks have done the plan. Raises `PartnerLost` if a rank has generated other tokens."""
         ...
 
 
 class PlannedCache(PrefixCache):
-    """Prefix cache of rank 0."""
+    """Prefix cache of rank 0, which records its operations for the followers."""
 
     def __init__(self, layout: KvLayout, budget: int, planner: Planner) -> None:
         super().__init__(layout, budget)
@@ -53,7 +53,7 @@ class PlannedCache(PrefixCache):
 
 
 class PlannedBatch(Batch):
-    """Batch of rank 0."""
+    """Batch of rank 0, which records its operations for the followers."""
 
     def __init__(
         self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, mode: BatchMode, planner: Planner
@@ -97,7 +97,7 @@ class PlannedBatch(Batch):
             output = super().step(chunk, is_fused=is_fused, reads=reads)
         except StepFailed:
             raise
-        except Exception as error:  # any error of MLX means that the ranks are out of step
+        except Exception as error:  # any error of MLX means that the ranks differ in their state
             if is_fabric_fault(error):
                 raise PartnerLost("the connection between the ranks of the group was lost", repr(error)) from error
             raise StepFailed(Code.WORKER_DIED, "the group's step failed", detail=repr(error)) from error

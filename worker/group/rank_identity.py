@@ -14,7 +14,8 @@ from worker.model.loader import resolve
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Facts that must be equal. `form` is a digest of the files, and of the settings that affect results."""
+    """Facts that must be equal on all ranks. `form` is a digest of the files, and of the settings that affect
+    results."""
 
     versions: Versions
     form: str
@@ -33,7 +34,7 @@ def identity_of(spec: WorkerSpec) -> Identity:
 
 
 def mismatch(own: Identity, join: JoinGroup, node: str, epoch: int) -> LoadFailed | None:
-    """Return the reason why a rank cannot join this group; None if it matches."""
+    """Return the reason why a rank cannot join this group; None if the rank matches."""
     place = f"rank {join.rank} ({node}, {join.host})"
     if join.versions != own.versions:
         theirs, ours = (" ".join([v.mlxd, v.mlx, v.mlx_lm]) for v in (join.versions, own.versions))

@@ -1,4 +1,4 @@
-"""Sockets between the ranks of a group, with CURVE: only the ranks of one start are accepted."""
+"""Sockets between the ranks of a group, with CURVE: only ranks of the same start are accepted."""
 
 import logging
 from typing import Final
@@ -14,12 +14,12 @@ from worker.errors import PartnerLost
 log = logging.getLogger("mlxd.worker")
 
 Socket = zmq.Socket[bytes]
-# The linger time suffices for the last message of a rank that ends.
+# The last message of a rank that ends has this long to leave.
 LINGER_MS: Final = 1000
 
 
 class RankSockets:
-    """Sockets of one rank. Each belongs to the thread that requested it."""
+    """Sockets of one rank. Each socket belongs to the thread that requested it."""
 
     def __init__(self, rank: RankSpec) -> None:
         self._rank = rank
@@ -33,7 +33,7 @@ class RankSockets:
             self._authenticator.configure_curve_callback("*", AllowedKeys(lambda: rank.members, _refused))
 
     def bind(self, address: str) -> Socket:
-        """Bind rank 0's socket. Raises `PartnerLost` if the port is in use; the next start chooses another."""
+        """Bind rank 0's socket. Raises `PartnerLost` if the port is in use; the next start chooses another port."""
         try:
             return sockets.bind_secure_router(self._context, address, self._keys)
         except zmq.ZMQError as error:

@@ -1,4 +1,5 @@
-"""Checksum of all tokens that a group has generated; if it differs between ranks, they are out of step."""
+"""Checksum of all tokens that a group has generated; if the checksum differs between ranks, the ranks are out of
+step."""
 
 import zlib
 from array import array

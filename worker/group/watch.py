@@ -1,6 +1,6 @@
 """Watch of a group: threads that no engine can block, which exchange heartbeats between the ranks.
 
-A rank whose partner is gone waits in a collective forever: the watch ends its process.
+A rank whose partner is gone waits in a collective forever; the rank's watch ends its process.
 """
 
 import faulthandler
@@ -28,9 +28,9 @@ log = logging.getLogger("mlxd.worker")
 
 BEAT_S: Final = 0.25
 _BEAT_MS: Final = int(BEAT_S * 1e3)
-# Maximum duration of a turn of a watch, unless its thread does not run.
+# Maximum duration of one turn of a watch thread, provided that the thread is scheduled.
 TURN_S: Final = 1.0
-# A tick may take this many times as long as the longest of the recent ticks.
+# A tick may take this many times as long as the longest recent tick.
 _MAX_SLOWDOWN: Final = 4.0
 # Timeout of the connection attempt that checks whether rank 0 still listens.
 _PROBE_TIMEOUT_S: Final = 0.25
@@ -40,18 +40,19 @@ Lost = Callable[[Failure, int], None]
 
 
 class RankProgress:
-    """Progress of this rank: the newest plan begun and done, and its start. Written by the engine."""
+    """Progress of this rank: the newest plan that was begun, the newest that was done, and the start of the former.
+    Written by the engine."""
 
     def __init__(self, first_s: float) -> None:
         self.begun = 0
         self.done = 0
         self.began_at = 0.0
         self._cpu_at = 0.0
-        # Longest time of recent plans, which decays.
+        # Longest duration of recent plans, which decays.
         self.longest_s = first_s
 
     def begin(self, seq: int) -> None:
-        # The watch reads in reverse order, so it never attributes earlier CPU time to a new plan.
+        # The watch reads these fields in reverse order, so it never attributes earlier CPU time to a new plan.
         self._cpu_at = time.process_time()
         self.begun, self.began_at = seq, time.monotonic()
 
@@ -67,9 +68,9 @@ class RankProgress:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of this process since the current plan began; 0 if none runs.
+        """Seconds of CPU time of this process since the current plan began; 0 if no plan runs.
 
-        It grows on ranks that wait in a collective, but not on ranks that a busy machine does not schedule.
+        CPU time grows on ranks that wait in a collective, but not on ranks that a busy machine does not schedule.
         """
         return time.process_time() - self._cpu_at if self.began_at else 0.0
 
@@ -83,10 +84,10 @@ class _Watch:
         self._sockets = sockets
         self._lost = lost
         self._is_closing = threading.Event()
-        # Whether the end of another rank is no failure any more.
+        # Whether this rank leaves, so that the end of another rank is no failure any more.
         self._is_leaving = False
         self._is_guarded = False
-        # The newest plan when the guard last ran.
+        # The newest plan at the last call of `_guard`.
         self._begun = 0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -94,7 +95,7 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> bool:
-        """Close the watch; returns whether the thread has ended, which it does unless it is stuck."""
+        """Close the watch. Returns whether its thread has ended; only a stuck thread has not."""
         self._is_closing.set()
         self._thread.join(timeout=5.0)
         faulthandler.cancel_dump_traceback_later()
@@ -123,7 +124,8 @@ class _Watch:
             self._arm()
 
     def _arm(self) -> None:
-        """End the process if this thread does not return in time, with the stacks on stderr and status 1.
+        """End the process with status 1 and the stacks on stderr, unless the watch thread arms or cancels the timer in
+        time.
 
         Native code that waits for another rank may hold the GIL (NCCL's does).
         """
@@ -131,7 +133,8 @@ class _Watch:
         faulthandler.dump_traceback_later(max(self.rank.beat_s, self.limit_s), exit=True)
 
     def _guard(self) -> None:
-        """Arm the timer in each turn while plans run. Between plans the process may be suspended for any time."""
+        """Arm the timer in each turn while plans run. Between plans the process may be suspended for any length of
+        time."""
         if self.progress.began_at or self._begun != self.progress.begun:
             self._begun = self.progress.begun
             self._arm()
@@ -151,7 +154,7 @@ class _Watch:
 
 
 class LeadWatch(_Watch):
-    """Watch of rank 0, which receives from all followers. `names` are those of the nodes, by rank."""
+    """Watch of rank 0, which receives from all followers. `names` are the names of the nodes, by rank."""
 
     def __init__(
         self, rank: RankSpec, names: tuple[str, ...], sockets: RankSockets, progress: RankProgress, lost: Lost
@@ -161,7 +164,7 @@ class LeadWatch(_Watch):
         self._clock = RunClock(TURN_S)
         self._received_at: dict[int, float] = {}
         self._beats: dict[int, RankHeartbeat] = {}
-        # The current plan at the last check, and when it was first seen.
+        # The current plan at the last check, and the time at which the check first saw it.
         self._plan = (0, 0.0)
         self._is_complete = threading.Event()
         self._socket = sockets.bind(rank.watch)
@@ -223,7 +226,7 @@ class LeadWatch(_Watch):
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
             except zmq.ZMQError:
                 while socket.poll(0):
-                    self._receive(socket)  # the rank may have sent a reason
+                    self._receive(socket)  # the rank may have sent the reason why it ends
                 self.lose(f"rank {rank} ({self._name(rank)}) is gone")
 
     def _check(self, now: float) -> None:
@@ -233,14 +236,15 @@ class LeadWatch(_Watch):
         self._check_plan(now)
 
     def _check_plan(self, now: float) -> None:
-        """Check the current plan. All ranks are alive; those behind may be slow on a busy machine, or deadlocked."""
+        """Check the current plan. All ranks are alive; those that have not done it may be slow on a busy machine, or
+        deadlocked."""
         progress = self.progress
         if not progress.began_at or self._plan[0] != progress.begun:
             self._plan = (progress.begun, now)
             return
         age_s = now - self._plan[1]
         behind = {beat.rank: beat for beat in (self._beat(), *self._beats.values()) if beat.done < progress.begun}
-        # A heartbeat of the previous plan has that plan's CPU time.
+        # The CPU time in a heartbeat of the previous plan is that of the previous plan.
         used_s = min((beat.cpu_s if beat.begun == progress.begun else 0.0 for beat in behind.values()), default=0.0)
         if min(age_s, used_s) > self.limit_s or age_s > max(self.rank.stuck_s, self.limit_s):
             others = (f"rank {rank} ({self._name(rank)})" for rank in sorted(behind) if rank != self.rank.rank)
@@ -257,9 +261,9 @@ class FollowerWatch(_Watch):
     def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         super().__init__(rank, sockets, progress, lost)
         self._last_messages: SimpleQueue[RankFailed] = SimpleQueue()
-        # Set when rank 0 has stopped the group: from here on, its end is no failure.
+        # Whether rank 0 has stopped the group: from then on, the end of rank 0 is no failure.
         self._is_left = False
-        # Set while the connection is lost and not restored.
+        # Whether the connection was lost and has not been restored.
         self._is_cut = False
 
     def fail(self, failure: Failure, status: int) -> None:
@@ -275,7 +279,7 @@ class FollowerWatch(_Watch):
         was_connected = False
         while not self._is_closing.is_set():
             self._guard()
-            with suppress(zmq.Again):  # rank 0 does not listen yet
+            with suppress(zmq.Again):  # rank 0 may not listen yet
                 socket.send(group.encode(self._beat()), zmq.NOBLOCK)
             if socket.poll(_BEAT_MS):
                 self._receive(socket)
@@ -284,10 +288,10 @@ class FollowerWatch(_Watch):
             while monitor.poll(0):
                 is_up = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 was_connected |= is_up
-                # An earlier process may hold rank 0's port until rank 0 has been reached once.
+                # Until rank 0 has been reached once, an earlier process may hold its port.
                 self._is_cut = was_connected and not is_up
             if self._is_cut and _refuses(self.rank.watch):
-                self._receive(socket)  # it may have sent a stop
+                self._receive(socket)  # rank 0 may have sent a stop
                 if not self._is_left:
                     self.lose("rank 0 has ended")
             silence_s = clock.look() - received_at
