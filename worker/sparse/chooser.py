@@ -1,4 +1,5 @@
-"""Chooser of the tokens to keep: the smaller model reads one prompt at a time, within the time limit of a tick."""
+"""Chooser of the prompt tokens to keep: the smaller model reads one prompt at a time, within the time limit of a
+tick."""
 
 import hashlib
 import time
@@ -15,7 +16,7 @@ from protocol.stats import Stats
 from worker.sparse.importance import ImportanceReader, PromptReading
 from worker.sparse.selected_tokens import SelectedTokens, choose
 
-# Maximum number of cached choices, for requests with several answers and for repeated requests.
+# Maximum number of cached choices, which serve requests with several answers and repeated requests.
 _MAX_CACHED_CHOICES: Final = 64
 
 _Key = tuple[bytes, float, str]
@@ -23,7 +24,7 @@ _Key = tuple[bytes, float, str]
 
 @dataclass(slots=True)
 class _Current:
-    """Prompt that is being read, for the first request that asked for it."""
+    """Prompt that the smaller model currently reads; `rid` is the first request that needs it."""
 
     rid: int
     key: _Key
@@ -48,11 +49,11 @@ class Chooser:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of KV that the prompt that is being read takes at its end."""
+        """Bytes of KV that the current prompt takes once it is read completely."""
         return self._current.nbytes if self._current is not None else 0
 
     def needs(self, tokens: int) -> int:
-        """Return the bytes held while a prompt is read: of the current one, or else of one of `tokens` tokens."""
+        """Return the bytes of KV for reading the current prompt, or a prompt of `tokens` tokens if there is none."""
         return self.nbytes or self._reader.nbytes(tokens)
 
     def longest(self, budget: int) -> int:
@@ -60,7 +61,7 @@ class Chooser:
         return budget // self._reader.token_bytes
 
     def kept(self, rid: int, prompt: npt.NDArray[np.int32], part: float, salt: str) -> SelectedTokens | None:
-        """Return the tokens to keep of a prompt; None while they are being chosen, or another prompt is read first.
+        """Return the tokens of a prompt to keep; None while they are being chosen, or while another prompt is read.
 
         Choices are cached separately for each salt, so that timing reveals nothing about other prompts.
         """
@@ -77,7 +78,7 @@ class Chooser:
         return kept
 
     def step(self, limit_s: float) -> None:
-        """Read for about `limit_s`, with at least one forward pass."""
+        """Continue reading for about `limit_s` seconds, with at least one forward pass."""
         began = now = self._clock()
         with mx.stream(self._stream):
             while self._current is not None:
@@ -96,7 +97,7 @@ class Chooser:
             self._current = None
 
     def drop(self) -> int | None:
-        """Cancel the reading; returns the rid of its request."""
+        """Cancel the reading; return the rid of its request, if any."""
         current, self._current = self._current, None
         return current.rid if current is not None else None
 

@@ -2,8 +2,8 @@
 
 The method follows SpecPrefill (arXiv:2502.02789): the model reads the prompt and generates a few tokens; the attention
 of their queries is averaged over neighbouring tokens, then the maximum over heads and layers is taken, then the mean
-over queries. It runs greedily, alone, and in chunks whose size depends on their position: a prompt gets the same
-numbers whenever it is read, here or by another worker.
+over queries. The model runs greedily, without other rows, and in chunks whose size depends on their position: the
+importance of a prompt's tokens is the same whenever the prompt is read, by this worker or another one.
 """
 
 from typing import Any, Final
@@ -19,11 +19,11 @@ from worker.kv import batched, ragged
 from worker.model.loader import LoadedModel
 from worker.sparse.query_capture import QueryCapture, capture_queries
 
-# Number of tokens whose queries count: the prompt's last one, and all generated ones except the last.
+# Number of tokens whose queries count: the last token of the prompt, and all generated tokens except the last.
 LOOKAHEAD_TOKENS: Final = 8
 # Width of the window over which a token's attention is averaged.
 POOL_TOKENS: Final = 13
-# Maximum tokens of a chunk, and maximum products of queries and keys in it, so that all chunks take about as long.
+# Maximum tokens of a chunk, and maximum products of queries and keys in a chunk, so that all chunks take about as long.
 CHUNK_TOKENS: Final = 512 if ragged.sees_room else 256
 PRODUCTS_PER_CHUNK: Final = 1 << 24 if ragged.sees_room else 1 << 21
 MIN_CHUNK_TOKENS: Final = 16
@@ -51,7 +51,7 @@ class PromptReading:
         return np.array(self._sum)
 
     def step(self) -> None:
-        """Run one forward pass: a chunk of the prompt, or one of the tokens whose queries count."""
+        """Run one forward pass: of a chunk of the prompt, or of one of the tokens whose queries count."""
         last = len(self._ids) - 1
         if self._done < last:
             chunk = self._ids[self._done : min(last, self._done + chunk_at(self._done))]
@@ -86,7 +86,7 @@ class PromptReading:
 
 
 class ImportanceReader:
-    """Model that reads prompts. Raises `LoadFailed` if its attention cannot be captured."""
+    """Model that reads prompts to compute importance. Raises `LoadFailed` if its attention cannot be captured."""
 
     def __init__(self, draft: LoadedModel) -> None:
         self._model = draft.model
@@ -102,7 +102,7 @@ class ImportanceReader:
         return PromptReading(self._model, self._capture, np.minimum(prompt, self._vocab_size - 1).tolist())
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes that reading `tokens` tokens takes at its end."""
+        """Return the bytes of KV that a prompt of `tokens` tokens takes once it is read."""
         return self.token_bytes * ragged.room(tokens + LOOKAHEAD_TOKENS)
 
     def _probe(self, ids: list[int]) -> tuple[dict[int, mx.array], list[Any]]:

@@ -1,7 +1,7 @@
 """Query capture: the queries of a model's attention, captured at the output of its rotary embeddings.
 
-mlx-lm's attention modules apply a module named `rope` to their queries, then to their keys. It is wrapped once; without
-a listener the wrapper behaves exactly like the module.
+mlx-lm's attention modules apply a module named `rope` to their queries, then to their keys. This module is wrapped
+once; without a listener the wrapper behaves exactly like the module.
 """
 
 from collections.abc import Generator
@@ -24,7 +24,7 @@ class QueryCapture:
 
     @contextmanager
     def listen(self) -> Generator[dict[int, mx.array]]:
-        """Capture the queries of the pass inside, by layer."""
+        """Capture the queries of the pass that runs inside this context, by layer."""
         self._seen, self._is_on = {}, True
         try:
             yield self._seen
@@ -32,7 +32,7 @@ class QueryCapture:
             self._seen, self._is_on = {}, False
 
     def see(self, layer: int, rotated: mx.array) -> None:
-        """Store a layer's first output, its queries; the keys follow."""
+        """Store the first output of a layer, which is its queries; the keys follow."""
         if self._is_on:
             self._seen.setdefault(layer, rotated)
 

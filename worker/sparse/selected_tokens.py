@@ -1,6 +1,6 @@
 """Selected tokens of a prompt, which a sparse prefill runs at their own positions.
 
-They are chosen in blocks: a forward pass runs consecutive tokens, and a few of them cost as much as many.
+Tokens are selected in blocks: a forward pass runs consecutive tokens, and a few of them cost as much as many.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 BLOCK_TOKENS: Final = 128
 # The first and last blocks of a prompt are always kept: the first tokens absorb surplus attention (attention sink), and
-# the last ones are the question.
+# the last tokens are the question.
 HEAD_BLOCKS: Final = 1
 TAIL_BLOCKS: Final = 5
 
@@ -33,15 +33,16 @@ class SelectedTokens:
 
     @property
     def leading(self) -> int:
-        """Number of tokens before the first gap: their KV is the same as in a full prefill."""
+        """Number of tokens before the first gap; the KV of these tokens is the same as in a full prefill."""
         return self.runs[0][1]
 
     def position_offset(self, slot: int) -> int:
-        """Return the position of the token in a slot minus the slot, also after the prompt."""
+        """Return the position of the token in a slot, minus the slot; slots after the prompt are allowed."""
         return self._offsets[bisect_right(self._slots, slot) - 1]
 
     def segments(self, tokens: npt.NDArray[np.int32], reused: int) -> list[list[int]]:
-        """Return the kept ones of `tokens`, which are prompt and output, by runs; the first `reused` are omitted."""
+        """Return the selected tokens of `tokens`, which are prompt and output, by runs; the first `reused` are
+        omitted."""
         ends = [end for _, end in self.runs[:-1]]
         runs = zip((begin for begin, _ in self.runs), [*ends, len(tokens)], strict=True)
         parts: list[Any] = [tokens[max(begin, reused) : end].tolist() for begin, end in runs]
@@ -49,13 +50,13 @@ class SelectedTokens:
 
 
 def count_kept(tokens: int, part: float) -> int:
-    """Return the number of tokens that are kept of a prompt."""
+    """Return the number of tokens of a prompt that are kept."""
     blocks = math.ceil(tokens / BLOCK_TOKENS)
     return tokens - (blocks - _blocks_kept(blocks, part)) * BLOCK_TOKENS
 
 
 def choose(importance: npt.NDArray[np.float32], part: float) -> SelectedTokens:
-    """Keep the blocks whose tokens have the highest mean importance; the earliest of equal ones."""
+    """Keep the blocks whose tokens have the highest mean importance; of equal blocks, the earliest."""
     tokens = len(importance)
     blocks = math.ceil(tokens / BLOCK_TOKENS)
     always = {*range(HEAD_BLOCKS), *range(max(0, blocks - TAIL_BLOCKS), blocks)}
