@@ -1,1 +1,1 @@
-"""Attention by kernels of ours, which read the length of each row."""
+"""Attention by our own kernels, which read the length of each row."""

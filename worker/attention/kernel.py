@@ -23,23 +23,25 @@ from worker.attention.kernel_text import (
     source,
 )
 
-# Maximum number of new tokens of a row. MLX's Metal attention of more tokens compiles nothing for a new length, cuDNN's
-# plans for one take 45 to 70 ms each, and MLX's attention without cuDNN was slower than these kernels (H100).
+# Maximum number of new tokens per row. For more tokens, MLX's Metal attention compiles nothing for a new length.
+# cuDNN's plan for a new length takes 45 to 70 ms, and MLX's attention without cuDNN was slower than these kernels
+# (H100).
 METAL_TOKENS_MAX: Final = 16
 CUDA_TOKENS_MAX: Final = 512
-# Maximum size of the partial sums of a pass, which grow with its tokens times the slots that they see.
+# Maximum size of the partial sums of a pass, which grow with the number of its tokens times the slots that they see.
 PARTIAL_SUMS_MAX_BYTES: Final = 1 << 28
-# Sizes of heads, and types of numbers.
+# Supported sizes of heads, and supported dtypes.
 DIMS: Final = (64, 80, 96, 128, 192, 256)
 TYPES: Final = (mx.bfloat16, mx.float16, mx.float32)
-# Bits of quantized numbers, and how many of them share a scale and a bias.
+# Supported bits per quantized number, and how many numbers share a scale and a bias.
 BITS: Final = (8, 4)
 GROUP: Final = 64
 
 
 @dataclass(slots=True, frozen=True)
 class LayerKV:
-    """KV of a layer, each `[rows, kv heads, slots, dim]`, or the codes, scales and biases of `bits` bits per number."""
+    """KV of a layer: arrays `[rows, kv heads, slots, dim]`, or the codes, scales and biases of `bits` bits per
+    number."""
 
     keys: Sequence[mx.array]
     values: Sequence[mx.array]
@@ -52,7 +54,7 @@ Attend = Callable[..., mx.array]
 
 @dataclass(slots=True, frozen=True)
 class _Kernels:
-    """Compiled kernels of this machine's GPU, and the number of queries in a tile."""
+    """Compiled kernels of this machine's GPU, and the number of queries in one tile."""
 
     split: Callable[..., Any]
     sum: Callable[..., Any]
@@ -60,7 +62,7 @@ class _Kernels:
 
 
 def tokens_max() -> int:
-    """Return the maximum number of new tokens of a row on this machine."""
+    """Return the maximum number of new tokens per row on this machine."""
     return CUDA_TOKENS_MAX if mx.cuda.is_available() else METAL_TOKENS_MAX
 
 
@@ -79,10 +81,10 @@ def attend(
     window: int = 0,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Compute attention `[rows, heads, tokens, dim]` of new tokens whose KV is in its slots.
+    """Compute attention `[rows, heads, tokens, dim]` of new tokens whose KV is already in its slots.
 
-    Token i of row r attends to slots up to `lengths[r] + i`, with a `window` only to the newest ones. `end` is at least
-    the number of slots of the longest row. Raises `RuntimeError` without a GPU.
+    Token i of row r attends to slots up to `lengths[r] + i`; with a `window`, only to the newest of these slots. `end`
+    is at least the number of slots of the longest row. Raises `RuntimeError` without a GPU.
     """
     kernels = _kernels()
     rows, heads, tokens, dim = queries.shape

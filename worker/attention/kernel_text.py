@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from string import Template
 from typing import Final
 
-# Slots of a split, warps of a block, and slots of a tile.
+# Slots of a split, warps of a block, and slots of a tile, in this order.
 SPLIT: Final = 512
 CHAINS: Final = 4
 TILE: Final = 16
-# Warps of the second pass, each of which adds every eighth split.
+# Number of warps in the second pass, each of which adds every eighth split.
 SUMMERS: Final = 8
 
 SPLIT_INPUTS: Final = ("q", "k", "v", "k_scales", "k_biases", "v_scales", "v_biases", "lengths", "numbers")

@@ -55,12 +55,12 @@ class AttentionSwitch:
         self.attend = attend
         self._tokens_max = tokens_max()
         self.proved: Set[AttentionForm] = frozenset()
-        # Forms of the passes that a kernel could have computed; None if they are not recorded.
+        # Forms of the recorded passes that a kernel could compute; None while nothing is recorded.
         self._recorded: set[AttentionForm] | None = None
 
     @contextmanager
     def record_forms(self) -> Generator[Set[AttentionForm]]:
-        """Record the forms of the passes inside that a kernel could compute."""
+        """Record the forms of the passes inside this context that a kernel could compute."""
         self._recorded = met = set[AttentionForm]()
         try:
             yield met
@@ -99,7 +99,7 @@ class AttentionSwitch:
 
 
 def join(model: Any, switch: AttentionSwitch) -> bool:
-    """Make a switch the attention of a model's modules; return whether any module uses it."""
+    """Make a switch the attention of a model's modules. Returns whether any module uses the switch."""
     is_joined = False
     for module in model.modules():
         if isinstance(module, Mixing) and (call := _with_attention(type(module.module).__call__, switch)) is not None:
@@ -109,7 +109,8 @@ def join(model: Any, switch: AttentionSwitch) -> bool:
 
 
 def _with_attention(call: Any, attention: Callable[..., mx.array]) -> Callable[..., Any] | None:
-    """Return a module's code with `attention` in place of mlx-lm's function; None if it does not refer to that."""
+    """Return a module's code with `attention` in place of mlx-lm's function; None if the code does not use that
+    function."""
     if not isinstance(call, FunctionType) or call.__globals__.get(_FUNCTION) is not scaled_dot_product_attention:
         return None
     if _FUNCTION not in call.__code__.co_names:
@@ -127,7 +128,7 @@ def _layer_kv(cache: RaggedKVCache) -> LayerKV:
 
 
 def _form(queries: mx.array, cache: RaggedKVCache, sinks: mx.array | None) -> AttentionForm | None:
-    """Return the form of an attention; None if no kernel supports it."""
+    """Return the form of an attention call; None if no kernel supports the call."""
     _, heads, _, dim = queries.shape
     kv, dtype = _layer_kv(cache), queries.dtype
     keys, values = kv.keys[0], kv.values[0]

@@ -8,7 +8,7 @@ import mlx.core as mx
 from worker.attention.kernel import GROUP, METAL_TOKENS_MAX, Attend, LayerKV, tokens_max
 from worker.attention.seam import AttentionForm
 
-# Lengths of rows around the edges of a split of slots.
+# Lengths of the rows, which lie around the edges of a split of slots.
 LENGTHS: Final = (0, 5, 511, 512, 1300)
 _SLOTS: Final = 2048
 _TOKENS: Final = (1, 3, METAL_TOKENS_MAX)
@@ -20,7 +20,7 @@ _MAX_FLOAT32_DEVIATION: Final = 5e-3
 
 
 class NotProved(Exception):
-    """Raised with the reason if a kernel must not be used."""
+    """Raised if a kernel must not be used; the message is the reason."""
 
 
 def prove(form: AttentionForm, attend: Attend) -> None:
@@ -41,7 +41,7 @@ def prove(form: AttentionForm, attend: Attend) -> None:
 
 
 def _numbers(form: AttentionForm, tokens: int) -> tuple[mx.array, LayerKV, mx.array | None]:
-    """Make the same random queries, KV and sinks at each call."""
+    """Make random queries, KV and sinks, which are the same at each call."""
 
     def numbers(seed: int, *shape: int) -> mx.array:
         return mx.random.normal(shape, key=mx.random.key(seed)).astype(form.dtype)
