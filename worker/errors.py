@@ -14,15 +14,16 @@ from typing import Final
 from protocol.failures import Code, ExitStatus, Failure
 from worker.output.encodable import encodable
 
-# Parts of the messages of MLX's exceptions after which the state of the device is unknown.
+# Parts of the messages of MLX's exceptions after which the device is in an unknown state.
 GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
-# Parts of the messages after which another rank is lost, and a second collective would wait forever.
+# Parts of the messages of MLX's exceptions after which another rank is lost, and a second collective would wait
+# forever.
 FABRIC_FAULTS: Final = ("[ring]", "[nccl]", "[jaccl]", "[distributed]")
-# Parts of the messages of failed allocations, after which a smaller one may succeed.
+# Parts of the messages of MLX's failed allocations, after which a smaller allocation may succeed.
 NO_MEMORY: Final = (
     "[metal::malloc]", "Unable to allocate", "Insufficient Memory", "OutOfMemory", "out of memory", "Resource limit",
 )  # fmt: skip
-# Exit statuses of a failed load by code, other than `MODEL_UNUSABLE`.
+# Exit status of a failed load by its code; other codes have the status `MODEL_UNUSABLE`.
 _EXIT_STATUSES: Final = {
     Code.OUT_OF_MEMORY: ExitStatus.OUT_OF_MEMORY,
     Code.BAD_CONFIG: ExitStatus.BAD_CONFIG,
@@ -43,13 +44,13 @@ def is_fabric_fault(error: BaseException) -> bool:
 
 
 class WorkerError(Exception):
-    """Error with the failure that is sent to the gateway."""
+    """Error with the `Failure` that is sent to the gateway."""
 
     def __init__(
         self, code: Code, message: str, *, detail: str = "", param: str | None = None, numbers: tuple[int, ...] = ()
     ) -> None:
         super().__init__(message)
-        # A message may quote text of a client or a model, which may hold half a surrogate pair.
+        # A message may quote text of a client or a model, and that text may have half a surrogate pair.
         self.failure = Failure(code, encodable(message), encodable(detail), param, numbers)
 
 
@@ -74,7 +75,7 @@ class PartnerLost(StepFailed):
 
 @contextmanager
 def foreign_code(explain: Callable[[Exception], Exception], *passed: type[Exception]) -> Generator[None]:
-    """Translate errors of the code inside, which may be any architecture's and raise anything, with `explain`.
+    """Translate errors of the code inside with `explain`. That code may be any architecture's and raise any error.
 
     A `WorkerError` and the types in `passed` are not translated.
     """

@@ -23,14 +23,15 @@ class MessageEncoder:
     """Encoder of messages, owned by the sending thread.
 
     Half a surrogate pair becomes a question mark. A message of more than `limit` bytes is an error of its requests: a
-    step is split, an answer becomes `Rejected`, and a sequence ends with an ERROR delta and is stopped by `abort`.
+    step is split, an answer becomes `Rejected`, and a sequence gets an ERROR delta as its end and is stopped by
+    `abort`.
     """
 
     def __init__(self, gauges: Gauges, abort: Callable[[Abort], None], limit: int = codec.MAX_FRAME_BYTES) -> None:
         self._gauges = gauges
         self._abort = abort
         self._limit = limit
-        # Sequences that were ended here, until the engine ends them.
+        # Sequences that the encoder has ended, until the engine ends them.
         self._ended: set[int] = set()
 
     def encode(self, message: Up) -> Iterator[bytes]:

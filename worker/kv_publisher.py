@@ -22,7 +22,8 @@ from worker.prefix_cache.block_events import Event
 
 log = logging.getLogger("mlxd.worker")
 
-# Maximum number of batches kept for replays, and of their bytes. A replay fits the send queue of a socket.
+# Maximum number of batches that are kept for replays, and their maximum bytes. A replay fits the send queue of a
+# socket.
 MAX_REPLAY_BATCHES: Final = 8192
 MAX_REPLAY_BYTES: Final = 64 << 20
 POLL_S: Final = 0.1
@@ -84,7 +85,8 @@ class KvPublisher:
             self._context.destroy(linger=1000)
 
     def _publish_waiting(self) -> bool:
-        """Publish the queued events, or wait for the first; return False if the publisher was closed."""
+        """Publish the queued events; if there are none, wait for the first. Return False if the publisher was
+        closed."""
         with suppress(Empty):
             events = self._waiting.get(timeout=None if self._replays is None else POLL_S)
             while events is not None:
@@ -103,7 +105,8 @@ class KvPublisher:
         self._events.send_multipart([self._topic, sequence, batch])
 
     def _replay(self, replays: Any) -> None:
-        """Answer one replay request, if there is any; new events are published before the next. Others are dropped."""
+        """Answer one pending replay request, or drop it if it is malformed; new events are published before the next
+        request."""
         if not replays.poll(0):
             return
         client, *parts = replays.recv_multipart()

@@ -1,4 +1,4 @@
-"""Link of a worker to the gateway: a thread that receives, and one that sends."""
+"""Link of a worker to the gateway: a thread that receives messages, and a thread that sends them."""
 
 import faulthandler
 import logging
@@ -59,7 +59,7 @@ class GatewayLink:
         self._outbox: SimpleQueue[Up | None] = SimpleQueue()
         self._frames = MessageEncoder(gauges, lambda abort: self.on_control(abort))
         self._is_closing = threading.Event()
-        # Set once the worker was ordered to end.
+        # Whether the worker was ordered to end.
         self.is_stopped = False
         self._ready: Ready | None = None
         # Identifier of the gateway process to which this worker has sent its state.
@@ -85,7 +85,7 @@ class GatewayLink:
         self.send(ready)
 
     def announce_adapters(self, change: AdaptersSet) -> None:
-        """Send the changed adapters to the gateway, and to a later gateway in `Ready`."""
+        """Send the changed adapters to the gateway; a later gateway gets them in `Ready`."""
         if self._ready is not None:
             self._ready = replace(self._ready, adapters=change.adapters, weights_bytes=change.weights_bytes)
         self.send(change)
@@ -95,7 +95,7 @@ class GatewayLink:
         self.on_control(order)
 
     def close(self) -> None:
-        """Send queued messages, then stop both threads."""
+        """Send the queued messages, then stop both threads."""
         self._is_closing.set()
         self._outbox.put(None)
         for thread in self._threads:
@@ -106,7 +106,7 @@ class GatewayLink:
 
     def _receive(self) -> None:
         socket = sockets.connect_dealer(self._context, self._spec.down, self._spec.identity)
-        socket.send(b"")  # makes the identity routable
+        socket.send(b"")  # this frame makes the identity routable
         received_at = time.monotonic()
         is_orphan = False
         while not self._is_closing.is_set():
@@ -157,7 +157,7 @@ class GatewayLink:
             log.warning("unknown log level %r", level)
 
     def _introduce(self) -> None:
-        """Send this worker's state to a gateway that does not know it."""
+        """Send this worker's state to a gateway that has not received it."""
         self.send(self._hello())
         if self._ready is not None:
             self.send(self._ready)
@@ -173,9 +173,9 @@ class GatewayLink:
     def _control_while_loading(self, message: Control) -> None:
         match message:
             case Shutdown():
-                os._exit(ExitStatus.OK)  # the main thread may be in native code
+                os._exit(ExitStatus.OK)  # the main thread may be in native code, so the process ends here
             case Drain():
-                self.send(Drained(self._spec.epoch, 0))  # nothing has been accepted yet
+                self.send(Drained(self._spec.epoch, 0))  # no request has been accepted yet
             case Abort() | SetMemory() | SetPace() | SetAdapters():
                 pass  # the gateway sends these again to a worker that is ready
 
@@ -186,7 +186,7 @@ class GatewayLink:
         while (message := self._outbox.get()) is not None:
             for frame in self._frames.encode(message):
                 while not _try_send(socket, frame):
-                    if self._is_closing.is_set():  # there is no reader any more
+                    if self._is_closing.is_set():  # the gateway reads no more messages
                         socket.close(linger=0)
                         return
         socket.close()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxd.worker")
 
-# A grammar can take seconds to compile, and must not block the others.
+# A grammar can take seconds to compile, and must not block other grammars.
 _COMPILER_THREADS: Final = 2
 
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     is_over_ssh = options.over_ssh is not None
     if is_over_ssh and options.over_ssh != __version__:
-        # The specification may have fields of that version, so it is not read.
+        # The specification may have fields that this version does not know, so it is not read.
         print(f"ERROR mlxd is {__version__} here and {options.over_ssh} at rank 0: install the same", file=sys.stderr)
         return ExitStatus.INCOMPATIBLE
     try:
@@ -80,7 +80,7 @@ def _end(status: int) -> int:
 
 
 def _end_with_input() -> None:
-    """End the process when its standard input ends, which is its ssh connection: nothing else on this host ends it."""
+    """End the process when its standard input, an ssh connection, ends: nothing else on this host would end it."""
     with suppress(OSError):
         while os.read(sys.stdin.fileno(), 4096):
             pass
@@ -105,13 +105,13 @@ def _prepare_process(spec: WorkerSpec) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # MLX's CUDA build keeps cuDNN plans of attention, which take 45 ms to build, for each number of rows, of tokens and
-    # of cached tokens. It raises after some hundreds of misses unless the check is disabled.
+    # The CUDA build of MLX caches cuDNN plans of attention, which take 45 ms to build, for each number of rows, of
+    # tokens and of cached tokens. MLX raises an error after some hundreds of misses unless the check is disabled.
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")
     os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
-    # It also keeps a CUDA graph for each sequence of operations. Rows of unequal lengths make new sequences, and short
-    # graphs are built sooner: 32 rows had 1.2 to 1.6 times the tokens per second (H100, 8B in bfloat16).
-    # On macOS the same variable is the size of Metal's command buffers, whose default stays.
+    # MLX also caches a CUDA graph for each sequence of operations. Rows of unequal lengths make new sequences, and a
+    # short graph is built sooner: 32 rows had 1.2 to 1.6 times the tokens per second (H100, 8B in bfloat16). On macOS
+    # the same variable is the size of Metal's command buffers, whose default stays.
     if sys.platform == "linux":
         os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "20")
 
@@ -123,13 +123,13 @@ class WorkerMain:
         self._spec = spec
         self._gauges = Gauges()
         self._link = GatewayLink(spec, self._gauges)
-        # The coordinator of the group, if the model has one.
+        # The coordinator of the model's group; None if the model has no group.
         self._lead: Coordinator | None = None
         self._compilers = ThreadPoolExecutor(_COMPILER_THREADS, thread_name_prefix="compiler")
 
     def run(self) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # There is nothing to save before the model is loaded, and the main thread may be in native code.
+        # Nothing needs saving before the model is loaded, and the main thread may be in native code.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._link.start()
         self._link.send(Loading(self._spec.epoch, "import"))
@@ -137,11 +137,11 @@ class WorkerMain:
             return self._load_and_serve()
         finally:
             self._link.close()
-            # Python would wait for the pool's queue at exit, with the model still in memory.
+            # At exit, Python would otherwise wait for the pool's queue, with the model still in memory.
             self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _load_and_serve(self) -> int:
-        # These imports take a second, after the first message to the gateway.
+        # These imports take a second, so they come after the first message to the gateway.
         from worker.embedding.load_model import kind_of_spec
         from worker.model import memory
 
@@ -208,7 +208,7 @@ class WorkerMain:
         os._exit(ends_with)
 
     def _leave_group(self, failure: Failure, status: ExitStatus) -> int:
-        """Leave after another rank was lost, which is no failure once this worker was ordered to stop."""
+        """Leave after another rank was lost. This is no failure once this worker was ordered to stop."""
         if self._link.is_stopped:
             return self._leave("asked to stop", None, ExitStatus.OK)
         return self._leave("the group is lost", failure, status)
