@@ -177,7 +177,7 @@ class GatewayLink:
             case Drain():
                 self.send(Drained(self._spec.epoch, 0))  # no request has been accepted yet
             case Abort() | SetMemory() | SetPace() | SetAdapters():
-                pass  # the gateway sends these again to a worker that is ready
+                pass  # the gateway sends these messages again once the worker is ready
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

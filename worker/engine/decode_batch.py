@@ -197,7 +197,7 @@ class DecodeBatch(SequenceGroup):
             tokens = mx.concatenate([tokens, mx.zeros_like(tokens)], axis=1)
         part = ForwardPart(self.sequences, tokens, self.caches, [1] * len(self))
         logits = forward(self._model, part, prefill)
-        # If nothing else runs, the step begins before its launch returns.
+        # The time is taken before the launch: if nothing else runs, the step begins before its launch returns.
         pending.launched = time.perf_counter()
         batched.rewind(self.caches, part.excess)
         logprobs, targets, contexts = self._targets(None, inputs, logits)

@@ -280,7 +280,7 @@ class Engine(RequestLoop[Row]):
         self._batch.wait()
         try:
             self.sparse.step(self.pacer.selection_s(self._batch.prefilling, self._batch.decoding))
-        except Exception as error:  # the boundary of one row, to code of every architecture
+        except Exception as error:  # an error of a model's code fails one row
             rid = self.sparse.drop()
             if is_gpu_fault(error):
                 raise

@@ -144,7 +144,7 @@ class Row:
     processors: list[Any] = field(default_factory=list)
     # Token ids of the texts in the sampling parameters.
     words: BadWords = NO_WORDS
-    # Constraint on the output.
+    # Constraint on the output; None for free text.
     rule: Rule | None = None
     drafting: Drafting = field(default_factory=Drafting)
     # None means the base model.

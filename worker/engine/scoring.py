@@ -38,7 +38,7 @@ class ScoredRows:
         return self.rows[-1:]
 
     def take_complete(self) -> list[SequenceGroup]:
-        """Remove and return the rows whose scores were taken."""
+        """Remove and return the rows whose scores are complete and were taken."""
         complete = [rows for rows in self.rows if rows.sequences[0].scores is None]
         self.rows = [rows for rows in self.rows if rows.sequences[0].scores is not None]
         return complete

@@ -211,7 +211,7 @@ class Follower:
         output = self._batch.step(plan.chunk, is_fused=plan.is_fused)
         self.crc = tally(self.crc, output.tokens)
         for _, scores in (*output.scoring, *output.scored):
-            scores.take()  # rank 0 has them
+            scores.take()  # rank 0 has these scores
         for token in output.tokens:
             if token.ended is not None:
                 del self._rows[token.row.rid]

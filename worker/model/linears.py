@@ -70,7 +70,7 @@ def _tail(path: str) -> str:
 
 
 def _walk(holder: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str | int]]:
-    """Yield all modules, also in lists and dicts, with their path, container and key."""
+    """Yield all modules, including those in lists and dicts, with their path, container and key."""
     items: Any = enumerate(holder) if isinstance(holder, list) else list(holder.items())
     for key, child in items:
         if str(key).startswith("_"):

@@ -116,7 +116,7 @@ class ImportanceReader:
         try:
             queries, caches = self._probe([0, 1, 2])
             keys = {layer: caches[layer].keys[..., :3, :] for layer in queries}
-        except Exception as error:  # code of any architecture may raise any type
+        except Exception as error:  # code of any architecture may raise any error
             return f"{type(error).__name__}: {error}"
         if not queries:
             return "its attention has no module named rope that turns its queries"

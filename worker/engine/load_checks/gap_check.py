@@ -50,7 +50,7 @@ def gap_problem(model: Any, vocab_size: int) -> str:
         is_exact = whole.dtype == mx.float32 and mx.default_device() == mx.cpu
         whole, sparse = whole.astype(mx.float32), sparse.astype(mx.float32)
         mx.eval(whole, sparse)
-    except Exception as error:  # the boundary to code of every architecture
+    except Exception as error:  # code of any architecture may raise any error
         return f"{type(error).__name__}: {error}"
     top = mx.argpartition(-whole, kth=_TOP_TOKENS - 1)[:_TOP_TOKENS]
     deviation: Any = mx.abs(whole[top] - sparse[top]).max().item()

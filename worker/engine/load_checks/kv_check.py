@@ -93,7 +93,7 @@ def choose_form(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int
                 _compare(
                     "attention", _attention(form, each, lengths), _attention(whole, each, lengths), ATTENTION_LIMIT
                 )
-    except Exception as error:  # the boundary to code of every architecture
+    except Exception as error:  # code of any architecture may raise any error
         log.warning("KV in %d bits is dequantized for each step: %s", bits, reason_of(error))
         form = whole
     _log_shift(bits, form, expected, _logits(model, make_prompt_cache(model), ids))

@@ -141,7 +141,7 @@ class _Check:
                 return self._plan(mode, expected, [f"{_MODE_EFFECTS[mode]}, because {why}"] if why else [])
             except (LoadFailed, StepFailed):
                 raise
-            except Exception as error:  # the boundary to code of every architecture
+            except Exception as error:  # code of any architecture may raise any error
                 why = reason_of(error)
         raise LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm computes this model wrongly: {why}")
 
@@ -172,7 +172,7 @@ class _Check:
         try:
             waves = [[self._prompts[1][:SHARED_PREFIX_TOKENS]], self._prompts]
             self._compare("from the prefix cache", self._run(mode, waves, CHUNK_TOKENS, _CACHE_BYTES)[1:], expected)
-        except Exception as error:  # the boundary to code of every architecture
+        except Exception as error:  # code of any architecture may raise any error
             why = reason_of(error)
             self._compare("beside a longer one, in chunks", self._run(mode, [self._prompts], CHUNK_TOKENS), expected)
             return BatchModePlan(mode, False, "; ".join([*reasons, f"prefixes are not reused, because {why}"]))
@@ -188,7 +188,7 @@ class _Check:
             )
         except LoadFailed:
             raise
-        except Exception as error:  # the boundary to code of every architecture
+        except Exception as error:  # code of any architecture may raise any error
             disable_packing(self._model)
             return [f"prompts run in forward passes of their own, because {reason_of(error)}"]
         return []

@@ -228,7 +228,9 @@ class ChunkPolicy:
             return ChunkPlan(min(most, apart or riding or most), is_fused=False)
         if not self._can_fuse:
             return ChunkPlan(min(most, apart or FIRST_CHUNK), is_fused=False)
-        if not self._costs.is_fresh(decoding, self._costs.newest[1]):  # a separate chunk leaves the step to be measured
+        if not self._costs.is_fresh(
+            decoding, self._costs.newest[1]
+        ):  # with a separate chunk the step is measured alone
             known = [each for each in (apart, riding) if each is not None] or [FIRST_CHUNK]
             return ChunkPlan(min(most, *known), is_fused=False)
         if riding is None or apart is None:  # a fused chunk is assumed to be no slower

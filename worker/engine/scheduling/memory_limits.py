@@ -58,7 +58,7 @@ class MemoryLimits:
         )
         limits = self.share.limits()
         self.share.enforce(limits)
-        # None for a text model.
+        # Cached features of media; None for a text model.
         self.features = FeatureCache(limits.features) if loaded.vision is not None else None
         budget = self._prefixes(limits)
         if partners is not None:
@@ -71,7 +71,7 @@ class MemoryLimits:
         self._due = 0.0
 
     def apply(self, step: int, make_room: Callable[[], None]) -> None:
-        """Apply the limits of the share. Memory above them is freed before they are set in MLX.
+        """Apply the limits of the share. Memory above the limits is freed before MLX gets them.
 
         `step` is the maximum number of tokens of a row in one step; `make_room` preempts rows that do not fit the KV
         budget.

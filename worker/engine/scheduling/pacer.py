@@ -63,7 +63,7 @@ class Pacer:
 
     @property
     def rests(self) -> bool:
-        """Whether the loop rests at all."""
+        """Whether the loop has to rest between pieces of work."""
         return self._rests.is_on
 
     def left_s(self) -> float:

@@ -160,7 +160,7 @@ class Adapters:
         return bool(self._retiring)
 
     def sweep(self, used: Callable[[], set[int]]) -> bool:
-        """Unload retired adapters whose slots no row uses; return whether any adapter was retired."""
+        """Unload retired adapters whose slots no row uses; return whether any adapter was unloaded."""
         if not self._retiring:
             return False
         in_use = used()
