@@ -17,7 +17,7 @@ class RowMedia:
         self._keeps_whole = vision is not None and bool(vision.needs.block)
 
     def is_ready(self, row: Row, cached: int, *, is_first: bool = False) -> bool:
-        """Whether a row has the features of all media behind its cached tokens. Requests the missing ones."""
+        """Whether a row has the features of all media after its cached tokens; requests missing features."""
         if not row.media:
             return True
         assert self._encoder is not None, "media are for models with a tower"

@@ -28,7 +28,7 @@ class RowPrefixes:
         """Return the tokens to run, in segments, and the ends of segments that get a checkpoint; None if all of them
         get one.
 
-        Cuts are at checkpoints and at the edges of media: chunks of any size then hold tokens of one kind, whose
+        Cuts are at checkpoints and at the edges of media: chunks of any size then have tokens of one kind, whose
         results come from the same kernel.
         """
         last = len(tokens) - 1

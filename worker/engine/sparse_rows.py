@@ -24,7 +24,7 @@ class SparseRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the draft model's KV for the prompt that it reads."""
+        """Bytes of KV that the draft model needs for the prompt that it currently reads."""
         return self._chooser.nbytes if self._chooser is not None else 0
 
     def needs(self, row: Row) -> int:

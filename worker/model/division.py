@@ -36,7 +36,7 @@ def agreement_of(model: Any) -> Agreement | None:
 
 
 class Division:
-    """Part of a model that one rank of a group holds."""
+    """Part of a model that one rank of a group loads."""
 
     def __init__(self, group: Any, parallel: str, split: Sequence[int] = ()) -> None:
         self._group = group

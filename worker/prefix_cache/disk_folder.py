@@ -228,7 +228,7 @@ class ModelFolder:
             for file in sorted(files, key=lambda file: (file.path.parent.name != QUARANTINE, file.used)):
                 if total + size <= self._cap * KEEP_RATIO:
                     break
-                if file.path.suffix != _TEMP:  # another worker is writing it
+                if file.path.suffix != _TEMP:  # another worker is writing this file
                     file.path.unlink(missing_ok=True)
                     total -= file.nbytes
         return total

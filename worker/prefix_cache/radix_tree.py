@@ -91,7 +91,7 @@ class Listener(Protocol):
 
 
 class Tree:
-    """The nodes of all trees and their accounts. `nbytes` and `arrays` are exactly the sums over the held nodes."""
+    """The nodes of all trees and their accounts. `nbytes` and `arrays` are exactly the sums over the nodes in memory."""
 
     def __init__(self, layout: KvLayout, listener: "Listener | None" = None) -> None:
         self.layout = layout
@@ -103,7 +103,7 @@ class Tree:
         self._recency: OrderedDict[RadixNode, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of held nodes."""
+        """Return the number of nodes whose KV is in memory."""
         return len(self._recency)
 
     @property
@@ -270,7 +270,7 @@ class Tree:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
 
     def prune(self) -> None:
-        """Remove the nodes that are not held and whose files were deleted."""
+        """Remove the nodes that are neither in memory nor on disk, because their files were deleted."""
         for node in list(self._nodes()):
             if node.parent is not None and not node.is_held and not node.is_on_disk:
                 self._detach(node)
@@ -316,7 +316,7 @@ class Tree:
         return next(salt for salt, root in self._roots.items() if root is top)
 
     def _detach(self, node: RadixNode) -> None:
-        """Remove a node and its descendants, none of which may be held."""
+        """Remove a node and its descendants, none of which may be in memory."""
         assert node.parent is not None
         del node.parent.children[int(node.tokens[0])]
         if node.parent.parent is None and not node.parent.children:

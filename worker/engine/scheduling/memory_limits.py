@@ -1,4 +1,4 @@
-"""Memory limits of an engine besides the weights: caches, and the KV of running rows, in the share of this process."""
+"""Memory limits of an engine, in addition to the weights: caches, and the KV of running rows, in the share of this process."""
 
 import functools
 import logging
