@@ -91,7 +91,7 @@ class Listener(Protocol):
 
 
 class Tree:
-    """The nodes of all trees and their accounts. `nbytes` and `arrays` are exactly the sums over the nodes in memory."""
+    """The nodes of all trees and their accounts. `nbytes` and `arrays` are exact sums over the nodes in memory."""
 
     def __init__(self, layout: KvLayout, listener: "Listener | None" = None) -> None:
         self.layout = layout

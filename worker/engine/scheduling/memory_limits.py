@@ -1,4 +1,4 @@
-"""Memory limits of an engine, in addition to the weights: caches, and the KV of running rows, in the share of this process."""
+"""Memory limits of an engine within the share of its process, after the weights: caches, and the KV of running rows."""
 
 import functools
 import logging

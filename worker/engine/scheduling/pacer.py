@@ -12,7 +12,7 @@ from worker.speculation.policy.draft_width import StepCosts
 
 
 class Pacer:
-    """Decides how many prompt tokens a tick has, and when the tick runs; output tokens do not depend on these decisions.
+    """Decides how many prompt tokens a tick has, and when the tick runs; no output token depends on these decisions.
 
     `costs` is the table of step times that drafting reads, `kept` the file of earlier starts; both may be None. Owned
     by the engine thread.
