@@ -251,7 +251,7 @@ class Engine(RequestLoop[Row]):
         self._is_waiting = bool(held) and not self._batch
 
     def _encode(self) -> None:
-        """Encode at most one medium, so that running rows wait for no more than that."""
+        """Encode at most one medium, so that running rows wait for only one."""
         if self._encoder is None:
             return
         try:

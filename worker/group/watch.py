@@ -40,7 +40,7 @@ Lost = Callable[[Failure, int], None]
 
 
 class RankProgress:
-    """Progress of this rank: the newest plan that was begun, the newest that was done, and the start of the former.
+    """Progress of this rank: the newest plan that it has begun, when that began, and the newest plan that it has done.
     Written by the engine."""
 
     def __init__(self, first_s: float) -> None:

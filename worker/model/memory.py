@@ -117,7 +117,7 @@ class MlxDevice:
         return mx.get_active_memory()
 
     def synchronize(self) -> None:
-        """Wait for the current step: wired memory must not change during one."""
+        """Wait for the current step: wired memory must not change during a step."""
         mx.synchronize(generation_stream)
 
     def clear_cache(self) -> None:

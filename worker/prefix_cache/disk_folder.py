@@ -58,7 +58,7 @@ class FolderOwner(msgspec.Struct, frozen=True):
 
     name: str
     root: str
-    # The model's path is informational.
+    # Path of the model, which is only shown to people.
     path: str
     form: CacheFormat
 

@@ -75,7 +75,7 @@ class _RowOutput:
 
 
 class CheckFailed(Exception):
-    """Raised if a way to run rows changes their output; the message describes both."""
+    """Raised if a way to run rows changes their output; the message describes the way and the change."""
 
 
 def choose(

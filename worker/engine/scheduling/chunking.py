@@ -9,7 +9,7 @@ from worker.engine.scheduling.learned import LearnedTimes
 from worker.engine.scheduling.pass_time import PassTime
 from worker.speculation.policy.draft_width import StepCosts, bucket
 
-# Chunks are powers of two from here, so that few shapes are ever compiled.
+# Chunk sizes are powers of two from this number of tokens on, so that few shapes are ever compiled.
 MIN_CHUNK: Final = 8
 # Chunk size beside running streams while no times are known.
 FIRST_CHUNK: Final = 32
@@ -25,8 +25,8 @@ STALL_BLOCKS: Final = 2
 CROWD: Final = 2
 # A shorter stall than this is not noticeable, and always allowed.
 MIN_STALL_S: Final = 0.003
-# A short prompt may stall longer: it does so once or twice, and a full batch gains more than that costs. The end of a
-# long prompt may not, because its streams have been slowed for long already.
+# A short prompt may stall streams for longer: it does so once or twice, and a full batch gains more than that costs.
+# The end of a long prompt may not, because its streams have been slowed for long already.
 SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
 # A tick of prefill without running streams takes about this long, so that commands are handled in between.
@@ -228,9 +228,7 @@ class ChunkPolicy:
             return ChunkPlan(min(most, apart or riding or most), is_fused=False)
         if not self._can_fuse:
             return ChunkPlan(min(most, apart or FIRST_CHUNK), is_fused=False)
-        if not self._costs.is_fresh(
-            decoding, self._costs.newest[1]
-        ):  # with a separate chunk the step is measured alone
+        if not self._costs.is_fresh(decoding, self._costs.newest[1]):  # with a separate chunk, the step is measured
             known = [each for each in (apart, riding) if each is not None] or [FIRST_CHUNK]
             return ChunkPlan(min(most, *known), is_fused=False)
         if riding is None or apart is None:  # a fused chunk is assumed to be no slower
