@@ -46,12 +46,12 @@ def main() -> None:
 
 
 def _shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Steps of each number of rows, and a chunk of one row."""
+    """Return the shapes of the measured passes: steps with each number of rows, and a chunk of one row."""
     return [*((rows, 1) for rows in args.rows), (1, args.chunk)]
 
 
 def _milliseconds(model: Any, vocab: int, shape: tuple[int, int], steps: int) -> float:
-    """Median of a forward pass over new caches, which grow with each."""
+    """Return the median time of a forward pass over new caches, which grow with each pass."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -68,7 +68,7 @@ def _milliseconds(model: Any, vocab: int, shape: tuple[int, int], steps: int) ->
 
 
 def _load(model: Any, rank: int) -> tuple[Any, int]:
-    """Random adapters in the first slots, on each linear layer; and their bytes."""
+    """Load random adapters into the first slots of each linear layer; return them with their bytes."""
     import mlx.core as mx
 
     from worker.model.linears import Linears

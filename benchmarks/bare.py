@@ -18,7 +18,7 @@ NEVER_S: Final = 1e9
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Run `prompts` through a batch of `concurrency` rows; each generates as many tokens as `max_tokens` says for it.
+    """Run `prompts` through a batch of `concurrency` rows; `max_tokens` is the number of output tokens of each.
 
     `turns` are the lengths of sessions, which are runs of prompts that come one after the other; none means that each
     prompt is a session. A row that ends takes its session's next prompt, else the next session. With `due_s`, a
@@ -79,7 +79,7 @@ class Loop:
         self.total = 0
 
     def run(self) -> float:
-        """Until everything is generated, or the limit; the wall time."""
+        """Run until everything is generated or the limit is reached; return the wall time in seconds."""
         order = self._order
         has_late = bool(order.late)
         self._start = time.perf_counter()
@@ -122,7 +122,7 @@ class Loop:
         self.inserted_s[at] = self._now()
 
     def _tick(self) -> None:
-        """One step of the generator; a row that it finishes makes room for the next."""
+        """Run one step of the generator, and replace a row that ended by the next prompt."""
         if not self._rows:
             return
         _, responses = self._generator.next()
@@ -143,7 +143,7 @@ class Loop:
 
 
 def obey(model: Any, tokenizer: Any, order: Order) -> Answer:
-    """Carry out one order."""
+    """Carry out one order of the parent process."""
     prompts = [tokenizer.encode(prompt) for prompt in (*order.prompts, *filter(None, [order.late]))]
     stops = set(tokenizer.eos_token_ids)
     loop = Loop(model, [[token] for token in stops], order, prompts)

@@ -11,7 +11,9 @@ OPENBLAS: Final = CACHE / "openblas" / "lib"
 
 
 def environment() -> dict[str, str]:
-    """Ours, offline, with the checkout importable, and OpenBLAS preloaded where `make openblas` put it."""
+    """Return the environment of a measured process: offline, with the checkout importable, and OpenBLAS preloaded if
+    `make openblas` has built it.
+    """
     environ = dict(os.environ)
     paths = [str(ROOT), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
@@ -30,7 +32,7 @@ def has_openblas() -> bool:
 
 
 def describe() -> str:
-    """One phrase for reports."""
+    """Describe the BLAS library in one phrase for reports."""
     if has_openblas():
         return "OpenBLAS, 1 thread"
     if sys.platform == "linux":

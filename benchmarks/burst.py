@@ -27,7 +27,7 @@ from gateway.ctl.bench.measure import Summary, summarize_ms
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """`outcomes` counts by status or, where there was no whole answer, by what went wrong."""
+    """Result of one burst. `outcomes` counts clients by status or, without a complete answer, by the error."""
 
     clients: int
     outcomes: dict[str, int]
@@ -71,7 +71,7 @@ async def against_url(args: argparse.Namespace) -> Burst:
 
 
 async def burst(load: BenchLoad, clients: int, output_tokens: int) -> Burst:
-    """One request from each of so many connections, all at once."""
+    """Send one request from each of `clients` connections at the same time."""
     bodies = [load.body(BenchRequest(f"client {at} says", output_tokens)) for at in range(clients)]
     connections = [BenchConnection(load.target) for _ in range(clients)]
     start = time.perf_counter()

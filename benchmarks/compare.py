@@ -42,7 +42,7 @@ ENGINES: Final = (Bare.name, Mlxd.name, MlxLmServer.name)
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One engine at one concurrency. `ratios` are to the bare loop of the same round; empty when that did not run."""
+    """One engine at one concurrency. `ratios` are to the bare loop of the same round, and empty if it did not run."""
 
     engine: str
     concurrency: int
@@ -93,7 +93,7 @@ class Run:
 
 
 async def compare(args: argparse.Namespace, geometry: str) -> Comparison:
-    """Measure in interleaved rounds."""
+    """Measure all engines in interleaved rounds."""
     run = Run(args, geometry, models.build(geometry, args.dtype))
     for turn in range(args.rounds):
         await _round(run, turn)
@@ -106,7 +106,7 @@ async def compare(args: argparse.Namespace, geometry: str) -> Comparison:
 
 
 async def _round(run: Run, turn: int) -> None:
-    """Each engine at each concurrency, in fresh processes.
+    """Measure each engine at each concurrency, in fresh processes.
 
     Where a process's weights happen to lie in memory moves its speed by up to 10 %, so processes and order both change.
     """
@@ -130,7 +130,7 @@ async def _round(run: Run, turn: int) -> None:
 def _pin(engine: Engine, cores: int, repeat: int) -> None:
     """Let all threads that compute run on the same few cores for each engine, and on others in the next repeat.
 
-    A thread stays where it was put, and cores of a virtual machine differ in speed by what their neighbours do.
+    A thread stays on its core, and cores of a virtual machine differ in speed with the load of their neighbours.
     """
     here = sorted(os.sched_getaffinity(0))
     own = {here[(repeat * cores + at) % len(here)] for at in range(cores)}
@@ -148,7 +148,7 @@ async def _measure(run: Run, engine: Engine, jobs: list[BenchRequest], concurren
 
 
 async def _start(run: Run, turn: int) -> list[Engine]:
-    """The engines that run here, another one first in each round; why the others do not goes into `skipped`."""
+    """Start the engines that can run here, with another one first in each round; report the others in `skipped`."""
     names = [name for name in run.args.engines if name not in run.skipped]
     shift = turn % max(1, len(names))
     engines: list[Engine] = []
@@ -172,8 +172,9 @@ async def _start(run: Run, turn: int) -> list[Engine]:
 
 
 async def _warm_up(run: Run, engines: list[Engine], concurrency: int) -> None:
-    """Uncounted waves for each engine: on a GPU every new shape is compiled when it first comes, and servers see more
-    shapes than the bare loop. The first wave ever also tells how many requests fill the wanted time."""
+    """Run uncounted waves on each engine, because a GPU compiles every new shape at its first use, and servers see more
+    shapes than the bare loop. The first wave also measures how many requests fill the wanted time.
+    """
     is_first = concurrency not in run.requests
     walls: list[float] = []
     for wave in range(WARM_WAVES):
@@ -216,7 +217,7 @@ def _cell(run: Run, name: str, concurrency: int) -> Cell:
 
 
 def as_table(one: Comparison) -> str:
-    """tok/s, the ratio to the bare loop, and where the time of a token goes."""
+    """Format tok/s, the ratio to the bare loop, and the share of each part in the time of a token."""
     header = (
         "clients",
         "engine",
@@ -259,7 +260,7 @@ def as_table(one: Comparison) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The machine that the numbers belong to."""
+    """Describe the machine of this measurement."""
     packages: dict[str, str] = {}
     for name in ("mlx", "mlx-lm", "mlxd"):
         try:

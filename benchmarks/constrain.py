@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PROMPT: Final = 32
 WARM_TICKS: Final = 12
 SLICE: Final = 8
-# Ends only with the number of tokens: there is always another entry.
+# The schema allows another entry at any time, so a row ends only at its limit of tokens.
 SCHEMA: Final = {
     "type": "array",
     "minItems": 100_000,
@@ -92,7 +92,9 @@ class Bench:
         self._layout = KvLayout.of(lambda: make_prompt_cache(self._loaded.model))
 
     def run(self, rows: int, slices: int) -> dict[str, list[float]]:
-        """Seconds per tick in each slice of each case; the cases take turns, so that noise meets all of them."""
+        """Return the seconds per tick in each slice of each case; the cases take turns, so that noise affects all of
+        them.
+        """
         ticks = WARM_TICKS + slices * SLICE
         batches = {case: self._batch(case, rows, ticks) for case in CASES}
         for batch in batches.values():
@@ -103,7 +105,7 @@ class Bench:
             for case, batch in batches.items():
                 start = time.perf_counter()
                 tokens = sum(rid < rows for _ in range(SLICE) for rid in self._tick(batch))
-                # A tick in which the constrained row was waited for has all its free tokens all the same.
+                # All free rows get their tokens even in a tick that waits for the constrained row.
                 assert tokens == rows * SLICE, (case, tokens)
                 ticks_s[case].append((time.perf_counter() - start) / SLICE)
         for batch in batches.values():
@@ -122,7 +124,7 @@ class Bench:
         return batch
 
     def _tick(self, batch: "Batch") -> list[int]:
-        """The rids that got a token, which is what a row's output grows by."""
+        """Run a tick; return the rids of the rows that got a token."""
         tokens = batch.step(512).tokens
         for token in tokens:
             token.row.output.append(token.id)

@@ -18,7 +18,7 @@ from gateway.ctl.bench.measure import table
 
 DRAFTS: Final = (1, 3, 7, 15)
 CONTEXT: Final = 500
-# Of a step before: its newest token, and what was accepted.
+# Number of new tokens before each draft: the newest token of the last step, and its accepted drafts.
 NEW: Final = 3
 PLACES: Final = (1, 9, 17, 25, 33)
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _measured(proposer: Any, size: int, dtype: Any, rows: int, turns: int) -> list[float | None]:
-    """Seconds of drafts of each length, behind a few new tokens of each row."""
+    """Return the seconds of drafts of each length, made after a few new tokens of each row."""
     import mlx.core as mx
     import numpy as np
 
@@ -91,7 +91,7 @@ def _measured(proposer: Any, size: int, dtype: Any, rows: int, turns: int) -> li
 
 
 def _target(hidden: int, vocab: int, dtype: Any) -> Any:
-    """A target's tables and its last norm, which is all that drafters use of it."""
+    """Make a target's tables and last norm; drafters use nothing else of the target."""
     import mlx.core as mx
     import mlx.nn as nn
 
@@ -105,7 +105,7 @@ def _target(hidden: int, vocab: int, dtype: Any) -> Any:
 
 
 def _settings(hidden: int, vocab: int) -> dict[str, Any]:
-    """Of a layer as wide as Qwen3-8B's, or narrower."""
+    """Return the settings of one layer as wide as Qwen3-8B's, or narrower."""
     return {
         "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 1,
         "num_attention_heads": hidden // 128, "num_key_value_heads": max(1, hidden // 512), "head_dim": 128,

@@ -23,9 +23,9 @@ from benchmarks.words import sentences
 
 LAYERS, WIDTH, INNER, HEADS, VOCABULARY, POSITIONS = 6, 384, 1536, 12, 4096, 512
 ROUNDS: Final = 2
-# Lines of 12 words each in a text: lengths as of passages for retrieval.
+# Number of lines of 12 words in a text; the lengths are those of passages for retrieval.
 LINES: Final = (1, 6)
-# What the other interpreter runs: texts on standard input, seconds and the vectors' file on standard output.
+# Program of the other interpreter: it reads texts from standard input, and writes seconds and the file of vectors.
 _THEIRS: Final = """
 import json, sys, time
 import numpy as np
@@ -42,7 +42,7 @@ print(json.dumps(seconds))
 
 
 def build(folder: Path) -> Path:
-    """A BERT of random weights with its tokenizer, in the layout of a Hugging Face repository."""
+    """Write a BERT of random weights with its tokenizer, in the layout of a Hugging Face repository."""
     import mlx.core as mx
 
     tokenizer = new_tokenizer(VOCABULARY - 64)
@@ -101,7 +101,7 @@ def texts_of(count: int) -> tuple[str, ...]:
 
 
 def ours(folder: Path, texts: tuple[str, ...]) -> tuple[float, Any]:
-    """CPU seconds from texts to vectors, and these: tokenizer, groups and passes as in a worker."""
+    """Embed texts as a worker does; return the CPU seconds, from texts to vectors, and the vectors."""
     from protocol.kinds import EMBED
     from protocol.prompts import EmbedPrompt
     from protocol.spec import WorkerSpec
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=48)
     options = parser.parse_args(argv)
     if has_openblas() and "LD_PRELOAD" not in os.environ:
-        # MLX's own CPU build brings the reference BLAS, a tenth as fast as torch's.
+        # MLX's own CPU build uses the reference BLAS, which has a tenth of the speed of torch's.
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.embeddings", *sys.argv[1:]], environment())
     texts = texts_of(options.texts)
     CACHE.mkdir(parents=True, exist_ok=True)

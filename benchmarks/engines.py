@@ -26,12 +26,12 @@ from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, BenchLoad, BenchRequ
 from gateway.ctl.bench.measure import Summary, summarize_ms
 
 STOP_S: Final = 15.0
-# Of a log, when a server does not start.
+# Length of the end of the log that is shown if a server does not start.
 LAST_BYTES: Final = 2000
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One measurement of one engine. `server_cpu_s`: the process that was started, then its children together."""
+    """One measurement of one engine. `server_cpu_s` is the CPU time of the started process, and of all its children."""
 
     tokens_per_s: float
     wall_s: float
@@ -47,14 +47,14 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """Started once, measured many times."""
+    """Engine that is started once and measured many times."""
 
     name: str
 
     async def start(self) -> None: ...
 
     def computing(self) -> psutil.Process:
-        """The process that has the model."""
+        """Return the process that has the model."""
         ...
 
     async def measure(self, jobs: Sequence[BenchRequest], concurrency: int) -> Sample: ...
@@ -88,7 +88,7 @@ class Bare:
         return psutil.Process(self._process.pid)
 
     async def order(self, order: Order) -> Answer:
-        """Have one order carried out. Raises Unavailable when the process has died."""
+        """Send one order and wait for its answer. Raises Unavailable if the process has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -115,7 +115,7 @@ class Bare:
             try:
                 async with asyncio.timeout(STOP_S):
                     await self._process.wait()
-            except TimeoutError:  # It is in the middle of an order.
+            except TimeoutError:  # the process is in the middle of an order
                 self._process.kill()
                 await self._process.wait()
 
@@ -129,11 +129,11 @@ class Bare:
 
 
 class Server(ABC):
-    """An HTTP server in a child process, with a folder of its own that is removed at the end."""
+    """HTTP server in a child process, with a folder of its own that is removed at the end."""
 
     name = ""
     module = ""
-    # Of a server that mlxd's environment does not have all of.
+    # Packages that the server needs in addition to mlxd's environment.
     packages: Packages | None = None
     endpoint = COMPLETION
 
@@ -150,11 +150,11 @@ class Server(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """Command line that starts it."""
+        """Return the command line of the server."""
 
     @abstractmethod
     def model_name(self) -> str:
-        """As requests say it."""
+        """Return the model's name in requests."""
 
     def environment(self) -> dict[str, str]:
         return self._environment
@@ -172,7 +172,9 @@ class Server(ABC):
         return BenchLoad(self.target, self.model_name(), self.endpoint)
 
     async def start(self) -> None:
-        """Until a first request is answered. Raises Unavailable with the end of the server's log."""
+        """Start the server and wait for the answer to a first request. Raises Unavailable with the end of the server's
+        log.
+        """
         with (self.home / "server.log").open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self.command(), stdout=log, stderr=log, env=self.environment(), cwd=self.home, start_new_session=True
@@ -212,7 +214,7 @@ class Server(ABC):
         )
 
     async def stop(self, keep: bool = False) -> None:
-        """SIGTERM, then SIGKILL; `keep` leaves the folder for its log."""
+        """Stop the server by SIGTERM, then SIGKILL; `keep` leaves its folder, so that the log can be read."""
         if self._process is not None and self._process.returncode is None:
             children = [psutil.Process(self._process.pid), *tree(self._process.pid)[1:]]
             self._process.terminate()
@@ -278,7 +280,7 @@ class MlxLmServer(Server):
 
 
 class VllmMlx(Server):
-    """vllm-mlx with continuous batching, else its defaults."""
+    """vllm-mlx with continuous batching; other settings are its defaults."""
 
     name = "vllm-mlx"
     module = "vllm_mlx.cli"
@@ -293,7 +295,9 @@ class VllmMlx(Server):
 
 
 class MlxVlmServer(Server):
-    """mlx-vlm's own server with its defaults. It has no completions: prompts are put into the model's template."""
+    """mlx-vlm's own server with its defaults. It has no completions endpoint: prompts are put into the model's
+    template.
+    """
 
     name = "mlx_vlm.server"
     module = "mlx_vlm.server"

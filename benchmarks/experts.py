@@ -62,7 +62,7 @@ def _compare(source: Path, target: Path, args: argparse.Namespace) -> None:
             times, ids = _run(model, args.tokens, turn)
             after = (counts.expert_misses, counts.expert_read_bytes) if counts is not None else (0, 0)
             assert tokens.setdefault(str(turn), ids) == ids, "the tokens of all are equal"
-            if turn:  # the first fills the caches
+            if turn:  # the first turn fills the caches
                 taken[name].append((*times, *(late - soon for late, soon in zip(after, before, strict=True))))
     lines: list[tuple[str, ...]] = []
     for name, (_, counts) in models.items():
@@ -75,7 +75,7 @@ def _compare(source: Path, target: Path, args: argparse.Namespace) -> None:
 
 
 def _run(model: Any, count: int, seed: int) -> tuple[tuple[float, float, float], list[int]]:
-    """Seconds of a prompt, and wall and CPU seconds of each token after it."""
+    """Return the seconds of a prompt, and the wall and CPU seconds of each token after it."""
     loop = Loop(model, BEFORE)
     row = row_of(seed, PROMPT, count + 1, 4096)
     began = time.perf_counter()
@@ -98,7 +98,7 @@ def _cpu_s() -> float:
 
 
 def _written(folder: Path, layers: int) -> tuple[Path, Path]:
-    """A model of random weights, and the same one repacked."""
+    """Write a model of random weights, and the same model repacked; return both folders."""
     import mlx.core as mx
     from mlx_lm.models import qwen3_moe
     from mlx_lm.utils import save_config, save_model

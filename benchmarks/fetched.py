@@ -12,18 +12,18 @@ import msgspec
 
 from benchmarks import blas
 
-# Without a network, an installer gives up after this.
+# The installer stops after this time, for example without a network.
 INSTALL_S: Final = 300.0
 
 
 class Unavailable(Exception):
-    """The engine cannot run here; the message says why."""
+    """The engine cannot run here; the message is the reason."""
 
 
 class Packages(msgspec.Struct, frozen=True):
-    """What one server needs beside mlxd's own environment, in a folder that this server alone has on its path.
+    """Packages that one server needs in addition to mlxd's environment, in a folder on the path of this server only.
 
-    `alone` are installed without their dependencies: those that the server's text endpoints need are listed.
+    `alone` are installed without their dependencies; it also lists those that the server's text endpoints need.
     """
 
     folder: str
@@ -32,7 +32,7 @@ class Packages(msgspec.Struct, frozen=True):
     alone: tuple[str, ...]
 
     def environment(self) -> dict[str, str]:
-        """Variables with which `module` can be imported; fetches what is missing. Raises `Unavailable`."""
+        """Return variables with which `module` can be imported; install missing packages. Raises `Unavailable`."""
         env = blas.environment()
         if imports(self.module, env):
             return env
@@ -50,7 +50,7 @@ MLX_VLM: Final = Packages(
     "mlx-vlm-server",
     "mlx_vlm.server",
     ("fastapi==0.165.0",),
-    # Of the first, the dependencies are for speech.
+    # mlx-audio's dependencies are for speech, which is not measured.
     ("mlx-audio==0.6.2", "miniaudio==1.71", "python-multipart==0.0.34", "websockets==17.4"),
 )
 
@@ -58,13 +58,14 @@ VLLM_MLX: Final = Packages(
     "vllm-mlx",
     "vllm_mlx.cli",
     ("fastapi==0.165.0", "prometheus-client==0.26.0"),
-    # It asks for an mlx-lm older than mlxd's, which it alone gets; media and its web page need the rest.
+    # vllm-mlx requires an older mlx-lm than mlxd, so it gets its own. Its other dependencies are for media and its web
+    # page.
     ("vllm-mlx==0.6.0", "mlx-lm==0.31.3"),
 )
 
 
 def imports(module: str, env: dict[str, str]) -> bool:
-    """Whether a process with these variables can import it."""
+    """Return whether a process with these variables can import the module."""
     command = [sys.executable, "-P", "-c", f"import {module}"]
     return subprocess.run(command, env=env, capture_output=True, check=False).returncode == 0
 

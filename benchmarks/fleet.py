@@ -21,22 +21,22 @@ from typing import Final
 from gateway.ctl.bench.measure import percentile, table
 from gateway.remote.peers.placement import CandidatePlace, choose
 
-# Tokens a second of a Mac's prefill, seconds of an answer, and seconds until the next turn, on average.
+# Speed of a Mac's prefill in tokens per second, mean seconds of an answer, and mean seconds until the next turn.
 RATE: Final = 1000.0
 ANSWER_S: Final = 6.0
 PAUSE_S: Final = 15.0
-# Tokens that all conversations begin with, and of an answer.
+# Number of tokens that all conversations begin with, and number of tokens of an answer.
 SHARED: Final = 4000
 ANSWERED: Final = 200
-# Conversations in a Mac's prefix cache.
+# Maximum number of conversations in a Mac's prefix cache.
 HELD: Final = 24
-# Places that mlxd's rule compares beside the one where a conversation is warm.
+# Number of Macs that mlxd's rule compares with the one where the conversation is cached.
 COMPARED: Final = 4
 
 
 @dataclass(slots=True)
 class Mac:
-    """One machine: when its queue is empty, and the tokens of each conversation that it has cached."""
+    """One machine: the time at which its queue is empty, and the number of cached tokens of each conversation."""
 
     name: str
     free_s: float = 0.0
@@ -49,7 +49,7 @@ class Mac:
         return self.cached.get(chat, SHARED if self.cached else 0)
 
     def prefill(self, chat: int, tokens: int, now: float) -> float:
-        """Run a prompt; returns when its first token is there."""
+        """Queue a prompt; return the time of its first token."""
         self.free_s = max(now, self.free_s) + (tokens - self.warm(chat)) / RATE
         self.cached[chat] = tokens + ANSWERED
         self.cached.move_to_end(chat)
@@ -98,7 +98,7 @@ def as_mlxd(macs: Sequence[Mac], turn: Turn, now: float, rng: random.Random, hom
     seen = list(macs) if len(macs) <= 2 * COMPARED else rng.sample(macs, COMPARED)
     if (warm := home.get(turn.chat)) is not None and warm not in seen:
         seen.append(warm)
-    rng.shuffle(seen)  # of equal ones the first is taken
+    rng.shuffle(seen)  # of equal Macs the first one is taken
     places = [CandidatePlace(mac.name, mac.wait_s(now), RATE, warm=mac.warm(turn.chat)) for mac in seen]
     chosen = choose(places, turn.tokens).place
     return next(mac for mac in seen if mac.name == chosen.name)
@@ -114,7 +114,7 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
 
 
 def simulate(policy: Policy, count: int, chats: int, turns: int, seed: int) -> tuple[float, list[float], int]:
-    """The cached part of all prompts, seconds to each first token in order, and turns that changed their Mac."""
+    """Return the cached share of all prompts, the sorted seconds to first tokens, and the number of moves between Macs."""
     rng = random.Random(seed)
     macs = [Mac(str(at)) for at in range(count)]
     home: dict[int, Mac] = {}

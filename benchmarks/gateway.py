@@ -27,7 +27,7 @@ from gateway.ctl.bench.client import BenchConnection, run
 from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, BenchLoad, BenchRequest
 from gateway.ctl.bench.measure import Summary, summarize_ms, table
 
-# Step times of a busy machine, by streams.
+# Step times of a busy machine, by the number of streams.
 PACE_MS: Final = {1: 10.0, 8: 12.5, 32: 20.0, 64: 25.0}
 START_S: Final = 60.0
 SETTLE_S: Final = 1.0
@@ -71,7 +71,7 @@ class PacedGateway(Server):
 
 
 async def measure(streams: int, step_ms: float, seconds: float, endpoint: str) -> Cost:
-    """One window, with a gateway started for it alone. Raises Unavailable."""
+    """Measure one window, with a gateway started for it alone. Raises Unavailable."""
     gateway = PacedGateway(step_ms)
     await gateway.start()
     connections = [BenchConnection(gateway.target) for _ in range(streams)]
@@ -105,7 +105,7 @@ async def _window(
     late: list[float] = []
     tokens = 0
     for one, begin in zip(connections, first, strict=True):
-        # perf_counter and the worker's monotonic clock are the same one on Linux and macOS.
+        # perf_counter and the worker's monotonic clock are the same clock on Linux and macOS.
         for text, arrived in zip(one.reply.texts[begin:], one.reply.times[begin:], strict=True):
             stamps = text.split()
             tokens += len(stamps)

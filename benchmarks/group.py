@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace, ranks: int) -> None:
 
 
 def kill(args: argparse.Namespace, ranks: int) -> None:
-    """SIGKILL to the last rank while steps run; how and when the others end."""
+    """Kill the last rank while steps run; print how and when the other ranks end."""
     with tempfile.TemporaryDirectory(prefix="mlxd-group-") as folder:
         ready = Path(folder) / "ready"
         work = {"MLXD_BENCH_RUN": json.dumps([[4], [64], 1_000_000]), "MLXD_BENCH_READY": str(ready)}
@@ -70,7 +70,7 @@ def kill(args: argparse.Namespace, ranks: int) -> None:
 
 
 def start(args: argparse.Namespace, ranks: int, folder: Path, work: dict[str, str]) -> "list[subprocess.Popen[bytes]]":
-    """All ranks, as a gateway starts them."""
+    """Start all ranks as a gateway does."""
     from gateway.workers.supervisor.ranks import ranks_of
 
     config = models.config(models.GEOMETRIES[args.geometry], args.dtype, 0)
@@ -140,7 +140,7 @@ def run_rank() -> int:
 
 
 def random_part(spec: WorkerSpec, division: Any) -> Any:
-    """A model of random weights, or this rank's part of it."""
+    """Make a model of random weights, or this rank's part of it."""
     import mlx.core as mx
     from mlx_lm.models import qwen3
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from worker.kv.quantized import KvForm
     from worker.kv.ragged import RaggedKVCache
 
-# Name of a form, its bits, and whether steps read codes.
+# Each entry: name of a KV format, its bits, and whether attention kernels read its codes.
 FORMS: Final = (("as computed", 0, False), ("8 bits", 8, True), ("8, numbers", 8, False), ("4 bits", 4, True),
                 ("4, numbers", 4, False))  # fmt: skip
 WARM: Final = 4
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def sizes(model: Any, vocab: int, _args: argparse.Namespace) -> None:
-    """Bytes of KV for each token of one row, and the forms that a load would choose on this machine."""
+    """Print the bytes of KV per token of one row, and the formats that a load would choose on this machine."""
     from worker.engine.load_checks.kv_check import choose_form
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -66,12 +66,12 @@ def sizes(model: Any, vocab: int, _args: argparse.Namespace) -> None:
 
 
 def steps(model: Any, vocab: int, args: argparse.Namespace) -> None:
-    """Milliseconds of a step of one token a row."""
+    """Measure a step of one token per row, in milliseconds."""
     _compare(model, vocab, args, 1)
 
 
 def chunks(model: Any, vocab: int, args: argparse.Namespace) -> None:
-    """Milliseconds of a chunk of a prompt behind so much context."""
+    """Measure a chunk of a prompt after a context of given length, in milliseconds."""
     _compare(model, vocab, args, CHUNK)
 
 
@@ -105,7 +105,7 @@ def _form(model: Any, bits: int, reads_codes: bool) -> "KvForm | None":
 
 
 def _caches(model: Any, form: "KvForm | None", rows: int, context: int) -> "list[RaggedKVCache]":
-    """Rows of random KV, of equal length, in the form of a batch."""
+    """Make rows of random KV, all of the same length, in the format of a batch."""
     import mlx.core as mx
 
     from worker.kv.quantized import QuantizedKV
@@ -154,13 +154,13 @@ def _times(step: Callable[[], None], count: int, clock: Callable[[], float]) -> 
 
 @dataclass(slots=True)
 class _Said:
-    """Ids of one answer."""
+    """Collector of the ids of one answer."""
 
     ids: list[int] = field(default_factory=list[int])
 
 
 def answers(count: int) -> None:
-    """Answers of the demo model with quantized KV, and whether they are right and the same."""
+    """Compare answers of the demo model with and without quantized KV, and count the right ones."""
     from deploy.demo_model.corpus.generate import CATEGORIES, SEED, held_out_samples
 
     samples = [sample for category in CATEGORIES for sample in held_out_samples(category, count, SEED)]
@@ -181,7 +181,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _answers(samples: "Sequence[Sample]", bits: int) -> tuple[list[list[int]], int]:
-    """Ids of each answer, and how many answers are right."""
+    """Return the ids of each answer, and the number of right answers."""
     from deploy.demo_model.evaluate.backends import parse
     from deploy.demo_model.evaluate.measure import is_right
     from deploy.demo_model.train.tokenizer import Renderer

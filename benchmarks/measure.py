@@ -8,19 +8,19 @@ import psutil
 
 
 def spread(values: Sequence[float]) -> float:
-    """(max - min) / median: how much a measurement moved between rounds."""
+    """Return (max - min) / median, the variation of a measurement between rounds."""
     middle = statistics.median(values)
     return (max(values) - min(values)) / middle if middle else 0.0
 
 
 async def until(condition: Callable[[], bool], poll_s: float = 0.005) -> None:
-    """Wait for what arrives in callbacks."""
+    """Wait for a condition that callbacks make true."""
     while not condition():  # noqa: ASYNC110 (an event would wake a task for each token)
         await asyncio.sleep(poll_s)
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """The process and all below it; nothing when it has ended."""
+    """Return the process and all its descendants; nothing if it has ended."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -29,7 +29,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def cpu_s(processes: Iterable[psutil.Process]) -> float:
-    """User and system time of processes so far; those that are gone count nothing."""
+    """Return the user and system time of processes so far; processes that ended count as 0."""
     total = 0.0
     for process in processes:
         try:

@@ -63,19 +63,21 @@ GEOMETRIES: Final[dict[str, Geometry]] = {
         architecture="llama",
     ),
 }
-# Of each architecture, the class that its `config.json` names.
+# Class that `config.json` names, by architecture.
 CLASSES: Final = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 DEMO: Final = ROOT / "worker" / "demo_model"
 
 
 def build(name: str, dtype: str = "float32", root: Path = CACHE / "bench-models") -> Path:
-    """The folder of the model, built if it is not there. Raises KeyError for an unknown name."""
+    """Return the folder of a model, and build it if there is none. Raises KeyError for an unknown name."""
     geometry = GEOMETRIES[name]
     return once(f"{name}-{dtype}", [geometry, dtype, TEMPLATE], lambda work: write(work, geometry, dtype), root)
 
 
 def demo(root: Path = CACHE / "bench-models") -> Path:
-    """The demo model in float32: as shipped, an engine that does not cast the weights does so at each step."""
+    """Return the folder of the demo model in float32: an engine that does not cast the original weights does so at each
+    step.
+    """
     weights = hashlib.sha256((DEMO / "model.safetensors").read_bytes()).hexdigest()
     return once("demo-float32", [weights], _write_demo, root)
 
@@ -93,19 +95,19 @@ def _write_demo(folder: Path) -> None:
 
 
 def once(name: str, recipe: list[Any], write: Callable[[Path], None], root: Path = CACHE / "bench-models") -> Path:
-    """The folder that `write` fills, which is filled again when its recipe changes."""
+    """Return the folder that `write` fills; it is filled again if its recipe changes."""
     folder = root / f"{name}-{hashlib.sha256(msgspec.json.encode(recipe)).hexdigest()[:8]}"
     if folder.exists():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    # Built aside and renamed, so that a folder that exists is complete.
+    # The folder is renamed once it is filled, so that an existing folder is always complete.
     work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
     try:
         write(work)
         work.chmod(0o755)
         work.rename(folder)
     except OSError:
-        if not folder.exists():  # else another process was quicker
+        if not folder.exists():  # otherwise another process was faster
             raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -132,7 +134,7 @@ def write(folder: Path, geometry: Geometry, dtype: str) -> None:
 
 
 def speak(output: Any, tokenizer: Any) -> None:
-    """Set the rows of all tokens that are no text to zero."""
+    """Set the output rows of all tokens without text to zero."""
     import mlx.core as mx
 
     size = output.weight.shape[0]
@@ -141,7 +143,7 @@ def speak(output: Any, tokenizer: Any) -> None:
 
 
 def config(geometry: Geometry, dtype: str, eos: int) -> dict[str, Any]:
-    """The content of its `config.json`."""
+    """Return the content of the model's `config.json`."""
     return {
         "architectures": [CLASSES[geometry.architecture]],
         "model_type": geometry.architecture,
@@ -162,7 +164,7 @@ def config(geometry: Geometry, dtype: str, eos: int) -> dict[str, Any]:
 
 
 def new_tokenizer(size: int, specials: Sequence[str] = SPECIALS, template: str = TEMPLATE) -> Any:
-    """A byte-level BPE tokenizer trained on invented words."""
+    """Train a byte-level BPE tokenizer on invented words."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers import models as kinds
     from transformers import PreTrainedTokenizerFast

@@ -21,12 +21,12 @@ from protocol.to_worker import Abort, Drain, Generate, Ping, Shutdown
 
 STATS_S: Final = 0.1
 IDLE_POLL_MS: Final = 1000
-# Without a Ping for so long, the gateway is gone.
+# The gateway is considered gone after this time without a Ping.
 ORPHAN_S: Final = 30.0
 
 
 class Paced:
-    """One thread, both sockets, and the sequences that run: rid to tokens left and done."""
+    """Synthetic worker: one thread, both sockets, and the running sequences (rid to number of tokens left and done)."""
 
     def __init__(self, spec: WorkerSpec, step_s: float) -> None:
         self._spec = spec
@@ -42,7 +42,7 @@ class Paced:
         self._is_stopping = False
 
     def run(self) -> None:
-        """Until Shutdown, or until no gateway is there."""
+        """Run until Shutdown, or until the gateway is gone."""
         self._down.send(b"")
         spec = self._spec
         self._send(Hello(spec.name, spec.epoch, os.getpid(), MAJOR, MINOR, __version__, "", "ready"))

@@ -23,7 +23,7 @@ SIZE: Final = (8.0, 4.2)
 
 
 def compare(axes: Any, run: Table) -> None:
-    """Tokens per second over HTTP ÷ those of the bare loop, by the number of clients."""
+    """Draw tokens per second over HTTP ÷ those of the bare loop, by the number of clients."""
     clients = list(dict.fromkeys(row[0] for row in run.rows))
     at = run.head.index("÷ bare")
     engines = ("mlxd", "mlx_lm.server")
@@ -39,8 +39,8 @@ def compare(axes: Any, run: Table) -> None:
 
 
 def stall(axes: Any, run: Table) -> None:
-    """Slowest 1 % of gaps between tokens of running streams while a long prompt is processed."""
-    # The fourth number: p99 during. An engine has its newest run.
+    """Draw the slowest 1 % of gaps between tokens of running streams while a long prompt is processed."""
+    # The fourth number is p99 during the long prompt. Of several runs of an engine the newest is drawn.
     newest = {row[0].split(",")[0] if row[0].startswith("mlxd") else row[0]: float(row[4]) for row in run.rows}
     names = list(newest)[::-1]
     colours = [COLOURS[name.split(",")[0]] for name in names]
@@ -51,7 +51,7 @@ def stall(axes: Any, run: Table) -> None:
 
 
 def prefix(axes: Any, run: Table) -> None:
-    """Time to the first token of a prompt that is new, in memory, on disk and after a restart."""
+    """Draw the time to first token of a prompt that is new, in memory, on disk and after a restart."""
     kinds = (("cold", BARE), ("memory", MLXD), ("disk", "#5b8fd0"), ("restart", "#9dbde6"))
     rows = [row for row in run.rows if row[0] == "mlxd"]
     for place, (kind, colour) in enumerate(kinds):
@@ -66,7 +66,7 @@ def prefix(axes: Any, run: Table) -> None:
 
 
 def stall_bodies(axes: Any, run: Table) -> None:
-    """Longest time that the event loop stood still while a body arrived, the least of two runs."""
+    """Draw the longest stall of the event loop while a body arrived, the lower of two runs."""
     at = run.head.index("stall, least")
     rows = sorted(run.rows, key=lambda row: float(row[at]))
     bars = axes.barh([f"{row[0]}, {row[1]} MiB" for row in rows], [float(row[at]) for row in rows], 0.7, color=MLXD)
@@ -76,7 +76,7 @@ def stall_bodies(axes: Any, run: Table) -> None:
 
 
 def constrain(axes: Any, run: Table) -> None:
-    """Throughput of free rows beside one with a grammar ÷ beside another free row."""
+    """Draw the throughput of free rows beside a constrained row ÷ beside another free row."""
     rows = [row for row in run.rows if row[1] == "+ a constrained row"]
     bars = axes.bar([row[0] for row in rows], [float(row[3]) for row in rows], 0.5, color=MLXD)
     axes.bar_label(bars, fmt="%g", padding=-14, fontsize=9, color="white")
@@ -85,7 +85,9 @@ def constrain(axes: Any, run: Table) -> None:
 
 
 def traffic(axes: Any, run: Table) -> None:
-    """Tokens per second over the clients of a closed loop, of requests of 40 to 1,200 tokens that get 30 to 300."""
+    """Draw tokens per second by the number of clients in a closed loop; requests have 40 to 1,200 tokens and get 30 to
+    300.
+    """
     rows = [row for row in run.rows if row[0] == "uniform" and row[1].isdigit()]
     clients = list(dict.fromkeys(row[1] for row in rows))
     engines = [name for name in COLOURS if any(row[2] == name for row in rows)]
@@ -102,7 +104,7 @@ def traffic(axes: Any, run: Table) -> None:
     axes.legend(loc="upper left", ncols=2, framealpha=1)
 
 
-# Name of the picture and of its benchmark, its title, and the height of the drawing.
+# Each entry: name of a picture and its benchmark, its title, its drawing function, and the height of the drawing.
 PLOTS: Final[dict[str, tuple[str, Callable[[Any, Table], None], float]]] = {
     "compare": ("Serving over HTTP ÷ the bare loop", compare, 4.2),
     "stall": ("A long prompt beside running streams", stall, 3.0),
@@ -114,7 +116,7 @@ PLOTS: Final[dict[str, tuple[str, Callable[[Any, Table], None], float]]] = {
 
 
 def pictures() -> list[str]:
-    """Names of all pictures: one of each benchmark, and of each other file of records."""
+    """Return the names of all pictures: one for each benchmark, and one for each other file of records."""
     return [*PLOTS, *sorted(path.stem for path in RECORDS.glob("*-*.jsonl"))]
 
 
@@ -142,7 +144,7 @@ def draw(name: str, folder: Path) -> Path:
         path = folder / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None, "Title": title, "Description": run.command})
         pyplot.close(figure)
-    # matplotlib ends lines with a blank.
+    # matplotlib ends lines with a space.
     path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
     return path
 

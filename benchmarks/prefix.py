@@ -49,7 +49,7 @@ class Cached(Mlxd):
             config.write('cache = { ram = "4GiB", disk = "8GiB" }\n')
 
     def forget(self) -> None:
-        """A new worker: what the last one had in memory is gone, what it had on disk is there."""
+        """Replace the worker: its cache in memory is lost, its cache on disk remains."""
         command = (Path(sys.executable).with_name("mlxctl"), "restart", self.model_name())
         subprocess.run(command, env=self.environment(), stdout=subprocess.DEVNULL, check=True, timeout=ANSWER_S)
 
@@ -61,7 +61,7 @@ SERVERS: Final[dict[str, Callable[[Path], Server]]] = {
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Of one prompt. `ttft_s` counts from when the first of those sent together was sent."""
+    """Answer to one prompt. `ttft_s` counts from the start of the first prompt of the same batch."""
 
     ttft_s: float
     text: str
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> list[Prefix]:
-    """Each engine in turn; those that cannot run say so."""
+    """Measure each engine in turn; engines that cannot run are reported."""
     results: list[Prefix] = []
     for name in args.engines:
         try:
@@ -126,7 +126,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Prefix]:
 
 
 async def measure_one(args: argparse.Namespace, server: Server, folder: Path) -> list[Prefix]:
-    """One engine; what has no disk cache is not asked again once its memory is gone."""
+    """Measure one engine; an engine without disk cache is not asked again after its memory is gone."""
     prompts = TokenPrompts(load_tokenizer(folder), args.seed)
     texts = {tokens: prompts.make(tokens) for tokens in args.tokens}
     seen: dict[int, list[Answer]] = {}
@@ -172,13 +172,13 @@ async def ask(server: Server, prompts: Sequence[str]) -> list[Answer]:
 
 
 async def ask_each(server: Server, prompts: TokenPrompts, texts: dict[int, str]) -> dict[int, Answer]:
-    """Answers of a new worker to each prompt, after a prompt that is in no cache."""
+    """Return the answers of a new worker to each prompt, after a prompt that is in no cache."""
     await ask(server, [prompts.make(64)])
     return {tokens: (await ask(server, [text]))[0] for tokens, text in texts.items()}
 
 
 async def share(server: Server, prompts: TokenPrompts, tokens: int, copies: int) -> float:
-    """Seconds until the last of several requests that share a new prefix has its first token."""
+    """Return the seconds until the last of several requests that share a new prefix has its first token."""
     shared = prompts.make(tokens)
     answers = await ask(server, [f"{shared} {prompts.make(SUFFIX_TOKENS)}" for _ in range(copies)])
     return max(answer.ttft_s for answer in answers)
@@ -210,7 +210,7 @@ def _fold(
 
 
 def measure_look_up(tokens: int = LOOK_UP_TOKENS) -> LookUp:
-    """In this process, on the CPU; the KV is a dummy."""
+    """Measure look-ups in this process, on the CPU; the KV is a dummy."""
     import mlx.core as mx
     import numpy as np
     from mlx_lm.models.cache import KVCache, LRUPromptCache

@@ -26,7 +26,7 @@ def table(name: str, text: str | None = None) -> Table:
     if block is None:
         raise LookupError(f"{README.name} has no run of benchmarks.{name}")
     lines = [re.split(r"\s{2,}", line.strip()) for line in block[2].splitlines() if line.strip()]
-    # The head is the last line before the first with numbers only behind its first cells.
+    # The table's head is the line before the first row whose cells behind the first are numbers.
     first = next(at for at, cells in enumerate(lines) if at and len(cells) > 2 and _is_number(cells[-2]))
     rows: list[list[str]] = []
     for cells in lines[first:]:

@@ -42,7 +42,9 @@ _TIMEOUT_S: Final = 600.0
 
 @dataclass(slots=True)
 class Seen:
-    """One prompt beside the streams: when its tokens were processed, and when the streams had theirs."""
+    """Result of one prompt beside the streams: times at which its tokens were processed, and times of the streams'
+    tokens.
+    """
 
     long_at: float = 0.0
     first_at: float = 0.0
@@ -54,7 +56,7 @@ class Seen:
 
 
 class Server:
-    """An engine on a thread of its own."""
+    """Engine on a thread of its own."""
 
     def __init__(self, loaded: LoadedModel, spec: WorkerSpec, keeps: str) -> None:
         self._inbox = EngineInbox()
@@ -121,7 +123,7 @@ class Server:
 
 
 def disturb(server: Server, vocab: int, long_tokens: int, seed: int) -> Seen:
-    """Streams, then a long prompt beside them."""
+    """Start streams, then send a long prompt beside them."""
     rng = random.Random(seed)
 
     def prompt(tokens: int) -> list[int]:
@@ -135,7 +137,7 @@ def disturb(server: Server, vocab: int, long_tokens: int, seed: int) -> Seen:
 
 
 def chunks(seen: Seen) -> list[int]:
-    """Tokens of the chunks, in order."""
+    """Return the number of tokens of each chunk, in order."""
     marks = [0, *(done for _, done in seen.progress)]
     return [after - before for before, after in itertools.pairwise(marks) if after > before]
 

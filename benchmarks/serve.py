@@ -52,7 +52,7 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace, prompts: Prompts) -> list[Report]:
-    """Warm up, then one report for each concurrency."""
+    """Warm up, then measure; return one report for each concurrency."""
     target = parse_url(args.url, args.api_key)
     model = args.model or await first_model(target)
     extra = msgspec.json.decode(args.extra.encode(), type=dict[str, Any])
@@ -74,7 +74,7 @@ def parse_url(url: str, api_key: str = "") -> Target:
 
 
 async def first_model(target: Target) -> str:
-    """The first model that the server lists. Exits with a sentence when there is none."""
+    """Return the first model that the server lists. Exits with a message if there is none."""
     connection = BenchConnection(target)
     reply = await connection.request("/v1/models", timeout_s=30)
     await connection.close()
@@ -92,7 +92,7 @@ def _jobs(args: argparse.Namespace, prompts: Prompts, source: random.Random, cou
 
 
 def numbers(text: str) -> list[int]:
-    """`1,4,8` as a list of positive numbers."""
+    """Parse `1,4,8` as a list of positive numbers."""
     values = [int(part) for part in text.split(",")]
     if min(values) < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
@@ -100,7 +100,7 @@ def numbers(text: str) -> list[int]:
 
 
 def bounds(text: str) -> tuple[int, int]:
-    """`128` or `64-256` as a range."""
+    """Parse `128` or `64-256` as a range."""
     low, _, high = text.partition("-")
     first, last = int(low), int(high or low)
     if not 1 <= first <= last:

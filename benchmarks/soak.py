@@ -46,7 +46,7 @@ KILL_S: Final = 101.0
 LEAVING: Final = 0.15
 MIB: Final = 1 << 20
 WORDS: Final = ["memory", "model", "stream", "cache", "prompt", "answer", "river", "stone", "window", "garden"]
-# What may be called no growth, for each hour, and in all.
+# Maximum growth that counts as none: per hour, and of files in all.
 LIMITS: Final = {"daemon MiB": 60.0, "daemon fds": 20.0, "daemon threads": 4.0, "worker MiB": 200.0, "files": 60.0}
 
 
@@ -168,7 +168,7 @@ class Soak:
     # -- churn -------------------------------------------------------------------------------------------------------
 
     async def _every(self, seconds: float) -> bool:
-        """Whether there is a next time."""
+        """Wait; return whether there is time for another turn."""
         await asyncio.sleep(min(seconds, max(0.0, self.started + self.seconds - time.monotonic())))
         return not self.is_over
 
@@ -247,7 +247,7 @@ class Soak:
 
 
 def question(rng: random.Random) -> tuple[str, dict[str, object]]:
-    """A request in one of the dialects; conversations share beginnings, as they do in life."""
+    """Make a request in one of the dialects; as in real use, conversations share beginnings."""
     model, is_stream = rng.choice(MODELS), rng.random() < 0.6
     system = f"You are helper {rng.randrange(6)}. " + " ".join(WORDS * rng.randrange(1, 12))
     text = f"Tell me about {' and '.join(rng.sample(WORDS, 2))}."
@@ -274,7 +274,9 @@ def question(rng: random.Random) -> tuple[str, dict[str, object]]:
 
 
 def configuration(turn: int) -> str:
-    """Every turn another sampling default, every fourth another setting that a worker must be restarted for."""
+    """Return a configuration with another sampling default every turn, and a setting that restarts a worker every
+    fourth turn.
+    """
     lines = ["[server]", "port = 0", "[memory]", f'budget = "{BUDGET}"', 'min_residency = "3s"']
     for number, name in enumerate(MODELS):
         chunk = 256 if number == turn // 4 % len(MODELS) and turn % 8 >= 4 else 512
@@ -289,7 +291,7 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def survivors(home: Path) -> list[psutil.Process]:
-    """Processes of this home."""
+    """Return the processes that still use this home folder."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

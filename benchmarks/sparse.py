@@ -18,7 +18,9 @@ CHUNK = 512
 
 
 def sparse(args: argparse.Namespace) -> None:
-    """Seconds of prompts of each length: plain, and of the sparse way the reading by the draft model and the rest."""
+    """Measure prompts of each length in seconds: plain, and sparse, where the draft model's pass and the rest count
+    apart.
+    """
     from worker.sparse.importance import ImportanceReader
     from worker.sparse.selected_tokens import SelectedTokens, count_kept
 
@@ -37,7 +39,7 @@ def sparse(args: argparse.Namespace) -> None:
                 "run": _timed(lambda length=length, kept=kept: _first(model, vocab, length, kept)),
             }
             for name, pair in times.items():
-                if turn:  # the first compiles
+                if turn:  # the first turn compiles
                     taken[name].append(pair)
         wall, cpu = (
             {name: statistics.median(pair[at] for pair in each) for name, each in taken.items()} for at in (0, 1)
@@ -66,7 +68,7 @@ def _choose(reader: "ImportanceReader", vocab: int, length: int, keep: float) ->
 
 
 def _first(model: Any, vocab: int, length: int, kept: "SelectedTokens | None") -> int:
-    """The first token of a prompt in a batch of its own."""
+    """Return the first token of a prompt in a batch of its own."""
     from mlx_lm.models.cache import make_prompt_cache
 
     from worker.engine.batch import Batch

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def costs(args: argparse.Namespace) -> None:
-    """Milliseconds of one forward pass; the caches take turns."""
+    """Measure one forward pass in milliseconds; the caches take turns."""
     import mlx.core as mx
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
@@ -106,7 +106,7 @@ def costs(args: argparse.Namespace) -> None:
 
 
 def oracle(args: argparse.Namespace) -> None:
-    """Tokens a second with drafts ÷ without, by rows, length of the drafts and their odds."""
+    """Measure tokens per second with drafts ÷ without, by rows, length of the drafts and their odds."""
     from worker.prompt.intake import Intake
 
     loaded = _load(args)
@@ -128,8 +128,9 @@ def oracle(args: argparse.Namespace) -> None:
 
 
 class _Steered:
-    """A model whose next token follows from the one before it: in half precision the kernels of a GPU round by shape,
-    and random weights often have two tokens that are nearly as likely."""
+    """A model whose next token follows from the one before: in half precision a GPU's kernels round differently for
+    each shape, and random weights often have two tokens that are nearly as likely.
+    """
 
     def __init__(self, model: Any, vocab_size: int) -> None:
         self._model = model
@@ -147,7 +148,7 @@ class _Steered:
 
 
 class _Oracle:
-    """Drafts of one length, each token right with the same chance."""
+    """Drafter of drafts of one length, each token right with the same chance."""
 
     def __new__(cls, expected: Sequence[Sequence[int]], length: int, odds: float) -> Any:
         from worker.speculation.drafter import Drafter
@@ -156,7 +157,7 @@ class _Oracle:
             widest = length + 1
 
             def __init__(self) -> None:
-                # Of each row, in the order in which they came, the tokens that it has generated.
+                # Rows in the order in which they were added, and the number of generated tokens of each.
                 self._rows: list[Any] = []
                 self._generated: list[int] = []
                 self._rng = random.Random(0)
@@ -185,7 +186,7 @@ class _Oracle:
 def _generated(
     loaded: "LoadedModel", intake: "Intake", rows: int, tokens: int, drafter: Any
 ) -> tuple[list[list[int]], tuple[float, float]]:
-    """The rows' output, and the seconds that it took from the first token of all, by the wall and of the CPU."""
+    """Return the rows' output, and the wall and CPU seconds after the first token."""
     from mlx_lm.models.cache import make_prompt_cache
 
     from protocol.prompts import TokensPrompt
@@ -218,7 +219,7 @@ def _generated(
 
 
 def text(args: argparse.Namespace) -> None:
-    """The demo model as it serves, with its head, `speculate` off and auto by turns."""
+    """Compare the demo model as it serves, with its head, with `speculate` off and auto by turns."""
     from worker.speculation.policy.speculator import Speculator
     from worker.start.checked_model import load_checked
     from worker.tools.verify.engine_session import EngineSession
@@ -282,7 +283,7 @@ def edits(args: argparse.Namespace) -> None:
 
 
 def _steps(prompt: list[int], output: list[int], width: int) -> tuple[int, int, int, int]:
-    """Tokens, steps, drafted tokens and right ones."""
+    """Return the numbers of tokens, of steps, of drafted tokens and of right ones."""
     import numpy as np
 
     from worker.speculation.text_sources.indexed_text import IndexedTokens

@@ -31,7 +31,7 @@ from gateway.ctl.bench.measure import Summary, percentile, summarize_ms, table
 
 PATH: Final = "/v1/completions"
 STREAMS: Final = 4
-# Tokens that each stream has before anything is measured, and between the two windows.
+# Number of tokens that each stream gets before the measurement, and between its two windows.
 SETTLE: Final = 16
 SERVERS: Final[dict[str, type[Server]]] = {Mlxd.name: Mlxd, MlxLmServer.name: MlxLmServer}
 
@@ -49,7 +49,7 @@ class Stall(msgspec.Struct, frozen=True):
 
 
 def gaps_between(times: Sequence[float], start: float, end: float) -> list[float]:
-    """The gaps of one stream that touch the window: a stall is one long gap that reaches beyond both of its ends."""
+    """Return the gaps of one stream that touch the window: a stall is one long gap that exceeds it at both ends."""
     return [b - a for a, b in pairwise(times) if b > start and a < end]
 
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> list[Stall]:
-    """Each engine in turn; those that cannot run say so."""
+    """Measure each engine in turn; engines that cannot run are reported."""
     results: list[Stall] = []
     for name in args.engines:
         try:
@@ -121,7 +121,7 @@ async def measure_bare(args: argparse.Namespace, folder: Path, chunk: int) -> St
         )
         answer = await bare.order(order)
         start, end = answer.inserted_s[STREAMS], answer.token_s[STREAMS][0]
-        if turn:  # the first warms up
+        if turn:  # the first turn warms up
             for times in answer.token_s[:STREAMS]:
                 alone += gaps_between(times, times[SETTLE], start)[:-1]
                 during += gaps_between(times, start, end)
@@ -133,7 +133,7 @@ async def measure_bare(args: argparse.Namespace, folder: Path, chunk: int) -> St
 async def _disturb(
     load: BenchLoad, prompts: TokenPrompts, args: argparse.Namespace
 ) -> tuple[list[float], list[float], float]:
-    """Gaps alone, gaps in the window, and the long prompt's time to first token."""
+    """Return the gaps alone, the gaps in the window, and the long prompt's time to first token."""
     connections = [BenchConnection(load.target) for _ in range(STREAMS + 1)]
     bodies = [load.body(BenchRequest(prompts.make(64), args.output_tokens)) for _ in range(STREAMS)]
     long_body = load.body(BenchRequest(prompts.make(args.long_tokens), 1))
@@ -158,7 +158,7 @@ async def _disturb(
 
 
 async def _short(load: BenchLoad, prompts: TokenPrompts) -> float:
-    """Seconds to the first token of a short request."""
+    """Return the seconds to the first token of a short request."""
     connection = BenchConnection(load.target)
     reply = await connection.request(PATH, load.body(BenchRequest(prompts.make(20), 1)))
     await connection.close()
@@ -171,7 +171,7 @@ async def _short_behind(load: BenchLoad, prompts: TokenPrompts, long_tokens: int
     connection = BenchConnection(load.target)
     long_body = load.body(BenchRequest(prompts.make(long_tokens), 1))
     long = asyncio.ensure_future(connection.request(PATH, long_body))
-    await asyncio.sleep(0.05)  # long enough for the server to have begun with it
+    await asyncio.sleep(0.05)  # long enough for the server to have begun the long prompt
     seconds = await _short(load, prompts)
     await long
     await connection.close()

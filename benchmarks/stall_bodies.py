@@ -46,7 +46,7 @@ class Stall(msgspec.Struct, frozen=True):
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """`make` is given the size in bytes."""
+    """Kind of body. `make` takes the size in bytes."""
 
     path: str
     make: Callable[[int], bytes]
@@ -138,7 +138,7 @@ KINDS: Final[dict[str, Kind]] = {
 
 
 class Probe(threading.Thread):
-    """Asks for `/livez` until it is stopped, and keeps the slowest answer since it was last asked for it."""
+    """Thread that asks for `/livez` until it is stopped; `slowest_s` is the slowest answer since it was last reset."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -153,7 +153,7 @@ class Probe(threading.Thread):
             connection.request("GET", "/livez")
             connection.getresponse().read()
             self.slowest_s = max(self.slowest_s, time.perf_counter() - begun)
-            # Wakes often enough to hit every stall near its beginning.
+            # The probe wakes often enough to hit every stall near its beginning.
             time.sleep(0.0005)
         connection.close()
 
@@ -174,7 +174,7 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace) -> tuple[float, list[Stall]]:
-    """The slowest answer without a body, and every kind in turn."""
+    """Measure the slowest answer without a body, then each kind in turn."""
     gateway = PacedGateway(step_ms=5.0)
     await gateway.start()
     probe = Probe(gateway.port)

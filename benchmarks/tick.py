@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 BEFORE: Final = "before"
 AFTER: Final = "after"
-# Steps before a measurement, which compile.
+# Number of steps before a measurement; they compile.
 WARM: Final = 8
 STREAMS: Final = 4
 PROMPT: Final = 70
 OUTPUT: Final = 64
 BLOCK: Final = 8
-# Attention over all of the room, and a second token a row.
+# Attention over the whole capacity or the used slots, with a mask or with a second token per row.
 WAYS: Final = {
     "equal": (False, False),
     "mask": (False, False),
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def steps(model: Any, vocab: int, args: argparse.Namespace) -> None:
-    """Milliseconds of a plain step, whose context grows as it does."""
+    """Measure a plain step in milliseconds; its context grows with each step."""
     lines: list[tuple[str, ...]] = []
     for rows in args.rows:
         for context in args.context:
@@ -70,7 +70,7 @@ def steps(model: Any, vocab: int, args: argparse.Namespace) -> None:
 
 
 def blocks(model: Any, vocab: int, args: argparse.Namespace) -> None:
-    """Milliseconds of a block, of which each row keeps one token."""
+    """Measure a verify block in milliseconds; each row keeps one token of it."""
     lines: list[tuple[str, ...]] = []
     for rows in args.rows:
         for context in args.context:
@@ -85,14 +85,14 @@ def blocks(model: Any, vocab: int, args: argparse.Namespace) -> None:
 
 
 def stall(model: Any, vocab: int, args: argparse.Namespace) -> None:
-    """Inter-token times of streams alone, and while a long prompt runs."""
+    """Measure inter-token times of streams alone, and while a long prompt runs."""
     lines: list[tuple[str, ...]] = []
     gaps: dict[tuple[str, str], list[float]] = {}
     first: dict[str, list[float]] = {BEFORE: [], AFTER: []}
     for turn in range(args.turns + 1):
         for way in _ways(args):
             alone, during, ttft = _stalled(model, vocab, args.long, way, args.steps)
-            if turn:  # the first compiles
+            if turn:  # the first turn compiles
                 gaps.setdefault((way, "alone"), []).extend(alone)
                 gaps.setdefault((way, "during"), []).extend(during)
                 first[way].append(ttft)
@@ -105,7 +105,7 @@ def stall(model: Any, vocab: int, args: argparse.Namespace) -> None:
 
 
 def short(model: Any, vocab: int, args: argparse.Namespace) -> None:
-    """Tokens a second of short requests that come and go."""
+    """Measure tokens per second of short requests that come and go."""
     lines: list[tuple[str, ...]] = []
     for clients in args.clients:
         rates: dict[str, list[tuple[float, float]]] = {BEFORE: [], AFTER: []}
@@ -125,7 +125,7 @@ def _ways(args: argparse.Namespace) -> list[str]:
 
 
 class Loop:
-    """A batch with the policy of its chunks, ticked as the engine does."""
+    """Batch with its chunking policy, ticked as the engine does."""
 
     def __init__(self, model: Any, way: str) -> None:
         from mlx_lm.models.cache import make_prompt_cache
@@ -185,10 +185,10 @@ def _stalled(model: Any, vocab: int, long: int, way: str, count: int) -> tuple[l
 
 
 def _closed_loop(model: Any, vocab: int, clients: int, requests: int, way: str) -> tuple[float, float]:
-    """Tokens a second of the wall and of the CPU. Each client asks again when it is answered."""
+    """Return tokens per second of wall and of CPU time. Each client sends a new request when it is answered."""
     loop, rng = Loop(model, way), random.Random(0)
     left = [requests] * clients
-    for at in range(clients):  # at first of many lengths, so that they come and go one by one
+    for at in range(clients):  # the first requests have many lengths, so that rows come and go one by one
         loop.batch.insert(row_of(at, PROMPT - rng.randrange(20), 1 + rng.randrange(OUTPUT), vocab))
     tokens, began = 0, (time.perf_counter(), time.process_time())
     while loop.batch:
@@ -226,7 +226,7 @@ def row_of(rid: int, prompt: int, output: int, vocab: int) -> "Row":
 
 
 def _step_times(step: Callable[[], object], count: int) -> list[float]:
-    """Seconds from the end of one step to the end of the next."""
+    """Return the seconds from the end of one step to the end of the next."""
     for _ in range(WARM):
         step()
     times = [time.perf_counter()]
@@ -237,7 +237,7 @@ def _step_times(step: Callable[[], object], count: int) -> list[float]:
 
 
 def _sequences(model: Any, vocab: int, count: int, context: int, is_equal: bool) -> Any:
-    """Rows with random KV."""
+    """Make rows with random KV."""
     import mlx.core as mx
     from mlx_lm.generate import StopSequences
     from mlx_lm.models.cache import KVCache
@@ -313,7 +313,7 @@ def _seeing(sees_room: bool) -> Iterator[None]:
 
 
 def random_model(name: str, dtype: str) -> tuple[Any, int]:
-    """A model of random weights."""
+    """Make a model of random weights."""
     import mlx.core as mx
     from mlx_lm.models import qwen3
 

@@ -35,7 +35,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Viewers:
-    """Open feeds with one session. A context manager's `enter` and `leave` in one: `resize`."""
+    """Open feeds with one login session. `resize` opens and closes them, so there is no context manager."""
 
     def __init__(self, gateway: PacedGateway) -> None:
         self._gateway = gateway
@@ -44,7 +44,7 @@ class Viewers:
         self.read_bytes = 0
 
     async def log_in(self) -> None:
-        """One session for all."""
+        """Log in once for all feeds."""
         transport = httpx.AsyncHTTPTransport(uds=str(self._gateway.home / "run" / "admin.sock"))
         async with httpx.AsyncClient(transport=transport, base_url="http://mlxd") as admin:
             code = (await admin.post("/v1/ui/code", json={})).json()["code"]
@@ -55,7 +55,7 @@ class Viewers:
         self._headers = {"authorization": f"Bearer {answer.json()['token']}"}
 
     async def resize(self, count: int) -> None:
-        """Have so many open feeds."""
+        """Open or close feeds until there are `count`."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -73,7 +73,7 @@ class Viewers:
 
 
 async def measure(streams: int, viewers: int, turns: int, seconds: float) -> list[Turn]:
-    """Windows without and with viewers, one after the other. Raises `Unavailable`."""
+    """Measure windows without and with viewers, one after the other. Raises `Unavailable`."""
     step_ms = PACE_MS.get(streams, 25.0)
     gateway = PacedGateway(step_ms)
     await gateway.start()
@@ -90,7 +90,7 @@ async def measure(streams: int, viewers: int, turns: int, seconds: float) -> lis
             running = list(zip(connections, tasks, strict=True))
             await until(lambda: all(one.reply.times or task.done() for one, task in running))
             for turn in range(turns * 2):
-                # A, B, B, A: what drifts counts for both.
+                # The order A, B, B, A balances drift between both.
                 count = viewers if turn % 4 in (1, 2) else 0
                 await feeds.resize(count)
                 await asyncio.sleep(SETTLE_S)
@@ -116,7 +116,7 @@ def _tokens(connections: list[BenchConnection]) -> int:
 
 
 def precise_cpu_s(pid: int) -> float:
-    """CPU time of a process and its threads so far."""
+    """Return the CPU time of a process and its threads so far."""
     threads = list(Path(f"/proc/{pid}/task").glob("*/schedstat"))
     if not threads:
         return cpu_s([psutil.Process(pid)])
@@ -124,7 +124,7 @@ def precise_cpu_s(pid: int) -> float:
 
 
 def as_text(made: list[Turn], streams: int, viewers: int) -> str:
-    """Each turn, and the medians with their ratio."""
+    """Format each turn, and the medians with their ratio."""
     lines = [f"{streams} streams", "viewers  tokens  µs/token  feed KiB/s"]
     for turn in made:
         feed = turn.feed_bytes_per_s / 1024
@@ -139,7 +139,7 @@ def as_text(made: list[Turn], streams: int, viewers: int) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--viewers", type=int, default=10)

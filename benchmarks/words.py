@@ -9,20 +9,20 @@ from gateway.ctl.bench.words import Prompts, vocabulary
 
 
 class WordEncoder(Protocol):
-    """The tokenizer's method that prompts need."""
+    """Method of the tokenizer that prompts need."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = ...) -> list[int]: ...
 
 
 def load_tokenizer(folder: Path) -> WordEncoder:
-    """The tokenizer of a model's folder."""
+    """Load the tokenizer of a model's folder."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
 
 
 def sentences(count: int, seed: int) -> Iterator[str]:
-    """Lines of 12 words, with the word frequencies of natural text (Zipf)."""
+    """Yield lines of 12 words, with the word frequencies of natural text (Zipf)."""
     words = vocabulary()
     weights = [1.0 / rank for rank in range(10, len(words) + 10)]
     source = random.Random(seed)
@@ -44,7 +44,7 @@ class TokenPrompts(Prompts):
         while length < tokens:
             word = self.random.choice(self.words)
             cost = len(self._encode(" " + word if chosen else word))
-            # The last words cost exactly one token each, so that the sum comes out even.
+            # The last words cost exactly one token each, so that the sum is exact.
             if length + cost > tokens or (chosen and tokens - length <= 4):
                 word, cost = (self.random.choice(self._fillers), 1) if chosen else ("a", 1)
             chosen.append(word)

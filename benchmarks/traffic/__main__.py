@@ -37,22 +37,22 @@ from gateway.ctl.bench import client
 
 DEMO: Final = "demo"
 LOAD_TIMEOUT_S: Final = 600.0
-# Requests of a list: so many for each client, and no fewer or more than these.
+# A list has this many requests per client, within the two bounds below.
 REQUESTS_A_CLIENT: Final = 3
 FEWEST: Final = 12
 MOST: Final = 96
-# Rows that may run at once where requests arrive by themselves.
+# Maximum number of running rows with Poisson arrivals.
 POISSON_ROWS: Final = 32
 POISSON_WARM: Final = 4
-# Output of a request before the first that counts.
+# Output tokens of each request of the warm-up.
 WARM_TOKENS: Final = 32
-# Of what a model holds, for what a template adds.
+# Tokens of the model's context that are reserved for the template.
 TEMPLATE_TOKENS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model that is served."""
+    """Model that is served."""
 
     name: str
     folder: Path
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 async def _measure(args: argparse.Namespace, subject: Subject, name: str, place: Place) -> None:
-    """One engine at each point. It is started again after a run with errors, or one that the limit stopped."""
+    """Measure one engine at each point. It is restarted after a run with errors, or one that the limit stopped."""
     engine: Bare | Server | None = None
     clients: list[int] = args.clients
     rows = max(*clients, POISSON_ROWS if args.rates else 1)
@@ -127,7 +127,7 @@ async def _started(name: str, subject: Subject, rows: int) -> Bare | Server:
 
 
 def _points(args: argparse.Namespace, subject: Subject) -> list[Point]:
-    """Lists by numbers of clients, then by rates."""
+    """Return the points: lists by numbers of clients, then by rates."""
     points: list[Point] = []
     for name in args.lists:
         for clients in args.clients:
@@ -140,7 +140,7 @@ def _points(args: argparse.Namespace, subject: Subject) -> list[Point]:
 
 
 def _load(args: argparse.Namespace, subject: Subject, point: Point, rows: int) -> Load:
-    """The list of one point. Lengths depend on the seed alone; no two points share a text."""
+    """Make the list of one point. Lengths depend on the seed alone; no two points share a text."""
     drawn = lengths.sessions(point.name, point.seed, point.requests, point.clients, point.scale, subject.room)
     texts = subject.texts(_seed(point, "measured"))
     due = lengths.arrivals(point.seed, len(drawn), point.rate) if point.rate else []
@@ -148,7 +148,7 @@ def _load(args: argparse.Namespace, subject: Subject, point: Point, rows: int) -
 
 
 def _warm_up(args: argparse.Namespace, subject: Subject, point: Point) -> Load:
-    """One request for each client, of the same distribution, with short answers: new shapes are compiled on a GPU."""
+    """Make one request per client, from the same distribution, with short answers: a GPU compiles new shapes."""
     clients = point.clients or POISSON_WARM
     drawn = lengths.sessions(point.name, point.seed + 1, clients, clients, point.scale, subject.room)
     first = [
@@ -168,7 +168,7 @@ def _tell(one: Record) -> None:
 
 
 def _subject(name: str, dtype: str) -> Subject:
-    """The demo model, one of random weights by the name of its shape, or a folder. Exits where there is none."""
+    """Find the demo model, a model of random weights by the name of its shape, or a folder. Exits if there is none."""
     if name == DEMO:
         folder, dtype = models.demo(), "float32"
     elif name in models.GEOMETRIES:
@@ -186,13 +186,13 @@ class _Config(msgspec.Struct):
 
 
 def _command(words: list[str]) -> str:
-    """The command that gives these records anywhere: without the folder that they go to."""
+    """Return the command without the folder of the records, so that it gives them anywhere."""
     kept = [word for before, word in pairwise(["", *words]) if "--out" not in (word.partition("=")[0], before)]
     return " ".join(["python -m benchmarks.traffic", *kept])
 
 
 def _device() -> str:
-    """What MLX computes on, asked in a child: a device's memory is for the engines."""
+    """Return the device that MLX computes on, asked in a child process: the device's memory is for the engines."""
     code = "import mlx.core as mx; print(mx.default_device(), mx.device_info().get('device_name', ''))"
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, env=blas.environment(), capture_output=True, text=True, check=False)

@@ -30,7 +30,7 @@ class Turn(msgspec.Struct, frozen=True):
 # Turns that follow each other: each prompt begins with the one before it.
 Session: TypeAlias = tuple[Turn, ...]
 
-# Of a lognormal distribution: the standard deviation of the logarithm.
+# Standard deviations of the logarithm of the lognormal distributions.
 CHAT_IN_SIGMA: Final = 1.5
 CHAT_OUT_SIGMA: Final = 0.9
 AZURE_SIGMA: Final = 0.8
@@ -56,7 +56,7 @@ def sessions(name: str, seed: int, requests: int, at_least: int, scale: float, r
 
 
 def arrivals(seed: int, count: int, per_s: float) -> list[float]:
-    """Seconds at which so many sessions begin: a Poisson process. The first begins at once."""
+    """Return the seconds at which sessions begin: a Poisson process whose first session begins at once."""
     chance = random.Random(f"arrivals {seed}")
     times = [0.0]
     while len(times) < count:
@@ -65,7 +65,7 @@ def arrivals(seed: int, count: int, per_s: float) -> list[float]:
 
 
 def _fitted(session: Session, scale: float, room: int) -> Session:
-    """The session with its lengths scaled, and without the turns that do not fit. The first turn is cut to fit."""
+    """Return the session with scaled lengths, without turns beyond `room`; the first turn is shortened to `room`."""
     kept: list[Turn] = []
     held = 0
     for turn in session:
@@ -111,7 +111,7 @@ def _lognormal(chance: random.Random, median: float, sigma: float, most: int) ->
 
 
 def _median(mean: float, sigma: float) -> float:
-    """Median of the lognormal distribution that has this mean."""
+    """Return the median of the lognormal distribution with this mean."""
     return mean / math.exp(sigma**2 / 2)
 
 

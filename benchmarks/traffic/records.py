@@ -24,7 +24,7 @@ HEADER: Final = (
 
 
 class Point(msgspec.Struct, frozen=True):
-    """What was sent: a list by so many clients in a closed loop, or at a Poisson rate; the other one is 0."""
+    """Load of a run: a list by so many clients in a closed loop, or at a Poisson rate; the other one is 0."""
 
     model: str
     dtype: str
@@ -72,7 +72,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where and how a record was taken."""
+    """Place and settings of a measurement."""
 
     device: str
     packages: dict[str, str]
@@ -122,18 +122,20 @@ def record(engine: str, point: Point, run: Run, place: Place) -> Record:
 
 
 def digest(text: str) -> str:
-    """Short name of a text; servers differ in whether a first space counts."""
+    """Return a short digest of a text; servers differ in whether a first space counts."""
     return hashlib.sha256(text.lstrip().encode()).hexdigest()[:10]
 
 
 def same(one: Record, other: Record) -> float | None:
-    """Share of requests, finished by both, that have the same text; None where there is none."""
+    """Return the share of requests finished by both that have the same text; None without any."""
     pairs = [(a, b) for a, b in zip(one.answers, other.answers, strict=False) if a and b]
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
 
 
 def unequal(records: Sequence[Record]) -> list[str]:
-    """Records of mlxd on a CPU whose texts are not the bare loop's, as lines. On a GPU, kernels round by shape."""
+    """Return a line for each record of mlxd on a CPU whose texts differ from the bare loop's. On a GPU, kernels round
+    by shape.
+    """
     bare = {one.point: one for one in records if one.engine == BARE}
     lines: list[str] = []
     for one in records:
@@ -146,28 +148,28 @@ def unequal(records: Sequence[Record]) -> list[str]:
 
 
 def append(folder: Path, one: Record) -> None:
-    """Write a record as soon as there is one."""
+    """Append a record as soon as it is measured."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("ab") as file:
         file.write(msgspec.json.encode(one) + b"\n")
 
 
 def read(path: Path) -> list[Record]:
-    """The newest record of each engine and point, in the order in which those first came."""
+    """Return the newest record of each engine and point, in the order of their first records."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     newest = {one.key: one for one in (msgspec.json.decode(line, type=Record) for line in lines if line)}
     return list(newest.values())
 
 
 def rows(records: Sequence[Record]) -> list[list[str]]:
-    """Cells of the table, by list and load, engines in the order in which they were measured."""
+    """Return the cells of the table, by list and load, with engines in the order of their measurement."""
     bare = {one.point: one for one in records if one.engine == BARE}
     points = sorted({one.point for one in records}, key=_order)
     return [_cells(one, bare.get(point)) for point in points for one in records if one.point == point]
 
 
 def as_table(records: Sequence[Record]) -> str:
-    """Tables for people, one for each model."""
+    """Format tables for people, one for each model."""
     parts: list[str] = []
     for model, dtype in dict.fromkeys((one.point.model, one.point.dtype) for one in records):
         own = [one for one in records if (one.point.model, one.point.dtype) == (model, dtype)]
@@ -200,7 +202,7 @@ def _cells(one: Record, bare: Record | None) -> list[str]:
 
 
 def _remarks(records: Iterable[Record]) -> list[str]:
-    """Failures, which have no tokens in the table."""
+    """Return remarks on failures, which have no tokens in the table."""
     return [
         f"{one.point.name}, {one.point.load}, {one.engine}: {one.errors} errors, {one.first_errors[0]}"
         for one in records

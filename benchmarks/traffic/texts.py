@@ -12,20 +12,20 @@ from benchmarks.traffic.lengths import Session
 from benchmarks.words import TokenPrompts
 from gateway.ctl.bench.closed_loop import BenchRequest
 
-# What a conversation's last question is about; these have the longest answers.
+# Topics of a conversation's last question; these have the longest answers.
 CATEGORIES: Final = ("two tool calls", "json", "thinking", "tool results")
-# Sentences that are written between two looks at how long the prompt is.
+# Number of sentences that are added between two checks of the prompt's length.
 SENTENCES: Final = 4
 
 
 class Texts(Protocol):
-    """Writes the prompts of a session."""
+    """Writer of the prompts of a session."""
 
     def write(self, session: Session) -> list[BenchRequest]: ...
 
 
 class Words:
-    """Prompts of exactly the lengths drawn; a turn's prompt is the one before and more words."""
+    """Prompts of exactly the drawn lengths; a turn's prompt is the one before and more words."""
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
         self._prompts = TokenPrompts(tokenizer, seed)
@@ -56,7 +56,7 @@ class Conversations:
         from deploy.demo_model.corpus.generate import sample_of
 
         sample = sample_of(self._source, self._source.pick(CATEGORIES))
-        # Thoughts are in the prompt until the next question alone: later prompts would not begin with earlier ones.
+        # Thoughts are in the prompt only until the next question, so later prompts would not begin with earlier ones.
         *messages, answer = ({**each, "reasoning_content": None} for each in sample.messages)
         requests: list[BenchRequest] = []
         length = 0
@@ -69,7 +69,7 @@ class Conversations:
         return requests
 
     def _filled(self, messages: list[dict[str, Any]], length: int, tools: Any, thinking: bool) -> str:
-        """The rendered conversation, with so many sentences before its last question that it is as long as wanted."""
+        """Render the conversation, with enough sentences before its last question for the wanted length."""
         last = messages[-1]
         while True:
             prompt = self._tokenizer.apply_chat_template(
@@ -87,5 +87,5 @@ class Conversations:
 
 
 def requests_of(texts: Texts, drawn: Sequence[Session]) -> list[list[BenchRequest]]:
-    """Requests of each session, in order."""
+    """Return the requests of each session, in order."""
     return [texts.write(session) for session in drawn]

@@ -35,7 +35,7 @@ from gateway.ctl.bench.measure import table
 DEMO: Final = "demo-vision"
 STREAMS: Final = 8
 IMAGES_BESIDE: Final = 4
-# Tokens that each stream of text has before the images come, and in all.
+# Number of tokens that each text stream gets before the images arrive, and in all.
 SETTLE: Final = 30
 TEXT_TOKENS: Final = 300
 ROUNDS: Final = 6
@@ -43,7 +43,7 @@ QUESTION: Final = "What shape is in the picture?"
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """Milliseconds to the first token, tokens of the prompt, and those of them that came from the cache."""
+    """One request: milliseconds to the first token, tokens of the prompt, and how many of them came from the cache."""
 
     ttft_ms: float
     prompt: int
@@ -104,7 +104,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 async def _measured(args: argparse.Namespace, folder: str, is_own: bool) -> Result | None:
-    """One server; None, with a message, of one that cannot run here."""
+    """Measure one server; return None, after a message, if it cannot run here."""
     demo = str(blas.ROOT / "worker" / "demo_vision")
     opened = mlxd(folder) if is_own else mlx_vlm(demo if folder == DEMO else folder)
     began = time.monotonic()
@@ -121,7 +121,7 @@ async def _measured(args: argparse.Namespace, folder: str, is_own: bool) -> Resu
 async def _measure(server: Server, args: argparse.Namespace) -> Result:
     pictures = _Pictures(args.side)
     for _ in range(2):
-        await _asked(server, pictures.new())  # loads the model, and warms it up
+        await _asked(server, pictures.new())  # this request loads the model and warms it up
     before = await server.encodes()
     turns: list[tuple[Turn, Turn, Turn]] = []
     for number in range(args.repeat):
@@ -155,7 +155,7 @@ async def _measure(server: Server, args: argparse.Namespace) -> Result:
 
 
 class _Pictures:
-    """Images of random colours, PNG in base64; never the same twice."""
+    """Source of images of random colours, PNG in base64; no two are the same."""
 
     def __init__(self, side: int) -> None:
         self._side = side
@@ -193,12 +193,12 @@ async def _asked(server: Server, picture: str, before: str = "") -> Turn:
 
 
 async def _beside(server: Server, pictures: _Pictures) -> tuple[list[float], list[float]]:
-    """Milliseconds between tokens of streams of text: alone, and while requests with new images are answered.
+    """Return the milliseconds between tokens of text streams: alone, and while requests with new images are answered.
 
-    Nothing where the model ends its text before the images come, which mlx-vlm's server lets it.
+    Both lists are empty if the model ends its text before the images arrive, which mlx-vlm's server allows.
     """
     body = {"model": server.model, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
-    # With log-probabilities there is a chunk for each token, also for one that has no text.
+    # A request for log-probabilities gets a chunk for each token, including tokens without text.
     body |= {"max_tokens": TEXT_TOKENS, "ignore_eos": True, "logprobs": True, "stream": True}
     times: list[list[float]] = [[] for _ in range(STREAMS)]
 
@@ -224,7 +224,7 @@ async def _beside(server: Server, pictures: _Pictures) -> tuple[list[float], lis
 
 
 async def _load(server: Server, pictures: _Pictures, clients: int, seconds: float) -> float:
-    """Images a second, each new, by so many clients for so long."""
+    """Return images per second: each client sends new images for `seconds`."""
     began = time.perf_counter()
     done = 0
 
@@ -239,7 +239,7 @@ async def _load(server: Server, pictures: _Pictures, clients: int, seconds: floa
 
 
 async def _equal_rounds(server: Server, pictures: _Pictures) -> int:
-    """Rounds in which eight answers at once are those of each alone."""
+    """Count the rounds in which eight answers at once equal those of each request alone."""
     equal = 0
     for _ in range(ROUNDS):
         bodies = [_body(server, pictures.new(), tokens=24) for _ in range(8)]

@@ -53,7 +53,7 @@ GEOMETRIES: Final[dict[str, Geometry]] = {
 
 
 def build(name: str, dtype: str) -> Path:
-    """The folder of the model, built if it is not there. Raises KeyError for an unknown name."""
+    """Return the folder of a model, and build it if there is none. Raises KeyError for an unknown name."""
     geometry = GEOMETRIES[name]
     recipe = [msgspec.to_builtins(geometry), dtype, TEMPLATE]
     return models.once(f"{name}-{dtype}", recipe, lambda folder: _write(folder, geometry, dtype))
@@ -78,7 +78,7 @@ def _write(folder: Path, geometry: Geometry, dtype: str) -> None:
     models.speak(text.model.embed_tokens if geometry.text.tied else text.lm_head, tokenizer)
     mx.eval(model.parameters())
     save_model(folder, model)
-    # mlx-lm's own way leaves the tower out.
+    # mlx-lm's own writer omits the tower.
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     _write_processor(folder, geometry.tower.patch)
 

@@ -29,7 +29,7 @@ TOKENS: Final = 160
 
 
 def report(turns: int, side: int) -> str:
-    """Tables of both."""
+    """Measure both, and format their tables."""
     whole = _load(DEMO)
     with tempfile.TemporaryDirectory(prefix="mlxd-") as folder:
         text = _load(_as_text(Path(folder)))
@@ -57,7 +57,7 @@ def _load(folder: Path) -> "LoadedModel":
 
 
 def _as_text(folder: Path) -> Path:
-    """The demo without the section of its tower."""
+    """Copy the demo without the section of its tower."""
     for file in DEMO.iterdir():
         shutil.copy(file, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -67,7 +67,7 @@ def _as_text(folder: Path) -> Path:
 
 
 def _feature_hit(loaded: "LoadedModel", side: int) -> tuple[float, float, float, float]:
-    """Milliseconds to read a header, to decode, to encode, and to find features that are held."""
+    """Return the milliseconds to read a header, to decode, to encode, and to find stored features."""
     from worker.vision.features import FeatureCache
 
     assert loaded.vision is not None
@@ -80,7 +80,7 @@ def _feature_hit(loaded: "LoadedModel", side: int) -> tuple[float, float, float,
     features = tower.encode(medium.kind, medium.tokens, pixels)
     encode_ms = _ms(lambda: tower.encode(medium.kind, medium.tokens, pixels), 5)
     cache = FeatureCache(1 << 30)
-    for other in range(256):  # as many as a busy worker holds
+    for other in range(256):  # a busy worker stores as many
         cache.put(other.to_bytes(32, "little"), features, set())
     cache.put(medium.key, features, set())
 
@@ -98,7 +98,7 @@ def _picture(side: int) -> Any:
 
 
 def _intake(loaded: "LoadedModel") -> Any:
-    """The processor of the model's media."""
+    """Return the processor of the model's media."""
     from worker.prompt.encode import PromptEncoder
     from worker.prompt.media_prompt import open_media
     from worker.vision.images import MediaLimits
@@ -116,7 +116,7 @@ def _ms(act: Any, count: int) -> float:
 
 
 def _text_ratio(vision: "LoadedModel", text: "LoadedModel", turn: int) -> float:
-    """CPU time of the same rows by both, the first one by turns."""
+    """Return the ratio of the CPU times of the same rows on both models; they go first by turns."""
     pair = [vision, text] if turn % 2 else [text, vision]
     (first, ids), (second, others) = (_decode(loaded, turn) for loaded in pair)
     assert ids == others, "the vision model says something else of text"
@@ -124,7 +124,7 @@ def _text_ratio(vision: "LoadedModel", text: "LoadedModel", turn: int) -> float:
 
 
 def _decode(loaded: "LoadedModel", turn: int) -> tuple[float, list[list[int]]]:
-    """CPU seconds of a step of rows of text, the median of all, and the tokens."""
+    """Return the median CPU seconds of a step of text rows, and the tokens."""
 
     from protocol.from_worker import Step, Up
     from protocol.prompts import TokensPrompt
@@ -151,6 +151,6 @@ def _decode(loaded: "LoadedModel", turn: int) -> tuple[float, list[list[int]]]:
     session = Timed(loaded, Intake(loaded), spec)
     session.times = []
     outputs = session.run([requests])
-    # Rows join in the first steps.
+    # Rows join during the first steps, which are left out.
     steps = [after - before for before, after in pairwise(session.times[ROWS + 1 :])]
     return statistics.median(steps), [output.ids for output in outputs]

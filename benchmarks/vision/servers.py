@@ -22,22 +22,22 @@ from benchmarks.fetched import MLX_VLM, Unavailable
 
 START_S: Final = 600.0
 NAME: Final = "bench"
-# After which a worker's numbers are surely in the metrics.
+# Seconds after which a worker's numbers are surely in the metrics.
 REPORTED_S: Final = 3.0
 
 
 @dataclass(slots=True, frozen=True)
 class Server:
-    """`model` as its requests say it."""
+    """Server under measurement. `model` is its name in requests."""
 
     name: str
     client: httpx.AsyncClient
     model: str
 
     async def encodes(self) -> tuple[float, float] | None:
-        """Seconds in towers, and media encoded, so far; None of a server that does not tell.
+        """Return the seconds in towers and the encoded media so far, or None if the server does not report them.
 
-        Workers tell it now and then.
+        Workers report them at intervals.
         """
         if self.name != "mlxd":
             return None
@@ -51,7 +51,7 @@ class Server:
 
 @asynccontextmanager
 async def mlxd(model: str) -> AsyncGenerator[Server, None]:
-    """The daemon with one model: a folder, or the name of one that it has."""
+    """Start the daemon with one model: a folder, or the name of a model that it has."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="mlxd-") as home:
         config = f'[server]\nport = {port}\n[models.{NAME}]\npath = "{model}"\nbatching = "together"\npreload = true\n'
@@ -63,7 +63,7 @@ async def mlxd(model: str) -> AsyncGenerator[Server, None]:
 
 @asynccontextmanager
 async def mlx_vlm(folder: str) -> AsyncGenerator[Server, None]:
-    """mlx-vlm's server with its defaults. Raises `Unavailable`."""
+    """Start mlx-vlm's server with its defaults. Raises `Unavailable`."""
     port = free_port()
     env = await asyncio.to_thread(MLX_VLM.environment)
     command = [sys.executable, "-P", "-m", "mlx_vlm.server", "--host", "127.0.0.1", "--port", str(port)]
