@@ -217,7 +217,7 @@ def _cell(run: Run, name: str, concurrency: int) -> Cell:
 
 
 def as_table(one: Comparison) -> str:
-    """Format tok/s, the ratio to the bare loop, and the share of each part in the time of a token."""
+    """Format tok/s, the ratio to the bare loop, latencies, and CPU time per token."""
     header = (
         "clients",
         "engine",

@@ -114,7 +114,7 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
 
 
 def simulate(policy: Policy, count: int, chats: int, turns: int, seed: int) -> tuple[float, list[float], int]:
-    """Return the cached share of all prompts, the sorted seconds to first tokens, and the number of moves between Macs."""
+    """Return the cached share of all prompts, the sorted seconds to first tokens, and the number of moves."""
     rng = random.Random(seed)
     macs = [Mac(str(at)) for at in range(count)]
     home: dict[int, Mac] = {}
