@@ -1,1 +1,1 @@
-"""Speculation: drafts of a row's next tokens, and whether it pays to verify them."""
+"""Speculative decoding: drafts of a row's next tokens, and the choice whether to verify them."""

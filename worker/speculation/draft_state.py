@@ -15,7 +15,7 @@ class Drafting:
     """Draft settings of one request.
 
     `most` is the maximum number of tokens of a draft, `prediction` the output that the client predicts. Drafts may come
-    from outputs with the same `salt`, and from a draft model only with `by_model`.
+    from outputs with the same `salt`; with `by_model` a draft model may make them, too.
     """
 
     most: int = UNLIMITED_DRAFT_TOKENS
@@ -25,14 +25,16 @@ class Drafting:
 
 
 class Branch(Protocol):
-    """Tokens that followed the same text before. It is valid as long as the row generates the same tokens."""
+    """Tokens that followed the same text in an earlier sequence. A branch is valid as long as the row generates its
+    tokens.
+    """
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Move on by generated tokens; return False if the row leaves the branch."""
+        """Advance by generated tokens; return False if the row leaves the branch."""
         ...
 
     def next_tokens(self, most: int) -> list[int]:
-        """Return at most `most` of the tokens that came next."""
+        """Return at most `most` of the branch's next tokens."""
         ...
 
 
@@ -40,8 +42,8 @@ class Branch(Protocol):
 class DraftedText:
     """Text of one row, with the acceptance of its drafts.
 
-    `rate` and `model_rate` are the shares of accepted tokens, of drafts that were found in text and of a model's.
-    `drafted` and `accepted` count tokens of the client's prediction since they were last reported.
+    `rate` is the share of accepted tokens in drafts that were found in text, `model_rate` the share in a model's
+    drafts. `drafted` and `accepted` count tokens of the client's prediction since the last report.
     """
 
     lookup: Lookup
@@ -56,7 +58,7 @@ class DraftedText:
     # The cached branch that the row follows, and the number of tokens for which it has followed it.
     branch: Branch | None = None
     followed: int = 0
-    # Steps without lookup that are left of the current back-off, and the exponent of its length.
+    # Number of steps without lookup that remain of the current back-off, and the exponent of the back-off's length.
     rest: int = 0
     rests: int = 0
 
@@ -65,14 +67,16 @@ class DraftedText:
         return cls(Lookup(tokens, drafting.prediction), drafting, len(tokens))
 
     def back_off(self, most: int) -> None:
-        """Pause lookup for 1, 3, 7, … steps, longer each time; `most` limits the exponent."""
+        """Pause lookup for 1, 3, 7, … steps, longer each time; `most` is the maximum exponent."""
         self.rests = min(self.rests + 1, most)
         self.rest = (1 << self.rests) - 1
 
 
 @dataclass(slots=True)
 class DraftReading:
-    """Text that a draft model reads alone, as of the request for a draft; its caches hold `done` tokens."""
+    """Text that a draft model processes alone, as it was when the draft was requested; the caches hold `done` of its
+    tokens.
+    """
 
     text: Tokens
     caches: list[Any]
@@ -85,15 +89,15 @@ class DraftReading:
 
 @dataclass(slots=True, eq=False)
 class DraftState:
-    """Part of a sequence that belongs to its drafter; the parts that the drafter does not use are None and 0."""
+    """Drafter's part of a sequence; fields that the drafter does not use are None or 0."""
 
     followed: DraftedText | None = None
-    # Number of tokens that the caches of a drafting model hold, and the text while it is read alone.
+    # Number of tokens in the draft model's caches, and the text while the draft model processes it alone.
     done: int = 0
     reading: DraftReading | None = None
 
     def take_prediction_counts(self) -> tuple[int, int]:
-        """Return and reset the numbers of drafted and of accepted tokens of the client's prediction."""
+        """Return the numbers of drafted and of accepted tokens of the client's prediction, and reset both to 0."""
         text = self.followed
         if text is None:
             return 0, 0

@@ -18,20 +18,20 @@ Rows = Callable[[], tuple[Sequence[DraftedRow], list[Any]]]
 
 
 class Drafter:
-    """Source of drafts for the rows of one batch, whose `draft` it owns. This base class drafts nothing.
+    """Source of drafts for the rows of one batch; it owns each row's `draft`. This base class drafts nothing.
 
     Owned by the engine thread. `widest` is the maximum number of tokens of a row in a forward pass: its newest token
-    and the draft. `token_bytes` and `nbytes` are the KV memory of a model that drafts: per token, and in total.
+    and the draft. `token_bytes` and `nbytes` are the KV memory of a draft model: per token, and in total.
     """
 
     widest = 1
     token_bytes = 0
     nbytes = 0
-    # Tokens that a model that drafts must read before all rows that wait for its drafts can have some.
+    # Number of tokens that a draft model must still process before all rows that wait for its drafts can have some.
     unread = 0
 
     def read(self, count: int) -> int:
-        """Read at most `count` of the unread tokens, all of one row; return the number of tokens read."""
+        """Process at most `count` of the unread tokens, all of one row; return the number of processed tokens."""
         return 0
 
     def begin(self, draw: Draw, rows: Rows) -> None:
@@ -41,10 +41,10 @@ class Drafter:
         """Add a row whose prompt and output so far are `tokens`."""
 
     def on_tick(self) -> None:
-        """Do a small piece of deferred work at the begin of a tick."""
+        """Do a small piece of deferred work at the beginning of a tick."""
 
     def follow(self, row: DraftedRow, branch: Branch) -> None:
-        """Set the cached branch that an added row follows, which begins after its last token."""
+        """Set the cached branch that an added row follows; the branch begins after the row's last token."""
 
     def discard(self, row: DraftedRow) -> None:
         """Remove a row, if it was added."""
@@ -53,15 +53,18 @@ class Drafter:
         """Append generated tokens to the text of a row."""
 
     def expect(self, row: DraftedRow, tokens: Sequence[int]) -> None:
-        """Set the tokens that the grammar of a row forces next, beginning with its newest, not yet noted token."""
+        """Set the tokens that a row's grammar forces next. The first of them is the row's newest token, which is not
+        noted yet.
+        """
 
     def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
-        """Whether `drafts` probably has some for the next step. A step with drafts is launched later than one without:
-        the newest tokens must be known."""
+        """Return whether the next step probably has drafts. A step with drafts starts later than one without: it needs
+        the newest tokens.
+        """
         return False
 
     def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
-        """Return at most `most[i]` guesses at what follows the newest, not yet noted token of row i."""
+        """Return at most `most[i]` draft tokens to follow row i's newest token, which is not noted yet."""
         return [[] for _ in rows]
 
     def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
@@ -71,14 +74,14 @@ class Drafter:
 class Proposer(ABC):
     """Model that drafts for the rows of one batch. Owned by the engine thread.
 
-    It knows a row from its first draft on. `longest` is the maximum number of tokens of a draft; `token_bytes` and
-    `nbytes` are its KV memory: per token, and in total.
+    A row gets its state here with its first draft. `longest` is the maximum number of tokens of a draft; `token_bytes`
+    and `nbytes` are the model's KV memory: per token, and in total.
     """
 
     source: str
     longest = 7
     token_bytes = 0
-    # Tokens that must be read, slice by slice, before all rows that wait for drafts have some.
+    # Number of tokens that must be processed, slice by slice, before all rows that wait for drafts have some.
     unread = 0
 
     @property
@@ -86,11 +89,11 @@ class Proposer(ABC):
     def nbytes(self) -> int: ...
 
     def is_reading(self, row: DraftedRow) -> bool:
-        """Whether the text of a row is still being read, so that it can have no draft yet."""
+        """Return whether a row's text is still being processed, so that the row can have no draft yet."""
         return False
 
     def read(self, count: int) -> int:
-        """Read at most `count` of the unread tokens, all of one row; return the number of tokens read."""
+        """Process at most `count` of the unread tokens, all of one row; return the number of processed tokens."""
         return 0
 
     @abstractmethod
@@ -108,7 +111,8 @@ class Proposer(ABC):
     def propose(
         self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
-        """Return `count` tokens that may follow each row's newest token, which its text lacks; empty without a guess.
+        """Return `count` draft tokens per row, to follow the row's newest token, which its text lacks; an empty list
+        means no draft.
 
-        All rows have generated a token. Long texts are not read here, because the tick waits for the drafts.
+        All rows have generated a token. Long texts are not processed here, because the tick waits for the drafts.
         """

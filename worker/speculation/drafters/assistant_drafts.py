@@ -1,7 +1,8 @@
 """Drafts by a Gemma 4 assistant, for the rows of a batch.
 
-An assistant has no KV of its own: its few layers attend to the KV of the target's last layer of each kind. It is fed
-with the target's last state and the token after it, then with its own state, and stays at one position.
+An assistant has no KV of its own: its few layers attend to the KV of the target's last layer of each attention type.
+Its first input is the target's last state and the token after it, each later input its own last state. Its position
+does not change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,12 @@ Seen = tuple[tuple[mx.array, mx.array], mx.array | None]
 
 
 class Assistant:
-    """Assistant, bound to its target."""
+    """Assistant model, bound to its target."""
 
     def __init__(self, model: Any, target: Any, layers: Mapping[str, int], vocab: int) -> None:
-        """`layers` are the target's layers whose KV it reads, by kind. Raises ValueError if it does not fit."""
+        """`layers` maps each attention type to the target's layer whose KV is used. Raises ValueError if the assistant
+        was made for another model.
+        """
         if not isinstance(model, Gemma4AssistantDraftModel):
             raise ValueError(f"drafters of the form {type(model).__module__.split('.')[-2]} are not run")
         self._model: Any = model
@@ -53,19 +56,20 @@ class Assistant:
     def load(
         cls, path: Path, target: Any, layers: Mapping[str, int], vocab: int, dtype: mx.Dtype
     ) -> tuple["Assistant", int]:
-        """Load the assistant of a folder; return it with the bytes of its weights. Raises ValueError and mlx-vlm's
-        errors."""
+        """Load the assistant in a folder; return it with the bytes of its weights. Raises ValueError and mlx-vlm's
+        errors.
+        """
         model: Any
         model, _ = load_drafter(str(path))
         own_bytes = evaluate_weights(model, dtype)
         return cls(model, target, layers, vocab), own_bytes
 
     def hidden(self, states: mx.array) -> mx.array:
-        """Apply the target's last norm, before which states are captured."""
+        """Apply the target's last norm; states are captured before it."""
         return self._final(states)
 
     def seen(self, caches: Sequence[Any]) -> dict[str, Seen]:
-        """Return the target's KV by kind of layer, with masks for a query at each row's last position."""
+        """Return the target's KV by attention type, with masks for a query at each row's last position."""
         kinds: dict[str, Seen] = {}
         for kind in self._kinds:
             keys, values, positions = caches[self.layers[kind]].contents()
@@ -94,7 +98,7 @@ class Assistant:
     def _logits(self, state: mx.array) -> mx.array:
         model = self._model
         if model.masked_embedding is not None:
-            # Only tokens of the clusters nearest to a state get logits.
+            # Only tokens in the clusters nearest to a state get logits.
             ids, own = model.masked_embedding._selected_logits(state, model.model.embed_tokens.weight)
             whole = mx.full((*state.shape[:2], model.masked_embedding.vocab_size), -mx.inf, dtype=own.dtype)
             return mx.put_along_axis(whole, ids.reshape(own.shape), own, axis=-1)
@@ -131,7 +135,7 @@ class AssistantDrafts(Proposer):
         states = {row: state for row, state in last.items() if state is not None}
         if not states:
             return [[] for _ in rows]
-        # All rows of the batch run, so that none of their KV is copied.
+        # The pass includes all rows of the batch, so that none of their KV is copied.
         order, caches = self._rows()
         blank, following = mx.zeros_like(next(iter(states.values()))), dict(zip(rows, newest, strict=True))
         hidden = self._assistant.hidden(mx.stack([states.get(row, blank) for row in order])[:, None])
@@ -147,7 +151,7 @@ class AssistantDrafts(Proposer):
         return [drafts[row] if row in states else [] for row in rows]
 
     def _state(self, row: DraftedRow, at: int) -> mx.array | None:
-        """Return the target's state of token `at` of a row; None if it was not captured."""
+        """Return the target's state at token `at` of a row; None if it was not captured."""
         for record in reversed(self.capture.records):
             if row.draft in record.rows:
                 index = record.rows.index(row.draft)

@@ -1,7 +1,7 @@
-"""Attention of a block of drafts, for the rows of a batch: to the block itself and to the row's cached context.
+"""Attention of a block of drafted tokens to the block itself and to its row's cached context, for the rows of a batch.
 
-mlx-vlm's attention runs on a cache of one length. Here each row's block begins where its own context ends, under a mask
-per row; the projections are those of the wrapped mlx-vlm module.
+mlx-vlm's attention supports caches of one length only. Here each row's block begins where the row's context ends, under
+a mask per row; the projections are those of the wrapped mlx-vlm module.
 """
 
 from dataclasses import dataclass, field
@@ -16,10 +16,11 @@ from mlx_vlm.speculative.drafters.qwen3_dflash.dflash import DFlashAttention
 
 @dataclass(slots=True, frozen=True)
 class BlockMask:
-    """Tokens that a token of a block attends to.
+    """Range of tokens that a token of a block attends to.
 
-    It attends to the last `window - 1` tokens of the context, or all, and to the whole block, or with `is_causal` up to
-    itself. With `is_own` the window ends at each token, otherwise where the block begins.
+    A token attends to the last `window - 1` tokens of the context, or to all of them, and to the whole block, or with
+    `is_causal` to the block up to itself. With `is_own` the window ends at each token, otherwise at the beginning of
+    the block.
     """
 
     window: int | None = None
@@ -29,14 +30,16 @@ class BlockMask:
 
 @dataclass(slots=True, eq=False)
 class BlockPass:
-    """Rows of one pass: where their blocks begin, `[rows]`, and whether all rows fill all slots before."""
+    """Rows of one pass: the slots `[rows]` at which their blocks begin, and whether all rows fill all slots before
+    them.
+    """
 
     begins: mx.array
     is_level: bool
     masks: dict[tuple[int, int, BlockMask], mx.array] = field(default_factory=dict)
 
     def mask(self, slots: int, width: int, form: BlockMask) -> mx.array | None:
-        """Return the mask `[rows, 1, width, slots + width]` over context and block; None if all is seen."""
+        """Return the mask `[rows, 1, width, slots + width]` over context and block; None if no slot is masked."""
         if self.is_level and form.window is None and not form.is_causal:
             return None
         key = slots, width, form
@@ -56,14 +59,14 @@ class BlockPass:
 
 @dataclass(slots=True, eq=False)
 class BlockLayerCache:
-    """Argument of a layer in place of a cache: the layer's own cache, and the rows of the pass."""
+    """Replacement of a layer's cache argument: the layer's own cache, and the rows of the pass."""
 
     cache: Any
     rows: BlockPass
 
 
 class BlockAttention(nn.Module):
-    """Attention of DFlash and DSpark on a batch, around mlx-vlm's module."""
+    """Attention of DFlash and DSpark for the rows of a batch, around mlx-vlm's module."""
 
     def __init__(self, module: Any, form: BlockMask) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ class BlockAttention(nn.Module):
         self._form = form
 
     def keep(self, context: mx.array, rope: Any, cache: Any) -> tuple[mx.array, mx.array]:
-        """Append the keys and values of new context to a cache; return all of them."""
+        """Append the keys and values of new context to a cache; return all keys and values of the cache."""
         _, keys, values = self._project(context)
         kept: tuple[mx.array, mx.array] = cache.update_and_fetch(rope(keys, offset=cache.offset), values)
         return kept
@@ -98,7 +101,7 @@ class BlockAttention(nn.Module):
         """Return queries and keys before their rotary embedding, and values, all `[rows, heads, width, dim]`."""
         attention = self.module
         keys = attention.k_proj(x)
-        # Gemma's drafter has one projection for keys and values.
+        # Drafters for Gemma have one projection for keys and values.
         values = attention.v_proj(x) if "v_proj" in attention else keys
         return self._headed(attention.q_proj(x), keys, values)
 
@@ -128,7 +131,7 @@ class LagunaAttention(BlockAttention):
 
 
 def wrap(attention: Any) -> BlockAttention | None:
-    """Wrap a layer's attention for the rows of a batch; return None for an unknown form."""
+    """Wrap a layer's attention for the rows of a batch; return None for an unknown type."""
     if isinstance(attention, DFlashAttention):
         window = attention.sliding_window if attention.is_sliding else None
         return BlockAttention(attention, BlockMask(window, attention.is_causal, attention.is_causal))

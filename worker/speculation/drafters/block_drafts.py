@@ -10,15 +10,15 @@ from worker.speculation.drafters.row_caches import bytes_per_token, columns
 from worker.speculation.drafters.state_drafts import PendingStates, StateDrafts
 from worker.speculation.text_sources.lookup import DraftSource
 
-# A block attends to states of at most this many last tokens of a prompt.
+# Number of a prompt's last tokens whose states a block attends to.
 _PROMPT_TAIL_TOKENS: Final = 512
 
 
 class BlockDrafts(StateDrafts):
-    """Proposer with a drafter of the DFlash family."""
+    """Proposer that uses a drafter of the DFlash family."""
 
     def __init__(self, head: BlockHead, size: int, dtype: mx.Dtype) -> None:
-        """`size` is the size of the target's hidden states, of which the drafter takes several."""
+        """`size` is the width of the target's hidden states; the drafter takes those of several layers."""
         super().__init__(DraftSource.BLOCK, head.tokens, head.make_caches, _PROMPT_TAIL_TOKENS)
         self._head = head
         self.longest = head.longest

@@ -1,6 +1,7 @@
-"""DFlash and DSpark heads: they draft a block of tokens in one pass, from states of some of the target's layers.
+"""DFlash and DSpark heads, which draft a block of tokens in one pass, from hidden states of some of the target's
+layers.
 
-The modules are mlx-vlm's, except for attention, which runs on the caches of a batch.
+The modules are mlx-vlm's, except for attention, which supports the caches of a batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ class BlockHead:
     """Drafter of blocks, bound to its target."""
 
     def __init__(self, model: Any, target: Any, vocab: int) -> None:
-        """Raises ValueError if the drafter does not fit."""
+        """Raises ValueError if the drafter was made for another model, or has an unsupported type."""
         wrapped = [wrap(getattr(layer, "self_attn", None)) for layer in getattr(model, "layers", ())]
         if not isinstance(model, _FORMS) or None in wrapped:
             raise ValueError(f"drafters of the form {type(model).__module__.split('.')[-2]} are not run")
@@ -67,18 +68,19 @@ class BlockHead:
 
     @classmethod
     def load(cls, path: Path, target: Any, vocab: int, dtype: mx.Dtype) -> tuple["BlockHead", int]:
-        """Load the drafter of a folder; return it with the bytes of its own weights. Raises ValueError and mlx-vlm's
-        errors."""
+        """Load the drafter in a folder; return it with the bytes of its own weights. Raises ValueError and mlx-vlm's
+        errors.
+        """
         model: Any
         model, _ = load_drafter(str(path))
-        own_bytes = evaluate_weights(model, dtype)  # before the target's tables are among them
+        own_bytes = evaluate_weights(model, dtype)  # the target's tables are not among the weights yet
         return cls(model, target, vocab), own_bytes
 
     def make_caches(self) -> list[Any]:
         return [KVCache() for _ in self._model.layers]
 
     def keep(self, states: mx.array, caches: Sequence[Any]) -> None:
-        """Add states of the target to the context, without a draft after them."""
+        """Append states of the target to the context, without drafting."""
         context = self._context(states)
         for layer, cache in zip(self._model.layers, caches, strict=True):
             layer.self_attn.keep(context, self._model.rope, cache)
@@ -86,8 +88,11 @@ class BlockHead:
     def __call__(
         self, anchors: mx.array, states: mx.array, lengths: Sequence[int], caches: Sequence[Any], count: int
     ) -> mx.array:
-        """Return hidden states `[rows, count, size]` of the drafted tokens, which follow the tokens `anchors`
-        `[rows, 1]`; these follow the target's states `[rows, width, …]`, of which row i has `lengths[i]`."""
+        """Return hidden states `[rows, count, size]` of the drafted tokens.
+
+        Drafted tokens follow the tokens `anchors` `[rows, 1]`, and these follow the target's states `[rows, width, …]`,
+        of which row i has `lengths[i]`.
+        """
         config, width = self._model.config, states.shape[1]
         is_level = (
             caches[0].lengths.is_level
@@ -118,7 +123,9 @@ class BlockHead:
         return chosen
 
     def _selected(self, hidden: mx.array, logits: mx.array, before: mx.array) -> mx.array:
-        """Return the scores of the best tokens, which depend on the token before (DFlash 2); -inf for all others."""
+        """Return the scores of the best tokens, which depend on the preceding token (DFlash 2); all other tokens have
+        -inf.
+        """
         selector = self._model.candidate_selector
         best = mx.argpartition(logits, -selector.top_k, axis=-1)[:, -selector.top_k :]
         paths = selector.predecessor_codebook(before) * selector.hidden_projection(hidden)

@@ -1,6 +1,6 @@
-"""EAGLE-3 head: fed with states of three of the target's layers, with a vocabulary of its own.
+"""EAGLE-3 head: its input is states of three of the target's layers, and it has a vocabulary of its own.
 
-Its layers are mlx-vlm's, whose loop and caches are not used.
+The layers are mlx-vlm's; mlx-vlm's loop and caches are not used.
 """
 
 from pathlib import Path
@@ -15,15 +15,15 @@ from worker.vision.multimodal_merge import text_core
 
 
 class EagleHead:
-    """Drafter in the format of Speculators and SGLang, as mlx-vlm loads it, bound to its target."""
+    """EAGLE-3 drafter in the format of Speculators and SGLang, loaded by mlx-vlm and bound to its target."""
 
     def __init__(self, model: Any, target: Any, vocab: int, dtype: mx.Dtype) -> None:
-        """Raises ValueError if the drafter does not fit."""
+        """Raises ValueError if the drafter was made for another model."""
         self._model = model.bind(target)
         self._vocab = vocab
         self.size = int(model.hidden_size)
         self.tokens = int(self._model.embed_tokens.weight.shape[0])
-        # Layers of the target whose inputs the head takes.
+        # Indices of the target's layers whose inputs the head takes.
         self.places: list[int] = [int(at) for at in model.config.target_layer_ids]
         ids = mx.arange(model.draft_vocab_size)
         self._ids = ids if model.d2t is None else ids + model.d2t
@@ -39,14 +39,14 @@ class EagleHead:
 
     @classmethod
     def load(cls, path: Path, target: Any, vocab: int, dtype: mx.Dtype) -> tuple["EagleHead", int]:
-        """Load the head of a folder; return it with its bytes of weights. Raises ValueError and mlx-vlm's errors."""
+        """Load the head in a folder; return it with its weights' bytes. Raises ValueError and mlx-vlm's errors."""
         from mlx_vlm.speculative.drafters import load_drafter
 
         model: Any
         model, kind = load_drafter(str(path))
         if kind != "eagle3":
             raise ValueError(f"it is a drafter of the kind {kind}")
-        own_bytes = evaluate_weights(model, dtype)  # before the target's tables are among them
+        own_bytes = evaluate_weights(model, dtype)  # the target's tables are not among the weights yet
         return cls(model, target, vocab, dtype), own_bytes
 
     def make_caches(self) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Head for multi-token prediction (MTP): one more layer, which predicts a token from the last hidden state two
-positions before it and the token between.
+"""Head for multi-token prediction (MTP): one more layer, which predicts a token from the hidden state two positions
+before it and the token between them.
 
-Its forms in checkpoints are in `head_forms.py`. The layer is of the target's own class, so it runs on the caches of a
-batch.
+`head_forms.py` describes the heads of published checkpoints. The layer is of the target's own class, so it supports the
+caches of a batch.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Transform = Callable[[mx.array], mx.array]
 
 
 class PredictionHead(nn.Module):
-    """Head bound to its target, with the target's embedding table and `lm_head`, or its own.
+    """Prediction head bound to its target. It uses the target's embedding table and `lm_head`, or its own.
 
     Its output is a hidden state: logits are computed from it, and it replaces the target's when the head continues
     after its own draft.
@@ -35,13 +35,13 @@ class PredictionHead(nn.Module):
         self.layer = layer
         self.norm = nn.RMSNorm(size, eps=eps) if has_norm else nn.Identity()
         self.size = size
-        # Window of the layer's attention; None if it attends to all tokens.
+        # Size of the sliding window of the layer's attention; None if the layer attends to all tokens.
         self.window: int | None = None
-        # The layer has a KV cache; with sparse attention, also a cache of its index.
+        # Number of the layer's caches: one of KV and, with sparse attention, a second one of its index.
         self.caches = 1
         self._form = form
         self.tokens = 0
-        # Set by `bind`. The leading underscore keeps them out of the head's parameters.
+        # `bind` sets these two. Their leading underscore keeps them out of the head's parameters.
         self._tables: tuple[Transform, Transform]
         self._final: Transform
 
@@ -54,11 +54,13 @@ class PredictionHead(nn.Module):
         return [KVCache() if self.caches == 1 else CacheList(*(KVCache() for _ in range(self.caches)))]
 
     def hidden(self, states: mx.array) -> mx.array:
-        """Apply the target's last norm, before which states are captured, unless the head takes them without."""
+        """Return the head's input: the captured states after the target's last norm, or unchanged if the head takes
+        them without.
+        """
         return states if self._form.is_fed_raw else self._final(states)
 
     def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
-        """Return hidden states `[rows, width, size]` from ids `[rows, width]` and the hidden states before them."""
+        """Return hidden states `[rows, width, size]`, given ids `[rows, width]` and the hidden states before them."""
         cache = caches[0]
         seen = cache[0] if self.caches > 1 else cache
         pair = [self.enorm(self._tables[0](tokens)), self.hnorm(hidden)]

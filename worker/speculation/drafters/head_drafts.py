@@ -1,8 +1,8 @@
-"""Drafts by a head, for the rows of a batch: one forward pass of the head per token.
+"""Drafts by a prediction head, for the rows of a batch: one forward pass of the head per token.
 
-The head runs on pairs: the target's hidden state at a position, and the token after it. For a draft it continues with
-its own states, which are removed from its caches afterwards: the next draft begins with the target's states of the
-accepted tokens.
+An input of the head is a pair: the target's hidden state at a position, and the token after it. Within a draft the head
+uses its own states instead. These are removed from its caches afterwards, because the next draft begins with the
+target's states of the accepted tokens.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from worker.speculation.text_sources.lookup import DraftSource
 
 
 class DraftHead(Protocol):
-    """Head that is fed with hidden states and the tokens after them, then with its own states.
+    """Head whose input is hidden states and the tokens after them, first the target's states, then its own.
 
-    `size` is the size of its hidden states, `tokens` the number of ids in its embedding table.
+    `size` is the width of its hidden states, `tokens` the number of ids in its embedding table.
     """
 
     size: int
@@ -27,7 +27,7 @@ class DraftHead(Protocol):
     def make_caches(self) -> list[Any]: ...
 
     def hidden(self, states: mx.array) -> mx.array:
-        """Convert captured states to hidden states that the head takes."""
+        """Convert captured states to the head's input."""
         ...
 
     def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array: ...
@@ -38,7 +38,7 @@ class DraftHead(Protocol):
 
 
 class HeadDrafts(StateDrafts):
-    """Proposer with a head. The head was trained for one token; for more, it continues from its own draft."""
+    """Proposer that uses a head. The head was trained to draft one token; further tokens continue its own draft."""
 
     def __init__(self, head: DraftHead, dtype: mx.Dtype, source: str = DraftSource.HEAD) -> None:
         super().__init__(source, head.tokens, head.make_caches)

@@ -1,6 +1,6 @@
-"""Forms of MTP heads in checkpoints: the names of their tensors, the order of their inputs, and their layer.
+"""Formats of MTP heads in checkpoints: the names of their tensors, the order of their inputs, and their layer.
 
-All are those of the published checkpoints, as vLLM and SGLang read them.
+All formats are those of published checkpoints, as vLLM and SGLang read them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,13 @@ Sizes = Mapping[str, Any]
 
 @dataclass(slots=True, frozen=True)
 class HeadForm:
-    """Names and configuration of one form of head.
+    """Names and configuration of one format of head.
 
-    Its tensors begin with one of `prefixes`, in which `{layers}` is the number of the target's layers. `parts` maps the
-    names of the head's own tensors, and `tables` those of tables that some checkpoints store again for it. The layer's
-    tensors begin with `layer`; `renames` maps prefixes of their names to those of the target's layer. If the head's
-    layer is a part of the target's, `compose` extracts it, and `own` maps prefixes to the names there.
+    The head's tensors begin with one of `prefixes`, in which `{layers}` is the number of the target's layers. `parts`
+    maps the names of the head's own tensors, and `tables` the names of tables that some checkpoints store a second time
+    for the head. The layer's tensors begin with `layer`; `renames` maps prefixes of their names to those of the
+    target's layer. If the head's layer is a part of the target's, `compose` extracts it, and `own` maps prefixes to the
+    names in the extracted layer.
     """
 
     prefixes: Sequence[str]
@@ -58,28 +59,30 @@ class _HalfLayer(nn.Module):
 
 
 _NEXTN_PARTS: Final = {"eh_proj": "fc", "enorm": "enorm", "hnorm": "hnorm"}
-# Modules that a layer of LongCat has twice.
+# Modules that a LongCat layer has twice.
 _LONGCAT_PAIRS: Final = ("self_attn", "input_layernorm", "post_attention_layernorm")
 _TABLES: Final = {"embed_tokens.weight": "embed", "shared_head.head.weight": "lm_head"}
 
 
 def _exaone(sizes: Sizes) -> dict[str, Any]:
-    """Return the changes for a dense layer of the kind configured for heads, or else of the first layer's kind."""
+    """Return the changes for a dense layer of the type configured for heads, or else of the first layer's type."""
     kinds = list(sizes["layer_types"])
     own = (sizes.get("mtp_layer_types") or kinds)[0]
-    # The class uses rotary positions depending on whether any layer has a window.
+    # mlx-lm's class gives layers with full attention rotary positions only if no layer has a window, so the other
+    # layers' types stay in the list.
     return {"layer_types": [own, *kinds], "is_moe_layer": [False]}
 
 
 def _mimo_v2(_sizes: Sizes) -> dict[str, Any]:
-    """Return the changes for a dense layer with a window; the class needs a layer of each kind."""
+    """Return the changes for a dense layer with a window; the target's class needs a layer of each type."""
     return {"num_hidden_layers": 2, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 0]}
 
 
 def _step(sizes: Sizes) -> dict[str, Any]:
     """Return the changes for a dense layer.
 
-    Lists have an entry per layer, the heads' after the others; if there are none, those of a layer with a window apply.
+    Configuration lists have an entry per layer, with the heads' entries last; without entries for heads, those of a
+    layer with a window apply.
     """
     layers, kinds = int(sizes["num_hidden_layers"]), list(sizes["layer_types"])
     at = layers if len(kinds) > layers else kinds.index("sliding_attention")
@@ -96,7 +99,7 @@ QWEN: Final = HeadForm(
     is_zero_centered=True,
 )
 _NEXTN: Final = HeadForm(("model.layers.{layers}.",), {**_NEXTN_PARTS, "shared_head.norm": "norm"}, _TABLES)
-# Forms by the target's `model_type`. A head in a file of its own may have Qwen's form with any target.
+# Formats by the target's `model_type`. A head in a file of its own may have Qwen's format with any target.
 FORMS: Final[Mapping[str, HeadForm]] = {
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN,

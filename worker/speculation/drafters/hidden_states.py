@@ -1,7 +1,8 @@
-"""Hidden-state capture: states of the target on their way between its layers, for drafters that go on from them.
+"""Hidden-state capture: inputs of some of the target's layers, for drafters that use them.
 
 A module is wrapped once, when the model is loaded, and its input is kept while a batch has drafts. A record holds the
-place of each row's states in its text. It includes states of rejected tokens, which readers skip by that place.
+position of each row's states in the row's text. Records include states of rejected tokens, which readers skip by that
+position.
 """
 
 from collections import deque
@@ -14,9 +15,9 @@ import mlx.core as mx
 from worker.speculation.draft_state import DraftState
 from worker.vision.multimodal_merge import WrappedModule
 
-# States of this many last tokens of a prompt are kept, for a drafter that needs only near ones.
+# Number of a prompt's last tokens whose states are kept, for a drafter that needs only the last ones.
 PROMPT_TAIL_TOKENS: Final = 256
-# The oldest records are dropped, read or not.
+# Maximum number of records; beyond it the oldest is dropped, even if it was not used.
 _MAX_RECORDS: Final = 256
 _MAX_RECORD_BYTES: Final = 64 << 20
 
@@ -25,7 +26,7 @@ _MAX_RECORD_BYTES: Final = 64 << 20
 class CapturedStates:
     """Inputs of the captured modules in one forward pass, concatenated, `[rows, width, size]`.
 
-    The states of row i are those of `lengths[i]` tokens of its text from `starts[i]` on; they begin at column
+    Row i has the states of `lengths[i]` tokens of its text, beginning at token `starts[i]`; they begin at column
     `begins[i]`.
     """
 
@@ -37,11 +38,13 @@ class CapturedStates:
 
 
 class HiddenStateCapture:
-    """Records of the newest forward passes, with the last `tail` tokens of a prompt. Owned by the engine thread."""
+    """Records of the newest forward passes; of a prompt, only the last `tail` tokens are kept. Owned by the engine
+    thread.
+    """
 
     def __init__(self, tail: int = PROMPT_TAIL_TOKENS) -> None:
         self._tail = tail
-        # Whether a batch has drafts; otherwise nothing is kept.
+        # Whether a batch has drafts; otherwise no state is kept.
         self.is_on = False
         self.records: deque[CapturedStates] = deque()
         self.nbytes = 0
@@ -76,7 +79,7 @@ class HiddenStateCapture:
         width = states[0].shape[1]
         begin = min(length - count for length, count in zip(lengths, near, strict=True) if count)
         if is_view := width > 1 or is_packed:
-            # A view would keep its whole array in memory: a long prompt, or the other parts of the pass.
+            # A view would keep its whole array in memory: that of a long prompt, or of the other parts of the pass.
             states = tuple(mx.contiguous(state[:, begin:]) for state in states)
         joined = states[0] if len(states) == 1 else mx.concatenate(list(states), axis=-1)
         if is_view:
@@ -89,7 +92,7 @@ class HiddenStateCapture:
             self.nbytes -= self.records.popleft().states.nbytes
 
     def switch(self, *, is_on: bool) -> None:
-        """Begin or end the capture, without records of earlier rows."""
+        """Turn the capture on or off, and drop all records."""
         self.is_on = is_on
         self.records.clear()
         self._inputs.clear()
@@ -110,6 +113,6 @@ class CapturePoint(WrappedModule):
 
 
 def capture_of(model: Any) -> HiddenStateCapture | None:
-    """Return the capture of a model whose batch has drafts."""
+    """Return a model's capture, or None if none of its modules is wrapped."""
     capture: HiddenStateCapture | None = getattr(model, "capture", None)
     return capture if capture is not None and capture.is_on else None

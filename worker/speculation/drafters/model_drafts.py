@@ -1,7 +1,7 @@
-"""Drafts by a second, smaller model with the same tokens, for the rows of a batch.
+"""Drafts by a second, smaller model with the same tokenizer, for the rows of a batch.
 
-It reads the rows' texts with its own KV: a text that is new to it in slices between the target's steps, one row after
-another, then the newly accepted tokens with each draft. A row has drafts once its text has been read.
+The draft model has its own KV. It processes a new text in slices between the target's steps, one row after another, and
+the newly accepted tokens with each draft. A row has drafts once its whole text has been processed.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from worker.speculation.drafters.target import with_vocab
 from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 
-# Maximum number of a text's unread tokens that are read together with the newest tokens of the other rows: the first
-# for each row, or the second in total.
+# Maximum number of a text's unread tokens that are processed together with the newest tokens of the other rows: the
+# first limit is for each row, the second for all rows.
 MAX_SHARED_TOKENS: Final = 16
 MAX_SHARED_TOTAL_TOKENS: Final = 64
 
 
 class ModelDrafts(CachedProposer):
-    """Proposer with a draft model, whose caches keep tokens one by one.
+    """Proposer that uses a draft model, whose caches can be shortened token by token.
 
-    `tokens` is the number of ids in its embedding table, `vocab` the width of the target's logits.
+    `tokens` is the number of ids in the draft model's embedding table, `vocab` the width of the target's logits.
     """
 
     source: str = DraftSource.MODEL
@@ -34,7 +34,7 @@ class ModelDrafts(CachedProposer):
         super().__init__(tokens)
         self._model = model
         self._vocab = vocab
-        # Rows whose texts are being read, the oldest first.
+        # Rows whose texts are being processed, the oldest first.
         self._reading: list[DraftedRow] = []
         caches = make_prompt_cache(model)
         model(mx.array([[0]]), cache=caches)
@@ -85,7 +85,7 @@ class ModelDrafts(CachedProposer):
         return [drafted.get(row, []) for row in rows]
 
     def _draft(self, ids: Sequence[list[int]], count: int) -> list[list[int]]:
-        """Read the rest of each text and the newest token, then generate `count` tokens."""
+        """Process the rest of each text and the newest token, then generate `count` tokens."""
         rows, lengths = self._rows, [len(row) for row in ids]
         logits = last_of(self._model(self._inputs(ids), cache=rows.caches), lengths)
         rows.accept(lengths)
@@ -100,7 +100,7 @@ class ModelDrafts(CachedProposer):
         return self._drawn(with_vocab(logits[:, 0], self._vocab), position)
 
     def _place(self, row: DraftedRow, text: Tokens) -> None:
-        """Put a row with little to read into the batch; a row with much to read is first read alone."""
+        """Put a row with few unread tokens into the batch; process a row with many alone first."""
         shared = max(MAX_SHARED_TOKENS, MAX_SHARED_TOTAL_TOKENS // max(1, len(self._rows.rows)))
         if row in self._rows.rows:
             if len(text) - row.draft.done > shared:

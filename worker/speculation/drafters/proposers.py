@@ -1,4 +1,4 @@
-"""Proposers of drafts for a model, made when it is loaded."""
+"""Factory of a model's proposer of drafts, used when the model is loaded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,12 +24,12 @@ from worker.speculation.drafters.target import core_of, evaluate_weights
 from worker.speculation.text_sources.lookup import DraftSource
 from worker.vision.multimodal_merge import text_core
 
-# Parts of types and class names by which drafters that are no language models are recognized.
+# Parts of model types and class names that identify a drafter that is no language model.
 _DRAFTER_SIGNS: Final = ("mtp", "dflash", "dspark", "assistant", "eagle")
 
 
 def attach_head(path: Path, model: Any, beside: Path | None = None) -> tuple[HeadDrafts, int]:
-    """Attach a head to the model loaded from the checkpoint `path`; return its proposer and its bytes of weights.
+    """Attach a head to the model loaded from the checkpoint `path`; return its proposer and the bytes of its weights.
 
     The head is the checkpoint's own, or that of the folder `beside`. Raises `NoHead`.
     """
@@ -47,7 +47,7 @@ def attach_head(path: Path, model: Any, beside: Path | None = None) -> tuple[Hea
 def attach_draft(target: LoadedModel, path: Path, load_draft: Callable[[], LoadedModel]) -> tuple[Proposer, int]:
     """Attach the configured drafter or draft model; return its proposer and the bytes of its weights.
 
-    Raises `LoadFailed` if the target cannot verify drafts, or the drafter does not fit.
+    Raises `LoadFailed` if the target cannot verify drafts, or the drafter was made for another model.
     """
     if target.plan.mode is not BatchMode.TOGETHER or not batched.can_rewind(make_prompt_cache(target.model)):
         reason = target.plan.reason or "its caches cannot go back to before a block"
@@ -70,7 +70,7 @@ def attach_draft(target: LoadedModel, path: Path, load_draft: Callable[[], Loade
 
 
 def _kind(config: Mapping[str, Any]) -> str:
-    """Return the kind of a drafter; empty for a language model."""
+    """Return the type of a drafter; empty for a language model."""
     kind = str(config.get("speculators_model_type") or config.get("model_type", "")).lower()
     names = [kind, *(str(name).lower() for name in config.get("architectures") or ())]
     if "dflash_config" in config:
@@ -104,7 +104,7 @@ def _assistant_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
     core, caches = text_core(model), make_caches(model)
     if any(type(cache) not in (KVCache, RotatingKVCache) for cache in caches):
         raise ValueError("it reads the target's KV, which is quantized, or of another kind")
-    # The last layer of each kind among those with KV of their own.
+    # An assistant uses the last layer of each attention type, among the layers with KV of their own.
     layers = {str(layer.layer_type): at for at, layer in enumerate(core.layers[: len(caches)])}
     assistant, own_bytes = Assistant.load(path, model, layers, _vocab(model), core.norm.weight.dtype)
     drafts = AssistantDrafts(assistant)
@@ -112,7 +112,7 @@ def _assistant_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
     return drafts, own_bytes
 
 
-# Attachment of a drafter by the signs in its kind.
+# Function that attaches a drafter, by the drafter's types.
 _ATTACHED: Final[Mapping[tuple[str, ...], Callable[[Any, Path], tuple[Proposer, int]]]] = {
     ("eagle3",): _eagle_drafts,
     ("dflash", "dspark", "muse_glimmer_assistant"): _block_drafts,
@@ -130,12 +130,12 @@ def _model_drafts(target: LoadedModel, draft: LoadedModel) -> ModelDrafts:
 
 
 def _vocab(model: Any) -> int:
-    """Return the width of a model's logits, from a pass that is built and not evaluated."""
+    """Return the width of a model's logits, from a graph that is built and never evaluated."""
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
 
 
 def _capture(model: Any, places: Sequence[int], capture: HiddenStateCapture) -> None:
-    """Capture the inputs of these layers; the place after the last layer is the norm."""
+    """Capture the inputs of the layers `places`; the index after the last layer selects the last norm."""
     core = core_of(model)
     for place in places:
         if place == len(core.layers):
@@ -146,7 +146,7 @@ def _capture(model: Any, places: Sequence[int], capture: HiddenStateCapture) -> 
 
 
 def _check_tokens(target: LoadedModel, draft: LoadedModel) -> None:
-    """Refuse a draft model in which an id of the target is another token."""
+    """Refuse a draft model whose tokenizer gives an id of the target another meaning."""
     ours, theirs = ({id: token for token, id in each.tokenizer.get_vocab().items()} for each in (target, draft))
     for id, token in sorted(ours.items()):
         if theirs.get(id) != token:

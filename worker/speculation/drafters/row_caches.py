@@ -1,4 +1,4 @@
-"""KV of a model that drafts: its caches have a row for each row of the target that it drafts for."""
+"""KV of a drafting model, with a cache row for each row of the target that has drafts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from worker.speculation.drafter import Draw, Proposer, Rows
 
 
 class RowCaches:
-    """Rows in the order of the caches' rows; `draft.done` of each is the number of tokens that its caches hold."""
+    """Rows in the order of the cache rows; each row's `draft.done` is the number of its tokens in the caches."""
 
     def __init__(self) -> None:
         self.rows: list[DraftedRow] = []
@@ -50,7 +50,7 @@ class RowCaches:
         return caches, done
 
     def accept(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[i]` tokens of row i of the newest block, and remove its padding."""
+        """Keep the first `lengths[i]` tokens of row i's newest block, and remove its padding."""
         width = max(lengths)
         batched.rewind(self.caches, [width - length for length in lengths])
         for row, length in zip(self.rows, lengths, strict=True):
@@ -62,7 +62,7 @@ class RowCaches:
 
 
 class CachedProposer(Proposer):
-    """Base of proposers with their own KV. `tokens` is the number of ids in their embedding table."""
+    """Base of proposers with their own KV. `tokens` is the number of ids in the drafter's embedding table."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -80,8 +80,9 @@ class CachedProposer(Proposer):
         self._rows.discard(row)
 
     def _inputs(self, ids: Sequence[Sequence[int]]) -> mx.array:
-        """Return ids `[rows, width]`, padded with 0. Ids beyond the embedding table become its last id: the target may
-        have more tokens, and the placeholder of a medium may lie beyond the table."""
+        """Return ids `[rows, width]`, padded with 0. Ids beyond the embedding table are replaced by its last id: the
+        target may have more tokens, and a medium's placeholder may lie beyond the table.
+        """
         width = max(map(len, ids))
         padded = mx.array([[*row, *[0] * (width - len(row))] for row in ids], dtype=mx.uint32)
         return mx.minimum(padded, self._tokens - 1)
@@ -91,18 +92,18 @@ class CachedProposer(Proposer):
 
 
 def last_of(values: mx.array, lengths: Sequence[int]) -> mx.array:
-    """Return the last of each row's first `lengths[i]` values `[rows, width, size]`, as `[rows, 1, size]`."""
+    """Return row i's value at index `lengths[i] - 1` of `[rows, width, size]`, as `[rows, 1, size]`."""
     last = mx.array([max(0, length - 1) for length in lengths])
     return mx.take_along_axis(values, last[:, None, None], axis=1)
 
 
 def columns(drafted: Sequence[mx.array]) -> list[list[int]]:
-    """Return the draft of each row, from the drafted ids `[rows]` of each position."""
+    """Return the draft of each row, given the drafted ids `[rows]` of each position."""
     drafts: Any = mx.stack(list(drafted), axis=1).tolist()
     return drafts
 
 
 def bytes_per_token(caches: Sequence[Any]) -> int:
-    """Return the bytes that a token takes in the caches of one row, which have run at least one."""
+    """Return the bytes per token in the caches of one row, which must hold at least one token."""
     arrays: list[Any] = [array for leaf in leaves(caches) for array in leaf.state[:2]]
     return sum(array[..., :1, :].nbytes for array in arrays)

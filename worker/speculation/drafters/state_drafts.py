@@ -1,8 +1,8 @@
 """Drafts from captured hidden states of the target, for the rows of a batch.
 
-The drafter has its own KV, with a row for each row of the target. A row's recorded states run through the drafter when
-a draft is requested: the newest together with those of the other rows. A row whose KV comes from the prefix cache, or
-that returns from the queue, has states only from there on.
+The drafter has its own KV, with a row for each row of the target. It processes a row's recorded states when a draft is
+requested: the newest together with those of the other rows. A row whose KV comes from the prefix cache, or that returns
+from the queue, has states only from that token on.
 """
 
 from abc import abstractmethod
@@ -18,15 +18,16 @@ from worker.speculation.drafters.hidden_states import PROMPT_TAIL_TOKENS, Captur
 from worker.speculation.drafters.row_caches import CachedProposer
 from worker.speculation.text_sources.indexed_text import Tokens
 
-# Maximum number of unread states of a row that run together with other rows; a row with more first runs alone.
+# Maximum number of unread states of a row that are processed together with other rows; a row with more is processed
+# alone first.
 _MAX_SHARED_STATES: Final = 32
 
 
 @dataclass(slots=True)
 class PendingStates:
-    """States of one row that have not run, `[count, size]` from token `begin` of its text on.
+    """States `[count, size]` of one row that are not processed yet, beginning at token `begin` of the row's text.
 
-    Each part is a record, its row there, and the range of columns. The text lacks the newest token.
+    Each part is a record, the row's index in the record, and the range of columns. The text lacks the newest token.
     """
 
     text: Tokens
@@ -40,7 +41,7 @@ class PendingStates:
 
     @property
     def next_ids(self) -> list[int]:
-        """The token after each state."""
+        """Return the token after each state."""
         return [*self.text[self.begin + 1 :].tolist(), self.newest]
 
     def joined(self) -> mx.array:
@@ -49,9 +50,9 @@ class PendingStates:
 
 
 class StateDrafts(CachedProposer):
-    """Base of proposers that go on from captured states.
+    """Base of proposers that use captured states.
 
-    `tokens` is the number of ids in their embedding table; `make_caches` makes empty caches of one row.
+    `tokens` is the number of ids in the drafter's embedding table; `make_caches` makes empty caches of one row.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class StateDrafts(CachedProposer):
 
     @abstractmethod
     def _run(self, states: PendingStates, caches: list[Any]) -> None:
-        """Run all states of one row except the last."""
+        """Process all states of one row except the last."""
 
     @abstractmethod
     def _draft(self, rows: Sequence[PendingStates | None], lengths: Sequence[int], count: int) -> list[list[int]]:
-        """Run the states of all rows of the drafter's batch, `lengths[i]` of row i, and draft `count` tokens each.
+        """Process the states of all rows of the drafter's batch, `lengths[i]` of row i, and draft `count` tokens each.
 
         A row without a draft has None, and its result is not used.
         """
@@ -111,7 +112,7 @@ class StateDrafts(CachedProposer):
         return mx.stack([mx.pad(row, [(0, width - row.shape[0]), (0, 0)]) for row in filled])
 
     def _pending(self, row: DraftedRow, text: Tokens, newest: int) -> PendingStates:
-        """Return the states that have not run, up to the last token of the text, as far back as records reach."""
+        """Return the unprocessed states up to the last token of the text, as far back as the records reach."""
         done, need, parts = row.draft.done, len(text), list[tuple[CapturedStates, int, int, int]]()
         for record in reversed(self.capture.records):
             if need <= done:
@@ -131,7 +132,7 @@ class StateDrafts(CachedProposer):
         """Bring a row into the drafter's batch so that its next state is the first of `states`."""
         if states.parts and row in self._rows.rows and row.draft.done == states.begin:
             return
-        self.discard(row)  # there is a gap between the states that have run and these
+        self.discard(row)  # there is a gap between the processed states and these
         if not states.parts:
             return
         caches, count = self._make_caches(), states.count
@@ -144,7 +145,9 @@ class StateDrafts(CachedProposer):
 
 
 def _single_record(rows: Sequence[PendingStates | None]) -> tuple[CapturedStates, list[int]] | None:
-    """Return the record that holds all states of all rows in their order, and the first column of each row."""
+    """Return the record that holds all states of all rows in the rows' order, and the first column of each row; None if
+    there is none.
+    """
     first = next(row.parts[0][0] for row in rows if row is not None)
     begins: list[int] = []
     for at, row in enumerate(rows):

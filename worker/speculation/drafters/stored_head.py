@@ -1,4 +1,4 @@
-"""Heads for multi-token prediction in a checkpoint: their weights are found and read, and the head is built."""
+"""Loader of heads for multi-token prediction: finds and reads the weights in a checkpoint, and builds the head."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from worker.speculation.drafters.head import PredictionHead
 from worker.speculation.drafters.head_forms import FORMS, QWEN, HeadForm
 from worker.speculation.drafters.target import core_of, tables
 
-# File of a head that was taken out of a checkpoint, or trained for it.
+# File of a head that was extracted from a checkpoint, or trained for it.
 SIDECAR: Final = "mtp.safetensors"
 _QWEN_PREFIX: Final = "mtp."
-# Maximum length of an error in a reason, which may list hundreds of names.
+# Maximum length of an error's text in a reason; some errors list hundreds of names.
 _MAX_REASON_CHARS: Final = 200
-# Forms of heads in folders of their own by `model_type`, with renamed prefixes of tensors.
+# Formats of heads in folders of their own by `model_type`, with pairs of a tensor prefix and its new name.
 ALONE: Final[Mapping[str, tuple[HeadForm, Sequence[tuple[str, str]]]]] = {
     "qwen3_5_mtp": (QWEN, ((_QWEN_PREFIX, ""),)),
     "glm4_moe_lite_mtp": (
@@ -43,7 +43,7 @@ class NoHead(Exception):
 
 @dataclass(slots=True, frozen=True)
 class StoredHead:
-    """Weights of a head as stored, by their names without the prefix. Norms may be stored minus 1."""
+    """Weights of a head as stored, by their names without the prefix. The weights of norms may be stored minus 1."""
 
     weights: dict[str, mx.array]
     form: HeadForm
@@ -52,14 +52,14 @@ class StoredHead:
 
 @dataclass(slots=True, frozen=True)
 class TensorFile:
-    """Tensors of one file, not read yet, and the framework whose layout they have."""
+    """Tensors of one file, which are loaded lazily, and the framework whose layout they have."""
 
     tensors: dict[str, mx.array]
     framework: str
 
 
 def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | None = None) -> PredictionHead:
-    """Load the head of the folder `beside`, or of the checkpoint `path`, which holds `model`. Raises `NoHead`."""
+    """Load the head in the folder `beside`, or in the model's checkpoint `path`. Raises `NoHead`."""
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
     kind, sizes = str(config.get("model_type", "")), dict(text or config)
     stored = _read(path, kind, sizes) if beside is None else _read_alone(beside, kind)
@@ -75,7 +75,7 @@ def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | 
 
 
 def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> StoredHead | None:
-    """Return the head in the files of a checkpoint. Raises `NoHead` for a form that is not supported."""
+    """Return the head in the files of a checkpoint. Raises `NoHead` for an unsupported format."""
     sidecar = path / SIDECAR
     is_beside = sidecar.exists()
     files = [_open(file) for file in ([sidecar] if is_beside else sorted(path.glob("model*.safetensors")))]
@@ -95,12 +95,12 @@ def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> StoredHead | None:
 def _weights(
     form: HeadForm, files: Sequence[TensorFile], sizes: Mapping[str, Any]
 ) -> tuple[dict[str, mx.array], set[str]]:
-    """Return the weights of a form, by their names without the prefix, and the frameworks of their files."""
+    """Return the weights of one format, by their names without the prefix, and the frameworks of their files."""
     prefixes = [prefix.format(layers=sizes.get("num_hidden_layers")) for prefix in form.prefixes]
     weights: dict[str, mx.array] = {}
     frameworks: set[str] = set()
     for file in files:
-        # The first prefix counts: it may begin with another one.
+        # Of several prefixes that match, the first in `prefixes` applies, because one may begin with another.
         names = {name: prefix for name in file.tensors for prefix in reversed(prefixes) if name.startswith(prefix)}
         weights |= {name.removeprefix(prefix): file.tensors[name] for name, prefix in names.items()}
         frameworks |= {file.framework} if names else set()
@@ -108,7 +108,7 @@ def _weights(
 
 
 def _is_published(form: HeadForm, files: Sequence[TensorFile], frameworks: set[str], is_beside: bool) -> bool:
-    """Whether weights are as published: conversions to MLX change norms and convolutions.
+    """Return whether weights are as published: conversions to MLX change norms and convolutions.
 
     Qwen's models are recognized by the convolutions in all files, because some conversions are marked as published.
     """
@@ -119,7 +119,7 @@ def _is_published(form: HeadForm, files: Sequence[TensorFile], frameworks: set[s
 
 
 def _read_alone(folder: Path, kind: str) -> StoredHead | None:
-    """Return the head in a folder of its own, as mlx-vlm writes it, or in Qwen's form below `mtp` if as published."""
+    """Return the head in a folder of its own, in mlx-vlm's format, or in Qwen's published format below `mtp`."""
     form, renames = ALONE[str(json.loads((folder / "config.json").read_text()).get("model_type", ""))]
     weights: dict[str, mx.array] = {}
     is_published = False
@@ -133,7 +133,7 @@ def _read_alone(folder: Path, kind: str) -> StoredHead | None:
 def _open(file: Path) -> TensorFile:
     tensors: Any
     metadata: Any
-    tensors, metadata = mx.load(str(file), return_metadata=True)  # reads the header only
+    tensors, metadata = mx.load(str(file), return_metadata=True)  # this reads the header only
     return TensorFile(tensors, metadata.get("format", ""))
 
 
@@ -153,7 +153,7 @@ def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Sto
         elif part in form.parts:
             own[f"{form.parts[part]}.{leaf}"] = weight
         elif name.startswith("layers.") and not form.layer:
-            continue  # the head has more layers, of which the first is used
+            continue  # only the first layer of such a head is used
         elif name.startswith(form.layer) and "rotary_emb" not in name:
             layer_weights[_renamed(name.removeprefix(form.layer), form.renames)] = weight
         elif form is QWEN and name.startswith("layers."):
@@ -179,7 +179,7 @@ def _renamed(name: str, renames: Sequence[tuple[str, str]]) -> str:
 
 
 def _window(layer: Any, sizes: Mapping[str, Any]) -> int | None:
-    """Return the window of a layer's attention; None if it attends to all tokens."""
+    """Return the size of the sliding window of a layer's attention; None if the layer attends to all tokens."""
     is_sliding = getattr(layer, "is_sliding", False) or getattr(layer, "is_sliding_window", False)
     return int(sizes.get("sliding_window") or sizes["sliding_window_size"]) if is_sliding else None
 
@@ -189,7 +189,7 @@ def _layer(
 ) -> tuple[Any, int]:
     """Return a layer of the target's class with these weights, and the number of its caches.
 
-    A model of one layer is built, because its `sanitize` converts weights from the form in which they are stored.
+    A model of one layer is built, because its `sanitize` converts weights from their stored format.
     """
     overrides = {
         "num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0, "layer_types": None,

@@ -12,7 +12,9 @@ from worker.vision.multimodal_merge import text_core
 
 
 def core_of(model: Any) -> Any:
-    """Return the part with the layers, the last norm and the embedding table. Raises ValueError for another form."""
+    """Return the model's part with the layers, the last norm and the embedding table. Raises ValueError for another
+    structure.
+    """
     inner = getattr(model, "model", None)
     if all(hasattr(inner, name) for name in ("word_embeddings", "layers", "norm")):
         return inner

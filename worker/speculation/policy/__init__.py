@@ -1,1 +1,1 @@
-"""Draft policy: how many tokens a step verifies, and whether drafts pay."""
+"""Draft policy: the number of tokens that a step verifies, and whether drafts make it faster."""

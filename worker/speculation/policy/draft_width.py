@@ -1,4 +1,4 @@
-"""Measured times of steps by their width, and the choice of the width that pays.
+"""Measured step times by width, and the choice of the fastest width.
 
 The width of a step is the number of tokens of a row in one forward pass: its newest token and its draft.
 """
@@ -10,27 +10,27 @@ from typing import Final
 
 # Width 1 is a plain step, without drafts.
 WIDTHS: Final = (1, 2, 4, 8, 16)
-# Drafts must promise at least this many times the tokens per second of plain steps.
+# Drafts are used if they promise at least this factor times the tokens per second of plain steps.
 _MIN_GAIN: Final = 1.05
-# Assumed factor of time for twice the width before it was tried, unless narrower doublings cost more.
+# Assumed factor of a step's time when its width doubles to an untried one, unless a narrower doubling cost more.
 _UNTRIED_GROWTH: Final = 1.25
-# A width is tried only if drafts promise this many tokens beyond one per row.
+# A width is tried only if drafts promise in total this many tokens beyond one per row.
 _MIN_PROMISED_TOKENS: Final = 1.0
-# Weights of a new time in the average. A slower one counts less: the first step of a width may have compiled kernels.
+# Weights of a new time in the average. A slower time counts less: the first step of a width may have compiled kernels.
 _FASTER_WEIGHT: Final = 0.5
 _SLOWER_WEIGHT: Final = 0.2
-# A time is dropped after this many steps without its width, because contexts have changed; sooner, by this many steps
-# per measurement, if it was measured only a few times.
+# A time is dropped after this many steps without its width, because contexts have changed. A time with few measurements
+# is dropped sooner: after this many steps per measurement.
 _MAX_AGE_STEPS: Final = 512
 _MAX_AGE_STEPS_PER_MEASUREMENT: Final = 128
-# Factor by which a recalled time may differ from the first measured steps before it is replaced. A slower step must be
-# confirmed by a second one, because the first of a width may have compiled kernels.
+# Maximum factor between a recalled time and the first measured steps; beyond it the recalled time is replaced. A slower
+# step must be confirmed by a second one, because the first step of a width may have compiled kernels.
 _MAX_RECALLED_FACTOR: Final = 1.5
 # A time measured within this many steps needs no new measurement.
 _FRESH_STEPS: Final = 64
-# Weight of the newest block in the average number of tokens that a block gives a row.
+# Weight of the newest block in the average number of accepted tokens per row.
 _TOKENS_WEIGHT: Final = 0.3
-# Each of two variants of a step is tried this many times, and again after `_RETRIAL_STEPS`.
+# Number of trials of each of two variants of a step; trials are repeated after `_RETRIAL_STEPS`.
 _TRIAL_STEPS: Final = 6
 _RETRIAL_STEPS: Final = 2048
 
@@ -43,22 +43,23 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], float] = {}
-        # The newest step, and the number of steps, for each number of rows and width.
+        # Serial number of the newest step, and the count of steps, by number of rows and width.
         self._used: dict[tuple[int, int], tuple[int, int]] = {}
         self._steps = 0
-        # Times of an earlier start that are not confirmed yet, and whether one step was much slower.
+        # Recalled times that are not confirmed yet; the value is whether one step was much slower.
         self._recalled: dict[tuple[int, int], bool] = {}
-        # Rows and width of the newest step and of the newest block, and the average tokens per row of blocks.
+        # Rows and width of the newest step and of the newest block; `tokens` is the average number of tokens per row in
+        # blocks.
         self.newest = self.block = (1, 1)
         self.tokens = 1.0
 
     @property
     def times(self) -> dict[tuple[int, int], float]:
-        """Seconds by rows and width."""
+        """Seconds by number of rows and width."""
         return dict(self._times)
 
     def recall(self, times: Mapping[tuple[int, int], float]) -> None:
-        """Use times of an earlier start until steps are measured."""
+        """Use the times of an earlier run of the worker until steps are measured."""
         for key in times.keys() - self._times.keys():
             if key[1] in WIDTHS and key[0] == bucket(key[0]):
                 self._times[key] = times[key]
@@ -66,7 +67,7 @@ class StepCosts:
                 self._recalled[key] = False
 
     def observe(self, rows: int, width: int, seconds: float, tokens: int = 0) -> None:
-        """Record a step: its seconds, 0.0 if unknown, and the tokens that it gave all rows."""
+        """Record a step: its seconds (0.0 if unknown), and the number of tokens that it gave all rows."""
         self._steps += 1
         key = self.newest = bucket(rows), width_of(width)
         if width > 1 and tokens:
@@ -97,14 +98,14 @@ class StepCosts:
         return self._times.get((bucket(rows), width_of(width)))
 
     def is_fresh(self, rows: int, width: int) -> bool:
-        """Whether such a step was measured recently."""
+        """Return whether a step with these rows and width was measured recently."""
         return self._steps - self._used.get((bucket(rows), width_of(width)), (-_FRESH_STEPS, 0))[0] < _FRESH_STEPS
 
     def scaled(self, rows: int, width: int) -> float:
         """Return the seconds of a step, estimated from the nearest known number of rows; 0.0 if none is known.
 
-        Doubling the rows costs between nothing, while reading the weights dominates, and twice the time; the estimate
-        is the square root of 2.
+        Doubling the rows costs nothing while reading the weights dominates, and at most twice the time; the estimate is
+        the square root of 2.
         """
         rows, width = bucket(rows), width_of(width)
         known = [at for at, wide in self._times if wide == width]
@@ -120,9 +121,10 @@ class StepCosts:
         return self.tokens * plain_s / (block_s + drafting_s) if block_s else 0.0
 
     def predict(self, rows: int, width: int) -> float | None:
-        """Return the seconds of a step, extrapolated from the widest known narrower one; None without a plain one.
+        """Return the seconds of a step, extrapolated from the widest known narrower step; None if the plain step is
+        unknown.
 
-        The growth is that of the last known doubling, except the one from 1 to 2: kernels for one token are others.
+        The growth is that of the last known doubling, except the one from 1 to 2: one token runs on other kernels.
         """
         if self.known(rows, 1) is None:
             return None
@@ -133,7 +135,7 @@ class StepCosts:
         return seconds * growth ** math.log2(width / WIDTHS[at])
 
     def may_pay(self, rows: int) -> bool:
-        """Whether any width would pay if all drafts were accepted."""
+        """Return whether any width would be faster than plain steps if all drafts were accepted."""
         plain = self.predict(rows, 1)
         if plain is None:
             return False
@@ -142,16 +144,16 @@ class StepCosts:
     def width(self, rows: int, odds: Sequence[Sequence[float]]) -> int:
         """Return the width with the most tokens per second.
 
-        `odds[i][j]` is the probability that the tokens of row i's draft up to j are accepted.
+        `odds[i][j]` is the probability that row i's draft is accepted up to token j.
         """
         return self.best(rows, odds)[0]
 
     def best(
         self, rows: int, odds: Sequence[Sequence[float]], drafting: Callable[[int, float], float] | None = None
     ) -> tuple[int, float]:
-        """Return the width with the most tokens per second, and that rate, for plain steps times `_MIN_GAIN`.
+        """Return the width with the most tokens per second, and that rate; for plain steps, the rate times `_MIN_GAIN`.
 
-        `drafting` returns the seconds to make drafts of a width, given those of a plain step.
+        `drafting` returns the seconds to make drafts of a width, given the seconds of a plain step.
         """
         plain = self.predict(rows, 1)
         if plain is None:
@@ -159,7 +161,7 @@ class StepCosts:
         best, best_rate = 1, _MIN_GAIN * rows / plain
         is_promising = sum(map(sum, odds)) >= _MIN_PROMISED_TOKENS
         for narrower, width in pairwise(WIDTHS):
-            # A width is tried only after the next narrower one was measured.
+            # A width is tried only after the next narrower width was measured.
             if self.known(rows, width) is None and not (is_promising and self.known(rows, narrower) is not None):
                 continue
             seconds = self.predict(rows, width)
@@ -172,7 +174,7 @@ class StepCosts:
 
 
 class FasterOfTwo:
-    """Choice of the faster of two variants of a step, by trials of both that are repeated from time to time.
+    """Choice of the faster of two variants of a step, by trials of both that are repeated at intervals.
 
     The fastest step of a trial counts, because the first steps of a shape compile kernels. Without a measurement, the
     second variant is used.
@@ -183,7 +185,7 @@ class FasterOfTwo:
         self._asked: dict[int, int] = {}
 
     def choose(self, rows: int) -> bool:
-        """Whether to use the second variant for a step of this many rows."""
+        """Return whether a step with this many rows should use the second variant."""
         key = bucket(rows)
         asked = self._asked[key] = self._asked.get(key, -1) + 1
         trial = asked % _RETRIAL_STEPS

@@ -1,4 +1,4 @@
-"""Proposals of a drafting model, with their measured times and acceptance."""
+"""Drafts of a drafting model, with their measured times and acceptance."""
 
 import time
 from collections.abc import Sequence
@@ -9,16 +9,17 @@ from worker.speculation.drafter import Proposer
 from worker.speculation.policy.draft_width import WIDTHS, StepCosts
 from worker.speculation.text_sources.indexed_text import Tokens
 
-# Assumed probability that a token is accepted if the tokens before it are, before any was verified.
+# Assumed probability that a token is accepted if all tokens before it in the draft are; used until a draft was
+# verified.
 PRIOR_ACCEPTANCE: Final = 0.75
-# Minimum weight of a verified token in the average acceptance.
+# Minimum weight of a newly verified token in the average acceptance.
 _MIN_LEARNING_RATE: Final = 0.02
-# Assumed time of a drafted token, as a share of a plain step, before any draft was measured.
+# Assumed time of a drafted token, as a share of a plain step; used until a draft was measured.
 _UNTRIED_TOKEN_SHARE: Final = 0.15
 
 
 class Proposals:
-    """Proposer with its acceptance by position in a draft, and its times by rows and width."""
+    """Proposer with its acceptance by position in a draft, and its drafting times by rows and width."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
@@ -28,7 +29,9 @@ class Proposals:
         self._counts = [0] * (WIDTHS[-1] - 1)
 
     def odds(self, own: float, most: int) -> list[float]:
-        """Return the probability that a draft is accepted up to each token; `own` is the row's acceptance."""
+        """Return, for each token of a draft, the probability that the draft is accepted up to it; `own` is the row's
+        acceptance.
+        """
         odds: list[float] = []
         chance = 1.0
         for rate in self._rates[: min(most, self.proposer.longest)]:
@@ -37,7 +40,7 @@ class Proposals:
         return odds
 
     def seconds(self, rows: int, width: int, plain: float) -> float:
-        """Return the seconds to draft for a step of this width; `plain` are those of a plain step."""
+        """Return the seconds to draft for a step of this width; `plain` is the time of a plain step."""
         known = [(each, self._costs.known(rows, each)) for each in WIDTHS[1:]]
         each = [(abs(other - width), seconds / (other - 1)) for other, seconds in known if seconds is not None]
         return (min(width, self._widest) - 1) * (min(each)[1] if each else _UNTRIED_TOKEN_SHARE * plain)
@@ -45,12 +48,12 @@ class Proposals:
     def propose(
         self, count: int, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], width: int
     ) -> list[list[int]]:
-        """Return drafts for some of the batch's `count` rows, for a step of this width or as long as possible."""
+        """Return drafts for some of the batch's `count` rows, long enough for a step of this width if possible."""
         width = min(width, self._widest)
         began = time.perf_counter()
         drafts = self.proposer.propose(rows, texts, newest, width - 1)
         seconds = time.perf_counter() - began
-        # A draft that is missing was delayed by reading its prompt, so the time is not typical.
+        # A missing draft was delayed by the processing of its prompt, so the measured time is not typical.
         if all(drafts):
             self._costs.observe(count, width, seconds)
         return drafts

@@ -1,4 +1,6 @@
-"""Speculator: the drafter of an engine, with drafts from lookup and from a model, as long as they pay."""
+"""Speculator: the drafter of an engine, which uses drafts from lookup and from a model as long as they make steps
+faster.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -16,23 +18,25 @@ from worker.speculation.text_sources.lookup import DraftSource, LookupGuess, Out
 
 log = logging.getLogger("mlxd.worker")
 
-# Assumed acceptance of a looked-up token before any was verified.
+# Assumed acceptance of a looked-up token until one was verified.
 _PRIOR_ACCEPTANCE: Final = 0.8
-# Weights of a verified token in the acceptance of its kind of match, and in that of its row.
+# Weights of a newly verified token: in the acceptance of its class of matches, and in that of its row.
 _LEARNING_RATE: Final = 0.02
 _ROW_LEARNING_RATE: Final = 0.15
-# Whenever a row has a draft, its acceptance moves by this share back to the assumed one, so that a row whose drafts
-# were wrong is tried again. A model always has a draft, so its share is smaller.
+# Whenever a row has a draft, its acceptance moves by this share back to the assumed acceptance, so that a row whose
+# drafts were wrong is tried again. A model always has a draft, so its share is smaller.
 _RECOVERY_RATE: Final = 0.02
 _MODEL_RECOVERY_RATE: Final = 0.005
 _MODELS: Final = (DraftSource.HEAD, DraftSource.EAGLE, DraftSource.MODEL, DraftSource.BLOCK, DraftSource.ASSISTANT)
 # A row whose drafts are repeatedly wrong from the first token has no lookup for 1, 3, 7, then 15 steps (exponential
-# back-off). These are the maximum exponents of 2; the smaller one is for drafts that would not pay.
+# back-off). The two constants are maximum exponents of 2; the smaller one is for drafts that would not make steps
+# faster.
 _MAX_BACK_OFF: Final = 4
 _MAX_UNPAID_BACK_OFF: Final = 2
-# Tokens of a row's text that a tick indexes: a long prompt at once would take the time of several steps.
+# Maximum number of tokens of a row's text that a tick indexes: a whole long prompt would take the time of several
+# steps.
 _INDEXED_TOKENS_PER_TICK: Final = 4096
-# Minimum lengths of the kinds of match, each of which has its own acceptance.
+# Lower bounds of the match lengths of each class of matches; each class has its own acceptance.
 _MATCH_LENGTHS: Final = (3, 5, 9, 17)
 
 
@@ -48,7 +52,7 @@ class DraftCounts:
 
 
 class Speculator(Drafter):
-    """Drafter of an engine. What it learns from one batch is used for the next."""
+    """Drafter of an engine. Acceptance and times that it learns from one batch are used for the next."""
 
     widest = WIDTHS[-1]
 
@@ -67,12 +71,12 @@ class Speculator(Drafter):
 
     @property
     def width(self) -> int:
-        """Width of the newest step."""
+        """Return the width of the newest step."""
         return self.costs.newest[1]
 
     @property
     def gain(self) -> float:
-        """Tokens per second of recent blocks divided by those of plain steps; 0.0 before any block."""
+        """Return the tokens per second of recent blocks divided by those of plain steps; 0.0 before any block."""
         rows, width = self.costs.block
         if width == 1:
             return 0.0
@@ -155,7 +159,7 @@ class Speculator(Drafter):
             if row is None:
                 continue
             guess, own = None, list[float]()
-            # One more token is guessed, because the newest token is not known yet.
+            # The guess has one token more, because the newest token is not known yet.
             longest = min(limit, row.drafting.most) + 1
             if len(row.expected) > 1:
                 own = [1.0] * (min(longest, len(row.expected)) - 1)
@@ -203,7 +207,11 @@ class Speculator(Drafter):
         width: int,
         rate: float,
     ) -> int:
-        """Replace guesses by the model's drafts for rows where they promise more, if that pays; return the width."""
+        """Replace guesses by the model's drafts in rows where more tokens are expected of them, if the model's time is
+        worth it.
+
+        Return the step's width.
+        """
         assert self._proposals is not None
         models = [
             self._model_odds(row, row.draft.followed, limit) if row.draft.followed is not None else []
@@ -264,7 +272,7 @@ class Speculator(Drafter):
                 row.accepted += right
             for at in range(right):
                 counts.by_position[at] += 1
-            if guess.source is not DraftSource.GRAMMAR:  # whose tokens were certain
+            if guess.source is not DraftSource.GRAMMAR:  # a grammar's tokens were certain
                 self._learn(row, guess, len(draft), right)
 
     def _learn(self, row: DraftedText, guess: LookupGuess, drafted: int, right: int) -> None:
@@ -295,7 +303,9 @@ class Speculator(Drafter):
         return guess
 
     def _branch(self, row: DraftedText, most: int, newest: int | None = None) -> LookupGuess | None:
-        """Return at most `most` tokens of the row's branch, after `newest` if that is known and on the branch."""
+        """Return at most `most` tokens of the row's branch; with `newest`, those after it, or None if the branch does
+        not continue with it.
+        """
         if row.branch is None:
             return None
         match = min(MIN_MATCH_TOKENS + row.followed, MAX_MATCH_TOKENS)
@@ -305,7 +315,9 @@ class Speculator(Drafter):
         return LookupGuess(tokens, DraftSource.TREE, match) if tokens else None
 
     def _odds(self, row: DraftedText, guess: LookupGuess) -> list[float]:
-        """Return the probability that a draft is accepted up to each token, by its kind of match and by the row."""
+        """Return, for each token of a draft, the probability that the draft is accepted up to it, by its class of
+        matches and its row.
+        """
         if guess.source is DraftSource.GRAMMAR:
             return [1.0] * len(guess.tokens)
         rate = (self._rates.get(_kind(guess), _PRIOR_ACCEPTANCE) + row.rate) / 2

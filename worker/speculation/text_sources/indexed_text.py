@@ -1,4 +1,4 @@
-"""Tokens with an index, which finds earlier occurrences of the newest tokens in constant time."""
+"""Token text with an index, which finds earlier occurrences of the newest tokens in constant time."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -8,17 +8,18 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 
-# Matches of fewer tokens are rarely right, and matches of more are not right more often.
+# Minimum length of a match: shorter matches are rarely right, and longer ones are not right more often.
 MIN_MATCH_TOKENS: Final = 3
 MAX_MATCH_TOKENS: Final = 32
-# Separates texts, and replaces tokens that must not be drafted: no draft extends over it.
+# Separator of texts, also in place of tokens that must not be drafted: no draft extends over it.
 BREAK: Final = -1
-# Maximum number of matches that a search compares, and of places with the same hash that it visits.
+# Maximum number of matches that a search compares, and maximum number of places with the same hash that it visits.
 _MAX_COMPARED: Final = 16
 _MAX_VISITED: Final = 64
-# Maximum number of places that one search adds to the index: a long text would take the time of several steps.
+# Maximum number of places that one search adds to the index: indexing a whole long text would take as long as several
+# steps.
 _SEARCH_INDEX_TOKENS: Final = 4096
-# Up to this many places are indexed one by one, which is faster than NumPy's vectors.
+# Ranges of up to this many places are indexed in a loop, which is faster than NumPy's vectors for them.
 _MAX_LOOPED_PLACES: Final = 16
 # Multipliers of xxHash32.
 _PRIMES: Final = (2654435761, 2246822519, 3266489917)
@@ -27,9 +28,9 @@ _SPARE_TOKENS: Final = 1024
 
 
 class IndexedTokens:
-    """Tokens that grow at their end, with hash chains over runs of `MIN_MATCH_TOKENS`, as in zlib.
+    """Growing sequence of tokens, with hash chains over runs of `MIN_MATCH_TOKENS`, as in zlib.
 
-    A place is the index of a run's last token. Each place links to the place before it with the same hash.
+    A place is the index of a run's last token. Each place links to the preceding place with the same hash.
     """
 
     def __init__(self, tokens: Tokens) -> None:
@@ -38,7 +39,7 @@ class IndexedTokens:
         self._held[: self._end] = tokens
         self._heads = np.empty(0, dtype=np.int32)
         self._before = np.empty(0, dtype=np.int32)
-        # Places before this one are in the chains.
+        # All places before this one are in the chains.
         self._indexed = MIN_MATCH_TOKENS - 1
         self._shift = 32
 
@@ -61,9 +62,10 @@ class IndexedTokens:
         self._end -= 1
 
     def longest(self, tail: Tokens) -> tuple[int, int]:
-        """Return the place and length of the longest match of the end of `tail` that is followed by more tokens.
+        """Return the place and length of the longest match for the end of `tail`; a match must be followed by more
+        tokens.
 
-        The place is -1 if there is none.
+        The place is -1 if there is no match.
         """
         if len(tail) < MIN_MATCH_TOKENS or self._end <= MIN_MATCH_TOKENS:
             return -1, 0
@@ -84,7 +86,7 @@ class IndexedTokens:
         return place, best
 
     def _match(self, at: int, tail: Tokens) -> int:
-        """Return the length of the match of a reversed tail that ends at a place."""
+        """Return the length of the match that ends at a place, given the reversed tail."""
         size = min(len(tail), at + 1)
         differs = self._held[at - size + 1 : at + 1][::-1] != tail[:size]
         length = int(differs.argmax())
@@ -114,7 +116,7 @@ class IndexedTokens:
         return self._indexed >= self._end - 1
 
     def _make_chains(self) -> None:
-        """Make empty chains for the capacity of the text. They are made again whenever the capacity doubles."""
+        """Make empty chains for the capacity of the text. They are made again when the capacity doubles."""
         bits = max(10, len(self._held).bit_length() + 1)
         self._shift = 32 - bits
         self._heads = np.full(1 << bits, -1, dtype=np.int32)
@@ -122,7 +124,7 @@ class IndexedTokens:
         self._indexed = MIN_MATCH_TOKENS - 1
 
     def _add(self, begin: int, end: int) -> None:
-        """Add a range of places, each linked to the place before it with the same hash."""
+        """Add a range of places, each linked to the preceding place with the same hash."""
         held = self._held[begin - 2 : end].astype(np.uint64)
         mixed = held[:-2] * _PRIMES[2] + held[1:-1] * _PRIMES[1] + held[2:] * _PRIMES[0]
         buckets: npt.NDArray[np.uint64] = (mixed & np.uint64(_MASK)) >> np.uint64(self._shift)

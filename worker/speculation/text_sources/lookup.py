@@ -1,6 +1,6 @@
-"""Lookup: drafts are the tokens after the longest earlier match of a row's newest tokens.
+"""Lookup drafts: the tokens after the longest earlier match of a row's newest tokens.
 
-Models often repeat text: of a prompt that they edit, of their own output, of the client's prediction, or of answers to
+Models often repeat text of a prompt that they edit, of their own output, of the client's prediction, or of answers to
 earlier requests. A search needs no model and little memory.
 """
 
@@ -20,13 +20,14 @@ from worker.speculation.text_sources.indexed_text import (
     Tokens,
 )
 
-# Maximum number of tokens of earlier outputs for each salt, and of salts. A salt takes half a megabyte with its index,
-# and clients choose salts freely.
+# Maximum number of earlier output tokens per salt, and maximum number of salts. Clients choose salts freely, and each
+# salt takes half a megabyte with its index.
 HISTORY_TOKENS: Final = 1 << 14
 HISTORY_SALTS: Final = 64
-# Tokens that are left when a history is full: it is cut rarely, because the rest must be indexed again.
+# Number of tokens that remain when a full history is cut. Cuts are rare, because the remaining tokens must be indexed
+# again.
 _CUT_HISTORY_TOKENS: Final = HISTORY_TOKENS * 3 // 4
-# Number of prompt tokens that are kept before an output, so that its beginning can be found.
+# Number of prompt tokens that are kept before an output, so that the output's beginning can be found.
 _PROMPT_TAIL_TOKENS: Final = 8
 
 
@@ -64,11 +65,11 @@ class Lookup(IndexedTokens):
 
     @property
     def text(self) -> Tokens:
-        """Prompt and output so far."""
+        """Return the prompt and the output so far."""
         return self.tokens[self._predicted :]
 
     def guess(self, most: int, history: IndexedTokens) -> LookupGuess | None:
-        """Return at most `most` tokens that may follow, and no more than matched before them."""
+        """Return at most `most` tokens that may follow, and at most as many as matched before them."""
         tail = self.text[-MAX_MATCH_TOKENS:]
         at, match = self.longest(tail)
         if at >= 0:
@@ -89,7 +90,7 @@ class OutputHistory:
         return self._held.get(salt, self._none)
 
     def add(self, salt: str, text: Tokens, output: int) -> None:
-        """Add the last `output` tokens of a text."""
+        """Add the last `output` tokens of a text to the history of a salt."""
         if output < MIN_MATCH_TOKENS:
             return
         tail = text[-(output + _PROMPT_TAIL_TOKENS) :][-HISTORY_TOKENS // 2 :]
@@ -105,7 +106,7 @@ class OutputHistory:
 
 def _guess(held: Tokens, at: int, match: int, most: int, source: DraftSource) -> LookupGuess | None:
     count = min(most, match)
-    # A draft may reach the end of the text, where it repeats its own beginning.
+    # A draft that reaches the end of the text continues with the draft's own beginning.
     period = len(held) - 1 - at
     tokens = [int(held[at + 1 + step % period]) for step in range(count)]
     if BREAK in tokens:
