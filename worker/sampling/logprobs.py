@@ -11,14 +11,16 @@ from worker.sampling.prompt_scores import PromptScore
 
 
 class LogprobReader:
-    """Reader with its own CPU stream: on the generation stream, reads would queue behind the running step."""
+    """Reader with its own CPU stream: on the generation stream, its work would queue behind the running step."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._stream = mx.new_stream(mx.cpu)
         self._token_bytes = token_bytes
 
     def read(self, rows: Sequence[tuple[int, mx.array, int]]) -> list[TokenLogprob]:
-        """Return the entry of each (sampled token, log-probabilities `[vocab]`, number of top tokens), best first."""
+        """Return the entry of each (sampled token, log-probabilities `[vocab]`, number of top tokens); top tokens are
+        sorted, best first.
+        """
         pending: list[tuple[mx.array, mx.array, mx.array]] = []
         with mx.stream(self._stream):
             for token, logprobs, top in rows:
@@ -29,7 +31,7 @@ class LogprobReader:
         return [self._entry(token, *read) for (token, _, _), read in zip(rows, pending, strict=True)]
 
     def echo(self, ids: Sequence[int], scores: Sequence[PromptScore], top: int) -> list[TokenLogprob]:
-        """Return entries of these prompt tokens in the form of sampled tokens."""
+        """Return entries of these prompt tokens in the format of sampled tokens."""
         return [
             TokenLogprob(self._token_bytes(token), score.logprob, self._named(score.likeliest[:top]))
             for token, score in zip(ids, scores, strict=True)

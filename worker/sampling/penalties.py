@@ -1,6 +1,6 @@
 """Logit processors of one request: bias, penalties, and forbidden tokens, as functions of the row's own tokens.
 
-A processor runs before this process knows the newest token: it computes with arrays, and reads none of them.
+A processor runs before the newest token reaches the host, so it computes with arrays and evaluates none of them.
 """
 
 import math
@@ -36,7 +36,7 @@ NO_WORDS: Final = BadWords()
 def processors(
     params: Sampling, prompt_tokens: int, words: BadWords = NO_WORDS, eos_ids: Sequence[int] = ()
 ) -> list[Processor]:
-    """Return the bias, penalties and limits of one request, in the order of `Sampling`; empty for most."""
+    """Return the processors of one request, in the order of `Sampling`'s fields; empty for most requests."""
     chain: list[Processor] = []
     window = params.penalty_window
     if params.logit_bias or words.bias:
@@ -57,7 +57,7 @@ def processors(
 
 
 def _joined(bias: dict[int, float], more: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Merge the biases of ids and of texts; a token with several gets their sum."""
+    """Merge the biases of ids and of texts; a token with several biases gets their sum."""
     joined = dict(bias)
     for token, value in more:
         joined[token] = joined.get(token, 0.0) + value
@@ -118,7 +118,7 @@ def _dry(params: Sampling, breakers: Sequence[int]) -> Processor:
         depth = min(DRY_MAX_MATCH_TOKENS, length - 1)
         back = mx.arange(depth)[:, None]
         ends = context[length - 1 - back]
-        # True where the token before an earlier place equals the token at the same distance from the end.
+        # An entry is true if the token before an earlier place equals the token at the same distance from the end.
         at = mx.arange(length - 1)[None] - back
         is_same = (at >= 0) & (context[mx.maximum(at, 0)] == ends) & ~is_breaker[ends]
         lengths = mx.sum(mx.cumprod(is_same.astype(mx.int32), axis=0), axis=0)
@@ -144,7 +144,7 @@ def _only(ids: Sequence[int]) -> Processor:
 
 
 def _none_of(sequences: Sequence[Sequence[int]]) -> Processor:
-    """Forbid the last token of each sequence if the context ends with the others."""
+    """Forbid the last token of each sequence if the context ends with the sequence's other tokens."""
     single = [sequence[0] for sequence in sequences if len(sequence) == 1]
     longer = [(mx.array(list(sequence[:-1])), sequence[-1]) for sequence in sequences if len(sequence) > 1]
 
@@ -161,7 +161,7 @@ def _none_of(sequences: Sequence[Sequence[int]]) -> Processor:
 
 
 def _not_before(count: int, prompt_tokens: int, ends: Sequence[int]) -> Processor:
-    """Forbid the end tokens while there are fewer tokens than `count`."""
+    """Forbid the end tokens until the output has `count` tokens."""
     ids = mx.array(list(ends))
 
     def apply(context: mx.array, logits: mx.array) -> mx.array:

@@ -11,7 +11,7 @@ from protocol.to_worker import Generate
 
 
 class PromptScore(NamedTuple):
-    """Score of one token: log-probability, rank from 1, and the most likely tokens, best first."""
+    """Score of one token: its log-probability, its rank counted from 1, and the most likely tokens, best first."""
 
     logprob: float
     rank: int
@@ -24,9 +24,10 @@ FIRST: Final = PromptScore(math.nan, 0, [])
 
 @dataclass(slots=True)
 class Scores:
-    """Scores of each token of a prompt. `ids` is the whole prompt; `top` is the number of most likely tokens.
+    """Scores of each token of a prompt. `ids` is the whole prompt; `top` is the number of most likely tokens per
+    position.
 
-    They are taken as they become known, because a long prompt has many, which take seconds to convert to entries.
+    Scores are taken as they become known: those of a long prompt take seconds to convert to entries.
     """
 
     ids: Sequence[int]
@@ -35,7 +36,7 @@ class Scores:
     _fresh: list[PromptScore] = field(default_factory=lambda: [FIRST])
 
     def take(self) -> tuple[int, list[PromptScore]]:
-        """Return the scores that were not taken yet, and the position of the first of them."""
+        """Return the scores since the last call, and the position of the first of them."""
         fresh, self._fresh = self._fresh, []
         return self.count - len(fresh), fresh
 
@@ -59,7 +60,7 @@ class Scores:
 
 
 def scored_top(request: Generate, tokens: int) -> int | None:
-    """Return how many top tokens to score at each position of a prompt; None if it need not be scored.
+    """Return the number of top tokens to score at each position of a prompt; None if no scores are needed.
 
     A resumed sequence with output was scored before the output began.
     """

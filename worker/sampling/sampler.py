@@ -19,33 +19,34 @@ from worker.structured.masks import Masks
 _MASK64 = (1 << 64) - 1
 # Sampling is greedy below this temperature, where division would only select the best token and finally overflow.
 _GREEDY_TEMPERATURE = 1e-5
-# Maximum top_k for which selecting and ordering the best tokens is faster than ordering all.
+# Maximum top_k for which selecting and ordering the best tokens is faster than ordering the whole vocabulary.
 _MAX_PARTIAL_TOP_K = 1024
 # SplitMix64's increment (Steele, Lea, Flood 2014) spreads consecutive positions over the key space.
 _GOLDEN = 0x9E3779B97F4A7C15
-# Makes other keys of a seed.
+# XTC's draws use keys made from the seed changed by this mask.
 _XTC_SEED_MASK = 0x58544358544358
-# Compositions of rows whose parameters are kept as columns: those of the steps, and of the drafts between them.
+# Maximum number of cached plans: one per composition of rows in steps, and one per composition in drafting between
+# them.
 _MAX_PLANS: Final = 8
 
 
 @dataclass(slots=True, eq=False)
 class Draws:
-    """The draws of one sequence: its parameters, and the output position of its next token."""
+    """Sampling parameters of one sequence, and the output position of its next token."""
 
     params: Sampling
     position: int = 0
 
 
 class SampledRow(Protocol):
-    """A sequence, which has its draws on it."""
+    """Sequence that has its sampling parameters and position in `draws`."""
 
     @property
     def draws(self) -> Draws: ...
 
 
 class RowSampler:
-    """Samples for all rows of a call at once. What it knows of a row is in the row's `draws`."""
+    """Sampler of all rows of a call at once. Everything that it needs of a row is in the row's `draws`."""
 
     def __init__(
         self,
@@ -54,26 +55,28 @@ class RowSampler:
         agree: Callable[[mx.array], mx.array] | None = None,
         table_rows: int = 0,
     ) -> None:
-        """`agree` makes sampled ids those of all ranks of a group. Logits may be wider than the table of embeddings,
-        in which MLX checks no bounds: ids from `table_rows` on are never drawn; 0 is no limit."""
-        # What grammars forbid: it goes onto the logits before they become log-probabilities.
+        """`agree` replaces sampled ids by those that all ranks of a group use. Logits may be wider than the embedding
+        table, in which MLX checks no bounds: ids from `table_rows` on are never drawn; 0 means no limit.
+        """
+        # Masks of the rows' grammars are applied to the logits before these become log-probabilities.
         self.masks = masks or Masks()
         # Plans of the newest calls, with the parameters of the rows and the number of positions of each.
         self._plans: list[tuple[list[Sampling], int, _Plan]] = []
-        # Ids that are never drawn, and by what their log-probabilities are changed.
+        # Ids that are never drawn; `_penalty` is added to their log-probabilities.
         self._suppressed = tuple(suppressed)
         self._penalty: mx.array | None = None
         self._agree = agree
         self._table_rows = table_rows
 
     def sample(self, rows: Sequence[SampledRow], logprobs: mx.array) -> mx.array:
-        """Log-probabilities `[rows, positions, vocab]` to the ids that each row samples at its next positions."""
+        """Sample each row's ids at its next positions from log-probabilities `[rows, positions, vocab]`."""
         return self._sample(rows, logprobs, 0)
 
     def guess(self, rows: Sequence[SampledRow], logits: Any, offset: int) -> mx.array:
         """Sample ids `[rows]` from logits `[rows, vocab]`, `offset` positions after the rows' next.
 
-        The noise is the same as for the row's own token there, so two models that nearly agree draw the same ids.
+        The noise is the same as for the row's own token at that position, so two models that nearly agree draw the same
+        ids.
         """
         return self._sample(rows, logits[:, None], offset)[:, 0]
 
@@ -96,7 +99,7 @@ class RowSampler:
         return ids.reshape(count, steps)
 
     def advance(self, rows: Sequence[SampledRow], counts: Sequence[int]) -> None:
-        """Go on by so many positions."""
+        """Advance each row by its number of positions."""
         for row, count in zip(rows, counts, strict=True):
             row.draws.position += count
 
@@ -120,7 +123,7 @@ class RowSampler:
 class _Plan:
     """Sampling parameters of one batch composition, as columns `[rows, 1]`.
 
-    `width` is the number of best tokens that `top_k` and `top_p` order: 0 means none, None means all.
+    `width` is the number of best tokens that are ordered for `top_k` and `top_p`: 0 means none, None means all.
     """
 
     is_random: bool
@@ -232,7 +235,7 @@ def _without_the_likely(scaled: mx.array, threshold: mx.array, coins: mx.array) 
 
 
 def _excludes(params: Sampling, position: int) -> bool:
-    """Whether XTC applies at this position; depends only on (seed, position), independently of the token's draw."""
+    """Return whether XTC applies at this position; depends only on (seed, position), independently of the token's draw."""
     if params.xtc_probability <= 0:
         return False
     high, low = _key(params.seed ^ _XTC_SEED_MASK, position)
@@ -260,8 +263,8 @@ def _key(seed: int, position: int) -> list[int]:
 class Guard:
     """Wrapper of a processor that catches its errors: an exception during a step would corrupt every row.
 
-    Logits of another shape would too, and another dtype would change the numbers of other rows. The loop checks `error`
-    after the step and fails only this row.
+    Logits of another shape would do so, too, and another dtype would change the logits of other rows. The loop checks
+    `error` after the step and fails only this row.
     """
 
     __slots__ = ("_inner", "error")
