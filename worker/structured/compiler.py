@@ -1,7 +1,7 @@
-"""Compiler of constraints into grammars. Thread-safe, and meant for threads that may wait.
+"""Compiler of constraints into grammars. Thread-safe; its calls may take seconds.
 
-A client may send anything: the size of a constraint is bounded before llguidance sees it, llguidance's own limits bound
-every later step, and a grammar is tried for a few tokens before a request may use it.
+Clients may send any constraint: its size is bounded before llguidance gets it, llguidance's own limits bound every
+later step, and a grammar is tried for a few tokens before a request may use it.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ Allowed = npt.NDArray[np.bool_]
 MAX_BYTES: Final = 256 * 1024
 MAX_CHOICES: Final = 10_000
 MAX_CACHED: Final = 128
-# Maximum CPU time of one mask in the trial. A slower one would delay its row at every token.
+# Maximum CPU time of one mask in the trial. A slower mask would delay its row at every token.
 MAX_TRIAL_S: Final = 0.5
 TRIAL_WALKS: Final = 2
 TRIAL_TOKENS: Final = 12
-# Every schema of everyday use fits with a wide margin; at these limits, the slowest mask takes tens of milliseconds.
+# Schemas of everyday use are far below these limits; at them, the slowest mask takes tens of milliseconds.
 LIMITS: Final = LLParserLimits(
     step_lexer_fuel=100_000,
     step_max_items=25_000,
@@ -64,14 +64,14 @@ _MAX_MESSAGE: Final = 400
 
 
 class GrammarFailed(Exception):
-    """Raised when a grammar reaches a limit, or when no token fits it."""
+    """Raised when a grammar reaches a limit, or when it allows no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """Compiled grammar. `prototype` is never advanced; each sequence walks on a copy.
+    """Compiled grammar. `prototype` is never advanced; each sequence uses a copy.
 
-    `relaxed` names the parts of a schema that the grammar does not enforce, which is allowed unless it is strict.
+    `relaxed` names the parts of a schema that the grammar does not enforce; a strict schema must have none.
     """
 
     table: LLTokenizer
@@ -95,7 +95,7 @@ class GrammarWalk:
         self._words = np.zeros(-(-table.vocab_size // 32), dtype=np.uint32)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Advance by these tokens. Raises `GrammarFailed` when they do not fit."""
+        """Advance by these tokens. Raises `GrammarFailed` if the grammar does not allow them."""
         if not self._matcher.consume_tokens(list(tokens)):
             raise GrammarFailed(_reason(self._matcher.get_error()))
 
@@ -104,9 +104,9 @@ class GrammarWalk:
         return GrammarWalk(self._table, self._matcher.deep_copy(), self._vocab_size)
 
     def forced(self) -> list[int]:
-        """Return the tokens that must come next, often none.
+        """Return the tokens that the grammar forces next; often there are none.
 
-        The list ends before a token that only the tokenizer has: a model must never be given it.
+        The list ends before an id that only the tokenizer has, because a model must not get such an id.
         """
         tokens: list[int] = self._matcher.compute_ff_tokens()
         beyond = (at for at, token in enumerate(tokens) if token >= self._vocab_size)
@@ -118,7 +118,7 @@ class GrammarWalk:
         return self._matcher.is_accepting()
 
     def fits(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens may come next, in this order."""
+        """Return whether these tokens may come next, in this order."""
         return self._matcher.validate_tokens(list(tokens)) == len(tokens)
 
     def take_bytes(self, text: bytes) -> None:
@@ -126,7 +126,7 @@ class GrammarWalk:
         self.take(self._table.tokenize_bytes(text))
 
     def allowed(self) -> Allowed:
-        """Allowed next tokens, at least one. Raises `GrammarFailed`."""
+        """Return the allowed next tokens, at least one. Raises `GrammarFailed`."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
             raise GrammarFailed(_reason(self._matcher.get_error()))
@@ -145,10 +145,10 @@ class _Entry:
 
 
 class Grammars:
-    """Compiler of constraints for one tokenizer, with a cache of grammars and of refusals."""
+    """Compiler of constraints for one tokenizer, with a cache of compiled grammars and of refused constraints."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """`tokenizer` is transformers'; ids from its end up to `vocab_size` are never allowed."""
+        """`tokenizer` is transformers'; ids from its size up to `vocab_size` are never allowed."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
@@ -161,7 +161,7 @@ class Grammars:
     def compile(self, constraint: Constraint, calls: str = "") -> CompiledGrammar:
         """Return the grammar of `constraint`; equal constraints share one. Raises `RequestInvalid`.
 
-        With `calls`, which is Lark, the output may match either.
+        `calls` is a Lark grammar, or empty. If it is given, the output may match either grammar.
         """
         entry = self._entry(constraint, calls)
         with entry.lock:
@@ -209,7 +209,7 @@ class Grammars:
         return grammar
 
     def _make_loosely(self, constraint: Constraint, calls: str) -> CompiledGrammar:
-        """Compile as much of a schema as possible: all of it, all but some keywords, its shape, or any object."""
+        """Compile as much of a schema as possible: the whole schema, all but some keywords, its shape, or any object."""
         ways = list(loosened(_schema(constraint.text)))
         for is_lenient, (schema, relaxed) in [(False, ways[0]), *((True, way) for way in ways)]:
             try:
@@ -219,11 +219,11 @@ class Grammars:
         return self._make(_json('{"type": "object"}', _JSON_OPTIONS), calls, ("everything but an object",))
 
     def table(self) -> LLTokenizer:
-        """Return the tokenizer in llguidance's form. Raises `RequestInvalid`."""
+        """Return the tokenizer in llguidance's format. Raises `RequestInvalid`."""
         with self._table_lock:
             if self._table is None:
                 try:
-                    # A few tokenizers have more ids than the output of their model.
+                    # Some tokenizers have more ids than the output of their model.
                     size = max(self._vocab_size, len(self._tokenizer))
                     self._table = LLTokenizer(_serialized(self._tokenizer), n_vocab=size, eos_token=self._eos_ids)
                 except ValueError as error:
@@ -244,7 +244,7 @@ def _serialized(tokenizer: Any) -> str:
 
 
 def _source(constraint: Constraint) -> str:
-    """Source for llguidance. Raises `GrammarFailed` for constraints that are visibly invalid."""
+    """Return the source for llguidance. Raises `GrammarFailed` for constraints that are visibly invalid."""
     text = constraint.text
     if len(text) > MAX_BYTES or len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise GrammarFailed(f"it is larger than {MAX_BYTES} bytes")
@@ -374,7 +374,7 @@ def _choices(text: str) -> list[str]:
 
 
 def _try_out(grammar: CompiledGrammar, eos_ids: Sequence[int]) -> None:
-    """Walk a few tokens along random paths, to refuse a grammar that no text fits or that is too slow."""
+    """Advance a few tokens along random paths, to refuse a grammar that allows no text or is too slow."""
     for seed in range(TRIAL_WALKS):
         rng, walk = random.Random(seed), grammar.walk()
         for _ in range(TRIAL_TOKENS):

@@ -7,12 +7,12 @@ import numpy as np
 
 from worker.structured.compiler import Allowed, GrammarWalk
 
-# The closing brackets of JSON come first; the other two continue where nothing may be closed yet.
+# JSON's closing brackets come first; the comma and the quote continue where no bracket may close yet.
 _JSON_CLOSERS: Final = ("}", "]", ")", ",", '"')
 # If all of these letters are allowed next, the grammar is inside a string.
 _STRING_PROBES: Final = ("Z", "q", "~")
 _MAX_COUNTED_STEPS: Final = 2000
-# These tokens are added to the shortest whole answer, for values that are open when the finish begins.
+# Tokens added to the length of the shortest complete answer, for values that are open when the finish begins.
 _OPEN_VALUES_TOKENS: Final = 24
 
 
@@ -43,7 +43,7 @@ class EarlyFinish:
         self._letters = [tokens[0] for tokens in spelled(_STRING_PROBES) if len(tokens) == 1]
 
     def way(self, walk: GrammarWalk, allowed: Allowed) -> Sequence[int]:
-        """Return the tokens to continue with; none when all allowed tokens are equally good."""
+        """Return the tokens to continue with; empty if no allowed token is preferred."""
         ends = [token for token in self._eos_ids if allowed[token]]
         if ends:
             return ends[:1]
@@ -51,7 +51,7 @@ class EarlyFinish:
         return next((tokens for tokens in (self._texts if is_text else self._marks) if walk.fits(tokens)), ())
 
     def shortest(self, walk: GrammarWalk) -> int:
-        """Return the approximate token count of the shortest answer. Advances `walk` to its end."""
+        """Return the approximate token count of the shortest answer. Advances `walk` to the end of the answer."""
         steps = 0
         while steps < _MAX_COUNTED_STEPS:
             allowed = walk.allowed()

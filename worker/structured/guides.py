@@ -19,8 +19,8 @@ from worker.structured.finish_early import EarlyFinish
 class Prologue:
     """Text allowed before the constrained text.
 
-    `ends`: the markers after which the answer begins. `is_open`: the answer begins only after one of them; until then
-    the row is free, but may not end. `openers`: tokens that open such a block as the very first token.
+    `ends`: the markers after which the answer begins. `is_open`: the answer begins only after one of `ends`; until then
+    the row is free, but may not end. `openers`: tokens that open a free block if they come first.
     """
 
     ends: tuple[bytes, ...] = ()
@@ -30,11 +30,11 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Constraint of one request. `anything` masks a free block: every token except the end-of-sequence tokens.
+    """Constraint of one request. `anything` is the mask of a free block: every token except the end-of-sequence tokens.
 
     With `finish`, an answer that has used all but `reserve` tokens of its `room` takes the shortest way to its end. A
     lazy rule applies after each occurrence of its prologue's marker; all other text is free. `by_marker` holds the
-    grammars of those markers that have one of their own.
+    grammars of those markers that have a grammar of their own.
     """
 
     grammar: CompiledGrammar
@@ -59,11 +59,11 @@ class Guide:
         self._is_free = rule.prologue.is_open
         self._is_start = True
         self._is_over = False
-        # Whether a free block has just ended and the answer has no text yet.
+        # Whether a free block has just ended, so that the answer has no text yet.
         self._has_opened = False
         self._tail = b""
         self._left = rule.room
-        # Tokens of an early finish that come next.
+        # Next tokens of an early finish.
         self._finishing: Sequence[int] = ()
         self._keep = max((len(end) for end in rule.prologue.ends), default=1) - 1
 
@@ -74,7 +74,7 @@ class Guide:
         return twin
 
     def forced(self) -> list[int]:
-        """Return the tokens that the grammar forces next, where it applies."""
+        """Return the tokens that the grammar forces next; empty in a free block."""
         return [] if self._is_over or self._is_free else self._walk.forced()
 
     def take(self, token: int) -> None:
@@ -94,7 +94,7 @@ class Guide:
                 self._release()
 
     def allowed(self) -> Allowed | None:
-        """Allowed next tokens; None when any may come. Raises `GrammarFailed`."""
+        """Return the allowed next tokens; None if all are. Raises `GrammarFailed`."""
         rule = self._rule
         if self._is_over:
             return None
@@ -111,7 +111,7 @@ class Guide:
         return allowed
 
     def _finish(self, finish: EarlyFinish, allowed: Allowed) -> Allowed:
-        """Narrow the allowed tokens to the one that leads to the end; return them unchanged where none does."""
+        """Return a mask of only the next token of an early finish; `allowed` itself if no token leads to the end."""
         way = self._finishing or finish.way(self._walk, allowed)
         if not way:
             return allowed
@@ -149,7 +149,7 @@ class Guide:
         self._walk, self._is_free, self._tail = self._rule.grammar.walk(), True, b""
 
     def _is_gap(self, token: int) -> bool:
-        """Whether the token is whitespace after a reasoning block that the grammar does not allow itself."""
+        """Return whether the token is whitespace after a reasoning block, where the grammar itself does not allow it."""
         return self._rule.token_bytes(token).isspace() and not self._walk.fits([token])
 
 
@@ -185,7 +185,9 @@ class Rules:
         return Rule(grammar, prologue, self._eos_ids, self._anything, self._token_bytes)
 
     def prologue(self, prompt_end: str) -> Prologue:
-        """Return the reasoning block: open if the prompt opens it, absent if the prompt closes it, else optional."""
+        """Return the prologue for a prompt: open if the prompt opens the reasoning, absent if the prompt closes it,
+        otherwise optional.
+        """
         grammar = FAMILIES[self._family].grammar
         if isinstance(grammar, Channels):
             return self._channels(prompt_end)
@@ -208,6 +210,6 @@ class Rules:
         return Prologue((final.encode(),), is_open=True)
 
     def _single(self, markers: Sequence[str]) -> tuple[int, ...]:
-        """Return the ids of those markers that are a single token which the model can emit."""
+        """Return the ids of those markers that are a single token, and one that the model can generate."""
         ids = (self._vocabulary.get(marker) for marker in markers)
         return tuple(at for at in ids if at is not None and at < len(self._anything))

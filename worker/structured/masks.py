@@ -1,6 +1,6 @@
 """Masks of rows whose answer must match a grammar, computed without delaying the other rows.
 
-mlx-lm launches a forward pass before the tokens that it runs on have reached the host. A mask needs them, so a step
+mlx-lm launches a forward pass before its input tokens have reached the host. A mask needs those tokens, so a step
 with constrained rows is launched in two parts: first the forward pass; while it runs, the tokens before it arrive, and
 each row's grammar takes its token and computes its mask on a thread of its own; then mask and sampling. The device
 never idles as long as a mask is quicker than a forward pass. A row whose mask is late does not delay the others: the
@@ -22,7 +22,7 @@ import numpy as np
 from worker.structured.compiler import Allowed, GrammarFailed
 from worker.structured.guides import Guide, Rule
 
-# Other rows wait for a late mask about as long as a step takes, and at least `MIN_PATIENCE_S`.
+# Minimum time that other rows wait for a late mask; otherwise they wait about as long as a step takes.
 MIN_PATIENCE_S: Final = 0.01
 MAX_PATIENCE_S: Final = 0.25
 # A mask that takes longer than this fails its row.
@@ -35,7 +35,7 @@ _SMOOTHING: Final = 0.2
 
 
 class MaskedRow(Protocol):
-    """Sequence with the work on its masks; None for a sequence without a grammar."""
+    """Sequence with the work on its masks; `mask` is None for a sequence without a grammar."""
 
     @property
     def mask(self) -> "MaskWork | None": ...
@@ -54,7 +54,7 @@ class Masks:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def follow(self, rule: Rule, output: Sequence[int]) -> "MaskWork":
-        """Follow a row that has generated `output` so far."""
+        """Return the mask work of a row that has generated `output` so far."""
         tokens = tuple(output)
         return MaskWork(self._threads.submit(lambda: _follow(Guide(rule), tokens)), time.monotonic())
 
@@ -67,8 +67,7 @@ class Masks:
     def take(
         self, rows: Sequence[MaskedRow], tokens: Sequence[int], drafts: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Start the masks after these tokens, which the running forward pass processes, and after each token of a
-        draft."""
+        """Start the masks after `tokens`, which the running forward pass processes, and after each token of a draft."""
         now = time.monotonic()
         elapsed = now - self._stepped
         self._stepped = now
@@ -82,7 +81,9 @@ class Masks:
                 work.accepted = 0
 
     def accept(self, work: "MaskWork", agreed: int) -> int:
-        """Continue after `agreed` tokens of a row's draft, or as many as have masks. Returns their number."""
+        """Continue after `agreed` tokens of a row's draft, or as many as have masks. Return the number of accepted
+        tokens.
+        """
         # Tokens that were sampled without a mask do not count.
         work.accepted = min(agreed, len(work.states) - 1) if work not in self._late and work.is_ready else 0
         return work.accepted
@@ -110,13 +111,13 @@ class Masks:
         return min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, self._step_s))
 
     def late(self) -> "list[MaskWork]":
-        """Return the masks that the last steps did not wait for; tokens sampled for their rows are invalid."""
+        """Return the work on masks that the last steps did not wait for; tokens sampled for their rows are invalid."""
         late, self._late = self._late, []
         return late
 
 
 def constrains(rows: Sequence[MaskedRow]) -> bool:
-    """Whether a step of these rows needs masks."""
+    """Return whether a step of these rows needs masks."""
     return any(row.mask is not None for row in rows)
 
 
@@ -127,7 +128,7 @@ def wait_for_one(rows: Sequence[MaskedRow], timeout_s: float) -> None:
 
 @dataclass(slots=True, frozen=True)
 class _State:
-    """Guide, the tokens that it allows next, and those that it forces."""
+    """Guide, the tokens that it allows next, and the tokens that it forces next."""
 
     guide: Guide
     allowed: Allowed | None
@@ -166,7 +167,7 @@ class MaskWork:
 
     @property
     def forced(self) -> Sequence[int]:
-        """Tokens that the row will probably have next; the first was sampled already, but not read."""
+        """Return the row's probable next tokens; the first was sampled already, but has not reached the host."""
         return self.state.forced if self.is_ready else ()
 
     @property

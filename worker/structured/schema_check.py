@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any, Final, cast
 
 MAX_DEPTH: Final = 64
-# The automaton of a multipleOf has this many states, one per remainder: 10^6 of them take seconds to build.
+# Maximum multipleOf. Its automaton has a state per remainder; 10^6 states take seconds to build.
 MAX_MULTIPLE: Final = 20_000
 
 # Keywords whose value is a schema, a list of schemas, or an object of schemas.
@@ -19,7 +19,7 @@ MAP_KEYS: Final = ("properties", "patternProperties", "$defs", "definitions", "d
 
 
 class SchemaInvalid(ValueError):
-    """Raised with the keyword that is wrong."""
+    """Raised with the name of the invalid keyword."""
 
 
 def check(schema: Any) -> None:
@@ -31,7 +31,7 @@ def check(schema: Any) -> None:
 
 
 def _check(schema: Any, path: str, depth: int) -> Iterator[Fraction]:
-    """Check a schema and yield each multipleOf."""
+    """Check a schema; yield the value of each multipleOf."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -114,7 +114,7 @@ _VALUES: Final = (
 
 
 def _multiple(value: Any, path: str) -> Fraction:
-    # The decimal notation counts: 0.01 is a hundredth here, not the nearest binary fraction.
+    # The decimal notation counts: 0.01 means a hundredth here, not the nearest binary fraction.
     exact = Fraction(repr(value))
     if exact <= 0 or exact.numerator > MAX_MULTIPLE or exact.denominator > 10**9:
         raise SchemaInvalid(f"{path}/multipleOf is not a positive number that can be enforced")

@@ -9,15 +9,15 @@ from urllib.parse import unquote
 
 from worker.structured.schema_check import LIST_KEYS, MAP_KEYS, SCHEMA_KEYS, SchemaInvalid
 
-# llguidance reads all numbers as doubles, which hold every whole number up to 2^53.
+# Largest number up to which doubles represent every integer; llguidance parses all numbers as doubles.
 NUMBER_MAX: Final = 2**53
-# llguidance cuts the bounds of whole numbers to 64 bits; this is the largest double below 2^63.
+# Largest double below 2^63; llguidance cuts the bounds of integers to 64 bits.
 BOUND_MAX: Final = float(2**63 - 1024)
 # An exclusive bound of zero becomes an inclusive bound of this distance from zero.
 MIN_NONZERO_BOUND: Final = 1e-15
-# Maximum number of copies of schemas in allOf. Compile time grows with their square: these take half a second.
+# Maximum number of copies of schemas in allOf. Compile time grows with their square: 4,000 copies take half a second.
 MERGED_MAX: Final = 4000
-# Maximum number of regexes for one text. The time to check whether any text fits them doubles with each.
+# Maximum number of regexes for one text. The time to check whether any text matches all of them doubles with each.
 PATTERNS_MAX: Final = 8
 # Maximum number of enum values beside a pattern; each value is tried against it.
 TRIED_MAX: Final = 1000
@@ -35,7 +35,7 @@ _ESCAPED: Final = re.compile(r"\\.", re.DOTALL)
 _SETS: Final = re.compile(r"\[|&&|--|~~")
 _BOUNDS: Final = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
 
-# Keywords that are dropped, set by set, until the rest of a schema can be enforced.
+# Sets of keywords, dropped in this order until the rest of a schema can be enforced.
 _DROPPED_IN_ORDER: Final = (
     frozenset({"pattern", "format", "patternProperties", "propertyNames", "not", "if", "then", "else"}),
     frozenset(
@@ -52,7 +52,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Number of schemas and patterns that one value must fit at once."""
+    """Number of schemas and patterns that one value must match at once."""
 
     schemas: int
     patterns: int
@@ -60,7 +60,7 @@ class _Size:
 
 @dataclass(slots=True)
 class Exact:
-    """Schema in a form that llguidance enforces exactly.
+    """Schema that llguidance enforces exactly.
 
     With `has_loose_keys`, a declared key could be repeated in its escaped form.
     """
@@ -91,7 +91,7 @@ def loosened(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], tuple[str
 
 
 def _without(fields: dict[str, Any], keywords: frozenset[str], dropped: set[str]) -> dict[str, Any]:
-    """Return a schema without `keywords`, at all places that hold schemas."""
+    """Return a schema without `keywords`, at every place that holds a schema."""
 
     def one(value: Any) -> Any:
         return _without(cast(dict[str, Any], value), keywords, dropped) if isinstance(value, dict) else value
@@ -116,7 +116,7 @@ def bound(schema: Schema) -> None:
 
 @dataclass(slots=True)
 class _Walk:
-    """Traversal of a schema: the places of its subschemas, its references and its roots."""
+    """Traversal of a document: the places of its subschemas, its references and its roots."""
 
     is_exact: bool = True
     has_loose_keys: bool = False
@@ -151,13 +151,15 @@ class _Walk:
         return rewritten
 
     def _check_references(self) -> None:
-        """Refuse references to places without a schema: they would be compiled unchecked, without bounds on numbers."""
+        """Refuse references to places without a schema: they would be compiled without checks and bounds."""
         for ref in self.references:
             if "/" in ref.partition("#")[2] and self._target(ref) is None:
                 raise SchemaInvalid(f"$ref {ref[:100]!r} points to no schema in it")
 
     def _check_merges(self) -> None:
-        """Bound the copies made by allOf. References are copied with their own references: n levels have 2^n copies."""
+        """Bound the copies made by allOf. A reference's target is copied with its own references: n levels have 2^n
+        copies.
+        """
         sizes: dict[Path, _Size] = {}
         merged = [self._size(path, sizes) for path, fields in self.places.items() if "allOf" in fields]
         if sum(size.schemas for size in merged) > MERGED_MAX:
@@ -166,7 +168,7 @@ class _Walk:
             raise SchemaInvalid(f"more than {PATTERNS_MAX} patterns or formats in it are for the same text")
 
     def _size(self, path: Path, sizes: "dict[Path, _Size]") -> "_Size":
-        """Return the size of a schema with all references replaced; a recursive one is counted once."""
+        """Return the size of a schema with all references replaced; a recursive reference is counted once."""
         if path not in sizes:
             sizes[path] = _Size(1, 0)
             fields = self.places[path]
@@ -204,7 +206,7 @@ class _Walk:
     def _one(self, value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):
             return self.schema(cast(Schema, value), path)
-        self.places[path] = {}  # true or false
+        self.places[path] = {}  # the schema is true or false
         return value
 
 
@@ -213,14 +215,14 @@ def _make_exact(fields: dict[str, Any], where: str) -> None:
         _check_pattern(pattern, where)
     for key in fields.keys() & {"const", "enum"}:
         _check_constants(fields[key], f"{where}/{key}")
-    # Drafts that define fewer keywords would ignore the others.
+    # Older drafts, which define fewer keywords, would ignore the others.
     fields.pop("$schema", None)
     _tighten(fields, where)
     _count_keys(fields, where)
 
 
 def _tighten(fields: dict[str, Any], where: str) -> None:
-    """Tighten bounds that llguidance rounds, and exclusive bounds that it lets through."""
+    """Tighten bounds that llguidance rounds, and exclusive bounds that it does not enforce."""
     for key, is_low in _BOUNDS.items():
         if key in fields:
             fields[key] = bound = _inward(fields[key], is_low)
@@ -238,7 +240,9 @@ def _tighten(fields: dict[str, Any], where: str) -> None:
 
 
 def _part(fields: dict[str, Any], where: str) -> None:
-    """Move an exclusive whole bound inwards if the other one is close: llguidance does not hold it in (1, 1.5)."""
+    """Move an exclusive integer bound inwards if the other bound is close: llguidance does not enforce bounds as in (1,
+    1.5).
+    """
     low = max((fields[key] for key in ("minimum", "exclusiveMinimum") if key in fields), default=None)
     high = min((fields[key] for key in ("maximum", "exclusiveMaximum") if key in fields), default=None)
     if low is None or high is None or not 0 < high - low <= 1:
@@ -256,7 +260,7 @@ def _part(fields: dict[str, Any], where: str) -> None:
 
 
 def _inward(bound: float, is_low: bool) -> float:
-    """Return the nearest number within the bound that llguidance reads and compares exactly."""
+    """Return the nearest number within the bound that llguidance parses and compares exactly."""
     if isinstance(bound, int) and abs(bound) <= NUMBER_MAX:
         return bound
     exact = Decimal(repr(bound))
@@ -276,7 +280,7 @@ def _count_keys(fields: dict[str, Any], where: str) -> None:
 
 
 def _check_pattern(pattern: str, where: str) -> None:
-    """Refuse nested classes and set operations: there, JSON Schema's regexes have other meanings than llguidance's."""
+    """Refuse nested classes and set operations, which llguidance's regexes define differently from JSON Schema's."""
     for match in _CLASS.finditer(pattern):
         if match[1] is not None and _SETS.search(_ESCAPED.sub("", match[1])):
             raise SchemaInvalid(f"{where or 'it'} has a pattern with '[', '&&', '--' or '~~' inside of brackets")

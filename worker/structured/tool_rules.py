@@ -23,7 +23,7 @@ from worker.structured.tool_grammar.lark import MarkupTokens
 
 log = logging.getLogger("mlxd.worker")
 
-# Calls must end within this many tokens if the request sets no limit.
+# Limit of the tokens of required calls if the request sets none.
 DEFAULT_CALL_TOKENS: Final = 8192
 _MAX_CACHED: Final = 64
 
@@ -98,7 +98,9 @@ class ToolRules:
         return replace(rule, finish=compiled.finish, room=room, reserve=compiled.reserve)
 
     def _strict(self, prompt: ChatPrompt) -> Rule | None:
-        """Return the rule for calls of strict tools once a call has begun; other tools take any arguments."""
+        """Return the rule for calls of strict tools, which applies once a call has begun; other tools take any
+        arguments.
+        """
         marks = self._known_marks()
         loose = tuple(name for name in map(_name, prompt.tools) if name not in prompt.strict_tools)
         calls = Calls(prompt.tools, is_parallel=not prompt.one_call, loose_names=loose)
@@ -111,7 +113,7 @@ class ToolRules:
         return replace(rule, is_lazy=True)
 
     def _strict_by_head(self, prompt: ChatPrompt) -> Rule:
-        """Return the rule of a format whose calls have no marker: each begins after a head that names the tool."""
+        """Return the rule of a format whose calls have no marker: each call begins with a head that names the tool."""
         by_marker = self._by_head(_named(prompt.tools, prompt.strict_tools), prompt.strict_tools)
         rule = self._rules.of_grammar(next(iter(by_marker.values())), Prologue(tuple(by_marker), is_open=True))
         return replace(rule, is_lazy=True, by_marker=by_marker)
@@ -129,7 +131,9 @@ class ToolRules:
         return by_marker
 
     def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls, strict: Sequence[str]) -> _Compiled:
-        """Compile the grammar; if that fails, one that enforces only the `strict` tools. Raises `RequestInvalid`."""
+        """Compile the grammar; if that fails, compile a grammar that enforces only the `strict` tools. Raises
+        `RequestInvalid`.
+        """
         written = write(calls)
         for name in written.unheld.intersection(strict):
             message = (

@@ -23,7 +23,7 @@ from worker.structured.tool_grammar.values import whole_json
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Tools that may be called, in OpenAI's form. The tools in `loose_names` take any arguments."""
+    """Tools that may be called, in OpenAI's format. The tools in `loose_names` take any arguments."""
 
     tools: Sequence[Mapping[str, Any]]
     is_parallel: bool = True
@@ -36,10 +36,10 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """Grammar of calls. `text` is Lark; `trigger` begins a call if only calls are constrained; for the ends see
-    `Shape`.
+    """Grammar of calls. `text` is Lark; `trigger` is the marker of a call if only calls are constrained; for the ends
+    see `Shape`.
 
-    For the tools in `unheld`, it enforces less than their schemas.
+    The schemas of the tools in `unheld` are only partly enforced.
     """
 
     text: str
@@ -70,7 +70,7 @@ def call_grammar(family: str, calls: Calls, marks: MarkupTokens, prompt_end: str
 
 
 def strict_grammar(family: str, calls: Calls, marks: MarkupTokens) -> CallGrammar | None:
-    """Return the grammar of a call after its marker; None for a format that has no marker."""
+    """Return the grammar of a call after its marker; None for a format without a marker."""
     lark, grammar = Lark(marks), FAMILIES[family].grammar
     form = grammar.body if isinstance(grammar, Channels) else _format(family, marks)
     if form is None or family in HEADS:
@@ -83,13 +83,13 @@ def strict_grammar(family: str, calls: Calls, marks: MarkupTokens) -> CallGramma
 
 
 def rest_of_call(family: str, calls: Calls, marks: MarkupTokens) -> CallGrammar:
-    """Return the grammar of the text after the head of a call of the only tool in `calls`, in a family of `HEADS`."""
+    """Return the grammar of the text after a call's head, for the only tool in `calls`, in a family of `HEADS`."""
     lark = Lark(marks)
     [tool] = calls.checked()
     return CallGrammar(lark.source(HEADS[family].rest(lark, tool)), unheld=frozenset(lark.unheld))
 
 
-# Shorter markers are ordinary punctuation.
+# Minimum length of a trigger: shorter markers are ordinary punctuation.
 _TRIGGER_MIN_CHARS: Final = 4
 
 
@@ -105,13 +105,15 @@ def _all(shape: shapes.Shape, is_parallel: bool, family: str) -> str:
 
 
 def _format(family: str, marks: MarkupTokens) -> CallFormat:
-    """Return the format that the family writes; of several, the first whose control tokens are in the vocabulary."""
+    """Return the format that the family writes; of several formats, the first whose control tokens are in the
+    vocabulary.
+    """
     grammar = FAMILIES[family].grammar
     assert not isinstance(grammar, Channels)
     if family == "pythonic" or not grammar.formats:
         assert grammar.opening is not None
         return grammar.opening
-    # Where a family has several formats, Llama's is for code.
+    # Llama's format is for code if a family has other formats, too.
     usual = [form for form in grammar.formats if not isinstance(form, LlamaCalls)] or grammar.formats
     known = [form for form in usual if any(marks.has(start) for start in form.starts)]
     if not known and isinstance(grammar.opening, PythonCalls):

@@ -1,4 +1,4 @@
-"""Writer of Lark text for llguidance: exact text, text up to a marker, and named rules."""
+"""Writer of Lark text for llguidance: literal text, text up to a marker, and named rules."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _PUNCTUATION: Final = frozenset("\\.+*?()|[]{}^$#&-~/")
 class MarkupTokens:
     """Spelling of markup in one model's vocabulary: a grammar must name control tokens by their ids.
 
-    `specials` are those control tokens. A token in `eos_ids` ends the answer, so no grammar asks for it.
+    `specials` are these control tokens. A token in `eos_ids` ends the answer, so no grammar contains it.
     """
 
     def __init__(self, vocabulary: Collection[str], specials: Mapping[str, int], eos_ids: Collection[int]) -> None:
@@ -26,7 +26,7 @@ class MarkupTokens:
         self._split = re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
     def pieces(self, text: str) -> list[str | int]:
-        """Split into plain text and ids of control tokens, up to the first that ends the answer."""
+        """Split markup into plain text and ids of control tokens, up to the first token that ends the answer."""
         pieces: list[str | int] = []
         at = 0
         for hit in self._split.finditer(text):
@@ -40,7 +40,7 @@ class MarkupTokens:
         return [*pieces, text[at:]] if at < len(text) else pieces
 
     def is_plain(self, text: str) -> bool:
-        """Whether ordinary tokens alone can spell the text."""
+        """Return whether ordinary tokens alone can spell the text."""
         return not self._split.search(text)
 
     def known(self, options: Sequence[str]) -> str:
@@ -48,7 +48,7 @@ class MarkupTokens:
         return next((option for option in options if self.has(option)), options[0] if options else "")
 
     def has(self, text: str) -> bool:
-        """Whether the text is a token of the vocabulary, or begins with a control token."""
+        """Return whether the text is a token of the vocabulary, or begins with a control token."""
         return text in self._vocabulary or self._split.match(text) is not None
 
 
@@ -57,7 +57,7 @@ class Lark:
 
     def __init__(self, marks: MarkupTokens) -> None:
         self.marks = marks
-        # Names of tools whose schemas are stricter than the grammar.
+        # Names of tools whose schemas are only partly enforced by the grammar.
         self.unheld: set[str] = set()
         self._rules: dict[str, str] = {}
         self._names: dict[str, str] = {}
@@ -70,18 +70,18 @@ class Lark:
         )
 
     def until(self, end: str, banned: Sequence[str] = (), *, body: str = r"(?s:.*)") -> str:
-        """Return an expression for text that fits `body` without `end` and the `banned` texts, followed by `end`."""
+        """Return an expression for text that matches `body` without `end` and the `banned` texts, followed by `end`."""
         pieces = self.marks.pieces(end)
         plain = self.without(body, (end, *banned))
         if not pieces or isinstance(pieces[0], int):
-            # llguidance's lexemes are never empty.
+            # llguidance does not allow empty lexemes.
             some = self.terminal(f"{plain} & /(?s:.+)/")
             return f"({some})? {self.text(end)}"
         head, rest = self.terminal(f"({plain}) {self.text(pieces[0])}"), end[len(pieces[0]) :]
         return f"{head} {self.text(rest)}" if rest else head
 
     def parameters(self, tool: ToolSchema) -> Schema:
-        """Return a tool's parameters to write one by one, which ignores conditions on several parameters."""
+        """Return a tool's parameters to write one by one; conditions on several parameters are ignored."""
         if not tool.is_plain:
             self.unheld.add(tool.name)
         return tool.properties
@@ -95,7 +95,7 @@ class Lark:
         return f"(<[^{','.join(ranges)}]>)*"
 
     def without(self, body: str, banned: Sequence[str]) -> str:
-        """Return a terminal's expression for text that fits the regex and contains none of the `banned` texts."""
+        """Return a terminal's expression for text that matches the regex and contains none of the `banned` texts."""
         words = sorted({escape(word) for word in banned if word and self.marks.is_plain(word)})
         return f"/{body}/" + (f" & ~/(?s:.*({'|'.join(words)}).*)/" if words else "")
 

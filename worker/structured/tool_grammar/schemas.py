@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 
 from worker.output.parsers.schema import Schema, mapping, referred
 
-# JSON clients with doubles hold every integer up to this one.
+# Largest integer up to which JSON clients with doubles represent every integer.
 INTEGER_MAX: Final = 2**53 - 1
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAPS: Final = ("properties", "$defs", "definitions")
@@ -41,7 +41,7 @@ class ToolSchema:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the schema has no conditions except those on single parameters."""
+        """Return whether the schema has no conditions except those on single parameters."""
         of_keys = ("type", "properties", "required", "additionalProperties", "patternProperties")
         return only(self.parameters, *of_keys) and self.required <= self.properties.keys()
 
@@ -56,13 +56,15 @@ def tool_of(declared: Mapping[str, Any]) -> ToolSchema:
 
 
 def anything(tool: ToolSchema) -> ToolSchema:
-    """Return the same tool with any arguments: of any type in formats that name them, any object in the others."""
+    """Return the same tool with any arguments: of any type in formats that name them, any object in other formats."""
     open_ = {key: {} for key in tool.properties}
     return ToolSchema(tool.name, {"type": "object", "properties": open_, "additionalProperties": True})
 
 
 def closed(schema: Any, depth: int = 0) -> Any:
-    """Return the same schema without undeclared parameters, and with integers in the range that JSON clients hold."""
+    """Return the same schema without undeclared parameters, and with integers limited to those that JSON clients
+    represent.
+    """
     if isinstance(schema, list):
         return [closed(item, depth + 1) for item in cast("list[Any]", schema)]
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
@@ -87,7 +89,7 @@ def closed(schema: Any, depth: int = 0) -> Any:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """Follow local `$ref`s. An unresolved reference allows any value."""
+    """Resolve local `$ref`s. An unresolved reference allows any value."""
     target = mapping(schema)
     for _ in range(_MAX_DEPTH):
         if not isinstance(ref := target.get("$ref"), str):
@@ -109,12 +111,12 @@ def types_of(schema: Schema) -> tuple[str, ...]:
 
 
 def only(schema: Schema, *keywords: str) -> bool:
-    """Whether no other keywords than these restrict the schema."""
+    """Return whether only these keywords restrict the schema."""
     return schema.keys() & _VALIDATING <= set(keywords)
 
 
 def constants(schema: Schema) -> list[Any]:
-    """Return the values of `const` or `enum` that have a declared type; all of them if none has."""
+    """Return the values of `const` or `enum` that have a declared type; all values if none of them has one."""
     if "const" in schema:
         values: list[Any] = [schema["const"]]
     else:
@@ -152,7 +154,7 @@ def count(schema: Schema, key: str) -> int | None:
 
 
 def quantifier(schema: Schema) -> str:
-    """Regex quantifier for a text's number of characters."""
+    """Return the regex quantifier for a text's number of characters."""
     low, high = count(schema, "minLength") or 0, count(schema, "maxLength")
     return f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
 

@@ -1,4 +1,4 @@
-"""Grammars of each format's tool calls: the counterpart of `worker.output.parsers`, on the same format objects."""
+"""Grammars of each format's tool calls: the counterpart of `worker.output.parsers`, built from the same format objects."""
 
 import json
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from worker.structured.tool_grammar.values import PYTHON, Style, Values, whole_j
 
 # Maximum number of calls in one answer, if the grammar is the only limit.
 MAX_CALLS: Final = 16
-# Maximum number of calls where each contains its index, because each one makes the grammar longer.
+# Maximum number of calls if each contains its index, because each makes the grammar longer.
 MAX_NUMBERED_CALLS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Grammar of one answer of calls: `start` first `more` × n `tail`.
+    """Grammar of one answer of calls: `start` `first` `more`* `tail`.
 
-    `start` is text; the others are expressions. Early finish uses `value_ends`, texts that end a value, and `ends`,
-    texts that end a call or all calls, ordered from the longest to the shortest reach.
+    `start` is text; the others are expressions, and each of `more` is optional. Early finish uses `value_ends`, texts
+    that end a value, and `ends`, texts that end a call or all calls, in order of how much they end, the most first.
     """
 
     start: str
@@ -37,10 +37,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class JsonShape:
-    """Shape of a family's calls as JSON objects.
+    """Notation of a family's calls as JSON objects.
 
-    `many` is a `list` in brackets, objects between the `same` markers, or markers around `each`. `gap` is written
-    inside the markers; `before` are fields in front of the name, with `{index}` for the call's number.
+    `many` is the notation of several calls: a `list` in brackets, objects between the `same` markers, or markers around
+    `each`. `gap` is written inside the markers; `before` are fields in front of the name, with `{index}` for the call's
+    index.
     """
 
     many: str = "each"
@@ -72,7 +73,7 @@ JSON_SHAPES: Final[dict[str, JsonShape]] = {
     "llama4_pythonic": _LLAMA,
     "minimax_m1": JsonShape("same"),
 }  # fmt: skip
-# Families that write one call and stop.
+# Families that write only one call per answer.
 SINGLE: Final = frozenset({"gigachat", "granite_20b_fc", "harmony"})
 
 

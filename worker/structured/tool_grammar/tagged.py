@@ -91,7 +91,7 @@ class _XmlWriter:
         ends = (*wrap_end, look.after + form.call_end, form.call_end)
         numbers = MAX_NUMBERED_CALLS if look.is_numbered else MAX_CALLS
         if not form.call or not self._wrap:
-            # The wrapper is the call, or the format has no wrapper.
+            # There is only one level of tags: the wrapper is the call, or the format has no wrapper.
             start = self._wrap or form.call
             one = self._call(tools, 0)
             return Shape(
@@ -112,7 +112,7 @@ class _XmlWriter:
         return either([self._one(tool, index) for tool in tools])
 
     def _one(self, tool: ToolSchema, index: int) -> str:
-        """Return the expression of one call, from after its marker to its end."""
+        """Return the expression of one call, without its start marker and up to its end."""
         lark, form, look = self._lark, self._form, self._look
         name = look.name.replace("{name}", tool.name).replace("{index}", str(index + 1))
         # A line break or the first parameter ends the head in some families.
@@ -154,7 +154,9 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[ToolSchem
 
 
 def parameter(lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
-    """Return the expression of a parameter's value and the `end` after it. Strings are plain text, other types JSON."""
+    """Return the expression of a parameter's value and the `end` after it. Strings are plain text, other types are
+    JSON.
+    """
     options = _options(resolved(schema, tool.parameters))
     return either([_option(lark, tool, key, option, end, banned) for option in options or [schema]])
 

@@ -1,4 +1,4 @@
-"""Arguments as a grammar: each parameter as its schema requires it, in a family's notation of values."""
+"""Expressions of arguments: each parameter as its schema requires it, in a family's notation of values."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ _TYPES: Final = ("string", "number", "boolean", "null", "array", "object")
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Notation of values: JSON, unless `delimiter` quotes strings (Gemma) or `words` are Python's."""
+    """Notation of values: JSON, or strings quoted by `delimiter` (Gemma), or Python's `words` for true, false and null."""
 
     delimiter: str = ""
     space: str = " "
@@ -51,7 +51,7 @@ def whole_json(lark: Lark, tool: ToolSchema) -> str:
 
 
 class Values:
-    """Writer of the values of one tool. No value that the grammar allows contains a text of `banned`."""
+    """Writer of the values of one tool. The grammar allows no value that contains a `banned` text."""
 
     def __init__(self, lark: Lark, tool: ToolSchema, style: Style, banned: Sequence[str] = ()) -> None:
         self._lark = lark
@@ -59,7 +59,7 @@ class Values:
         self._root = tool.parameters
         self._style = style
         self._banned = tuple(banned)
-        # Rules of referenced schemas by `$ref`; a rule may refer to itself.
+        # Names of the rules of referenced schemas by `$ref`; a rule may refer to itself.
         self._references: dict[str, str] = {}
         self._any = ""
 
@@ -89,9 +89,9 @@ class Values:
         return either([self._typed(kind, fields) for kind in kinds]) if kinds else self._anything()
 
     def members(self, properties: Schema, required: frozenset[str], key: str) -> str:
-        """Return the rule of properties in order, separated by commas; `key` is the form of a key, such as `{}=`."""
+        """Return the rule of properties in order, separated by commas; `key` is the format of a key, such as `{}=`."""
         comma = self._lark.text("," + self._style.space)
-        # The loop runs backwards: `after` is the rest after a written property, `first` the rest before any.
+        # The loop runs backwards: `after` is the rest after a written property, `first` the rest before any property.
         after, first = "", ""
         for name, schema in reversed(list(properties.items())):
             pair = f"{self._lark.text(key.format(name))} {self.value(schema)}"
