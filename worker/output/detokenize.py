@@ -1,6 +1,6 @@
 """Incremental detokenizer that never splits a character.
 
-The texts of a sequence, concatenated, equal the tokenizer's decoding of all its ids at once.
+The concatenated texts of a sequence equal the tokenizer's decoding of all its ids at once.
 """
 
 import codecs
@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from tokenizers.decoders import DecodeStream
 
-# A DecodeStream holds text that ends in U+FFFD. No character needs this many tokens.
+# Maximum number of tokens whose text is held because it ends in U+FFFD, which DecodeStream does. No character needs as
+# many.
 _MAX_HELD_TOKENS = 16
 _MAX_UTF8_BYTES = 4
-# Metaspace strips every leading space of the first piece.
+# Metaspace strips every leading space of the first piece, so this many means all.
 _STRIP_ALL_SPACES = 1024
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -25,7 +26,7 @@ class Detokenizer(Protocol):
     """Detokenizer of one sequence."""
 
     def add(self, token: int) -> str:
-        """Return the text that this token completes; may be empty."""
+        """Return the text that this token completes, which may be empty."""
         ...
 
     def finish(self) -> str:
@@ -34,7 +35,7 @@ class Detokenizer(Protocol):
 
 
 class Vocabulary:
-    """Text of one tokenizer's ids, and factory of the `Detokenizer` of each sequence.
+    """Texts of one tokenizer's ids, and factory of each sequence's `Detokenizer`.
 
     `hidden` ids (control tokens such as `<|im_start|>`) have no text.
     """
@@ -67,7 +68,7 @@ class Vocabulary:
         return _Wrapped(self._tokenizer.detokenizer, self.hidden)
 
     def _begun(self, context: Sequence[int]) -> bytes:
-        """Return the bytes of a character that `context` leaves incomplete."""
+        """Return the bytes of an incomplete character at the end of `context`."""
         table, end = self._table or [], b""
         for token in reversed(context[-_MAX_UTF8_BYTES:]):
             # the id is a control token or not of the tokenizer, so it has no text
@@ -95,7 +96,7 @@ class Vocabulary:
         return str(self._tokenizer.decode(list(ids)))
 
     def _byte_table(self) -> list[bytes] | None:
-        """Return each id's bytes, for a decoder that is purely byte-level."""
+        """Return each id's bytes if the decoder is purely byte-level; otherwise None."""
         if [step.get("type") for step in self._decoder()] != ["ByteLevel"]:
             return None
         alphabet = _byte_alphabet()
@@ -156,7 +157,7 @@ def _to_bytes(token: str, alphabet: dict[str, int]) -> bytes:
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
-    """Return what a step replaces in each piece, and the replacement; None for another kind of step."""
+    """Return the text that a step replaces in each piece, and its replacement; None for another type of step."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return old, new
@@ -224,7 +225,7 @@ class _Stream:
         self._held.append(token)
         try:
             text = self._stream.step(self._backend, token)
-        except Exception:  # tokenizers raises a plain Exception when an id changes the text of earlier ones
+        except Exception:  # tokenizers raises a plain Exception if an id changes the text of earlier ids
             return self.finish()
         if text is None and len(self._held) <= _MAX_HELD_TOKENS:
             return ""

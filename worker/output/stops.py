@@ -1,19 +1,19 @@
-"""Stop strings in text: no part of a stop string is ever emitted, regardless of how the text is split."""
+"""Stop strings in generated text: no part of a stop string is ever emitted, regardless of how the text is split."""
 
 from array import array
 from functools import lru_cache
 from typing import Final
 
-# Maximum number of stop strings with a cached table, enough for several requests with the most stop strings.
+# Maximum number of stop strings with a cached table; several requests with the maximum of stop strings need fewer.
 _MAX_CACHED: Final = 256
 
 
 class StopScanner:
-    """Scanner that holds text back while it may be the start of a stop string.
+    """Scanner that holds text back while the text may be the beginning of a stop string.
 
-    The first complete match ends the text; of matches that are complete at once, the longest counts. This equals
-    reading one character at a time, so the answer does not depend on the split. Each character is read once per stop
-    string.
+    The first complete match ends the text; of matches that are complete at the same character, the longest counts. The
+    result is the same as with one character at a time, so the answer does not depend on the split. Each character is
+    compared once per stop string.
     """
 
     __slots__ = ("_held", "_is_inclusive", "_patterns", "_starts", "hit")
@@ -21,7 +21,7 @@ class StopScanner:
     def __init__(self, stops: tuple[str, ...], *, is_inclusive: bool = False) -> None:
         """`is_inclusive` also emits the stop string."""
         self._is_inclusive = is_inclusive
-        # The stop string that ended the text.
+        # Stop string that ended the text; empty until one does.
         self.hit = ""
         self._patterns = [_Pattern(stop) for stop in stops if stop]
         self._starts = {pattern.stop[0] for pattern in self._patterns}
@@ -42,13 +42,13 @@ class StopScanner:
         return held[:cut], False
 
     def flush(self) -> str:
-        """Return the held text when the sequence has ended for another reason."""
+        """Return the held text after the sequence has ended for another reason."""
         held, self._held = self._held, ""
         return held
 
 
 class _Pattern:
-    """Stop string and the length of its prefix that the text so far ends with (Knuth, Morris, Pratt 1977)."""
+    """Stop string, and the length of its prefix that the text so far ends with (Knuth, Morris, Pratt 1977)."""
 
     __slots__ = ("_fallback", "matched", "stop")
 
@@ -58,7 +58,7 @@ class _Pattern:
         self._fallback = _fallback(stop)
 
     def advance(self, char: str) -> bool:
-        """Read one character; True when the stop string is complete."""
+        """Process one character; return True if the stop string is complete."""
         matched = self.matched
         while matched and (matched == len(self.stop) or self.stop[matched] != char):
             matched = self._fallback[matched]
@@ -70,7 +70,9 @@ class _Pattern:
 
 @lru_cache(maxsize=_MAX_CACHED)
 def _fallback(stop: str) -> "array[int]":
-    """Return, for each matched length, the next shorter one that also matches. All choices of a request share it."""
+    """Return, for each matched length, the next shorter length that also matches. All choices of a request share the
+    table.
+    """
     table = array("i", [0]) * (len(stop) + 1)
     matched = 0
     for size in range(1, len(stop)):

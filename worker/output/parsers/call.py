@@ -31,7 +31,7 @@ from worker.output.parsers.reader import (
 from worker.output.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
-# A key may follow even if the comma is missing.
+# A key may follow a missing comma, so its quotes also end a value.
 _QUOTES: Final = ("'", '"')
 _NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
 _NAME = re.compile(r"[\w.\-:/@$]+")
@@ -56,7 +56,7 @@ class CallFormat(Protocol):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Markers that end a broken call; if there are none, text follows it directly."""
+        """Return the markers that end a broken call; without any, text follows it directly."""
         ...
 
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
@@ -69,7 +69,7 @@ def drop(_: str) -> None:
 
 
 def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps[bool]:
-    """Read calls; pass markup that turns out not to be a call to `text`. Returns whether there was a call."""
+    """Parse calls; pass markup that turns out not to be a call to `text`. Returns whether there was a call."""
     r, out, before = ctx.r, ctx.out, ctx.out.calls
     r.trace = [hit]
     try:
@@ -84,7 +84,7 @@ def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps
             text(raw)
     tail, r.trace = "".join(r.trace or ()), None
     if out.calls > before and (blank := tail[len(tail.rstrip()) :]):
-        # Whitespace after the last marker, where another call might have begun, may be part of a text.
+        # Whitespace after the last marker, where another call might have begun, may be a part of the text.
         out.text(blank)
     return out.calls > before
 
@@ -92,7 +92,7 @@ def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps
 def _break_off(ctx: ParserContext, form: CallFormat, is_unclosed: bool) -> Steps[None]:
     """Abandon a call that was announced, and drop its remaining markup: arguments are never reassembled.
 
-    If the model ended the call without its last brackets and with nothing in their place, these are added.
+    If the model ended the call with only its last brackets missing, these are added.
     """
     r, left = ctx.r, list[str]()
     ctx.out.malformed += 1
@@ -106,7 +106,7 @@ def _break_off(ctx: ParserContext, form: CallFormat, is_unclosed: bool) -> Steps
 
 
 def checked(name: str) -> str:
-    """Return `name` if it is well-formed, since only its form distinguishes a call from prose; raises `Malformed`."""
+    """Return `name` if it is well-formed; only that distinguishes a call from prose. Raises `Malformed`."""
     name = name.strip().strip("\"'")
     if not _NAME.fullmatch(name):
         raise Malformed
@@ -114,7 +114,7 @@ def checked(name: str) -> str:
 
 
 def read_name(r: MarkupReader) -> Steps[str]:
-    """Read the longest name at the current position; raises `Malformed` if there is none."""
+    """Read the longest name at the current position. Raises `Malformed` if there is none."""
     parts: list[str] = []
     size = 0
     while size <= NAME_LIMIT:
@@ -131,7 +131,7 @@ def read_name(r: MarkupReader) -> Steps[str]:
 
 
 def begin(ctx: ParserContext, name: str, call_id: str = "") -> Parameters:
-    """Announce a call; from here on it cannot be emitted as text."""
+    """Announce a call; after that, its markup cannot be emitted as text any more."""
     name = ctx.tools.declared(name.strip())
     if not name or len(name) > NAME_LIMIT:
         raise Malformed
@@ -141,7 +141,7 @@ def begin(ctx: ParserContext, name: str, call_id: str = "") -> Parameters:
 
 
 def end(ctx: ParserContext) -> None:
-    """Complete the call; another one or text may follow."""
+    """Complete the call; another call or text may follow."""
     ctx.out.end()
     ctx.r.trace = []
 
@@ -154,7 +154,7 @@ def members(
     close: str = "}",
     separator: MarkerSet = markers(":"),  # noqa: B008 - immutable
 ) -> Steps[None]:
-    """Read `key: value` pairs up to `close`, whose opening bracket is consumed, and emit them as a JSON object."""
+    """Read `key: value` pairs up to `close`, and emit them as a JSON object. Their opening bracket is consumed already."""
     r = ctx.r
     emit("{")
     is_first = True
@@ -211,7 +211,7 @@ def _member_value(r: MarkupReader, params: Parameters, key: str, emit: Emit, dia
 
 
 def json_arguments(ctx: ParserContext, params: Parameters, emit: Emit | None = None) -> Steps[None]:
-    """Read the JSON object of a call's arguments; within a string it is encoded twice."""
+    """Read the JSON object of a call's arguments. If it is inside a JSON string, it is encoded twice."""
     emit = emit or ctx.out.args
     if (yield from ctx.r.space()) == "{":
         ctx.r.take(1)

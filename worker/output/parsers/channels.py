@@ -25,7 +25,9 @@ _MESSAGE: Final = markers("<|message|>")
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Markup of messages. A header may begin with `header`, a message ends with `ends`; calls are `body`, else JSON."""
+    """Markup of messages. `header` begins a header, a marker of `ends` ends a message; `body` is the format of calls,
+    JSON if it is None.
+    """
 
     header: tuple[str, ...]
     ends: tuple[str, ...]
@@ -41,7 +43,7 @@ HARMONY: Final = Channels(
 
 
 class ChannelMessages:
-    """Reader of one output."""
+    """Parser of one output."""
 
     def __init__(self, ctx: ParserContext, channels: Channels, parse_tools: bool) -> None:
         self._ctx = ctx
@@ -54,7 +56,7 @@ class ChannelMessages:
         self._text = markers(*channels.ends, *tokens, *body)
 
     def read(self, in_reasoning: bool) -> Steps[None]:
-        """Read the whole output; `in_reasoning` if the prompt has opened an analysis message."""
+        """Parse the whole output; `in_reasoning` if the prompt has opened an analysis message."""
         r, out = self._ctx.r, self._ctx.out
         hit = ""
         if in_reasoning:
@@ -78,7 +80,7 @@ class ChannelMessages:
                 return
 
     def _body(self, header: str) -> Steps[str]:
-        """Read one message up to and including the marker that ends it, and return the marker."""
+        """Parse one message up to and including the marker that ends it, and return the marker."""
         r, out = self._ctx.r, self._ctx.out
         recipients, channels = _RECIPIENT.findall(header), _CHANNEL.findall(header)
         recipient = recipients[-1] if recipients else ""
@@ -91,7 +93,7 @@ class ChannelMessages:
             if not (yield from attempt(self._ctx, _Call(recipient), "", out.text)):
                 out.malformed += 1
             return (yield from r.until(self._stop, out.text))
-        # Messages to the user may quote calls.
+        # Messages to the user may quote calls, so only other messages are searched for them.
         stop = self._stop if recipient in _NON_TOOL_RECIPIENTS else self._text
         while True:
             hit = yield from r.until(stop, out.text)

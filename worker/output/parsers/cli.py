@@ -76,9 +76,10 @@ def _tools(path: str | None) -> list[dict[str, Any]]:
 
 
 def _start(family: str, text: str, tools: list[dict[str, Any]], options: argparse.Namespace) -> bool | None:
-    """Whether the output begins inside reasoning; None leaves it to the family.
+    """Return whether the output begins inside reasoning; None leaves the choice to the family.
 
-    The whole output is available, so in case of doubt, an end of reasoning before any start shows that it does.
+    The whole output is available. If the family does not decide, an end of reasoning before any start shows that the
+    output begins inside.
     """
     if options.start_in_reasoning:
         return True
@@ -111,7 +112,7 @@ def render(
     opens_answer: bool = True,
 ) -> str:
     """Render messages without a tokenizer, with every common switch for thinking set. Raises `BrokenTemplate`."""
-    # The imports are local because they cost more than the rest of the package.
+    # These imports are local because they cost more than the rest of the package.
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -6,9 +6,10 @@ from typing import Final
 
 
 class Controls:
-    """Control tokens of one vocabulary that occur in markup. Frozen, and shared by all its parsers.
+    """Control tokens of one vocabulary that occur in markup. Frozen, and shared by all parsers of the model.
 
-    `tokens` maps their texts to whether the tokenizer marks them as special. If empty, only the text counts.
+    `tokens` maps their texts to whether the tokenizer marks them as special. If it is empty, parsers go by the text
+    only.
     """
 
     __slots__ = ("_found", "_pattern", "_tokens")
@@ -29,7 +30,9 @@ class Controls:
         return offsets
 
     def are_special(self, marker: str) -> bool:
-        """Whether `marker` contains control tokens and all of them are special, so that it cannot be text."""
+        """Return whether `marker` contains control tokens and all of them are special, so that the marker cannot be
+        text.
+        """
         hits = self._pattern.findall(marker)
         return bool(hits) and all(self._tokens[hit] for hit in hits)
 
@@ -38,5 +41,7 @@ NO_CONTROLS: Final = Controls({})
 
 
 def is_markup(content: str, is_special: bool) -> bool:
-    """Whether an added token of a vocabulary can be a part of markup; some are indentation or words."""
+    """Return whether an added token of a vocabulary can be a part of markup; some added tokens are indentation or
+    words.
+    """
     return len(content) > 2 and not content.isspace() and (is_special or content[0] in "<[|｜◁]")

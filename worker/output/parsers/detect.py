@@ -7,7 +7,7 @@ from typing import Final
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES, resolve
 
-# Rows are tried in order: the first whose words all occur in the chat template gives the family.
+# Each row is a family and words of its chat templates; the first row whose words all occur in the template applies.
 _TEMPLATES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("muse", ("<atem:function_calls>",)),
     ("step3", ("<steptml:invoke",)),
@@ -107,19 +107,21 @@ def detect_family(chat_template: str | None, vocab: Container[str], model_type: 
 
 
 def reasoning_end(family: str) -> str:
-    """Return the markup that ends reasoning, written when a budget is used up; "" if there is none."""
+    """Return the markup that ends reasoning, which is written when a thinking budget is used up; "" if there is none."""
     grammar = FAMILIES[resolve(family)].grammar
     if isinstance(grammar, Channels):
         return grammar.reasoning_end
     return grammar.think.ends[0] if grammar.think else ""
 
 
-# A turn marker after a reasoning marker shows that a message only quoted the latter.
+# A turn marker after a reasoning marker shows that a message only quoted the reasoning marker.
 _TURN: Final = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|\[/?INST\]|</?s>|<(?:start|end)_of_turn>|</?role>|<\|?turn\|?>")
 
 
 def start_in_reasoning(family: str, rendered_prompt: str) -> bool:
-    """Whether the prompt leaves the reasoning open: in the last turn, its last start comes after its last end."""
+    """Return whether the prompt leaves the reasoning open: in the last turn, the last start of reasoning comes after
+    the last end.
+    """
     grammar = FAMILIES[resolve(family)].grammar
     if isinstance(grammar, Channels):
         return rendered_prompt.endswith("<|channel|>analysis<|message|>")

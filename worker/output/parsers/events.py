@@ -10,10 +10,11 @@ import msgspec
 from protocol.from_worker import DeltaKind, ToolCallDelta
 from worker.output.encodable import encodable
 
-# A string without its closing quote extends to the end, so that no further one is searched inside it.
+# Matches a string or a bracket. A string without its closing quote extends to the end of the text, so that no further
+# string is searched inside it.
 _BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[][{}]')
 _CLOSERS: Final = {"{": "}", "[": "]"}
-# A call id from a model is kept if every client can send it back.
+# Matches a call id that every client can send back. A model's id is kept only if it matches.
 _CALL_ID: Final = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
@@ -28,8 +29,8 @@ class Event(msgspec.Struct, frozen=True):
 class ParsedOutput:
     """Collector of events. Whitespace at the edge of a block is held until more text of the block follows.
 
-    It is dropped at both ends of reasoning, between blocks, and before the first content after a block. `keep_gap`
-    keeps it between reasoning and content; `trim_before_tool` drops it between content and a call.
+    Whitespace is dropped at both ends of reasoning, between blocks, and before the first content after a block.
+    `keep_gap` keeps it between reasoning and content; `trim_before_tool` drops it between content and a call.
     """
 
     def __init__(self, new_id: Callable[[], str], keep_gap: bool, trim_before_tool: bool) -> None:
@@ -46,7 +47,7 @@ class ParsedOutput:
         self.calls = 0
         self._has_content = False
         self._after_block = False
-        self.is_blank = True  # only whitespace since the last block
+        self.is_blank = True  # there was only whitespace since the last block
         self.is_line_start = True
         self.in_reasoning = False
         self.is_reasoning_open = False
@@ -90,7 +91,7 @@ class ParsedOutput:
             self.in_reasoning, self.is_blank, self.is_line_start, self._after_block = False, True, True, True
 
     def close_section(self) -> None:
-        """End markup that has no meaning itself; whitespace around it belongs to it."""
+        """End markup that has no meaning itself; the whitespace around it is dropped."""
         self._held.clear()
         self.is_blank = self._after_block = True
 
@@ -174,7 +175,7 @@ class ParsedOutput:
 
 
 def _missing(arguments: str) -> str | None:
-    """Return the brackets that complete this JSON; None if anything else is missing."""
+    """Return the brackets that complete the JSON `arguments`; None if anything else is missing."""
     open_: list[str] = []
     for match in _BRACKET.finditer(arguments):
         if match[0] in _CLOSERS:

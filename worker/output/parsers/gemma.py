@@ -14,7 +14,7 @@ _NAME_ENDS: Final = markers("{", "\n", "<", "(")
 
 @dataclass(frozen=True, slots=True)
 class GemmaCalls:
-    """Notation of one or more calls. After the marker, models may omit the word, the colon or both.
+    """Notation of one or more calls. After the marker, models may omit the word `call`, the colon or both.
 
     `bare`: the marker itself is missing, so the word and a declared name are required.
     """

@@ -17,7 +17,7 @@ _KNOWN: Final = _NAMES | _ARGUMENTS | _IDS | {"type"}
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Notation of one object or a list of them, after one of `starts`.
+    """Notation of one object or a list of objects, after one of `starts`.
 
     `bare`: the marker is part of ordinary JSON, so a known first key, both fields and a declared name are required.
     `late`: the id follows the arguments, so a call is announced at its end. `keyed`: objects are `{name: arguments}`.
@@ -107,7 +107,7 @@ class JsonCalls:
                 ctx.r.take(1)
                 yield from members(ctx, ctx.tools.parameters(call.name), ctx.out.args)
                 return
-            # Arguments before the name, or in a string, cannot be streamed.
+            # Arguments that come before the name, or in a string, cannot be streamed.
             params = ctx.tools.parameters(call.name)
             call.arguments = yield from collected(lambda emit: json_arguments(ctx, params, emit))
             return

@@ -38,9 +38,9 @@ _HEX_ESCAPES: Final = {"x": 2, "u": 4, "U": 8}
 
 
 class LiteralSyntax(NamedTuple):
-    """Notation of literals. `delimiter` quotes a raw string (Gemma). `bare` allows keys and values without quotes.
+    """Notation of values. `delimiter` quotes a raw string (Gemma). `bare` allows keys and values without quotes.
 
-    `is_python`: the literal is part of a Python call, whose strings may contain unescaped quotes.
+    `is_python`: the value is part of a Python call, whose strings may contain unescaped quotes.
     """
 
     delimiter: str = ""
@@ -83,13 +83,13 @@ def number(token: str) -> str:
 
 
 def is_padded(token: str) -> bool:
-    """Whether this is a number with leading zeros, which may be meant as text, such as a postcode."""
+    """Return whether a token is a number with leading zeros, which may be meant as text, such as a postcode."""
     match = _PADDED.fullmatch(token)
     return bool(match and _LOOSE_NUMBER.fullmatch(match[2]))
 
 
 def padded(token: str) -> str:
-    """Return the same as `number`, and also accept leading zeros."""
+    """Return the JSON spelling like `number`, but also accept leading zeros."""
     return number(_PADDED.sub(r"\1\2", token) if is_padded(token) else token)
 
 
@@ -104,7 +104,7 @@ def value(r: MarkupReader, emit: Emit, dialect: LiteralSyntax = LOOSE) -> Steps[
     Missing and trailing commas are accepted; the output is strict JSON with one space after `,` and `:`. Raises
     `Malformed`, possibly after a part was emitted.
     """
-    open_: list[tuple[str, str]] = []  # closing bracket of each level in the input, and in the output
+    open_: list[tuple[str, str]] = []  # closing brackets of each open level, in the input and in the output
     want_value = True
     while want_value or open_:
         char = yield from r.space()
@@ -132,7 +132,7 @@ def value(r: MarkupReader, emit: Emit, dialect: LiteralSyntax = LOOSE) -> Steps[
 def _begin_value(
     r: MarkupReader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: LiteralSyntax
 ) -> Steps[bool]:
-    """Read a scalar, or go one level down; returns whether a value must follow."""
+    """Read a scalar, or enter a nested level; return whether a value must follow."""
     if char not in _OPENS or not char:
         yield from scalar(r, char, emit, dialect, _levels(dialect, open_))
         return False
@@ -153,7 +153,7 @@ def _begin_value(
 
 
 def _brace(r: MarkupReader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: LiteralSyntax) -> Steps[bool]:
-    """Read the beginning after `{`: an object if its first item is a key, otherwise a Python set."""
+    """Read what follows a `{`: an object if the first item is a key, otherwise a Python set."""
     if dialect.bare:
         emit("{")
         yield from _key(r, emit, dialect, "")
@@ -177,7 +177,7 @@ def _brace(r: MarkupReader, char: str, emit: Emit, open_: list[tuple[str, str]],
 
 
 def _levels(dialect: LiteralSyntax, open_: list[tuple[str, str]]) -> str:
-    """Return the closing brackets of a Python call, with its own first; "" if quotes are always escaped."""
+    """Return the closing brackets of a Python call, beginning with the call's own; "" if quotes are always escaped."""
     return ")" + "".join(source for source, _ in open_) if dialect.is_python else ""
 
 
@@ -274,7 +274,7 @@ def string(r: MarkupReader, quote: str, emit: Emit, levels: str = "", is_key: bo
 
 
 def _escape(r: MarkupReader) -> Steps[str]:
-    """Return the JSON spelling of the escape after a backslash; an unknown one keeps its backslash, as in Python."""
+    """Return the JSON spelling of the escape after a backslash; an unknown escape keeps its backslash, as in Python."""
     char = yield from r.peek()
     if not char:
         raise Malformed

@@ -14,7 +14,7 @@ _MAX_DEPTH: Final = 32
 
 @dataclass(slots=True)
 class _Node:
-    """Tag that contains text or further tags. `source` is the raw text up to its end."""
+    """Tag that contains text or further tags. `source` is its raw text, from after the opening tag to the closing tag."""
 
     tag: str
     source: str = ""
@@ -60,10 +60,10 @@ def _tag(r: MarkupReader) -> Steps[str]:
 
 
 def _read(r: MarkupReader, tag: str) -> Steps[_Node]:
-    """Read everything up to the end of the tag that was just opened."""
+    """Read the contents and the end of the tag `tag`, which was just opened."""
     pieces: list[str] = []
     top = _Node(tag)
-    # Each open tag is stored with the number of pieces before its contents.
+    # Each open tag is stored with the number of text pieces before its contents.
     open_ = [(top, 0)]
     while open_:
         if not (yield from r.until(markers(f"{_NS}<"), pieces.append)):
@@ -89,7 +89,7 @@ def _json(node: _Node, schema: ValueSchema) -> str:
     """Return the node as JSON; recursion is bounded by `_MAX_DEPTH`."""
     types = schema.types
     if not node.children or _is_text(types):
-        # Tags inside a value that can only be text belong to the text.
+        # A value that can only be text keeps the tags inside it as text.
         text = node.source
         if not text.strip() and types and "string" not in types:
             return "[]" if "array" in types else "{}" if "object" in types else coerced(text, types)

@@ -1,4 +1,4 @@
-"""Calls as a name, then the arguments as one JSON object: Mistral, Kimi K2, DeepSeek, Solar, Functionary."""
+"""Calls in the form of a name, then the arguments as one JSON object: Mistral, Kimi K2, DeepSeek, Solar, Functionary."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -46,11 +46,11 @@ _MISTRAL_LIST: Final = JsonCalls(("[TOOL_CALLS]",), late=True)
 
 @dataclass(frozen=True, slots=True)
 class SectionCalls:
-    """Notation of a section of calls, each `begin header sep arguments end`; markers may have several spellings.
+    """Notation of a section of calls, each `begin header sep arguments end`; a marker may have several spellings.
 
-    The header is `functions.name:index` (Kimi K2, where it is also the id) or a name (DeepSeek V3.1). For DeepSeek V3
-    it is the call's type, followed by the name and a fenced block. With `id_separator` it is the id, the separator, the
-    name.
+    The header is `functions.name:index` (Kimi K2, which uses it as the id, too) or a name (DeepSeek V3.1). In DeepSeek
+    V3 it is the call's type, followed by the name and a fenced block. With `id_separator` it consists of the id, the
+    separator and the name.
     """
 
     section: tuple[str, ...]
@@ -69,7 +69,7 @@ class SectionCalls:
         is_open = hit in self.call
         while True:
             if not is_open:
-                # The outer marker may begin the first call without an inner one.
+                # The outer marker may be followed by the first call without an inner marker.
                 yield from r.space()
                 if (yield from r.literal(markers(*self.section_end))):
                     return

@@ -32,9 +32,9 @@ class Parser:
     """Parser from generated text to events. It never raises, whatever the text is.
 
     A call that breaks before its name and arguments are certain becomes TEXT, unchanged. A call that breaks after it
-    was announced gets its missing brackets, if nothing else is missing and the model itself ended it. Otherwise its
-    arguments stay unclosed, so that they are not valid JSON and no client runs half a command, and the output is
-    `is_broken`. In both cases it counts as `malformed`.
+    was announced gets its missing brackets, if only these are missing and the model itself ended the call. Otherwise
+    its arguments stay unclosed, so that they are not valid JSON and no client runs half a command, and the output is
+    `is_broken`. Each broken call counts as `malformed`.
     """
 
     def __init__(self, ctx: ParserContext, steps: Steps[None]) -> None:
@@ -82,7 +82,9 @@ class Parser:
         return self._out.drain()
 
     def finish(self, is_cut: bool = False) -> list[Event]:
-        """End the output and return the events of all held text. `is_cut`: the model itself has not ended it."""
+        """End the output and return the events of all held text. `is_cut`: the output was ended by a limit or stop, not
+        by the model.
+        """
         if self._is_over:
             return []
         self._r.ended, self._r.is_cut = True, is_cut
@@ -110,8 +112,8 @@ def make_parser(
 ) -> Parser:
     """Make a parser for one output of a model of `family` (a name or an alias; raises `UnknownFamily`).
 
-    `start_in_reasoning` None means the family's default. Without `parse_tools`, the markup of calls stays in the text.
-    Markup that contains one of `controls` only counts where `note_control` reported the token.
+    If `start_in_reasoning` is None, the family's default applies. Without `parse_tools`, the markup of calls stays in
+    the text. Markup that contains one of `controls` only counts where `note_control` reported the token.
     """
     row = FAMILIES[resolve(family)]
     in_reasoning = row.opens if start_in_reasoning is None else start_in_reasoning

@@ -9,14 +9,16 @@ from worker.output.parsers.literal import PYTHON
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
 
 _NAME_START = re.compile(r"[^\W\d]")
-# The first pattern matches the beginning of arguments, the second one text that may still become it.
+# Matches the beginning of keyword arguments.
 _KEYWORDS = re.compile(r"\(\s*(?:\)|\w+\s*=[^=])")
 _KEYWORDS_BEGUN = re.compile(r"\(\s*(?:\w+\s*=?)?")
 
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """Notation of a list of calls, in brackets or, between markers, one per line. `bare`: it is the whole message."""
+    """Notation of a list of calls: in brackets or, between markers, one call per line. `bare`: the list is the whole
+    message.
+    """
 
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
@@ -71,7 +73,7 @@ class PythonCalls:
 
 
 def _keywords(r: MarkupReader) -> Steps[None]:
-    """Look ahead and raise `Malformed` for arguments without names, which no tool has."""
+    """Look ahead and raise `Malformed` for arguments without names, which tools do not take."""
     for size in range(2, NAME_LIMIT):
         text = yield from r.peek(size)
         if _KEYWORDS.match(text):

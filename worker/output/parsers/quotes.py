@@ -1,8 +1,9 @@
-"""Strings in Python calls with unescaped inner quotes, as in `run(command="grep "x" y")`: which quote ends one.
+"""Detection of the quote that ends a string, in Python calls with unescaped inner quotes, as in `run(command="grep "x"
+y")`.
 
-A quote ends its string if the call can continue after it. That is true of every quote in valid Python (except between
-adjacent strings, which only shells have), so only invalid Python is read differently. The lookahead stops at the next
-quote at the latest.
+A quote ends its string if the call can continue after the quote. That is true of every closing quote in valid Python
+(except between adjacent strings, which only shells have), so only invalid Python is parsed differently. The lookahead
+stops at the next quote at the latest.
 """
 
 import re
@@ -10,7 +11,7 @@ from typing import Final
 
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps
 
-# Maximum lookahead, which is more than the padding of any model's calls.
+# Maximum lookahead in characters, which is more than the padding of any model's calls.
 _LOOKAHEAD_LIMIT: Final = 256
 _SPACE: Final = re.compile(r"\s*")
 _WORD: Final = re.compile(r"[\w.\-]*")
@@ -20,7 +21,7 @@ _CONSTANTS: Final = frozenset({"True", "False", "None", "true", "false", "null",
 
 
 def ends_string(r: MarkupReader, levels: str, is_key: bool) -> Steps[bool]:
-    """Whether the next quote ends its string. Consumes nothing.
+    """Return whether the next quote ends its string. Consumes nothing.
 
     `levels` are the brackets that close the open levels; the first is the call's. `is_key`: a colon may follow. Raises
     `Malformed` if the string is part of an expression.
@@ -58,7 +59,7 @@ def _refuse_expression(r: MarkupReader, at: int, char: str) -> Steps[None]:
 
 
 def _follows_call(r: MarkupReader, at: int, char: str) -> Steps[bool]:
-    """Whether this may follow the bracket that closes a call."""
+    """Return whether the text at `at` may follow the bracket that closes a call."""
     if char == "<":
         return (yield from _is_marker(r, at))
     if char in ",;":
@@ -70,7 +71,8 @@ def _follows_call(r: MarkupReader, at: int, char: str) -> Steps[bool]:
     after, char = yield from _skip(r, at + 1)
     if char == "<" and (yield from _is_marker(r, after)):
         return True
-    # Text may follow the list, on its own line or without an operator that would continue a command.
+    # Text may follow the list on its own line, or on the same line unless it begins with an operator, which would
+    # continue a command.
     return not char or char not in _OPERATORS or "\n" in r.buf[r.at + at + 1 : r.at + after]
 
 
@@ -96,7 +98,7 @@ def _is_value(r: MarkupReader, at: int, char: str) -> Steps[bool]:
 
 
 def _is_marker(r: MarkupReader, at: int) -> Steps[bool]:
-    """Whether markup follows, so that brackets are missing: `<|…` or `</name>`."""
+    """Return whether markup (`<|…` or `</name>`) follows, so that brackets are missing."""
     char = yield from _char(r, at + 1)
     if char != "/":
         return char in ("", "|", "｜")
@@ -112,12 +114,12 @@ def _char(r: MarkupReader, at: int) -> Steps[str]:
 
 
 def _skip(r: MarkupReader, at: int) -> Steps[tuple[int, str]]:
-    """Return the end of the whitespace, and the character there; "" at the end of the text or beyond the limit."""
+    """Return the offset after whitespace, and the character there; "" at the end of the text or beyond the limit."""
     return _run(r, at, _SPACE)
 
 
 def _word(r: MarkupReader, at: int) -> Steps[tuple[int, str]]:
-    """Return the end of a word, and the word."""
+    """Return the offset after a word, and the word."""
     end, _ = yield from _run(r, at, _WORD)
     return end, r.buf[r.at + at : r.at + end]
 

@@ -20,7 +20,7 @@ _NOT_SPACE = re.compile(r"\S")
 
 
 class Malformed(Exception):
-    """Raised for text that does not follow the grammar, or ends within it. Never leaves the package."""
+    """Raised for text that does not match the grammar, or ends within it. Never raised outside the package."""
 
 
 class Unclosed(Malformed):
@@ -33,7 +33,7 @@ def stray(char: str) -> Malformed:
 
 
 class MarkerSet:
-    """Set of strings to search for; `prefixes` are the texts that may still become one of them."""
+    """Set of strings to search for; `prefixes` are the texts that may still become one of these strings."""
 
     __slots__ = ("first", "longest", "pattern", "prefixes", "words")
 
@@ -55,7 +55,7 @@ class MarkerSet:
 
 
 def collected(read: Callable[[Emit], Steps[object]]) -> Steps[str]:
-    """Return everything that `read` emits, as one string."""
+    """Return all texts that `read` emits, as one string."""
     parts: list[str] = []
     yield from read(parts.append)
     return "".join(parts)
@@ -70,15 +70,16 @@ def markers(*words: str) -> MarkerSet:
 class MarkupReader:
     """Reader of the text that is not consumed yet.
 
-    `trace` records consumed text while a call may still degrade to text. `is_cut`: the text ended although the model
-    would have continued. A marker that contains tokens of `controls` is only found where these tokens were generated.
+    `trace` records consumed text while a call may still turn out to be text. `is_cut`: the text ended although the
+    model would have continued. A marker that contains tokens of `controls` is only found where these tokens were
+    generated.
     """
 
     __slots__ = ("_base", "_written", "at", "buf", "controls", "ended", "is_cut", "trace")
 
     def __init__(self, controls: Controls = NO_CONTROLS) -> None:
         self.controls = controls
-        # Offsets in the whole text: the beginning of `buf`, and control tokens.
+        # Offset of `buf` in the whole text, and the offsets of control tokens in it.
         self._base = 0
         self._written: set[int] = set()
         self.buf = ""
@@ -88,7 +89,7 @@ class MarkupReader:
         self.trace: list[str] | None = None
 
     def note_control(self, at: int) -> None:
-        """Note that a control token begins at this character of the whole text."""
+        """Record that a control token begins at this character of the whole text."""
         self._written.add(at)
 
     def push(self, text: str) -> None:
@@ -116,7 +117,7 @@ class MarkupReader:
         return self.buf[self.at : self.at + size]
 
     def space(self) -> Steps[str]:
-        """Consume whitespace, if any; returns the character after it, "" at the end of the text."""
+        """Consume whitespace, if any; return the character after it, "" at the end of the text."""
         while True:
             match = _NOT_SPACE.search(self.buf, self.at)
             self.take((match.start() if match else len(self.buf)) - self.at)
@@ -140,7 +141,7 @@ class MarkupReader:
     def until(self, words: MarkerSet, emit: Emit, limit: int = -1, keep: bool = False) -> Steps[str]:
         """Emit all text before the first of `words` as it arrives, and consume that word unless `keep`.
 
-        Returns the word, or "" at the end of the text, or if more than `limit` characters precede a word. In the last
+        Return the word, or "" at the end of the text, or if more than `limit` characters precede a word. In the last
         case exactly `limit` characters are consumed, so that the result does not depend on the split of the input.
         """
         while True:
@@ -161,7 +162,7 @@ class MarkupReader:
             yield
 
     def _find(self, words: MarkerSet) -> tuple[int, str]:
-        """Return the position of the first of `words`, and the word."""
+        """Return the position of the first of `words` in the buffer, and the word."""
         match = words.pattern.search(self.buf, self.at)
         while match:
             if word := self._genuine(words, match):

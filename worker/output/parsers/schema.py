@@ -84,18 +84,19 @@ class ValueSchema:
 
     @property
     def types(self) -> Types:
-        """JSON types that the value may have; empty if unknown."""
+        """Return the JSON types that the value may have; empty if unknown."""
         return _types(self._schema, self._root, 0, set()) or ANY
 
     @property
     def items(self) -> "ValueSchema":
-        """Schema of the items if the value is an array, over all alternatives."""
+        """Return the schema of the items if the value is an array, over all alternatives."""
         return self._any_of([form["items"] for form in self._alternatives() if "items" in form])
 
     def members(self, texts: Mapping[str, str]) -> "dict[str, ValueSchema]":
         """Return the schemas of the members of an object with these keys and texts.
 
-        They come from the alternatives that have all keys, and of those, from the ones whose constants match the texts.
+        The schemas come from the alternatives that have all keys, preferably from those whose constants match the
+        texts.
         """
         forms = self._alternatives()
         likely = [form for form in forms if _has_members(form, texts.keys())] or forms
@@ -106,7 +107,7 @@ class ValueSchema:
         return ValueSchema(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, self._root)
 
     def _alternatives(self) -> list[Schema]:
-        """Return the schema and everything that its unions and references name, each once."""
+        """Return the schema and all schemas that its unions and references name, each once."""
         forms: list[Schema] = []
         waiting: list[Any] = [self._schema]
         seen: set[str] = set()
@@ -130,7 +131,7 @@ def mapping(value: Any) -> Schema:
 
 
 def referred(ref: str, root: Schema) -> Schema:
-    """Return the target of a local `$ref` (RFC 6901); empty, which means any value, if there is none."""
+    """Return the target of a local `$ref` (RFC 6901); if there is none, an empty schema, which allows any value."""
     target = root
     for step in unquote(ref).removeprefix("#").split("/")[1:]:
         target = mapping(target.get(step.replace("~1", "/").replace("~0", "~")))
@@ -145,7 +146,7 @@ def _has_members(schema: Schema, keys: AbstractSet[str]) -> bool:
 
 
 def _has_constants(schema: Schema, texts: Mapping[str, str]) -> bool:
-    """Whether the members match the constants and enums of a schema, such as the kind of a tagged union."""
+    """Return whether the members match the constants and enums of a schema, such as the tag of a tagged union."""
     names = mapping(schema.get("properties"))
     for key, text in texts.items():
         member = mapping(names.get(key))
@@ -212,7 +213,9 @@ def json_type(text: str) -> str:
 
 
 def coerced(text: str, types: Types) -> str:
-    """Return the JSON of a parameter written as plain `text`: the first of its types that fits, otherwise a string."""
+    """Return the JSON of a parameter written as plain `text`, in the first of its types that matches, otherwise as a
+    string.
+    """
     if types == STRING:
         return quoted(text)
     bare = text.strip()
@@ -225,7 +228,7 @@ def coerced(text: str, types: Types) -> str:
             # Quotes around a string belong to it, unless the type is not a string.
             return quoted(text) if not types or "string" in types else coerced_string(literal, types)
         if not types:
-            # This is a guess: `+41` and `1_000` are not meant as numbers.
+            # This is a guess: texts such as `+41` and `1_000` are probably not meant as numbers.
             is_plain = kind in ("array", "object") or bare in (literal, "True", "False", "None")
             return literal if is_plain else quoted(text)
         if kind in types or (kind == "integer" and "number" in types):
@@ -241,7 +244,9 @@ def coerced(text: str, types: Types) -> str:
 
 
 def coerced_string(found: str, types: Types) -> str:
-    """Convert a JSON string if the schema requires another type and its content fits one; otherwise return it."""
+    """Convert a JSON string if the schema requires another type and the string's content has that type; otherwise
+    return it.
+    """
     inner: str = json.loads(found)
     if types == ANY or "string" in types:
         return found

@@ -6,8 +6,8 @@ from typing import Final, Literal
 from worker.output.parsers.call import CallFormat, ParserContext, attempt
 from worker.output.parsers.reader import Steps, markers
 
-# Ends of a turn, in case the tokenizer does not remove them: they are markup only at the very end. Plain ones could be
-# a user's own markup, so they only count directly after a block.
+# Markers of the end of a turn, in case the tokenizer does not remove them: they are markup only at the very end.
+# Markers in plain text could be a user's own markup, so they only count directly after a block.
 _PLAIN_END: Final = ("</s>", "<eos>", "<sep>", "</assistant>", "<end_of_sentence>")
 _END_OF_TURN: Final = (
     *_PLAIN_END, "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<turn|>",
@@ -19,7 +19,7 @@ _END_OF_TURN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """Markup of reasoning. `prefix` is a line that may follow the start marker and belongs to it.
+    """Markup of reasoning. `prefix` is a line that may follow the start marker and belongs to the markup.
 
     `is_explicit`: the model always writes the start itself, so an end without a start is noise.
     """
@@ -32,7 +32,8 @@ class Think:
 
 @dataclass(frozen=True, slots=True)
 class MarkupGrammar:
-    """Markup of a family. `drop` is markup without meaning; `opening` is tried where content begins.
+    """Markup of a family. `drop` is markup without meaning; `opening` is a call format that is tried where content
+    begins.
 
     `tool_ends_think`: a call inside reasoning ends it `always`, only at the beginning of a `line`, or `never` (the call
     is part of the reasoning).
@@ -59,7 +60,7 @@ class Verbatim:
 
 
 class Conversation:
-    """Reader of one output."""
+    """Parser of one output."""
 
     def __init__(self, ctx: ParserContext, grammar: MarkupGrammar) -> None:
         self._ctx = ctx
@@ -71,7 +72,7 @@ class Conversation:
         self._reasoning = markers(*self._starts, *self._ends, *calls)
 
     def read(self, in_reasoning: bool) -> Steps[None]:
-        """Read the whole output; `in_reasoning` if the prompt has opened the block."""
+        """Parse the whole output; `in_reasoning` if the prompt has opened the block."""
         if in_reasoning and self._grammar.think:
             yield from self._read_reasoning()
         yield from self._open()
@@ -86,7 +87,7 @@ class Conversation:
                 else:
                     out.text(hit)
             elif hit in self._ends:
-                # An end marker without a start is ordinary text if it is inside text.
+                # An end marker without a start is ordinary text if it comes after other text.
                 if out.is_blank:
                     out.end_reasoning()
                 elif not self._is_special(hit):
@@ -99,7 +100,7 @@ class Conversation:
                 yield from self._end_of_turn(hit)
 
     def _end_of_turn(self, hit: str) -> Steps[None]:
-        """Drop the marker if only further ones follow; otherwise it is text."""
+        """Drop the marker if only further end markers follow; otherwise it is text."""
         r, first = self._ctx.r, hit
         r.trace = []
         while hit:
@@ -137,10 +138,10 @@ class Conversation:
     def _prefix(self) -> Steps[None]:
         if self._grammar.think and (prefix := self._grammar.think.prefix):
             text = yield from self._ctx.r.peek(len(prefix) + 1)
-            # The line may lack its line break if the reasoning is empty.
+            # The prefix may lack its line break if the reasoning is empty.
             if text == prefix or (text.startswith(prefix) and text[-1] in "\r\n<"):
                 self._ctx.r.take(len(prefix))
 
     def _is_special(self, marker: str) -> bool:
-        """Whether only a model's special token looks like this, so that it cannot be ordinary text."""
+        """Return whether only a model's special token has this spelling, so that it cannot be ordinary text."""
         return "|" in marker or "｜" in marker or marker.startswith("[") or self._ctx.r.controls.are_special(marker)

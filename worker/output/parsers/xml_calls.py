@@ -1,4 +1,4 @@
-"""Calls as tags around plain text: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2, Seed, MiniCPM, Kimi K3, Muse and kin."""
+"""Calls as tags around plain text: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2, Seed, MiniCPM, Kimi K3, Muse and similar."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from worker.output.parsers.schema import ANY, STRING, Parameters, Types, coerced
 _ATTRIBUTE = re.compile(r"([\w:]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
 _CDATA: Final = "<![CDATA["
-# A value of unknown type that begins with one of these may be something other than a string.
+# First characters of values of unknown type that may be something other than a string.
 _MAYBE_JSON: Final = frozenset('{["-0123456789tfnTFN+.(')
 _TYPES: Final[dict[str, Types]] = {
     "string": STRING,
@@ -29,10 +29,10 @@ _TYPES: Final[dict[str, Types]] = {
 class XmlCalls:
     """Notation `wrap` `call` name `head_end` (`param` key `key_end` value `param_end`)* `call_end` `wrap_end`.
 
-    A name or key is the text of its tag, or its attribute `name`, `tool` or `key`. An empty `wrap` means that calls
-    have no wrapper; `call_alone` makes the wrapper optional. With `strip_line`, the first and last line break of a
-    value belong to the markup; with `inline`, the last does only if the first is present. `json_block` holds all
-    arguments as one object; `json` means that the call may be JSON.
+    A name or key is the text of its tag, or the tag's attribute `name`, `tool` or `key`. An empty `wrap` means that
+    calls have no wrapper; `call_alone` makes the wrapper optional. With `strip_line`, the first and last line break of
+    a value belong to the markup; with `inline`, the last line break does so only if the first is present. `json_block`
+    holds all arguments as one object; `json` means that the call may be JSON.
     """
 
     wrap: tuple[str, ...]
