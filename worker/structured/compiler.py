@@ -209,7 +209,7 @@ class Grammars:
         return grammar
 
     def _make_loosely(self, constraint: Constraint, calls: str) -> CompiledGrammar:
-        """Compile as much of a schema as possible: the whole schema, all but some keywords, its shape, or any object."""
+        """Compile as much of a schema as possible: all of it, all but some keywords, its shape, or any object."""
         ways = list(loosened(_schema(constraint.text)))
         for is_lenient, (schema, relaxed) in [(False, ways[0]), *((True, way) for way in ways)]:
             try:

@@ -31,7 +31,7 @@ from worker.output.parsers.reader import (
 from worker.output.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
-# A key may follow a missing comma, so its quotes also end a value.
+# A key that begins with one of these may follow without a comma.
 _QUOTES: Final = ("'", '"')
 _NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
 _NAME = re.compile(r"[\w.\-:/@$]+")
@@ -154,7 +154,7 @@ def members(
     close: str = "}",
     separator: MarkerSet = markers(":"),  # noqa: B008 - immutable
 ) -> Steps[None]:
-    """Read `key: value` pairs up to `close`, and emit them as a JSON object. Their opening bracket is consumed already."""
+    """Read `key: value` pairs up to `close`, and emit them as a JSON object. The opening bracket is already consumed."""
     r = ctx.r
     emit("{")
     is_first = True

@@ -107,7 +107,7 @@ def detect_family(chat_template: str | None, vocab: Container[str], model_type: 
 
 
 def reasoning_end(family: str) -> str:
-    """Return the markup that ends reasoning, which is written when a thinking budget is used up; "" if there is none."""
+    """Return the markup that ends reasoning, written when a thinking budget is used up; "" if there is none."""
     grammar = FAMILIES[resolve(family)].grammar
     if isinstance(grammar, Channels):
         return grammar.reasoning_end

@@ -14,7 +14,7 @@ _MAX_DEPTH: Final = 32
 
 @dataclass(slots=True)
 class _Node:
-    """Tag that contains text or further tags. `source` is its raw text, from after the opening tag to the closing tag."""
+    """Tag that contains text or further tags. `source` is its raw text between the opening and the closing tag."""
 
     tag: str
     source: str = ""

@@ -1,4 +1,4 @@
-"""Calls in the form of a name, then the arguments as one JSON object: Mistral, Kimi K2, DeepSeek, Solar, Functionary."""
+"""Calls as a name, followed by the arguments as one JSON object: Mistral, Kimi K2, DeepSeek, Solar, Functionary."""
 
 from dataclasses import dataclass
 from typing import Final

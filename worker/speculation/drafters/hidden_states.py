@@ -113,6 +113,6 @@ class CapturePoint(WrappedModule):
 
 
 def capture_of(model: Any) -> HiddenStateCapture | None:
-    """Return a model's capture, or None if none of its modules is wrapped."""
+    """Return the capture of a model while its batch has drafts; otherwise None."""
     capture: HiddenStateCapture | None = getattr(model, "capture", None)
     return capture if capture is not None and capture.is_on else None

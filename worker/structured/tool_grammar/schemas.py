@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 
 from worker.output.parsers.schema import Schema, mapping, referred
 
-# Largest integer up to which JSON clients with doubles represent every integer.
+# JSON clients that use doubles represent every integer up to this one.
 INTEGER_MAX: Final = 2**53 - 1
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAPS: Final = ("properties", "$defs", "definitions")

@@ -1,4 +1,4 @@
-"""Grammars of each format's tool calls: the counterpart of `worker.output.parsers`, built from the same format objects."""
+"""Grammars of each format's tool calls, built from the format objects that `worker.output.parsers` uses."""
 
 import json
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ MAX_NUMBERED_CALLS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Grammar of one answer of calls: `start` `first` `more`* `tail`.
+    """Grammar of one answer of calls: `start`, `first`, each of `more`, then `tail`.
 
-    `start` is text; the others are expressions, and each of `more` is optional. Early finish uses `value_ends`, texts
-    that end a value, and `ends`, texts that end a call or all calls, in order of how much they end, the most first.
+    `start` is text; the others are expressions. Early finish uses `value_ends`, texts that end a value, and `ends`,
+    texts that end a call or all calls, in order of how much they end, the most first.
     """
 
     start: str

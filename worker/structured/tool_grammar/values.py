@@ -34,7 +34,7 @@ _TYPES: Final = ("string", "number", "boolean", "null", "array", "object")
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Notation of values: JSON, or strings quoted by `delimiter` (Gemma), or Python's `words` for true, false and null."""
+    """Notation of values: JSON, or strings quoted by `delimiter` (Gemma), or Python's `words` for constants."""
 
     delimiter: str = ""
     space: str = " "
