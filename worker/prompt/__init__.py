@@ -1,1 +1,1 @@
-"""Prompts: from a request to a row by template, tokenizer and validation."""
+"""Prompts: conversion of a request to a row by template, tokenizer and validation."""

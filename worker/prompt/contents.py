@@ -20,12 +20,12 @@ def media(content: Content) -> list[Part]:
 
 
 def parts(content: Content) -> list[Part]:
-    """Return a content as a list of parts, with none for empty text."""
+    """Return a content as a list of parts; empty text gives an empty list."""
     return content if isinstance(content, list) else _text(content or "")
 
 
 def joined(contents: Iterable[Content], between: str = "\n\n") -> Content:
-    """Join contents: to text if all of them are text, otherwise to a list without adjacent texts."""
+    """Join contents: to a text if all of them are texts, otherwise to a list without adjacent texts."""
     contents = list(contents)
     if not any(isinstance(content, list) for content in contents):
         return between.join(words(content) for content in contents)

@@ -1,16 +1,16 @@
-"""Conversion of text to token ids that leaves the GIL to the step loop."""
+"""Encoder of text to token ids that does not block the step loop's thread through the GIL."""
 
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-# Maximum characters encoded at once: encoding takes about 200 times the memory of the text.
+# Maximum number of characters encoded at once: encoding takes about 200 times the memory of the text.
 _SLICE_CHARS: Final = 64 * 1024
-# Text may be cut between two words of ASCII letters, which every pre-tokenizer separates.
+# Gap at which text may be cut: a space between two words of ASCII letters, which every pre-tokenizer separates.
 _GAP: Final = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _NORMAL_GAP: Final = re.compile(r"(?<=[A-Za-z])[ ▁](?=[A-Za-z])")
 _CROSSING: Final = re.compile(r"[A-Za-z][ ▁Ġ]")
-# Sample of the combinations of words, numbers, spaces and punctuation that pre-tokenizers treat differently.
+# Sample text with the combinations of words, numbers, spaces and punctuation that pre-tokenizers treat differently.
 _PROBE: Final = (
     "The cat sat on a MAT and it's We're  done x  y\tz Then AB c De fG 12 a 345 b6 c , d. e! f\n g\n\nh (i j) k"
     " naïve é日本 l 🙂 m don't STOP ifThen else_ n I am po\u0301p <q r> s\n"
@@ -18,9 +18,9 @@ _PROBE: Final = (
 
 
 class PromptEncoder:
-    """Encoder of text for one tokenizer, called from threads that may wait.
+    """Encoder of text for one tokenizer. Its calls may take long, so only threads that can wait use it.
 
-    It uses the batch call of the `tokenizers` backend, if there is one, because that releases the GIL. Through
+    It uses the batch call of the `tokenizers` backend, if there is one, because that call releases the GIL. Through
     transformers, 300 kB of text took four times as long and blocked the step loop for 40 ms at a time.
     """
 
@@ -29,7 +29,8 @@ class PromptEncoder:
         self._slice_chars = slice_chars
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
-            # These are set once: changing them later fails while another thread decodes.
+            # Truncation and padding are turned off once: changing them later fails while another thread encodes or
+            # decodes.
             self._backend.no_truncation()
             self._backend.no_padding()
         # Number of characters of a gap that the next slice omits; None if text cannot be cut.
@@ -37,12 +38,12 @@ class PromptEncoder:
 
     @property
     def is_sliceable(self) -> bool:
-        """Whether `slices` needs memory for a single slice only."""
+        """Return whether `slices` uses memory for only one slice at a time."""
         return self._skip is not None
 
     @property
     def opening(self) -> int:
-        """Number of special tokens before each text."""
+        """Return the number of special tokens before each text."""
         around = self._around()
         return len(around[0]) if around is not None else 0
 
@@ -53,7 +54,7 @@ class PromptEncoder:
         return list(encoding.ids)
 
     def slices(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
-        """Yield the ids of `encode` in parts; in one part if the tokenizer does not separate words."""
+        """Yield the ids of `encode` in parts, or in one part if the tokenizer does not separate words."""
         around = self._around() if add_special_tokens else ([], [])
         if self._skip is None or around is None or len(text) <= self._slice_chars:
             yield self.encode(text, add_special_tokens=add_special_tokens)
@@ -76,9 +77,9 @@ class PromptEncoder:
         return None
 
     def _find_skip(self) -> int | None:
-        """Return how many characters to omit at a cut; None if text cannot be cut.
+        """Return the number of characters to omit at a cut; None if text cannot be cut.
 
-        A gap can be cut if no token crosses it, and if the rest has the same tokens when encoded alone.
+        Text can be cut at a gap if no token crosses the gap, and if the rest has the same tokens when encoded alone.
         """
         if self._backend is None or not self._keeps_gaps():
             return None
@@ -93,7 +94,7 @@ class PromptEncoder:
         return [token for part in parts for token in self.encode(part, add_special_tokens=False)]
 
     def _keeps_gaps(self) -> bool:
-        """Whether no token crosses a gap: the pre-tokenizer splits there, or the vocabulary has no such token."""
+        """Return whether no token crosses a gap: the pre-tokenizer splits at gaps, or the vocabulary has no such token."""
         backend = self._backend
         if any(_reaches(token) for token in backend.get_added_tokens_decoder().values()):
             return False
@@ -111,7 +112,7 @@ class PromptEncoder:
 
 
 def _reaches(token: Any) -> bool:
-    """Whether an added token may contain a gap, or absorb an adjacent one."""
+    """Return whether an added token may contain a gap, or absorb an adjacent gap."""
     text: str = token.content
     at_edge = (token.rstrip and text[-1:].isalpha()) or (token.lstrip and text[:1].isalpha())
     return bool(at_edge or _GAP.search(text) or _NORMAL_GAP.search(text))

@@ -17,7 +17,7 @@ from worker.output.parsers.families import FAMILIES, UnknownFamily, resolve
 from worker.output.parsers.parser import Parser, call_ids, make_parser
 from worker.structured.tool_grammar.build import has_calls, next_message
 
-# Effort that disables thinking as far as possible in families that cannot disable it.
+# Effort that disables thinking as far as possible, for families that cannot disable it completely.
 _LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
 
 
@@ -34,10 +34,10 @@ class ModelFamily:
             )
         except UnknownFamily as error:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
-        # A template without tools gets them as text, in the format that this family's parser reads.
+        # Tools for a template without tools are written as text, in the format that the `hermes` parser reads.
         self.tool_family = self.family if knows_tools and has_calls(self.family) else "hermes"
         self.closing_ids = _ids(loaded, self._closing())
-        # The next message is one to a tool if a call is required.
+        # If a call is required, the message after the reasoning is one to a tool.
         self.calling_ids = _ids(loaded, next_message(self.family)) or self.closing_ids
         self.visible = self._visible(tokenizer, template or "", plain_chat)
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -56,9 +56,10 @@ class ModelFamily:
         return structs.replace(prompt, effort=least) if least else prompt
 
     def thinking_budget(self, prompt: ChatPrompt, wanted: int | None) -> int | None:
-        """Return the thinking budget in tokens. If the template cannot disable thinking, the block is closed at once.
+        """Return the thinking budget in tokens. If the template cannot disable thinking, the budget is 0 when it should
+        be off.
 
-        A prompt with tools is excepted in families that write messages: closing a message of reasoning would also
+        Prompts with tools are excepted in families that write messages: closing the message of reasoning would also
         decide that no tool is called.
         """
         if prompt.thinking is not False or (prompt.tools and isinstance(FAMILIES[self.family].grammar, Channels)):
@@ -68,8 +69,8 @@ class ModelFamily:
     def parser(self, prompt: ChatPrompt, rendered: str, is_ruled: bool = False, *, id_seed: str) -> tuple[Parser, bool]:
         """Make the parser of one answer, and return whether the answer begins inside reasoning.
 
-        The ids of its calls derive from `id_seed`, so that a successor generates the same ones. `is_ruled`: a grammar
-        matches characters, regardless of tokens, so the parser of its output must do the same.
+        The ids of the answer's calls derive from `id_seed`, so that a successor of this worker generates the same ids.
+        `is_ruled`: a grammar matches characters, regardless of tokens, so the parser of its output must do the same.
         """
         is_reasoning = start_in_reasoning(self.family, rendered)
         parser = make_parser(
@@ -89,8 +90,9 @@ class ModelFamily:
         return end if is_message or not end else f"\n{end}\n\n"
 
     def _visible(self, tokenizer: Any, template: str, plain_chat: str) -> frozenset[str]:
-        """Return the special tokens that reach the parser: those in its markers, and those that a template uses in
-        other places than turn markers."""
+        """Return the special tokens that parsers receive: those in the family's markers, and those that the template
+        uses for more than turn markers.
+        """
         markers = [marker for marker in _strings([FAMILIES[self.family], FAMILIES[self.tool_family]]) if marker.strip()]
         special = [entry.content for entry in getattr(tokenizer, "added_tokens_decoder", {}).values() if entry.special]
         return frozenset(

@@ -11,15 +11,17 @@ from worker.prompt.encode import PromptEncoder
 
 # Repository name written after `<repo_name>`, for models that have that token.
 _REPOSITORY_NAME: Final = "project"
-# Separator of files for models without a token for it, the same as llama.cpp's.
+# Separator of files for models without a token for it; llama.cpp uses the same.
 _FILE_SEPARATOR: Final = "\n\n--- snippet ---\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Fill-in-the-middle tokens of one family. `order` lists the tokens before the prefix, suffix and middle.
+    """Fill-in-the-middle tokens of one family. `order` lists the tokens before the prefix, suffix and middle, in the
+    prompt's order.
 
-    `ends` are tokens that end the middle, in addition to the model's own; `repository` and `file` begin the context.
+    `ends` are tokens that end the middle, in addition to the model's own end tokens; `repository` and `file` begin the
+    context.
     """
 
     order: tuple[tuple[str, str], ...]
@@ -31,36 +33,36 @@ class _Form:
 def _forms() -> tuple[_Form, ...]:
     prefix, suffix, middle = "prefix", "suffix", "middle"
     return (
-        # Qwen Coder and CodeGemma use these.
+        # Tokens of Qwen Coder and CodeGemma.
         _Form(
             (("<|fim_prefix|>", prefix), ("<|fim_suffix|>", suffix), ("<|fim_middle|>", middle)),
             ("<|fim_pad|>", "<|endoftext|>", "<|file_separator|>", "<|cursor|>"),
             "<|repo_name|>",
             "<|file_sep|>",
         ),
-        # StarCoder and Granite Code use these.
+        # Tokens of StarCoder and Granite Code.
         _Form(
             (("<fim_prefix>", prefix), ("<fim_suffix>", suffix), ("<fim_middle>", middle)),
             ("<fim_pad>", "<|endoftext|>"),
             "<repo_name>",
             "<file_sep>",
         ),
-        # Code Llama uses these.
+        # Tokens of Code Llama.
         _Form((("▁<PRE>", prefix), ("▁<SUF>", suffix), ("▁<MID>", middle)), ("▁<EOT>",)),
-        # DeepSeek Coder uses these.
+        # Tokens of DeepSeek Coder.
         _Form(
             (("<｜fim▁begin｜>", prefix), ("<｜fim▁hole｜>", suffix), ("<｜fim▁end｜>", middle)),
             ("<|EOT|>", "<｜end▁of▁sentence｜>"),
         ),
-        # Seed Coder uses these.
+        # Tokens of Seed Coder.
         _Form((("<[fim-suffix]>", suffix), ("<[fim-prefix]>", prefix), ("<[fim-middle]>", middle))),
-        # Codestral uses these; the middle directly follows the prefix.
+        # Tokens of Codestral; the middle directly follows the prefix.
         _Form((("[SUFFIX]", suffix), ("[PREFIX]", prefix))),
     )
 
 
 class InfillPrompts:
-    """Fill-in-the-middle prompts of one model. `stop_ids` end the middle; empty for a model without support for it."""
+    """Fill-in-the-middle prompts of one model. `stop_ids` end the middle; empty for a model that does not support them."""
 
     def __init__(self, tokenizer: Any, encoder: PromptEncoder, vocab_size: int) -> None:
         self._encoder = encoder
@@ -91,7 +93,7 @@ class InfillPrompts:
         return ids + (self._plain(infill.middle) if len(self._form.order) == 2 else [])
 
     def _context(self, infill: Infill) -> list[int]:
-        """Return the other files, each after its name."""
+        """Return the tokens of the other files, each after its name."""
         assert self._form is not None
         if not infill.files:
             return []

@@ -56,15 +56,15 @@ from worker.vision.images import MediaLimits
 
 log = logging.getLogger("mlxd.worker")
 
-# Number of tokens at the end of a prompt that show whether it ends inside reasoning.
+# Number of tokens at a prompt's end that are decoded to find whether the prompt ends inside reasoning.
 _PROMPT_END_TOKENS = 4096
-# Text that has more characters per token of the context than this hardly ever fits.
+# Text with more characters per token of the context than this hardly ever fits the context.
 _MAX_CHARS_PER_TOKEN: Final = 8
-# Requests to count tokens may have up to this many times the text that fits the context.
+# Maximum length of a prompt whose tokens are counted, as a multiple of the text that fits the context.
 _MAX_COUNTED_CONTEXTS: Final = 4
-# A cut may split a token, and so add a few tokens.
+# Number of tokens that a cut may add, because it may split a token.
 _CUT_EXTRA_TOKENS: Final = 16
-# Limits of a request's media if the specification has none.
+# Limits of a request's media if the worker's specification has none.
 DEFAULT_LIMITS: Final = MediaLimits(bytes=32 << 20, count=64, pixels=64_000_000)
 
 
@@ -79,14 +79,14 @@ class Intake:
         memory_bytes: int = 0,
         sparse: SparseLimits = NO_SPARSE,
     ) -> None:
-        """`limits` are of a request's media; `memory_bytes`, 0 for no limit, bounds the pixels of an image."""
+        """`limits` apply to a request's media; `memory_bytes` bounds the pixels of an image, and 0 means no limit."""
         self._sparse = sparse
         self._encoder = PromptEncoder(loaded.tokenizer)
         self._vocab_size = loaded.vocab_size
         self._table_rows = max(loaded.vocab_size, loaded.table_rows)
         self.max_context = loaded.max_context
         self._limits = limits or DEFAULT_LIMITS
-        # None, with the reason in `no_media`, for a model that takes no media.
+        # `_media` is None for a model that takes no media; the reason is in `no_media`.
         self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes)
         # Kinds of media that a prompt may contain.
         self.modalities = self._media.modalities if self._media is not None else ()
@@ -122,7 +122,7 @@ class Intake:
             self.max_context = tokens
 
     def row(self, request: Generate, arrived: float) -> Row:
-        """Return a validated row; its rule comes from `restrict`. Raises `RequestInvalid`."""
+        """Return a validated row. Its rule is set later, by `restrict`. Raises `RequestInvalid`."""
         self._check_sampling(request)
         adapter = self._adapter(request.adapter)
         encoded = self._encode_fitting(request)
@@ -188,7 +188,7 @@ class Intake:
         return self._chat_vocabulary if is_chat else self.vocabulary
 
     def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
-        """Count or decode tokens; None as soon as the result is not wanted any more. Raises `RequestInvalid`."""
+        """Count or decode tokens; return None as soon as the result is not wanted any more. Raises `RequestInvalid`."""
         match request:
             case Detokenize(rid, ids):
                 self._check_count(ids, "tokens")
@@ -206,7 +206,7 @@ class Intake:
                 return Tokenized(rid, count, tuple(ids))
 
     def _parts(self, prompt: Prompt) -> Iterable[Sequence[int]]:
-        """Return the tokens of a prompt in parts; the prompt need not fit the context."""
+        """Return the tokens of a prompt in parts; the prompt may be longer than the context."""
         match prompt:
             case TokensPrompt(ids):
                 self._check_count(ids, "prompt")
@@ -242,14 +242,16 @@ class Intake:
         self._check_ids(ids, param)
 
     def is_restricted(self, request: Generate) -> bool:
-        """Whether a row needs `restrict` before it may run."""
+        """Return whether a row needs `restrict` before it may run."""
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         return request.constraint is not None or (chat is not None and bool(chat.must_call or chat.strict_tools))
 
     def restrict(self, row: Row, request: Generate) -> None:
-        """Set the rule for a row's output. May take seconds, on any thread that can wait. Raises `RequestInvalid`.
+        """Set the rule for a row's output. May take seconds, so only threads that can wait call it. Raises
+        `RequestInvalid`.
 
-        Required calls override a format of the answer. If calls are optional, the answer is calls or has the format.
+        Required calls override a format of the answer. If calls are optional, the output is either calls or an answer
+        in the format.
         """
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
         if request.constraint is not None and not (chat is not None and chat.must_call):
@@ -266,7 +268,7 @@ class Intake:
             row.thinking.budget = most if row.thinking.budget is None else min(row.thinking.budget, most)
 
     def constrain(self, row: Row, constraint: Constraint, chat: ChatPrompt | None = None) -> None:
-        """Set the rule for a row's output, and for `chat`'s calls. May take seconds. Raises `RequestInvalid`."""
+        """Set the rule for a row's output, and for the calls of `chat`. May take seconds. Raises `RequestInvalid`."""
         has_tools = chat is not None and bool(chat.tools)
         needs_end = constraint.after_reasoning or has_tools
         prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END_TOKENS:]) if needs_end else ""
@@ -280,13 +282,13 @@ class Intake:
     def _drafting(self, request: Generate, *, by_model: bool) -> Drafting:
         """Return the drafting options of a request.
 
-        A prediction longer than the context is useless. For a sparse prompt, the draft model would need KV of
-        everything that the model skips.
+        A prediction longer than the context is useless. For a sparse prompt, the draft model would need KV of the
+        tokens that the model skips.
         """
         most = UNLIMITED_DRAFT_TOKENS if request.most_drafted is None else request.most_drafted
         text = request.prediction[: self.max_context * _MAX_CHARS_PER_TOKEN] if most else ""
         ids = self._encoder.encode(text, add_special_tokens=False)[: self.max_context] if text else []
-        # A tokenizer may have more tokens than the model: no draft may contain those, nor continue after them.
+        # A tokenizer may have more tokens than the model: no draft may contain such tokens, nor continue after them.
         known = tuple(token if token < self._vocab_size else BREAK for token in ids)
         return Drafting(most, known, request.cache_salt, by_model)
 
@@ -299,7 +301,7 @@ class Intake:
         return self._adapters.find(name)
 
     def _encode_fitting(self, request: Generate) -> EncodedPrompt:
-        """Encode the prompt, truncated to fit if the request allows it."""
+        """Encode the prompt; truncate it to fit if the request allows truncation."""
         prompt, salt = request.prompt, request.cache_salt
         if not is_cut(request):
             return self._encode(prompt, salt)
@@ -357,7 +359,7 @@ class Intake:
 
     def _encode_text(self, text: str, prompt: Prompt, contexts: int) -> list[int]:
         add_special_tokens, most = _adds_special(prompt), contexts * self.max_context
-        # The beginning of megabytes that cannot fit is enough to refuse them; all of it would take seconds and
+        # The beginning of text that cannot fit is enough to refuse it; encoding megabytes would take seconds and
         # gigabytes.
         start = text[: _MAX_CHARS_PER_TOKEN * most]
         if len(start) < len(text):
@@ -378,13 +380,17 @@ class Intake:
         return [at for at, token in enumerate(ids) if token in self._turn_starts and at > 0]
 
     def _find_turn_starts(self, generation_prompt: str) -> frozenset[int]:
-        """Return the control token that begins the generation prompt, and so every message; otherwise all of them."""
+        """Return the control token that begins the generation prompt, and so every message; all control tokens if it
+        begins with text.
+        """
         first = self._encoder.encode(generation_prompt, add_special_tokens=False)[:1]
         hidden = self.vocabulary.hidden
         return frozenset(first) & hidden or hidden
 
     def _sampling(self, request: Generate) -> Sampling:
-        """Return the sampling options of a row: a filled-in middle also ends at tokens that begin another part."""
+        """Return the sampling options of a row: a fill-in-the-middle answer also ends at tokens that begin another
+        part.
+        """
         prompt, sampling = request.prompt, request.sampling
         if not isinstance(prompt, TextPrompt) or prompt.infill is None or sampling.ignore_eos:
             return sampling
@@ -412,7 +418,7 @@ class Intake:
             raise RequestInvalid(Code.INVALID_REQUEST, "max_tokens is negative", param="max_tokens")
 
     def _room(self, prompt_tokens: int, request: Generate) -> int:
-        """Return the maximum number of tokens to generate: as requested, or the rest of the context."""
+        """Return the maximum number of tokens to generate: the requested number, or the rest of the context."""
         left = self.max_context - prompt_tokens
         if left < 1:
             raise self._too_long(prompt_tokens, request.prompt)

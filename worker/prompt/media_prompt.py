@@ -31,7 +31,7 @@ KINDS: Final = ("image", "video", "audio")
 
 @dataclass(slots=True, frozen=True)
 class EncodedPrompt:
-    """Encoded prompt of a row. `text` is None for a prompt of ids, and has markers in place of media.
+    """Encoded prompt of a row. `text` has markers in place of media, and is None for a prompt of ids.
 
     `relaxed` names the deviations from the request.
     """
@@ -41,30 +41,30 @@ class EncodedPrompt:
     spans: list[Span] = field(default_factory=list[Span])
     positions: npt.NDArray[np.int32] | None = None
     relaxed: tuple[str, ...] = ()
-    # Numbers of turns and tokens of the request's prompt that were truncated.
+    # Number of turns and number of tokens that were truncated from the request's prompt.
     left_out: tuple[int, int] = (0, 0)
 
 
 class MediaPrompts:
-    """Encoder of chat prompts with media, for one model that takes some."""
+    """Encoder of chat prompts with media, for one model that takes media."""
 
     def __init__(
         self, processor: Processor, renderer: Renderer, placeholders: Mapping[str, int], in_space: bool
     ) -> None:
-        """`in_space`: the model has positions in time, height and width."""
+        """`in_space`: the model's positions have axes of time, height and width."""
         self.processor = processor
         self.renderer = renderer
         self._placeholders = dict(placeholders)
         self._in_space = in_space
         shown = renderer.shown
-        # A clip's frames can be shown as images.
+        # A model without video support can be shown a clip's frames as images.
         self.modalities = tuple(kind for kind in KINDS if kind in shown or (kind == "video" and "image" in shown))
 
     def encode(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]], salt: str = "") -> EncodedPrompt:
-        """Encode a prompt with its media in place. `encode` gets the text and the number of tokens to be added.
+        """Encode a prompt with its media in place. `encode` gets the text and the number of tokens that media will add.
 
         Features are cached by content and by the `salt` of the prompt's prefixes, and shared only within a salt. Raises
-        `RequestInvalid`, with the path of the part if it concerns one medium.
+        `RequestInvalid`, with the path of the part if the error is about one medium.
         """
         prompt, prepared, relaxed = self._prepare(prompt, salt)
         text, order = self.renderer.place(prompt)
@@ -83,7 +83,7 @@ class MediaPrompts:
         return EncodedPrompt(ids, text, _spans(placed, begins), places, relaxed)
 
     def _prepare(self, prompt: ChatPrompt, salt: str) -> tuple[ChatPrompt, list[PreparedMedia], tuple[str, ...]]:
-        """Read the media of a prompt; clips become images for a template that shows no clips."""
+        """Prepare the media of a prompt; clips become images if the template does not render clips."""
         prepared: list[PreparedMedia] = []
         became: list[list[PreparedMedia]] = []
         relaxed: list[str] = []
@@ -120,7 +120,7 @@ class MediaPrompts:
 def open_media(
     loaded: LoadedModel, encoder: PromptEncoder, limits: MediaLimits, memory_bytes: int
 ) -> tuple[MediaPrompts | None, str]:
-    """Open the encoder of a model's prompts with media; None, with the reason, if the model takes none."""
+    """Open the encoder of a model's prompts with media. Return None and the reason if the model takes none."""
     if loaded.vision is None:
         return None, loaded.no_vision
     needs = loaded.vision.needs
@@ -146,7 +146,7 @@ def open_media(
 
 
 def unserved(media: Media, modalities: Sequence[str], reason: str = "") -> RequestInvalid:
-    """Build the refusal of a kind of medium that the model does not take."""
+    """Build the refusal of a type of medium that the model does not take."""
     taken = f"it takes {', '.join(modalities)} and text" if modalities else reason or "it takes text alone"
     message = f"This model takes no {media.kind}: {taken}."
     return RequestInvalid(Code.UNSUPPORTED_MODALITY, message, param=media.param or "messages")

@@ -1,6 +1,7 @@
-"""Rewrites of chat messages to the forms that templates accept: pure functions from messages to messages.
+"""Rewrites of chat messages for templates: pure functions from messages to messages.
 
-Messages come in OpenAI's form: their content is a string, or a list if there are media, and tool arguments are objects.
+Messages are in OpenAI's format: their content is a string, or a list if there are media, and tool arguments are
+objects.
 """
 
 import hashlib
@@ -13,8 +14,8 @@ from worker.prompt.contents import joined, media, parts, words, wrapped
 Message = dict[str, Any]
 Messages = list[Message]
 
-# Prompt for models whose template has no tools, in Hermes' format (NousResearch/Hermes-Function-Calling), which the
-# `hermes` parser reads and most models have seen.
+# Prompt for models whose template renders no tools, in Hermes' format (NousResearch/Hermes-Function-Calling): the
+# `hermes` parser reads that format, and most models have seen it.
 TOOLS_PROMPT: Final = """\
 You may call functions to help with the user's request. The functions, as JSON, one a line:
 <tools>
@@ -30,7 +31,7 @@ SHOWN_NEXT: Final = "(shown in the next message)"
 
 
 def unchanged(messages: Messages) -> Messages:
-    """Return the messages as they came, as most templates accept them."""
+    """Return the messages unchanged, for most templates."""
     return messages
 
 
@@ -45,12 +46,12 @@ def arguments_as_json(messages: Messages) -> Messages:
 
 
 def calls_in_text(messages: Messages) -> Messages:
-    """Write calls as text, for templates that list tools but drop the calls of earlier turns."""
+    """Write calls as text, for templates that list tools but drop earlier turns' calls."""
     return [_call_in_text(message) if message.get("tool_calls") else message for message in messages]
 
 
 def one_call_each(messages: Messages) -> Messages:
-    """Split messages into one call each, followed by its result, for templates that take one call a message."""
+    """Split messages into one call each, followed by its result, for templates that allow one call per message."""
     split: Messages = []
     at = 0
     while at < len(messages):
@@ -76,7 +77,7 @@ def one_call_each(messages: Messages) -> Messages:
 
 
 def words_in_reasoning(messages: Messages) -> Messages:
-    """Move content into the reasoning, for templates that take only one of both beside calls, such as Harmony's."""
+    """Move content into the reasoning, for templates that render only one of the two beside calls, such as Harmony's."""
     return [
         {**message, "content": "", "reasoning_content": f"{message['reasoning_content']}\n\n{message['content']}"}
         if message.get("tool_calls") and _is_text(message.get("content")) and message.get("reasoning_content")
@@ -114,7 +115,7 @@ def nine_character_ids(messages: Messages) -> Messages:
 
 
 def one_system(messages: Messages) -> Messages:
-    """Merge leading system messages and turn later ones into user messages, for templates with one at the start."""
+    """Merge leading system messages and turn later ones into user messages, for templates that allow one, at the start."""
     lead = 0
     while lead < len(messages) and messages[lead]["role"] == "system":
         lead += 1
@@ -151,7 +152,7 @@ def as_parts(messages: Messages) -> Messages:
 
 
 def media_to_users(messages: Messages, roles: frozenset[str], bridge: str = "") -> Messages:
-    """Move media of these roles to a user message after them, for templates that lose or refuse them there.
+    """Move media of these roles to a user message after them, for templates that drop or refuse media there.
 
     Consecutive tool results stay together, and their media follow the last of them. `bridge` is an assistant message in
     between, for templates that require one before the next user message.
@@ -197,7 +198,7 @@ ADAPTATIONS: Final[tuple[Callable[[Messages], Messages], ...]] = (
 
 
 def tools_in_text(messages: Messages, tools: Sequence[dict[str, Any]]) -> Messages:
-    """Write tools, calls and results as plain text, for templates that render none of them."""
+    """Write tools, calls and results as plain text, for templates that render none of these."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     prompt = [{"role": "system", "content": TOOLS_PROMPT.format(tools=lines)}] if tools else []
     lead = 1 if messages and messages[0]["role"] == "system" else 0

@@ -1,4 +1,6 @@
-"""Simplified tools for chat templates that support plain schemas only: one type each, all described, no references."""
+"""Simplified tools for chat templates that support only plain schemas: one type per parameter, descriptions, no
+references.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
@@ -9,7 +11,7 @@ _MAX_DEPTH: Final = 12
 
 
 def simple_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same tools in OpenAI's form. Keywords other than types, names and descriptions are lost."""
+    """Return the same tools in OpenAI's format. Keywords other than types, names and descriptions are dropped."""
     return [{"type": "function", "function": _function(mapping(tool.get("function")))} for tool in tools]
 
 
@@ -41,7 +43,7 @@ def _simple(schema: Any, root: Schema, depth: int) -> dict[str, Any]:
 
 
 def _chosen(schema: Schema, root: Schema) -> Schema:
-    """Resolve references, and the first of several options that is not null."""
+    """Resolve references, and choose the first alternative that is not null."""
     for _ in range(_MAX_DEPTH):
         ref = schema.get("$ref")
         options = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)), None)

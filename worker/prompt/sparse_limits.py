@@ -13,14 +13,17 @@ PARAM: Final = "sparse_prefill"
 
 @dataclass(frozen=True, slots=True)
 class SparseLimits:
-    """Limits of one model. `keep` is the default share of a prompt that is kept, 0 for a model without sparse prefill;
-    prompts shorter than `least` tokens run in full."""
+    """Limits of one model. `keep` is the default share of a prompt that is kept, and 0 for a model without sparse
+    prefill; prompts shorter than `least` tokens are processed in full.
+    """
 
     keep: float = 0.0
     least: int = 0
 
     def keep_of(self, request: Generate, tokens: int, *, has_media: bool) -> float:
-        """Return the share of a prompt of `tokens` tokens to keep, 0 for all of it. Raises `RequestInvalid`."""
+        """Return the share of a prompt of `tokens` tokens to keep; 0 means that the prompt is processed in full. Raises
+        `RequestInvalid`.
+        """
         wanted = request.sparse_keep
         if wanted is None:
             return 0.0

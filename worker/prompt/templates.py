@@ -62,24 +62,25 @@ _SHOWN_RESULT: Final[Messages] = [
 
 
 class Renderer:
-    """Renderer of chats that sets only the variables of the request; the template decides the others.
+    """Renderer of chats that sets only the variables of the request; the template sets the defaults of all others.
 
     If a template refuses the messages, they are rewritten and tried again, with the smallest change first
     (worker/prompt/rewrites.py).
     """
 
     def __init__(self, tokenizer: Any, markers: MediaMarkers | None = None) -> None:
-        """`markers` are those of a model that takes media; without them no media are expected."""
+        """`markers` are the media markers of a model that takes media; without `markers`, no media are expected."""
         self._tokenizer = tokenizer
         self._markers = markers
-        # Empty for a renderer in code, which mlx-lm's wrapper calls.
+        # Empty for a model whose chat format is code, which mlx-lm's wrapper calls.
         self._templates = _templates(tokenizer.chat_template)
         self.has_template = bool(tokenizer.has_chat_template)
-        # FireFunction's template takes its tools as text, and the current time.
+        # FireFunction's template needs its tools as text, and the current time.
         self._wants_functions = self._mentions("functions") and not self._mentions("tools")
         self.knows_tools = not self._templates or self._mentions("tools") or self._wants_functions
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
-        # Most templates test whether there are tools; a few iterate over them unconditionally.
+        # Most templates test whether there are tools; a few iterate over the tools unconditionally and need an empty
+        # list.
         self._no_tools: list[Any] | None = None
         # A few templates render contents only as lists, because their models take images.
         self._shape_contents: Callable[[Messages], Messages] = unchanged
@@ -89,7 +90,7 @@ class Renderer:
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
         self._adaptations = tuple(adapt for adapt in ADAPTATIONS if not self._loses_system(adapt)) or ADAPTATIONS
-        # Kinds of media that appear for a user's message, and roles whose media do not appear.
+        # Kinds of media that the template renders in a user's message, and roles whose media it does not render.
         self.shown = frozenset(kind for kind in (markers.by_kind if markers else ()) if self._shows("user", kind))
         self._hiding = frozenset(role for role in ("tool", "assistant", "system") if not self._shows(role))
         self._bridge = "" if self._takes_moved("") else SHOWN_NEXT
@@ -117,7 +118,7 @@ class Renderer:
         try:
             return RENDERING.run(lambda: self._render_with_effort(prompt, opens_answer and not prompt.continue_final))
         except _REFUSALS as error:
-            # The template's own refusals are shown to clients; other errors are of the code that runs it.
+            # The template's own refusals are shown to clients; other errors are bugs in the template's code.
             reason = f": {error}" if isinstance(error, TemplateError) else ""
             message = f"the model's chat template refused the messages{reason}"
             raise RequestInvalid(Code.TEMPLATE_ERROR, message, detail=repr(error), param="messages") from error
@@ -135,13 +136,15 @@ class Renderer:
             raise
 
     def _distinguishes(self, prompt: ChatPrompt, other: ChatPrompt) -> bool:
-        """Whether the template uses a variable in which the thinking options of the two prompts differ."""
+        """Return whether the template uses a variable in which the thinking options of the two prompts differ."""
         ours, theirs = _thinking_variables(prompt), _thinking_variables(other)
         changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
         return not self._templates or any(self._mentions(name) for name in changed)
 
     def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> tuple[str, list[int]]:
-        """Render with the first rewrite that the template accepts. Raises its error for the least changed one."""
+        """Render with the first rewrite that the template accepts. If there is none, raise the error for the least
+        changed messages.
+        """
         messages = prompt.messages
         if prompt.media:
             messages = media_to_users(messages, self._hiding, self._bridge)
@@ -233,7 +236,7 @@ class Renderer:
         return unchanged
 
     def _shows(self, role: str, kind: str = "image") -> bool:
-        """Whether a medium in a message of this role appears at its place."""
+        """Return whether the template renders a medium in a message of this role, at its place."""
         if self._markers is None or kind not in self._markers.by_kind:
             return False
         shown = {"role": role, "content": [{"type": "text", "text": "word1"}, {"type": kind, "media": 0}]}
@@ -246,7 +249,7 @@ class Renderer:
         return self._markers.kinds(self._try(turns[role], [_PROBE_TOOL] if role == "tool" else []) or "") == [kind]
 
     def _takes_moved(self, bridge: str) -> bool:
-        """Whether media of a result can move to a user message directly after it."""
+        """Return whether media of a result can move to a user message directly after it."""
         if self._markers is None:
             return True
         text = self._try(self._write_calls(media_to_users(_SHOWN_RESULT, self._hiding, bridge)), [_PROBE_TOOL]) or ""
@@ -266,7 +269,7 @@ class Renderer:
         return not (is_lost or is_python or is_quoted_twice)
 
     def _choose_shape(self) -> Callable[[Messages], Messages]:
-        """Choose a rewrite of turns with several calls that the template neither refuses nor loses."""
+        """Choose a rewrite of turns with several calls that the template neither refuses nor drops in part."""
         if not self._templates or not self.knows_tools:
             return CALL_SHAPES[0]
         for wanted in (("word1", "word2", "said"), ("word1", "word2")):
@@ -276,7 +279,9 @@ class Renderer:
         return CALL_SHAPES[0]
 
     def _holds(self, shape: Callable[[Messages], Messages], wanted: tuple[str, ...]) -> bool:
-        """Whether the template renders these words of two calls and of the text next to them, also before an answer."""
+        """Return whether the template renders the `wanted` words of two calls and of the text beside them, also before
+        an answer.
+        """
         calls = [
             {**_PROBE_CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
             for n in (1, 2)
@@ -288,7 +293,7 @@ class Renderer:
         ]
         answered: Messages = [*messages, {"role": "assistant", "content": "z"}, _QUESTION]
         text = self._try(self._write_calls(shape(messages)), [_PROBE_TOOL]) or ""
-        # Earlier turns may lose their reasoning and the text next to it, but they must not be refused.
+        # Earlier turns may lose their reasoning and the text beside it, but the template must not refuse them.
         is_taken = self._try(self._write_calls(shape(answered)), [_PROBE_TOOL]) is not None
         return is_taken and all(word in text for word in wanted)
 
@@ -296,7 +301,9 @@ class Renderer:
         return any(re.search(rf"\b{name}\b", template) for template in self._templates.values())
 
     def _renders_tools(self) -> bool:
-        """Whether the template renders tools with some rewrite of the messages; it may also refuse or ignore them."""
+        """Return whether the template renders tools with some rewrite of the messages; it may also refuse or ignore
+        them.
+        """
         if not self._templates:
             return True
         messages: Messages = [{"role": "system", "content": "w"}, _QUESTION]
@@ -307,7 +314,7 @@ class Renderer:
         return False
 
     def _loses_system(self, adapt: Callable[[Messages], Messages]) -> bool:
-        """Whether the template silently drops a system message that is not the only one, or not before a question."""
+        """Return whether the template silently drops a second system message, or one that is not before a question."""
         system = {"role": "system", "content": "words1"}
         later = [{"role": "system", "content": "words2"}, {"role": "user", "content": "y"}]
         turns: list[Messages] = [[_QUESTION, *later], [system, _QUESTION, *later]]
@@ -329,13 +336,13 @@ def check_template(template: str) -> None:
         message = f"the configured chat_template does not compile: {error.message} (its line {error.lineno})"
         raise LoadFailed(Code.BAD_CONFIG, message) from error
     except _REFUSALS:
-        pass  # it refuses a chat without messages
+        pass  # the template refuses a chat without messages
 
 
 def adopt_template(tokenizer: Any, path: Path) -> None:
     """Set a tokenizer's template to the one in a separate file for the model's processor.
 
-    This happens if the tokenizer has no template, or one without images while the other has them.
+    This happens if the tokenizer has no template, or if only the processor's template renders images.
     """
     separate = _separate_template(path)
     own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
@@ -376,13 +383,15 @@ def _mentions_tools(prompt: ChatPrompt) -> bool:
 
 
 def _functions(prompt: ChatPrompt) -> dict[str, Any]:
-    """Return the variables of FireFunction's model card. The date has no time, so that prompts are equal all day."""
+    """Return the variables that FireFunction's model card names. The date has no time, so that prompts are equal all
+    day.
+    """
     specs = [tool["function"] for tool in prompt.tools]
     return {"functions": json.dumps(specs, indent=4, ensure_ascii=False), "datetime": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def _thinking_variables(prompt: ChatPrompt) -> dict[str, Any]:
-    """Return the thinking options in every spelling that templates know; a template ignores the others."""
+    """Return the thinking options under all variable names that templates use; a template ignores unknown names."""
     variables: dict[str, Any] = {}
     if prompt.thinking is not None:
         variables |= {"enable_thinking": prompt.thinking, "thinking": prompt.thinking}

@@ -1,4 +1,4 @@
-"""Time limit of chat templates: CPython raises an exception in the rendering thread, wherever it is."""
+"""Time limit of chat templates: CPython raises an exception in the rendering thread, wherever its code is."""
 
 import ctypes
 import logging
@@ -19,17 +19,17 @@ T = TypeVar("T")
 # https://docs.python.org/3/c-api/threads.html#c.PyThreadState_SetAsyncExc
 _raise_in_thread: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _raise_in_thread.argtypes = (ctypes.c_ulong, ctypes.py_object)
-# This cancels an exception that has not been raised yet.
+# This null pointer cancels an exception that has not been raised yet.
 _NULL: "ctypes.py_object[object]" = ctypes.py_object()
 
 
 class _TimeLimitExceeded(BaseException):
-    """Raised when the limit is exceeded. It is not an `Exception`, which the code might handle."""
+    """Raised when the limit is exceeded. It is not an `Exception`, which the template's code might catch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rendering:
-    """Call of `TimeLimit.run`. The watcher holds the lock while it raises."""
+    """One call of `TimeLimit.run`. The watcher holds the lock while it raises the exception."""
 
     thread: int
     deadline: float
@@ -37,9 +37,9 @@ class _Rendering:
 
 
 class TimeLimit:
-    """Limit of renderings to `limit_s`, in any thread: a loop ends at once, a call into C when it returns.
+    """Time limit of `limit_s` for renderings in any thread. A Python loop ends at once, a call into C when it returns.
 
-    All have the same limit, so they reach it in the order in which they began. They are not nested.
+    All renderings have the same limit, so they reach it in the order in which they began. They are not nested.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -66,7 +66,8 @@ class TimeLimit:
         try:
             return render()
         finally:
-            # An exception raised here belongs to this call: the watcher raises at most one, and none once it sees this.
+            # An exception raised here belongs to this call: the watcher raises at most one, and none after it sees this
+            # change.
             self._running.discard(rendering)
             with rendering.lock:
                 _raise_in_thread(rendering.thread, _NULL)
@@ -87,5 +88,6 @@ class TimeLimit:
                     _raise_in_thread(rendering.thread, _TimeLimitExceeded)
 
 
-# A template may loop forever for some messages, and one thread renders for all requests of its model.
+# The limit is necessary because a template may loop forever for some messages, and one thread renders all requests of a
+# model.
 RENDERING: Final = TimeLimit(30.0)

@@ -1,4 +1,4 @@
-"""Check of the limits on tokens: contradicting limits would leave a row without any allowed token."""
+"""Check of the limits on tokens: contradictory limits would leave a row without any allowed token."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -28,7 +28,7 @@ def check_limits(
 
 
 def _may_forbid(words: Sequence[Sequence[int]], allowed: Collection[int]) -> bool:
-    """Whether some text exists after which each of these tokens would complete a bad word."""
+    """Return whether some text exists after which each of these tokens would complete a bad word."""
     behind: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
     for *begin, last in words:
         behind[tuple(begin)].add(last)

@@ -17,17 +17,17 @@ from worker.model import memory
 TokenCall = Tokenize | Detokenize
 
 MAX_WAITING_CALLS: Final = 64
-# Linux lets a thread lower its own priority, so that other threads run first.
+# Nice value of the thread: on Linux a thread may lower its own priority, so that other threads run first.
 _THREAD_NICE: Final = 10
-# Free heap memory is returned to the system after a call with more characters or ids than this.
+# Size in characters or ids above which a call's free heap memory is returned to the system.
 _LARGE_CALL_SIZE: Final = 1 << 18
 
 
 class CallAnswerer(Protocol):
-    """Port to the tokens of a model: the intake of any kind of worker."""
+    """Interface to the tokens of a model; the intake of every type of worker implements it."""
 
     def tokenize(self, request: TokenCall, is_wanted: Callable[[], bool]) -> Tokenized | None:
-        """Count or decode tokens; None as soon as the result is not wanted any more. Raises `RequestInvalid`."""
+        """Count or decode tokens; return None as soon as the result is not wanted any more. Raises `RequestInvalid`."""
         ...
 
 
@@ -68,7 +68,7 @@ class TokenizeCalls:
             self._send(Rejected(call.rid, Failure(Code.BUSY, message)))
 
     def abort(self, rids: Iterable[int]) -> list[int]:
-        """Cancel calls whose clients have disconnected. Returns the rids that are not of calls."""
+        """Cancel calls whose clients have disconnected. Return the rids that do not belong to calls."""
         others: list[int] = []
         with self._changed:
             for rid in rids:

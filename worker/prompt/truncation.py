@@ -1,7 +1,8 @@
-"""Truncation of prompts that do not fit, if a request allows it: oldest turns of a chat, first tokens of a text.
+"""Truncation of prompts that do not fit, if a request allows it: a chat loses its oldest turns, a text its first
+tokens.
 
-The truncated part grows in steps of a quarter of the context: a conversation that exceeds the context then keeps one
-beginning for many turns, which the prefix cache holds.
+The truncated part grows in steps of a quarter of the context. A conversation that exceeds the context then keeps the
+same beginning for many turns, so that the prefix cache can serve it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +19,16 @@ from protocol.to_worker import Generate
 from worker.errors import RequestInvalid
 from worker.prompt.media_prompt import EncodedPrompt
 
-# Prompts that are truncated may have up to this many times the length of the context.
+# Maximum length of a prompt that may be truncated, as a multiple of the context.
 CONTEXTS: Final = 4
 _STEPS: Final = 4
 _OPENING: Final = ("system", "developer")
 
 
 def is_cut(request: Generate) -> bool:
-    """Whether the prompt may be truncated. A resumed sequence keeps the prompt that it began with.
+    """Return whether the prompt may be truncated. A resumed sequence keeps the prompt that it began with.
 
-    A fill-in-the-middle prompt is never truncated: it would lose the tokens that mark its parts.
+    A fill-in-the-middle prompt is never truncated, because it would lose the tokens that mark its parts.
     """
     is_infill = isinstance(request.prompt, TextPrompt) and request.prompt.infill is not None
     return request.truncate != 0 and request.left_out != (0, 0) and not is_infill
@@ -36,7 +37,8 @@ def is_cut(request: Generate) -> bool:
 def fit_turns(
     request: Generate, prompt: ChatPrompt, context: int, encode: Callable[[ChatPrompt], EncodedPrompt]
 ) -> EncodedPrompt:
-    """Encode the prompt without as many of its oldest turns as necessary; in full if that is not enough, to be refused.
+    """Encode the prompt with as few of its oldest turns removed as necessary. If it never fits, encode it in full, to
+    be refused.
 
     The leading instructions and the newest turn always stay.
     """
@@ -61,7 +63,7 @@ def fit_turns(
 
 
 def fit_tokens(request: Generate, whole: EncodedPrompt, opening: int, context: int) -> EncodedPrompt:
-    """Return the prompt's last tokens, as many as requested or as fit, after each text's `opening` special tokens."""
+    """Return the prompt's last tokens, as many as requested or as fit, after the `opening` special tokens of a text."""
     tokens = len(whole.ids)
     if request.left_out is not None:
         less = request.left_out[1]
@@ -75,7 +77,7 @@ def fit_tokens(request: Generate, whole: EncodedPrompt, opening: int, context: i
     if whole.spans:
         message = "The prompt is longer than 'truncate_prompt_tokens' allows, and one with media cannot be cut."
         raise RequestInvalid(Code.UNSUPPORTED, message, param="truncate_prompt_tokens")
-    # The text stays for chats, because its end shows whether the answer begins inside reasoning.
+    # A chat's text stays, because its end shows whether the answer begins inside reasoning.
     text = whole.text if isinstance(request.prompt, ChatPrompt) else None
     return replace(whole, ids=[*whole.ids[:opening], *whole.ids[opening + less :]], text=text, left_out=(0, less))
 
@@ -98,7 +100,7 @@ def turn_starts(messages: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _turns_of(messages: Sequence[dict[str, Any]], share: float) -> int:
-    """Return the number of oldest turns that have about this share of a conversation's characters."""
+    """Return the number of oldest turns whose characters are about this share of the conversation's."""
     sizes = [len(str(message)) for message in messages]
     wanted, so_far, starts = share * sum(sizes), 0, turn_starts(messages)
     for count, (begin, end) in enumerate(pairwise(starts), 1):
@@ -109,7 +111,7 @@ def _turns_of(messages: Sequence[dict[str, Any]], share: float) -> int:
 
 
 def _least(is_enough: Callable[[int], bool], guess: int, most: int) -> int:
-    """Return the smallest count up to `most` that is enough, or `most`. Checks are slow, so a guess comes first."""
+    """Return the smallest count up to `most` that is enough, or `most`. Checks are slow, so `guess` is tried first."""
     low, high, at, stride = 1, most, guess, 1
     is_below = is_above = False
     while low < high:

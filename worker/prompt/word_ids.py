@@ -14,13 +14,13 @@ _MAX_CACHED_BREAKERS: Final = 8
 
 
 class WordIds:
-    """Token ids of texts for one model. Owned by the thread that encodes."""
+    """Token ids of texts for one model. Owned by the thread that encodes prompts."""
 
     def __init__(self, encoder: PromptEncoder, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._encoder = encoder
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
-        # Text of each token, filled by the first request with breakers.
+        # Text of each token; the first request with breakers fills it.
         self._texts: list[bytes] = []
         self._breakers = lru_cache(maxsize=_MAX_CACHED_BREAKERS)(self._find_breakers)
 
@@ -39,7 +39,7 @@ class WordIds:
                 yield ids
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        """Encode a text; () if the model has no logits for one of its tokens."""
+        """Return the ids of a text; () if the model has no logits for one of its tokens."""
         ids = tuple(self._encoder.encode(text, add_special_tokens=False))
         return ids if ids and max(ids) < self._vocab_size else ()
 
