@@ -1,1 +1,1 @@
-"""Images, video and audio: from the bytes of a request to features for a prompt."""
+"""Images, video and audio: conversion of a request's bytes to features for a prompt."""

@@ -19,7 +19,7 @@ log = logging.getLogger("mlxd.worker")
 
 @dataclass(slots=True, frozen=True)
 class Vision:
-    """Parts of a model beyond its text model. `config` is the folded configuration."""
+    """Parts of a model in addition to its text model. `config` is the folded configuration."""
 
     needs: Needs
     merge: MultimodalMerge
@@ -28,9 +28,9 @@ class Vision:
 
 
 def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[Any], None]) -> Vision:
-    """Load the tower of a checkpoint and wrap modules of its text model, which is unchanged when this raises.
+    """Load the tower of a checkpoint and wrap modules of its text model, which stays unchanged if this raises.
 
-    `retype` changes the type of a module's parameters in place. Raises `UnsupportedVision` with the reason why the
+    `retype` changes the dtype of a module's parameters in place. Raises `UnsupportedVision` with the reason why the
     model is served as text only; failed allocations propagate.
     """
     needs = Needs.of({**folded, "generation_config": _generation(path)})
@@ -40,7 +40,7 @@ def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[
         tower = load_tower(path, folded, needs, dtype, retype)
     except UnsupportedVision:
         raise
-    except Exception as error:  # code of any architecture may raise any type
+    except Exception as error:  # code of any architecture may raise any exception
         if is_allocation_failure(error):
             raise
         log.warning("the tower of %s could not be loaded", path, exc_info=True)
@@ -52,7 +52,7 @@ def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[
 
 
 def _dtype(table: Any) -> mx.Dtype:
-    """Return the dtype of a table's embeddings; a quantized table has it in its scales."""
+    """Return the dtype of a table's embeddings; for a quantized table, that of its scales."""
     return (table.scales if "scales" in table else table.weight).dtype
 
 

@@ -1,4 +1,4 @@
-"""Translation of vision checkpoints for mlx-lm and mlx-vlm: their configuration and the names of weights."""
+"""Translation of vision checkpoints for mlx-lm and mlx-vlm: their configuration and the names of their weights."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fold(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a configuration to a form that both libraries read. Raises `Contradiction`."""
+    """Convert a configuration to a format that both libraries read. Raises `Contradiction`."""
     folded = deepcopy(dict(config))
     sections = [folded, *(folded[name] for name in ("text_config", *MEDIA_SECTIONS) if name in folded)]
     for section in sections:
@@ -88,7 +88,7 @@ def _agree(section: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _name_sizes(config: dict[str, Any], text: dict[str, Any]) -> None:
-    """Copy sizes to the names that one of the libraries expects."""
+    """Copy sizes to the keys that one of the libraries expects."""
     match config.get("model_type"):
         case "gemma3":
             config.setdefault("hidden_size", text.get("hidden_size"))
@@ -146,7 +146,7 @@ def tower_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, st
 
 
 def known_weights(model: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the weights that a module has a parameter for, also when it is quantized later; drop all others."""
+    """Keep the weights that a module has a parameter for, even if it is quantized later; drop all others."""
     modules = {name for name, _ in model.named_modules()}
     parameters: Any = tree_flatten(model.parameters())
     names = {name for name, _ in parameters}

@@ -24,14 +24,14 @@ _FRAMES_INSTEAD: Final = "A list of JPEG frames (data:video/jpeg;base64,…) nee
 _LENGTH: Final = struct.Struct(">I")
 # Container formats with embedded media only: a playlist or a concatenation could name other files and URLs.
 _FORMATS: Final = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,mp3,flac,wav,w64,aac,aiff,amr,caf,asf"
-# This rate, in frames a second, applies to a list of frames that has none.
+# Rate, in frames per second, of a list of frames that has none.
 _DEFAULT_RATE: Final = 2.0
-# Minimum distance to the next frame at which the decoder seeks to a key frame instead of reading on.
+# Minimum distance in frames to the next wanted frame at which the decoder seeks to a key frame instead of reading on.
 _SEEK_FRAMES: Final = 48
 
 
 class EncodedClip(Protocol):
-    """Video that is not decoded yet; `rate` is in frames a second."""
+    """Video that is not decoded yet; `rate` is in frames per second."""
 
     count: int
     rate: float
@@ -45,7 +45,9 @@ class EncodedClip(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class FrameSampling:
-    """Choice of the frames that a model is shown: `rate` a second, from `least` to `most`, a multiple of `factor`."""
+    """Selection of a clip's frames for a model: `rate` per second, at least `least`, at most `most`, and a multiple of
+    `factor`.
+    """
 
     rate: float = 2.0
     least: int = 4
@@ -53,7 +55,7 @@ class FrameSampling:
     factor: int = 2
 
     def indices(self, clip: EncodedClip, options: dict[str, int | float]) -> list[int]:
-        """Return indices spread over the clip. A list of frames is already sampled, so all of it is used."""
+        """Return indices spread over the clip. A list of frames is already sampled, so all its frames are used."""
         most = min(self.most, clip.count)
         if "num_frames" in options:
             wanted = float(options["num_frames"])
@@ -78,7 +80,7 @@ def open_clip(media: Media, limits: MediaLimits) -> EncodedClip:
 
 
 def reason_of(error: object) -> str:
-    """Return FFmpeg's message without Python's number and file name, or a fixed text for errors of other code."""
+    """Return FFmpeg's message without Python's error number and file name, or a fixed text for other errors."""
     return str(getattr(error, "strerror", None) or "it is damaged")
 
 
@@ -95,7 +97,7 @@ def pyav(files: str, instead: str, param: str) -> Any:
 
 
 class FrameList:
-    """Sequence of JPEG files of one size, each preceded by its length in 4 bytes."""
+    """Clip that is a sequence of JPEG files of one size, each preceded by its length in 4 bytes."""
 
     def __init__(self, media: Media, limits: MediaLimits) -> None:
         self._param = media.param
@@ -135,7 +137,7 @@ def _split(media: Media) -> list[bytes]:
 
 
 class VideoFile:
-    """Video file that PyAV can read. The first frame is decoded for its size and rotation; sound is ignored."""
+    """Video file that PyAV can decode. The first frame is decoded for its size and rotation; sound is ignored."""
 
     def __init__(self, media: Media, limits: MediaLimits) -> None:
         self._data = media.data
@@ -168,7 +170,7 @@ class VideoFile:
                     at = self._index(stream, frame, at + 1)
                 if frame is None:
                     raise refused("The video is broken: a frame is missing.", self._param, Code.INVALID_VIDEO)
-                # The last frame replaces those that the header counts beyond the end of the file.
+                # The last frame replaces frames that the header counts beyond the end of the file.
                 images.append(_upright(frame).resize((self.width, self.height)))
         return images
 
@@ -188,7 +190,7 @@ class VideoFile:
 
 @contextmanager
 def _opened(data: bytes, param: str) -> Generator[Any]:
-    """Open a file with PyAV. Errors that PyAV raises for broken files become refusals."""
+    """Open a file with PyAV. Errors that PyAV raises for broken files are translated to refusals."""
     av = pyav("Video files", _FRAMES_INSTEAD, param)
     try:
         with open_file(av, data) as container:

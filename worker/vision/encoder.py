@@ -14,7 +14,7 @@ from worker.vision.media import Medium
 from worker.vision.multimodal_merge import MediaFeatures
 from worker.vision.tower import Tower
 
-# Decoding releases the lock of Python for the most part; more threads would take cores from the step loop.
+# Number of decoder threads. Decoding mostly releases the GIL; more threads would take cores from the step loop.
 DECODERS: Final = 2
 # Maximum number of media decoded ahead of the tower, which encodes one a tick, because decoded images are large. The
 # first row may exceed it by one.
@@ -27,12 +27,12 @@ Pixels = Mapping[str, npt.NDArray[Any]]
 class _Job:
     """Encoding of one medium that rows wait for.
 
-    Each row has its own `Medium`, with the path that its client gave it; the first row's is the one encoded.
+    Each row has its own `Medium`, with the path that its client gave it; the first row's `Medium` is encoded.
     """
 
     media: dict[int, Medium] = field(default_factory=dict[int, Medium])
     pixels: Future[Pixels] | None = None
-    # Whether an allocation for it has failed before.
+    # Whether an allocation for this medium has failed before.
     is_retried: bool = False
 
     @property
@@ -72,7 +72,7 @@ class MediaEncoder:
         # Media requested by waiting rows, in order of arrival, and by rows in prefill.
         self._waiting: dict[int, dict[bytes, Medium]] = {}
         self._running: dict[int, set[bytes]] = {}
-        # The last medium that each row was missing.
+        # Key of the last medium that was missing, by row.
         self._missing: dict[int, bytes] = {}
         # The waiting row that runs next.
         self._first: int | None = None
@@ -88,9 +88,9 @@ class MediaEncoder:
         return self._has_given or any(job.has_pixels and self._may_hold(key, job) for key, job in self._begun.items())
 
     def is_ready(self, rid: int, media: Sequence[Medium], *, is_first: bool = False) -> bool:
-        """Whether a row holds the features of all these media; the missing ones are requested.
+        """Return whether a row holds the features of all these media; the missing ones are requested.
 
-        `is_first`: no waiting row comes before it.
+        `is_first`: no waiting row comes before this row.
         """
         if is_first:
             self._first = rid
@@ -99,7 +99,7 @@ class MediaEncoder:
         job = self._jobs.get(last)
         if job is not None and rid in job.media and any(medium.key == last for medium in media):
             self._missing[rid] = last
-            return False  # the common case: this runs for each waiting row at every tick
+            return False  # this is the common case, and runs for each waiting row at every tick
         missing = b""
         for medium in media:
             if not self.features.holds(rid, medium.key) and not self._want(rid, medium, requested):
@@ -110,7 +110,7 @@ class MediaEncoder:
         return not missing
 
     def _want(self, rid: int, medium: Medium, requested: dict[bytes, Medium]) -> bool:
-        """Hold a medium for a row if it is encoded and fits; otherwise add it to the jobs."""
+        """Hold a medium's features for a row if they are encoded and within the limit; otherwise request them."""
         key, size = medium.key, self.features.size(medium.key)
         if key not in requested:
             requested[key] = medium
@@ -178,7 +178,9 @@ class MediaEncoder:
         return []
 
     def _refuse(self, key: bytes, error: RequestInvalid) -> tuple[int, Exception]:
-        """Fail the row whose medium was decoded. Other rows decode it again, so that errors have their own paths."""
+        """Fail the row whose medium was decoded. Other rows decode the medium again, so that errors name their own
+        paths.
+        """
         self.features.counts.media_failed += 1
         job = self._end(key)
         rid, *others = job.media
@@ -249,7 +251,9 @@ class MediaEncoder:
         return self.features.is_held(key) or self.features.fits(size)
 
     def _holders(self, key: bytes, job: _Job) -> set[int]:
-        """Return the rows that may hold it: all that wait for it, or only the first, after others release theirs."""
+        """Return the rows that may hold the features: all that wait for them, or only the first, after others release
+        theirs.
+        """
         if self._fits(key, job):
             return set(job.media)
         assert self._first is not None

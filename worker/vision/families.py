@@ -1,6 +1,7 @@
 """Processor of a model's media: turns a request's bytes into media that can be counted, placed in a prompt, and loaded.
 
-Only headers are read until a medium is loaded. The processors are mlx-vlm's and transformers', called directly.
+Only headers are read until a medium is loaded. The processors are mlx-vlm's and transformers', which are called
+directly.
 """
 
 import json
@@ -36,7 +37,7 @@ log = logging.getLogger("mlxd.worker")
 
 Result = TypeVar("Result")
 
-# Module and class of mlx-vlm's processor, and our layout, by the model type of config.json.
+# Module and class of mlx-vlm's processor, and mlxd's layout, by the model type in config.json.
 _FAMILIES: Final[dict[str, tuple[str, str, type[MediaLayout]]]] = {
     "qwen2_vl": ("qwen2_vl.processing_qwen2_vl", "Qwen2VLProcessor", Qwen),
     "qwen2_5_vl": ("qwen2_5_vl.processing_qwen2_5_vl", "Qwen2_5_VLProcessor", Qwen),
@@ -66,21 +67,21 @@ _CONFIG_FILES: Final = (
 _PROBE_SIZES: Final = ((640, 480), (200, 700))
 # Sampling of clips that are shown as images; more frames made answers worse.
 _IMAGE_FRAMES: Final = FrameSampling(most=16, factor=1)
-# A tower's attention takes heads × patches² × 4 bytes, and may take one eighth of memory.
+# Part of memory that a tower's attention may take, as a divisor; attention takes heads × patches² × 4 bytes.
 _ATTENTION_MEMORY_DIVISOR: Final = 8
 _REFERENCE_SIZE: Final = (1024, 1024)
 
 
 @dataclass(slots=True, frozen=True)
 class PreparedMedia:
-    """Medium in a prompt: its text with one placeholder for each run, and the media whose features fill the runs."""
+    """Medium in a prompt: its text with one placeholder per run, and the media whose features fill the runs."""
 
     kind: str
     text: str
     runs: tuple[int, ...]
     media: tuple[Medium, ...]
     grids: tuple[Grid, ...]
-    # Number of tokens after each run that also are rows of its medium.
+    # Number of tokens after each run that are also rows of the run's medium.
     closing: int = 0
 
     @property
@@ -103,13 +104,13 @@ class Processor:
 
     @property
     def max_pixels(self) -> int:
-        """Number of pixels to which larger images are reduced; 0 if the size has another limit."""
+        """Return the number of pixels to which larger images are reduced; 0 if another limit applies to the size."""
         own, most = self._layout.max_pixels, self._layout.most_pixels
         return min(own, most or own)
 
     @property
     def image_tokens(self) -> int:
-        """Number of placeholders of an image of 1,024 × 1,024 pixels."""
+        """Return the number of placeholders of an image of 1,024 × 1,024 pixels."""
         return sum(self._lay_out(*_REFERENCE_SIZE, self._within(None, None)).runs)
 
     def read(self, media: Media) -> PreparedMedia:
@@ -165,7 +166,7 @@ class Processor:
             wanted = [indices[min(frame, len(indices) - 1)] for frame in frames]
             return lambda: layout.clip_inputs(clip.frames(wanted), len(indices))
 
-        # The key includes the grids: times also depend on options, and positions in space depend on the times.
+        # The key includes the grids, because positions depend on the frames' times, and these also on the options.
         how = f"{indices} {laid.grids}"
         return self._prepared(media, "video", laid, [load(piece.frames) for piece in laid.pieces], how)
 
@@ -193,7 +194,7 @@ class Processor:
         return lambda: self._guarded(media, load)
 
     def _guarded(self, media: Media, act: Callable[[], Result]) -> Result:
-        """Run code of a processor; an error of it fails only this request."""
+        """Run code of a processor; any error fails only this request."""
 
         def explain(error: Exception) -> RequestInvalid:
             reason = str(error).partition("\n")[0]
@@ -207,7 +208,7 @@ class Processor:
         return self._within(self._positive(media, "min_pixels"), self._positive(media, "max_pixels"))
 
     def _within(self, least: int | None, most: int | None) -> Bounds:
-        """Return an image's pixel bounds by request, within what memory allows; None means the model's default."""
+        """Return the pixel bounds of an image: those of the request, limited by memory; None means the model's default."""
         layout = self._layout
         if most is None and layout.max_pixels <= (layout.most_pixels or layout.max_pixels):
             return least, None
@@ -230,7 +231,7 @@ class Processor:
         return self._layout.image_inputs(scaled, bounds)
 
     def _scaled(self, width: int, height: int, bounds: Bounds) -> tuple[int, int]:
-        """Return an image's size within bounds, for a family whose processor only preserves its shape."""
+        """Return an image's size within bounds, for a family whose processor only preserves the image's shape."""
         least, most = bounds
         pixels = width * height
         if not self._layout.is_scaled or (least or 0) <= pixels <= (most or pixels):
@@ -247,7 +248,7 @@ def open_processor(
     limits: MediaLimits,
     memory_bytes: int = 0,
 ) -> Processor:
-    """Open the processor of a checkpoint. `encode` is of the model's tokenizer, including its special tokens.
+    """Open the processor of a checkpoint. `encode` is that of the model's tokenizer, including its special tokens.
 
     `placeholders` are ids by kind of medium that the towers take. Raises `UnsupportedVision` with the reason why the
     model takes no media; one reason is a processor that lays out an image differently from mlxd.
@@ -278,9 +279,11 @@ def open_processor(
 
 
 def most_pixels(config: Mapping[str, Any], patch: int, memory_bytes: int) -> int:
-    """Return the pixels whose attention fits an eighth of memory: heads × patches² × 4 bytes. 0 means no limit.
+    """Return the number of pixels whose attention takes an eighth of memory: heads × patches² × 4 bytes. 0 means no
+    limit.
 
-    Memory is rounded down to a power of two, so that a worker with slightly less after a restart keeps the image sizes.
+    Memory is rounded down to a power of two, so that a worker with slightly less memory after a restart keeps the image
+    sizes.
     """
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     heads = int(vision.get("num_heads") or vision.get("num_attention_heads") or 0)
@@ -293,7 +296,7 @@ def most_pixels(config: Mapping[str, Any], patch: int, memory_bytes: int) -> int
 def _check(
     layout: MediaLayout, processor: Any, encode: Callable[[str], list[int]], placeholders: Mapping[str, int]
 ) -> None:
-    """Compare a layout with its processor on images. Raises `UnsupportedVision`."""
+    """Compare a layout with its processor on sample images. Raises `UnsupportedVision` if they differ."""
     marker = layout.markers.by_kind["image"]
     for width, height in _PROBE_SIZES:
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -310,7 +313,7 @@ def _check(
 def expanded(
     ids: Sequence[int], placeholders: Iterable[int], marks: Sequence[int], runs: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Expand placeholders to runs; returns where the runs begin, and the expanded ids.
+    """Expand placeholders to runs; return where the runs begin, and the expanded ids.
 
     The k-th placeholder, `marks[k]`, is repeated `runs[k]` times. Raises ValueError if the placeholders are not
     `marks`.
@@ -326,7 +329,7 @@ def expanded(
 
 
 def _digest(path: Path, most: int) -> bytes:
-    """Return the digest of everything except the medium that affects a processor's output: files, memory, libraries."""
+    """Return the digest of everything that affects a processor's output except the medium: files, memory, libraries."""
     state = blake2b(f"{most}".encode(), digest_size=32)
     for name in _CONFIG_FILES:
         file = path / name

@@ -1,4 +1,4 @@
-"""Cache of features: the newest media that a tower has encoded, by their keys and within a budget of bytes."""
+"""Cache of features: the media that a tower has encoded last, by their keys and within a budget of bytes."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, KeysView
@@ -7,7 +7,7 @@ from typing import Final
 from protocol.stats import Stats
 from worker.vision.multimodal_merge import MediaFeatures
 
-# Rows may hold at least this many bytes before another one must wait, even if the budget is smaller.
+# Minimum limit of the bytes that rows may hold before another row must wait, even if the budget is smaller.
 HELD_MIN_BYTES: Final = 64 << 20
 
 
@@ -39,15 +39,15 @@ class FeatureCache:
 
     @property
     def limit(self) -> int:
-        """Bytes that rows may hold; the encoder lets one row exceed it."""
+        """Return the number of bytes that rows may hold; the encoder lets one row exceed it."""
         return max(self._budget, self._held_min)
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether rows may hold this many bytes more."""
+        """Return whether rows may hold this many more bytes."""
         return self.held_bytes + size_bytes <= self.limit
 
     def size(self, key: bytes) -> int | None:
-        """Bytes of a medium's features; None if it is not cached."""
+        """Return the bytes of a medium's features; None if they are not cached."""
         features = self._entries.get(key)
         return features.nbytes if features is not None else None
 
@@ -55,7 +55,7 @@ class FeatureCache:
         return key in self._holders
 
     def held_by_others(self, rids: Collection[int]) -> int:
-        """Return the bytes that rows other than these hold."""
+        """Return the bytes that rows other than `rids` hold."""
         return sum(
             self._entries[key].nbytes
             for key, holders in self._holders.items()
@@ -66,7 +66,7 @@ class FeatureCache:
         return rid in self._holders.get(key, ())
 
     def hold(self, rid: int, key: bytes) -> MediaFeatures | None:
-        """Return a medium's features and hold them for this row until `release`; None if it is not cached."""
+        """Return a medium's features and hold them for this row until `release`; None if they are not cached."""
         features = self._entries.get(key)
         if features is None:
             return None
@@ -100,7 +100,7 @@ class FeatureCache:
         self._evict()
 
     def clear(self) -> None:
-        """Evict everything that no row holds."""
+        """Evict all features that no row holds."""
         budget, self._budget = self._budget, 0
         self._evict()
         self._budget = budget

@@ -42,7 +42,7 @@ class Gemma3(MediaLayout):
         images = self.images
         if not images.do_pan_and_scan:
             return 0
-        # The array has no memory of its own: only its shape is used.
+        # This array has no memory of its own: only its shape is used.
         blank = np.broadcast_to(np.uint8(0), (3, height, width))
         ways = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
         return len(
@@ -55,7 +55,7 @@ class Gemma3(MediaLayout):
 class Gemma3n(MediaLayout):
     """Layout of Gemma 3n: a fixed number of placeholders for an image, and for an audio clip of up to 30 seconds.
 
-    The marker after them is a token of the tower's own vocabulary, and the tower embeds it.
+    The marker after the placeholders is a token of the tower's own vocabulary, and the tower embeds it.
     """
 
     is_scaled = False
@@ -86,7 +86,9 @@ class Gemma3n(MediaLayout):
 
 
 class Gemma4(MediaLayout):
-    """Layout of Gemma 4: placeholders by the shape of an image or frame, and by the length of audio."""
+    """Layout of Gemma 4: the number of placeholders depends on the shape of an image or frame, and on the length of
+    audio.
+    """
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         super().__init__(processor, config)
@@ -135,7 +137,9 @@ class Gemma4(MediaLayout):
         return arrays(self._sounds([samples], sampling_rate=self.audio_rate, return_attention_mask=True))
 
     def _audio_tokens(self, samples: int) -> int:
-        """Count tokens like transformers 5.23, after two convolutions of stride 2; mlx-vlm divides milliseconds."""
+        """Count tokens like transformers 5.23, after two convolutions of stride 2; mlx-vlm divides milliseconds
+        instead.
+        """
         sounds = self._sounds
         if hasattr(sounds, "audio_samples_per_token"):
             return math.ceil(samples / sounds.audio_samples_per_token)

@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from protocol.failures import Code
 from worker.errors import RequestInvalid
 
-# The format follows from the first bytes; the client's media type is ignored.
+# Formats by their first bytes; the client's media type is ignored.
 _SIGNATURES: Final = (
     (rb"\x89PNG\r\n\x1a\n", "PNG"),
     (rb"\xff\xd8\xff", "JPEG"),
@@ -104,7 +104,9 @@ def read_header(data: bytes, limits: MediaLimits, param: str = "") -> ImageHeade
 
 
 def check_shape(width: int, height: int, smallest: int, param: str) -> None:
-    """Check the shape of an image. Raises `RequestInvalid` if it is smaller than a patch, or too long and thin."""
+    """Check the shape of an image. Raises `RequestInvalid` if it is smaller than a patch, or its aspect ratio is
+    extreme.
+    """
     if min(width, height) < smallest:
         message = f"The image has {width} × {height} pixels; the model takes none with a side below {smallest}."
         raise refused(message, param)
@@ -114,7 +116,7 @@ def check_shape(width: int, height: int, smallest: int, param: str) -> None:
 
 
 def decode(data: bytes, header: ImageHeader, param: str = "") -> Image.Image:
-    """Decode the first frame of an image to RGB, upright, over white if transparent. Raises `RequestInvalid`."""
+    """Decode the first frame of an image to upright RGB, with transparency over white. Raises `RequestInvalid`."""
     with _opened(data, header.format, param) as image:
         image.load()
         pixels = _rgb(image)
@@ -127,7 +129,7 @@ def decode(data: bytes, header: ImageHeader, param: str = "") -> Image.Image:
 
 @contextmanager
 def _opened(data: bytes, kind: str, param: str) -> Generator[Image.Image]:
-    """Open an image with Pillow. Errors that Pillow raises for it become refusals."""
+    """Open an image with Pillow. Errors that Pillow raises for the image are translated to refusals."""
     try:
         with Image.open(BytesIO(data), formats=(kind,)) as image:
             yield image
@@ -153,13 +155,13 @@ def _orientation(image: Image.Image, kind: str, data: bytes) -> int:
         return 1
     if kind == "PNG" and "exif" not in image.info and (late := _png_exif(data)):
         image.info["exif"] = late
-    # The base class's method is called, because that of PNG decodes the image to find data after it.
+    # The base class's method is called, because the method for PNG decodes the image to find data after it.
     value = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
     return value if isinstance(value, int) and value in _TRANSPOSE_BY_ORIENTATION else 1
 
 
 def _is_whole(kind: str, data: bytes) -> bool:
-    """Whether a file is complete, for formats that mark their end; other damage is detected in decoding."""
+    """Return whether a file is complete, for formats that mark their end; other damage is detected in decoding."""
     match kind:
         case "PNG":
             names = [name for name, _ in _chunks(data)]
@@ -202,7 +204,9 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(values: np.ndarray) -> np.ndarray:
-    """Scale wide integers and floats to 8 bits, from the range that they use: up to 1, to 255, or to 65,535."""
+    """Scale wide integers and floats to 8 bits. The range is the smallest that contains all values: up to 1, to 255, or
+    to 65,535.
+    """
     most = float(np.nanmax(values, initial=0.0))
     scale = 255.0 if most <= 1.0 else 1.0 if most <= 255.0 else 255.0 / 65535.0
     return np.nan_to_num(values * scale).clip(0, 255)

@@ -1,4 +1,4 @@
-"""Layout of media in a prompt: text and placeholders from sizes, and inputs of a tower from pixels."""
+"""Layout of media in a prompt: text and placeholders computed from sizes, and inputs of a tower from pixels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ Bounds = tuple[int | None, int | None]
 
 @dataclass(slots=True, frozen=True)
 class MediaPiece:
-    """Part of a medium that is encoded separately: `tokens` placeholders, and the frames of a clip that it shows."""
+    """Part of a medium that is encoded separately: the number of its placeholders, and the frames of a clip that it
+    shows.
+    """
 
     tokens: int
     frames: tuple[int, ...] = ()
@@ -27,10 +29,10 @@ class MediaPiece:
 
 @dataclass(slots=True, frozen=True)
 class Expansion:
-    """Text of a medium in a prompt, with one placeholder for each run, and the lengths of the runs.
+    """Text of a medium in a prompt, with one placeholder per run, and the lengths of the runs.
 
-    `grids` give the positions in space, one a run, for models that have such positions. `closing` is the number of
-    tokens after each run that belong to its medium: the tower embeds them too.
+    `grids` give the positions in space, one per run, for models that have such positions. `closing` is the number of
+    tokens after each run that belong to the run's medium: the tower embeds them, too.
     """
 
     text: str
@@ -43,10 +45,11 @@ class Expansion:
 class MediaLayout:
     """Layout of one family of processors; each family is a subclass.
 
-    Some families size an image by `bounds` themselves; for the others, which keep an image's size, it is scaled first.
+    Some families resize an image to `bounds` themselves; for the others, which keep an image's size, it is scaled
+    first.
     """
 
-    # None for families that do not take clips; those get the frames as images.
+    # Sampling of a clip's frames; None for families that take no clips, which get the frames as images.
     sampling: FrameSampling | None = None
     # Maximum pixels of an image whose attention fits in memory; 0 means no limit.
     most_pixels = 0
@@ -64,7 +67,9 @@ class MediaLayout:
 
     @property
     def max_pixels(self) -> int:
-        """Pixels to which larger images are reduced, for towers that attend to the whole image; 0 for others."""
+        """Return the number of pixels to which larger images are reduced, for towers that attend to the whole image; 0
+        for others.
+        """
         return 0
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
@@ -74,7 +79,7 @@ class MediaLayout:
         return arrays(self.images([image]))
 
     def clip(self, _width: int, _height: int, _seconds: Sequence[float], _rate: float) -> Expansion:
-        """Lay out the frames of a clip at these seconds, sampled at this rate."""
+        """Lay out the frames of a clip: their times in seconds, and the rate at which they were sampled."""
         raise NotImplementedError
 
     def clip_inputs(self, frames: list[Image.Image], _count: int) -> Inputs:
@@ -89,7 +94,7 @@ class MediaLayout:
 
 
 def arrays(outputs: Mapping[str, Any], *dropped: str) -> Inputs:
-    """Convert a processor's outputs to arrays, without those in `dropped`, which the tower does not take."""
+    """Convert a processor's outputs to arrays, except those in `dropped`, which the tower does not take."""
     return {name: np.asarray(value) for name, value in outputs.items() if name not in dropped and value is not None}
 
 

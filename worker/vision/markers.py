@@ -14,7 +14,7 @@ _JOINER: Final = "\u2060"
 class MediaMarkers:
     """Strings that mark media in a model's template, by kind of medium.
 
-    `others` are the other tokens that only an expanded medium may contain: placeholders, and the tokens around them.
+    `others` are further tokens that only an expanded medium may contain: placeholders, and the tokens around them.
     """
 
     by_kind: dict[str, str]
@@ -34,7 +34,7 @@ class MediaMarkers:
         yield text[at:], ""
 
     def broken(self, value: Any) -> Any:
-        """Return a JSON value with all markers in its strings broken, so that clients cannot type a marker."""
+        """Return a JSON value in which a joiner splits all markers, so that clients cannot type a marker."""
         match value:
             case str():
                 return self._any.sub(_break, value)

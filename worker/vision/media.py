@@ -23,11 +23,10 @@ def digest_words(key: bytes) -> Tokens:
 class Medium:
     """Image, video or audio clip of a prompt.
 
-    `key` is a digest of 32 bytes over everything that affects its features or positions: the bytes, kind, options and
-    processor, and over the salt of its request.
-    `tokens` is the number of its placeholders in the prompt and of its feature rows. `load` decodes, resizes and
-    normalizes: it returns the inputs of the tower by name, runs on any thread, and raises `RequestInvalid` for broken
-    data.
+    `key` is a digest of 32 bytes over everything that affects the medium's features or positions (bytes, kind, options
+    and processor), and over the salt of its request. `tokens` is the number of its placeholders in the prompt and of
+    its feature rows. `load` decodes, resizes and normalizes: it returns the inputs of the tower by name, may be called
+    from any thread, and raises `RequestInvalid` for broken data.
     """
 
     kind: str
@@ -42,7 +41,7 @@ class Medium:
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """Tokens [begin, end) of a prompt that represent the rows from `first` of a medium's features."""
+    """Range of tokens [begin, end) of a prompt; they represent the rows of a medium's features from row `first` on."""
 
     begin: int
     end: int
@@ -51,7 +50,7 @@ class Span:
 
 
 def media_keys(tokens: Tokens, spans: Sequence[Span]) -> Tokens:
-    """Replace the placeholders of media by their digest words: equal keys mean equal content."""
+    """Replace the placeholders of media by words of the media's digests: equal keys mean equal content."""
     if not spans:
         return tokens
     keys = tokens.copy()

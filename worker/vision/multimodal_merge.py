@@ -24,7 +24,9 @@ _INNER: Final = ("language_model.model", "model.language_model", "model", "langu
 
 @dataclass(slots=True, frozen=True)
 class MediaFeatures:
-    """Feature rows of one medium: embeddings `[tokens, width]`, and as many for each deepstack layer."""
+    """Feature rows of one medium: embeddings `[tokens, width]`, and an array of the same shape for each deepstack
+    layer.
+    """
 
     embeds: mx.array
     layers: tuple[mx.array, ...] = ()
@@ -38,14 +40,14 @@ class MediaFeatures:
 class MediaPlacement:
     """Media of one row and their places; `positions` are `[3, prompt]` for models with positions in space.
 
-    `features`, by the medium's key, are those that the prefill still needs.
+    `features` holds the features that the prefill still needs, by the medium's key.
     """
 
     spans: Sequence[Span]
     positions: npt.NDArray[np.int32] | None
     prompt_tokens: int
     features: dict[bytes, MediaFeatures] = field(default_factory=dict)
-    # The index after the last medium.
+    # Index of the token after the last medium.
     end: int = field(init=False)
     last_delta: int = field(init=False)
 
@@ -86,7 +88,9 @@ class MultimodalMerge:
     def rows(
         self, placed: Sequence[MediaPlacement | None], starts: Sequence[int], lengths: Sequence[int], width: int
     ) -> Generator[None]:
-        """Set up the forward pass that is built inside: row i runs `lengths[i]` tokens from `starts[i]` on."""
+        """Set up the forward pass that is built inside this context: row i has `lengths[i]` tokens, the first at
+        `starts[i]`.
+        """
         deltas = [0 if row is None else row.delta(start) for row, start in zip(placed, starts, strict=True)]
         self.delta = mx.array(deltas, dtype=mx.int32) if any(deltas) else None
         self.chunk = _chunk(placed, starts, lengths, width)
@@ -100,18 +104,18 @@ class MultimodalMerge:
 class MediaChunk:
     """Media of one forward pass of `[rows, width]` tokens."""
 
-    # Each part is a row, its tokens in the chunk, the features, and the rows of the features.
+    # Each part is a row, the slice of its tokens in the chunk, the features, and the slice of the feature rows.
     parts: list[tuple[int, slice, MediaFeatures, slice]]
-    # `[rows, width]`: true for placeholders.
+    # Array `[rows, width]`, true for placeholders.
     is_media: mx.array
-    # `[3, rows, width]` in time, height and width, valid where `is_media`.
+    # Positions `[3, rows, width]` in time, height and width, valid where `is_media`.
     positions: mx.array | None
-    # `[rows, 1, width, width]`: true for pairs of tokens of one image, or frame.
+    # Array `[rows, 1, width, width]`, true for pairs of tokens of one image or frame.
     block: npt.NDArray[np.bool_]
     masks: dict[int, mx.array] = field(default_factory=dict)
 
     def place(self, x: mx.array, layer: int | None = None) -> mx.array:
-        """Write the features to their places in `x` `[rows, width, …]` and return it."""
+        """Write the features to their places in `x` `[rows, width, …]` and return the result."""
         for row, here, features, there in self.parts:
             if layer is None:
                 x[row, here] = features.embeds[there].astype(x.dtype)
@@ -202,12 +206,12 @@ class _Embed(_Merging):
         chunk = self._merge.chunk
         if chunk is None:
             return self.module(ids)
-        # The id of a placeholder may lie beyond the table.
+        # A placeholder's id may lie beyond the table.
         return chunk.place(self.module(mx.where(chunk.is_media, 0, ids)))
 
 
 class _PerLayer(_Merging):
-    """Embedding of each layer; media get that of token 0."""
+    """Embedding table of per-layer inputs; media get the row of token 0."""
 
     def __call__(self, ids: mx.array) -> mx.array:
         chunk = self._merge.chunk
@@ -217,7 +221,8 @@ class _PerLayer(_Merging):
 class _Rope(_Merging):
     """Rotary embedding in time, height and width.
 
-    All three advance together in text: that is the plain embedding, at an offset shifted by the media before it.
+    In text, all three advance together, which equals the plain embedding at an offset shifted by the media before the
+    text.
     """
 
     def __init__(self, rope: Any, merge: MultimodalMerge, mrope: Mrope) -> None:
@@ -284,7 +289,8 @@ class _Block(_Merging):
         if mask is None:
             mask = mx.ones((width, width), dtype=mx.bool_)
         mask = mx.broadcast_to(mask if mask.ndim == 4 else mask[None, None], (rows, 1, *mask.shape[-2:]))
-        # Caches whose rows begin at slot 0 know each row's length; in others, the chunk is at the end of every row.
+        # Caches whose rows begin at slot 0 know each row's length; in other caches, the chunk is at the end of every
+        # row.
         begins = getattr(getattr(cache, "lengths", None), "of", None) or [mask.shape[-1] - width] * rows
         pairs = np.zeros((rows, 1, width, mask.shape[-1]), dtype=bool)
         for row, begin in enumerate(begins):

@@ -7,7 +7,7 @@ from typing import Any, Final
 from protocol.checkpoint import has_media
 from worker.vision.checkpoint import text_config
 
-# Families with special attention or decoding that no wrapper supports.
+# Families with special attention or decoding that mlxd does not support, with the reason.
 _UNSUPPORTED: Final = {
     "mllama": "cross-attention to the image",
     "paligemma": "attention of its own over the prompt",
@@ -23,7 +23,7 @@ _PLACEHOLDERS: Final = {
     "video": ("video_token_id", "video_token_index"),
     "audio": ("audio_token_id", "audio_token_index"),
 }
-# Ids around media, which a model reads but never generates.
+# Configuration keys of the ids around media, which a model gets as input but must not generate.
 _BORDERS: Final = (
     "vision_start_token_id", "vision_end_token_id", "boi_token_id", "boi_token_index", "eoi_token_id",
     "eoi_token_index", "boa_token_id", "boa_token_index", "eoa_token_id", "eoa_token_index",
@@ -31,14 +31,14 @@ _BORDERS: Final = (
 # Text models of mlx-lm that multiply embeddings by the square root of their width after the table. The features of a
 # tower must not be multiplied.
 _SCALED: Final = ("gemma3n", "gemma4", "gemma4_unified")
-# Families whose tower also embeds the token after a medium: the configuration key of that id, by kind.
+# Families whose tower also embeds the token after a medium, with the configuration key of that token's id by kind.
 _CLOSED: Final = {"gemma3n": {"image": "eoi_token_id", "audio": "eoa_token_id"}}
 # mlx-vlm's towers of these families return image features by column; the text model expects them by row.
 _BY_COLUMNS: Final = ("gemma3n",)
 
 
 class UnsupportedVision(Exception):
-    """Reason why a model takes text only, for reports of its modalities."""
+    """Raised with the reason why a model takes text only."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +56,7 @@ class Needs:
     """Requirements of one checkpoint. `placeholders` are ids by kind of medium; `block` names the layers in which
     tokens of a medium attend to each other.
 
-    `closing` are ids by kind that follow a medium and are embedded by its tower, as its last row. `by_columns`: the
+    `closing` are ids, by kind, of the token after a medium; the tower embeds it as its last row. `by_columns`: the
     tower returns the features of a square image by column.
     """
 

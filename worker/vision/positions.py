@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 @dataclass(slots=True, frozen=True)
 class Grid:
-    """Block of features, `time` × `height` × `width`; `step` is the distance of two layers in time."""
+    """Block of features, `time` × `height` × `width`; `step` is the distance in time between two layers."""
 
     time: int
     height: int
@@ -18,9 +18,9 @@ class Grid:
 
 
 def positions(length: int, blocks: Sequence[tuple[int, Grid]]) -> npt.NDArray[np.int32]:
-    """Return positions `[3, length]`: consecutive numbers on all axes for text, places in the grid for a grid.
+    """Return positions `[3, length]`: consecutive numbers on all axes for text, coordinates in the grid for a grid.
 
-    Text after a grid continues after the largest position in it, as in transformers 4 and in the models' training.
+    Text after a grid continues after the grid's largest position, as in transformers 4 and in the models' training.
     Since transformers 5.23 it continues after the larger of height and width, which differs for videos with many
     layers.
     """

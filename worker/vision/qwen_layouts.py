@@ -17,7 +17,7 @@ _UNBOUNDED: Final = 1 << 62
 
 
 class Qwen(MediaLayout):
-    """Layout of Qwen2-VL and Qwen2.5-VL: one grid for an image at its own size, one for all frames of a clip."""
+    """Layout of Qwen2-VL and Qwen2.5-VL: one grid for an image at its own size, and one grid for all frames of a clip."""
 
     is_scaled = False
 
@@ -30,7 +30,7 @@ class Qwen(MediaLayout):
         self._clip_token: str = processor.video_token
         self._per_second = (config.get("vision_config") or {}).get("tokens_per_second")
         self.sampling = _sampling(self._videos)
-        # The frame size of a clip depends on the number of frames, so a single piece must not be resized again.
+        # The size of a clip's frames depends on their number, so a single piece must not be resized again.
         self._exact = copy(self._videos)
         self._exact.min_pixels, self._exact.max_pixels = 1, _UNBOUNDED
         self.markers = MediaMarkers({"image": self.token, "video": self._clip_token}, (self._start, self._end))
@@ -47,7 +47,7 @@ class Qwen(MediaLayout):
         return arrays(self.images([image], **_limits(bounds)))
 
     def clip(self, width: int, height: int, seconds: Sequence[float], rate: float) -> Expansion:
-        # Groups of 2 frames at a rate of 2 frames a second make one layer a second.
+        # Groups of 2 frames at a rate of 2 frames per second make one layer per second.
         step = float(self._per_second) * self._group / rate if self._per_second else 1.0
         return self._expansion(self._clip_token, *self._layers(width, height, len(seconds)), step)
 
@@ -90,7 +90,7 @@ class Qwen(MediaLayout):
 
 
 class QwenByTime(Qwen):
-    """Layout of Qwen3-VL and Qwen3.5: frames of a clip come in groups, each after its time."""
+    """Layout of Qwen3-VL and Qwen3.5: frames of a clip are grouped, and each group follows its time."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         super().__init__(processor, config)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from protocol.prompts import Media
 
-# Default number of squares per side, and pixels of a square's side.
+# Default number of squares per side, and length of a square's side in pixels.
 _SQUARES_PER_SIDE: Final = 6
 _SQUARE_SIDE_PIXELS: Final = 24
 

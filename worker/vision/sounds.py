@@ -1,4 +1,4 @@
-"""Audio clips as mono samples at a model's rate: WAV by the standard library, other formats by PyAV."""
+"""Audio clips as mono samples at a model's rate: the standard library decodes WAV, PyAV the other formats."""
 
 import struct
 import wave
@@ -15,7 +15,8 @@ from worker.vision.clips import open_file, pyav, reason_of
 from worker.vision.images import refused
 
 Samples = npt.NDArray[np.float32]
-# Callback with the size of the samples in bytes, before they are allocated and while a clip is decoded. May raise.
+# Callback with the size of the samples in bytes. It is called before they are allocated and while a clip is decoded,
+# and may raise.
 Reserve = Callable[[int], None]
 
 # Errors that the standard library raises for broken files.
@@ -28,14 +29,15 @@ MAX_WHOLE_S: Final = 60
 _PART_FRAMES: Final = 1 << 19
 _PART_MIN_S: Final = 4
 _OVERLAP_S: Final = 1
-# A file has more bytes per second of sound, unless it is silent or its header is wrong.
+# Minimum bytes per second of a file, which only a silent file or one with a wrong header goes below.
 _MIN_BYTES_PER_SECOND: Final = 64
 # Minimum growth of the array in samples, and the number of samples between two calls of `Reserve`.
 _GROWTH_SAMPLES: Final = 1 << 18
 
 
 def read_audio(media: Media, rate: int, most_s: float, reserve: Reserve = lambda _size: None) -> Samples:
-    """Read samples between -1 and 1 at `rate`, all channels mixed. Raises `RequestInvalid`, and what `reserve` raises.
+    """Decode samples between -1 and 1 at `rate`, with all channels mixed. Raises `RequestInvalid`, and the errors of
+    `reserve`.
 
     Memory beyond the reserved bytes is bounded, regardless of the length of the clip.
     """
@@ -52,7 +54,9 @@ def is_wav(data: bytes) -> bool:
 
 
 class _Recording:
-    """Samples in one array, whose memory is reserved before it is allocated. `expected` is the likely count."""
+    """Samples in one array, whose memory is reserved before it is allocated. `expected` is the likely number of
+    samples.
+    """
 
     def __init__(self, reserve: Reserve, expected: int) -> None:
         self._reserve = reserve
@@ -87,7 +91,7 @@ class _Recording:
 
 
 def _read_wav(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samples | None:
-    """Read a WAV file; None if the standard library does not support its coding."""
+    """Decode a WAV file; return None if the standard library does not support its coding."""
     try:
         with wave.open(BytesIO(media.data)) as file:
             own, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
@@ -97,7 +101,7 @@ def _read_wav(media: Media, rate: int, most_s: float, reserve: Reserve) -> Sampl
                     f"up to {8 * _MAX_SAMPLE_BYTES} bits are taken."
                 )
                 raise refused(message, media.param, Code.INVALID_AUDIO)
-            # A file that was written as a stream may name more frames than it has.
+            # The header of a file that was written as a stream may name more frames than the file has.
             frames = min(file.getnframes(), len(media.data) // (width * channels))
             _check_length(frames / max(own, 1), most_s, media.param)
             if own < 1 or not frames:
@@ -118,7 +122,7 @@ def _read_wav(media: Media, rate: int, most_s: float, reserve: Reserve) -> Sampl
 
 
 class _Part(NamedTuple):
-    """Frames of a clip that are resampled together, and how many are read before and after them."""
+    """Frames of a clip that are resampled together, and the number of extra frames decoded before and after them."""
 
     first: int
     frames: int
@@ -138,7 +142,7 @@ class _Part(NamedTuple):
 
 
 def _parts(frames: int, own: int, rate: int, overlap_s: int) -> Iterator[_Part]:
-    """Split a clip into parts of whole seconds, except the last; a short clip is one part."""
+    """Split a clip into parts of whole seconds, except the last part; a short clip is one part."""
     overlap = overlap_s * own
     length = max(_PART_MIN_S, _PART_FRAMES // max(own, rate)) * own if frames > MAX_WHOLE_S * own else frames
     first = 0
@@ -150,7 +154,7 @@ def _parts(frames: int, own: int, rate: int, overlap_s: int) -> Iterator[_Part]:
 
 
 def _fade(length: int) -> npt.NDArray[np.float64]:
-    """Return a ramp from 0 to 1 in the first half of `length` frames."""
+    """Return the first half of a fade of `length` frames, a ramp from 0 to 1."""
     rise = np.sin(np.linspace(0.0, np.pi / 2, length // 2)) ** 2
     return np.concatenate([rise, np.ones(length - length // 2)])
 
@@ -167,7 +171,7 @@ def _levels(raw: bytes, width: int) -> npt.NDArray[np.float64]:
 
 
 def resampled(samples: npt.NDArray[np.float64], own: int, rate: int) -> Samples:
-    """Resample band-limited: the spectrum is cut or padded at the lower of both rates."""
+    """Resample band-limited: the spectrum is cut or padded at half of the lower rate."""
     if own == rate or not len(samples):
         return samples.astype(np.float32)
     length = max(1, round(len(samples) * rate / own))
@@ -201,7 +205,7 @@ def _read_file(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samp
 
 
 def _header_s(av: Any, container: Any, stream: Any) -> float:
-    """Return the length in a file's header, which may be wrong; 0 if there is none, as in a live recording."""
+    """Return the length in a file's header, which may be wrong; 0 if the header has none, as in a live recording."""
     if stream.duration and stream.time_base:
         return max(0.0, float(stream.duration * stream.time_base))
     return max(0.0, (container.duration or 0) / av.time_base)

@@ -1,4 +1,6 @@
-"""Loading of mlx-lm's text model from a vision checkpoint, regardless of its weight names and other contents."""
+"""Loader of mlx-lm's text model from a vision checkpoint, regardless of weight names and other contents of the
+checkpoint.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +11,8 @@ from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPriva
 
 from worker.vision.checkpoint import known_weights, text_names
 
-# Text models that these classes of mlx-lm can wrap; the classes accept any checkpoint of their name.
+# Text model types that these mlx-lm classes can wrap; the classes themselves accept any checkpoint with their model
+# type.
 _WRAPPED: Final = {"llava": ("llama", "mistral", "ministral3", "mistral4")}
 
 
@@ -22,7 +25,7 @@ def load_text_model(
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[Any], Any]:
-    """Return mlx-lm's class of the model, or else of its text part, with its arguments class."""
+    """Return mlx-lm's class for the model, or else for its text part, with its arguments class."""
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
     if kind is not None and kind not in _WRAPPED.get(config["model_type"], (kind,)):
@@ -56,7 +59,7 @@ class _OfText:
 
 
 def _tolerant(model: Any) -> type[Any]:
-    """Return a subclass of `model` that renames its weights from any naming scheme and ignores unknown ones."""
+    """Return a subclass of `model` that accepts weights in any naming scheme and ignores unknown ones."""
 
     class Text(model):
         def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from worker.vision.markers import MediaMarkers
 
 
 class Idefics3(MediaLayout):
-    """Layout of Idefics 3 and SmolVLM: tiles of an image, each after its row and column, then the whole image."""
+    """Layout of Idefics 3 and SmolVLM: tiles of an image, each after its row and column numbers, then the whole image."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         super().__init__(processor, config)
@@ -37,7 +37,7 @@ class Idefics3(MediaLayout):
         return arrays(self.images([[image]], return_row_col_info=False))
 
     def _tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of tiles; (0, 0) for an image that is not cut."""
+        """Return the number of rows and columns of tiles; (0, 0) for an image that is not cut."""
         images = self.images
         if not images.do_image_splitting:
             return 0, 0
@@ -74,7 +74,7 @@ class Llava(MediaLayout):
 
 
 class Pixtral(MediaLayout):
-    """Layout of Pixtral and Mistral 3: rows of patches at the image's own size, with a break after each."""
+    """Layout of Pixtral and Mistral 3: rows of patches at the image's own size, with a break token after each row."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         from mlx_vlm.models.pixtral.image_processing_pixtral import (
@@ -144,7 +144,7 @@ class Lfm2Vl(MediaLayout):
 
 @dataclass(slots=True, frozen=True)
 class _Sketch:
-    """Image size in place of an image, for a processor that computes where it would cut."""
+    """Replacement of an image that only has its size, for a processor that computes where it would cut."""
 
     size: tuple[int, int]
 

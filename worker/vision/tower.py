@@ -1,4 +1,4 @@
-"""Tower of a vision model: mlx-vlm's modules without their language model, from media to features."""
+"""Tower of a vision model: mlx-vlm's modules without their language model, which convert media to features."""
 
 import importlib.util
 import math
@@ -17,7 +17,7 @@ from worker.vision.multimodal_merge import MediaFeatures
 from worker.vision.needs import Needs, UnsupportedVision
 
 MISSING: Final = "mlx-vlm is not installed; install it with: mlxctl setup vision"
-# mlx-vlm requires these inputs as Python numbers.
+# Inputs that mlx-vlm requires as Python numbers.
 _SIZES: Final = ("image_sizes",)
 
 
@@ -34,8 +34,9 @@ class Tower:
         return sum(int(array.nbytes) for _, array in parameters)
 
     def encode(self, kind: str, tokens: int, inputs: Mapping[str, npt.NDArray[Any]]) -> MediaFeatures:
-        """Return the evaluated features of a medium. Raises ValueError for a wrong row count, and errors of the
-        tower."""
+        """Return the evaluated features of a medium. Raises ValueError for a wrong number of rows, and the tower's
+        errors.
+        """
         ids = mx.full((1, tokens), self.needs.placeholders[kind], dtype=mx.int32)
         if kind in self.needs.closing:
             ids[0, -1] = self.needs.closing[kind]
@@ -62,16 +63,16 @@ class Tower:
 def load_tower(
     path: Path, folded: Mapping[str, Any], needs: Needs, dtype: mx.Dtype, retype: Callable[[Any], None]
 ) -> Tower:
-    """Load the tower of a checkpoint whose files have been checked. `retype` changes the type of parameters in place.
+    """Load the tower of a checkpoint whose files have been checked. `retype` changes the dtype of parameters in place.
 
-    Raises `UnsupportedVision`, or mlx-vlm's error for a checkpoint that it cannot read.
+    Raises `UnsupportedVision`, or mlx-vlm's error for an invalid checkpoint.
     """
     if importlib.util.find_spec("mlx_vlm") is None:
         raise UnsupportedVision(MISSING)
     from mlx_vlm.utils import get_model_and_args, load_model_weights, sanitize_weights, update_module_configs
 
     config = tower_config(folded)
-    # The path is omitted: code in a checkpoint is never run.
+    # The path is omitted, so that code in a checkpoint is never run.
     classes, _ = get_model_and_args(config)
     model_config = classes.ModelConfig.from_dict(config)
     model_config = update_module_configs(
@@ -97,7 +98,7 @@ def load_tower(
 
 
 def _by_rows(embeds: mx.array) -> mx.array:
-    """Reorder the features of a square image from columns to rows; the rows after them stay."""
+    """Reorder the features of a square image from columns to rows; the rows after the square stay."""
     side = math.isqrt(len(embeds))
     image = embeds[: side * side].reshape(side, side, -1).swapaxes(0, 1).reshape(side * side, -1)
     return mx.concatenate([image, embeds[side * side :]])
@@ -113,7 +114,7 @@ def _without(needs: Needs, missing: set[str]) -> Needs:
 
 
 def _read(path: Path, config: Mapping[str, Any]) -> dict[str, mx.array]:
-    """Read weights by name, lazily, so that only the tower's are loaded. mlx-vlm's own reader may rewrite a header."""
+    """Map weights by name, lazily, so that only the tower's are loaded. mlx-vlm's own reader may rewrite a header."""
     weights: dict[str, mx.array] = {}
     for file in sorted(path.glob("model*.safetensors")):
         weights.update(cast("dict[str, mx.array]", mx.load(str(file))))
