@@ -62,7 +62,7 @@ def _forms() -> tuple[_Form, ...]:
 
 
 class InfillPrompts:
-    """Fill-in-the-middle prompts of one model. `stop_ids` end the middle; empty for a model that does not support them."""
+    """Fill-in-the-middle prompts of one model. `stop_ids` end the middle; empty for a model without support."""
 
     def __init__(self, tokenizer: Any, encoder: PromptEncoder, vocab_size: int) -> None:
         self._encoder = encoder

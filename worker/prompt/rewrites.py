@@ -77,7 +77,7 @@ def one_call_each(messages: Messages) -> Messages:
 
 
 def words_in_reasoning(messages: Messages) -> Messages:
-    """Move content into the reasoning, for templates that render only one of the two beside calls, such as Harmony's."""
+    """Move content into the reasoning, for templates that render only one of them beside calls, such as Harmony's."""
     return [
         {**message, "content": "", "reasoning_content": f"{message['reasoning_content']}\n\n{message['content']}"}
         if message.get("tool_calls") and _is_text(message.get("content")) and message.get("reasoning_content")
@@ -115,7 +115,7 @@ def nine_character_ids(messages: Messages) -> Messages:
 
 
 def one_system(messages: Messages) -> Messages:
-    """Merge leading system messages and turn later ones into user messages, for templates that allow one, at the start."""
+    """Merge leading system messages and turn later ones into user messages, for templates that allow one at the start."""
     lead = 0
     while lead < len(messages) and messages[lead]["role"] == "system":
         lead += 1

@@ -208,7 +208,7 @@ class Processor:
         return self._within(self._positive(media, "min_pixels"), self._positive(media, "max_pixels"))
 
     def _within(self, least: int | None, most: int | None) -> Bounds:
-        """Return the pixel bounds of an image: those of the request, limited by memory; None means the model's default."""
+        """Return an image's pixel bounds: those of the request, limited by memory; None means the model's default."""
         layout = self._layout
         if most is None and layout.max_pixels <= (layout.most_pixels or layout.max_pixels):
             return least, None

@@ -17,7 +17,7 @@ _UNBOUNDED: Final = 1 << 62
 
 
 class Qwen(MediaLayout):
-    """Layout of Qwen2-VL and Qwen2.5-VL: one grid for an image at its own size, and one grid for all frames of a clip."""
+    """Layout of Qwen2-VL and Qwen2.5-VL: one grid for an image at its own size, one grid for all frames of a clip."""
 
     is_scaled = False
 

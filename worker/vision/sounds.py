@@ -154,7 +154,7 @@ def _parts(frames: int, own: int, rate: int, overlap_s: int) -> Iterator[_Part]:
 
 
 def _fade(length: int) -> npt.NDArray[np.float64]:
-    """Return the first half of a fade of `length` frames, a ramp from 0 to 1."""
+    """Return weights for `length` frames: a ramp from 0 to 1 in the first half, then 1."""
     rise = np.sin(np.linspace(0.0, np.pi / 2, length // 2)) ** 2
     return np.concatenate([rise, np.ones(length - length // 2)])
 

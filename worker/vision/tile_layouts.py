@@ -13,7 +13,7 @@ from worker.vision.markers import MediaMarkers
 
 
 class Idefics3(MediaLayout):
-    """Layout of Idefics 3 and SmolVLM: tiles of an image, each after its row and column numbers, then the whole image."""
+    """Layout of Idefics 3 and SmolVLM: tiles of an image, each after its row and column, then the whole image."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         super().__init__(processor, config)

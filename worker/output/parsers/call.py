@@ -154,7 +154,7 @@ def members(
     close: str = "}",
     separator: MarkerSet = markers(":"),  # noqa: B008 - immutable
 ) -> Steps[None]:
-    """Read `key: value` pairs up to `close`, and emit them as a JSON object. The opening bracket is consumed already."""
+    """Read `key: value` pairs up to `close`, and emit them as a JSON object. The opening bracket is already read."""
     r = ctx.r
     emit("{")
     is_first = True
