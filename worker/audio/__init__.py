@@ -1,1 +1,1 @@
-"""Speech to text and text to speech: models of mlx-audio, and their loop."""
+"""Speech to text and text to speech with models of mlx-audio, and the loop that computes them."""

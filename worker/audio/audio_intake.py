@@ -1,4 +1,4 @@
-"""Intake of audio requests: validates and decodes a prompt to a job. Runs off the loop's thread."""
+"""Intake of audio requests: validates a prompt and decodes it to a job. Runs off the loop's thread."""
 
 import hashlib
 from collections.abc import Callable, Generator, Iterator
@@ -24,24 +24,24 @@ from worker.audio.transcriber import AudioWindow, Check, Transcriber
 from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve, is_wav, read_audio
 
-# A shorter clip holds no word, and is too short for a window.
+# Minimum length of a clip: a shorter clip contains no word, and is too short for a window.
 _MIN_CLIP_S: Final = 0.1
 _NOT_FINITE: Final = "the model gave no number for a part of the speech"
-# Approximate characters of text per token, for the usage of speech.
+# Approximate number of characters per token, for the usage report of speech.
 _CHARS_PER_TOKEN: Final = 4
 # Maximum time until a clip is decoded, for a request without a deadline.
 _DECODE_WAIT_S: Final = 600.0
 
 
 class AudioIntake:
-    """Converter of requests to jobs, for one loaded model. `check` is the loop's."""
+    """Converter of requests to jobs, for one loaded model. `check` is the loop's method."""
 
     def __init__(self, model: AudioModel, check: Check) -> None:
         self._model = model
         self._check = check
 
     def job(self, request: Generate, arrived: float) -> AudioJob | PendingClip:
-        """Return a validated job, or the clip from which it will be made. Fast. Raises `RequestInvalid`."""
+        """Return a validated job, or the clip from which it will be made. Takes little time. Raises `RequestInvalid`."""
         match request.prompt, self._model.transcriber, self._model.speaker:
             case TranscribePrompt() as prompt, transcriber, _ if transcriber is not None:
                 return self._transcription(request, arrived, prompt, transcriber)
@@ -109,7 +109,7 @@ class AudioIntake:
             raise RequestInvalid(Code.INVALID_REQUEST, message, param="voice")
         _check_text(speaker.marks, prompt.text, "input")
         _check_text(speaker.marks, prompt.instructions, "instructions")
-        # Clients must name a voice, even for a model with only one.
+        # Clients must name a voice even for a model with only one, so a model without named voices ignores the name.
         relaxed = ("voice",) if prompt.voice and not speaker.voices else ()
         voice = (prompt.voice or speaker.voices[0]) if speaker.voices else ""
         return AudioJob(
@@ -127,7 +127,7 @@ class AudioIntake:
 
 
 def _checked(prompt: TranscribePrompt, transcriber: Transcriber) -> TranscribePrompt:
-    """Return the prompt without its clip, with the model's code of the language.
+    """Return the prompt without its clip, with the model's code for the language.
 
     Raises `RequestInvalid` for options that the model does not support.
     """
@@ -177,7 +177,7 @@ def _transcript(windows: Iterator[AudioWindow], seconds: float) -> Generator[Aud
     """Yield a piece for each window of a clip of `seconds` seconds."""
     for window in windows:
         part = TranscriptPart(window.segments, window.language, round(seconds, 3))
-        # Text must count as a token, or a successor could not know that it was sent.
+        # Text must count as a token; otherwise a successor of this worker could not know that the text was sent.
         tokens = tuple(window.tokens) or ((0,) if window.text else ())
         yield AudioPiece(window.text, tokens, transcript.encode(part))
 

@@ -1,4 +1,4 @@
-"""Audio jobs: one request to transcribe or to speak on its way through the worker."""
+"""Audio jobs: a job is one request to transcribe or to speak, from intake to its end."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ from worker.jobs.queued import QueuedJob
 
 @dataclass(frozen=True, slots=True)
 class AudioPiece:
-    """Part of an answer, with the fields of a `Delta`. After `ends_turn` another request may have its turn."""
+    """Part of an answer, with the fields of a `Delta`. After a piece with `ends_turn`, another request may have its
+    turn.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -27,9 +29,9 @@ class AudioJob(QueuedJob):
     work: Generator[AudioPiece]
     input_tokens: int
     heard_s: float = 0.0
-    # Bytes of samples that it holds until it ends.
+    # Bytes of samples that the job holds until it ends.
     sample_bytes: int = 0
-    # Tokens that its client has from an earlier worker: as many are computed again, and not sent.
+    # Number of tokens that the client has from an earlier worker: this many are computed again, and not sent.
     left_out: int = 0
     output_tokens: int = 0
 

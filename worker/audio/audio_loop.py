@@ -36,11 +36,11 @@ Command = AudioJob | Abort | Drain | Shutdown | SetMemory | SetPace
 
 
 class AudioCut(Exception):
-    """Raised when the request that is being computed has ended, or the loop must end."""
+    """Raised when the request that is being computed has ended, or when the loop must end."""
 
 
 class AudioLoop(TurnLoop[AudioJob]):
-    """Loop of one loaded model. When a job ends, it releases its bytes of `room`."""
+    """Loop of one loaded model. When a job ends, the job's bytes in `room` are released."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class AudioLoop(TurnLoop[AudioJob]):
         super().__init__(spec, model.weights_bytes, inbox, send, gauges)
         self._model = model
         self._room = room
-        # The job that is being computed.
+        # Job that is being computed.
         self._job: AudioJob | None = None
 
     def warm_up(self) -> None:
-        """Compute once, and apply the memory limits. Raises `LoadFailed`."""
+        """Compute one answer, and apply the memory limits. Raises `LoadFailed`."""
         with foreign_code(cannot_run):
             self._model.compute_once()
         self._apply(self._share.limits())
 
     def _apply(self, limits: memory.ShareLimits) -> None:
-        """Apply the limits of the memory share. Clips get a part of it, which shrinks under memory pressure."""
+        """Apply the limits of the memory share. Clips get a part of the share, which shrinks under memory pressure."""
         super()._apply(limits)
         order = self._share.order
         if not order.share_bytes:
@@ -93,7 +93,7 @@ class AudioLoop(TurnLoop[AudioJob]):
             pass
         except RequestInvalid as error:
             self._fail(job, error.failure)
-        except Exception as error:  # code of any architecture may raise any type
+        except Exception as error:  # code of any architecture may raise any exception
             self._recover(job, error)
         finally:
             self._job = None
@@ -146,7 +146,7 @@ class AudioLoop(TurnLoop[AudioJob]):
         return super()._ending(job, finish, failure)
 
     def _let_go(self, job: AudioJob) -> None:
-        """Free its resources. Work that is being computed ends through `AudioCut`."""
+        """Free the job's resources. If the job is being computed, `AudioCut` ends its computation."""
         self._room.give_back(job.tenant, job.sample_bytes)
         job.sample_bytes = 0
         if job is not self._job:

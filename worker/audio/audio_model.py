@@ -1,4 +1,4 @@
-"""Loading of speech-to-text and text-to-speech models with mlx-audio."""
+"""Loader of speech-to-text and text-to-speech models with mlx-audio."""
 
 import sys
 from collections.abc import Callable
@@ -26,16 +26,16 @@ from worker.model.loader import cast, check_weights, nbytes, read_json, resolve
 from worker.model.memory import has_gpu
 
 MISSING: Final = "mlx-audio is not installed; install it with: mlxctl setup audio"
-# Files of transformers that may name code in the checkpoint, which mlx-audio would run without asking.
+# Files of transformers that may name code in the checkpoint; mlx-audio would run that code without asking.
 _FILES_NAMING_CODE: Final = (
     "config.json",
     "tokenizer_config.json",
     "processor_config.json",
     "preprocessor_config.json",
 )
-# This aligner has the same model_type as a transcriber.
+# Type of an aligner that has the same model_type as a transcriber.
 _ALIGNER_TYPE: Final = "qwen3_forced_aligner"
-# Whisper's decoding supports only these types.
+# Types that Whisper's decoding supports.
 _WHISPER_DTYPES: Final = {"float32": mx.float32, "float16": mx.float16}
 
 
@@ -73,7 +73,7 @@ class AudioModel:
         )
 
     def compute_once(self) -> None:
-        """Transcribe a second, or speak a word, so that a model that cannot run fails at load."""
+        """Transcribe a second of audio, or speak a word, so that a model that cannot run fails at load."""
         if self.transcriber is not None:
             tone = 0.1 * np.sin(np.arange(self.transcriber.rate) * (440 * 2 * np.pi / self.transcriber.rate))
             next(self.transcriber.transcribe(tone.astype(np.float32), TranscribePrompt(b""), Sampling(), _nothing))
@@ -104,7 +104,7 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
     except ModuleNotFoundError as error:
         message = f"mlx-audio's {family} needs {error.name}, which is not installed: mlxctl setup audio"
         raise LoadFailed(Code.MODEL_UNSUPPORTED, message, detail=str(error)) from error
-    except Exception as error:  # code of any architecture may raise any type
+    except Exception as error:  # code of any architecture may raise any exception
         reason = str(error).partition("\n")[0].strip(" :")
         message = f"{path} could not be loaded: {type(error).__name__}: {reason}"
         raise LoadFailed(Code.MODEL_CORRUPT, message, detail=str(error)) from error
@@ -136,7 +136,7 @@ def _check_code(path: Path, spec: WorkerSpec) -> None:
 
 
 def _hearer(family: str, model: Any) -> Transcriber | None:
-    # The imports are local because they load mlx-audio, which may not be installed.
+    # These imports are local because they load mlx-audio, which may not be installed.
     if family == "whisper":
         from worker.audio.whisper import WhisperTranscriber
 
@@ -149,7 +149,7 @@ def _hearer(family: str, model: Any) -> Transcriber | None:
 
 
 def _whisper(path: Path, config: dict[str, Any], spec: WorkerSpec) -> Any:
-    """Load Whisper with the configured dtype; mlx-audio's own loader supports only one."""
+    """Load Whisper with the configured dtype; mlx-audio's own loader supports only one dtype."""
     from mlx_audio.stt.models.whisper import Model, ModelConfig
     from mlx_audio.utils import apply_quantization, load_weights
 
@@ -200,10 +200,10 @@ def _greeting(speaker: Speaker) -> SpeechPrompt:
 
 
 def _parts(model: Any) -> list[Any]:
-    """Return the modules whose parameters can be listed: a part of Qwen's speech model is a compiled function."""
+    """Return the modules whose parameters can be listed. Qwen's speech model has a part that is a compiled function."""
     talker = getattr(model, "talker", None)
     return [model] if talker is None else [talker]
 
 
 def _nothing() -> None:
-    """Do nothing; the check used outside a loop."""
+    """Do nothing, as the check that is used outside a loop."""

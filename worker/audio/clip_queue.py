@@ -18,11 +18,11 @@ from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve
 
-# Two threads decode, so that a long clip does not delay a short one.
+# Number of decoder threads: with two, a long clip does not delay a short one.
 _DECODER_THREADS: Final = 2
-# A clip that does not fit yet may be overtaken by this many clips that do fit.
+# Maximum number of clips that may overtake a clip which does not fit into memory yet.
 _MAX_TIMES_OVERTAKEN: Final = 32
-# Factor by which the reservation of a clip of unknown length grows.
+# Growth factor of the reservation of a clip of unknown length.
 _RESERVATION_GROWTH: Final = 2
 _MEMORY_FULL: Final = Failure(Code.BUSY, "the clips of other requests fill the memory for clips; try again")
 _QUEUE_FULL: Final = Failure(Code.BUSY, "the model's queue is full; try again")
@@ -40,9 +40,9 @@ class _Ended(Exception):
 
 @dataclass(slots=True, eq=False)
 class PendingClip:
-    """Transcription request whose clip is not decoded yet. Owned by the queue; `ends` is of the monotonic clock.
+    """Transcription request whose clip is not decoded yet. Owned by the queue; `ends` is a time of the monotonic clock.
 
-    `decode` makes its job, within the memory that it reserves.
+    `decode` makes the request's job, within the memory that it reserves.
     """
 
     rid: int
@@ -50,7 +50,7 @@ class PendingClip:
     tenant: str
     ends: float
     decode: Callable[[Reserve], AudioJob]
-    # Known bytes of its samples, and the bytes reserved for it.
+    # Known bytes of the clip's samples, and the bytes reserved for them.
     needed: int = 0
     reserved: int = 0
     passed: int = 0
@@ -61,7 +61,8 @@ class PendingClip:
 class ClipQueue:
     """Queue in front of a loop's inbox: clips wait here until they are decoded, and commands for them are handled here.
 
-    `put` never blocks, and is for any thread. Every clip becomes a job in the inbox, or ends here, exactly once.
+    `put` never blocks, and may be called from any thread. Every clip becomes a job in the inbox, or ends here, exactly
+    once.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class ClipQueue:
             self._room.changed.notify_all()
 
     def _abort(self, rids: Iterable[int]) -> list[int]:
-        """End clips whose clients have disconnected. Returns the rids that are not of clips."""
+        """End clips whose clients have disconnected. Return the rids that do not belong to clips."""
         others: list[int] = []
         with self._room.changed:
             for rid in rids:
@@ -135,7 +136,7 @@ class ClipQueue:
                     self._end(clip, _STOPPING)
 
     def _expire(self) -> None:
-        """End clips that waited too long or no longer fit the memory, and those that are decoded too late."""
+        """End clips that waited too long or no longer fit into memory, and clips whose decoding takes too long."""
         now, most = time.monotonic(), self._room.alone_bytes
         for clip in [each for each in self._waiting.values() if now >= each.ends]:
             self._end(clip, _MEMORY_FULL)
@@ -146,7 +147,7 @@ class ClipQueue:
                 self._end(clip, _DEADLINE_PASSED)
 
     def _end(self, clip: PendingClip, failure: Failure | None) -> None:
-        """Send the terminal event of a clip that becomes no job: an abort, or its failure."""
+        """Send the terminal event of a clip that becomes no job: an abort, or the clip's failure."""
         clip.is_ended = True
         if self._waiting.pop(clip.rid, None) is not None:
             self._count()
@@ -169,7 +170,7 @@ class ClipQueue:
             del clip  # the clip's file is large, and the next clip may arrive much later
 
     def _next(self) -> PendingClip:
-        """Return the next clip that fits, after reserving its memory."""
+        """Return the next clip that fits into memory, after reserving its bytes."""
         changed = self._room.changed
         with changed:
             while True:
@@ -186,7 +187,9 @@ class ClipQueue:
                 changed.wait(None if ends is None else max(0.0, ends - time.monotonic()))
 
     def _first_fitting(self) -> PendingClip | None:
-        """Return the first clip that fits: by priority, then by least memory held by its tenant, then by arrival."""
+        """Return the first clip that fits into memory: by priority, then by least memory held by its tenant, then by
+        arrival.
+        """
 
         def order(clip: PendingClip) -> tuple[int, int, int]:
             return clip.priority, self._room.held(clip.tenant), clip.number
@@ -211,7 +214,7 @@ class ClipQueue:
             is_short = True
         except _Ended:
             pass
-        except BaseException:  # the request has ended, so its error is of no interest
+        except BaseException:  # the request has ended, so its error is not needed
             if not clip.is_ended:
                 raise
         finally:
@@ -231,7 +234,7 @@ class ClipQueue:
             self._room.give_back(clip.tenant, reserved)
 
     def _reserve(self, clip: PendingClip, size_bytes: int) -> None:
-        """Reserve memory for a clip's samples. Raises `_Ended`, and `RequestInvalid` for more than the model can hold.
+        """Reserve memory for a clip's samples. Raises `_Ended`, and `RequestInvalid` for more than the model's limit.
 
         Raises `_NoRoom` if other clips hold the memory: then decoding restarts when enough is free.
         """

@@ -1,15 +1,15 @@
-"""Control tokens in texts of clients, which a family's library would encode as control tokens."""
+"""Control tokens in texts of clients, which the library of a model family would encode as control tokens."""
 
 import re
 import unicodedata
 from typing import Any, Final
 
-# Added tokens that consist of letters and spaces only are text.
+# Matches punctuation. Added tokens without any, of letters and spaces only, are text.
 _PUNCTUATION: Final = re.compile(r"[^\w\s]")
 
 
 class AddedTokens:
-    """Added tokens of a tokenizer; unlike the tokenizer, safe for any thread. Empty for no tokenizer."""
+    """Added tokens of a tokenizer. Unlike the tokenizer, they may be used from any thread. Empty without a tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -19,7 +19,7 @@ class AddedTokens:
         self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
 
     def first(self, text: str) -> str:
-        """Return the first control token in a text, before or after Unicode normalization; empty if there is none."""
+        """Return the first control token in a text, before or after Unicode normalization; "" if there is none."""
         if self._pattern is None:
             return ""
         match = self._pattern.search(text) or self._pattern.search(unicodedata.normalize("NFKC", text))

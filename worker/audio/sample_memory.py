@@ -1,4 +1,4 @@
-"""Memory for the samples of clips: of those that are being decoded, and of jobs until they end."""
+"""Memory for the samples of clips, while they are decoded and until their jobs end."""
 
 import math
 import threading
@@ -7,39 +7,39 @@ from typing import Final
 
 from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
-# Memory of a forward pass, at least and as a fraction of the weights: see PASS_BYTES in
+# Memory of a forward pass: a minimum, and a fraction of the weights. See PASS_BYTES in
 # gateway/workers/memory/estimate.py.
 _MIN_PASS_BYTES: Final = 64 << 20
 _PASS_WEIGHTS_DIVISOR: Final = 8
 
 
 def bytes_for_clips(share: int, weights: int, host: int, buffers: int) -> int:
-    """Return the bytes of a memory share that remain for samples; `host` is Python and libraries without samples."""
+    """Return the bytes of a memory share that remain for samples; `host` is the memory of Python and libraries."""
     left = share - weights - host - buffers - max(_MIN_PASS_BYTES, weights // _PASS_WEIGHTS_DIVISOR)
     return max(MIN_CLIP_BYTES, left)
 
 
 class SampleMemory:
-    """Bytes of samples by tenant, for all threads.
+    """Bytes of samples by tenant, safe for all threads.
 
-    All clips together have `most_bytes`; a larger one may be admitted alone, up to `alone_bytes`.
+    All clips together have `most_bytes`; a larger clip may be admitted alone, up to `alone_bytes`.
     """
 
     def __init__(self, most_bytes: int = MAX_CLIP_BYTES, alone_bytes: float = math.inf) -> None:
         self._most = most_bytes
         self.alone_bytes = alone_bytes
         self._held: Counter[str] = Counter()
-        # The condition's lock guards the counts; threads that need memory wait on it.
+        # Condition whose lock guards the counts, and on which threads that need memory wait.
         self.changed = threading.Condition()
 
     def resize(self, most_bytes: int, alone_bytes: float) -> None:
-        """Change the limits; clips may already hold more."""
+        """Change the limits; clips may already hold more than the new limits."""
         with self.changed:
             self._most, self.alone_bytes = most_bytes, alone_bytes
             self.changed.notify_all()
 
     def fits(self, size_bytes: int, own_bytes: int = 0) -> bool:
-        """Whether `size_bytes` fit, of which `own_bytes` are already held."""
+        """Return whether `size_bytes` are within the limits; `own_bytes` of them are already held."""
         with self.changed:
             others = self._held.total() - own_bytes
             return others + size_bytes <= self._most if others else size_bytes <= self.alone_bytes

@@ -1,4 +1,4 @@
-"""Transcribers of mlx-audio that take one segment at a time: `generate` is called for windows that end at pauses."""
+"""Transcribers of mlx-audio that process one segment at a time: `generate` is called for windows that end at pauses."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ from protocol.transcript import Segment, Word
 from worker.audio.marks import AddedTokens
 from worker.audio.transcriber import AudioWindow, Check, Samples
 
-# Maximum length of a window, which is also how long an abort may wait.
+# Maximum length of a window, which is also the longest delay of an abort.
 _WINDOW_S: Final = 30.0
 # Maximum tokens per second of speech; a model that does not end would otherwise generate for minutes.
 _MAX_TOKENS_PER_SECOND: Final = 16
 _MIN_TOKENS: Final = 64
-# Each window is cut in its last third, at the middle of the quietest tenth of a second, in steps of 10 ms.
+# Fraction at the end of each window in which it may be cut: at the middle of the quietest tenth of a second, in steps
+# of 10 ms.
 _SEARCHED_FRACTION: Final = 1 / 3
 _STRIDE_S: Final = 0.01
 _QUIET_S: Final = 0.1
@@ -27,10 +28,10 @@ _QUIET_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TranscriberFamily:
-    """Call of a family's `generate`, and the options that it supports.
+    """Call of `generate` for one family, and the options that the family supports.
 
-    `arguments` takes the model, the maximum number of tokens of a window, and the request. `languages` maps
-    codes to the names of languages.
+    `arguments` takes the model, the maximum number of tokens of a window, and the request. `languages` maps codes to
+    the names of languages.
     """
 
     arguments: Callable[[Any, int, TranscribePrompt, Sampling], dict[str, Any]]
@@ -53,12 +54,12 @@ def _qwen(_model: Any, tokens: int, prompt: TranscribePrompt, sampling: Sampling
 
 
 def _parakeet(model: Any, _tokens: int, _prompt: TranscribePrompt, _sampling: Sampling) -> dict[str, Any]:
-    # Parakeet itself bounds the tokens per frame; its samples must have the dtype of its weights.
+    # Parakeet bounds the tokens per frame itself; its samples must have the dtype of its weights.
     parameters: Any = tree_flatten(model.parameters())
     return {"dtype": next(array.dtype for _, array in parameters)}
 
 
-# The model card lists these languages.
+# Languages in Qwen's model card.
 _QWEN_LANGUAGES: Final = {
     "zh": "Chinese", "en": "English", "yue": "Cantonese", "ar": "Arabic", "de": "German", "fr": "French",
     "es": "Spanish", "pt": "Portuguese", "id": "Indonesian", "it": "Italian", "ko": "Korean", "ru": "Russian",
@@ -74,7 +75,7 @@ FAMILIES: Final[dict[str, TranscriberFamily]] = {
 
 
 class SegmentedTranscriber:
-    """Loaded model of a family of the table."""
+    """Loaded model of one of the families in the table."""
 
     translates = False
 
@@ -125,7 +126,7 @@ class SegmentedTranscriber:
 
 
 def _sentence(sentence: Any, offset: float) -> Segment:
-    """Convert a sentence of parakeet, whose tokens have times."""
+    """Convert a sentence of Parakeet, whose tokens have times."""
     words: list[Word] = []
     for token in sentence.tokens:
         start, end = round(offset + token.start, 3), round(offset + token.end, 3)
@@ -143,7 +144,7 @@ def _sentence(sentence: Any, offset: float) -> Segment:
 
 
 def windows(samples: Samples, rate: int, most_s: float) -> Iterator[tuple[int, int]]:
-    """Yield the first sample and the end of each window of at most `most_s` seconds."""
+    """Yield the first sample and the end of each window; a window has at most `most_s` seconds."""
     longest = int(most_s * rate)
     start = 0
     while len(samples) - start > longest:
@@ -155,7 +156,7 @@ def windows(samples: Samples, rate: int, most_s: float) -> Iterator[tuple[int, i
 
 
 def _quietest(part: Samples, rate: int) -> int:
-    """Return the middle of the quietest tenth of a second of a part; the last one if several are equal."""
+    """Return the middle of the quietest tenth of a second of a part; of equally quiet ones, the last."""
     stride, length = max(1, int(_STRIDE_S * rate)), max(1, int(_QUIET_S * rate))
     energy = np.concatenate([np.zeros(1), np.cumsum(np.square(part, dtype=np.float64))])
     starts = np.arange(0, max(1, len(part) - length + 1), stride)

@@ -1,4 +1,4 @@
-"""Sentences of a text, in groups that a model speaks in one call."""
+"""Splitting of a text into groups of sentences, each of which a model speaks in one call."""
 
 import re
 from typing import Final
@@ -10,9 +10,9 @@ _SPACE: Final = re.compile(r"\s+")
 
 
 def groups(text: str, least: int, most: int) -> list[str]:
-    """Split the text into parts of at least `least` characters, if it has as many, and at most `most`.
+    """Split the text into parts of at most `most` characters, and at least `least` if the text has as many.
 
-    A part ends at the end of a sentence, or between two words of a longer one.
+    A part ends at the end of a sentence, or between two words of a longer sentence.
     """
     parts: list[str] = []
     for sentence in _sentences(text):

@@ -19,10 +19,10 @@ _CODED: Final[dict[str, tuple[str, str, tuple[int, ...]]]] = {
     "aac": ("adts", "aac", (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)),
     "flac": ("flac", "flac", ()),
 }
-# Sample rate of `pcm`, which has no header: the same as OpenAI's.
+# Sample rate of `pcm`, which has no header; OpenAI uses the same rate.
 PCM_RATE: Final = 24_000
 MISSING: Final = "PyAV is not installed; install it with: mlxctl setup audio"
-# Length in a WAV header if it is not known at the beginning.
+# Value in a WAV header for a length that is not known at the beginning.
 _UNKNOWN_LENGTH: Final = 0xFFFFFFFF
 # Lowest speed of a single PyAV filter.
 _MIN_FILTER_TEMPO: Final = 0.5
@@ -33,14 +33,14 @@ def has_pyav() -> bool:
 
 
 def formats() -> tuple[str, ...]:
-    """Return the formats that are available here."""
+    """Return the formats that this installation can write."""
     return (*PLAIN, *_CODED) if has_pyav() else PLAIN
 
 
 class SoundWriter:
-    """Encoder of mono samples at `rate` to a file. `add` and `end` return its new bytes.
+    """Encoder of mono samples at `rate` to a file. `add` and `end` return the file's new bytes.
 
-    `speed` is the playback speed, at the same pitch.
+    `speed` changes the playback speed without changing the pitch.
     """
 
     def __init__(self, format: str, rate: int, speed: float) -> None:
@@ -94,7 +94,7 @@ class _Coder:
         self._av = import_module("av")
         self._out = BytesIO()
         self._rate = rate
-        # The output must not differ between runs: a successor of this worker continues in the middle of the file.
+        # The output must be the same in every run: a successor of this worker continues in the middle of the file.
         options = {"fflags": "+bitexact"}
         if container == "mp3":
             # An Xing header would have to be rewritten at the end, and an ID3 tag is not needed.
@@ -122,7 +122,7 @@ class _Coder:
 
 
 class _Unseekable:
-    """Write-only file: bytes that were sent cannot be changed."""
+    """File that only supports writing at its end, because bytes that were sent cannot be changed."""
 
     def __init__(self, out: BytesIO) -> None:
         self._out = out

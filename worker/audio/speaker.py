@@ -15,7 +15,7 @@ from worker.audio.transcriber import Check, Samples
 
 
 class Instructions(Enum):
-    """Whether a model takes or needs instructions on how to speak."""
+    """Whether a model ignores, accepts or needs instructions on how to speak."""
 
     NONE = 0
     TAKEN = 1
@@ -24,9 +24,9 @@ class Instructions(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SpeakerFamily:
-    """Call of a family's `generate` for a text of `least_chars` to `most_chars` characters.
+    """Call of `generate` for one family, with a text of `least_chars` to `most_chars` characters.
 
-    `voices` and `instructions` read a loaded model's voices and whether it takes instructions.
+    `voices` and `instructions` read a loaded model's voices, and whether the model takes instructions.
     """
 
     arguments: Callable[[str, SpeechPrompt], dict[str, Any]]
@@ -34,12 +34,12 @@ class SpeakerFamily:
     most_chars: int
     voices: Callable[[Any], tuple[str, ...]] = lambda _model: ()
     instructions: Callable[[Any], Instructions] = lambda _model: Instructions.NONE
-    # Whether the library encodes control tokens in texts; otherwise it removes the characters that they consist of.
+    # Whether the library encodes control tokens in texts; otherwise it removes the characters of which they consist.
     shows_marks: bool = True
 
 
 def _soprano(text: str, _prompt: SpeechPrompt) -> dict[str, Any]:
-    # Tokens last 64 ms. The limit is for a model that does not end, which would speak for minutes.
+    # A token lasts 64 ms. The limit stops a model that does not end by itself, which would speak for minutes.
     return {"text": text, "max_tokens": int((1.0 + len(text) * _MAX_SECONDS_PER_CHAR) / 0.064)}
 
 
@@ -48,7 +48,7 @@ _MAX_SECONDS_PER_CHAR: Final = 0.2
 
 
 def _qwen(text: str, prompt: SpeechPrompt) -> dict[str, Any]:
-    # Tokens last 80 ms.
+    # A token lasts 80 ms.
     return {
         "text": text,
         "voice": prompt.voice or None,
@@ -69,7 +69,7 @@ def _qwen_instructions(model: Any) -> Instructions:
 
 
 FAMILIES: Final[dict[str, SpeakerFamily]] = {
-    # The library itself joins shorter texts.
+    # The library joins shorter texts itself.
     "soprano": SpeakerFamily(_soprano, least_chars=30, most_chars=300, shows_marks=False),
     "qwen3_tts": SpeakerFamily(
         _qwen, least_chars=60, most_chars=300, voices=_qwen_voices, instructions=_qwen_instructions
@@ -78,7 +78,7 @@ FAMILIES: Final[dict[str, SpeakerFamily]] = {
 
 
 class Speaker:
-    """Loaded model of a family of the table."""
+    """Loaded model of one of the families in the table."""
 
     def __init__(self, family: str, model: Any) -> None:
         self._family = FAMILIES[family]
@@ -91,14 +91,14 @@ class Speaker:
     def speak(self, prompt: SpeechPrompt, seed: int, check: Check) -> Iterator[tuple[Samples, bool]]:
         """Yield samples at `rate`, and whether they end a turn. Each piece is computed on demand.
 
-        The voice of `prompt` is one of `voices`; empty means the model's choice. Calls `check` between two pieces.
+        The voice of `prompt` is one of `voices`; empty means the model's default. `check` is called between two pieces.
         """
         family = self._family
         for at, text in enumerate(groups(prompt.text, family.least_chars, family.most_chars)):
             check()
             mx.random.seed((seed + at) % (1 << 64))
             held: Samples | None = None
-            # All results of one call are one turn: a model may keep state between them.
+            # All results of one call belong to one turn, because a model may keep state between them.
             for result in self._model.generate(**family.arguments(text, prompt)):
                 check()
                 if held is not None:

@@ -1,4 +1,4 @@
-"""Port to a speech-to-text model: samples in, one window of the transcript after another out."""
+"""Interface of a speech-to-text model: it takes samples and yields one window of the transcript after another."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from protocol.transcript import Segment
 from worker.audio.marks import AddedTokens
 
 Samples = npt.NDArray[np.float32]
-# Callback that raises when the request has ended, or the loop must end.
+# Callback that raises when the request has ended, or when the loop must end.
 Check = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class AudioWindow:
-    """Text of one window, which continues the previous window's, with its tokens."""
+    """Text of one window, which continues the previous window's text, and the window's tokens."""
 
     text: str
     tokens: Sequence[int]
@@ -28,7 +28,7 @@ class AudioWindow:
 
 
 class Transcriber(Protocol):
-    """Port to a loaded speech-to-text model. Times are in seconds, `rate` in samples a second."""
+    """Interface of a loaded speech-to-text model. Times are in seconds, `rate` is in samples per second."""
 
     rate: int
     languages: tuple[str, ...]
@@ -36,18 +36,19 @@ class Transcriber(Protocol):
     has_words: bool
     # Whether the model takes a text prompt.
     has_text: bool
-    # Control tokens that this prompt must not contain.
+    # Control tokens that a text prompt must not contain.
     marks: AddedTokens
 
     def language(self, name: str) -> str:
-        """Return the model's code of a language, from its code or name. Raises `KeyError`."""
+        """Return the model's code of a language, given the language's code or name. Raises `KeyError`."""
         ...
 
     def transcribe(
         self, samples: Samples, prompt: TranscribePrompt, sampling: Sampling, check: Check
     ) -> Iterator[AudioWindow]:
-        """Yield all windows, each computed on demand. Calls `check` at least once a window.
+        """Yield all windows, each computed on demand. `check` is called at least once per window.
 
-        The language of `prompt` is a code of the model; empty means detection. Its clip is in `samples` alone.
+        The language of `prompt` is a code of the model; empty means detection. `prompt` has no clip: its sound is in
+        `samples`.
         """
         ...

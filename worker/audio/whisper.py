@@ -29,16 +29,16 @@ from protocol.transcript import Segment, Word
 from worker.audio.marks import AddedTokens
 from worker.audio.transcriber import AudioWindow, Check, Samples
 
-# A window whose decoding fails is decoded again at the next temperature.
+# Temperatures in the order in which a window is decoded until decoding succeeds.
 _TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _MAX_COMPRESSION_RATIO: Final = 2.4
 _MIN_AVG_LOGPROB: Final = -1.0
 _MAX_NO_SPEECH_PROB: Final = 0.6
-# The text of a window that needed a higher temperature is not part of the next window's prompt.
+# Maximum temperature at which a window's text is still part of the next window's prompt.
 _MAX_PROMPT_TEMPERATURE: Final = 0.5
 _FRAMES_PER_SECOND: Final = SAMPLE_RATE // HOP_LENGTH
-# Features are computed in pieces of 10 minutes, because those of an hour would take two gigabytes meanwhile. Pieces
-# overlap by the first window of the next piece, and by a second for the edges of the transform.
+# Length of the pieces in which features are computed, 10 minutes: computing an hour at once would take two gigabytes.
+# Pieces overlap by the first window of the next piece, and by a second for the edges of the transform.
 _PIECE_FRAMES: Final = 600 * _FRAMES_PER_SECOND
 _EDGE_FRAMES: Final = _FRAMES_PER_SECOND
 
@@ -81,10 +81,10 @@ class _Features:
 
 @dataclass(slots=True)
 class _State:
-    """State of a transcript, owned by the call that generates it."""
+    """State of one transcript, owned by the generator that yields it."""
 
     seek: int = 0
-    # All tokens so far, and the index of the first one that the next window's prompt includes.
+    # All tokens so far, and the index of the first token that the next window's prompt includes.
     tokens: list[int] = field(default_factory=list[int])
     prompt_from: int = 0
     last_speech: float = 0.0
@@ -157,7 +157,7 @@ class WhisperTranscriber:
         has_words: bool,
         check: Check,
     ) -> list[dict[str, Any]]:
-        """Return the segments of the window at `state.seek`, and advance it."""
+        """Return the segments of the window at `state.seek`, and advance `state.seek`."""
         model, seek = self._model, state.seek
         frames = min(N_FRAMES, features.frames - seek)
         mel = pad_or_trim(features.window(seek, frames), N_FRAMES, axis=-2).astype(model.dtype)
@@ -175,7 +175,7 @@ class WhisperTranscriber:
                 segment |= {"text": "", "tokens": [], "words": []}
         if result.temperature > _MAX_PROMPT_TEMPERATURE:
             state.prompt_from = len(state.tokens) + sum(len(segment["tokens"]) for segment in segments)
-        # The position must advance, even if the model invents times.
+        # The position must advance even if the model generates wrong times.
         state.seek = max(state.seek, seek + 1)
         return segments
 
@@ -187,7 +187,7 @@ class WhisperTranscriber:
             task.inference = _CheckedInference(self._model, check)
             result = task.run(encoded)[0]
             is_silent = result.no_speech_prob > _MAX_NO_SPEECH_PROB
-            # The log-probability is NaN if the rules left no token.
+            # The log-probability is NaN if the decoding rules allowed no token.
             is_likely = result.avg_logprob >= _MIN_AVG_LOGPROB
             has_failed = result.compression_ratio > _MAX_COMPRESSION_RATIO or not is_likely
             if is_silent or not has_failed:
@@ -229,7 +229,7 @@ class WhisperTranscriber:
                 )
                 for start, end in zip([0, *ends], ends, strict=False)
             ]
-            # The next window transcribes the unclosed rest again.
+            # The next window transcribes the rest that is not closed again.
             state.seek += frames if is_closed else (int(tokens[ends[-1] - 1]) - begin) * stride
             return segments, is_closed
         times = tokens[is_time]
@@ -243,7 +243,7 @@ class WhisperTranscriber:
     def _time_words(
         self, segments: list[dict[str, Any]], tokenizer: Any, mel: Any, frames: int, state: _State, is_closed: bool
     ) -> None:
-        """Add word timestamps, and adjust the segments and `state.seek` to them."""
+        """Add word timestamps, and adjust the segments and `state.seek` to these timestamps."""
         if not segments:
             return
         offset = segments[0]["seek"] / _FRAMES_PER_SECOND
