@@ -1,1 +1,1 @@
-"""Embeddings of texts and scores of pairs: models that generate nothing."""
+"""Embeddings of texts and scores of text pairs, by models that generate nothing."""

@@ -1,4 +1,6 @@
-"""Transformers of embedding models: our encoders, decoders of mlx-lm, and mlx-lm's Gemma 3 without a causal mask."""
+"""Transformers of embedding models: encoders of this package, decoders of mlx-lm, and mlx-lm's Gemma 3 without a causal
+mask.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,19 +22,19 @@ _WEIGHTS: Final = "model*.safetensors"
 
 
 class EncoderBackbone:
-    """Encoder of `encoder_models`, with a classifier if it is a reranker."""
+    """Encoder of `encoder_models`, with a classifier if the model is a reranker."""
 
     def __init__(self, module: EncoderModel, shape: EncoderShape) -> None:
         self.module = module
         self.max_tokens = shape.max_tokens
-        # Whether it distinguishes the two texts of a pair.
+        # Whether the encoder distinguishes the two texts of a pair by segments.
         self.has_segments = shape.types > 1
 
     def hidden(self, ids: mx.array, lengths: Sequence[int], types: mx.array | None) -> mx.array:
         return self.module(ids, lengths, types)
 
     def scores(self, ids: mx.array, lengths: Sequence[int], types: mx.array | None) -> mx.array:
-        """Return the score of each row from the classifier."""
+        """Return the classifier's score of each row."""
         return self.module.classifier(self.hidden(ids, lengths, types), lengths)
 
 
@@ -48,14 +50,14 @@ class DecoderBackbone:
         return self.module.model(ids)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return the logits of the next token for hidden states of single positions."""
+        """Return the logits of the next token, given hidden states of single positions."""
         if "lm_head" in self.module:
             return self.module.lm_head(hidden)
         return self.module.model.embed_tokens.as_linear(hidden)
 
 
 class BidirectionalGemma:
-    """Gemma 3 without a causal mask, as in EmbeddingGemma; its windows extend half as far to both sides."""
+    """Gemma 3 without a causal mask, as in EmbeddingGemma. Its sliding window extends half as far to each side."""
 
     max_tokens = 0
 
@@ -121,7 +123,9 @@ def _load(file: Path) -> dict[str, mx.array]:
 
 
 def _decoder_classes(config: dict[str, Any]) -> tuple[type[Any], Any]:
-    """Return mlx-lm's class for checkpoints that may hold the bare transformer, without prefix and last layer."""
+    """Return mlx-lm's class, for checkpoints that may contain the bare transformer, without name prefix and output
+    layer.
+    """
     classes: tuple[Any, Any] = _get_classes(config)
     model, arguments = classes
 

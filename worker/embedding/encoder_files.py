@@ -14,7 +14,8 @@ _ROBERTA: Final = ("roberta", "xlm-roberta", "camembert")
 _THETAS: Final = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
 _PREFIX: Final = re.compile(r"^(bert|roberta|nomic_bert|model)\.")
 _ENDS: Final = {".gamma": ".weight", ".beta": ".bias"}
-# Patterns of weight names in the checkpoints of all families, with the part of `EncoderModel`; no two overlap.
+# Patterns of weight names in the checkpoints of all families, with the corresponding part of `EncoderModel`. No name
+# matches two patterns.
 _NAMES: Final = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -46,7 +47,7 @@ _FUSED: Final = ".mlp.Wi."
 
 
 def shape_of(config: Mapping[str, Any]) -> EncoderShape:
-    """Read the shape of an encoder. Raises `LoadFailed` for variants of the family that are not supported."""
+    """Read the shape of an encoder. Raises `LoadFailed` for unsupported variants of the family."""
     kind = config.get("model_type")
     try:
         shape = (
@@ -78,13 +79,15 @@ def classifier_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return the weights under the names of `EncoderModel`, with projections fused and split as it has them."""
+    """Return the weights under the names of `EncoderModel`, with projections fused and split as `EncoderModel` needs
+    them.
+    """
     named = {_name(name): array for name, array in weights.items()}
     for name in [name for name in named if ".attention.query." in name]:
         parts = [named.pop(name.replace(".query.", f".{part}.")) for part in _PARTS]
         named[name.replace(".query.", ".qkv.")] = mx.concatenate(parts)
     for name in [name for name in named if _FUSED in name]:
-        # The activation applies to the first half.
+        # The activation applies to the first half, the gate.
         gate, up = mx.split(named.pop(name), 2)
         named[name.replace(_FUSED, ".inner.gate.")], named[name.replace(_FUSED, ".inner.up.")] = gate, up
     return named
@@ -119,7 +122,7 @@ def _bert(config: Mapping[str, Any]) -> EncoderShape:
 
 
 def _nomic(config: Mapping[str, Any]) -> EncoderShape:
-    """Read nomic-bert's shape, under the names of its first version, which are GPT-2's, or of transformers."""
+    """Read nomic-bert's shape. The keys are those of the model's first version, which are GPT-2's, or of transformers."""
     rope = config.get("rope_parameters") or {}
     if config.get("num_experts") or config.get("prenorm") or config.get("rotary_emb_interleaved"):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, "nomic-bert is served without experts, norms first or other rotations")
@@ -134,7 +137,7 @@ def _nomic(config: Mapping[str, Any]) -> EncoderShape:
         heads=int(_either(config, "num_attention_heads", "n_head")),
         inner=int(_either(config, "intermediate_size", "n_inner")),
         vocabulary=int(config["vocab_size"]),
-        # Longer inputs than in training would need a scaled rotation.
+        # Inputs longer than those in training would need a scaled rotation, so the limit is that of training.
         positions=min(positions, int(trained)) if trained else positions,
         types=int(config.get("type_vocab_size", 0)),
         epsilon=float(config.get("layer_norm_eps") or config.get("layer_norm_epsilon") or 1e-12),

@@ -1,7 +1,7 @@
-"""Encoders: BERT, RoBERTa and XLM-R, ModernBERT and nomic-bert as one stack of layers in two orders.
+"""Encoders: BERT, RoBERTa and XLM-R, ModernBERT and nomic-bert as one stack of layers with the norm before or after.
 
-They are written here because equal results need the exact activation and the masks of `attention_mask`: mlx-vlm's
-encoders approximate GELU for ModernBERT, and do not include nomic-bert.
+mlx-vlm's encoders are not used, because they approximate GELU for ModernBERT and do not include nomic-bert: equal
+results need the exact activation and the masks of `attention_mask`.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,10 @@ ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array]]] = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderShape:
-    """Sizes and variants of an encoder. The first token's learned position, if there is one, is `first_position`.
+    """Sizes and variants of an encoder. `first_position` is the learned position of the first token, if positions are
+    learned.
 
-    `windows` and `thetas` have an entry for each layer; a window of 0 is full attention, a theta of 0 no rotation.
+    `windows` and `thetas` have an entry for each layer; a window of 0 means full attention, a theta of 0 no rotation.
     """
 
     layers: int
@@ -41,7 +42,7 @@ class EncoderShape:
     types: int = 0
     epsilon: float = 1e-12
     activation: str = "gelu"
-    # Whether layers normalize their input instead of their output, with one more norm at the end.
+    # Whether layers normalize their input instead of their output; then one more norm follows the last layer.
     is_prenorm: bool = False
     is_gated: bool = False
     has_attention_bias: bool = True
@@ -121,7 +122,7 @@ class _Layer(nn.Module):
         self._is_prenorm = shape.is_prenorm
         self.attention = _Attention(shape, shape.thetas[at] if shape.thetas else 0.0)
         self.inner = _Inner(shape)
-        # ModernBERT's first layer directly follows the norm of the embeddings.
+        # ModernBERT's first layer directly follows the norm of the embeddings, so it has no norm.
         if not (shape.is_prenorm and at == 0):
             self.attention_norm = nn.LayerNorm(shape.width, eps=shape.epsilon, bias=shape.has_norm_bias)
         self.inner_norm = nn.LayerNorm(shape.width, eps=shape.epsilon, bias=shape.has_norm_bias)
@@ -136,7 +137,7 @@ class _Layer(nn.Module):
 
 
 class _Classifier(nn.Module):
-    """Classifier that scores hidden states: the first token's, or the mean of all, through two layers."""
+    """Two layers that score hidden states: those of the first token, or the mean of all tokens."""
 
     def __init__(self, shape: EncoderShape, activation: str, norm_bias: bool | None, is_mean: bool, bias: bool) -> None:
         super().__init__()
@@ -175,10 +176,11 @@ class EncoderModel(nn.Module):
 
 
 def attention_mask(lengths: Sequence[int], window: int = 0) -> mx.array | None:
-    """Return True where a token attends to another: in its row, and within `window` (0 means any distance).
+    """Return a mask that is true where a token attends to another: in its row, and within `window` (0 means any
+    distance).
 
-    None if every token attends to all. A token always attends to itself: an empty mask row would give NaN, and padding
-    with NaN would spoil the values of other tokens even at weight 0.
+    Return None if every token attends to all. A token always attends to itself: an empty mask row would give NaN, and
+    padding with NaN would spoil the values of other tokens even at weight 0.
     """
     longest = max(lengths)
     is_padded = min(lengths) < longest

@@ -1,4 +1,4 @@
-"""Embedding jobs: one request for vectors or scores on its way through the worker."""
+"""Embedding jobs: a job is one request for vectors or scores, from intake to its answer."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ Numbers = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInput:
-    """Token ids of an input, and for encoders of pairs the segment of each token."""
+    """Token ids of an input, and the segment of each token for models that distinguish the texts of a pair."""
 
     ids: tuple[int, ...]
     types: tuple[int, ...] = ()
@@ -20,14 +20,14 @@ class EmbeddingInput:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EmbeddingJob(QueuedJob):
-    """Embedding or scoring request: `results` has a row of numbers for each computed item.
+    """Embedding or scoring request. `results` has a row of numbers for each computed item.
 
-    Vectors are truncated to `dimensions`; 0 means not at all.
+    Vectors are truncated to `dimensions`; 0 means that they are not truncated.
     """
 
     items: list[EmbeddingInput]
     dimensions: int = 0
-    # Items that are not in a pass yet, the longest first.
+    # Indices of items that are not in a pass yet, sorted by length, the longest first.
     left: list[int] = field(default_factory=list)
     results: list[Numbers | None] = field(default_factory=list[Numbers | None])
     computed: int = 0
@@ -52,7 +52,7 @@ class EmbeddingJob(QueuedJob):
         return sum(len(item.ids) for item in self.items)
 
     def data(self) -> bytes:
-        """Return all results in the form in which they are sent."""
+        """Return all results in the format in which they are sent."""
         rows = [row for row in self.results if row is not None]
         assert len(rows) == len(self.items)
         return np.stack([_cut(row, self.dimensions) for row in rows]).astype("<f4").tobytes()

@@ -1,4 +1,4 @@
-"""Loop of an embedding model: jobs in, one forward pass after another, one answer for each job."""
+"""Loop of an embedding model: it takes jobs, runs one forward pass after another, and sends one answer for each job."""
 
 import logging
 import time
@@ -26,14 +26,15 @@ log = logging.getLogger("mlxd.worker")
 
 Command = EmbeddingJob | Abort | Drain | Shutdown | SetMemory | SetPace
 
-# Maximum tokens of one forward pass, with padding. More gain nothing on a CPU, and an abort waits for the pass.
+# Maximum tokens of one forward pass, with padding. A higher limit gains nothing on a CPU, and an abort waits for the
+# pass.
 _GPU_PASS_TOKENS: Final = 16_384
 CPU_PASS_TOKENS: Final = 2_048
 _MIN_PASS_TOKENS: Final = 256
 # A failed allocation halves the tokens of a pass; they double again after each interval of this length.
 _REGROW_INTERVAL_S: Final = 300.0
 _WARM_UP_TOKENS: Final = 16
-# Maximum fraction of the longest row that may be padding in another.
+# Maximum padding of a row in a pass, as a fraction of the longest row.
 _MAX_PADDING_FRACTION: Final = 0.12
 _NOT_FINITE: Final = Failure(
     Code.ROW_FAILED, "the model gave no number for one of the inputs: its vector is not finite, or null"
@@ -70,7 +71,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
         self._relaxes_at = 0.0
 
     def warm_up(self) -> None:
-        """Compute once, and apply the memory limits. Raises `LoadFailed`."""
+        """Compute one item, and apply the memory limits. Raises `LoadFailed`."""
         item = EmbeddingInput(
             tuple(at % self._model.vocab_size for at in range(min(_WARM_UP_TOKENS, self._model.max_context)))
         )
@@ -96,7 +97,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
     def _compute(self, group: Sequence[ResultPlace]) -> None:
         try:
             rows = self._model.compute([place.item for place in group])
-        except Exception as error:  # code of any architecture may raise any type
+        except Exception as error:  # code of any architecture may raise any exception
             self._recover(group, error)
         else:
             self._store(group, rows)
@@ -129,7 +130,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
                 self._finish(job, Finish.STOP)
 
     def _recover(self, group: Sequence[ResultPlace], error: Exception) -> None:
-        """Compute the group again in smaller parts; an item that fails alone ends its job."""
+        """Compute the group again in smaller parts; an item that fails alone ends the item's job."""
         if is_gpu_fault(error) and not is_allocation_failure(error):
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
         if is_allocation_failure(error):
@@ -154,7 +155,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
 
 
 def take_group(jobs: Sequence[EmbeddingJob], tokens: int) -> list[ResultPlace]:
-    """Take the longest item of the first job, and items of all jobs in order that are nearly as long.
+    """Take the longest item of the first job, and items of all jobs, in job order, that are nearly as long.
 
     A group has up to `tokens` tokens including padding, and at least one item.
     """

@@ -1,4 +1,4 @@
-"""Loading of an embedding model: its transformer, the steps after it, and the limits of requests."""
+"""Loader of an embedding model: its transformer, the steps after the transformer, and the limits of requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from worker.model.loader import cast, check_weights, explain, nbytes, read_confi
 from worker.model.memory import has_gpu
 from worker.vision.checkpoint import Contradiction, fold
 
-# A smaller encoder is computed in float32 on a GPU too, because float16 would halve its precision.
+# Maximum size of an encoder that is computed in float32 on a GPU, too, because float16 would halve its precision.
 _MAX_FLOAT32_BYTES: Final = 1 << 30
-# A tokenizer without a limit has a number such as 1e30.
+# Token limit above which a tokenizer counts as unlimited; without a limit it has a number such as 1e30.
 _UNLIMITED_TOKENS: Final = 1_000_000_000
-# Input of models that were trained to distinguish the two texts of a pair.
+# Name of the model input by which models distinguish the two texts of a pair.
 _SEGMENTS: Final = "token_type_ids"
-# A decoder that scores pairs answers with one of these words.
+# Words of which a decoder that scores pairs answers with one.
 _YES, _NO = "yes", "no"
 
 
@@ -48,7 +48,7 @@ class EmbeddingModel:
     compute: Callable[[Sequence[EmbeddingInput]], Numbers]
     steps: Steps | None = None
     embedding: EmbeddingInfo | None = None
-    # Whether it distinguishes the texts of a pair by segments, not only by the separator.
+    # Whether the model distinguishes the texts of a pair by segments in addition to the separator.
     has_segments: bool = False
     # Whether every parameter is float32.
     is_float32: bool = True
@@ -180,7 +180,9 @@ def _word(tokenizer: Any, word: str) -> int:
 
 
 def _is_sigmoid(config: Mapping[str, Any]) -> bool:
-    """Whether scores pass through a sigmoid: by default, and if the files of sentence-transformers say so."""
+    """Return whether scores pass through a sigmoid: the default, unless the files of sentence-transformers name another
+    function.
+    """
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else config.get("sbert_ce_default_activation_function")
     kind = str(named or "Sigmoid").rpartition(".")[2]
@@ -190,7 +192,7 @@ def _is_sigmoid(config: Mapping[str, Any]) -> bool:
 
 
 def _context(config: dict[str, Any], tokenizer: Any, own: int, longest: int, wanted: int) -> int:
-    """Return the minimum of the limits in config.json, the encoder's positions, the other files and the settings."""
+    """Return the lowest of the limits in config.json, the encoder's positions, the other files and the settings."""
     named = context_of(config)
     limit = getattr(tokenizer, "model_max_length", None)
     limits = [

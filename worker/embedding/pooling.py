@@ -1,4 +1,4 @@
-"""Pooling of each row's hidden states to one vector: pooling, linear layers, norm."""
+"""Conversion of each row's hidden states to one vector: pooling, linear layers, normalization."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ _ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array] | None]] = {
 
 
 def pooled(way: str, hidden: mx.array, lengths: mx.array) -> mx.array:
-    """Pool `hidden` `[rows, longest, width]`, which is padded on the right; `lengths` are of its rows."""
+    """Pool `hidden` `[rows, longest, width]`, which is padded on the right; `lengths` are the lengths of its rows."""
     if way == "cls":
         return hidden[:, 0]
     if way == "lasttoken":
@@ -39,7 +39,7 @@ def pooled(way: str, hidden: mx.array, lengths: mx.array) -> mx.array:
 
 
 class PoolingHead:
-    """Steps after a transformer, computed in float32 regardless of the transformer's type."""
+    """Steps after a transformer, computed in float32 regardless of the transformer's dtype."""
 
     def __init__(self, steps: Steps) -> None:
         """Load the layers. Raises `LoadFailed`."""

@@ -25,14 +25,14 @@ from worker.embedding.job import EmbeddingInput, EmbeddingJob
 from worker.embedding.load_model import EmbeddingModel
 from worker.errors import RequestInvalid
 
-# Text that has more characters per token of the context than this hardly ever fits.
+# Text with more characters per token of the context than this hardly ever fits the context.
 _MAX_CHARS_PER_TOKEN: Final = 8
-# Requests to count tokens may have up to this many times the text that fits the context.
+# Maximum length of a text whose tokens are counted, as a multiple of the text that fits the context.
 _MAX_COUNTED_CONTEXTS: Final = 4
-# An answer must fit into one frame.
+# Maximum size of an answer, which must fit into one frame.
 _MAX_ANSWER_BYTES: Final = 48 << 20
 _DEFAULT_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-# Qwen3-Reranker was trained on pairs between these texts.
+# Texts before and after a pair, with which Qwen3-Reranker was trained.
 _BEFORE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -46,7 +46,7 @@ class Preparer:
     def __init__(self, model: EmbeddingModel) -> None:
         self._model = model
         self._tokenizer = model.tokenizer
-        # Truncation is a state of the tokenizer, which two threads use.
+        # Truncation is set on the tokenizer itself, which two threads use.
         self._lock = threading.RLock()
 
     def job(self, request: Generate, arrived: float) -> EmbeddingJob:
@@ -122,7 +122,7 @@ class Preparer:
         return items
 
     def _dimensions(self, prompt: EmbedPrompt) -> int:
-        """Return how many numbers of each vector are sent; 0 means all. Raises `RequestInvalid`."""
+        """Return the number of dimensions of each vector that are sent; 0 means all. Raises `RequestInvalid`."""
         info, steps = self._model.embedding, self._model.steps
         assert info is not None
         assert steps is not None
@@ -159,7 +159,7 @@ class Preparer:
         return items
 
     def _paired(self, query: str, document: str, prompt: ScorePrompt) -> EmbeddingInput:
-        """Encode a pair in the tokenizer's own form for two texts."""
+        """Encode a pair by the tokenizer's own method for two texts."""
         most = self._most(prompt.truncate)
         encoded = self._tokenizer(
             self._bounded(query),
@@ -182,7 +182,7 @@ class Preparer:
         body = self._ids(question + self._cut_document(document, prompt))
         if most := self._most(prompt.truncate):
             room = most - len(before) - len(after)
-            # A query that does not fit stays whole, so that it is refused.
+            # A query that does not fit is not truncated, so that the request is refused.
             body = body[:room] if room >= len(self._ids(question)) else body
         return EmbeddingInput((*before, *body, *after))
 
@@ -200,7 +200,7 @@ class Preparer:
     # -- both --------------------------------------------------------------------------------------------------------
 
     def _most(self, truncate: int) -> int:
-        """Return the number of tokens that an input is truncated to; 0 means not at all."""
+        """Return the number of tokens to which an input is truncated; 0 means that it is not truncated."""
         longest = self._model.max_context
         return longest if truncate < 0 else min(truncate, longest)
 

@@ -1,4 +1,4 @@
-"""Steps from hidden states to a vector, and prompts, from the files of sentence-transformers beside a model."""
+"""Steps from hidden states to a vector, and prompts, as in the files of sentence-transformers in a model's folder."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from protocol.kinds import MODULES
 from worker.errors import LoadFailed
 from worker.model.loader import read_json
 
-# sentence-transformers concatenates several poolings in this order.
+# Poolings in the order in which sentence-transformers concatenates their vectors.
 POOLINGS: Final = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -26,9 +26,10 @@ _DOCUMENT: Final = ("document", "passage", "corpus")
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps after a transformer: `poolings` are concatenated, `dense` are folders of linear layers in order.
+    """Steps after a transformer: the vectors of `poolings` are concatenated, `dense` are folders of linear layers in
+    order.
 
-    `prompts` precede a text; `default_prompt` names the one for requests that name none.
+    `prompts` are texts before an input; `default_prompt` is the name of the prompt for requests that name none.
     """
 
     poolings: tuple[str, ...]
@@ -51,7 +52,7 @@ class Steps:
 
 
 def read_steps(folder: Path, is_causal: bool) -> Steps:
-    """Read the steps of a model. Defaults: a decoder's last token, an encoder's mean, normalized.
+    """Read the steps of a model. Defaults: the last token for a decoder, the mean for an encoder, both normalized.
 
     Raises `LoadFailed` for an unknown step.
     """
@@ -98,9 +99,10 @@ def _read_modules(folder: Path, steps: Steps) -> Steps:
 
 
 def _inside(folder: Path, path: str) -> Path:
-    """Return the folder of a step. Raises `LoadFailed` if it is outside the model's.
+    """Return the folder of a step. Raises `LoadFailed` if the folder is outside the model's.
 
-    Only the name is checked: in the Hugging Face cache, the files of a snapshot are links to outside its folder.
+    Only the name is checked: in the Hugging Face cache, the files of a snapshot are links to outside the snapshot's
+    folder.
     """
     step = PurePosixPath(path)
     if step.is_absolute() or ".." in step.parts:
@@ -146,7 +148,7 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str, int]:
 
 
 def _max_tokens(folder: Path) -> int:
-    """Return the longest input by `sentence_bert_config.json`; 0 if it has no limit."""
+    """Return the maximum length of an input by `sentence_bert_config.json`; 0 if it has no limit."""
     file = folder / "sentence_bert_config.json"
     longest = read_json(file).get("max_seq_length") if file.exists() else None
     return longest if isinstance(longest, int) and longest > 0 else 0
