@@ -1,1 +1,1 @@
-"""Command-line programs beside the worker: verify, calibrate and repack."""
+"""Command-line programs that use the worker's code: verify, calibrate and repack."""

@@ -37,17 +37,18 @@ from worker.speculation.policy.draft_width import WIDTHS
 from worker.start.checked_model import load_checked
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
-# Doubling the rows must gain at least this factor to be worth the latency.
+# Minimum factor of speed that doubling the rows must gain to be worth the latency.
 MIN_ROWS_GAIN: Final = 1.1
 PROMPT_TOKENS: Final = (512, 2048, 8192)
 CHUNK_TOKENS: Final = (32, 128, 512)
-# Rows that decode during fused prefill, and while the limit of free buffers is measured.
+# Number of rows that decode during fused prefill, and while the limit of free buffers is measured.
 DECODING_ROWS: Final = 4
-# Divisors of the machine's memory, the smallest limit first; a larger limit must be faster by `MIN_BUFFER_GAIN`.
+# Divisors of the machine's memory that give the tried limits, the smallest limit first; a larger limit must be faster
+# by `MIN_BUFFER_GAIN`.
 BUFFER_DIVISORS: Final = (32, 16, 8, 1)
 MIN_BUFFER_GAIN: Final = 1.03
-# Shares of the given time. The limits are checked between measurements, so slow models get fewer of them. Each
-# measurement has at least `STEPS_MIN` steps, after `WARM_UP_STEPS` steps that are not counted.
+# Shares of the given time. Time is checked between measurements, so slow models get fewer of them. Each measurement has
+# at least `STEPS_MIN` steps, after `WARM_UP_STEPS` steps that are not counted.
 DECODE_SHARE: Final = 0.4
 PREFILL_SHARE: Final = 0.25
 BLOCKS_SHARE: Final = 0.15
@@ -60,7 +61,7 @@ MAX_OUTPUT_TOKENS: Final = 4096
 
 
 class _Blocks(Drafter):
-    """Random drafts of one width, almost always wrong: only the time of their verification matters."""
+    """Random drafts of one width. They are almost always wrong; only the time of their verification matters."""
 
     def __init__(self, vocab_size: int) -> None:
         self.widest = WIDTHS[-1]
@@ -78,7 +79,7 @@ class _Blocks(Drafter):
 class Bench:
     """Benchmark of one loaded model on the calling thread.
 
-    The engine is warmed up, otherwise idle, and stores the measured times; its batches draft with `blocks`.
+    Its engine is warmed up and otherwise idle, and stores the measured times; batches draft with `blocks`.
     """
 
     def __init__(self, loaded: LoadedModel, spec: WorkerSpec, engine: Engine, gauges: Gauges, blocks: _Blocks) -> None:
@@ -92,7 +93,7 @@ class Bench:
         self._batch = engine.new_batch()
 
     def decode(self, limit_s: float) -> Iterator[MeasuredSpeed]:
-        """Measure decode speed for increasing rows, until more of them gain little."""
+        """Measure decode speed for increasing numbers of rows, until more rows gain little."""
         before = 0.0
         for rows in ROWS if self._loaded.plan.mode is not BatchMode.SINGLE else ROWS[:1]:
             if (
@@ -109,7 +110,7 @@ class Bench:
             before = speed.tokens_per_s
 
     def blocks(self, limit_s: float) -> None:
-        """Measure verification with drafts of each width."""
+        """Measure the verification of drafts of each width."""
         if not self._drafts:
             return
         end = time.perf_counter() + limit_s
@@ -177,14 +178,14 @@ class Bench:
             self._tick(self._longest, 0)
 
     def _steps(self, limit_s: float) -> tuple[int, float]:
-        """Run steps until the time is over; return their number and seconds."""
+        """Run steps until the time is over; return the number of steps and their seconds."""
         for _ in range(WARM_UP_STEPS):
             self._tick(self._longest, 0)
         began, steps = time.perf_counter(), 0
         while steps < STEPS_MIN or time.perf_counter() - began < limit_s:
             self._tick(self._longest, 0)
             steps += 1
-            if not self._batch:  # rows end at their output limit, sooner if drafts are accepted
+            if not self._batch:  # rows end at their output limit, and sooner if drafts are accepted
                 break
         return steps, time.perf_counter() - began
 
@@ -260,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"the results cannot be written: {error}", file=sys.stderr)
         return ExitStatus.INTERNAL
-    except Exception as error:  # code of any architecture may raise any type, and memory may be short
+    except Exception as error:  # code of any architecture may raise any exception, and memory may be short
         print(f"a measurement failed: {type(error).__name__}: {error}", file=sys.stderr)
         return ExitStatus.INTERNAL
     return ExitStatus.OK

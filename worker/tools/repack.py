@@ -38,7 +38,7 @@ CHOSEN: Final = (
 )
 # Suffix of an incomplete folder, followed by the process id.
 _PARTIAL: Final = ".partial-"
-# Suffixes of files that are rewritten. All others are copied, including a model's code.
+# Suffixes of files that are rewritten. All other files are copied, including a model's code.
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json")
 
 
@@ -54,7 +54,7 @@ def main() -> None:
         index = repack(source, args.target.expanduser().absolute(), args.trust_remote_code, _print)
     except (LoadFailed, ValueError, OSError) as error:
         sys.exit(f"{args.source} cannot be repacked: {error}")
-    except Exception as error:  # code of any architecture and files with any content may raise any type
+    except Exception as error:  # code of any architecture and files with any content may raise any exception
         sys.exit(f"{args.source} cannot be repacked: {type(error).__name__}: {error}")
     _print(f"{args.target}: {index.total_bytes / 1e9:.2f} GB of experts in {len(index.layers)} layers")
 
@@ -64,11 +64,11 @@ def _print(text: str) -> None:
 
 
 def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callable[[str], None]) -> ExpertIndex:
-    """Write the folder `target`, which must not exist, from a model's folder. Raises `ValueError` and `OSError`.
+    """Write a model's folder to the folder `target`, which must not exist. Raises `ValueError` and `OSError`.
 
-    Needs memory for the experts of one layer and for a shard of the rest, and as much disk space as `source`. Until it
-    is complete, the folder has a temporary name beside `target`; it is deleted if the work ends earlier. After a kill,
-    the next repack to the same target deletes it.
+    Needs memory for the experts of one layer and for a shard of the other weights, and as much disk space as `source`.
+    Until it is complete, the folder has a temporary name beside `target`; it is deleted if the work ends earlier. After
+    a kill, the next repack to the same target deletes it.
     """
     if target.exists() or target.is_symlink():
         raise ValueError(f"{target} is there already")
@@ -87,7 +87,7 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
     switches = list(switches_of(model))
     if not switches:
         raise ValueError(f"{source} has no experts")
-    # The process id keeps apart processes that work on the same target.
+    # The process id separates the folders of processes that work on the same target.
     partial = target.with_name(f"{target.name}{_PARTIAL}{os.getpid()}")
     partial.mkdir()
     with ExitStack() as undo:
@@ -169,7 +169,7 @@ def _write_layer(folder: Path, name: str, path: str, switch: Any) -> ExpertLayer
 
 
 def _chosen(config: dict[str, Any], layers: list[ExpertLayer]) -> int:
-    """Return the number of experts per token; a quarter of a layer's if the configuration has none."""
+    """Return the number of experts per token; if the configuration has none, a quarter of a layer's experts."""
     parts = [config, config.get("text_config")]
     values = [part.get(key) for part in parts if isinstance(part, dict) for key in CHOSEN]
     known = [value for value in values if isinstance(value, int) and value > 0]

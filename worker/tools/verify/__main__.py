@@ -32,7 +32,7 @@ def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[VerifyCheck]
     """Run the checks for the model's kind. Raises `LoadFailed`, `RequestInvalid`, and `PartnerLost`."""
     kind = kind_of_spec(spec)
     if kind == AUDIO:
-        # The module imports mlx-audio, which may not be installed.
+        # This module imports mlx-audio, which may not be installed.
         from worker.tools.verify.audio_checks import audio_checks
 
         yield from audio_checks(spec)
@@ -50,13 +50,13 @@ def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[VerifyCheck]
 
 
 def _lost(failure: Failure, status: int) -> None:
-    """End the process, whose main thread may wait for another rank forever."""
+    """End the process; its main thread may otherwise wait for another rank forever."""
     print(failure.message, file=sys.stderr, flush=True)
     os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Verify one model; returns the exit status."""
+    """Verify one model; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="worker.tools.verify", description="Compare what a model says however it is run."
     )

@@ -1,4 +1,4 @@
-"""Check of an audio model: the same clip or text gives the same answer again, and all its numbers are finite."""
+"""Check of an audio model: the same clip or text gives the same answer again, and all numbers of the answer are finite."""
 
 from collections.abc import Generator
 from typing import Final
@@ -15,7 +15,7 @@ from worker.audio.sound_writer import SoundWriter
 from worker.tools.verify.comparison import first_difference
 
 _RATE: Final = 16_000
-# The clip is longer than one window of any family.
+# Length of the test clip, which is longer than one window of any family.
 _CLIP_S: Final = 35.0
 _TEXT: Final = "One, two."
 
@@ -24,7 +24,7 @@ def audio_checks(spec: WorkerSpec) -> Generator[VerifyCheck]:
     """Load a model, and run one request before and after another. Raises `LoadFailed` and `RequestInvalid`."""
     model = load_audio_model(spec, lambda _stage, _done, _total: None)
     prompt = TranscribePrompt(_tone()) if model.transcriber is not None else SpeechPrompt(_TEXT, format="pcm")
-    # The temperature makes random draws visible that do not depend only on the seed.
+    # At this temperature, draws that do not depend only on the seed become visible.
     requests = [Generate(1, prompt, Sampling(temperature=0.2, seed=seed)) for seed in (1, 2, 1)]
     intake = AudioIntake(model, lambda: None)
     answers = [list(intake.job_now(request).work) for request in requests]

@@ -1,4 +1,4 @@
-"""Comparison of outputs with those of the same requests run alone."""
+"""Comparison of outputs with the outputs of the same requests run alone."""
 
 from collections.abc import Generator, Sequence
 
@@ -7,7 +7,7 @@ from worker.tools.verify.engine_session import VerifiedOutput
 
 
 def compare(name: str, outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> VerifyCheck:
-    """Compare each token of the outputs with the expected one."""
+    """Compare each token of the outputs with the expected outputs."""
     return VerifyCheck(
         name,
         len(outputs),
@@ -21,7 +21,7 @@ def compare(name: str, outputs: Sequence[VerifiedOutput], expected: Sequence[Ver
 def _drifts(outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> Generator[float]:
     """Yield the deviation of each token's log-probability from its value when run alone, for equal outputs.
 
-    A resumed row has log-probabilities only for its new tokens, so they are compared from the end.
+    A resumed row has log-probabilities only for its new tokens, so values are compared from the end.
     """
     for output, other in zip(outputs, expected, strict=True):
         if output.ids == other.ids:

@@ -41,7 +41,7 @@ class VerifiedOutput:
 
 
 class EngineSession:
-    """Engine from warm-up to shutdown, on the calling thread."""
+    """Engine that runs on the calling thread, from warm-up to shutdown."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class EngineSession:
         self._open: set[int] = set()
 
     def run(self, waves: Sequence[Sequence[Generate]]) -> list[VerifiedOutput]:
-        """Run the requests of each wave together, one wave after another. Returns the newest output of each request."""
+        """Run the requests of each wave together, one wave after another. Return the newest output of each request."""
         self._engine.warm_up([1] * 8)
         self._waves = list(waves)
         self._next_wave()
@@ -93,7 +93,7 @@ class EngineSession:
 
     def _next_wave(self) -> None:
         if not self._waves:
-            # The engine hands the last rows' cache entries to the disk only after this.
+            # The engine queues the last rows' cache entries for the disk only after this point.
             threading.Thread(target=self._stop_when_written, daemon=True).start()
             return
         wave = self._waves.pop(0)

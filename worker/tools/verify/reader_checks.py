@@ -1,4 +1,4 @@
-"""Check of an embedding or scoring model: the numbers of an input do not depend on the other inputs of its pass."""
+"""Check of an embedding or scoring model: the result of an input does not depend on the other inputs of its pass."""
 
 from collections.abc import Generator
 from typing import Final
@@ -12,9 +12,9 @@ from protocol.verify import Difference, VerifyCheck
 from worker.embedding.load_model import EmbeddingModel
 from worker.embedding.prepare import Preparer
 
-# Numbers of words of the inputs: equal, nearly equal, and very different.
+# Lengths of the inputs in words: equal, nearly equal, and very different.
 _WORDS: Final = (8, 8, 8, 9, 40, 44, 150, 3)
-# Kernels round differently by the shape of a pass: tolerances for float32, and for 16 bits or quantized weights.
+# Tolerances for float32, and for 16 bits or quantized weights: kernels round differently by the shape of a pass.
 _FLOAT32_TOLERANCE: Final = 1e-5
 _LOW_PRECISION_TOLERANCE: Final = 0.02
 

@@ -1,4 +1,4 @@
-"""Drafters that draft whether it pays or not, to check that drafts change no token."""
+"""Drafters that always draft, even if drafts do not pay, to check that drafts change no token."""
 
 import random
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from worker.speculation.draft_state import DraftedRow, DraftedText, Drafting
 from worker.speculation.drafter import Drafter, Draw, Proposer, Rows
 from worker.speculation.text_sources.indexed_text import Tokens
 
-# Share of the drafted tokens of `NoisyDrafts` that are right.
+# Share of the tokens drafted by `NoisyDrafts` that are right.
 _RIGHT_SHARE: Final = 0.8
 
 
 class _TrialDrafts(Drafter):
-    """Base that counts drafted and accepted tokens, without which a check proves nothing."""
+    """Base class that counts drafted and accepted tokens, because a check without drafts proves nothing."""
 
     def __init__(self, longest: int) -> None:
         self.widest = longest + 1
@@ -36,7 +36,7 @@ class _TrialDrafts(Drafter):
 
 
 class EagerDrafts(_TrialDrafts):
-    """Drafts of `count` tokens by a proposer, at each step."""
+    """Drafter that requests `count` tokens from a proposer at each step."""
 
     def __init__(self, proposer: Proposer, count: int) -> None:
         super().__init__(count)
@@ -69,7 +69,7 @@ class EagerDrafts(_TrialDrafts):
 
 
 class NoisyDrafts(_TrialDrafts):
-    """Drafts of varying length from known outputs of the rows, partly replaced by random tokens."""
+    """Drafter of drafts of varying length from known outputs of the rows, partly replaced by random tokens."""
 
     def __init__(self, vocab_size: int, longest: int = 6, seed: int = 0) -> None:
         super().__init__(longest)
@@ -79,7 +79,7 @@ class NoisyDrafts(_TrialDrafts):
         self._rng = random.Random(seed)
 
     def learn(self, text: Sequence[int]) -> None:
-        """Add a whole sequence, prompt and output."""
+        """Add a whole sequence of prompt and output."""
         self._texts.append(list(text))
 
     def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:

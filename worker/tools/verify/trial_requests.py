@@ -1,4 +1,4 @@
-"""Requests of a verification: short and long, greedy and sampled, with pictures, with adapters."""
+"""Requests of a verification: short and long, greedy and sampled, with pictures, and with adapters."""
 
 import math
 import random
@@ -16,13 +16,13 @@ from worker.vision.samples import picture
 
 PARTS: Final = (0.02, 0.15, 0.5, 1.0)
 SHARED_PART: Final = 0.375
-# Rows of this many tokens outgrow the estimate of admission, so that one is preempted if memory is short. The first
-# part of their output is given, so that the part that they generate crosses the limit.
+# Number of rows and their tokens. Such rows outgrow the estimate of admission, so that one is preempted if memory is
+# short. The first part of their output is given, so that the generated part crosses the limit.
 CROWD: Final = 3
 CROWD_PROMPT: Final = 240
 CROWD_GIVEN: Final = 250
 CROWD_OUTPUT: Final = 290
-# Eight of the ten blocks of a sparse prompt are kept.
+# Sparse prompts keep eight of their ten blocks.
 SPARSE_ROWS: Final = 3
 SPARSE_PROMPT: Final = 10 * BLOCK_TOKENS
 SPARSE_KEEP: Final = 0.8
@@ -74,7 +74,7 @@ def picture_requests(rid: int, tokens: int) -> list[Generate]:
 
 
 def sparse_requests(vocab_size: int) -> list[Generate]:
-    """Return prompts of which two blocks are skipped."""
+    """Return prompts of which sparse prefill skips two blocks."""
     rng = random.Random(2)
     prompts = [tuple(rng.randrange(vocab_size) for _ in range(SPARSE_PROMPT)) for _ in range(SPARSE_ROWS)]
     return [

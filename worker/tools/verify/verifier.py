@@ -33,7 +33,7 @@ from worker.tools.verify.trial_requests import (
     text_requests,
 )
 
-# Words of the longest prompt. The others are parts of it; every other request begins with a shared text.
+# Number of words of the longest prompt. The others are parts of it; every other request begins with a shared text.
 LONGEST_WORDS: Final = 160
 SMALL_CHUNK: Final = 32
 # Number of tokens requested per draft.
@@ -44,7 +44,7 @@ CROWD_TOKENS: Final = 512
 
 
 class Verifier:
-    """All checks of one model. The first, alone and without caches, gives the expected outputs of the others."""
+    """All checks of one model. The first check runs alone and without caches; its outputs are expected of all others."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Verifier:
             spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16, speculate="off"
         )
         self._requests = text_requests(tokens, words, loaded.max_context)
-        # Requests that repeat the first text with each adapter.
+        # Requests that repeat the first text, once per adapter and way of sampling.
         self._adapted = adapter_requests(loaded, self._requests)
         self._requests += self._adapted
-        # The first two requests have two pictures with the same text.
+        # Requests with pictures; the first two have different pictures with the same text.
         self._pictured: list[Generate] = []
         if "image" in self._intake.modalities:
             self._pictured = picture_requests(len(self._requests) + 1, tokens)
@@ -145,7 +145,7 @@ class Verifier:
         session = self._session(replace(self._spec, kv_bytes=limit))
         outputs = session.run([crowd])
         if not session.gauges.preemptions:
-            # Memory does not grow with the length, or all rows fit.
+            # No row is preempted if memory does not grow with the length, or if all rows fit.
             return VerifyCheck("preempted", note="no row ever had to make room", is_skipped=True)
         return compare("preempted", outputs, expected)
 
@@ -157,7 +157,7 @@ class Verifier:
     def _run_rest(
         self, requests: Sequence[Generate], alone: Sequence[VerifiedOutput], cuts: Sequence[int]
     ) -> list[VerifiedOutput]:
-        """Resume each request after its first `cuts[i]` tokens; return outputs with these tokens."""
+        """Resume each request after its first `cuts[i]` tokens; return outputs that include these tokens."""
         resumed = [
             replace(request, resume=tuple(output.ids[:cut]))
             for request, output, cut in zip(requests, alone, cuts, strict=True)
@@ -187,14 +187,16 @@ class Verifier:
         return self._compare(name, outputs)
 
     def _dequantized(self) -> VerifyCheck:
-        """Check quantized KV dequantized for each step, if steps read its codes directly: both must be equal."""
+        """Check quantized KV that is dequantized for each step, if steps normally read its codes: both must give equal
+        outputs.
+        """
         with without_codes(self._loaded.model) as is_other:
             if is_other:
                 return self._compare("dequantized", self._session(self._spec).run([self._requests]))
         return VerifyCheck("dequantized", note="no step reads codes on this machine", is_skipped=True)
 
     def _sparse(self) -> VerifyCheck:
-        """Check sparse prompts, together and resumed at some token, against each alone."""
+        """Check sparse prompts, together and resumed, against each one alone."""
         if self._loaded.max_context < SPARSE_PROMPT + SPARSE_OUTPUT:
             return VerifyCheck("sparse prefill", note="the context is too short", is_skipped=True)
         requests = sparse_requests(self._loaded.vocab_size)
