@@ -41,7 +41,9 @@ class AudioIntake:
         self._check = check
 
     def job(self, request: Generate, arrived: float) -> AudioJob | PendingClip:
-        """Return a validated job, or the clip from which it will be made. Takes little time. Raises `RequestInvalid`."""
+        """Return a validated job, or the clip from which it will be made. Takes little time. Raises
+        `RequestInvalid`.
+        """
         match request.prompt, self._model.transcriber, self._model.speaker:
             case TranscribePrompt() as prompt, transcriber, _ if transcriber is not None:
                 return self._transcription(request, arrived, prompt, transcriber)

@@ -9,7 +9,7 @@ _PUNCTUATION: Final = re.compile(r"[^\w\s]")
 
 
 class AddedTokens:
-    """Added tokens of a tokenizer. Unlike the tokenizer, they may be used from any thread. Empty without a tokenizer."""
+    """Added tokens of a tokenizer; unlike the tokenizer, usable from any thread. Empty without a tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()

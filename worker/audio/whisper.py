@@ -229,7 +229,7 @@ class WhisperTranscriber:
                 )
                 for start, end in zip([0, *ends], ends, strict=False)
             ]
-            # The next window transcribes the rest that is not closed again.
+            # The rest without a closing timestamp is transcribed again in the next window.
             state.seek += frames if is_closed else (int(tokens[ends[-1] - 1]) - begin) * stride
             return segments, is_closed
         times = tokens[is_time]

@@ -122,7 +122,7 @@ def _bert(config: Mapping[str, Any]) -> EncoderShape:
 
 
 def _nomic(config: Mapping[str, Any]) -> EncoderShape:
-    """Read nomic-bert's shape. The keys are those of the model's first version, which are GPT-2's, or of transformers."""
+    """Read nomic-bert's shape. The keys are GPT-2's, as in the model's first version, or those of transformers."""
     rope = config.get("rope_parameters") or {}
     if config.get("num_experts") or config.get("prenorm") or config.get("rotary_emb_interleaved"):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, "nomic-bert is served without experts, norms first or other rotations")

@@ -115,7 +115,9 @@ def nine_character_ids(messages: Messages) -> Messages:
 
 
 def one_system(messages: Messages) -> Messages:
-    """Merge leading system messages and turn later ones into user messages, for templates that allow one at the start."""
+    """Merge leading system messages and turn later ones into user messages, for templates that allow one at the
+    start.
+    """
     lead = 0
     while lead < len(messages) and messages[lead]["role"] == "system":
         lead += 1

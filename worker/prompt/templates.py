@@ -118,7 +118,7 @@ class Renderer:
         try:
             return RENDERING.run(lambda: self._render_with_effort(prompt, opens_answer and not prompt.continue_final))
         except _REFUSALS as error:
-            # The template's own refusals are shown to clients; other errors are bugs in the template's code.
+            # The template's own refusals are shown to clients; other errors come from the code that it runs.
             reason = f": {error}" if isinstance(error, TemplateError) else ""
             message = f"the model's chat template refused the messages{reason}"
             raise RequestInvalid(Code.TEMPLATE_ERROR, message, detail=repr(error), param="messages") from error

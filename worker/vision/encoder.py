@@ -239,7 +239,7 @@ class MediaEncoder:
     # -- bytes that rows hold ----------------------------------------------------------------------------------------
 
     def _may_hold(self, key: bytes, job: _Job) -> bool:
-        """Whether a waiting row may hold the features of a medium now."""
+        """Return whether a waiting row may hold the features of a medium now."""
         if self._fits(key, job):
             return True
         return self._first in job.media and self.features.held_by_others(self._waiting) <= self.features.limit

@@ -130,7 +130,7 @@ _GRANITE_THINK = Think(
     ("Here is my thought process:", "Here's my thought process:", "<think>"),
     ("Here is my response:", "Here's my response:", "</think>"),
 )
-# In a broken call, arguments end at the end of the list.
+# A broken call ends where its list ends.
 _PYTHON_MESSAGE = PythonCalls(ends=(")]",), bare=True)
 _XLAM = JsonCalls(("[TOOL_CALLS]", "<tool_call>", "```json", "[", "{"), ("</tool_call>", "```"), bare=True)
 

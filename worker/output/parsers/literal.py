@@ -94,7 +94,7 @@ def padded(token: str) -> str:
 
 
 def is_string_start(char: str, dialect: LiteralSyntax) -> bool:
-    """Whether a value that begins with `char` is a quoted string."""
+    """Return whether a value that begins with `char` is a quoted string."""
     return char in ("'", '"') or (bool(dialect.delimiter) and char == "<")
 
 

@@ -139,7 +139,7 @@ def referred(ref: str, root: Schema) -> Schema:
 
 
 def _has_members(schema: Schema, keys: AbstractSet[str]) -> bool:
-    """Whether a schema that names its keys allows an object with exactly these keys."""
+    """Return whether a schema that names its keys allows an object with exactly these keys."""
     names, required = mapping(schema.get("properties")), schema.get("required")
     wanted = {str(each) for each in cast("list[Any]", required)} if isinstance(required, list) else set[str]()
     return bool(names) and wanted <= keys <= names.keys()

@@ -100,7 +100,7 @@ def _weights(
     weights: dict[str, mx.array] = {}
     frameworks: set[str] = set()
     for file in files:
-        # Of several prefixes that match, the first in `prefixes` applies, because one may begin with another.
+        # The first prefix that matches applies, because one prefix may begin with another.
         names = {name: prefix for name in file.tensors for prefix in reversed(prefixes) if name.startswith(prefix)}
         weights |= {name.removeprefix(prefix): file.tensors[name] for name, prefix in names.items()}
         frameworks |= {file.framework} if names else set()

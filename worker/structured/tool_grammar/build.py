@@ -50,7 +50,7 @@ class CallGrammar:
 
 
 def has_calls(family: str) -> bool:
-    """Whether the family has a notation for calls."""
+    """Return whether the family has a notation for calls."""
     grammar = FAMILIES[family].grammar
     return isinstance(grammar, Channels) or bool(grammar.formats or grammar.opening)
 

@@ -44,7 +44,7 @@ CROWD_TOKENS: Final = 512
 
 
 class Verifier:
-    """All checks of one model. The first check runs alone and without caches; its outputs are expected of all others."""
+    """All checks of one model. The first runs alone and without caches; its outputs are expected of all others."""
 
     def __init__(
         self,
