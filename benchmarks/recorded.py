@@ -20,7 +20,9 @@ class Table(NamedTuple):
 
 
 def table(name: str, text: str | None = None) -> Table:
-    """The first table that `python -m benchmarks.NAME` has printed there. Its columns are two spaces apart."""
+    """Return the first table that `python -m benchmarks.NAME` has printed in the README. Columns are two spaces
+    apart.
+    """
     text = README.read_text(encoding="utf-8") if text is None else text
     block = re.search(rf"^```\n\$ (python -m benchmarks\.{name}\b[^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     if block is None:
@@ -37,7 +39,9 @@ def table(name: str, text: str | None = None) -> Table:
 
 
 def recorded(name: str) -> Table:
-    """The table of a picture: that of its records, of the first model in them, where there is a file of them."""
+    """Return the table of a picture: from its file of records (first model only) if there is one, otherwise from the
+    README.
+    """
     path = RECORDS / f"{name}.jsonl"
     if not path.exists():
         return table(name)

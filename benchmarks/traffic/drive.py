@@ -15,9 +15,9 @@ from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One request. `gaps_s` lie between tokens of the bare loop, and between events with text of a server.
+    """Outcome of one request. `gaps_s` lie between tokens of the bare loop, and between a server's events with text.
 
-    `tokens` of a request that the limit stopped are those of the text that had come.
+    `tokens` of a request that the limit stopped counts the tokens of the text received by then.
     """
 
     finished: bool
@@ -39,7 +39,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What is sent: by so many clients, or at `due_s`. Everything stops after `limit_s`."""
+    """Requests to send: by a number of clients, or at the times `due_s`. Everything stops after `limit_s`."""
 
     sessions: list[list[BenchRequest]]
     clients: int
@@ -130,7 +130,7 @@ async def send(target: BenchLoad, load: Load) -> list[Reply | None]:
                 for _ in range(min(load.clients, len(load.sessions))):
                     group.create_task(client())
     except TimeoutError:
-        pass  # Requests under way keep what has come.
+        pass  # Requests that are cut off keep the text received so far.
     return replies
 
 

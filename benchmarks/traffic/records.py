@@ -41,9 +41,9 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One engine at one point. `answers` are digests of the texts of finished requests, empty for the others.
+    """One engine at one point. `answers` are digests of the texts of finished requests, and empty for other requests.
 
-    `tokens_per_s` counts the tokens of requests that the limit stopped, too.
+    `tokens_per_s` includes the tokens of requests that the limit stopped.
     """
 
     engine: str

@@ -228,7 +228,7 @@ class Renderer:
         )
 
     def _choose_contents(self) -> Callable[[Messages], Messages]:
-        """Choose lists of parts if the template drops or refuses contents that are strings."""
+        """Choose lists of parts for message contents if the template drops or refuses strings."""
         messages: Messages = [{"role": "user", "content": "word1"}]
         for shape in (unchanged, as_parts) if self._templates else ():
             if any("word1" in (self._try(shape(messages), tools) or "") for tools in ([], [_PROBE_TOOL])):

@@ -25,8 +25,7 @@ _MAX_PARTIAL_TOP_K = 1024
 _GOLDEN = 0x9E3779B97F4A7C15
 # XTC's draws use keys made from the seed changed by this mask.
 _XTC_SEED_MASK = 0x58544358544358
-# Maximum number of cached plans: one per composition of rows in steps, and one per composition in drafting between
-# them.
+# Maximum number of cached plans. A batch needs one for its steps, and one for the drafts between them.
 _MAX_PLANS: Final = 8
 
 

@@ -77,7 +77,7 @@ class FeatureCache:
         return features
 
     def put(self, key: bytes, features: MediaFeatures, rids: set[int]) -> None:
-        """Add new features, held by these rows."""
+        """Cache new features, and hold them for these rows."""
         assert key not in self._entries
         self._entries[key] = features
         self.nbytes += features.nbytes

@@ -69,7 +69,9 @@ class Lookup(IndexedTokens):
         return self.tokens[self._predicted :]
 
     def guess(self, most: int, history: IndexedTokens) -> LookupGuess | None:
-        """Return at most `most` tokens that may follow, and at most as many as matched before them."""
+        """Return a draft of at most `most` tokens, and of at most as many tokens as matched before it; None without a
+        match.
+        """
         tail = self.text[-MAX_MATCH_TOKENS:]
         at, match = self.longest(tail)
         if at >= 0:
