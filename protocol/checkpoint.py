@@ -1,6 +1,8 @@
-"""Facts of a checkpoint in its config.json and the names of its weights: context window, towers and prediction heads.
+"""Facts about a checkpoint, from its config.json and the names of its weights: context window, towers, prediction
+heads.
 
-The gateway reports them before a load and derives the model's memory from them; the worker loads what they name.
+The gateway reports these facts before a load and estimates the model's memory from them; the worker uses them to load
+the towers and heads.
 """
 
 import re
@@ -19,9 +21,9 @@ CONTEXT_KEYS: Final = (
 
 
 def context_of(config: dict[str, Any]) -> tuple[str, Any] | None:
-    """Return the first key that is set, in the configuration or its text model's, with its raw value.
+    """Return the first context-window key that the configuration or its text model sets, and the key's raw value.
 
-    None if config.json has no limit: those of the model class and the tokenizer are only known at load.
+    Return None if no key is set: the limits of the model class and of the tokenizer are known only at load.
     """
     text = config.get("text_config")
     parts = [part for part in (config, text) if isinstance(part, dict)]
@@ -31,7 +33,7 @@ def context_of(config: dict[str, Any]) -> tuple[str, Any] | None:
 VISION_SECTIONS: Final = ("vision_config", "vit_config", "vision_tower_config")
 AUDIO_SECTIONS: Final = ("audio_config",)
 MEDIA_SECTIONS: Final = VISION_SECTIONS + AUDIO_SECTIONS
-# Names in checkpoints of towers and of the projections between them and the text model.
+# Names of the weights of towers, and of the projections between towers and the text model.
 _TOWER: Final = re.compile(
     r"^(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_embedder|vision_projection|vision_projector"
     r"|vision_embed_tokens|multi_modal_projector|mm_projector|patch_merger|connector|audio_tower|audio_encoder"
@@ -53,22 +55,23 @@ def is_tower(name: str) -> bool:
     return _TOWER.match(name) is not None
 
 
-# Architectures whose heads are supported, in the published forms of their checkpoints.
+# Architectures whose prediction heads are supported, for the published checkpoints of each.
 SUPPORTED_TYPES: Final = frozenset(
     {
         "bailing_moe", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite",
         "glm_moe_dsa", "longcat_flash", "mimo", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "qwen3_next", "step3p5",
     }
 )  # fmt: skip
-# Patterns in the names of their tensors; a head layer after the model's last has a projection of two states.
+# Patterns in the names of a prediction head's tensors. A head stored as an additional layer has an `eh_proj`, which
+# projects two hidden states.
 _NAMES: Final = re.compile(r"(^|\.)(mtp|nextn)[._]|\.eh_proj\.")
 
 
 def is_head(name: str) -> bool:
-    """Whether a tensor of a checkpoint belongs to a head."""
+    """Whether a tensor of a checkpoint belongs to a prediction head."""
     return _NAMES.search(name) is not None
 
 
 def unused(model_type: str) -> str:
-    """Return the reason why the head of a checkpoint is not used; empty if it is."""
+    """Return the reason why a checkpoint's prediction head is not used; empty if the head is used."""
     return "" if model_type in SUPPORTED_TYPES else f"its head is there and not used: those of {model_type} are not run"

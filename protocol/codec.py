@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # libzmq treats a larger frame as a protocol error and closes the connection, so neither side may send one.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
-# Approximate bytes per token of English and code, to estimate a prompt's tokens by its size.
+# Approximate number of bytes per token of English text and code, for estimating a prompt's tokens from its size.
 BYTES_PER_TOKEN: Final = 4
 
 # Errors of msgspec for bytes that are not a message: not its format, not UTF-8, or nested too deeply.
@@ -58,9 +58,9 @@ def _encode(value: Down | Up | Prompt) -> bytes:
 
 
 def pack(requests: Sequence[Generate]) -> list[Generate]:
-    """Encode the prompts of requests ahead of sending, once for all requests that share one.
+    """Encode the prompts of requests before sending; requests that share a prompt also share its encoding.
 
-    Returns the same requests. Raises `Unsendable`.
+    Return the requests with encoded prompts. Raises `Unsendable`.
     """
     packed: dict[int, Raw] = {}
     for request in requests:

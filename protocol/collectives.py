@@ -38,7 +38,8 @@ class CannotConnect(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Environment of one rank. `files` maps a variable to the content of the file whose path it holds.
+    """Environment variables of one rank. `files` maps a variable to the content of the file whose path the variable
+    holds.
 
     All other `VARIABLES` must be unset.
     """
@@ -84,7 +85,7 @@ def environment(
 
 
 def has_mesh(devices: Sequence[Sequence[str]], size: int) -> bool:
-    """Whether every pair is cabled, in both directions."""
+    """Whether every two ranks are cabled to each other, in both directions."""
     pairs = [(one, other) for one in range(size) for other in range(size) if one != other]
     return 1 < size <= MESH_MAX and _is_square(devices, size) and all(devices[one][other] for one, other in pairs)
 
@@ -101,7 +102,7 @@ def ring_problem(devices: Sequence[Sequence[str]], size: int) -> str:
 
 
 def _matrix(devices: Sequence[Sequence[str]]) -> list[list[str | list[str] | None]]:
-    """Return MLX's form of the matrix: null for no device, a list for several."""
+    """Return the ranks' devices in the JSON form that MLX reads: null for no device, a list for several."""
     return [[_device(name) if at != rank else None for at, name in enumerate(row)] for rank, row in enumerate(devices)]
 
 

@@ -1,4 +1,4 @@
-"""CURVE keys of sockets between the ranks of a group: pairs, keys as libzmq takes them, and those that may connect."""
+"""CURVE keys for the sockets between the ranks of a group: key pairs, their encoding, and the keys that may connect."""
 
 import re
 from collections.abc import Callable, Collection
@@ -23,7 +23,7 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 def make_pair() -> KeyPair:
-    """Return a new pair from the system's random numbers."""
+    """Generate a key pair from the system's random numbers."""
     public, secret = zmq.curve_keypair()
     return KeyPair(z85.decode(public).hex(), z85.decode(secret).hex())
 

@@ -1,8 +1,8 @@
-"""Index of experts on disk in a repacked folder, for workers that read them and for memory estimates.
+"""Index of the experts in a repacked folder on disk, for workers that read the experts and for memory estimates.
 
 A repacked folder is a model's folder whose `model*.safetensors` hold everything except the experts.
-`experts/index.json` describes the experts' files: one per layer, with expert i in the `record_bytes` from `i *
-record_bytes` on.
+`experts/index.json` describes the experts' files: one file per layer, in which expert i takes `record_bytes` from
+offset `i * record_bytes`.
 """
 
 import math
@@ -18,7 +18,7 @@ VERSION: Final = 1
 RUNNING_MAX: Final = 2
 # The cache holds a quarter of all experts by default.
 USUAL_CACHE_DIVISOR: Final = 4
-# Bytes per number of each dtype.
+# Bytes per value of each dtype.
 WIDTHS: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "uint8": 1}
 _INDEX_BYTES_MAX: Final = 64 * 1024 * 1024
 
@@ -35,7 +35,7 @@ class ExpertTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Experts of one layer. `path` is the module's."""
+    """Experts of one layer. `path` is the path of the layer's module in the model."""
 
     path: str
     file: str
@@ -58,9 +58,10 @@ class ExpertIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(layer.experts * layer.record_bytes for layer in self.layers)
 
     def slots(self, layer: ExpertLayer, wanted: int) -> int:
-        """Return how many experts of a layer fit a cache of `wanted` bytes; negative means the default.
+        """Return how many experts of a layer fit into a cache of `wanted` bytes; a negative `wanted` means the default
+        size.
 
-        Each layer gets the same share of its experts, and at least those of one token.
+        The same share of every layer's experts fits, but at least as many experts as one token uses.
         """
         share = (
             layer.experts // USUAL_CACHE_DIVISOR if wanted < 0 else wanted * layer.experts // max(1, self.total_bytes)
@@ -68,7 +69,7 @@ class ExpertIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(layer.experts, max(self.chosen, share))
 
     def cache_bytes(self, wanted: int) -> int:
-        """Return the bytes of a cache for which `wanted` bytes were requested."""
+        """Return the size in bytes of the cache that results from a requested size of `wanted` bytes."""
         return sum(self.slots(layer, wanted) * layer.record_bytes for layer in self.layers)
 
 

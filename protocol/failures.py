@@ -6,7 +6,7 @@ import msgspec
 
 
 class Code(IntEnum):
-    """Failure code. Numbers are wire values: append only."""
+    """Failure code. The values are sent between gateway and worker, so codes are only ever appended."""
 
     INTERNAL = 0
     INVALID_REQUEST = 1
@@ -37,18 +37,19 @@ class Code(IntEnum):
     DOES_NOT_FIT = 27
 
 
-# Failures after which another attempt, later or on the worker's successor, may succeed with the same request.
+# Failures after which the same request may succeed on another attempt, later or on the worker's successor.
 RETRYABLE = frozenset({Code.BUSY, Code.DRAINING, Code.WORKER_DIED, Code.LOAD_TIMEOUT, Code.OUT_OF_MEMORY})
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Failure with a code. `message` is safe for clients, `detail` is for logs only, `param` names the field."""
+    """Failure with a code. `message` is safe for clients, `detail` is only for logs, `param` is the request's field."""
 
     code: Code
     message: str
     detail: str = ""
     param: str | None = None
-    # Numbers for messages of API dialects: for CONTEXT_LENGTH_EXCEEDED the tokens of the prompt and of the context.
+    # Numbers that an API dialect puts into its message. For CONTEXT_LENGTH_EXCEEDED: prompt length and context length,
+    # in tokens.
     numbers: tuple[int, ...] = ()
 
     @property
@@ -69,7 +70,7 @@ class ExitStatus(IntEnum):
     PARTNER_LOST = 72
 
 
-# A restart cannot help until the configuration or the files change.
+# After these exit statuses a restart cannot help until the configuration or the files change.
 FINAL_EXITS = frozenset(
     {ExitStatus.BAD_CONFIG, ExitStatus.MODEL_UNUSABLE, ExitStatus.INCOMPATIBLE, ExitStatus.OUT_OF_MEMORY}
 )

@@ -30,7 +30,9 @@ class Finish(IntEnum):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=32):
-    """First message of a worker, and its answer to a new `Welcome.boot`. Frozen: fields are only appended."""
+    """First message of a worker, and its answer to a new `Welcome.boot`. Existing fields never change; new ones are
+    appended.
+    """
 
     worker: str
     epoch: int
@@ -52,8 +54,8 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=33):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
-    """Message that the model is loaded and warm. `modalities` are `image`, `video` and `audio` if prompts may have
-    them.
+    """Message that the model is loaded and warm. `modalities` lists those of `image`, `video` and `audio` that prompts
+    may contain.
 
     `kind` is one of `protocol.kinds`; empty from older workers, which generate text.
     """
@@ -67,27 +69,27 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     load_s: float
     model_type: str = ""
     has_chat_template: bool = True
-    # Batch mode of rows: `together`, `equal` or `single`; empty from older workers. An empty reason means no
-    # limitation.
+    # Batch mode of rows: `together`, `equal` or `single`; empty from older workers. An empty `batch_mode_reason` means
+    # that batching is not limited.
     batch_mode: str = ""
     batch_mode_reason: str = ""
     modalities: tuple[str, ...] = ()
-    # None for a model without towers, and from older workers.
+    # Media limits; None for a model without towers, and from older workers.
     media: MediaInfo | None = None
-    # `auto`, or `off` and the reason; empty from older workers.
+    # Speculation: `auto`, or `off` and the reason; empty from older workers.
     speculation: str = ""
     kind: str = ""
-    # Set for embedding models.
+    # Facts about an embedding model; None for all other models.
     embedding: EmbeddingInfo | None = None
-    # Adapters of its specification, served or not.
+    # All adapters in the worker's specification, including those that cannot be served.
     adapters: tuple[AdapterInfo, ...] = ()
-    # Set for a model that several processes run together.
+    # Group of processes that run the model together; None for a single process.
     group: GroupInfo | None = None
-    # Bits per number of its KV; 0 means the model's own precision.
+    # Bits per value of the model's KV; 0 means the model's own precision.
     kv_bits: int = 0
-    # Set for audio models.
+    # Facts about an audio model; None for all other models.
     audio: AudioInfo | None = None
-    # `kernel`, or `mlx` with the reason; empty from older workers.
+    # Attention implementation: `kernel`, or `mlx` with the reason; empty from older workers.
     attention: str = ""
 
 
@@ -114,7 +116,7 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=36):
 
 # Structs made for every token hold no cycles, so the garbage collector need not track them.
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Sampled token: its bytes, its log-probability (natural), and the most likely tokens, best first."""
+    """Sampled token: its bytes, its natural log-probability, and the most likely tokens at its position, best first."""
 
     token: bytes
     logprob: float
@@ -122,9 +124,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Token of a prompt: its id, bytes, log-probability (natural), rank from 1, and the most likely tokens there.
+    """Token of a prompt: its id, bytes, natural log-probability, rank from 1, and the most likely tokens at its
+    position.
 
-    Top tokens are sorted best first. A prompt's first token has rank 0, and NaN as its log-probability.
+    The most likely tokens are sorted best first. A prompt's first token has rank 0 and the log-probability NaN.
     """
 
     id: int
@@ -157,10 +160,10 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     image_tokens: int = 0
     video_tokens: int = 0
     audio_tokens: int = 0
-    # Number of tokens of the request's `prediction` that were drafted, and of those accepted.
+    # Number of drafted tokens that came from the request's `prediction`, and number of those that were accepted.
     predicted: int = 0
     accepted: int = 0
-    # Number of prompt tokens that a sparse prefill kept; 0 without one.
+    # Number of prompt tokens that a sparse prefill kept; 0 without a sparse prefill.
     kept: int = 0
 
 
@@ -177,10 +180,11 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `token_ids` are the sampled ids of the text so far: a successor that gets their concatenation as `Generate.resume`
     continues with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`. `data` is the
-    whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends it: float32 numbers, little-endian, one
-    vector after another, or one score per pair. For a `SpeechPrompt` it is the next part of a file, for a
-    `TranscribePrompt` a `TranscriptPart`. Then `token_ids` are those of `text`, or `SPOKEN_TOKENS_PER_S` zeros a
-    second: a successor computes everything again, and omits what `Generate.resume` has.
+    whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends the sequence: float32 numbers,
+    little-endian, one vector after another, or one score per pair. For a `SpeechPrompt`, `data` is the next part of the
+    audio file; for a `TranscribePrompt`, it is a `TranscriptPart`. For these two, `token_ids` are those of `text`, or
+    `SPOKEN_TOKENS_PER_S` zeros per second: a successor computes everything again, and omits the output that
+    `Generate.resume` covers.
     """
 
     rid: int
@@ -195,7 +199,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # The stop string that ended the sequence, if any.
     stop: str = ""
     data: bytes = b""
-    # Data of the prompt, in a delta without anything else, before all output except an echo.
+    # Data of the prompt. Its delta contains nothing else, and precedes all output except an echo.
     prompt: PromptPart | None = None
     # Sampled ids without text, in the delta with `finish`: those of a stop string, and the end-of-sequence token.
     # Together with all `token_ids` they make up `usage.completion`.
@@ -253,7 +257,9 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=42):
 
 
 class AdaptersSet(msgspec.Struct, frozen=True, array_like=True, tag=45):
-    """Adapters from now on, which replace those of `Ready`, and the bytes of all weights including them."""
+    """Answer to `SetAdapters`: the adapters that replace those in `Ready`, and the size of all weights including
+    adapters.
+    """
 
     epoch: int
     call_id: int

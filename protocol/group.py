@@ -32,9 +32,11 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Message of a started follower. `form` is a digest of its model's files and of settings that affect results.
+    """Message of a follower that has started. `form` is a digest of its model's files and of settings that affect
+    results.
 
-    `links` are the addresses `ip:port` where it will listen for a ring, and `devices` its RDMA devices by rank.
+    `links` are the addresses `ip:port` where the follower will listen for a ring; `devices` are its RDMA devices by
+    rank.
     """
 
     epoch: int
@@ -50,7 +52,10 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Command to connect by `backend` and load, once all have joined. `links` and `split` (layers) are by rank."""
+    """Command to connect by `backend` and to load, sent once all followers have joined.
+
+    `links`, and `split` (numbers of layers), are indexed by rank.
+    """
 
     backend: str
     parallel: str
@@ -61,7 +66,10 @@ class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Message of a follower that has loaded its part. `needs_checkpoints`: some layers only resume at checkpoints."""
+    """Message of a follower that has loaded its part of the model.
+
+    `needs_checkpoints` means that some layers can resume a prefix only at a checkpoint.
+    """
 
     rank: int
     shard_bytes: int
@@ -69,7 +77,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
     needs_checkpoints: bool
 
 
-# -- operations, in the order in which rank 0 has done them ----------------------------------------------------------
+# The operations of a `TickPlan` follow. Rank 0 sends them in the order in which it did them.
 
 
 class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=16):
@@ -81,9 +89,10 @@ class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 
 class InsertRow(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """Operation: add a row. Rank 0 has `reused` of its tokens in its prefix cache, and so must a follower.
+    """Operation: add a row. Rank 0 found the row's first `reused` tokens in its prefix cache; followers must find them
+    too.
 
-    `top` is the number of top tokens per position of its prompt; None if the prompt is not scored.
+    `top` is the number of top tokens per position of the row's prompt; None if the prompt is not scored.
     """
 
     rid: int
@@ -161,10 +170,10 @@ class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Memory of a rank: KV bytes of a sequence by its length, and its limits for KV and for prefixes.
+    """Memory of a rank: KV bytes of a sequence by its length, and the rank's limits for KV and for prefixes.
 
     `windows` are (bytes per token, maximum tokens) of sliding windows; `widest` is the layer with the most bytes per
-    token; `arrays` is their number in a cached prefix with a checkpoint. `limit` is MLX's memory limit.
+    token; `arrays` is the number of arrays in a cached prefix with a checkpoint. `limit` is MLX's memory limit.
     """
 
     rank: int
@@ -179,7 +188,8 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class RankHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Heartbeat, sent several times a second, with the newest plan begun and the newest one done.
+    """Heartbeat, sent several times a second. `begun` and `done` identify the newest plans that this rank began and
+    finished.
 
     `cpu_s` is the CPU time of the process since it began the current plan.
     """

@@ -11,19 +11,19 @@ TEXT: Final = "text"
 EMBED: Final = "embed"
 RERANK: Final = "rerank"
 AUDIO: Final = "audio"
-# File of sentence-transformers with the steps from hidden states to a vector.
+# sentence-transformers' file that lists the steps from hidden states to a vector.
 MODULES: Final = "modules.json"
 # Architectures without causal attention, which cannot generate text.
 ENCODERS: Final = ("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert")
-# Speech-to-text families, and below text-to-speech families, under mlx-audio's names.
+# Speech-to-text families, then text-to-speech families, under the names that mlx-audio uses.
 TRANSCRIBERS: Final = ("whisper", "moonshine", "parakeet", "qwen3_asr")
-# Parakeet has no model_type, but a target with this prefix.
+# Parakeet has no model_type, but its configuration has a `target` with this prefix.
 _PARAKEET_TARGET: Final = "nemo.collections.asr."
 SPEAKERS: Final = ("soprano", "qwen3_tts")
-# Soprano's configuration is that of its inner decoder, so its name decides.
+# Soprano's configuration is that of its inner decoder, so a Soprano model is recognised by name.
 _SOPRANO: Final = re.compile(r"(^|[-_.])soprano([-_.]|$)", re.IGNORECASE)
 _CLASSIFIER: Final = "ForSequenceClassification"
-# Embedding and scoring decoders have the configuration of a generating model, so their names decide.
+# Embedding and reranking decoders have the configuration of a generating model, so they are recognised by name.
 _RERANKER: Final = re.compile(r"rerank", re.IGNORECASE)
 _EMBEDDER: Final = re.compile(r"(^|[-_.])embed(ding|der)?s?([-_.]|$)", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""Version of the protocol, and the minors that added the fields of a request, for workers older than their gateway.
+"""Version of the protocol, and the minor versions that added request fields, for workers older than their gateway.
 
 A worker of an earlier minor silently ignores fields that it does not know.
 """
@@ -13,7 +13,8 @@ from protocol.to_worker import Generate, Sampling
 MAJOR: Final = 1
 MINOR: Final = 1
 
-# Fields that affect the output. Embeddings and scores are only requested from workers that report these kinds.
+# Minor versions that added fields which affect the output. Embeddings and scores need no entry: they are requested only
+# from workers that report these kinds.
 SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
     Generate: dict.fromkeys(
         (
@@ -48,7 +49,7 @@ SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
 }
 # Minor version that added the message `SetPace`.
 SET_PACE_MINOR: Final = 1
-# Minor version that supports `echo` together with `top_logprobs`, both of which are older.
+# Minor version that supports `echo` together with `top_logprobs`; both fields are older.
 PROMPT_LOGPROBS_MINOR: Final = 1
 # Minor version that added `EmbedPrompt` and `ScorePrompt`.
 EMBEDDING_MINOR: Final = 1

@@ -1,6 +1,7 @@
-"""Digests of a model's files by content, equal on every host; that of the weights without reading all of them.
+"""Digests of the content of a model's files, equal on every host; weights are sampled instead of read completely.
 
-They depend on neither times nor paths. Workers find cached prefixes by them, gateways find each other's models.
+Digests depend on neither modification times nor paths. Workers find cached prefixes by digest, and gateways recognise a
+model of another gateway by digest.
 """
 
 import hashlib
@@ -19,14 +20,15 @@ PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "
 
 # Files in the Hugging Face cache are links to blobs that are named by their SHA-256.
 _BLOB: Final = re.compile(r"[0-9a-f]{64}")
-# Other files are sampled: blocks spread over each file, and one in the middle of each tensor.
+# A file that is no such blob is sampled: this number of blocks spread over the file, and a block from the middle of
+# each tensor.
 _BLOCKS: Final = 64
 _BLOCK_BYTES: Final = 64 << 10
 _TENSOR_BYTES: Final = 4 << 10
 
 
 def digest(*parts: object) -> str:
-    """Return the digest of values, by their representation."""
+    """Return the digest of the values' `repr`."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
 
 

@@ -1,9 +1,9 @@
 """Messages between mlxd daemons: the requests of a gateway to a peer, and the frames of the answering stream.
 
-A request is one msgpack array, `PeerRequest`; its answer is a stream of frames, each a length of 4 bytes, big-endian,
-and a message: those of a worker, with the rids of the requesting gateway, and `PeerAlive`. Fields are only ever
-appended, with a default. A gateway only sends requests to peers of its own major and of no older minor than its own, so
-that they understand them.
+A request is one msgpack array, `PeerRequest`. Its answer is a stream of frames, each a length of 4 bytes, big-endian,
+and a message: a worker's message with the rids of the requesting gateway, or `PeerAlive`. Fields are only ever
+appended, with a default. A gateway sends requests only to peers of its own major and of no older minor, which know all
+fields of the requests.
 """
 
 from collections.abc import Iterator
@@ -38,10 +38,10 @@ PeerUp = Accepted | Rejected | Progress | Step | Tokenized | PeerAlive
 
 
 class PeerModel(msgspec.Struct, frozen=True):
-    """Model of a daemon. `form` is empty while unknown; `ready` is None while it is not loaded.
+    """Model of a daemon. `form` is empty while it is unknown; `ready` is None while the model is not loaded.
 
     `wait_s` is the estimated time until the prompt of a new request is processed, without a load; `load_s` is the
-    estimated time of a load. `prefill_rate` is in tokens a second, 0 while nothing was measured.
+    estimated time of a load. `prefill_rate` is in tokens per second, 0 while nothing was measured.
     """
 
     name: str
@@ -57,7 +57,7 @@ class PeerModel(msgspec.Struct, frozen=True):
     load_s: float = 0.0
     prefill_rate: float = 0.0
     backlog_tokens: int = 0
-    # Defaults of this daemon for requests without these options.
+    # Sampling defaults that this daemon applies to options which a request does not set.
     sampling: dict[str, Any] = {}
     thinking: dict[str, Any] = {}
 

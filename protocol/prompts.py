@@ -34,12 +34,13 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     template_kwargs: dict[str, Any] = {}
     # Continue the last assistant message instead of opening a new one.
     continue_final: bool = False
-    # Whether to reason, None for the template's default; and the effort (`low`, `medium`, `high`), if known.
+    # Whether the model reasons, None for the template's default; and the reasoning effort (`low`, `medium`, `high`), if
+    # known.
     thinking: bool | None = None
     effort: str = ""
     must_call: bool = False
     callable_tools: tuple[str, ...] = ()
-    # The answer ends after its first call.
+    # Whether the answer ends after its first tool call.
     one_call: bool = False
     strict_tools: tuple[str, ...] = ()
     media: tuple[Media, ...] = ()
@@ -54,9 +55,10 @@ class Infill(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Plain text, encoded with the tokenizer's defaults: with its BOS, if it adds one and `adds_special` is true.
+    """Plain text, encoded with the tokenizer's defaults. A BOS is added if the tokenizer does so and `adds_special` is
+    true.
 
-    With `infill`, it is the text before the gap, which the model fills in by its fill-in-the-middle tokens.
+    With `infill`, the text is the one before a gap, which the model fills by means of its fill-in-the-middle tokens.
     """
 
     text: str
@@ -73,9 +75,10 @@ class TokensPrompt(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class EmbedPrompt(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Texts, or token ids, each of which gets an embedding.
 
-    `prompt_name` is one of the model's prompts, written before each text; with `is_query` or `is_document` and no name
-    it is the model's prompt for these, if there is one. `dimensions` 0 means all. `truncate` is the maximum number of
-    tokens of an input, the rest of which is cut off: 0 refuses longer inputs, -1 is the model's own limit.
+    `prompt_name` is one of the model's prompts, written before each text. With `is_query` or `is_document` and no name,
+    the model's prompt for queries or documents is used, if the model has one. `dimensions` 0 means all. `truncate` is
+    the maximum number of tokens of an input, the rest of which is cut off: 0 refuses longer inputs, -1 is the model's
+    own limit.
     """
 
     inputs: tuple[str | tuple[int, ...], ...]
@@ -120,8 +123,8 @@ class TranscribePrompt(msgspec.Struct, frozen=True, array_like=True, tag=6):
 class SpeechPrompt(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Text to speak, in one of the file formats of `AudioInfo`.
 
-    `voice` is one of the model's, empty for its default; `instructions` are for models that take some. Speech of more
-    than `most_s` seconds fails.
+    `voice` is one of the model's voices, empty for the default voice; `instructions` are for models that take
+    instructions. Speech of more than `most_s` seconds fails.
     """
 
     text: str

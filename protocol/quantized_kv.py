@@ -1,11 +1,12 @@
-"""Quantized KV of a model: support by its configuration, groups of its heads, and bits per number."""
+"""Quantized KV of a model: whether its configuration allows it, the group size, and the bits per value."""
 
 from collections.abc import Collection
 from typing import Any, Final
 
-# Numbers of a head that share a scale and a bias: the first of these sizes that divides the head.
+# Possible sizes of a group, the values of a head that share a scale and a bias. The first size that divides the head is
+# used.
 GROUPS: Final = (64, 32)
-# Minimum of the configurable bits.
+# Smallest number of bits per value that can be configured.
 MIN_BITS: Final = 4
 ALL_WHOLE: Final = "none of its layers keeps the KV of all tokens"
 _NO_GROUP: Final = "its heads have {width} numbers, which neither 64 nor 32 divides"
@@ -28,7 +29,7 @@ def group_of_all(widths: Collection[int]) -> int:
 
 
 def number_bits(bits: int, group: int, number_bytes: int) -> float:
-    """Return the bits per number, including its share of a scale and a bias in the model's own dtype."""
+    """Return the bits per value, including the value's share of a scale and a bias in the model's own dtype."""
     return bits + 2 * 8 * number_bytes / group
 
 

@@ -39,9 +39,10 @@ _WIDTHS: Final = ("intermediate_size", "moe_intermediate_size", "shared_expert_i
 
 
 def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda: bool) -> tuple[str, str]:
-    """Resolve `auto`: NCCL if MLX computes on CUDA, otherwise a ring, with a pipeline if the architecture has one.
+    """Resolve an `auto` backend to NCCL if MLX computes on CUDA, otherwise to a ring; and `auto` parallelism.
 
-    Each layer of a tensor-parallel model waits for the network twice.
+    A ring gets a pipeline if the architecture has one: each layer of a tensor-parallel model waits for the network
+    twice.
     """
     backend = (NCCL if has_cuda else RING) if backend == AUTO else backend
     if parallel == AUTO:
@@ -52,14 +53,16 @@ def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda:
 
 
 def parts_of(ranks: int, split: tuple[int, ...] | list[int]) -> list[float]:
-    """Return the share of a model that each rank of a group has; `split` are layers by rank, or empty."""
+    """Return each rank's share of a model. `split` has the number of layers of each rank; if empty, all shares are
+    equal.
+    """
     return [layers / sum(split) for layers in split] if split else [1 / max(1, ranks)] * ranks
 
 
 def refusal(
     config: Mapping[str, Any], parallel: str, ranks: int, split: tuple[int, ...] | list[int] = (), backend: str = ""
 ) -> str:
-    """Return the reason why a model cannot be divided this way; empty if it can."""
+    """Return the reason why a model cannot be divided as requested; empty if it can."""
     kind = config.get("model_type")
     if parallel == PIPELINE and backend == NCCL:
         return "NCCL in MLX cannot send from rank to rank: there is no pipeline over it; use parallel = 'tensor'"
@@ -97,7 +100,7 @@ def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
 
 
 def _groups_refusal(config: Mapping[str, Any], text: Mapping[str, Any], ranks: int) -> str:
-    """Refuse a division that would split a quantization group, whose numbers share a scale."""
+    """Refuse a division that would split a quantization group, whose values share a scale."""
     quantization = config.get("quantization") or config.get("quantization_config")
     size = quantization.get("group_size") if isinstance(quantization, dict) else None
     if not isinstance(size, int):

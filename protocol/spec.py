@@ -39,10 +39,11 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     split: tuple[int, ...] = ()
     # Hosts by rank of a group over several machines; empty for this machine alone.
     hosts: tuple[HostSpec, ...] = ()
-    # Interpreter on other machines, empty for the same path as here, and variables of all ranks as NAME=VALUE.
+    # Python interpreter on the other machines, empty for the path of this one; environment variables of all ranks, as
+    # NAME=VALUE.
     python: str = ""
     envs: tuple[str, ...] = ()
-    # Memory of all ranks together, which the operator sets for ranks on other machines; 0 uses what each has.
+    # Total memory of the ranks, set by the operator for ranks on other machines; 0 means what each machine has.
     memory_bytes: int = 0
 
     @property
@@ -51,7 +52,7 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables of `envs` by name."""
+        """Return the environment variables in `envs` by name."""
         return dict(each.split("=", 1) for each in self.envs)
 
 
@@ -86,7 +87,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     leave_s: float = 1.0
     # Assumed duration of the first steps, which compile kernels.
     first_s: float = 15.0
-    # Whether it runs on another machine than rank 0. Then `memory_bytes`, if not 0, is the operator's setting for it.
+    # Whether this rank runs on another machine than rank 0. If so, a `memory_bytes` other than 0 was set by the
+    # operator.
     is_remote: bool = False
 
 
@@ -115,7 +117,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     orphan_grace_s: float = 30.0
     orphan_max_s: float = 300.0
     log_level: str = "info"
-    # Bytes of prefix cache in memory; -1 means a share of the machine's memory, 0 off.
+    # Size of the prefix cache in memory; -1 means a share of the machine's memory, 0 turns the cache off.
     cache_bytes: int = -1
     # Bytes of KV for running rows; -1 means half of the memory that is free once the weights are loaded.
     kv_bytes: int = -1
@@ -124,16 +126,17 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     # Folder of the disk caches of all workers, and its size in bytes; empty means off.
     disk_cache_dir: str = ""
     disk_cache_bytes: int = 0
-    # Shorter prefixes than this stay in memory.
+    # Minimum tokens of a prefix in the disk cache; shorter prefixes stay in memory.
     disk_cache_tokens: int = 0
-    # Maximum memory of this process including its weights; 0 means the machine's.
+    # Maximum memory of this process including its weights; 0 means the machine's memory.
     memory_bytes: int = 0
     # Jinja template that replaces the model's own chat template; empty means its own.
     chat_template: str = ""
     # Batch mode of rows: `auto` is the best one that the self-check at load finds exact; `together`, `equal` (prompts
     # in chunks of equal length) and `single` (one request at a time) are not checked.
     batching: str = "auto"
-    # Same shapes in every run: one request at a time, prompt chunks by position only, no reuse of prefixes.
+    # Whether all runs compute the same shapes: one request at a time, prompt chunks by position only, no reuse of
+    # prefixes.
     deterministic: bool = False
     # Limits of a request's media: bytes of each, their number, and pixels of an image by its header.
     media_bytes: int = 32 * 1024 * 1024
@@ -149,19 +152,21 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     matryoshka: bool = False
     # Names and folders of adapters that rows may use.
     adapters: tuple[tuple[str, str], ...] = ()
-    # Group of a model that several processes run together, and this process's rank.
+    # Group of a model that several processes run together, and the rank of this process.
     group: GroupSpec | None = None
     rank: RankSpec | None = None
-    # Bits per number of the KV of running rows and cached prefixes, 8 or 4; 0 means the model's own precision.
+    # Bits per value of the KV of running rows and cached prefixes, 8 or 4; 0 means the model's own precision.
     kv_bits: int = 0
-    # Default share of a prompt that a sparse prefill keeps, 0 for no sparse prefill, and the minimum length in tokens
-    # of a prompt that has one.
+    # Default share of a prompt that a sparse prefill keeps, 0 for no sparse prefill; and the minimum length in tokens
+    # of a prompt that is prefilled sparsely.
     sparse_keep: float = 0.0
     sparse_from: int = 0
-    # `disk`: a repacked model's experts are read when chosen; bytes of experts in memory, -1 for the default.
+    # Place of the experts: with `disk`, experts of a repacked model are read when chosen. Size in bytes of the cache
+    # for experts in memory, -1 for the default.
     experts: str = "memory"
     expert_cache_bytes: int = -1
-    # Addresses where events of the prefix cache are published, and replayed if missed; empty means neither.
+    # Address where events of the prefix cache are published, and address where missed events are replayed; empty means
+    # none.
     kv_events: str = ""
     kv_events_replay: str = ""
     kv_events_topic: str = ""
@@ -179,7 +184,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 def read_spec(argument: str, *, is_line: bool = False) -> WorkerSpec:
-    """Read the specification of `--spec`: JSON, or standard input, of which `is_line` reads one line only.
+    """Read the specification that `--spec` passes: JSON, or `-` for standard input, of which only a line is read if
+    `is_line`.
 
     Raises `msgspec.DecodeError`.
     """

@@ -1,7 +1,8 @@
 """Statistics of a worker, which it sends several times a second.
 
-Each is declared once: its annotation has its Prometheus series, or the reason why it has none, and the admin API shows
-those of `StatusStats`. A new one is appended to `Stats` and counted where it is measured; no other list names it.
+Each statistic is declared once: its annotation has its Prometheus series, or the reason why it has none. The admin API
+shows the statistics in `StatusStats`. A new statistic is appended to `Stats` and counted where it is measured; no other
+list names it.
 """
 
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def series(struct: type[msgspec.Struct]) -> list[list[tuple[str, Exported]]]:
 
 
 class DraftStats(msgspec.Struct, frozen=True, array_like=True):
-    """Drafts of one source since the worker's start: their number, their tokens, and the accepted tokens.
+    """Drafts of one source since the worker's start: number of drafts, of drafted tokens, and of accepted tokens.
 
     `by_position` counts drafts whose token at that position was accepted.
     """
@@ -111,7 +112,7 @@ class Stats(msgspec.Struct, array_like=True):
     ] = 0
     disk_files: Annotated[int, Internal("mlxctl cache stats counts those of all models")] = 0
     disk_hits: Annotated[int, _counter("prefix_cache_disk_hits", "Prefixes restored from the disk cache.")] = 0
-    # Tokens beyond the prefix that was in memory.
+    # Tokens restored from disk, beyond the prefix that was already in memory.
     disk_restored_tokens: Annotated[
         int, _counter("prefix_cache_disk_restored", "Prompt tokens restored from the disk cache.")
     ] = 0
@@ -129,7 +130,7 @@ class Stats(msgspec.Struct, array_like=True):
         ),
     ] = 0
     share_bytes: Annotated[int, Internal("the worker's answer to its gateway's newest grant of memory")] = 0
-    # Bytes of its share that Metal may wire; 0 if nothing is wired.
+    # Bytes of the worker's memory share that Metal may wire; 0 if nothing is wired.
     wired_limit: Annotated[int, _memory("wired_limit")] = 0
     repaired_messages: Annotated[
         int,
@@ -198,7 +199,8 @@ class Stats(msgspec.Struct, array_like=True):
     expert_misses: Annotated[int, _counter("expert_misses", "Experts that a step needed and read from disk.")] = 0
     expert_evictions: Annotated[int, _counter("expert_evictions", "Experts dropped from memory for others.")] = 0
     expert_read_bytes: Annotated[int, _counter("expert_read_bytes", "Bytes of experts read from disk.")] = 0
-    # Number of blocks for running rows and cached prefixes as one long sequence; 0 if KV does not grow with the text.
+    # Number of blocks that running rows and cached prefixes could fill as one long sequence; 0 if KV does not grow with
+    # the text.
     kv_blocks: Annotated[int, Internal("a label of vllm:cache_config_info")] = 0
     prefix_failures: Annotated[
         int,
@@ -233,7 +235,7 @@ class StatusStats(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     draft_gain: float = 0.0
-    # Prompts with a sparse prefill, their tokens, and those that were kept.
+    # Number of prompts with a sparse prefill, number of their tokens, and number of those tokens that were kept.
     sparse_prompts: int = 0
     sparse_prompt_tokens: int = 0
     sparse_kept_tokens: int = 0

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from protocol.codec import UNREADABLE
 
-# Environment variable with the folder of the profiles; without it nothing is stored.
+# Environment variable with the folder of the profiles; if it is not set, nothing is stored.
 FOLDER_ENV: Final = "MLXD_WISDOM"
 FORMAT: Final = 1
 FILE_BYTES_MAX: Final = 256 * 1024
@@ -24,7 +24,7 @@ FILE_BYTES_MAX: Final = 256 * 1024
 _FILES_MAX: Final = 4
 _KEY_CHARS: Final = 16
 _NAME_CHARS: Final = 160
-# Upper bounds of the context bands in which times are stored separately; the last band has none.
+# Upper bounds of the context bands for which times are stored separately; the last band has no upper bound.
 CONTEXTS: Final = (4096, 16_384, 65_536)
 _BANDS: Final = len(CONTEXTS)
 
@@ -47,7 +47,7 @@ class ChunkTime(msgspec.Struct, frozen=True):
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step with these rows and tokens per row at a context of this band."""
+    """Seconds of a step with this many rows, and tokens per row, at a context of this band."""
 
     band: Band
     rows: Rows
@@ -56,7 +56,8 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class LoadFacts(msgspec.Struct, frozen=True):
-    """Time of the newest load, and memory after it: per token of KV, per row in addition to its tokens, of the process.
+    """Time of the newest load, and memory after it: KV per token, memory per row in addition to its tokens, and the
+    process.
 
     A model without KV has 0 for the first two.
     """
@@ -94,7 +95,7 @@ class CalibrationResult(msgspec.Struct, frozen=True):
     """Line that `python -m worker.tools.calibrate` prints.
 
     `kind` is `decode` or `prefill`, with tokens a second of `size` rows or prompt tokens; `buffers`, where a limit of
-    `size` bytes was the fastest; or `max_running`, the last one.
+    `size` bytes was the fastest; or `max_running`, which is the last line.
     """
 
     kind: str
@@ -131,7 +132,7 @@ def profiles_dir(home: Path) -> Path:
 
 
 def band_of(context: int) -> int:
-    """Return the band of a context of `context` tokens."""
+    """Return the band that a context of `context` tokens falls into."""
     for band, end in enumerate(CONTEXTS):
         if context < end:
             return band

@@ -40,29 +40,30 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0
     ignore_eos: bool = False
-    # Number of newest tokens that the three penalties apply to; 0 means all.
+    # Number of newest tokens to which the three penalties apply; 0 means all.
     penalty_window: int = 0
     typical_p: float = 1.0
-    # Maximum standard deviations below the best logit; 0 means off.
+    # Distance below the best logit, in standard deviations, beyond which tokens are filtered out; 0 means off.
     top_n_sigma: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    # DRY penalty; a multiplier of 0 means off, a window of 0 the whole context.
+    # DRY penalty; `dry_multiplier` 0 means off, a window of 0 means the whole context.
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     dry_window: int = 0
-    # Texts; a token that contains one ends a repetition.
+    # Texts that end a repetition for the DRY penalty if a token contains one of them.
     dry_breakers: tuple[str, ...] = ()
-    # Tokens before which neither an end-of-sequence token, a stop id nor a stop string ends the output.
+    # Number of output tokens before which neither an end-of-sequence token, a stop id nor a stop string ends the
+    # output.
     min_tokens: int = 0
-    # Ids that end the output like its end-of-sequence tokens.
+    # Token ids that end the output like an end-of-sequence token.
     stop_ids: tuple[int, ...] = ()
-    # The only allowed ids; empty means all.
+    # Token ids to which the output is restricted; empty means all.
     allowed_ids: tuple[int, ...] = ()
-    # Forbidden texts.
+    # Texts that the output must not contain.
     bad_words: tuple[str, ...] = ()
-    # Texts with a bias for each of their tokens.
+    # Texts, each with a bias that applies to all of its tokens.
     bias_texts: tuple[tuple[str, float], ...] = ()
 
 
@@ -122,14 +123,16 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     trace: str = ""
     # Requests share cached prefixes only with others of the same salt.
     cache_salt: str = ""
-    # Ids that an earlier worker sampled for this request and whose output the client has: continue after them.
+    # Ids that an earlier worker sampled for this request. The client has their output, so generation continues after
+    # them.
     resume: tuple[int, ...] = ()
-    # Number of reasoning tokens after which the block is closed with the model's own markup; None means no limit.
+    # Number of reasoning tokens after which the reasoning block is closed with the model's own markup; None means no
+    # limit.
     thinking_budget: int | None = None
     constraint: Constraint | None = None
     # Digest of the API key's name, empty without a key. Tenants take turns at equal priority.
     tenant: str = ""
-    # Maximum tokens of a draft; 0 means no drafts, None the model's setting.
+    # Maximum tokens of a draft; 0 means no drafts, None means the model's setting.
     most_drafted: int | None = None
     # Text that the client expects in much of the output.
     prediction: str = ""
@@ -137,7 +140,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     includes_stop: bool = False
     # Name of the adapter; empty means the base model.
     adapter: str = ""
-    # Sparse prefill: the share of the prompt's tokens to keep, 0 for the model's setting; None runs all tokens.
+    # Share of the prompt's tokens that a sparse prefill keeps, 0 for the model's setting; None prefills all tokens.
     sparse_keep: float | None = None
     # Truncation of a prompt that does not fit: 0 refuses it, -1 drops the oldest turns of a chat or the first tokens of
     # a text; a positive number keeps that many last tokens of a text, even if more would fit.
@@ -154,12 +157,14 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     # none. The client already has `prompt_scored` entries of an earlier worker; only the others are sent.
     prompt_logprobs: int | None = None
     prompt_scored: int = 0
-    # Number of `echo` entries with `top_logprobs` that the client has of an earlier worker, with the text.
+    # Number of `echo` entries with `top_logprobs` that the client has from an earlier worker, together with their text.
     echo_scored: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Command to abort these sequences, each of which still gets its terminal event, and these calls. Idempotent."""
+    """Command to abort these sequences, each of which still gets its terminal event, and these calls. A repeated
+    command is harmless.
+    """
 
     rids: tuple[int, ...]
     reason: str = "client"

@@ -4,10 +4,11 @@ from typing import Final
 
 import msgspec
 
-# Tokens per second of audio, as OpenAI bills them: transcribed, and spoken.
+# Tokens per second of audio, as OpenAI bills them, for transcribed and for spoken audio.
 TRANSCRIBED_TOKENS_PER_S: Final = 10
 SPOKEN_TOKENS_PER_S: Final = 20
-# Maximum and minimum bytes of samples of all clips in a worker, depending on its memory: an hour is 230 MB.
+# Bounds of the memory for the decoded samples of all clips in a worker, which depends on the worker's memory. One hour
+# takes 230 MB.
 MAX_CLIP_BYTES: Final = 512 << 20
 MIN_CLIP_BYTES: Final = 16 << 20
 
