@@ -1,4 +1,6 @@
-"""Accounting of a request's tokens, times and ends: its record, its model's metrics, the ledger, its key's charge."""
+"""Accounting of a request's tokens, times and ends: in its record, its model's metrics, the ledger and its key's
+charge.
+"""
 
 import asyncio
 import time
@@ -42,20 +44,23 @@ class TokenAccounting:
         if model.adapter:
             self._numbers.adapters[model.adapter] += len(generates)
         self._observe_gap = self._numbers.itl.observe
-        # Tokens of an earlier daemon, which it has not charged.
+        # An earlier daemon generated these tokens of a resumed request, and has not charged them.
         self._resumed_tokens = sum(len(generate.resume) for generate in generates)
         self._newest_token: dict[int, float] = {}
-        # Sequences whose usage the worker has reported.
+        # Number of sequences whose usage the worker has reported.
         self._reported = 0
         self.tokens = 0
         self.ended: set[int] = set()
-        # Replaces the failure with which the worker ends a request that was cancelled, or has no room for its scores.
+        # Error for the client of a request that was cancelled or has no memory for its scores; it replaces the worker's
+        # failure.
         self.cancelled: ApiError | None = None
-        # The error of a failed request, set once all output before it was returned.
+        # Error of a failed request, set once all output that precedes the failure has been returned.
         self.failure: ApiError | None = None
 
     def book(self, deltas: list[Delta]) -> list[Delta]:
-        """Count new deltas, and return those for the client: ERROR and ABORT become `failure`."""
+        """Count new deltas, and return those for the client. A delta that ends in ERROR or ABORT becomes `failure`
+        instead.
+        """
         now = time.perf_counter()
         newest = self._newest_token
         for delta in deltas:
@@ -72,7 +77,7 @@ class TokenAccounting:
         return deltas
 
     def close(self, collector: Collector, unfinished: Sequence[int]) -> None:
-        """Count sequences whose usage the worker did not report; those `unfinished` were aborted."""
+        """Count sequences whose usage the worker did not report. The `unfinished` sequences among them were aborted."""
         record = self._record
         for _ in unfinished:
             self._numbers.sequence_ended("abort", None)
@@ -92,7 +97,7 @@ class TokenAccounting:
             usage.prompt, usage.completion = prompt, completion
 
     def _known(self, collector: Collector) -> tuple[int, int, int]:
-        """Tokens of prompts, cached tokens and completions: as reported at the end, or as seen so far."""
+        """Return the numbers of prompt, cached and completion tokens, as reported at the end or as seen so far."""
         record = self._record
         return (
             max(record.prompt_tokens, sum(collector.accepted.values())),
@@ -106,7 +111,7 @@ class TokenAccounting:
             self._numbers.ttft.observe(self._record.first_token_s)
 
     def _book_ends(self, deltas: list[Delta]) -> list[Delta]:
-        """Count the terminal deltas among these, and return those without a failure."""
+        """Count the terminal deltas among `deltas`, and return the deltas without a failure."""
         good: list[Delta] = []
         for delta in deltas:
             if delta.finish is None:

@@ -14,29 +14,29 @@ from gateway.errors import BadRequest, Overloaded, Unavailable
 RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
 DRAIN_RETRY_AFTER_S: Final = 5.0
-# Concurrent requests to count or decode tokens, for all models.
+# Limits of concurrent requests that count or decode tokens, over all models.
 QUESTIONS_PER_KEY_MAX: Final = 8
 QUESTIONS_MAX: Final = 64
-# Weight of the newest request in the mean duration.
+# Weight of the newest request in the running mean of durations.
 MEAN_WEIGHT: Final = 0.1
 
 
 @dataclass(slots=True)
 class _Queue:
-    """Count of one model's sequences; `by_key` has keys with any. Owned by `Admission`."""
+    """Number of one model's admitted sequences; `by_key` has them by API key. Owned by `Admission`."""
 
     inside: int = 0
     mean_s: float = 0.0
     by_key: Counter[str] = field(default_factory=Counter[str])
 
     def retry_after_s(self, slots: int) -> float:
-        """About when there will be room for one more sequence."""
+        """Estimate the seconds until there is room for one more sequence, within limits."""
         expected = self.mean_s * self.inside / slots / 2
         return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, math.ceil(expected)))
 
 
 class Admission:
-    """Counts leases per model, on the event loop only. A full queue refuses at once, without a wait."""
+    """Counts leases per model, on the event loop only. A full queue refuses at once."""
 
     def __init__(
         self, on_rejection: Callable[[str, str], None] | None = None, clock: Callable[[], float] = time.monotonic
@@ -45,9 +45,9 @@ class Admission:
         self._clock = clock
         self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
         self._questions: Counter[str] = Counter()
-        # Set before the daemon ends.
+        # Set when the daemon begins to shut down.
         self.is_draining = False
-        # Set by an operator, until an operator resets it.
+        # Set and reset by an operator.
         self.is_paused = False
 
     @property
@@ -83,7 +83,7 @@ class Admission:
                 f"Too many concurrent requests to count or decode tokens, of {whose}. Try again.", RETRY_AFTER_MIN_S
             )
         name = key or ""
-        # Its duration does not count in the mean, which is of generations.
+        # The duration is not counted in the mean, which covers generations only.
         with self._inside(self._admit(model, 1, name, share), 1, name):
             questions[name] += 1
             try:
@@ -101,7 +101,9 @@ class Admission:
             raise Unavailable(reason, DRAIN_RETRY_AFTER_S, "draining")
 
     def check(self, model: ModelConfig, sequences: int, share: int = 100) -> None:
-        """Raises `BadRequest` for more sequences than the model's queue, or one key's share of it, can ever hold."""
+        """Raises `BadRequest` for more sequences than the model's queue, or one key's share of the queue, can ever
+        hold.
+        """
         most = _part(model.slots + model.max_waiting, share)
         if sequences > most:
             self._reject(model.name, "too_many_sequences")
@@ -109,11 +111,11 @@ class Admission:
             raise BadRequest(f"{sequences} sequences in one request; {whose} takes at most {most}.", "n")
 
     def inside(self, model: str) -> int:
-        """Sequences of `model` that hold a lease now."""
+        """Return the number of `model`'s sequences that hold a lease now."""
         return self._queues[model].inside
 
     def mean_s(self, model: str) -> float:
-        """Mean duration of recent requests of `model`; 0 before any has ended."""
+        """Return the mean duration of recent requests of `model`; 0 before any has ended."""
         return self._queues[model].mean_s
 
     @contextmanager

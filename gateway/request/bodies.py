@@ -15,32 +15,35 @@ from gateway.telemetry.metrics import BodyNumbers
 
 T = TypeVar("T")
 
-# Work on a smaller body takes less time than handing it to a thread.
+# Work on a smaller body takes less time than its transfer to a thread.
 LARGE_BYTES: Final = 64 * 1024
-# Longest wait of a request for memory for its body, after which it is refused.
+# A request waits at most this long for memory for its body; then it is refused.
 MEMORY_WAIT_S: Final = 5.0
 RETRY_AFTER_S: Final = 2.0
-# Part of the machine's memory that `auto` is: one 64th.
+# With `auto`, the limit is the machine's memory divided by this number.
 _AUTO_DIVISOR: Final = 64
 _AUTO_MIN_BYTES: Final = 256 * 1024 * 1024
 
 
 def memory_bytes(server: ServerConfig) -> int:
-    """Memory limit of all bodies together."""
+    """Return the memory limit of all bodies together."""
     if server.body_memory_bytes != "auto":
         return server.body_memory_bytes
     return max(psutil.virtual_memory().total // _AUTO_DIVISOR, _AUTO_MIN_BYTES, server.max_body_bytes)
 
 
 def share_bytes(server: ServerConfig, has_others: bool) -> int:
-    """Memory limit of one key's bodies: half while there are other keys, and always two of the largest bodies."""
+    """Return the memory limit of one key's bodies.
+
+    While there are other keys, it is half of the limit of all bodies, but at least two bodies of the maximum size.
+    """
     limit = memory_bytes(server)
     return max(limit // 2, min(limit, 2 * server.max_body_bytes)) if has_others else limit
 
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """One request that waits for memory, and how much."""
+    """A request that waits for memory, and the size that it waits for."""
 
     owner: str
     size_bytes: int
@@ -48,15 +51,15 @@ class _Wait:
 
 
 class Bodies:
-    """The memory for bodies. Everything but `work`'s action runs on the event loop.
+    """Memory for request bodies. Only the action of `work` runs outside of the event loop.
 
-    The received part of a body counts until its request has ended, as long as its decoded form lives. Requests without
-    memory wait in order of arrival, small bodies before large ones. A request whose key has used up its share does not
-    delay those of other keys.
+    The received part of a body is counted until the body's request has ended, because the decoded body lives as long.
+    Requests without memory wait in order of arrival, small bodies before large ones. A request whose key has used up
+    its share does not delay those of other keys.
     """
 
     def __init__(self, limit_bytes: Callable[[], int], share_bytes: Callable[[], int] | None = None) -> None:
-        """`limit_bytes` is for all, `share_bytes` for one owner."""
+        """`limit_bytes` returns the limit of all owners together, `share_bytes` that of one owner."""
         self._limit_bytes = limit_bytes
         self._share_bytes = share_bytes or limit_bytes
         self._thread = ThreadPoolExecutor(1, "bodies")
@@ -71,7 +74,7 @@ class Bodies:
     async def work(self, size_bytes: int, action: Callable[..., T], *arguments: Any) -> T:
         """Run `action` and return its result. Actions on large bodies run in the thread, one after the other.
 
-        A call into native code holds the interpreter's lock, so none may take long.
+        A call into native code holds the interpreter's lock, so every such call must be short.
         """
         if size_bytes <= LARGE_BYTES:
             return action(*arguments)
@@ -79,11 +82,11 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._thread, action, *arguments)
 
     def close(self) -> None:
-        """Finish all actions."""
+        """Finish all actions, and end the thread."""
         self._thread.shutdown()
 
     def take(self, owner: str, size_bytes: int, *, is_small: bool) -> bool:
-        """Reserve memory. Returns False if there is none."""
+        """Reserve memory without waiting. Returns False if there is not enough."""
         must_wait = self._small or (self._large and not is_small)
         has_room = not must_wait and self._fits(size_bytes) and self._may_hold(owner, size_bytes)
         if has_room:
@@ -91,7 +94,7 @@ class Bodies:
         return has_room
 
     async def wait(self, owner: str, size_bytes: int, *, is_small: bool) -> None:
-        """Reserve memory once there is some. Raises `Unavailable` if there is none in time."""
+        """Wait for memory and reserve it. Raises `Unavailable` if there is not enough in time."""
         entry = _Wait(owner, size_bytes, asyncio.get_running_loop().create_future())
         waiting = self._small if is_small else self._large
         waiting.append(entry)
@@ -122,7 +125,7 @@ class Bodies:
             raise BodyTooLarge(limit)
 
     def largest_bytes(self) -> int:
-        """Size of the largest body within an owner's limit."""
+        """Return the size of the largest body that the limits allow."""
         return min(self._limit_bytes(), self._share_bytes())
 
     def give_back(self, owner: str, size_bytes: int) -> None:
@@ -159,18 +162,18 @@ class Bodies:
 
 
 class BodyLease:
-    """Memory of one request's body. Owned by its record; closed when the request has ended."""
+    """Memory lease of one request's body. Owned by the request's record; closed when the request has ended."""
 
     __slots__ = ("_bodies", "owner", "size_bytes")
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
-        # The key in whose share it counts, set before the first byte.
+        # Key against whose share the memory counts, set before the first byte.
         self.owner = ""
         self.size_bytes = 0
 
     async def reach(self, size_bytes: int) -> None:
-        """Reserve so many bytes in all, after a wait if needed. Raises `Unavailable` or `BodyTooLarge`."""
+        """Increase the reservation to `size_bytes`, after a wait if needed. Raises `Unavailable` or `BodyTooLarge`."""
         more = size_bytes - self.size_bytes
         if more <= 0:
             return
@@ -181,11 +184,11 @@ class BodyLease:
         self.size_bytes = size_bytes
 
     def may_ever_hold(self, more_bytes: int) -> bool:
-        """Whether so many bytes more are within its owner's limit."""
+        """Whether the reservation may grow by `more_bytes` within the limits, regardless of other requests."""
         return self.size_bytes + more_bytes <= self._bodies.largest_bytes()
 
     def hold(self, more_bytes: int) -> bool:
-        """Reserve so many bytes more at once. Returns False if there is no memory."""
+        """Increase the reservation by `more_bytes` without waiting. Returns False if there is not enough memory."""
         if not more_bytes:
             return True
         if not self._bodies.take(self.owner, more_bytes, is_small=True):

@@ -1,4 +1,6 @@
-"""Defaults of a request: from its profile, then the model's table, then its `generation_config.json`."""
+"""Sampling and thinking defaults of a request: of its profile, then of the model's table, then of
+`generation_config.json`.
+"""
 
 import json
 import logging
@@ -16,15 +18,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Struct)
 
-# The sampling fields of `generation_config.json`, which vLLM uses too.
+# Sampling fields that are read from `generation_config.json`, the same that vLLM reads.
 SAMPLING_FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# A model whose files are missing may be downloaded at any time.
+# Defaults of a model without files are read again after this time, because the model may have been downloaded.
 MISSING_RETRY_S: Final = 5.0
 _NO_PROFILE: Final = ProfileConfig()
 
 
 class Defaults:
-    """Models with their defaults. Values from a model's folder stay until the next configuration."""
+    """Cache of models with their defaults. Values from a model's folder are kept until the next configuration."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,7 +34,7 @@ class Defaults:
         self._retry_at: dict[tuple[str, str], float] = {}
 
     def of(self, model: ModelConfig, profile: str = "") -> ModelConfig:
-        """`model` with the defaults of `profile`, which may be missing."""
+        """Return `model` with the defaults of `profile`, or with its own if there is no such profile."""
         key = (model.full_name, profile)
         known = self._known.get(key)
         if known is not None and self._clock() < self._retry_at.get(key, float("inf")):
@@ -53,7 +55,7 @@ class Defaults:
 
 
 def recommended(path: str) -> SamplingDefaults | None:
-    """Sampling from a model's `generation_config.json`; None for a model that is not on this machine."""
+    """Return the sampling in a model's `generation_config.json`; None for a model that is not on this machine."""
     try:
         folder = find(path)
     except Unreadable:
@@ -80,6 +82,6 @@ def _usable(content: dict[str, Any], folder: str) -> SamplingDefaults:
 
 
 def over(stronger: T, weaker: T) -> T:
-    """`stronger`, with each field that is None taken from `weaker`."""
+    """Return `stronger`, with each field that is None taken from `weaker`."""
     pairs = ((name, getattr(stronger, name), getattr(weaker, name)) for name in stronger.__struct_fields__)
     return msgspec.structs.replace(stronger, **{name: other for name, own, other in pairs if own is None})

@@ -25,7 +25,7 @@ from protocol.to_worker import Generate
 
 
 class Generation:
-    """The sequences of one request. Entering the context takes the leases, and leaving it releases them.
+    """Context for the sequences of one request: entering takes the request's leases, leaving releases them.
 
     Entering raises `Overloaded`, `RateLimited` or `Unavailable`. Leaving aborts unfinished sequences at once.
     """
@@ -43,10 +43,11 @@ class Generation:
         form: str = "",
         repeats: int = 1,
     ) -> None:
-        """`kind` is the kind of model that the request needs, and the answer repeats a prompt's log-probabilities.
+        """`kind` is the kind of model that the request needs; the answer repeats each prompt's log-probabilities
+        `repeats` times.
 
-        A request that `stays_here`, is not for text or names an adapter is sent to no peer. With `form` it begins at a
-        peer that has the model in that form.
+        A request that `stays_here`, is not for text or names an adapter is sent to no peer. With `form`, the request
+        begins at a peer that has the model in that form.
         """
         self._runtime = runtime
         self._model = model
@@ -65,7 +66,7 @@ class Generation:
         self._numbers = runtime.metrics.model(model.name)
         self._seen_activity = 0.0
         self._seen_step = 0
-        # The next daemon resumes it.
+        # Whether the next daemon resumes the request.
         self._is_left = False
 
     def __enter__(self) -> Self:
@@ -77,7 +78,7 @@ class Generation:
     ) -> None:
         collector = self._collector
         if collector is not None and not self._is_left:
-            # A request that is left to the next daemon is charged at its end there.
+            # A request that is left to the next daemon is charged by that daemon when it ends.
             self._accounting.charge(collector, self._charge)
         self._held.close()
         if collector is not None:
@@ -88,7 +89,8 @@ class Generation:
         self._numbers.e2e.observe(time.perf_counter() - self.record.started)
 
     def open_now(self) -> bool:
-        """Start on a worker that is ready, or at a peer. Returns False if there is neither; `open` waits for a worker.
+        """Start the request at a peer or on a ready worker. Returns False if there is neither; then `open` waits for a
+        worker.
 
         Raises `ApiError`.
         """
@@ -96,7 +98,7 @@ class Generation:
         return self.is_open
 
     async def open(self) -> None:
-        """Wait until the model is ready, and start. Raises `ApiError`."""
+        """Wait until the model is ready, and start the request. Raises `ApiError`."""
         self._begin(await self._opener.open())
 
     def _begin(self, collector: Collector | None) -> None:
@@ -107,7 +109,7 @@ class Generation:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was given to a worker. From then on it survives the loss of a worker."""
+        """Whether the request was given to a worker. From then on, the request survives the loss of a worker."""
         return self._collector is not None
 
     @property
@@ -121,43 +123,43 @@ class Generation:
 
     @property
     def failure(self) -> ApiError | None:
-        """The error of a failed request, set once all output before it was read."""
+        """Error of a failed request, set once all output that precedes the failure was read."""
         return self._accounting.failure
 
     @property
     def form(self) -> str:
-        """The form of the model that generates it, if peers may serve it; empty if it is not known."""
+        """Form of the model that generates the request, if peers may serve it; empty if it is not known."""
         return self._opener.form
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens known so far."""
+        """Number of prompt tokens, as far as known."""
         return sum(self._collector.accepted.values()) if self._collector is not None else 0
 
     @property
     def headers(self) -> list[Header]:
-        """Headers of the answer known so far."""
+        """Headers of the answer, as far as known."""
         named = [*relaxed_header(self.relaxed), *truncated_header(self.left_out)]
         return [*self.record.headers, *named, *served_by_header(self.record.served_by)]
 
     @property
     def left_out(self) -> tuple[int, int]:
-        """Turns and tokens that were left out of its prompt, as far as known."""
+        """Numbers of turns and tokens that were left out of the prompt, as far as known."""
         return (0, 0) if self._collector is None else self._collector.left_out
 
     @property
     def cached_tokens(self) -> int:
-        """Cached prompt tokens known so far."""
+        """Number of cached prompt tokens, as far as known."""
         return sum(self._collector.cached.values()) if self._collector is not None else 0
 
     @property
     def accepted(self) -> dict[int, int]:
-        """Prompt tokens of each sequence whose worker has read its prompt."""
+        """Number of prompt tokens of each sequence that a worker has accepted, by rid."""
         return {} if self._collector is None else self._collector.accepted
 
     @property
     def cached(self) -> dict[int, int]:
-        """Cached prompt tokens of each sequence in prefill."""
+        """Number of cached prompt tokens of each sequence, by rid, as far as known."""
         return {} if self._collector is None else self._collector.cached
 
     @property
@@ -166,12 +168,12 @@ class Generation:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Prompt tokens processed and in all, of the sequence that reported last."""
+        """Numbers of processed and of all prompt tokens, for the sequence that reported last."""
         return None if self._collector is None else self._collector.progress
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens processed so far, of the sequence that reported last."""
+        """Number of prompt tokens processed so far, for the sequence that reported last."""
         return 0 if self.progress is None else self.progress[0]
 
     @property
@@ -184,7 +186,7 @@ class Generation:
 
     @property
     def state(self) -> str:
-        """`queued`, `loading`, `prefill` or `decode`: the state of its most advanced sequence."""
+        """State of the request's most advanced sequence: `queued`, `loading`, `prefill` or `decode`."""
         if self._opener.is_waiting:
             return "loading" if self._opener.is_loading else "queued"
         if self.record.first_token_s is not None:
@@ -192,14 +194,14 @@ class Generation:
         return "queued" if self.progress is None else "prefill"
 
     def cancel(self) -> None:
-        """Cancel it as an operator. Its client gets an error with that cause."""
+        """Cancel the request on behalf of an operator. The client gets an error that names this cause."""
         if self.is_done or self._accounting.cancelled is not None:
             return
         self._accounting.cancelled = Cancelled()
         self._stop("cancelled", self._accounting.cancelled)
 
     def _hold_scores(self, rid: int, prompt_tokens: int) -> None:
-        """Reserve memory for the scores of a prompt, or end the request with an error."""
+        """Reserve memory for the scores of a prompt, or stop the request with an error."""
         try:
             self._scores.hold(next(each for each in self._generates if each.rid == rid), prompt_tokens)
         except ApiError as error:
@@ -208,7 +210,7 @@ class Generation:
                 self._runtime.link.stop(self._opened().rids, "no room for the scores of its prompt")
 
     def leave(self) -> None:
-        """End it here, for the next daemon to resume, which charges all of it."""
+        """Stop the request here, and leave it to the next daemon, which resumes it and charges all of it."""
         self._is_left = True
         self._stop("left to the next daemon")
 
@@ -217,20 +219,20 @@ class Generation:
             self._runtime.link.stop(self._collector.rids, reason)
 
     async def read(self, timeout_s: float | None = None, on_unread: Relay | None = None) -> list[Delta]:
-        """New output, without ERROR or ABORT, which become `failure`. Empty on timeout.
+        """Return new output, or nothing on timeout. A delta that ends in ERROR or ABORT becomes `failure` instead.
 
-        While the task waits, `on_unread` is called instead of it for new output: see `Collector.next`.
+        While the task waits, new output calls `on_unread` instead of waking the task: see `Collector.next`.
         """
         return self._accounting.book(await self._opened().read_deltas(timeout_s, on_unread))
 
     def read_now(self) -> list[Delta]:
-        """New output without waiting, for an `on_unread`."""
+        """Return new output without waiting, for an `on_unread`."""
         return self._accounting.book(self._opened().read_deltas_nowait())
 
     def shows_life(self) -> bool:
-        """Whether the worker was active since the last call.
+        """Whether the worker was active since the last call of this method.
 
-        A step for other requests counts: this one may wait behind them, or have output that the parser holds back.
+        A step for other requests counts: this request may wait behind them, or have output that the parser holds back.
         """
         newest, step = self._opened().last_activity, self._newest_step()
         is_new = newest > self._seen_activity or step != self._seen_step

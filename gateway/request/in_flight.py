@@ -1,4 +1,4 @@
-"""The requests that are being served now."""
+"""Registry of the requests that are being served."""
 
 import time
 from collections.abc import Generator, Iterator
@@ -8,12 +8,12 @@ from typing import Final, Protocol
 from gateway.control_types import RequestView
 from gateway.request.record import RequestRecord
 
-# No id of a client contains it.
+# Clients' ids never contain this character.
 DUPLICATE_MARK: Final = "~"
 
 
 class InFlightRequest(Protocol):
-    """A request as it is listed: a `Generation` of this daemon, or a request that an upstream answers."""
+    """Request as the registry lists it: a `Generation` of this daemon, or a request that an upstream answers."""
 
     record: RequestRecord
 
@@ -41,7 +41,7 @@ class Requests:
 
     @contextmanager
     def hold(self, served: InFlightRequest) -> Generator[None, None, None]:
-        """List a request."""
+        """Keep a request in the registry within this context."""
         name = stem = served.record.id
         number = 1
         while name in self._served:
@@ -54,11 +54,11 @@ class Requests:
             del self._served[name]
 
     def of(self, model: str) -> Iterator[InFlightRequest]:
-        """Requests for one model."""
+        """Return the requests for one model."""
         return (served for served in self._served.values() if served.record.model == model)
 
     def views(self) -> list[RequestView]:
-        """All requests, the oldest first."""
+        """Return all requests, the oldest first."""
         return [_view(name, served) for name, served in self._served.items()]
 
     def view(self, name: str) -> RequestView | None:
@@ -66,7 +66,7 @@ class Requests:
         return None if served is None else _view(name, served)
 
     def cancel(self, name: str) -> bool:
-        """Cancel a request, whose client gets an error. Returns False if there is none of this id."""
+        """Cancel a request, whose client gets an error. Returns False if no request has this id."""
         served = self._served.get(name)
         if served is None:
             return False

@@ -1,4 +1,4 @@
-"""Leases of a request while it is served: admission, its key's rate limit, its model, its place in lists."""
+"""Leases of a request while it is served: admission, its key's rate limit, its model, and its place in the registry."""
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,9 +17,9 @@ from protocol.to_worker import Generate
 def leases(
     runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: InFlightRequest
 ) -> Generator[UsageCharge | None, None, None]:
-    """Hold all leases, and yield the charge that the caller's key gets in the end.
+    """Hold all leases, and yield the charge of the caller's key, which the request fills in at its end.
 
-    Raises `Overloaded`, `RateLimited` or `Unavailable`, and holds nothing then.
+    If it raises `Overloaded`, `RateLimited` or `Unavailable`, no lease is held.
     """
     record, count = served.record, len(generates)
     caller = record.caller
@@ -41,7 +41,7 @@ def leases(
 
 
 def _estimate(meter: Meter, generates: Sequence[Generate], record: RequestRecord) -> float:
-    """Tokens that will probably be charged. Prompts count by size, because they are not tokenized here."""
+    """Estimate the tokens that will be charged. Prompts are estimated by size, because they are not tokenized here."""
     if not meter.is_limited:
         return 0.0
     # Each sequence is charged for its prompt, which includes the stored conversation that it continues. Media have far

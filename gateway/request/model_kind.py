@@ -1,4 +1,4 @@
-"""Kind of a model, by its worker, its settings or its files, and the refusal of requests for another kind."""
+"""Kind of a model, from its worker, settings or files, and the refusal of requests that need another kind."""
 
 from typing import Final
 
@@ -17,7 +17,9 @@ _ABILITIES: Final = {
 
 
 def kind_of_model(model: ModelConfig, ready: Ready | None) -> str:
-    """Kind of a model, before a load that of its settings or files; empty where these cannot be read."""
+    """Return the kind of a model from its worker, or before a load from its settings or files; empty if these are
+    unreadable.
+    """
     if ready is not None:
         return ready.kind or TEXT
     return kind_of_files(model.path) if model.kind == "auto" else model.kind

@@ -10,7 +10,7 @@ from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
 from gateway.workers.supervisor.state import State
 
-# Load time of a model that was never loaded, and one that keeps routers away from a model whose load failed.
+# Estimated load time of a model that was never loaded, and the time reported after a failed load, to keep routers away.
 DEFAULT_LOAD_S: Final = 15.0
 FAILED_LOAD_S: Final = 3600.0
 _FAILED: Final = frozenset({State.FAILED, State.INCOMPATIBLE})
@@ -42,7 +42,7 @@ class LoadMeter:
         self._metrics = metrics
 
     def read(self, model: ModelConfig) -> ModelLoad:
-        """The load of a configured model."""
+        """Compute the load of a configured model."""
         inside = backlog = 0
         for served in self._requests.of(model.name):
             if served.record.served_by:
@@ -54,7 +54,7 @@ class LoadMeter:
         rate = numbers.prefill_rate
         worker = self._pool.worker(model.name)
         slots = worker.ready.max_running if worker.ready is not None else model.slots
-        # The next request waits for a slot if all are taken.
+        # If all slots are taken, the next request waits for one.
         beyond = max(0, inside + 1 - slots)
         wait_s = beyond * self._admission.mean_s(model.name) / slots
         if rate > 0:

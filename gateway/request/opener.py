@@ -33,7 +33,7 @@ LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.
 
 
 def retry_after_s(pool: Pool, model: ModelConfig) -> float:
-    """About when a model that is not ready will be, by the time of its earlier loads, within limits."""
+    """Estimate the seconds until a model is ready from its earlier load times, within limits."""
     return min(QUEUE_RETRY_AFTER_MAX_S, max(QUEUE_RETRY_AFTER_S, pool.load_left_s(model.name)))
 
 
@@ -59,7 +59,7 @@ class Opener:
         self._bind = bind
         self._numbers = runtime.metrics.model(model.name)
         self._kind = kind
-        # Kept, because a reload may remove the model from the pool. None for a model that only peers have.
+        # The worker is kept because a reload may remove the model from the pool. None for a model that only peers have.
         self._worker = runtime.pool.find(model.name)
         self._route = (
             None
@@ -84,11 +84,13 @@ class Opener:
 
     @property
     def form(self) -> str:
-        """The form of the model that generates it, where peers have a part in it; empty if it is not known."""
+        """Form of the model that generates the request, if peers may serve it; empty if it is not known."""
         return "" if self._route is None else self._route.form
 
     def interrupt(self, reason: Cancelled | None) -> bool:
-        """End the wait of `open`, which raises `reason` if there is one. Returns False if it does not wait."""
+        """End the wait in `open`, which then raises `reason` unless that is None. Returns False if `open` is not
+        waiting.
+        """
         self._interruption = self._interruption or reason
         if self._timeout is None:
             return False
@@ -96,7 +98,8 @@ class Opener:
         return True
 
     def open_now(self) -> Collector | None:
-        """Start on a worker that is ready, or at a peer. Returns None if there is neither; `open` waits for a worker.
+        """Start the request at a peer or on a ready worker. Returns None if there is neither; then `open` waits for a
+        worker.
 
         Raises `ApiError`.
         """
@@ -106,7 +109,7 @@ class Opener:
         return self._submit(self._worker) if self._worker is not None and self._worker.is_ready else None
 
     async def open(self) -> Collector:
-        """Wait until the model is ready, and start. Raises `ApiError`."""
+        """Wait until the model is ready, and start the request. Raises `ApiError`."""
         self._check_before_load()
         phases, numbers = self._record.phases, self._numbers
         phases.loading_from = self._elapsed()
@@ -118,7 +121,7 @@ class Opener:
             phases.load = (phases.sent_at or self._elapsed()) - phases.loading_from
 
     def _check_before_load(self) -> None:
-        """Raises `BadRequest` for a request of another kind than the model, before it is loaded in vain."""
+        """Raises `BadRequest` for a request that needs another kind of model, before the model is loaded in vain."""
         if self._worker is None and self._kind != TEXT:
             message = f"The model '{self._model.name}' is a peer's: peers are asked for text alone."
             raise BadRequest(message, "model", "unsupported_model_kind")
@@ -133,7 +136,8 @@ class Opener:
                 losses = 0
                 while losses < 2:
                     worker = await self._runtime.pool.ensure_ready(self._model.name)
-                    # A worker that gave its memory to another model meanwhile is waited for, and not counted as lost.
+                    # A worker that lost its memory to another model in the meantime is waited for, and not counted as
+                    # lost.
                     losses += worker.is_ready
                     if (collector := self._submit(worker)) is not None:
                         return collector
@@ -155,7 +159,10 @@ class Opener:
             self._timeout = None
 
     def _submit(self, worker: WorkerHandle | PeerStream) -> Collector | None:
-        """Send the sequences. Returns None if the worker is gone. An unused stream of a peer is discarded."""
+        """Send the sequences to a worker or peer. Returns None if the worker is gone.
+
+        An unused stream of a peer is discarded.
+        """
         collector: Collector | None = None
         try:
             collector = self._send(worker)
@@ -188,7 +195,7 @@ class Opener:
             check(self._model.name, self._model.path, self._runtime.view(self._model).ready, self._record.media)
 
     def _timed(self) -> list[Generate]:
-        """The sequences with the time left until their deadline."""
+        """Return the sequences with the time left until their deadline."""
         if self._deadline == math.inf:
             return self._generates
         left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))

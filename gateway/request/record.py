@@ -1,4 +1,4 @@
-"""Record of one HTTP request: facts for the access log and traces, its caller, and the headers of its answer."""
+"""Record of one HTTP request: facts for the access log and traces, the caller, and the headers of the answer."""
 
 import time
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class ChunkWriter(Protocol):
 
 
 class Dialect(StrEnum):
-    """Dialect of a client: the shape of its errors."""
+    """Dialect of a client, which determines the shape of errors."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
@@ -37,12 +37,12 @@ class Dialect(StrEnum):
 
 
 class ClientLeft(Exception):
-    """The client closed the connection before it had its answer."""
+    """Raised when the client closed the connection before it had its answer."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Facts about one request for its logs and traces, and its leases. Owned by its task."""
+    """Facts about one request for logs and traces, and its leases. Owned by the request's task."""
 
     id: str
     method: str
@@ -52,24 +52,24 @@ class RequestRecord:
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     model: str | None = None
-    # The peer that serves it, or served it last; empty for this daemon.
+    # Peer that serves the request, or served it last; empty for this daemon.
     served_by: str = ""
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    # Its sequences, and the finish of each that has ended.
+    # Ids of the request's sequences, and the finish reasons of those that have ended.
     rids: tuple[int, ...] = ()
     finishes: list[str] = field(default_factory=list[str])
     phases: Phases = field(default_factory=Phases)
     trace: TraceContext | None = None
     first_token_s: float | None = None
     outcome: str = ""
-    # Whether the ledger has counted it.
+    # Whether the ledger has counted the request.
     is_booked: bool = False
     detail: str = ""
     caller: Caller = NOBODY
-    # Size of its body with the stored items that it continues, and the lease on their memory.
+    # Size of the request's body including the stored items that it continues, and the lease on their memory.
     body_bytes: int = 0
     lease: BodyLease | None = None
     # Images, video and audio without their bytes, the size of these, their part of the body, and the lease on memory.
@@ -77,23 +77,23 @@ class RequestRecord:
     media_bytes: int = 0
     encoded_bytes: int = 0
     media_lease: MediaLease | None = None
-    # Headers of the endpoint's answer, and of its refusal once the endpoint has set them.
+    # Headers of the endpoint's answer, and of its refusal if the endpoint had set them before.
     headers: list[Header] = field(default_factory=list[Header])
-    # Headers of the middleware on any answer: those known in advance, and those computed when it is sent.
+    # Middleware's headers on every answer: some are known in advance, others are computed when the answer is sent.
     always: list[Header] = field(default_factory=list[Header])
     late_headers: Callable[[], list[Header]] | None = None
-    # Writes directly to the client, unless the stream is captured.
+    # Writer that bypasses ASGI's `send`; None if the stream is captured or the server offers none.
     writer: ChunkWriter | None = None
 
     def detached(self, lease: BodyLease, media_lease: MediaLease) -> "RequestRecord":
-        """Return a record that outlives the request with its body's and media's leases; the request gets these."""
+        """Return a record that outlives the request and takes over its leases; the request gets those passed in."""
         own = replace(self, phases=Phases(), finishes=[], headers=list(self.headers), writer=None)
         self.lease, self.media_lease = lease, media_lease
         return own
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """The record that the middleware made."""
+    """Return the record that the middleware made."""
     record = scope["mlxd.record"]
     assert isinstance(record, RequestRecord)
     return record

@@ -1,4 +1,6 @@
-"""Routing: resolves the name in a request to a model, with defaults of a profile and of the model's own files."""
+"""Routing: resolves the model name in a request to a model, with defaults from a profile and from the model's own
+files.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -9,12 +11,12 @@ from gateway.config.settings import Config, ModelConfig
 from gateway.errors import ModelNotFound
 from gateway.request.defaults import Defaults
 
-# Finds a model of peers by its name.
+# Function that finds a model of peers by its name.
 PeerLookup = Callable[[str], ModelConfig | None]
 
 
 class Router:
-    """The names of one configuration, for callers."""
+    """Resolver of the model names in one configuration."""
 
     def __init__(
         self,
@@ -29,14 +31,14 @@ class Router:
         self._find_at_peers = find_at_peers
 
     def resolve(self, name: str, caller: Caller) -> ModelConfig:
-        """The model behind `name`, with defaults from the profile and the model's own files.
+        """Return the model with this name, with defaults from the profile and the model's own files.
 
         Raises `ModelNotFound`, also for a model that `caller` may not use, and `BadRequest` without a name.
         """
         return self.filled(self.locate(name, caller))
 
     def filled(self, target: ResolvedName) -> ModelConfig:
-        """A model with the defaults of the name's profile. A peer's model has its own already."""
+        """Return a model with the defaults of the name's profile. A model of a peer already has its defaults."""
         if not target.model.path:
             return target.model
         return self._defaults.of(target.model, target.profile)
@@ -61,9 +63,9 @@ class Router:
 
 
 class LiveConfig:
-    """The configuration in force, with its names. A reload replaces it as a whole, between two steps of the event loop.
+    """Configuration in force, with its router. A reload replaces both at once, between two steps of the event loop.
 
-    A request reads each value once, so that a reload does not change it midway.
+    A request reads each value only once, so that a reload does not change the value midway.
     """
 
     __slots__ = ("_find_at_peers", "config", "proxies", "router")

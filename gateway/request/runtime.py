@@ -1,4 +1,4 @@
-"""Parts of a running gateway that serve a generation."""
+"""Parts of a running gateway that a generation uses."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from gateway.workers.supervisor.state import WorkerView
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Made once per app, as the first part of its `Services`."""
+    """Parts that a generation uses. Made once per app, as the first part of its `Services`."""
 
     live: LiveConfig
     pool: Pool
@@ -29,15 +29,15 @@ class Runtime:
 
     @property
     def config(self) -> Config:
-        """The configuration in force now."""
+        """Configuration in force."""
         return self.live.config
 
     def view(self, model: ModelConfig) -> WorkerView:
-        """The state of a resolved model, of this daemon or of its peers."""
+        """Return the state of a resolved model, which may be a peer's."""
         worker = self.pool.find(model.name)
         return self.fleet.view(model.name) if worker is None else worker.view()
 
     @property
     def router(self) -> Router:
-        """The names in force now."""
+        """Router of the configuration in force."""
         return self.live.router

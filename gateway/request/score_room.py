@@ -6,31 +6,33 @@ from gateway.errors import BadRequest, Unavailable
 from gateway.request.bodies import RETRY_AFTER_S, BodyLease
 from protocol.to_worker import Generate
 
-# Limit of the log-probabilities in one answer, including repetitions.
+# Maximum size of the log-probabilities in one answer, including repetitions.
 SCORES_BYTES_MAX: Final = 256 << 20
-# About the size of one token as JSON, with its text. Objects that wait for a slow reader take twice as much.
+# Approximate size of one token as JSON, with its text. As objects that wait for a slow reader, a token takes twice as
+# much.
 TOKEN_JSON_BYTES: Final = 80
 
 
 class ScoreRoom:
-    """Memory that the prompts' scores of one request take until its end, reserved from that of all bodies.
+    """Memory for the prompt scores of one request until its end, taken from the memory for request bodies.
 
     Scores count twice, as objects and in the answer. All are reserved before the first is computed, so that some of
-    several concurrent requests finish; reserving bit by bit could fail them all.
+    several concurrent requests finish; if memory was reserved bit by bit, all could fail.
     """
 
     def __init__(self, lease: BodyLease | None, repeats: int) -> None:
-        """`repeats` is the number of times that the answer has the `prompt_logprobs` of each prompt."""
+        """`repeats` is how often the answer repeats the `prompt_logprobs` of each prompt."""
         self._lease = lease
         self._repeats = repeats
         self._answer_bytes = 0
-        # Sequences with a reservation. A worker that takes over accepts them a second time.
+        # Sequences with a reservation. A worker that takes over a request accepts its sequences a second time.
         self._held: set[int] = set()
 
     def hold(self, generate: Generate, tokens: int) -> None:
-        """Reserve memory for the requested scores of a prompt of so many tokens.
+        """Reserve memory for the requested scores of a prompt of `tokens` tokens.
 
-        Raises `BadRequest` for more than an answer may have, or the caller can ever reserve, and `Unavailable`.
+        Raises `BadRequest` if an answer or the caller may never have so much, and `Unavailable` if there is no memory
+        now.
         """
         if generate.rid in self._held:
             return
@@ -53,5 +55,5 @@ class ScoreRoom:
 
 
 def scores_bytes(tokens: int, top: int | None) -> int:
-    """About the size of log-probabilities as JSON, each token with so many of the likeliest ones."""
+    """Estimate the size of log-probabilities as JSON, for tokens with `top` likeliest alternatives each."""
     return 0 if top is None else tokens * (1 + top) * TOKEN_JSON_BYTES
