@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The bound applies to a request's body, and separately to its answer's.
+# The limit applies to a request's body, and separately to its answer's body.
 BODY_BYTES_MAX: Final = 4 * 1024 * 1024
-# Captures that wait for the disk; further ones are dropped.
+# Maximum number of captures that wait for the disk; further captures are dropped.
 PENDING_MAX: Final = 64
 SWEEP_INTERVAL_S: Final = 60.0
 REDACTED: Final = "[redacted]"
@@ -94,7 +94,7 @@ class Recorder:
 
 
 class _Body:
-    """The beginning of a body. With `media`, base64 data in it is replaced by digests."""
+    """Recorder of the beginning of a body. With `media`, base64 data in the body is replaced by digests."""
 
     def __init__(self, media: MediaDigests | None = None) -> None:
         self._media = media
@@ -113,14 +113,14 @@ class _Body:
             self._size += len(self._chunks[-1])
 
     def text(self) -> str:
-        """Return the recorded text. Must be the last call."""
+        """Return the recorded text. No other call may follow."""
         if self._media is not None:
             self._keep(self._media.finish())
         return b"".join(self._chunks).decode(errors="replace")
 
 
 class _Bytes:
-    """Size and digest of a body that is no text: a form with a file, or an audio file."""
+    """Recorder of size and digest of a body that is not text: a form with a file, or an audio file."""
 
     is_cut = False
 
@@ -133,7 +133,7 @@ class _Bytes:
         self._size += len(chunk)
 
     def text(self) -> str:
-        """Format size and digest. Must be the last call."""
+        """Format size and digest. No other call may follow."""
         return f"[{self._size} bytes, {self._digest.hexdigest()[:16]}]"
 
 
@@ -145,7 +145,7 @@ def _redacted(headers: list[Header]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """One file. Owned by the thread of its `Captures`."""
+    """Stored capture file. Owned by the thread of its `Captures`."""
 
     path: Path
     size: int
@@ -162,7 +162,7 @@ class Captures:
         self._thread = ThreadPoolExecutor(1, "captures")
         self._room = threading.Semaphore(PENDING_MAX)
         self._is_failing = False
-        # The thread owns this list, the oldest first; None until the folder was read.
+        # List of the stored files, the oldest first; None until the folder was read. Owned by the thread.
         self._ring: list[_Kept] | None = None
 
     @property
@@ -199,7 +199,7 @@ class Captures:
         return await self._call(self._clear)
 
     def close(self) -> None:
-        """Finish the queued work."""
+        """Finish the queued work, and end the thread."""
         self._thread.shutdown()
 
     async def _call(self, action: Callable[[], T]) -> T:
@@ -274,7 +274,7 @@ class Captures:
                     data = path.read_bytes()
                     self._ring.append(_Kept(path, len(data), _line.decode(data)))
                 except (OSError, msgspec.DecodeError):
-                    # A power cut may leave a partial file; other files do not belong here.
+                    # A power cut may leave a partial file, which is deleted, as is any file that is not a capture.
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
             if self._ring:

@@ -79,7 +79,10 @@ _NO_TUNNEL: Final = _answer(ApiError(405, "CONNECT is not allowed here.", code="
 
 
 class RefusedConnection(Exception):
-    """Ends the parsing of a connection; holds the answer to send unless another one is in progress, and the reason."""
+    """Raised to end the parsing of a connection.
+
+    It holds the reason, and the answer to send unless another answer is in progress.
+    """
 
     def __init__(self, answer: bytes, reason: str) -> None:
         super().__init__(reason)
@@ -91,9 +94,10 @@ _HEAD_TOO_LARGE: Final = (_TOO_LARGE, "headers")
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. Its parser keeps an unfinished head in memory, so the bytes fed to it are counted.
+    """Protocol of one connection. Its parser keeps an unfinished head in memory, so the bytes fed to the parser are
+    counted.
 
-    There is one timer at a time, which never ends a connection while an answer is being written.
+    There is only one timer at a time, which never ends a connection while an answer is being written.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -115,26 +119,26 @@ class GuardedProtocol(HttpToolsProtocol):
         # The handshake is None on plain TCP and on the unix socket.
         self._handshake = handshake
         self._is_in_head = True
-        # Bytes left for the text of a head, or of trailers.
+        # Number of bytes that a head, or trailers, may still take.
         self._field_bytes_left = HEAD_BYTES_MAX
-        # Whether the last input completed a head or part of a body, and the bytes fed since that last happened.
+        # Whether the last input completed a head or a part of a body, and the number of bytes fed since such an input.
         self._has_progressed = False
         self._bytes_without_progress = 0
         self._refused: RefusedConnection | None = None
-        # Set if the head that was just parsed offers an upgrade.
+        # Whether the head that was just parsed offers an upgrade to another protocol.
         self._is_offered = False
-        # The request that is being answered while newer ones wait; uvicorn knows only the newest.
+        # Request that is being answered while newer requests wait; uvicorn only keeps the newest.
         self._answered: RequestResponseCycle | None = None
         self._pipelined_bytes = 0
         self._late_bytes = 0
-        # Set once all further input is dropped unparsed.
+        # Whether all further input is dropped without being parsed.
         self._drops_input = False
         self._dropped_bytes = 0
         self._prober: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
         self._stalls = 0
-        # Checks in a row at which the write buffer was full.
+        # Number of consecutive checks at which the write buffer was full.
         self._full_checks = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -159,8 +163,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep a half-closed connection, whose client may still read the answer, and probe whether the client has left.
 
-        A half-closed client and one that has left look alike until data that means nothing is sent: the machine of a
-        client that has left resets the connection, and the next write fails.
+        A half-closed client and one that has left look alike until meaningless data is sent: the machine of a client
+        that has left then resets the connection, and the next write fails.
         """
         if self._handshake is not None:
             # TLS connections cannot be half-closed.
@@ -203,11 +207,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._registry.mark_busy(self)
 
     def _turn_away(self) -> None:
-        # The transport would write later, and keep the descriptor until then.
+        # The answer is written to the socket directly: the transport would write it later, and keep the descriptor
+        # until then.
         if self.scheme == "http":
             descriptor = self.transport.get_extra_info("socket").fileno()
             with contextlib.suppress(OSError):
-                # Unread input would make closing reset the connection and lose the answer.
+                # Closing a connection with unread input would reset it, and the client would lose the answer.
                 os.read(descriptor, READ_BYTES)
             with contextlib.suppress(OSError):
                 os.write(descriptor, _FULL)
@@ -258,7 +263,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def _decline(self, rest: bytes) -> bytes:
         """Parse the request again without its upgrade offer (RFC 9110 7.8 allows that). Returns the bytes to parse.
 
-        The parser would leave all that follows the head to the other protocol, and has no switch for that.
+        With the offer, the parser leaves everything after the head to the other protocol, and it cannot be configured
+        otherwise.
         """
         version = self.parser.get_http_version().encode()
         head = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
@@ -269,7 +275,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return b"".join([*head, b"\r\n", rest])
 
     def _count(self, size: int, was_pipelined: bool) -> None:
-        """Bound input that never ends or was not requested. Raises `RefusedConnection`."""
+        """Limit input that never ends or was not requested. Raises `RefusedConnection`."""
         self._bytes_without_progress = 0 if self._has_progressed else self._bytes_without_progress + size
         if self._bytes_without_progress > HEAD_BYTES_MAX:
             raise RefusedConnection(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
@@ -277,7 +283,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._pipelined_bytes += size if was_pipelined else 0
             if self._pipelined_bytes > PIPELINED_BYTES_MAX:
                 raise RefusedConnection(b"", "pipelined")
-            # uvicorn pauses reading here, and would not notice that the client leaves.
+            # uvicorn has paused reading. It must continue, or a client that leaves would not be noticed.
             self.flow.resume_reading()
         elif self._is_in_head:
             if not self._has_progressed and self._deadline is None:
@@ -285,13 +291,14 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self.cycle.response_complete:
             self._late_bytes += size
             if self._late_bytes > LATE_BYTES_MAX:
-                # A client that checks its connection before using it again sees that it is closed.
+                # With the write side closed, a client that checks its connection before reusing it sees that it is
+                # closed.
                 self._drops_input = True
                 if self.transport.can_write_eof():
                     self.transport.write_eof()
 
     def _refuse(self, refused: RefusedConnection) -> None:
-        """Stop parsing, and answer unless a request would get two answers or answers would change order."""
+        """Stop parsing, and send the refusal unless a request would get two answers or answers would change order."""
         self._registry.dropped(refused.reason)
         if self._is_answering and (self._is_in_head or self.pipeline):
             self._stop_listening()
@@ -299,7 +306,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_in_head or not self.cycle.response_started:
             self.transport.write(refused.answer)
         if self._is_answering:
-            # The request's task must not answer as well.
+            # The request's task must not send an answer too.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
@@ -308,7 +315,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Answer the requests that have arrived completely, then close. Further input is dropped, and read only to
         notice that the client leaves."""
         if self.pipeline and not self._is_in_head:
-            # No answer to the incomplete request has begun.
+            # The last request is incomplete, and no answer to it has begun.
             self.pipeline.popleft()
             assert self._answered is not None
             self.cycle = self.pipeline[0][0] if self.pipeline else self._answered
@@ -373,7 +380,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise self._refusal(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
 
     def _refusal(self, answer: bytes, reason: str) -> RefusedConnection:
-        # The parser replaces this error with one of its own.
+        # The error is stored, because the parser replaces it with an error of its own.
         self._refused = RefusedConnection(answer, reason)
         return self._refused
 

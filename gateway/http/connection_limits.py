@@ -1,4 +1,6 @@
-"""Open connections of one listener: their limits, in all and per address, and which one is closed for a new one."""
+"""Limits of one listener's open connections, in all and per address, and the choice of the connection to close for a
+new one.
+"""
 
 import logging
 import time
@@ -14,13 +16,14 @@ from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# These descriptors are reserved for sockets, logs, databases and admin clients, and for each worker: two ZeroMQ
-# connections, a pipe, a process descriptor, and some while it starts. libzmq ends the process if its accept finds none
-# left.
+# File descriptors reserved for sockets, logs, databases and admin clients, and for each worker: two ZeroMQ connections,
+# a pipe, a process descriptor, and some while it starts. libzmq ends the process if it has no descriptor left to accept
+# a connection.
 RESERVED_FILES: Final = 128
 FILES_PER_WORKER: Final = 8
 WORKERS_COUNTED: Final = 16
-# A large limit has a large reserve, since nothing else needs those descriptors.
+# At least the limit divided by this number is reserved: a large limit can spare it, since nothing else needs the
+# descriptors.
 RESERVED_FILES_PART: Final = 16
 # A daemon for fewer clients than this would be useless.
 CLIENTS_MIN: Final = 64
@@ -39,30 +42,30 @@ ADMIN: Final = "admin"
 
 
 class TooFewFiles(Exception):
-    """The limit of open files leaves too few for clients; the message explains it."""
+    """Raised when the limit of open files leaves too few for clients; the message explains it."""
 
 
 class LimitedConnection(Protocol):
-    """Port to a connection that may be ended."""
+    """Port to a connection that the registry may end."""
 
     def close_idle(self) -> None:
-        """End now; the connection is idle."""
+        """End the connection, which is idle."""
         ...
 
     def check_stalled(self) -> None:
-        """End if the client is stalled: it has read nothing of its pending data, now and at previous checks."""
+        """End the connection if its client is stalled: it has read no pending data since previous checks."""
         ...
 
 
 class Opening(LimitedConnection, Protocol):
-    """A TLS handshake, which is replaced by another connection when it is done."""
+    """Port to a TLS handshake, which is replaced by another connection when it is done."""
 
     def finish(self, transport: Transport) -> None:
-        """Leave the place in the registry to the protocol of `transport`."""
+        """Hand the place in the registry over to the protocol of `transport`."""
         ...
 
     def unsent(self) -> int:
-        """Return the bytes beneath TLS that the system has not accepted."""
+        """Return the number of encrypted bytes that the system has not accepted yet."""
         ...
 
 
@@ -77,19 +80,19 @@ class Bounds:
 
 @dataclass(slots=True)
 class _Peer:
-    """An address with connections."""
+    """Address with open connections."""
 
     count: int = 0
-    # The longest idle comes first.
+    # The connection that has been idle for longest comes first.
     idle: dict[LimitedConnection, None] = field(default_factory=dict[LimitedConnection, None])
 
 
 class Connections:
-    """Connections of one listener, all on the event loop.
+    """Registry of one listener's connections, used on the event loop only.
 
-    If the limit is reached, the connection that has been idle for longest is closed for the new one: an idle client
-    will connect again for its next request. A new one is refused only if every other has a request and reads its
-    answer.
+    At the limit, the connection that has been idle for longest is closed for a new one: an idle client will connect
+    again for its next request. A new connection is refused only if every other has a request and a client that reads
+    its answer.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Connections:
         return True
 
     def remove(self, connection: LimitedConnection) -> None:
-        """Remove a connection that has ended, or was never admitted."""
+        """Remove a connection that has ended, or that was refused."""
         address = self._open.pop(connection, None)
         if address is None:
             return
@@ -188,7 +191,7 @@ class Connections:
             self._check_next(list(self._open) if self._bounds().write_timeout_s else [])
 
     def _check_next(self, connections: list[LimitedConnection]) -> None:
-        # Connections are checked in small batches, so that streams continue between them.
+        # Connections are checked in small batches, so that streams can continue in between.
         for connection in connections[-CHECKS_PER_TURN:]:
             if connection in self._open:
                 connection.check_stalled()

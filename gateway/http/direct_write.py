@@ -1,4 +1,4 @@
-"""Body bytes written straight to the transport: pieces of streams, and HTTP/1.0 bodies, which have no chunks."""
+"""Direct writes to the transport, for pieces of streams, and for HTTP/1.0 bodies, which have no chunks."""
 
 import fcntl
 import socket
@@ -16,7 +16,7 @@ SO_NWRITE: Final = 0x1024
 
 
 class DirectWriter:
-    """Writer of pieces of a chunked body, a plain call instead of ASGI's `send`. Made by the connection's protocol.
+    """Writer of pieces of a chunked body by a plain call instead of ASGI's `send`. Made by the connection's protocol.
 
     It may be used only while no task waits in `send`, and after the first piece has gone through `send`.
     """
@@ -27,7 +27,7 @@ class DirectWriter:
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
-        # Whether an event is written in part, so that only the rest of it may follow.
+        # Whether a part of an event was written, so that only the rest of this event may follow.
         self.is_within_event = False
 
     @property
@@ -37,7 +37,7 @@ class DirectWriter:
 
     @property
     def is_open(self) -> bool:
-        """False if a write would have to wait for the client, or it has left; `send` handles both."""
+        """False if the client has left, or if a write would have to wait for it; use `send` then."""
         cycle = self._cycle
         return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete) and bool(
             cycle.chunked_encoding
@@ -48,7 +48,7 @@ class DirectWriter:
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def cut_off(self) -> None:
-        """Close the connection without ending the body, so that the client sees that it is incomplete."""
+        """Close the connection before the end of the body, so that the client notices that the body is incomplete."""
         self._cycle.disconnected = True
         self._transport.close()
 
@@ -57,12 +57,12 @@ class DirectWriter:
         self._cycle.chunked_encoding = False
 
     def expect(self, size: int) -> None:
-        """Allow this many more bytes of a body without chunks."""
+        """Allow `size` more bytes of a body without chunks."""
         self._cycle.expected_content_length += size
 
 
 class CloseDelimited:
-    """ASGI app for a request of HTTP/1.0, whose body of unknown length ends with the connection.
+    """ASGI app for an HTTP/1.0 request, whose body of unknown length ends when the connection closes.
 
     https://www.rfc-editor.org/rfc/rfc9112#section-6.1
     """
@@ -93,7 +93,9 @@ def outlet_of(scope: Scope) -> DirectWriter | None:
 
 
 def queued_bytes(connection: socket.socket) -> int:
-    """Return the bytes that the system holds unacknowledged for a client; 0 if it does not report them."""
+    """Return the number of bytes that the system buffers until a client acknowledges them; 0 if the system does not
+    report it.
+    """
     try:
         if sys.platform == "darwin":
             return connection.getsockopt(socket.SOL_SOCKET, SO_NWRITE)

@@ -1,4 +1,4 @@
-"""Ports between a generation and a dialect, which turn events into bytes of that dialect."""
+"""Ports between a generation and a dialect, whose encoders turn events into the dialect's bytes."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,10 +8,10 @@ from protocol.from_worker import Delta
 
 
 class StreamEncoder(Protocol):
-    """Encoder of a request's stream. Deltas that ended in ERROR or ABORT never reach it: those become `error`."""
+    """Encoder of a request's stream. It never gets deltas that ended in ERROR or ABORT: `error` is called instead."""
 
     def bind(self, rids: Sequence[int]) -> None:
-        """Map rids to choices. Called before `encode`, and again when a request moves to another worker."""
+        """Map rids to choices. Called before `encode`, and again if the request moves to another worker."""
         ...
 
     def begin(self, prompt_tokens: int) -> bytes:
@@ -23,7 +23,7 @@ class StreamEncoder(Protocol):
         ...
 
     def keepalive(self) -> bytes:
-        """Return bytes that reset a client's idle timer and mean nothing."""
+        """Return bytes that reset a client's idle timer and have no other effect."""
         ...
 
     def error(self, error: ApiError) -> bytes | None:
@@ -36,7 +36,7 @@ class StreamEncoder(Protocol):
 
 
 class Fold(Protocol):
-    """Encoder of the same events as one whole answer."""
+    """Encoder of a request's whole answer, from the same deltas."""
 
     def bind(self, rids: Sequence[int]) -> None:
         """Map rids to choices."""

@@ -1,4 +1,4 @@
-"""HTTP parts that all endpoints share: a body within a limit, and one whole answer."""
+"""Parts of HTTP that all endpoints share: reading a body within a limit, and sending one whole answer."""
 
 import asyncio
 from contextlib import nullcontext
@@ -17,10 +17,11 @@ JSON: Final = b"application/json"
 # Browsers must not treat an answer as a page, whatever text it quotes.
 _NO_SNIFF: Final[Header] = (b"x-content-type-options", b"nosniff")
 BODY_TIMEOUT_S: Final = 120.0
-# Memory for this much of an announced body is reserved before it arrives; small bodies fit whole.
+# A request reserves memory for at most this much of its announced body in advance; small bodies are reserved
+# completely.
 ADVANCE_RESERVE_BYTES: Final = LARGE_BYTES
 _LENGTH_DIGITS: Final = 18
-# The transport buffers what its client has not read, so a large answer is sent in slices.
+# The transport buffers all that its client has not read, so a large answer is sent in slices of this size.
 SLICE_BYTES: Final = 64 * 1024
 # nginx's status for a client that has left before its answer.
 CLIENT_CLOSED: Final = 499
@@ -52,9 +53,10 @@ class ResponseSender:
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Read the whole body. Its memory is reserved as it arrives, and `ADVANCE_RESERVE_BYTES` of it in advance.
+    """Read the whole body. Memory is reserved as the body arrives, and for `ADVANCE_RESERVE_BYTES` of it in advance.
 
-    Raises `BodyTooLarge` as soon as it is known to be, `ClientLeft`, `ApiError` 408, `RateLimited` or `Unavailable`.
+    Raises `BodyTooLarge` as soon as the size is known to exceed the limit, `ClientLeft`, `ApiError` 408, `RateLimited`
+    or `Unavailable`.
     """
     record = record_of(scope)
     length = Headers(scope=scope).get("content-length", "")
@@ -98,7 +100,7 @@ async def _receive_all(record: RequestRecord, receive: Receive, limit_bytes: int
 
 
 async def reserve(record: RequestRecord, size_bytes: int) -> None:
-    """Reserve memory for this much of a request's body in all. Raises `Unavailable` or `BodyTooLarge`."""
+    """Increase the memory reserved for a request's body to this size. Raises `Unavailable` or `BodyTooLarge`."""
     if record.lease is not None:
         record.lease.owner = record.caller.key or ""
         await record.lease.reach(size_bytes)
@@ -111,7 +113,7 @@ def came_to(scope: Scope, port: int) -> bool:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Return a JSON response for an endpoint that returns one; `send_body` is for ASGI endpoints."""
+    """Return a JSON response, for an endpoint that returns responses; ASGI endpoints use `send_body`."""
     return Response(msgspec.json.encode(value), status, media_type=JSON.decode())
 
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-# uvloop itself puts this class between socket and protocol. Its `start_tls` cannot be used: data that was read before
-# its first step would be lost.
+# Between socket and protocol, uvloop itself uses this class. `start_tls` cannot be used: data that was read before its
+# first step would be lost.
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # its stub leaves it out
 
 from gateway.http.connection import GuardedProtocol
@@ -18,7 +18,8 @@ from gateway.http.connection_limits import Connections
 from gateway.http.tls import Tls
 
 HANDSHAKE_S: Final = 10.0
-# An unread answer may buffer this much, as on plain TCP; the default for TLS is eight times that.
+# Maximum size of the buffer for an unread answer, the same as on plain TCP; asyncio's default for TLS is eight times
+# that.
 UNSENT_BYTES: Final = 64 * 1024
 
 
@@ -52,7 +53,7 @@ class Handshake(asyncio.Protocol):
         self._transport = transport
         peer = transport.get_extra_info("peername")
         if not self._registry.admit(self, str(peer[0]) if peer else ""):
-            # The client gets no reason, since an answer would need the handshake.
+            # The client gets no reason: an answer would need a completed handshake.
             transport.abort()
             return
         self._server_connections.add(self)  # type: ignore[arg-type]  # uvicorn only calls `shutdown`
@@ -72,19 +73,19 @@ class Handshake(asyncio.Protocol):
         secured.connection_made(transport)
 
     def finish(self, transport: asyncio.Transport) -> None:
-        """Leave the place in the registry to the protocol above `transport`, which is TLS."""
+        """Hand the place in the registry over to the protocol above `transport`, which is TLS."""
         self._leave()
         transport.set_write_buffer_limits(UNSENT_BYTES)
 
     def unsent(self) -> int:
-        """Return the bytes that TLS has handed on and the system has not accepted."""
+        """Return the number of bytes that TLS has written and the system has not accepted yet."""
         return self._transport.get_write_buffer_size()
 
     def close_idle(self) -> None:
         self._transport.abort()
 
     def shutdown(self) -> None:
-        """End with the server."""
+        """Abort the handshake when the server shuts down."""
         self._transport.abort()
 
     def check_stalled(self) -> None:
@@ -92,7 +93,7 @@ class Handshake(asyncio.Protocol):
 
     def _end(self, waiter: asyncio.Future[None]) -> None:
         self._leave()
-        # A client that has left is no error; exceeding the deadline aborts.
+        # A client that has left is no error. Exceeding the deadline aborts the connection.
         if isinstance(waiter.exception(), ssl.SSLError | ConnectionAbortedError):
             self._registry.dropped("handshake")
 

@@ -13,7 +13,7 @@ FILES_WANTED: Final = (65536, 10240)
 
 
 class CannotListen(Exception):
-    """The address cannot be used; the message gives the reason."""
+    """Raised when the address cannot be used; the message gives the reason."""
 
 
 def listen_tcp(host: str, port: int) -> list[socket.socket]:
@@ -38,7 +38,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         except OSError as error:
             close_all(sockets)
             raise CannotListen(_why(error, host, port)) from error
-        # The system chooses a port for 0 on the first address; the others use the same.
+        # For port 0, the system chooses a port on the first address; the other addresses use the same port.
         port = listener.getsockname()[1]
     if not sockets:
         raise CannotListen(f"no address of {host!r} is available on this machine")
@@ -48,7 +48,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
 def listen_unix(path: Path) -> socket.socket:
     """Open a socket file of mode 0600 in place of a stale one. The home's lock must be held. Raises `CannotListen`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # The umask makes it private from the start: between bind and chmod any user could connect.
+    # The umask makes the socket private from the start: between bind and chmod, any user could connect.
     mask = os.umask(0o177)
     try:
         path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Filter for bodies in pieces that replaces long runs of base64 by their size and the digest of their bytes.
+"""Filter that replaces long runs of base64 in a body by their decoded size and the digest of the decoded bytes.
 
-Logs and caches name a request's media by the same digest.
+A body is filtered in pieces. Logs and caches identify a request's media by the same digest.
 """
 
 import binascii
@@ -8,7 +8,7 @@ import hashlib
 import re
 from typing import Final
 
-# Shorter runs, such as keys, hashes and words, stay unchanged.
+# Shorter runs of base64 characters, such as keys, hashes and words, stay unchanged.
 RUN_MIN: Final = 1024
 # A match must begin where a run does; otherwise the work would grow with the square of its length.
 _TAIL: Final = re.compile(rb"(?<![A-Za-z0-9+/_=-])[A-Za-z0-9+/_=-]*\Z")
@@ -18,7 +18,10 @@ _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 
 
 class MediaDigests:
-    """Filter of one body. `feed` returns the text to keep of the pieces so far, `finish` the rest."""
+    """Filter that replaces media in one body, piece by piece.
+
+    `feed` takes a piece and returns the output that is final; `finish` returns the rest.
+    """
 
     def __init__(self) -> None:
         self._tail = b""
@@ -47,7 +50,7 @@ class MediaDigests:
 
 
 class _Run:
-    """One run, of which only a few undecoded characters are held."""
+    """Run of base64 characters, of which only a few undecoded characters are kept in memory."""
 
     def __init__(self, beginning: bytes) -> None:
         self._digest = hashlib.blake2b(digest_size=32)

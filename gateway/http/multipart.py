@@ -11,7 +11,7 @@ from gateway.errors import BadRequest
 FORM: Final = b"multipart/form-data"
 PARTS_MAX: Final = 64
 FIELD_BYTES_MAX: Final = 256 * 1024
-# Room for the fields other than the file, and for the bytes between parts.
+# Maximum size of everything in the body except the file: the other fields, and the bytes between parts.
 ROOM_BYTES: Final = 1024 * 1024
 _HEADERS_MAX: Final = 8
 _HEADER_BYTES_MAX: Final = 4096
@@ -19,7 +19,7 @@ _HEADER_BYTES_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class MultipartForm:
-    """Fields in the order of their parts; a name may occur several times. `file` is None without one."""
+    """Fields in the order of their parts; a name may occur several times. `file` is None if the form has no file."""
 
     fields: tuple[tuple[str, str], ...]
     file: bytes | None
@@ -58,7 +58,7 @@ def read_form(body: bytes, content_type: str, file_field: str) -> MultipartForm:
 
 
 class _Reader:
-    """State of the parser: the current part, and all parts before it."""
+    """State of the parser: the current part and the completed parts."""
 
     def __init__(self, file_field: str) -> None:
         self.fields: list[tuple[str, str]] = []

@@ -11,7 +11,7 @@ from gateway.http.exchange import SLICE_BYTES, reserve
 from gateway.request.bodies import Bodies, BodyLease
 from gateway.request.record import RequestRecord
 
-# A reader holds two slices in the transport, whose high-water mark is one slice, and the next one.
+# A reader has two slices in the transport, whose high-water mark is one slice, and holds the next slice.
 READER_BYTES: Final = 3 * SLICE_BYTES
 
 
@@ -27,10 +27,11 @@ class _SharedAnswer:
 
 
 class SharedAnswers:
-    """Answers that are being read. Each is made once for all its readers, and leased while it has any.
+    """Registry of the answers that are being read. An answer is made once for all its readers, and leased while it has
+    any.
 
     A reader leases memory for its slices with its request, so readers are bounded by the memory for bodies and by the
-    share of their key. Belongs to the event loop.
+    share of their key. Used on the event loop only.
     """
 
     def __init__(self, bodies: Bodies) -> None:
@@ -41,9 +42,9 @@ class SharedAnswers:
     async def reading(
         self, record: RequestRecord, key: Hashable, size_bytes: int, make: Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[bytes]:
-        """Yield the answer of this key, which takes about `size_bytes`. Equal keys must mean equal bytes.
+        """Yield the answer of this key, which takes about `size_bytes`. Answers with equal keys must have equal bytes.
 
-        Raises `Unavailable` if there is no memory, and whatever `make` raises.
+        Raises `Unavailable` if there is no memory, and any error of `make`.
         """
         answer = self._answers.get(key)
         if answer is None:
@@ -61,7 +62,9 @@ class SharedAnswers:
                 answer.lease.close()
 
     async def _body(self, answer: _SharedAnswer, size_bytes: int, make: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Make the answer in the first reader that stays; all readers that wait for it share a failure."""
+        """Make the answer in the first reader that does not leave. If this fails, all waiting readers get the same
+        error.
+        """
         async with answer.lock:
             if answer.failure is not None:
                 raise answer.failure
@@ -76,5 +79,6 @@ class SharedAnswers:
             return answer.body
 
     async def _reach(self, lease: BodyLease, size_bytes: int) -> None:
-        # An answer may be larger than all memory for bodies, as it holds more than its request; it is still readable.
+        # An answer holds more than its request, so it may be larger than all memory for bodies; it is served
+        # nevertheless.
         await lease.reach(min(size_bytes, self._bodies.largest_bytes()))

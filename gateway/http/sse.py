@@ -29,8 +29,11 @@ HEADERS: Final[tuple[Header, ...]] = ((b"content-type", EVENTS), *_UNBUFFERED)
 
 @dataclass(frozen=True, slots=True)
 class StreamTiming:
-    """Timing of a stream. The status line waits up to `hold_s` for the first event, so that a refusal can be a status;
-    `keepalive_s` is the interval of keep-alives."""
+    """Timing of a stream, in seconds.
+
+    The status line waits up to `hold_s` for the first event, so that a refusal can have an error status. `keepalive_s`
+    is the interval of keep-alives.
+    """
 
     hold_s: float = 1.0
     keepalive_s: float = 10.0
@@ -42,18 +45,19 @@ DEFAULT_PACE: Final = StreamTiming()
 class StreamWatch:
     """Context that cancels its task when the client leaves, or reads nothing for `write_timeout_s`.
 
-    uvicorn's `send` returns silently after a disconnect, so `receive` is watched. The context swallows its own
-    cancellation, and no other; `reason` is its cause.
+    uvicorn's `send` returns silently after a disconnect, so `receive` is watched. The context swallows only its own
+    cancellation; `reason` is the cause.
     """
 
     def __init__(self, receive: Receive, write_timeout_s: float) -> None:
         self.reason: str | None = None
         self._receive = receive
         self._write_timeout_s = write_timeout_s
-        # Set during every `send`, which blocks while the client does not read.
+        # Whether the task is in `send`, which blocks while the client does not read.
         self.is_sending = False
         self.sent = 0
-        # Set once all is sent, when the end of the connection means nothing; it may arrive before this task continues.
+        # Whether everything was sent. From then on, a disconnect means nothing; it may arrive before this task
+        # continues.
         self.is_over = False
         self._sent_before = -1
         self._stalls = 0
@@ -83,7 +87,7 @@ class StreamWatch:
         return self._task.uncancel() == 0 and kind is asyncio.CancelledError
 
     async def write(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        """Send a piece of the body, and notice if the client does not read it."""
+        """Send a piece of the body; the watch notices if the client does not read it."""
         self.is_sending = True
         await send({"type": "http.response.body", "body": data, "more_body": more})
         self.is_sending = False
@@ -141,9 +145,10 @@ class _Stream:
         self._is_started = False
 
     async def run(self) -> ApiError | None:
-        """Write the whole stream. Raises `ApiError` if nothing was written yet; returns one that the stream contains.
+        """Write the whole stream. Raises `ApiError` if nothing was written yet; returns an error that was sent in the
+        stream.
 
-        An internal error is raised too, after its event: without one the stream could look complete.
+        An internal error is raised after its event was sent: without an event, the stream could look complete.
         """
         try:
             while not self._generation.is_done:
@@ -167,7 +172,7 @@ class _Stream:
             await self._write(last, more=False)
 
     async def _open(self) -> None:
-        """Wait for the load of a cold model, with keep-alives for the client."""
+        """Wait until a cold model is loaded, while the client gets keep-alives."""
         if self._generation.open_now():
             return
         opening = asyncio.create_task(self._generation.open())
@@ -179,7 +184,7 @@ class _Stream:
             opening.cancel()
 
     async def _flow(self) -> None:
-        """Forward new text until something else happens: the loop that every token passes through."""
+        """Forward new text until something else happens. Every token passes through this loop."""
         generation, encode, watch = self._generation, self._encoder.encode, self._watch
         while True:
             on_unread = self._write_unread if self._is_started and self._writer is not None else None
@@ -191,7 +196,9 @@ class _Stream:
         await self._turn(data, is_silent=not deltas)
 
     def _write_unread(self) -> bool:
-        """Write unread deltas without waking this task, and return True, if the client reads."""
+        """Write unread deltas without waking this task. Returns False, and writes nothing, if the client cannot take
+        more now.
+        """
         writer = self._writer
         if writer is None or not writer.is_open:
             return False
@@ -201,10 +208,11 @@ class _Stream:
         return True
 
     async def _turn(self, data: bytes, is_silent: bool) -> None:
-        """Handle a beginning, an end, a failure, or silence."""
+        """Handle what ends the loop of `_flow`: a beginning, an end, a failure, or silence."""
         generation = self._generation
         if generation.failure is not None:
-            # A failure before the first byte becomes a status; a later one follows the text generated so far.
+            # A failure before the first byte becomes an error status; a later failure follows the text generated so
+            # far.
             if data and self._is_started:
                 await self._write(data)
             raise generation.failure
@@ -213,7 +221,7 @@ class _Stream:
         elif data or (is_silent and generation.is_open and not self._is_started):
             await self._write(data)
         elif is_silent and generation.is_open and generation.shows_life():
-            # Nothing is sent if the worker makes no progress, so that the client may time out.
+            # If the worker makes no progress, no keep-alive is sent, so that the client may time out.
             await self._write(self._encoder.keepalive())
 
     def _read_timeout_s(self) -> float:
@@ -226,9 +234,9 @@ class _Stream:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             data = self._encoder.begin(self._generation.prompt_tokens) + data
             if not data and more:
-                # Headers alone do not reset the idle timer of a client that reads events.
+                # A client that reads events does not reset its idle timer for headers alone.
                 data = self._encoder.keepalive()
-            # No middleware inspects the body, so each event skips this wrapper.
+            # No middleware inspects the body, so events bypass this wrapper.
             if isinstance(self._send, ResponseSender):
                 self._send = self._send.inner
         if data or not more:
@@ -245,7 +253,7 @@ async def respond_stream(
     pace: StreamTiming = DEFAULT_PACE,
     kind: bytes = EVENTS,
 ) -> ApiError | None:
-    """Answer with the events of `generation`, in a stream of this content type.
+    """Answer with the events of `generation`, as a stream of this content type.
 
     Raises `ApiError` only before the status is sent; returns a later error.
     """
@@ -262,7 +270,7 @@ async def respond_stream(
 async def respond_whole(
     generation: Generation, fold: Fold, record: RequestRecord, receive: Receive, send: Send
 ) -> None:
-    """Answer in one piece. Raises `ApiError`."""
+    """Answer with one whole body. Raises `ApiError`."""
 
     async with cut_off(record, receive):
         await send_body(send, 200, await folded(generation, fold), generation.headers)
@@ -286,7 +294,9 @@ async def folded(generation: Generation, fold: Fold) -> bytes:
 
 @asynccontextmanager
 async def cut_off(record: RequestRecord, receive: Receive, write_timeout_s: float = 0) -> AsyncGenerator[StreamWatch]:
-    """Cancel the body of the context when its client leaves or stalls, record that, and continue after it."""
+    """Cancel the body of the context when its client leaves or stalls, record the cause, and continue after the
+    context.
+    """
     async with StreamWatch(receive, write_timeout_s) as watch:
         yield watch
     if watch.reason is not None:

@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S: Final = 60.0
 
-# A stamp identifies a version of a file by device, inode, size and modification time.
+# Identifies a version of a file by device, inode, size and modification time.
 Stamp = tuple[int, int, int, int] | None
 
 
 class Tls:
-    """The certificate of new connections. Open connections keep the one that they began with."""
+    """Certificate for new connections. Open connections keep the certificate with which they began."""
 
     def __init__(self, config: TlsConfig, metrics: Metrics) -> None:
         """Load the certificate. Raises `CertificateUnusable`."""
@@ -34,7 +34,7 @@ class Tls:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """The context for one new connection."""
+        """TLS context for one new connection."""
         return self._certificate.context
 
     async def run(self) -> None:
@@ -44,9 +44,9 @@ class Tls:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Load changed files. Unusable ones change nothing, and are logged and counted once."""
+        """Load changed files. Unusable files leave the certificate unchanged, and are logged and counted once."""
         async with self._lock:
-            # Stamps are taken before the files are read, so that a change in between is found at the next check.
+            # Stamps are taken before the files are read, so that the next check finds a change in between.
             stamps = await asyncio.to_thread(self._current_stamps)
             if stamps == self._stamps:
                 return
