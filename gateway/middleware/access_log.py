@@ -11,16 +11,16 @@ from protocol.peering import STATUS_PATH
 
 log = logging.getLogger(__name__)
 
-# Machines poll these paths, and their lines would drown the others.
+# Machines poll these paths, and a log line for each poll would drown the other lines.
 QUIET: Final = frozenset(
     {"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/", STATUS_PATH}
 )
 
 
 def write(record: RequestRecord, slow_s: float, sample: LogSample, trace_id: str = "") -> None:
-    """Log a request that has ended; `sample` selects the lines of unauthenticated clients.
+    """Log a request that has ended. `sample` decides which requests of unauthenticated clients are logged.
 
-    `slow_s` 0 disables warnings; `trace_id` is that of its exported trace.
+    `slow_s` 0 disables warnings; `trace_id` is the id of the request's exported trace.
     """
     elapsed_s = time.perf_counter() - record.started
     if slow_s and elapsed_s >= slow_s and record.model is not None:

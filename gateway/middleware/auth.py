@@ -29,13 +29,14 @@ from gateway.web.gate import Gate
 
 HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 METRICS: Final = "/metrics"
-# Daemons use these paths among themselves.
+# Paths that daemons use among themselves.
 INTERNAL: Final = "/internal/"
-# Clients may send two secrets, one from their settings and one from their environment; more are ignored.
+# Clients may send two secrets, one from their settings and one from their environment; more than this number are
+# ignored.
 SECRETS_MAX: Final = 4
-# Requests that only count tokens use none of a key's concurrency.
+# Requests to these paths only count tokens, and do not count against a key's concurrency.
 _TOKEN_COUNTING: Final = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
-# Browsers send these for pages of other sites, ports and names; the other values are `same-origin` and `none`.
+# Browsers send these values for pages of other sites, ports and names; the other values are `same-origin` and `none`.
 _CROSS_SITE: Final = ("cross-site", "same-site")
 _REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired", DISABLED: "disabled"}
 _SCRAPERS: Final = (
@@ -92,7 +93,7 @@ class Auth:
             return OWNER
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)
-        # A proxy on this machine must not make its remote clients owners.
+        # A remote client behind a proxy on this machine must not become the owner.
         is_local = self._is_loopback and record.client.is_own
         is_open_to_all = keyring.is_open and is_local and not is_internal
         if is_open_to_all or self._live.config.server.hosts:
@@ -120,7 +121,9 @@ class Auth:
         return caller
 
     def _refuse(self, error: Unauthorized, record: RequestRecord) -> NoReturn:
-        """Count a failure. Only requests without a valid key do, so others behind their address are not slowed."""
+        """Count a failure. Only requests without a valid key count, so that others behind the same address are not
+        slowed.
+        """
         try:
             self._throttle.fail(record.client)
         except RateLimited:
@@ -144,8 +147,11 @@ class Auth:
         raise Unauthorized("An API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.", None)
 
     def _check_host(self, headers: Headers, is_open_to_all: bool) -> None:
-        """Refuse foreign host names: an attacker may resolve one to this machine, and its page would have this origin
-        for the browser. Raises `Misdirected`."""
+        """Refuse foreign host names. Raises `Misdirected`.
+
+        An attacker may resolve such a name to this machine; to the browser, the attacker's page then has the daemon's
+        origin.
+        """
         server = self._live.config.server
         for host in headers.getlist("host"):
             if not is_served(host, (*server.hosts, server.host)):
@@ -156,14 +162,14 @@ class Auth:
                 )
 
     def _check_page(self, headers: Headers) -> None:
-        """Refuse web pages, as an open loopback is for programs. Raises `Forbidden`."""
+        """Refuse web pages, because an open loopback is meant for programs. Raises `Forbidden`."""
         origin = headers.get("origin")
         if origin is not None:
-            # A page of the requested host is this daemon's own, because that name was checked before.
+            # A page of the requested host is this daemon's own, because the host's name was checked before.
             is_ours = is_own(origin) or is_same(origin, headers.get("host", ""))
             is_foreign = origin not in self._live.config.server.cors and not is_ours
         else:
-            # Browsers send no origin for passive content, such as an image.
+            # Browsers send no `Origin` for passive content, such as an image.
             is_foreign = headers.get("sec-fetch-site", "").lower() in _CROSS_SITE
         if is_foreign:
             self._metrics.auth_failures["origin"] += 1

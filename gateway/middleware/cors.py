@@ -37,7 +37,7 @@ class Cors:
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
         record = record_of(scope)
-        # Caches must not serve one origin's answer to another.
+        # Caches must not use the answer to one origin for another.
         record.always.append((b"vary", b"Origin"))
         if origin not in origins:
             await self._app(scope, receive, send)

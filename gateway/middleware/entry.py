@@ -29,7 +29,7 @@ _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 class EntryMiddleware:
-    """ASGI app below which anything may raise `ApiError`; any other exception is a 500, logged once and counted."""
+    """ASGI app below which code may raise `ApiError`; any other exception becomes a 500, logged once and counted."""
 
     def __init__(self, app: ASGIApp, services: Services, is_public: bool) -> None:
         self._app = app
@@ -135,7 +135,7 @@ def _from_http(error: HTTPException, scope: Scope) -> ApiError:
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Complete lifespan events; the daemon, not the app, does the work of start and stop."""
+    """Complete lifespan events without effect; the daemon starts and stops its own parts."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 
 TRACES_PATH: Final = "/v1/traces"
 EXPORT_TIMEOUT_S: Final = 5.0
-# Export pauses for this long after a collector did not answer; spans of that time are lost.
+# Export pauses for this long after a collector did not answer; spans that end during the pause are lost.
 PAUSE_S: Final = 60.0
 
 _OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 
 
 class OtelTracer:
-    """Tracer that makes spans of ended requests; a thread of OpenTelemetry's sends them."""
+    """Tracer that makes spans of ended requests; OpenTelemetry's thread sends the spans."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` may lack its path. The environment may add headers (`OTEL_EXPORTER_OTLP_HEADERS`)."""
+        """`endpoint` may lack the traces' path. The environment may add headers (`OTEL_EXPORTER_OTLP_HEADERS`)."""
         url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
         exporter = PatientExporter(OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S), url)
         resource = Resource.create({"service.name": "mlxd", "service.version": protocol.__version__})
@@ -73,7 +73,7 @@ class OtelTracer:
         return f"{span.get_span_context().trace_id:032x}"
 
     def close(self) -> None:
-        """Send queued spans, within a few seconds."""
+        """Send queued spans, which takes at most a few seconds."""
         self._provider.shutdown()
 
 

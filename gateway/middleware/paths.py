@@ -1,4 +1,4 @@
-"""Classification of the public API's paths: the dialect of their errors, and requests that count."""
+"""Classification of the public API's paths: the dialect of their errors, and whether requests to them are counted."""
 
 from typing import Final
 
@@ -10,18 +10,18 @@ from protocol.peering import GENERATE_PATH
 METHOD: Final = "POST"
 PREFIX: Final = "/v1/"
 ANTHROPIC: Final = "/v1/messages"
-# Anthropic's clients send this header, also on other paths.
+# Anthropic's clients send this header, also to paths that other dialects share.
 ANTHROPIC_HEADER: Final = "anthropic-version"
 OLLAMA: Final = "/api/"
-# These lists are in LM Studio's form, whose clients read OpenAI's errors.
+# The lists of models below these paths have LM Studio's form; LM Studio's clients read OpenAI's errors.
 LM_STUDIO: Final = ("/api/v0/", "/api/v1/")
-# llama.cpp's server has these routes without the version too, and clients use them.
+# llama.cpp's server also has these routes without the version, and clients use them.
 _UNVERSIONED: Final = ("/chat/completions", "/completions", "/embeddings", "/responses", "/messages")
 # llama.cpp's route for filling in the middle.
 INFILL: Final = "/infill"
-# Ollama's generating routes; its others are about models.
+# Ollama's generating routes; its other routes are about models.
 OLLAMA_REQUESTS: Final = frozenset({"/api/chat", "/api/generate", "/api/embed", "/api/embeddings"})
-# Routes of models that score pairs, where other servers have them.
+# Routes for scoring pairs, at the paths that other servers use.
 _SCORES: Final = frozenset({"/rerank", "/v2/rerank", "/score"})
 _MORE: Final = OLLAMA_REQUESTS | _SCORES | {INFILL}
 # Cancelling is never counted, because a client must always be able to stop what it started.
@@ -43,12 +43,12 @@ def dialect_of(path: str, headers: Headers) -> Dialect:
 
 
 def is_of_api(method: str, path: str) -> bool:
-    """Whether it is an API request in the metrics; a list of models is not."""
+    """Whether a path counts as an API request in the metrics; lists of models do not."""
     return method == METHOD and (path.startswith(PREFIX) or path in _MORE)
 
 
 def is_counted(method: str, path: str) -> bool:
-    """Whether it counts against a key's limit of requests."""
+    """Whether a request counts against a key's limit of requests."""
     if method != METHOD or path.endswith(_UNCOUNTED):
         return False
     return is_of_api(method, path) or path in _QUESTIONS or path == GENERATE_PATH
