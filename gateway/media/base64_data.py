@@ -1,4 +1,4 @@
-"""Media inside of a request: base64 and data URIs, decoded in a thread if they are large."""
+"""Media in the request itself, as base64 or data URIs, decoded in a thread if they are large."""
 
 import binascii
 from typing import Final
@@ -7,7 +7,7 @@ from gateway.errors import BadRequest
 from gateway.media.reference import AUDIO, IMAGE, Reference
 
 DATA: Final = "data:"
-# vLLM's form of a video without a decoder is a list of JPEG files with commas between them.
+# vLLM's prefix for a video as a list of JPEG files, separated by commas, which needs no video decoder.
 FRAMES: Final = "data:video/jpeg;base64,"
 FRAMES_MAX: Final = 2048
 _SPACE: Final = str.maketrans("", "", " \t\r\n")
@@ -28,7 +28,9 @@ def too_large(reference: Reference, limit_bytes: int) -> BadRequest:
 
 
 def decode(reference: Reference, limit_bytes: int) -> tuple[bytes, int]:
-    """Return the bytes of a medium, and the number of frames if they are a list (else 0). Raises `BadRequest`."""
+    """Return the bytes of a medium, and the number of frames if the bytes are a list of frames (else 0). Raises
+    `BadRequest`.
+    """
     if reference.encoded:
         return _bytes(reference, reference.encoded, limit_bytes), 0
     if reference.url[: len(FRAMES)].lower() == FRAMES and reference.kind == "video":
@@ -69,7 +71,7 @@ def _bytes(reference: Reference, encoded: str, limit_bytes: int) -> bytes:
 
 
 def _strict(encoded: str) -> bytes:
-    """Decode base64, and retry without line ends, with padding and with the URL-safe alphabet, as encoders differ.
+    """Decode base64. Encoders differ, so it is retried without line ends, with padding and with the URL-safe alphabet.
 
     Raises `ValueError`.
     """

@@ -16,11 +16,11 @@ from typing import Final
 from gateway.errors import Unavailable
 from gateway.media.reference import FetchFailed
 
-# Concurrent lookups of all keys, and of one key; more of one key wait.
+# Maximum concurrent lookups of all keys, and of one key; further lookups of that key wait.
 LOOKUPS_MAX: Final = 16
 LOOKUPS_OF_KEY_MAX: Final = 2
-# A request waits this long for a place, and as long for its lookup. A lookup that takes longer runs
-# until the system gives up, and its name is refused for `UNANSWERED_S`.
+# A request waits this long for a place, and again this long for its lookup. A slower lookup runs until the system gives
+# up, and its name is refused for `UNANSWERED_S`.
 LOOKUP_TIMEOUT_S: Final = 5.0
 UNANSWERED_S: Final = 60.0
 RETRY_AFTER_S: Final = 2.0
@@ -35,7 +35,7 @@ def look_up(host: str, port: int) -> list[str]:
 
 
 class HostNames:
-    """Running lookups, and names whose servers do not answer. Owned by the event loop.
+    """Registry of running lookups, and of names whose servers do not answer. Owned by the event loop.
 
     A lookup keeps its place until it ends, even if its request no longer waits.
     """
@@ -48,7 +48,7 @@ class HostNames:
         self._clock = clock
         self._running = 0
         self._places: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(LOOKUPS_OF_KEY_MAX))
-        # Refused names, each with the end of its refusal.
+        # Refused names, each with the time when its refusal ends.
         self._unanswered: dict[str, float] = {}
 
     async def resolve(self, owner: str, host: str, port: int) -> list[str]:
@@ -90,7 +90,7 @@ class HostNames:
                 outcome = self._look_up(host, port)
             except Exception as error:  # root of a thread; the waiting request gets it
                 outcome = error
-            # A closed loop means that the daemon has exited without waiting.
+            # A closed loop means that the daemon has exited without waiting for this thread.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(finish, outcome)
 

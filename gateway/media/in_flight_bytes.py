@@ -1,4 +1,4 @@
-"""Bytes of the media of all requests, counted from reading them to the requests' end."""
+"""Counter of the media bytes of all requests. Bytes count from when they are read until their request ends."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,12 +12,14 @@ RETRY_AFTER_S: Final = 2.0
 
 
 def share_bytes(limit_bytes: int, has_others: bool) -> int:
-    """Return the limit of one key: half if there are other keys, but always as much as one request can send."""
+    """Return the limit of one key: half of the bytes if there are other keys, but at least as much as one request may
+    send.
+    """
     return max(limit_bytes // 2, min(limit_bytes, MAX_FRAME_BYTES)) if has_others else limit_bytes
 
 
 class InFlightBytes:
-    """The count, with its limits. Owned by the event loop."""
+    """Counter with limits for all keys and for each key. Owned by the event loop."""
 
     def __init__(self, limit_bytes: Callable[[], int], has_others: Callable[[], bool] = bool) -> None:
         """`limit_bytes` is for all owners; `has_others` returns whether several owners share it."""
@@ -51,13 +53,13 @@ class InFlightBytes:
 
 
 class MediaLease:
-    """Bytes of one request's media. Owned by its record, and closed when the request has ended."""
+    """Lease for the media bytes of one request. Owned by the request's record; closed when the request has ended."""
 
     __slots__ = ("_counted", "owner", "size_bytes")
 
     def __init__(self, counted: InFlightBytes) -> None:
         self._counted = counted
-        # The key whose share is used; set before the first byte.
+        # Key against whose share the bytes count, set before the first byte.
         self.owner = ""
         self.size_bytes = 0
 

@@ -1,4 +1,4 @@
-"""Modalities of a model other than text, as reported by its worker, or by its files before a load."""
+"""Modalities of a model other than text, as reported by its worker, or before a load as found in its files."""
 
 import importlib.util
 import json
@@ -12,13 +12,15 @@ from protocol.prompts import Media
 
 TEXT: Final = "text"
 SETUP: Final = "mlxctl setup vision"
-# Estimates for rate limits, until the worker has counted.
+# Estimated tokens of one medium for rate limits, until the worker has counted them.
 TOKENS: Final = {"image": 1024, "video": 4096, "audio": 512}
 _PLURALS: Final = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def expected(path: str) -> tuple[str, ...] | None:
-    """Return the modalities that a model's files have towers for; its worker may serve fewer. None if unreadable."""
+    """Return the modalities for which a model's files have towers; the worker may serve fewer. None if they are
+    unreadable.
+    """
     try:
         config: Any = json.loads((find(path) / "config.json").read_bytes())
     except (Unreadable, OSError, ValueError, RecursionError):
@@ -29,14 +31,16 @@ def expected(path: str) -> tuple[str, ...] | None:
 
 
 def modalities(path: str, ready: Ready | None) -> tuple[str, ...]:
-    """Return all modalities of prompts, as the worker reports; before a load those of the files that can be served."""
+    """Return the modalities that prompts may have: those the worker reports, or before a load those in the files that
+    can be served.
+    """
     if ready is not None:
         return (TEXT, *ready.modalities)
     return (TEXT, *(expected(path) or ())) if has_towers_library() else (TEXT,)
 
 
 def has_towers_library() -> bool:
-    """Whether mlx-vlm is installed, which has the encoders of all media."""
+    """Whether mlx-vlm is installed, which has the encoders of all modalities."""
     return importlib.util.find_spec("mlx_vlm") is not None
 
 
@@ -46,7 +50,7 @@ def likely_tokens(media: Iterable[Media]) -> int:
 
 
 def check(name: str, path: str, ready: Ready | None, media: Iterable[Media]) -> None:
-    """Raises `BadRequest` for a medium that the model does not take, as far as that is known before its load."""
+    """Raises `BadRequest` for a medium that the model does not take; before a load, not everything is known."""
     first = {each.kind: each.param for each in reversed(list(media))}
     if not first:
         return

@@ -1,7 +1,8 @@
-"""Guarded fetches of media by URL: public addresses only, each redirect checked, bytes and time bounded.
+"""Guarded fetches of media by URL: only public addresses, each redirect checked, bytes and time limited.
 
-A name is resolved once, and one of its checked addresses is dialled, so a later answer of its DNS server cannot change
-the target. Proxies of the environment, cookies and credentials are not used. An error contains no address.
+A name is resolved once, and the connection uses one of the checked addresses, so a later answer of the name's DNS
+server cannot change the target. Proxies from the environment, cookies and credentials are not used. Errors contain no
+address.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _HEADERS: Final = [
     ("user-agent", "mlxd"),
 ]
 _NAT64: Final = IPv6Network("64:ff9b::/96")
-# All global unicast addresses are in this range; other ranges embed IPv4 addresses in ways of their own.
+# All global unicast addresses are in this range; other ranges embed IPv4 addresses in various ways.
 _GLOBAL: Final = IPv6Network("2000::/3")
 
 IPAddress = IPv4Address | IPv6Address
@@ -52,7 +53,7 @@ def is_public(address: IPAddress) -> bool:
 
 
 def is_own(address: IPAddress, interfaces: Interfaces = psutil.net_if_addrs) -> bool:
-    """Whether an address is on a network of this machine, whose addresses may be public ones."""
+    """Whether an address is on a network of this machine, which may have public addresses."""
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     for entries in interfaces().values():
@@ -60,14 +61,14 @@ def is_own(address: IPAddress, interfaces: Interfaces = psutil.net_if_addrs) -> 
             if entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             host = ip_interface(f"{entry.address.partition('%')[0]}{_prefix(entry.netmask)}")
-            # An empty mask would make the whole internet this machine's network.
+            # With an empty mask, the whole internet would count as this machine's network.
             if address == host.ip or (host.network.prefixlen and address in host.network):
                 return True
     return False
 
 
 def _prefix(netmask: str | None) -> str:
-    """Convert the mask to a suffix; without a mask, as in a tunnel, the address is alone."""
+    """Convert a mask to a prefix length. An address without a mask, as in a tunnel, is a network of its own."""
     if not netmask:
         return ""
     return f"/{int(ip_address(netmask)).bit_count()}"
@@ -119,7 +120,7 @@ class Fetcher:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the TLS context that all fetches share, as it takes 50 ms to make."""
+    """Return the TLS context that all fetches share, because making one takes 50 ms."""
     return ssl.create_default_context(cafile=certifi.where())
 
 
@@ -170,7 +171,7 @@ def _header(answer: httpcore.Response, name: bytes) -> str:
 
 
 class _Guarded(httpcore.AsyncNetworkBackend):
-    """Network backend that dials only permitted addresses, and no name with any other address."""
+    """Network backend that connects only to permitted addresses, and only to addresses of the checked name."""
 
     def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool]) -> None:
         self._resolve = resolve

@@ -6,7 +6,7 @@ from typing import Any, Final
 from gateway.errors import invalid_choice
 from protocol.prompts import Media
 
-# URLs of this scheme refer to media that an earlier response of the same tenant stored, by their digest in hexadecimal.
+# URLs of this scheme refer to media that an earlier response of the same tenant stored, by digest in hexadecimal.
 STORED: Final = "mlxd-media:"
 IMAGE: Final = "image"
 VIDEO: Final = "video"
@@ -21,15 +21,18 @@ DETAILS: Final[dict[str, dict[str, int | float]]] = {
 
 
 class FetchFailed(Exception):
-    """A URL could not be fetched; the message gives the client the reason."""
+    """Raised when a URL could not be fetched; the message gives the client the reason."""
 
 
 class TooManyBytes(FetchFailed):
-    """A URL's body is larger than a medium may be."""
+    """Raised when the body of a URL is larger than a medium may be."""
 
 
 class Reference(Media, frozen=True, array_like=True):
-    """A medium whose bytes are not read yet. Either `url`, perhaps a data URI, or `encoded`, plain base64, is set."""
+    """Reference to a medium whose bytes are not read yet.
+
+    Either `url` is set, which may be a data URI, or `encoded`, which is plain base64.
+    """
 
     url: str = ""
     encoded: str = ""
@@ -62,7 +65,9 @@ def detail_options(detail: str | None, param: str) -> dict[str, int | float]:
 
 
 def merged(own: Mapping[str, int | float], general: Mapping[str, int | float]) -> dict[str, int | float]:
-    """Merge options of one medium over those of the request; the lower of two pixel limits applies."""
+    """Merge one medium's options into the request's options, which they override; of two pixel limits, the lower
+    applies.
+    """
     options = {**general, **own}
     if "max_pixels" in own and "max_pixels" in general:
         options["max_pixels"] = min(own["max_pixels"], general["max_pixels"])

@@ -23,9 +23,9 @@ from gateway.media.reference import STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.prompts import ChatPrompt, Media
 
-# Concurrent fetches of one request.
+# Maximum concurrent fetches of one request.
 FETCHES_MAX: Final = 4
-# Concurrent fetches of all keys, and of one key; each needs a descriptor.
+# Maximum concurrent fetches of all keys, and of one key; each fetch needs a file descriptor.
 FETCHES_OF_ALL_MAX: Final = 32
 FETCHES_OF_KEY_MAX: Final = 8
 DIGEST_BYTES: Final = 32
@@ -46,7 +46,7 @@ def fetch_public() -> Fetch:
     names = HostNames()
 
     async def fetch(owner: str, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
-        # Most daemons fetch nothing, so the HTTP client is imported by the first fetch.
+        # Most daemons fetch nothing, so the HTTP client is imported at the first fetch.
         from gateway.media.public_url import Fetcher
 
         return await Fetcher(partial(names.resolve, owner)).fetch(url, limit_bytes, timeout_s, take)
@@ -57,7 +57,7 @@ def fetch_public() -> Fetch:
 def bounded(
     fetch: Fetch, numbers: MediaNumbers, of_all: int = FETCHES_OF_ALL_MAX, of_key: int = FETCHES_OF_KEY_MAX
 ) -> Fetch:
-    """Wrap `fetch` so that fetches are counted and their number is bounded; others wait as long as their requests."""
+    """Wrap `fetch` to count and limit concurrent fetches; further fetches wait as long as their requests do."""
     places = asyncio.Semaphore(of_all)
     places_of: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(of_key))
 
@@ -78,7 +78,7 @@ def bounded(
 class MediaReader:
     """Bounds and means of reading one request's media. `offload` runs expensive work in a thread.
 
-    `stored` returns the bytes that the request's tenant has stored for digests, if any.
+    `stored` returns the bytes that the request's tenant has stored, by digest; None if media are not stored.
     """
 
     settings: MediaConfig
@@ -99,9 +99,9 @@ async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
     kept = await _stored(references, reading)
     fetched = await _fetched(references, reading)
     media: list[Media] = []
-    # Stored media that were already hashed, since a prompt may refer to them often.
+    # Digests of stored media that were already verified, since a prompt may refer to the same medium often.
     hashed: set[bytes] = set()
-    # Media are read one by one and counted as their bytes arrive, so that a request without room ends early.
+    # Media are read one by one and counted as their bytes arrive, so that a request that exceeds a limit ends early.
     for index, reference in enumerate(references):
         medium = await reading.offload(partial(_read, reference, index, kept, fetched, hashed, reading))
         if index not in fetched and not reference.url.startswith(STORED):
@@ -111,7 +111,7 @@ async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
 
 
 def is_inline(reference: Reference) -> bool:
-    """Whether its bytes are in the request itself."""
+    """Whether a medium's bytes are in the request itself."""
     return bool(reference.encoded) or reference.url[: len(DATA)].lower() == DATA
 
 
@@ -197,14 +197,14 @@ async def _fetch(reference: Reference, reading: MediaReader) -> bytes:
 
 
 def _file(reference: Reference, folders: Sequence[str], limit_bytes: int) -> bytes:
-    """Read a local file below one of `folders`, after links are followed."""
+    """Read a local file that is below one of `folders` after links are resolved."""
     try:
         parts = urlsplit(reference.url)
         path = Path(unquote(parts.path)).resolve(strict=True)
         is_below = any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
         if parts.netloc not in ("", "localhost") or not is_below:
             raise PermissionError
-        # Opening a pipe would block until it has a writer, without O_NONBLOCK.
+        # Without O_NONBLOCK, opening a pipe would block until the pipe has a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -224,7 +224,7 @@ async def _stored(references: Sequence[Reference], reading: MediaReader) -> dict
     if not wanted or reading.stored is None:
         return {}
     kept = await reading.stored(wanted)
-    # Each reference counts, since the prompt contains the bytes as often.
+    # Every reference counts, since the prompt contains the bytes once for each.
     reading.lease.grow(sum(len(kept.get(digest, b"")) for digest in wanted))
     return kept
 
