@@ -1,1 +1,1 @@
-"""API that clients use: routes beside the dialects, and the table of all operations."""
+"""API for clients: routes that belong to no dialect, and the table of the dialects' operations."""

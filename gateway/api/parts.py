@@ -1,4 +1,6 @@
-"""Parts of the public API that its endpoints are made of, and the makers that the tables of operations name."""
+"""Parts from which the public API's endpoints are made, and the makers of endpoints that the tables of operations refer
+to.
+"""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Made once per public app."""
+    """Parts that endpoints use. Made once per public app."""
 
     services: Services
     catalog: Catalog
@@ -26,14 +28,14 @@ class Parts:
     downloads: PullQueue
 
 
-# Makes an operation's endpoint; operations of one path and maker share the endpoint.
+# Function that makes an operation's endpoint; operations with the same path and maker share the endpoint.
 Maker = Callable[[Parts], ASGIApp]
-# An ASGI function with the part of the API that it serves as its first argument.
+# ASGI function whose additional first argument is the part of the API that it serves.
 Handler = Callable[[T, Scope, Receive, Send], Awaitable[None]]
 
 
 class HandlerEndpoint:
-    """ASGI app of a handler. Starlette's router would call a bare function with a `Request`."""
+    """ASGI app of a handler. Starlette's router would call a bare function with a `Request` instead."""
 
     def __init__(self, handler: Handler[T], part: T) -> None:
         self._app: ASGIApp = partial(handler, part)
@@ -43,25 +45,25 @@ class HandlerEndpoint:
 
 
 def served(endpoint: Callable[[Services], ASGIApp]) -> Maker:
-    """Maker of an endpoint that needs only the services."""
+    """Return a maker for an endpoint that needs only the services."""
     return lambda parts: endpoint(parts.services)
 
 
 def or_upstream(endpoint: Callable[[Services], ASGIApp], dialect: str) -> Maker:
-    """Maker of an endpoint whose requests may go to an upstream."""
+    """Return a maker for an endpoint whose requests may go to an upstream."""
     return lambda parts: UpstreamFallback(endpoint(parts.services), parts.services, dialect)
 
 
 def on_services(handler: Handler[Services]) -> Maker:
-    """Maker of the endpoint of a handler that needs only the services."""
+    """Return a maker for the endpoint of a handler that needs only the services."""
     return lambda parts: HandlerEndpoint(handler, parts.services)
 
 
 def on_catalog(handler: Handler[Catalog]) -> Maker:
-    """Maker of the endpoint of a handler that reads the catalog of models."""
+    """Return a maker for the endpoint of a handler that reads the catalog of models."""
     return lambda parts: HandlerEndpoint(handler, parts.catalog)
 
 
 def on_responses(handler: Handler[Responses]) -> Maker:
-    """Maker of the endpoint of a method of the Responses API."""
+    """Return a maker for the endpoint of a method of the Responses API."""
     return lambda parts: HandlerEndpoint(handler, parts.responses)

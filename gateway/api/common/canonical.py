@@ -17,14 +17,14 @@ from protocol.prompts import ChatPrompt, Media
 
 T = TypeVar("T")
 
-# A value is checked for its depth inside of so many lists, because it is encoded inside of a message.
+# A value is checked at this additional depth of nested lists, because it is encoded inside of a message.
 _SPARE_DEPTH: Final = 50
 
 TOOLS_MAX: Final = 512
-# A worker searches every sequence of a request for each of them.
+# The worker searches every sequence of a request for each stop string.
 STOPS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 1024
-# Efforts of OpenAI and other servers, as templates know them; an empty one turns thinking off.
+# Efforts of OpenAI and other servers, each with the effort that templates know; an empty one turns thinking off.
 EFFORTS: Final[dict[str, str]] = {
     "none": "",
     "minimal": "",
@@ -53,14 +53,16 @@ class FunctionTool(Struct, frozen=True):
     is_strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """OpenAI's form, which chat templates render. Some fail where description or parameters are missing."""
+        """Return the tool in OpenAI's form, which chat templates render. Some templates fail if a description or
+        parameters are missing.
+        """
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
 
 class ToolMode(StrEnum):
-    """Tool choice: whether tools may, must not or must be called."""
+    """Tool choice: whether the model may, must not or must call tools."""
 
     AUTO = "auto"
     NONE = "none"
@@ -69,7 +71,7 @@ class ToolMode(StrEnum):
 
 
 class ToolPolicy(Struct, frozen=True):
-    """The tools of a request and how they may be used; `name` is set for NAMED."""
+    """Tools of a request, and how the model may use them; `name` is set for NAMED."""
 
     tools: tuple[FunctionTool, ...] = ()
     choice: ToolMode = ToolMode.AUTO
@@ -78,7 +80,7 @@ class ToolPolicy(Struct, frozen=True):
 
     @property
     def offered(self) -> tuple[FunctionTool, ...]:
-        """Tools that the prompt offers to the model: none when it must not call."""
+        """Return the tools that the prompt offers to the model: none if the model must not call tools."""
         return () if self.choice is ToolMode.NONE else self.tools
 
     def check(self, param: str) -> "ToolPolicy":
@@ -94,7 +96,7 @@ class ToolPolicy(Struct, frozen=True):
 
 
 class ThinkingBudget(Struct, frozen=True):
-    """Thinking effort and budget of a request: None leaves a value to the model. `budget` is in tokens."""
+    """Thinking effort and budget of a request; None leaves a choice to the model. `budget` is in tokens."""
 
     is_enabled: bool | None = None
     effort: str = ""
@@ -108,7 +110,7 @@ class ThinkingBudget(Struct, frozen=True):
         return cls(is_enabled=bool(EFFORTS[effort]), effort=EFFORTS[effort])
 
     def over(self, weaker: "ThinkingBudget") -> "ThinkingBudget":
-        """This budget, with the values that it leaves open from the other one."""
+        """Return this budget, with its unset values taken from `weaker`."""
         return ThinkingBudget(
             weaker.is_enabled if self.is_enabled is None else self.is_enabled,
             self.effort or weaker.effort,
@@ -116,7 +118,7 @@ class ThinkingBudget(Struct, frozen=True):
         )
 
     def under(self, default: "ThinkingBudget") -> "ThinkingBudget":
-        """This budget of a request, with open values from the configured one, unless thinking is off."""
+        """Return this budget, with its unset values taken from the configured `default`, unless thinking is off."""
         return self if self.is_enabled is False else self.over(default)
 
 
@@ -143,12 +145,12 @@ def _is_sendable(value: object) -> bool:
     return True
 
 
-# Text of a turn, or its texts and media in order, each a part of a message.
+# Content of a turn: a text, or texts and media in order, each as a part of a message.
 Content = str | list[dict[str, Any]]
 
 
 def content(parts: Iterable[str | dict[str, Any]], joint: str) -> Content:
-    """The content of a turn. Consecutive texts are joined by `joint`."""
+    """Return the content of a turn. Consecutive texts are joined by `joint`."""
     shown: list[dict[str, Any]] = []
     texts: list[str] = []
     for part in parts:
@@ -166,7 +168,7 @@ def _text_part(texts: list[str], joint: str) -> list[dict[str, Any]]:
 
 
 def only_text(content: Content, where: str) -> str:
-    """The content of a turn that cannot have media. Raises `BadRequest`."""
+    """Return the text of a turn that may not have media. Raises `BadRequest`."""
     if isinstance(content, str):
         return content
     param = next((part["media"].param for part in content if "media" in part), where)
@@ -183,7 +185,7 @@ def user(content: Content) -> dict[str, Any]:
 
 
 def assistant(content: str, calls: Sequence[Call] = (), reasoning: str | None = None) -> dict[str, Any]:
-    """A turn of the model, with its reasoning for templates that render it."""
+    """Return a turn of the model, with its reasoning for templates that render it."""
     turn: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         turn["tool_calls"] = [
@@ -196,7 +198,7 @@ def assistant(content: str, calls: Sequence[Call] = (), reasoning: str | None = 
 
 
 def tool_result(call_id: str, name: str, content: Content) -> dict[str, Any]:
-    """The result of a tool call. Some templates need `name`, that of the call."""
+    """Return the result of a tool call as a turn. Some templates need `name`, the name of the called tool."""
     turn = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**turn, "name": name} if name else turn
 
@@ -208,7 +210,7 @@ def chat_prompt(
     template_kwargs: dict[str, Any] | None = None,
     continue_final: bool = False,
 ) -> ChatPrompt:
-    """The prompt of any dialect. The caller puts `thinking.budget` on the `Generate`."""
+    """Return the prompt of a request of any dialect. The caller puts `thinking.budget` into the `Generate`."""
     offered, choice = tool_use.offered, tool_use.choice
     messages, media = _numbered(messages)
     return ChatPrompt(
@@ -220,7 +222,7 @@ def chat_prompt(
         thinking.effort,
         must_call=choice in (ToolMode.REQUIRED, ToolMode.NAMED),
         callable_tools=(tool_use.name,) if choice is ToolMode.NAMED else (),
-        # A named tool is called once, as OpenAI does.
+        # Only one call of a named tool is allowed, as by OpenAI.
         one_call=bool(offered) and (choice is ToolMode.NAMED or not tool_use.is_parallel),
         strict_tools=tuple(tool.name for tool in offered if tool.is_strict),
         media=media,
@@ -228,7 +230,7 @@ def chat_prompt(
 
 
 def _numbered(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[Media, ...]]:
-    """The messages with the media in them by their place in a list, and that list."""
+    """Return the messages with each medium replaced by its index in a list, and that list."""
     media: list[Reference] = []
 
     def number(part: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +247,7 @@ def _numbered(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tup
 
 
 def named_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give each tool result without a name that of its call."""
+    """Add the called tool's name to each tool result without a name."""
     names = {call["id"]: call["function"]["name"] for turn in messages for call in turn.get("tool_calls", ())}
     return [
         {**turn, "name": names[turn["tool_call_id"]]}
@@ -256,7 +258,7 @@ def named_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """Arguments as an object, which templates need, also where the model's text is not one."""
+    """Return arguments as an object, which templates need, even if the model's text is not a JSON object."""
     try:
         decoded = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):

@@ -1,4 +1,6 @@
-"""Catalog of configured models: each with its worker's state and the facts of its files, for lists in all forms."""
+"""Catalog of configured models with their workers' states and facts from their files, for the model lists of all
+dialects.
+"""
 
 import asyncio
 import time
@@ -19,9 +21,10 @@ from protocol.kinds import TEXT
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One name of a list: a model, or a profile or an adapter of it.
+    """Entry of a list of models: a model, or a profile or an adapter of one.
 
-    `modalities` and `kind` (one of `protocol.kinds`) are those of its worker, before a load those of its files.
+    `modalities` and `kind` (one of `protocol.kinds`) are reported by the worker; before a load, they are found in the
+    files.
     """
 
     model: ModelConfig
@@ -38,28 +41,32 @@ class CatalogEntry:
 
     @property
     def parent(self) -> str:
-        """The model of which it is a profile or an adapter; empty for a model."""
+        """Model to which this profile or adapter belongs; empty for a model."""
         return self.model.name if self.profile or self.model.adapter else ""
 
     def source(self, caller: Caller) -> str:
-        """Path of its weights, where the caller is an operator or it is a repository's; otherwise a name."""
+        """Path of the weights, if the caller is an operator or the path is a repository's name; otherwise the model's
+        name.
+        """
         is_local = self.model.root.startswith((".", "/", "~"))
         return self.model.root if caller.is_admin or not is_local else self.parent or self.model.name
 
     @property
     def loaded_context(self) -> int | None:
-        """Context that its worker serves now; None where it is not loaded."""
+        """Context length that the worker serves now; None if the model is not loaded."""
         ready = self.view.ready if self.view.state in (State.READY, State.DRAINING) else None
         return None if ready is None else ready.max_context
 
     @property
     def context(self) -> int | None:
-        """Context that the worker serves, before a load the configured one; None while neither is known."""
+        """Context length that the worker serves, or before a load the configured one; None while neither is known."""
         return self.view.ready.max_context if self.view.ready is not None else self.model.context or None
 
     @property
     def longest_context(self) -> int | None:
-        """Context that the worker serves, before a load the longest that its configuration and its files allow."""
+        """Context length that the worker serves, or before a load the maximum that the configuration and the files
+        allow.
+        """
         if self.view.ready is not None:
             return self.view.ready.max_context
         limits = [limit for limit in (self.model.context, self.facts.context) if limit]
@@ -67,7 +74,7 @@ class CatalogEntry:
 
     @property
     def kv_bits(self) -> int:
-        """Bits per number of its KV, before a load as configured; 0 where it is not quantized."""
+        """Bits per value of the model's KV, before a load as configured; 0 if the KV is not quantized."""
         return self.view.ready.kv_bits if self.view.ready is not None else self.model.kv_bits or 0
 
     @property
@@ -76,12 +83,12 @@ class CatalogEntry:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether its chat template renders tools."""
+        """Whether the model's chat template renders tools."""
         return "tools" in self.chat_template
 
 
 class Catalog:
-    """The models of the configuration in force and of its peers, as a caller may see them."""
+    """Models of the configuration in force and of peers, as far as a caller may see them."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
@@ -89,7 +96,9 @@ class Catalog:
         self._facts = FactsReader()
 
     async def list(self, caller: Caller) -> list[CatalogEntry]:
-        """Models that `caller` may use: the configuration's in its order, with profiles and adapters, then peers'."""
+        """Return the models that `caller` may use: configured models in order, with profiles and adapters; then peers'
+        models.
+        """
         services = self.services
         views = {view.name: view for view in services.pool.workers()}
         every = (each for model in services.config.models.values() for each in (model, *model.adapted))
@@ -115,13 +124,15 @@ class Catalog:
         return await asyncio.to_thread(entries)
 
     async def find(self, name: str, caller: Caller) -> CatalogEntry:
-        """The model behind a name. Raises `ModelNotFound`, and `BadRequest` without a name or a default."""
+        """Return the entry for a name. Raises `ModelNotFound`, and `BadRequest` if there is neither a name nor a
+        default model.
+        """
         router = self.services.router
         target = router.locate(name, caller)
         return await asyncio.to_thread(self._entry, router, target, self.services.view(target.model))
 
     def _upstream_models(self) -> Iterator[tuple[ModelConfig, WorkerView]]:
-        """Models of upstreams, each once."""
+        """Return the models of upstreams, each once."""
         names = {name for upstream in self.services.config.upstreams.values() for name in upstream.models}
         for name in sorted(names):
             yield ModelConfig(name=name, path=""), WorkerView(name=name, path="", state=State.READY)

@@ -1,4 +1,6 @@
-"""Constraints on an answer's form, in the fields of OpenAI and of other servers, as one `protocol.Constraint`."""
+"""Lowering of constraints on an answer's form, in the fields of OpenAI and of other servers, to one
+`protocol.Constraint`.
+"""
 
 import json
 from typing import Annotated, Any, Final, cast
@@ -20,7 +22,7 @@ _OBJECT: Final = {"type": "object"}
 _TEXT: Final = {"anyOf": [TEXT, NULL]}
 _SCHEMA: Final = {"type": ["object", "string", "null"]}
 _JSON: Final = {"type": ["object", "string"]}
-# Schemas of the OpenAPI document.
+# Schemas for the OpenAPI document.
 RESPONSE_FORMAT: Final = {
     "anyOf": [
         typed("text"),
@@ -56,7 +58,7 @@ STRUCTURED_OUTPUTS: Final = {
 }
 
 
-# Kinds of constraint by the fields of vLLM's older clients, llama.cpp and SGLang.
+# Each field of vLLM's older clients, llama.cpp and SGLang has its kind of constraint.
 _KIND_OF_FIELD: Final = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -72,7 +74,7 @@ _NONE_IF_EMPTY: Final = frozenset({"grammar", "regex", "ebnf"})
 
 
 class FormatFields(Struct, frozen=True, kw_only=True):
-    """Fields of OpenAI's, vLLM's, llama.cpp's and SGLang's requests for the form of an answer."""
+    """Request fields of OpenAI, vLLM, llama.cpp and SGLang that constrain the form of an answer."""
 
     response_format: Annotated[Any, shape(RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, shape(STRUCTURED_OUTPUTS)] = None
@@ -87,7 +89,7 @@ class FormatFields(Struct, frozen=True, kw_only=True):
 
 
 def lower_constraint(request: FormatFields, *, after_reasoning: bool) -> Constraint | None:
-    """The one constraint of a request, or None. Raises `BadRequest`, also for two at once."""
+    """Return the constraint of a request, or None. Raises `BadRequest`, also for two constraints at once."""
     given = [response_format(request.response_format), _structured_outputs(request.structured_outputs)]
     for name, kind in _KIND_OF_FIELD.items():
         value = getattr(request, name)

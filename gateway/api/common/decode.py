@@ -1,7 +1,7 @@
-"""Decoding of bodies to structs for every dialect: errors are a `BadRequest`, and unknown fields are named.
+"""Decoding of bodies to structs for all dialects. Errors become a `BadRequest`, and unknown fields are reported.
 
-The decoder holds the interpreter's lock during a call, and a large body is decoded while streams run. It is decoded in
-pieces, once its structure is known to be no larger than any conversation's.
+The decoder holds the interpreter's lock during a call, and streams continue while a large body is decoded. Such a body
+is therefore decoded in pieces, after its structure was found to be no larger than any conversation's.
 """
 
 import re
@@ -20,7 +20,8 @@ T = TypeVar("T", bound=Struct)
 
 # Bodies up to this size are decoded in one call, larger ones in pieces of about this size.
 PIECE_BYTES: Final = 128 * 1024
-# Limit of the unknown fields of one object: each of their names is checked, and there may be as many as bytes.
+# Maximum bytes of the unknown fields of one object: the name of each is checked, and there may be almost as many as
+# bytes.
 UNKNOWN_BYTES_MAX: Final = 256 * 1024
 _BIAS: Final = "logit_bias"
 BIAS_BYTES_MAX: Final = 512 * 1024
@@ -29,7 +30,7 @@ _keys = msgspec.json.Decoder(dict[str, Raw])
 _raws = msgspec.json.Decoder(list[Raw])
 _message_keys = msgspec.json.Decoder(list[dict[str, Raw]])
 _raw = msgspec.json.Decoder(Raw)
-# A body is checked for its depth inside of so many lists, because its values are encoded from deeper calls.
+# A body's depth is checked with this many additional levels, because its values are encoded from deeper calls.
 _SPARE_DEPTH: Final = 50
 # A body with fewer brackets cannot be too deep; Python's own limit is 1000.
 _BRACKETS_MIN: Final = 500
@@ -40,9 +41,9 @@ _ITEM_PATH: Final = re.compile(r" - at `\$\[(\d+)\]")
 class Schema(Generic[T]):
     """Decoder of one endpoint's bodies.
 
-    `no_action` names fields that are accepted without effect. `listed` is the field that holds the conversation, which
-    may be a list of `item`s; with `item_fields`, other fields of its items are named too. A field of `refused` is a
-    `BadRequest` where its value would have an effect.
+    `no_action` has the fields that are accepted without effect. `listed` is the field that holds the conversation,
+    which may be a list of `item`s; with `item_fields`, other fields of the items are reported as unknown too. A field
+    in `refused` is a `BadRequest` if its value would have an effect.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Schema(Generic[T]):
         self._refused: FieldTable = refused or {}
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the names of its unknown fields. Raises `BadRequest`."""
+        """Return the request, and the names of its unknown fields. Raises `BadRequest`."""
         try:
             # msgspec skips fields that the struct lacks without checking their text.
             body.decode("utf-8")
@@ -91,7 +92,7 @@ class Schema(Generic[T]):
         return unknown
 
     def _ignored(self, fields: Mapping[str, bytes | Raw]) -> list[str]:
-        """The names of unknown fields without effect. Raises `BadRequest` for refused ones."""
+        """Return the names of unknown fields, which have no effect. Raises `BadRequest` for refused fields."""
         unknown = [key for key in fields if key not in self._known]
         refuse({key: msgspec.json.decode(fields[key]) for key in unknown if key in self._refused}, self._refused)
         return [key for key in unknown if key not in self._refused]
@@ -130,17 +131,17 @@ class Schema(Generic[T]):
             raise msgspec.ValidationError(path) from None
 
     def _names(self, piece: bytes) -> set[str]:
-        """The names of the items' fields."""
+        """Return the names of the fields that occur in the items."""
         if self._item_parts is None:
             return set()
         if len(piece) > UNKNOWN_BYTES_MAX:
-            # A piece of this size is one item.
+            # A piece of this size is a single item.
             return set(_fields(self._item_parts, piece[1:-1], f"One of '{self._listed}'"))
         return {key for item in _message_keys.decode(piece) for key in item}
 
 
 def converted(raw: dict[str, Any], struct: type[T], where: str, *, strict: bool = True) -> T:
-    """Convert a part of a body; unless `strict`, also its texts to numbers. Raises `BadRequest`."""
+    """Convert a part of a body to a type; unless `strict`, texts are also converted to numbers. Raises `BadRequest`."""
     try:
         return msgspec.convert(raw, struct, strict=strict)
     except msgspec.ValidationError as error:
@@ -150,14 +151,14 @@ def converted(raw: dict[str, Any], struct: type[T], where: str, *, strict: bool 
 
 
 def _parts(known: AbstractSet[str]) -> msgspec.json.Decoder[Any]:
-    """A decoder that locates each known field of an object, and skips all others."""
+    """Return a decoder that locates each known field of an object, and skips all other fields."""
     ordered = sorted(known)
     fields = [(f"f{at}", Raw, msgspec.field(name=name, default=Raw())) for at, name in enumerate(ordered)]
     return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, frozen=True, gc=False))
 
 
 def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[str, bytes]:
-    """All fields of an object. Raises `BadRequest` for too many bytes of unknown ones."""
+    """Return all fields of an object. Raises `BadRequest` if unknown fields take too many bytes."""
     known = parts.decode(text)
     known_bytes = sum(len(bytes(getattr(known, name))) for name in known.__struct_fields__)
     if len(text) - known_bytes > UNKNOWN_BYTES_MAX:
@@ -166,7 +167,7 @@ def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[st
 
 
 def _pieces(raws: list[Raw]) -> Iterator[bytes]:
-    """Lists of items of at most about `PIECE_BYTES`, or of one item."""
+    """Yield lists of items that take at most about `PIECE_BYTES`; a larger item has a list of its own."""
     piece: list[bytes] = []
     size = 0
     for raw in raws:
@@ -190,7 +191,7 @@ def _check_depth(body: bytes) -> None:
 
 
 def _validation(text: str) -> BadRequest:
-    """msgspec's message in OpenAI's form: the parameter, and what was expected of it."""
+    """Return msgspec's message in OpenAI's form: the parameter, and what was expected of it."""
     what, _, path = text.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if _MISSING in what:

@@ -1,6 +1,7 @@
-"""Schema hints of the OpenAPI document: constraints on a field beyond its type, which decoding does not enforce.
+"""Hints for the schemas of the OpenAPI document: constraints on a field beyond its type, which decoding does not
+enforce.
 
-The lowering refuses a value with a message of its own; hints inform clients in advance. A struct's class variable
+The lowering refuses invalid values with its own messages; hints inform clients in advance. A struct's class variable
 `hint` is added to its schema, for constraints on several fields.
 """
 
@@ -10,22 +11,22 @@ from msgspec import Meta
 
 
 def words(*known: str) -> Meta:
-    """Hint for a text that is one of these."""
+    """Return the hint for a text that is one of these words."""
     return Meta(extra_json_schema={"enum": list(known)})
 
 
 def known(*likely: str) -> Meta:
-    """Hint for a text that is one of these, or another, which has no effect or is refused where it is used."""
+    """Return the hint for a text that is usually one of these words. Others have no effect or are refused on use."""
     return Meta(extra_json_schema={"anyOf": [{"enum": list(likely)}, {"type": "string"}]})
 
 
 def shape(schema: dict[str, Any]) -> Meta:
-    """Hint of any JSON Schema."""
+    """Return a hint with any JSON Schema."""
     return Meta(extra_json_schema=schema)
 
 
 def typed(*known: str, **properties: Any) -> dict[str, Any]:
-    """The schema of an object whose `type` is one of these."""
+    """Return the schema of an object whose `type` is one of these words."""
     return {
         "type": "object",
         "properties": {"type": {"enum": list(known)}, **properties},
@@ -34,7 +35,7 @@ def typed(*known: str, **properties: Any) -> dict[str, Any]:
 
 
 def case(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
-    """The schema of one form that an object may have."""
+    """Return the schema of one form that an object may have."""
     return {"properties": properties, "required": list(required)}
 
 

@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 
 class DraftSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """Limit of the tokens in a draft."""
+    """Limit of the number of tokens in a draft."""
 
     most: Annotated[int, Meta(ge=0, le=1024)]
 
@@ -16,24 +16,24 @@ Speculate = bool | DraftSpec
 
 
 class SparseSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of the prompt's tokens to keep."""
+    """The share of the prompt's tokens to keep."""
 
     keep: Annotated[float, Meta(gt=0, le=1)]
 
 
-# True uses the part in the model's settings; false, or no value, runs the whole prompt.
+# True keeps the share in the model's settings; false, or no value, prefills the whole prompt.
 SparsePrefill = bool | SparseSpec
 
 
 def sparse_keep(spec: SparsePrefill | None) -> float | None:
-    """The part of the prompt to keep, 0 for that of the model's settings, None for all of it."""
+    """Return the share of the prompt to keep: 0 means the share in the model's settings, None the whole prompt."""
     if isinstance(spec, SparseSpec):
         return spec.keep
     return 0.0 if spec else None
 
 
 def most_drafted(spec: Speculate | None) -> int | None:
-    """The maximum tokens of a draft, None for that of the model's settings."""
+    """Return the maximum number of tokens in a draft; None means the maximum in the model's settings."""
     if isinstance(spec, DraftSpec):
         return spec.most
     return 0 if spec is False else None

@@ -1,6 +1,7 @@
-"""Fields of known dialects that would change an answer but are not served: a 400, unless their value is neutral.
+"""Known fields of other servers that would change an answer but are not supported: a 400, unless their value is
+neutral.
 
-Other unknown fields of a body are taken for hints, and named in `x-mlxd-ignored`.
+Other unknown fields of a body are taken for hints, and reported in `x-mlxd-ignored`.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from gateway.errors import Unsupported
 
 
 class RefusedField(NamedTuple):
-    """A field, or a `member` of it, that is refused unless its value is empty or one of `neutral`."""
+    """Field, or a `member` of it, that is refused unless its value is empty or one of `neutral`."""
 
     advice: str = ""
     neutral: tuple[Any, ...] = ()
@@ -34,13 +35,13 @@ _TOKEN: Final = "set 'logprobs' and 'top_logprobs'"
 
 # Fields of llama.cpp, vLLM, SGLang, TGI, mlx-lm, mlx-vlm, LM Studio, text-generation-webui and OpenAI.
 REFUSED_FIELDS: Final[FieldTable] = {
-    # Form of an answer
+    # These fields set the form of the answer.
     "structural_tag": RefusedField("set 'response_format', 'grammar', 'regex' or 'ebnf'"),
     **_each("a grammar holds from the first token on", False, names="grammar_lazy grammar_triggers"),
     "grammar_string": RefusedField("set 'grammar'"),
     "guided_whitespace_pattern": RefusedField("JSON is written with at most one space"),
     "n_indent": RefusedField("set 'regex' or 'stop'", (0,)),
-    # End and length
+    # These fields set the end and the length of the answer.
     "stop_regex": RefusedField("set 'stop'"),
     "no_stop_trim": RefusedField("set 'include_stop_str_in_output'", (False,)),
     "t_max_predict_ms": RefusedField("set 'timeout' or 'max_tokens'", (0, -1)),
@@ -48,13 +49,13 @@ REFUSED_FIELDS: Final[FieldTable] = {
     "ban_eos_token": RefusedField("set 'ignore_eos'", (False,)),
     "repetition_detection": RefusedField("set 'dry_multiplier'"),
     **_each(_BUDGET, -1, names="thinking_token_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens"),
-    # Allowed tokens
+    # These fields restrict the allowed tokens.
     **_each(_WORDS, names="banned_tokens banned_strings custom_token_bans"),
     "no_repeat_ngram_size": RefusedField("set 'dry_multiplier'", (0,)),
     **_each(_PROCESSOR, names="logits_processors logits_processor custom_logit_processor"),
     "vllm_xargs": RefusedField(),
     **_each("there is no watermark", False, names="watermark watermarking"),
-    # Samplers
+    # These fields set samplers.
     **_each("their order is fixed", names="samplers sampler_priority sampler_order"),
     **_each(_FILTERS, 0, names="mirostat mirostat_mode epsilon_cutoff eta_cutoff top_a p_less min_keep"),
     **_each(_FILTERS, 1, names="tfs tfs_z"),
@@ -71,7 +72,7 @@ REFUSED_FIELDS: Final[FieldTable] = {
     "num_beams": RefusedField("ask for choices with 'n'", (1,)),
     "length_penalty": RefusedField("there is no beam search", (1,)),
     **_each("ask for choices with 'n'", 1, names="n_cmpl best_of"),
-    # Prompt
+    # These fields change the prompt.
     "chat_template": RefusedField("set 'chat_template' of the model in mlxd.toml"),
     **_each("write it into the messages", names="documents tool_prompt guideline role_mapping"),
     "safe_prompt": RefusedField("write it into the messages", (False,)),
@@ -80,9 +81,9 @@ REFUSED_FIELDS: Final[FieldTable] = {
     "truncation_side": RefusedField("the last tokens of a prompt are kept", ("left",)),
     **_each("send text or token ids", names="prompt_embeds input_embeds input_ids"),
     **_each(_PIXELS, names="min_pixels max_pixels resize_shape images_config"),
-    # Weights
+    # These fields change the weights.
     **_each(_ADAPTER, names="adapters adapter_path lora lora_path lora_request"),
-    # Content of the answer
+    # These fields set what the answer contains.
     "n_probs": RefusedField(_TOKEN, (0,)),
     "post_sampling_probs": RefusedField(_TOKEN, (False,)),
     "logprob_token_ids": RefusedField(_TOKEN),
@@ -93,7 +94,7 @@ REFUSED_FIELDS: Final[FieldTable] = {
     "moderation": RefusedField("nothing is moderated here"),
 }
 
-# Fields of chat completions, for dialects that lack them.
+# Sampling fields of chat completions, for dialects that do not support them.
 SAMPLER_FIELDS: Final[FieldTable] = {
     **_each("", 0, names="min_p xtc_probability dry_multiplier presence_penalty frequency_penalty"),
     **_each("", 1, names="typical_p repetition_penalty repeat_penalty"),
@@ -102,7 +103,9 @@ SAMPLER_FIELDS: Final[FieldTable] = {
 
 
 def constraint_fields(form: str, length: str, stop: str = "") -> FieldTable:
-    """Constraints of chat completions, for a dialect whose form, length and stop strings have other names."""
+    """Return the constraint fields of chat completions, for a dialect with other names for form, length and stop
+    strings.
+    """
     return {
         **_each(f"set '{form}'", names="response_format grammar json_schema regex ebnf structured_outputs"),
         **_each(f"set '{form}'", names="guided_json guided_regex guided_grammar guided_choice"),
@@ -117,7 +120,7 @@ def constraint_fields(form: str, length: str, stop: str = "") -> FieldTable:
 
 
 def refuse(fields: Mapping[str, Any], table: FieldTable, prefix: str = "") -> None:
-    """Raises `Unsupported` for the first of these fields that is in the table with a value that is not neutral."""
+    """Raises `Unsupported` for the first field that is in the table and has a value that is not neutral."""
     for name, value in fields.items():
         if (entry := table.get(name)) is None:
             continue

@@ -16,14 +16,16 @@ _NEUTRAL: Final[dict[str, float]] = {
 
 
 def first(asked: float | None, configured: float | None, default: float) -> Any:
-    """Return the requested value, else the configured one, else the API's default."""
+    """Return the requested value, or else the configured one, or else the API's default."""
     if asked is not None:
         return asked
     return default if configured is None else configured
 
 
 def sampling_values(request: object, defaults: SamplingDefaults) -> dict[str, Any]:
-    """Values of these parameters, as fields of `protocol.Sampling`. A field that `request` lacks counts as not set."""
+    """Return the values of these parameters, as fields of `protocol.Sampling`. A field that `request` lacks counts as
+    not set.
+    """
     values = {
         name: first(getattr(request, name, None), getattr(defaults, name), neutral)
         for name, neutral in _NEUTRAL.items()

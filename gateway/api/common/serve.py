@@ -1,4 +1,4 @@
-"""Steps of every generating endpoint: read, lower, admit, generate or count, answer."""
+"""Steps of every generating endpoint: read, lower, admit, generate or count tokens, and answer."""
 
 import asyncio
 import secrets
@@ -44,7 +44,7 @@ async def read(
     decode: Callable[[bytes], tuple[T, list[str]]],
     limit_bytes: int | None = None,
 ) -> tuple[T, list[str]]:
-    """Read and decode the body, of at most `max_body` or `limit_bytes`. Returns also its unknown fields.
+    """Read and decode the body, of at most `max_body` or `limit_bytes`. Returns the request and its unknown fields.
 
     Raises `ApiError`.
     """
@@ -55,7 +55,7 @@ async def read(
 async def with_media(
     services: Services, record: RequestRecord, model: ModelConfig, prompt: ChatPrompt, stored: Stored | None = None
 ) -> ChatPrompt:
-    """Add the bytes of its media to a prompt; `stored` loads those of stored responses. Raises `ApiError`."""
+    """Add the bytes of a prompt's media; `stored` loads the media of stored responses. Raises `ApiError`."""
     references = [each for each in prompt.media if isinstance(each, Reference)]
     if not references:
         return prompt
@@ -64,7 +64,7 @@ async def with_media(
     record.media_lease.owner = record.caller.key or ""
     size = record.encoded_bytes = sum(len(each.encoded) + len(each.url) for each in references)
 
-    # A URL may refer to many bytes.
+    # A URL may refer to many bytes, so it is always handled like a large body.
     cost = size if all(map(is_inline, references)) else LARGE_BYTES + 1
 
     def offload(action: Callable[[], Media]) -> Awaitable[Media]:
@@ -86,7 +86,7 @@ def begin(
     unknown: list[str],
     sequences: int = 1,
 ) -> tuple[ModelConfig, int]:
-    """Resolve the model and the seed of a request, and note both on its record.
+    """Resolve the model of a request, choose its seed, and note both on the record.
 
     Raises `ModelNotFound`, and `BadRequest` for more sequences than can ever run.
     """
@@ -101,7 +101,7 @@ def begin(
 def begin_reading(
     services: Services, record: RequestRecord, name: str, unknown: list[str], sequences: int = 1
 ) -> ModelConfig:
-    """Resolve the model of a request without a seed, and note it on its record. Raises as `begin`."""
+    """Resolve the model of a request without a seed, and note it on the record. Raises the same errors as `begin`."""
     model = services.router.resolve(name, record.caller)
     record.model = model.name
     record.headers = ignored_header(unknown)
@@ -116,9 +116,9 @@ def begin_reading(
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request, lowered and ready to run on a model of `kind`.
+    """Request that is lowered and ready to run on a model of `kind`.
 
-    The answer has the log-probabilities of each prompt `repeats` times.
+    The answer repeats the log-probabilities of each prompt `repeats` times.
     """
 
     services: Services
@@ -136,7 +136,7 @@ class PreparedRequest:
         kind: bytes = EVENTS,
         pace: StreamTiming = DEFAULT_PACE,
     ) -> ApiError | None:
-        """Generate and answer as a stream of this content type.
+        """Generate, and answer with a stream of this content type.
 
         Raises an `ApiError` before the status is sent; returns a later one.
         """
@@ -147,12 +147,12 @@ class PreparedRequest:
             )
 
     async def whole(self, fold: Fold, receive: Receive, send: Send) -> None:
-        """Generate and answer in one piece. Raises `ApiError`."""
+        """Generate, and answer with one whole body. Raises `ApiError`."""
         with self.generation(fold.bind) as generation:
             await respond_whole(generation, fold, self.record, receive, send)
 
     def generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
-        """Its sequences. Entering takes the leases."""
+        """Return the generation of the request. Entering it takes the leases."""
         return Generation(
             self.services, self.model, self.generates, self.record, bind, kind=self.kind, repeats=self.repeats
         )
@@ -166,7 +166,7 @@ async def prepare(
     kind: str = TEXT,
     repeats: int = 1,
 ) -> PreparedRequest:
-    """Lower a decoded request with `make`, which gets the source of rids and the deadline. Raises `ApiError`."""
+    """Lower a decoded request by calling `make` with a source of rids and the deadline. Raises `ApiError`."""
     work, deadline_ms = services.bodies.work, int(services.config.server.request_timeout_s * 1000)
     lowered = await work(record.body_bytes, make, services.link.next_rid, deadline_ms)
     generates = lowered if isinstance(lowered, list) else [lowered]
@@ -185,7 +185,7 @@ async def prepare(
 async def tokenize(
     services: Services, record: RequestRecord, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False
 ) -> Tokenized:
-    """A prompt's tokens, from the model's worker. Raises `ApiError`."""
+    """Tokenize a prompt by the model's worker. Raises `ApiError`."""
     if isinstance(prompt, ChatPrompt):
         prompt = await with_media(services, record, model, prompt)
     estimate = (record.body_bytes - record.encoded_bytes) / BYTES_PER_TOKEN + likely_tokens(record.media)
@@ -193,7 +193,7 @@ async def tokenize(
 
 
 async def detokenize(services: Services, record: RequestRecord, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
-    """The text of token ids, from the model's worker. Raises `ApiError`."""
+    """Decode token ids to text by the model's worker. Raises `ApiError`."""
     return await call_worker(services, record, model, len(ids), lambda rid: Detokenize(rid, ids))
 
 
@@ -204,7 +204,7 @@ async def call_worker(
     estimate: float,
     question: Callable[[int], Tokenize | Detokenize],
 ) -> Tokenized:
-    """Send a call about some tokens, `estimate` of them, to the model's worker. Raises `ApiError`."""
+    """Send a call about approximately `estimate` tokens to the model's worker. Raises `ApiError`."""
     caller = record.caller
     share = caller.queue_share or services.config.server.queue_share
     with ExitStack() as held:

@@ -1,4 +1,4 @@
-"""Structure of a body, counted before it is decoded: its containers, values and keys."""
+"""Structure of a body, counted before the body is decoded: its containers, values and keys."""
 
 from typing import Final, NamedTuple
 
@@ -6,20 +6,20 @@ from gateway.errors import BadRequest
 
 
 class Structure(NamedTuple):
-    """Numbers of objects and lists, of values, and of keys in a body, or their limits."""
+    """Number of containers (objects and lists), of values, and of keys in a body; or the limits of these numbers."""
 
     containers: int
     values: int
     keys: int = 0
 
 
-# A container takes hundreds of bytes and the garbage collector's time, a plain value tens of bytes, and each key of an
-# object is compared with the known ones.
+# A container takes hundreds of bytes and the garbage collector's time, a plain value takes tens of bytes, and each key
+# of an object is compared with the known keys.
 JSON_MAX: Final = Structure(50_000, 1 << 20, 250_000)
 # A peer's request holds a copy of the conversation for each sequence. Keys count as values.
 MSGPACK_MAX: Final = Structure(250_000, 1 << 22)
 WINDOW_BYTES: Final = 256 * 1024
-# Bytes that follow the first byte of a msgpack value: a length, or a number.
+# Number of bytes that follow the first byte of a msgpack value: a length, or a number.
 _CONTAINERS: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 _TEXTS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _NUMBERS: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
@@ -66,9 +66,9 @@ def count_json(body: bytes, window_bytes: int = WINDOW_BYTES) -> Structure:
 
 
 def count_msgpack(body: bytes) -> Structure:
-    """Count the containers and all values of a body, up to the first beyond the limits.
+    """Count the containers and all values of a body, until a limit is exceeded.
 
-    The counts are exact for msgpack without extensions, which no message has.
+    The counts are exact for msgpack without extension types, which no message contains.
     """
     containers = values = at = 0
     size, heads = len(body), _HEADS
@@ -85,7 +85,9 @@ def count_msgpack(body: bytes) -> Structure:
 
 
 def _head(head: int) -> tuple[int, int, bool]:
-    """Return for a first byte: bytes to the next value, bytes of a text's length, and whether it is a container."""
+    """Decode the first byte of a value: return the distance to the next value without text, the size of the length
+    field of a text, and whether the value is a container.
+    """
     if head in _CONTAINERS:
         return 1 + _CONTAINERS[head], 0, True
     if head in _TEXTS:

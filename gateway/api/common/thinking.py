@@ -1,4 +1,4 @@
-"""Thinking effort and budget in all spellings of chat clients, as one `ThinkingBudget`."""
+"""Lowering of thinking effort and budget, in all spellings of chat clients, to one `ThinkingBudget`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Protocol
@@ -11,7 +11,7 @@ from gateway.config.settings import ThinkingDefaults
 from gateway.errors import invalid_choice
 
 Budget = Annotated[int, Meta(ge=0, le=1 << 40)]
-# Types of Anthropic's `thinking`; the last two leave it to the model.
+# Types of Anthropic's `thinking`; the last two leave the decision to the model.
 _TYPES: Final[dict[str, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 
@@ -32,7 +32,7 @@ class AnthropicThinking(Struct, frozen=True):
 
 
 class ThinkingFields(Protocol):
-    """The fields of a request for thinking."""
+    """Request fields that control thinking."""
 
     @property
     def reasoning_effort(self) -> str | None: ...
@@ -49,7 +49,7 @@ class ThinkingFields(Protocol):
 
 
 def of_config(defaults: ThinkingDefaults | None) -> ThinkingBudget:
-    """The configured thinking budget."""
+    """Return the configured thinking budget."""
     if defaults is None:
         return ThinkingBudget()
     thinking = ThinkingBudget(defaults.enabled, budget=defaults.budget)
@@ -61,8 +61,8 @@ def of_config(defaults: ThinkingDefaults | None) -> ThinkingBudget:
 def lower_thinking(request: ThinkingFields, default: ThinkingDefaults | None = None) -> ThinkingBudget:
     """Merge all fields into one budget. Raises `BadRequest`.
 
-    From the strongest: `chat_template_kwargs`, `enable_thinking` and `thinking_budget`, `thinking`, `reasoning`,
-    `reasoning_effort`, and the configured default.
+    Their precedence, from the strongest: `chat_template_kwargs`, `enable_thinking` and `thinking_budget`, `thinking`,
+    `reasoning`, `reasoning_effort`, and the configured default.
     """
     plain = ThinkingBudget(request.enable_thinking, budget=request.thinking_budget)
     thinking = _of_template(request.chat_template_kwargs or {}).over(plain)
@@ -76,7 +76,7 @@ def lower_thinking(request: ThinkingFields, default: ThinkingDefaults | None = N
 
 
 def _of_template(kwargs: Mapping[str, Any]) -> ThinkingBudget:
-    """The budget in the template's arguments, without values that only the template knows."""
+    """Return the budget in the template's arguments. Values that only the template knows are omitted."""
     switches = [kwargs.get("enable_thinking"), kwargs.get("thinking")]
     is_enabled = next((switch for switch in switches if isinstance(switch, bool)), None)
     budget, effort = kwargs.get("thinking_budget"), kwargs.get("reasoning_effort")

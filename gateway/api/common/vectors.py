@@ -1,4 +1,4 @@
-"""Vectors and scores of a request, computed like any generation and answered in one piece."""
+"""Vectors or scores of a request, computed by a generation and sent as one answer."""
 
 import base64
 import sys
@@ -17,7 +17,7 @@ from protocol.from_worker import Delta
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Numbers of an answer: `data` is `count` rows of equal length, float32 and little-endian."""
+    """Numbers of an answer. `data` has `count` rows of equal length, float32 and little-endian."""
 
     data: bytes
     count: int
@@ -29,7 +29,7 @@ class Vectors:
         return len(self.data) // 4 // self.count
 
     def base64(self, row: int) -> str:
-        """A row in the encoding of OpenAI's SDK."""
+        """Return a row in the base64 encoding that OpenAI's SDK reads."""
         return base64.b64encode(self._row(row)).decode("ascii")
 
     def numbers(self, row: int) -> list[float]:
@@ -44,14 +44,14 @@ class Vectors:
 
 
 class VectorFold:
-    """Collects the numbers of a request."""
+    """`Fold` that collects the numbers of a request."""
 
     def __init__(self) -> None:
         self.data = b""
         self.prompt_tokens = 0
 
     def bind(self, rids: Sequence[int]) -> None:
-        """One request, one rid."""
+        """Ignore the rids, as a request has only one."""
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -66,7 +66,7 @@ class VectorFold:
 async def respond_vectors(
     job: PreparedRequest, count: int, render: Callable[[Vectors], bytes], receive: Receive, send: Send
 ) -> None:
-    """Answer with the numbers as `render` encodes them, in the thread of large bodies where they are many."""
+    """Answer with the numbers, encoded by `render`; many numbers are encoded in the thread for large bodies."""
     fold = VectorFold()
     async with cut_off(job.record, receive):
         with job.generation(fold.bind) as generation:

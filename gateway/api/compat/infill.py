@@ -22,7 +22,8 @@ from protocol.prompts import Infill, TextPrompt
 from protocol.to_worker import Generate
 
 EXTRA_FILES_MAX: Final = 256
-# llama.cpp's cache, slots and truncation: here every prefix is cached, and a prompt that is too long is a 400.
+# Fields for llama.cpp's cache, slots and truncation. Here every prefix is cached, and a prompt that is too long is a
+# 400.
 NO_ACTION: Final = frozenset({"cache_prompt", "id_slot", "n_keep"})
 # llama.vim and llama.vscode send these with each request: they are reported as ignored, not refused.
 _ALWAYS_SENT: Final = frozenset({"samplers", "n_indent", "t_max_predict_ms"})
@@ -103,7 +104,7 @@ def _lower(
 
 
 class InfillEncoder(EventEncoder):
-    """Encodes infill deltas as llama.cpp's stream events, and collects them for the whole answer."""
+    """Encoder of infill deltas as llama.cpp's stream events, or as one whole answer."""
 
     def __init__(self, model: str, *, is_silent: bool) -> None:
         self._model = model
@@ -125,7 +126,7 @@ class InfillEncoder(EventEncoder):
         return msgspec.json.encode(self._last("".join(self._texts)))
 
     def _text(self, deltas: Sequence[Delta]) -> str:
-        """Text of these deltas to send; notes the end among them."""
+        """Return the text of these deltas to send, and note the end if it is among them."""
         for delta in deltas:
             if delta.finish is not None:
                 self._end = delta

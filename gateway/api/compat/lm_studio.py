@@ -95,7 +95,9 @@ async def list_v1(catalog: Catalog, scope: Scope, receive: Receive, send: Send) 
 
 
 async def _entries(catalog: Catalog, scope: Scope) -> list[CatalogEntry]:
-    """Models that the caller may use and that LM Studio has a type for: neither rerankers nor audio."""
+    """Return the models that the caller may use and for which LM Studio has a type; it has none for rerankers and
+    audio.
+    """
     entries = await catalog.list(record_of(scope).caller)
     return [entry for entry in entries if entry.kind not in (RERANK, AUDIO)]
 
@@ -132,6 +134,6 @@ def _v1(entry: CatalogEntry) -> ModelV1:
 
 
 def _publisher(entry: CatalogEntry) -> str | UnsetType:
-    """The owner of a repository of the hub; a folder has none."""
+    """Return the owner of a repository on the hub; empty for a folder."""
     owner, slash, name = entry.model.path.partition("/")
     return owner if slash and owner not in ("", ".", "..", "~") and "/" not in name else UNSET

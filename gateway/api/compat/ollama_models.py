@@ -21,11 +21,11 @@ from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.kinds import EMBED, TEXT
 
-# Version of Ollama that implements this API; clients refuse older ones.
+# Version of Ollama that is reported, whose API is implemented; clients refuse older versions.
 VERSION: Final = "0.34.0"
 # Expiry of a model that is never unloaded when idle.
 NEVER: Final = "9999-12-31T23:59:59Z"
-# A chat template with one of these can render reasoning, or turn it on.
+# A chat template that contains one of these texts can render reasoning, or turn it on.
 _THINKING_MARKS: Final = ("<think", "enable_thinking", "reasoning_effort", "<|channel|>")
 _BILLION: Final = 1_000_000_000
 _MILLION: Final = 1_000_000
@@ -162,7 +162,7 @@ def _shown(entry: CatalogEntry, caller: Caller) -> ShowResponse:
 
 
 def _sampling(entry: CatalogEntry) -> dict[str, object]:
-    """The configured sampling, in Ollama's names."""
+    """Return the configured sampling under Ollama's names."""
     own = entry.model.sampling
     if entry.profile:
         own = over(entry.model.profiles[entry.profile].sampling, own)
@@ -192,7 +192,7 @@ def _details(entry: CatalogEntry) -> Details:
 
 
 def parameter_size(parameters: int | None) -> str:
-    """A number of parameters as Ollama writes it: 8.2B, 596.05M."""
+    """Return a number of parameters in Ollama's format: 8.2B, 596.05M."""
     if not parameters:
         return ""
     if parameters >= _BILLION:
@@ -201,7 +201,7 @@ def parameter_size(parameters: int | None) -> str:
 
 
 def _digest(entry: CatalogEntry) -> str:
-    """Hash of the state of a model's files; the weights are not read for it."""
+    """Return a hash of the state of a model's files, without reading the weights."""
     facts = entry.facts
     state = f"{entry.model.root}\0{facts.size_bytes}\0{facts.parameters}\0{facts.modified_s}"
     return hashlib.blake2b(state.encode(), digest_size=32).hexdigest()

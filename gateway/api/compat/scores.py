@@ -38,14 +38,15 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
     query: Text
     documents: Annotated[list[Text | RankedDocument], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
     texts: Annotated[list[Text], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
-    # TEI's fields: each result has its text; a pair that is too long is cut.
+    # TEI's fields: whether each result has its text, and whether a pair that is too long is cut.
     return_text: bool | None = None
     truncate: bool | None = None
     top_n: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
     return_documents: bool | None = None
-    # Cohere's field: a longer document is cut.
+    # Cohere's field: the length in tokens to which a document is cut.
     max_tokens_per_doc: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
-    # vLLM's field: a longer pair is cut at the end of its document; -1 is the model's own limit.
+    # vLLM's field: the length in tokens to which a pair is cut, at the end of its document; -1 is the model's own
+    # limit.
     truncate_prompt_tokens: Truncate | None = None
     # Description of the task, for models that were trained with one.
     instruction: Annotated[str, Meta(max_length=65_536)] | None = None
@@ -174,7 +175,7 @@ async def score(services: Services, scope: Scope, receive: Receive, send: Send) 
 async def _job(
     services: Services, scope: Scope, name: str, unknown: list[str], prompt: ScorePrompt
 ) -> serve.PreparedRequest:
-    """The request for the scores of `prompt`. Raises `ApiError`."""
+    """Return the prepared request for the scores of `prompt`. Raises `ApiError`."""
     record = record_of(scope)
     model = serve.begin_reading(services, record, name, unknown)
     texts = ((prompt.params[0], prompt.queries), (prompt.params[1], prompt.documents))

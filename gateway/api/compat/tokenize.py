@@ -39,7 +39,8 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     content: str | None = None
     messages: list[RequestMessage] | None = None
-    # Whether the tokenizer's special tokens surround a text; by default they surround `prompt`, not `content`.
+    # Whether the tokenizer adds its special tokens around a text; by default it does for `prompt`, but not for
+    # `content`.
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     chat_template_kwargs: dict[str, Any] = {}

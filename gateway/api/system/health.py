@@ -66,11 +66,13 @@ async def ready(services: Services, scope: Scope, receive: Receive, send: Send) 
 
 
 def _model_readiness(name: str, scope: Scope, services: Services, reasons: list[str]) -> tuple[int, bytes]:
-    """Status and body for one model of this daemon. Raises `ModelNotFound`, also without a key that may use it."""
+    """Return status and body for one model of this daemon. Raises `ModelNotFound`, also for a model that the caller may
+    not use.
+    """
     caller = record_of(scope).caller
     worker = services.pool.worker(services.router.locate_here(name, caller).model.name)
     if not worker.is_ready:
-        # A worker whose memory is wanted is READY, but takes no requests.
+        # A worker whose memory is needed elsewhere is READY, but takes no requests.
         is_held = worker.state is State.READY
         reason = f"model {worker.name} waits for memory" if is_held else _reason(worker.view(), caller.is_admin)
         reasons = [*reasons, reason]
@@ -128,20 +130,20 @@ async def root(services: Services, scope: Scope, receive: Receive, send: Send) -
 
 
 def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
-    """Reasons why models are not healthy, for those that the caller may use."""
+    """Return the reasons why models are not healthy, for models that the caller may use."""
     caller = record_of(scope).caller
     return [_reason(view, caller.is_admin) for view in views if caller.may_use(services.config.models[view.name])]
 
 
 def _notes(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
-    """Restrictions of models' batching that keep them exact, for those that the caller may use."""
+    """Return the restrictions of batching that keep outputs exact, for models that the caller may use."""
     caller = record_of(scope).caller
     reasons = [(view.name, view.ready.batch_mode_reason) for view in views if view.ready is not None]
     return [f"{name}: {why}" for name, why in reasons if why and caller.may_use(services.config.models[name])]
 
 
 def _reason(view: WorkerView, is_operator: bool) -> str:
-    # A draining worker was ready: its last failure is that of a predecessor.
+    # A draining worker had become ready, so the last failure is one of an earlier worker.
     failure = None if view.state is State.DRAINING else view.last_failure
     cause = f": {message_of(failure, is_operator)}" if failure is not None else ""
     return f"model {view.name} is {view.state}{cause}"

@@ -20,7 +20,7 @@ from gateway.workers.supervisor.state import State, WorkerView
 
 
 class ModelMeta(Struct, frozen=True):
-    """Numbers that llama.cpp's clients read; unknown ones are left out. `size` is in bytes."""
+    """Numbers that llama.cpp's clients read; unknown numbers are left out. `size` is in bytes."""
 
     n_ctx: int | UnsetType = UNSET
     n_ctx_train: int | UnsetType = UNSET
@@ -29,7 +29,7 @@ class ModelMeta(Struct, frozen=True):
 
 
 class LoadProgress(Struct, frozen=True):
-    """Progress of a load; a count of 0 bytes is not known yet."""
+    """Progress of a load; 0 bytes means that a number is not known yet."""
 
     stage: str
     loaded_bytes: int
@@ -37,7 +37,9 @@ class LoadProgress(Struct, frozen=True):
 
 
 class DefaultSampling(Struct, frozen=True):
-    """Sampling of requests that do not set it. Without `max_tokens` only the context limits an answer."""
+    """Sampling defaults for requests that do not set these fields. Without `max_tokens`, only the context limits an
+    answer.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -1,4 +1,4 @@
-"""Operations as an OpenAPI 3.1 document, with schemas made of the structs that bodies are decoded and encoded with."""
+"""OpenAPI 3.1 document of the operations, with schemas made from the structs that decode and encode bodies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 LINES: Final = "application/x-ndjson"
 FORM: Final = "multipart/form-data"
-# Statuses that any request can get.
+# Statuses that the answer to any request can have.
 ALWAYS: Final = (401, 403, 421, 429, 431, 500)
 MEANINGS: Final = {
     400: "The request cannot be served as it is.",
@@ -41,7 +41,7 @@ _REF: Final = "#/components/schemas/"
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter in the path, the query or a header."""
+    """A parameter in the path, in the query or in a header."""
 
     name: str
     place: str
@@ -53,10 +53,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path.
+    """Operation: one method of one path.
 
-    `maker` makes the endpoint. `extra` are fields of the body that have no effect, `events` the types of a stream's
-    events, `error` is the dialect's shape of errors, and `errors` are its statuses.
+    `maker` makes the endpoint. `extra` are fields of the body that have no effect, `events` are the types of a stream's
+    events, `error` is the dialect's shape of errors, and `errors` are their statuses.
     """
 
     method: str
@@ -69,23 +69,23 @@ class Operation:
     events: Sequence[Any] = ()
     error: Any = ErrorBody
     errors: Sequence[int] = ALWAYS
-    # Whether each event also has a `sequence_number`, which is known when it is written.
+    # Whether each event also has a `sequence_number`, which is added when the event is written.
     is_numbered: bool = False
     parameters: Sequence[Parameter] = ()
-    # Whether a key is needed; None where that is configured.
+    # Whether a key is needed; None if the configuration decides.
     needs_key: bool | None = True
     body_type: str = JSON
     media_type: str = JSON
-    # Descriptions of the answer's other media types.
+    # Other media types of the answer, each with its description.
     media_types: Mapping[str, str] = field(default_factory=dict[str, str])
     stream_type: str = EVENTS
-    # Statuses other than 200 whose body is an `answer` too.
+    # Statuses other than 200 whose body is also an `answer`.
     also: Mapping[int, str] = field(default_factory=dict[int, str])
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def routed_path(self) -> str:
-        """The path in the router's terms."""
+        """Path in the syntax of the router."""
         path = self.path
         for parameter in self.parameters:
             if parameter.has_slashes:
@@ -94,13 +94,13 @@ class Operation:
 
     @property
     def id(self) -> str:
-        """The operation's unique id, from its method and path."""
+        """Unique id of the operation, from its method and path."""
         words = [word.strip("{}") for word in self.path.replace("-", "_").split("/") if word]
         return "_".join([self.method.lower(), *words] if words else [self.method.lower(), "root"])
 
 
 def document(operations: Sequence[Operation], *, version: str, description: str) -> Schema:
-    """The OpenAPI document, in JSON types only."""
+    """Return the OpenAPI document, made of JSON types only."""
     components, references = _components(operations)
     paths: dict[str, Schema] = {}
     for operation in operations:
@@ -119,7 +119,7 @@ def document(operations: Sequence[Operation], *, version: str, description: str)
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": schemes},
     }
-    # Defaults in the schemas are still Python objects.
+    # Defaults in the schemas are still Python objects, which encoding turns into JSON types.
     return msgspec.json.decode(msgspec.json.encode(whole))
 
 
@@ -155,7 +155,7 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
         kind: {"schema": {"type": "string", "description": text}} for kind, text in operation.media_types.items()
     }
     if operation.events:
-        # OpenAPI 3.1 cannot describe one event of a stream: `itemSchema` came with 3.2.
+        # OpenAPI 3.1 cannot describe the single events of a stream; OpenAPI 3.2 has `itemSchema` for that.
         data: Schema = {"anyOf": [references[event] for event in operation.events]}
         if operation.is_numbered:
             data |= {"properties": {"sequence_number": {"type": "integer"}}, "required": ["sequence_number"]}
@@ -178,13 +178,15 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
 
 
 def _event(data: Schema) -> Schema:
-    """A server-sent event in the form of OpenAPI 3.2. The end mark of OpenAI's streams, `[DONE]`, is not JSON."""
+    """Return the schema of a server-sent event in the form of OpenAPI 3.2. `[DONE]`, the end mark of OpenAI's streams,
+    is not JSON.
+    """
     coded = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": coded}, "required": ["data"]}
 
 
 def _qualified(struct: type) -> str:
-    """Name such as `openai.ChatRequest`: its dialect, with `_out` for answers, or else its module."""
+    """Return a name such as `openai.ChatRequest`: the struct's dialect, with `_out` for answers, or else its module."""
     package, _, module = struct.__module__.rpartition(".")
     dialect = package.rpartition(".")[2]
     place = {"request": dialect, "response": f"{dialect}_out", "tools": f"{dialect}_tools"}.get(module, module)
@@ -196,7 +198,7 @@ def _header(description: str, kind: str = "string", *, is_required: bool = False
 
 
 def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Schema]]:
-    """The schemas of all structs by name, and the reference to each body, answer, event and error."""
+    """Return the schemas of all structs by name, and the reference to each body, answer, event and error."""
     bodies = list(dict.fromkeys(each.body for each in operations if each.body is not None))
     answers = list(dict.fromkeys(shape for each in operations for shape in (each.answer, *each.events, each.error)))
     inputs, outputs = _structs(bodies), _structs(answers)
@@ -222,7 +224,7 @@ def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Sche
 
 
 def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
-    """All structs that these shapes contain."""
+    """Return all structs that these shapes contain."""
     structs: dict[type[Struct], types.StructType] = {}
     seen: set[int] = set()
     waiting: list[Any] = list(types.multi_type_info(shapes))
@@ -243,12 +245,12 @@ def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
 
 
 def _given_name(struct: type[Struct], schemas: Mapping[str, Any]) -> str:
-    """msgspec's name of a struct, with its module only where two share the plain name."""
+    """Return msgspec's name of a struct, which contains the module only if two structs share the plain name."""
     return struct.__name__ if struct.__name__ in schemas else f"{struct.__module__}.{struct.__name__}"
 
 
 def _sent(struct: type[Struct]) -> list[str]:
-    """The fields that are always sent, which include those with a default other than UNSET."""
+    """Return the fields that are always sent, including fields with a default other than UNSET."""
     config = struct.__struct_config__
     tag = [config.tag_field] if config.tag_field is not None else []
     info = types.type_info(struct)
@@ -259,12 +261,12 @@ def _sent(struct: type[Struct]) -> list[str]:
 
 
 def _is_unset(field: types.Field) -> bool:
-    """Whether its default is UNSET, with which a field is left out."""
+    """Whether the default of a field is UNSET, with which the field is left out."""
     return not field.required and field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT
 
 
 def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
-    """The schema with its references replaced by those to the final names."""
+    """Return the schema with its references changed to the final names."""
     if isinstance(schema, list):
         return [_renamed(each, names) for each in schema]
     if not isinstance(schema, dict):

@@ -161,7 +161,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (*DIALECTS, *_MLXD, *_HEALTH)
 
 
 def routes(parts: Parts) -> list[Route]:
-    """The routes of all operations."""
+    """Return the routes of all operations."""
     methods: dict[tuple[str, Maker], list[str]] = {}
     for operation in OPERATIONS:
         methods.setdefault((operation.routed_path, operation.maker), []).append(operation.method)

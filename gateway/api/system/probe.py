@@ -1,7 +1,7 @@
-"""Deep health: one real token from each loaded model.
+"""Deep health check, which generates one token with each loaded model.
 
-A probe counts in no admission queue, key or metric of requests, loads no model and keeps none from being unloaded.
-Only the tokens that a worker counts include it.
+A probe counts in no admission queue, key or metric of requests, loads no model and does not delay the unload of an idle
+model. Only the token counts of workers include it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ POLL_S: Final = 0.05
 # Higher than the priority of any key.
 PROBE_PRIORITY: Final = -1_000_000
 BROKEN: Final = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
-# Salt of the prefix cache that no key has.
+# Salt of the prefix cache that no key uses.
 PROBE_SALT: Final = "health"
 _PROMPTS: Final[dict[str, Prompt]] = {
     EMBED: EmbedPrompt(("Hi",)),
@@ -36,7 +36,7 @@ _PROMPTS: Final[dict[str, Prompt]] = {
     AUDIO: SpeechPrompt("Hi."),
 }
 _SPEECH_WITH_INSTRUCTIONS: Final = SpeechPrompt("Hi.", instructions="A calm voice.")
-# 0.25 s of silence at 16 kHz.
+# Clip of silence: 0.25 s at 16 kHz.
 _SAMPLES: Final = bytes(8000)
 _SILENCE: Final = TranscribePrompt(
     b"RIFF"
@@ -48,7 +48,7 @@ _SILENCE: Final = TranscribePrompt(
 
 
 def require_admin(record: RequestRecord) -> None:
-    """Raises `Unauthorized` or `Forbidden`: a probe costs a step of every model."""
+    """Raises `Unauthorized` or `Forbidden` for other callers than admins: a probe costs a step of every model."""
     caller = record.caller
     if caller.is_admin:
         return
@@ -75,7 +75,7 @@ async def _probe(services: Services, worker: WorkerHandle, deadline_s: float) ->
     error = ""
     try:
         async with asyncio.timeout(deadline_s):
-            # A worker takes no requests while its memory is wanted or a suspect request runs alone.
+            # A worker takes no requests while its memory is needed elsewhere, or while a suspect request runs alone.
             while worker.state is State.READY and not worker.is_ready:  # noqa: ASYNC110 - no event announces it
                 await asyncio.sleep(POLL_S)
             if worker.state is not State.READY:
@@ -85,14 +85,14 @@ async def _probe(services: Services, worker: WorkerHandle, deadline_s: float) ->
         error = "its worker cannot be reached"
     except TimeoutError:
         if _steps(worker) != steps:
-            # Other requests had all its rows, and their steps show that it works.
+            # Requests of others occupied all rows, and their steps show that the model works.
             return Probe(worker.name, True, "busy", _ms(began), "")
         error = f"no token within {deadline_s:g} s"
     return Probe(worker.name, not error, "failed" if error else "ready", _ms(began), error)
 
 
 async def _one_token(services: Services, worker: WorkerHandle) -> str:
-    """Generate one token, vector, score or clip; returns the error, or an empty string. Raises `WorkerGone`."""
+    """Generate one token, vector, score or clip. Returns the error, or an empty string. Raises `WorkerGone`."""
     link = services.link
     request = Generate(
         link.next_rid(),
@@ -110,7 +110,7 @@ async def _one_token(services: Services, worker: WorkerHandle) -> str:
 
 
 def prompt_for(ready: Ready | None) -> Prompt:
-    """The smallest prompt for a model of this kind."""
+    """Return the smallest prompt for a model of this kind."""
     audio = ready.audio if ready is not None else None
     if audio is not None and audio.transcribes:
         return _SILENCE
