@@ -13,7 +13,7 @@ BLOCKS: Final = (
 
 
 class Block(Struct, frozen=True):
-    """A content block of any type, which determines the fields that it has."""
+    """A content block of any type. The type determines the fields that the block has."""
 
     # Unknown types are an error in user messages, and are skipped in assistant messages.
     type: Annotated[str, known(*BLOCKS)]

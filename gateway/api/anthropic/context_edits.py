@@ -23,7 +23,7 @@ class ThinkingTurns(Struct, frozen=True):
 
 
 class ContextEdit(Struct, frozen=True):
-    """An edit that clears thinking. Without `keep`, the thinking of the newest turn is kept."""
+    """An edit that removes thinking. Without `keep`, the thinking of the newest turn is kept."""
 
     type: Annotated[str, words(_EDIT)]
     keep: ThinkingTurns | Annotated[str, words(_ALL)] | None = None
@@ -44,7 +44,7 @@ def edited(messages: Sequence[MessageParam], management: ContextManagement | Non
 
 
 def _kept_turns(edit: ContextEdit, where: str) -> int | None:
-    """Return the number of turns whose thinking is kept; None for all."""
+    """Return the number of turns whose thinking is kept; None means all."""
     if edit.type != _EDIT:
         message = f"{where}: edits of type {edit.type[:40]!r} are not supported; '{_EDIT}' is."
         raise Unsupported(message, where)

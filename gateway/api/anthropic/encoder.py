@@ -103,7 +103,7 @@ class MessageStream:
 
 
 class MessageFold:
-    """`Fold` of one message: the content of `MessageStream` as one answer."""
+    """`Fold` of one message, with the same content as `MessageStream`."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id
@@ -166,7 +166,7 @@ def ending(delta: Delta) -> out.MessageEnd:
 
 
 def signature(thought: "hashlib.blake2b") -> str:
-    """Return an opaque signature for a thinking block, as the real API has one; nothing here depends on it."""
+    """Return an opaque signature for a thinking block, because the real API sends one; nothing here depends on it."""
     return thought.hexdigest()
 
 

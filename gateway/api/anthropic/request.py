@@ -33,9 +33,10 @@ from gateway.media.reference import IMAGE, by_base64, by_url
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 
-# Claude Code's first system block begins so; its value changes with every session, which would defeat the prefix cache.
+# Claude Code's first system block begins with this text. Its value changes with every session, which would defeat the
+# prefix cache.
 VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
-# Blocks and messages are joined in the same way, whether they arrive as a list or as a string.
+# Separator of blocks and messages, so that a list and a string give the same prompt.
 JOINT: Final = "\n\n"
 CHOICES: Final = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}
 
@@ -113,9 +114,9 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    # mlxd's field: whether tokens are drafted, and the maximum number of a draft.
+    # mlxd's own field: whether tokens are drafted, and the maximum number of tokens in a draft.
     speculate: Speculate | None = None
-    # mlxd's field: whether a long prompt is prefilled sparsely, and how much of it is kept.
+    # mlxd's own field: whether a long prompt is prefilled sparsely, and the share of the prompt that is kept.
     sparse_prefill: SparsePrefill | None = None
 
 
@@ -154,7 +155,7 @@ def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None)
     tool_use = _tool_use(request)
     thinking = _thinking(request, of_config(default))
     _constraint(request)  # an invalid constraint makes counting fail too
-    # A last turn of the assistant is the beginning of the answer, unless it is empty.
+    # A final assistant turn is the beginning of the answer, unless it is empty.
     continues = request.messages[-1].role == "assistant" and "tool_calls" not in turns[-1]
     if continues and not turns[-1]["content"]:
         del turns[-1]
@@ -211,7 +212,7 @@ def _turns(message: MessageParam, where: str) -> list[dict[str, Any]]:
         case "assistant":
             return [_assistant_turn(blocks)]
         case "system":
-            # Other blocks announce changes of tools, which the list of tools contains as well.
+            # Blocks of other types announce changes of tools, which the request's list of tools also contains.
             texts = [block.text or "" for block in blocks if block.type == "text"]
             return [canonical.system(JOINT.join(texts))]
         case role:
@@ -325,7 +326,9 @@ def _tool_use(request: CountRequest) -> ToolPolicy:
 
 
 def _shown(request: CountRequest) -> list[ToolParam]:
-    """List the tools to show. Deferred ones are shown once found, and last, so that earlier ones stay cached."""
+    """Return the tools to show. Deferred tools are shown once the model found them, and last, so that the others stay
+    cached.
+    """
     specs = [spec for spec in request.tools or () if not _is_skipped(spec)]
     waiting = {spec.name: spec for spec in specs if spec.defer_loading}
     if len(specs) < len(request.tools or ()) or not waiting:
@@ -348,7 +351,9 @@ def _referenced_tools(message: MessageParam) -> Iterator[str]:
 
 
 def _is_skipped(spec: ToolParam) -> bool:
-    """Whether a tool runs on Anthropic's servers; without a schema the model could not call it either."""
+    """Whether a tool is skipped because it runs on Anthropic's servers. Without a schema, the model could not call it
+    anyway.
+    """
     return spec.input_schema is None and spec.type not in (None, "custom", "function")
 
 
@@ -362,7 +367,7 @@ def _thinking(request: CountRequest, default: ThinkingBudget) -> ThinkingBudget:
         wanted = ThinkingBudget.of_effort(request.output_config.effort, "output_config.effort")
     if request.thinking is None:
         # Thinking must be requested, as in the real API: other clients read the answer from the first block. An effort
-        # alone does not request it.
+        # without thinking does not request it.
         return ThinkingBudget(default.is_enabled or False, wanted.effort).under(default)
     match request.thinking.type:
         case "enabled":

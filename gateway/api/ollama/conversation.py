@@ -1,7 +1,7 @@
-"""`context` of a completion: the conversation as integers, which a client sends back unread.
+"""`context` of a completion: the conversation as integers, which a client sends back without reading them.
 
-Ollama's own are token ids. Here they are the turns, with three bytes of their JSON in each integer, so that any worker
-can continue, with or without its cache, and the turns pass through the chat template like all others.
+Ollama's own integers are token ids. Here they contain the turns, with three bytes of JSON in each integer, so that any
+worker can continue, with or without its cache, and the turns pass through the chat template like all others.
 """
 
 import struct
@@ -37,7 +37,7 @@ def write_context(turns: Sequence[ConversationTurn]) -> list[int]:
     data = msgspec.json.encode(turns)
     count = len(data) // _WIDTH
     whole = count * _WIDTH
-    # Slices avoid a Python step for each of perhaps a million integers.
+    # Slice assignments avoid a Python step for each integer, of which there may be a million.
     words = bytearray(count * _BYTES)
     for at in range(_WIDTH):
         words[_WIDTH - 1 - at :: _BYTES] = data[at:whole:_WIDTH]

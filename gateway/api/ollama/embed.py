@@ -23,7 +23,7 @@ from protocol.prompts import EmbedPrompt
 from protocol.to_worker import Generate, Sampling
 
 INPUTS_MAX: Final = 2048
-# Inputs are truncated to the model's limit.
+# This value truncates inputs to the model's limit.
 _TO_CONTEXT: Final = -1
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -98,7 +98,7 @@ class Embed:
         return request, unknown + ignored + (["keep_alive"] if request.keep_alive is not None else [])
 
     def _render(self, vectors: Vectors, model: str, record: RequestRecord) -> bytes:
-        """Encode the answer vector by vector, since all numbers at once would take ten times the memory."""
+        """Encode the answer vector by vector. All numbers at once would take ten times the memory."""
         rows = [_encode(vectors.numbers(at)) for at in range(vectors.count)]
         if self._is_old:
             return _encode(OneEmbedding([])).replace(b"[]", rows[0] if rows else b"[]")
@@ -110,7 +110,7 @@ class Embed:
 
 
 def _inputs(request: EmbedRequest | OllamaEmbeddingsRequest) -> tuple[str, ...]:
-    """Return the texts to embed, none for a request to load or unload. Raises `BadRequest`."""
+    """Return the texts to embed; none if the request only loads or unloads the model. Raises `BadRequest`."""
     given = request.input if isinstance(request, EmbedRequest) else request.prompt
     if isinstance(given, str) or given is None:
         return (given,) if given else ()

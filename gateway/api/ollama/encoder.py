@@ -47,17 +47,17 @@ _NOTHING: Final = SentText()
 
 @dataclass(slots=True)
 class AnswerSoFar:
-    """An answer so far, without its thinking. Owned by its encoder."""
+    """The answer so far, without its thinking. Owned by its encoder."""
 
     texts: list[str] = field(default_factory=list[str])
-    # The call that is incomplete, and pieces of its arguments.
+    # The incomplete tool call, and the pieces of its arguments.
     call: OllamaToolCall | None = None
     arguments: list[str] = field(default_factory=list[str])
     finish: Finish = Finish.STOP
     usage: Usage = _EMPTY
 
     def add(self, delta: Delta) -> SentText | None:
-        """Return the content that a delta adds, or None. A call is returned once it is complete."""
+        """Return the content that a delta adds, or None. A tool call is returned once it is complete."""
         if delta.finish is not None:
             self.finish, self.usage = delta.finish, delta.usage or _EMPTY
         logprobs = tuple(chat_logprobs(delta.logprobs)) if delta.logprobs is not None else ()
@@ -91,7 +91,7 @@ class AnswerSoFar:
 
 
 class LineForm(ABC):
-    """Form of one endpoint's lines. `key` is the field that holds the text."""
+    """Format of one endpoint's lines. `key` is the field that holds the text."""
 
     key: str
 
@@ -102,14 +102,16 @@ class LineForm(ABC):
 
     @abstractmethod
     def line(self, content: SentText, answer: AnswerSoFar | None = None) -> OllamaLine:
-        """Make one line. The last one has the whole `answer`."""
+        """Make one line of the stream. `answer` is passed only for the last line, which reports its usage and
+        durations.
+        """
 
     def loaded(self, reason: str) -> OllamaLine:
-        """Make the only line of a request that loads or unloads its model."""
+        """Make the only line of the answer to a request that loads or unloads its model."""
         return structs.replace(self.line(_NOTHING), created_at=timestamp(), done=True, done_reason=reason)
 
     def _shared_fields(self, content: SentText, answer: AnswerSoFar | None) -> dict[str, Any]:
-        """Return the fields that both endpoints have."""
+        """Return the fields that the lines of both endpoints have."""
         shared: dict[str, Any] = {"model": self._model, "created_at": self._created_at, "done": answer is not None}
         if content.logprobs:
             shared["logprobs"] = list(content.logprobs)
@@ -140,7 +142,9 @@ class ChatForm(LineForm):
 
 
 class GenerateForm(LineForm):
-    """Lines of `/api/generate`. `turns` are those of the conversation before the answer; None omits the context."""
+    """Lines of `/api/generate`. `turns` is the conversation before the answer; with None, the last line has no
+    `context`.
+    """
 
     key = "response"
 

@@ -1,7 +1,7 @@
-"""Load and unload of a model by Ollama requests without a prompt, and the authorization of requests that administer.
+"""Load and unload of a model by Ollama requests without a prompt, and the authorization of administrative requests.
 
-Unloading a model and downloading one need an admin key. Without keys every program on this machine may use the models,
-and none may administer them.
+Unloading and downloading a model need an admin key. Without keys, every program on this machine may use the models, but
+none may administer them.
 """
 
 import asyncio
@@ -26,9 +26,10 @@ UNLOADED: Final = "unload"
 async def load_or_unload(
     services: Services, record: RequestRecord, model: ModelConfig, receive: Receive, *, is_last: bool
 ) -> str:
-    """Load the model, or unload it if `is_last`; return Ollama's `done_reason`.
+    """Load the model, or unload it if `is_last`. Returns Ollama's `done_reason`.
 
-    Any caller may load it, as any request does; unloading affects all callers. Raises `ApiError` and `ClientLeft`.
+    Any caller may load the model, as any request does. Unloading affects all callers. Raises `ApiError` and
+    `ClientLeft`.
     """
     if model.name not in services.config.models:
         # A peer loads its models with their first answers; only its own operator may unload them.

@@ -37,7 +37,7 @@ def lower_chat(
     turns = _Turns().lower(messages)
     thinking = _thinking(request, model)
     tools = tuple(lower_tool(spec, f"tools[{index}]") for index, spec in enumerate(request.tools or ()))
-    # A last turn of the assistant is the beginning of the answer.
+    # A final assistant turn is the beginning of the answer.
     continues = messages[-1].role == "assistant" and "tool_calls" not in turns[-1] and bool(turns[-1]["content"])
     use = ToolPolicy(tools).check("tools")
     prompt = canonical.chat_prompt(turns, use, thinking, continue_final=continues)
@@ -59,12 +59,12 @@ def lower_generate(
 
 
 def conversation_of(request: GenerateRequest) -> list[ConversationTurn]:
-    """Return the turns of a completion, without images and without its answer. Raises `BadRequest`."""
+    """Return the turns of a completion without images, up to its prompt. Raises `BadRequest`."""
     return [*_before(request), ConversationTurn("user", request.prompt or "")]
 
 
 def _before(request: GenerateRequest) -> list[ConversationTurn]:
-    """Return the turns before the prompt; a `system` replaces that of the conversation."""
+    """Return the turns before the prompt. The request's `system` replaces the system turn of the conversation."""
     turns = read_context(request.context or ())
     if not request.system:
         return turns
@@ -106,7 +106,7 @@ def _thinking(request: GenerationFields, model: ModelConfig) -> ThinkingBudget:
 
 
 def _constraint(wanted: Any, *, after_reasoning: bool) -> Constraint | None:
-    """Lower a format: `json`, or a schema, which is enforced as far as a grammar can."""
+    """Lower a `format`: `json`, or a schema, which is enforced as far as a grammar can."""
     match wanted:
         case None | "":
             return None
@@ -130,12 +130,14 @@ def _image(image: str, where: str) -> dict[str, Any]:
 
 
 class _Turns:
-    """Turns of a chat. Calls without an id get one, and each result is matched with the next call without a result."""
+    """Lowering of a chat's turns. Calls without an id get one; each result is matched with the next call that has no
+    result.
+    """
 
     def __init__(self) -> None:
         self._count = 0
-        # Calls without a result by number, as id and name; numbers of all calls by id and by name, in order; names of
-        # all calls.
+        # The dictionaries hold: id and name of each call without a result, by the call's number; the numbers of all
+        # calls by id, and by name, in order; and the names of all calls by id.
         self._waiting: dict[int, tuple[str, str]] = {}
         self._by_id: dict[str, deque[int]] = {}
         self._by_name: dict[str, deque[int]] = {}
@@ -171,7 +173,7 @@ class _Turns:
         return Call(call_id, name, arguments_text(spec.function))
 
     def _answered(self, message: OllamaTurn) -> str:
-        """Return the id of the call that a result belongs to."""
+        """Return the id of the call to which a result belongs."""
         wanted_id, wanted_name = message.tool_call_id, message.tool_name
         if wanted_id:
             number = self._first(self._by_id.get(wanted_id))
@@ -184,7 +186,9 @@ class _Turns:
         return self._waiting.pop(number)[0]
 
     def _first(self, numbers: deque[int] | None) -> int | None:
-        """Return the first of these calls without a result, and drop the others, so that each is checked once."""
+        """Return the first of these calls that has no result. Calls before it are dropped, so that each is checked only
+        once.
+        """
         while numbers:
             number = numbers.popleft()
             if number in self._waiting:

@@ -36,7 +36,7 @@ _REFUSED: Final = REFUSED_FIELDS | SAMPLER_FIELDS | constraint_fields("format", 
 
 
 class OllamaOptions(Struct, frozen=True):
-    """Options that have an effect or are refused. A negative limit is none, and a negative seed is random."""
+    """Options that have an effect or are refused. A negative limit means no limit, and a negative seed a random one."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: Whole | None = None
@@ -46,7 +46,7 @@ class OllamaOptions(Struct, frozen=True):
     stop: StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)] | None = None
     num_predict: Limit | None = None
     repeat_penalty: RepetitionPenalty | None = None
-    # The number of tokens that penalties look back at: 0 is none, -1 all.
+    # Number of tokens to which penalties apply: 0 means none, -1 all.
     repeat_last_n: Whole | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -54,23 +54,23 @@ class OllamaOptions(Struct, frozen=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings without empty ones."""
+        """Return the stop strings that are not empty."""
         texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return tuple(text for text in texts if text)
 
     @property
     def wanted_seed(self) -> int | None:
-        """The seed; None for a random one."""
+        """The requested seed; None means a random seed."""
         return None if self.seed is None or self.seed < 0 else int(self.seed)
 
     def most_tokens(self, default: int | None) -> int | None:
-        """Return the maximum tokens of the answer; None is up to the end of the context."""
+        """Return the maximum number of tokens of the answer; None means up to the end of the context."""
         if self.num_predict is None:
             return default
         return int(self.num_predict) if self.num_predict > 0 else None
 
     def sampling(self, defaults: SamplingDefaults, seed: int) -> Sampling:
-        """Return the sampling of a request. Options that it lacks are the model's own defaults, not Ollama's."""
+        """Return the sampling of a request. Options that it lacks have the model's own defaults, not Ollama's."""
         looks_back = self.repeat_last_n is None or self.repeat_last_n != 0
         repetition = first(self.repeat_penalty, defaults.repetition_penalty, 1.0)
         values = sampling_values(self, defaults) | {"repetition_penalty": repetition}
@@ -85,7 +85,7 @@ class OllamaOptions(Struct, frozen=True):
 
 
 def _properties() -> dict[str, Any]:
-    """Return the properties of `OllamaOptions` inline, as the field is decoded as any object."""
+    """Return the properties of `OllamaOptions` inline, because the field itself is decoded as any object."""
     _, components = msgspec.json.schema_components([OllamaOptions])
     return {"type": "object", "properties": components[OllamaOptions.__name__]["properties"]}
 
@@ -94,7 +94,7 @@ OptionsField = Annotated[dict[str, Any], shape(_properties())]
 
 
 def read_options(raw: Mapping[str, Any] | None) -> tuple[OllamaOptions, list[str]]:
-    """Read the options. Returns them with the names of ignored ones. Raises `BadRequest`."""
+    """Read the options. Returns them with the names of ignored options. Raises `BadRequest`."""
     known = OllamaOptions.__struct_fields__
     given = {name: value for name, value in (raw or {}).items() if value is not None}
     options = converted({name: given[name] for name in known if name in given}, OllamaOptions, "options")

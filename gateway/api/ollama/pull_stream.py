@@ -1,4 +1,6 @@
-"""`POST /api/pull`: the progress of a download as Ollama's lines. Downloads share the queue of the page."""
+"""`POST /api/pull`: the progress of a download as Ollama's lines. Pulls share a queue with the downloads of the web
+page.
+"""
 
 import asyncio
 import re
@@ -21,7 +23,7 @@ from gateway.request.headers import ignored_header
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 
-# Progress is checked this often, and written when it has changed or a keep-alive is due.
+# Progress is checked at this interval, and written if it has changed or a keep-alive is due.
 CHECK_INTERVAL_S: Final = 0.5
 KEEPALIVE_S: Final = 10.0
 # Ollama's clients may put these hosts before a repository's name.
@@ -33,7 +35,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class PullEndpoint:
-    """ASGI endpoint of pulls. A download continues if its client leaves, and the page or another pull can follow it."""
+    """ASGI endpoint of pulls. If its client leaves, the download continues; the page or another pull can follow it."""
 
     def __init__(self, services: Services, downloads: PullQueue) -> None:
         self._services = services
@@ -54,7 +56,7 @@ class PullEndpoint:
             await self._stream(download, record, receive, send)
 
     def _path_to_download(self, name: str, record: RequestRecord) -> str | None:
-        """Return a model's path, or the name if the caller has no such model; None if its files are here."""
+        """Return a model's path, or the name if the caller has no such model; None if the files are on this machine."""
         try:
             path = self._services.router.locate_here(name, record.caller).model.path
         except ModelNotFound:

@@ -1,4 +1,4 @@
-"""Ollama's routes that are refused, since models are files of the hub here, named by the configuration."""
+"""Ollama's routes that are refused, because here models are files of the hub, named by the configuration."""
 
 from typing import Final
 
@@ -6,7 +6,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
 
-# Each entry has the method, the path, and advice on mlxd's own way.
+# Each entry has a method, a path, and advice on how to do the same with mlxd.
 REFUSED: Final = (
     ("POST", "/api/create", "Give a model its sampling, template and profiles in mlxd.toml."),
     ("POST", "/api/copy", "Give a model another name with 'aliases' in mlxd.toml."),

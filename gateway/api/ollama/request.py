@@ -1,4 +1,4 @@
-"""Bodies of Ollama's requests, as lenient with extra fields as Ollama, which are reported as ignored."""
+"""Bodies of Ollama's requests. Unknown fields are accepted, as by Ollama, and reported as ignored."""
 
 import re
 from typing import Annotated, Any, Final
@@ -15,8 +15,8 @@ from gateway.api.openai.request import CalledFunction, ToolSpec
 from gateway.errors import BadRequest, Unsupported
 
 ROLES: Final = ("system", "user", "assistant", "tool")
-# This matches zero durations, in Go's notation or as seconds. Only the unit may end a number in a sequence, because a
-# row of zeros would otherwise take exponential time.
+# Matches zero durations, in Go's notation or as seconds. Only the unit may end a number in a sequence, because a row of
+# zeros would otherwise take exponential time.
 _ZERO: Final = re.compile(r"[-+]?(0+(\.0*)?|(0+(\.0*)?(ns|us|µs|μs|ms|s|m|h))+)")
 
 Think = bool | Annotated[str, Meta(max_length=32), words(*EFFORTS)]
@@ -49,7 +49,7 @@ class OllamaTurn(Struct, frozen=True):
 class GenerationFields(Struct, frozen=True, kw_only=True):
     """Fields that chats and completions share."""
 
-    # An empty name is `[server] default`, as on all routes.
+    # An empty name means the model in `[server] default`, as on all routes.
     model: str = ""
     stream: bool | None = None
     format: Format = None
@@ -58,13 +58,14 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
     keep_alive: KeepAlive | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    # Whether the oldest turns are dropped if the prompt is too long; unless requested, it is refused with 400.
+    # Whether the oldest turns are dropped if the prompt is too long. By default such a prompt is refused with 400.
     truncate: bool | None = None
-    # Ollama's truncation during an answer, which is ignored: a long answer ends at the context's limit.
+    # Ollama's option to truncate the context during an answer. It is ignored: a long answer ends at the context's
+    # limit.
     shift: bool | None = None
-    # mlxd's field: whether tokens are drafted, and the maximum number of a draft.
+    # mlxd's own field: whether tokens are drafted, and the maximum number of tokens in a draft.
     speculate: Speculate | None = None
-    # mlxd's field: whether a long prompt is prefilled sparsely, and how much of it is kept.
+    # mlxd's own field: whether a long prompt is prefilled sparsely, and the share of the prompt that is kept.
     sparse_prefill: SparsePrefill | None = None
 
     @property
@@ -78,7 +79,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Number of alternatives to each token; None for no log-probabilities."""
+        """Return the number of alternatives for each token; None means no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -102,7 +103,7 @@ class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class ModelName(Struct, frozen=True):
-    """A model's name, in the newer field or the older one."""
+    """Name of a model, in Ollama's newer or older field."""
 
     model: str = ""
     name: str = ""
@@ -163,7 +164,7 @@ def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
 
 
 def is_zero(keep_alive: float | str | None) -> bool:
-    """Whether a `keep_alive` is zero."""
+    """Whether a `keep_alive` is a zero duration."""
     return bool(_ZERO.fullmatch(keep_alive.strip())) if isinstance(keep_alive, str) else keep_alive == 0
 
 
@@ -179,7 +180,7 @@ def is_empty(request: GenerationFields) -> bool:
 
 
 def _ignored(request: GenerationFields) -> list[str]:
-    """List ignored fields: loading times are configured by the server, and no answer is truncated."""
+    """List ignored fields. The configuration decides how long models stay loaded, and answers are not truncated."""
     _, ignored = read_options(request.options)
     if request.keep_alive is not None and not is_empty(request):
         ignored.append("keep_alive")

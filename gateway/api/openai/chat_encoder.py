@@ -31,7 +31,7 @@ class ChatStream(ChoiceStream[ChatChunkChoice]):
 
     def __init__(self, heading: Heading, include_usage: bool) -> None:
         super().__init__(heading, include_usage, ChatChunk, "content")
-        # Choices whose first chunk waits for the ids of their prompt.
+        # Choices whose first chunk waits for the token ids of their prompt.
         self._unopened = set(range(heading.choices)) if heading.sends_ids else set[int]()
 
     def begin(self, prompt_tokens: int) -> bytes:
@@ -113,7 +113,7 @@ class _Partial(Partial):
 
 
 class ChatFold(ChoiceFold[ChatChoice, _Partial]):
-    """Fold of a whole chat completion, with the same content as `ChatStream`."""
+    """`Fold` of a whole chat completion, with the same content as `ChatStream`."""
 
     def __init__(self, heading: Heading) -> None:
         super().__init__(heading, ChatCompletion, _Partial)

@@ -1,4 +1,4 @@
-"""Numbered choices of chat and text completions, streamed in parallel or folded into one answer."""
+"""Numbered choices of chat and text completions, streamed in parallel or combined into one answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,22 +14,25 @@ from gateway.api.openai.prompt_logprobs import encode_entries, whole
 from gateway.api.openai.response import TokenIds, UsageBody, sum_usage
 from protocol.from_worker import Delta, DeltaKind, Finish, Usage
 
-# `C` is a choice as it is encoded.
+# `C` is the struct of an encoded choice.
 C = TypeVar("C", bound=Struct)
-# `P` is a choice that is still incomplete.
+# `P` is a choice that is not complete yet.
 P = TypeVar("P", bound="Partial")
 
 DONE: Final = b"data: [DONE]\n\n"
 
 encode: Final = msgspec.json.Encoder().encode
-# Looking up an enum's member takes as long as encoding a word.
+# The member is looked up once: looking up an enum's member takes as long as encoding a word.
 _TEXT: Final = DeltaKind.TEXT
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Fields common to every chunk and the whole answer. `is_legacy`: calls have the shape that preceded tools.
-    `sends_ids`: token ids of the prompt and of the output are included."""
+    """Fields that every chunk and the whole answer share.
+
+    `is_legacy` gives calls the shape that preceded tools. `sends_ids` includes the token ids of the prompt and the
+    output.
+    """
 
     id: str
     created: int
@@ -42,20 +45,21 @@ class Heading:
 
 @dataclass(slots=True)
 class Partial:
-    """One incomplete choice. Owned by its fold."""
+    """A choice that is not complete yet. Owned by its fold."""
 
     finish: Finish = Finish.STOP
     usage: Usage | None = None
     token_ids: list[int] = field(default_factory=list[int])
-    # Ids of its prompt, and the prompt's log-probabilities as JSON.
+    # Ids of the choice's prompt, and the prompt's log-probabilities as JSON.
     prompt_ids: tuple[int, ...] = ()
     prompt_logprobs: list[bytes] = field(default_factory=list[bytes])
 
 
 class ChoiceStream(EventEncoder, ABC, Generic[C]):
-    """`StreamEncoder` of choices. The common chunk, a piece of text, is a prebuilt prefix and suffix around the text.
+    """`StreamEncoder` of choices. The usual chunk, a piece of text, is made of a prebuilt prefix, the text and a
+    prebuilt suffix.
 
-    `shape` makes a chunk of id, time, model, choices and usage; `key` is the choice's field that holds its text.
+    `shape` makes a chunk from id, time, model, choices and usage; `key` is the choice's field that holds its text.
     """
 
     def __init__(
@@ -72,7 +76,8 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
         self._sends_ids = heading.sends_ids
         self._usages: dict[int, Usage] = {}
         self._choices: dict[int, int] = {}
-        # Each rid maps to the bytes before its text; the bytes after it are the same for all.
+        # For each rid, the bytes of the usual chunk before its text. The bytes after the text are the same for all
+        # rids.
         self._before: dict[int, bytes] = {}
         self._after = b""
 
@@ -105,15 +110,15 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
 
     @abstractmethod
     def _choice_for(self, index: int, delta: Delta) -> C | None:
-        """Make the choice of a delta's chunk; None for a delta that is not sent to clients."""
+        """Make the choice for a delta's chunk; None for a delta that is not sent to clients."""
 
     @abstractmethod
     def _ended(self, index: int, finish: Finish) -> C:
-        """Make the last choice, with the reason for its end."""
+        """Make the last choice, with its finish reason."""
 
     @abstractmethod
     def _opened(self, index: int, ids: Sequence[int]) -> bytes:
-        """Encode the first chunk of a choice, with its prompt's ids."""
+        """Encode the first chunk of a choice, with the ids of the choice's prompt."""
 
     def _encode_any(self, delta: Delta) -> bytes:
         index = self._choices[delta.rid]
@@ -131,7 +136,7 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
         return events
 
     def _with_ids(self, index: int, choice: C | None, ids: Sequence[int]) -> C | None:
-        """Add ids to a choice, even if its text is held back."""
+        """Add token ids to a choice, even if the text of the ids is held back."""
         if choice is None and not ids:
             return None
         return replace(self._blank(index) if choice is None else choice, token_ids=ids)
@@ -146,7 +151,7 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
 
 
 class ChoiceFold(ABC, Generic[C, P]):
-    """`Fold` of choices: the content of a stream as one answer."""
+    """`Fold` of choices into one answer, with the same content as the stream."""
 
     def __init__(
         self,
@@ -188,7 +193,7 @@ class ChoiceFold(ABC, Generic[C, P]):
         return encode(self._answer(self._shape(heading.id, heading.created, heading.model, choices, usage)))
 
     def _answer(self, answer: Struct) -> Struct:
-        """Add the prompt's fields to the answer, where chat completions have them."""
+        """Add the prompt's fields to the answer if chat completions have them there."""
         return answer
 
     def _ids_of(self, choice: P) -> TokenIds:
@@ -196,7 +201,9 @@ class ChoiceFold(ABC, Generic[C, P]):
         return choice.token_ids if self._heading.sends_ids else UNSET
 
     def _prompt_of(self, index: int) -> tuple[Raw | UnsetType, TokenIds]:
-        """Return the requested log-probabilities and ids of a choice's prompt, kept with its first choice."""
+        """Return the requested log-probabilities and ids of a choice's prompt, which are stored with the prompt's first
+        choice.
+        """
         return self._prompts[index // self._heading.choices_per_prompt]
 
     def _prompt_fields(self, first: P) -> tuple[Raw | UnsetType, TokenIds]:

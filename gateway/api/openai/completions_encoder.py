@@ -15,7 +15,7 @@ from protocol.from_worker import Delta, Finish
 
 
 class TextStream(ChoiceStream[TextChoice]):
-    """Encoder of a completion stream, which shows the text of deltas of every kind."""
+    """Encoder of a completion stream, in which deltas of every kind are sent as text."""
 
     def __init__(self, heading: Heading, include_usage: bool) -> None:
         super().__init__(heading, include_usage, TextCompletion, "text")
@@ -44,7 +44,7 @@ class _Partial(Partial):
 
 
 class TextFold(ChoiceFold[TextChoice, _Partial]):
-    """Fold of a whole text completion, with the same content as `TextStream`."""
+    """`Fold` of a whole text completion, with the same content as `TextStream`."""
 
     def __init__(self, heading: Heading) -> None:
         super().__init__(heading, TextCompletion, _Partial)

@@ -19,12 +19,12 @@ from protocol.kinds import EMBED
 from protocol.prompts import EmbedPrompt
 from protocol.to_worker import Generate, Sampling
 
-# OpenAI allows this many inputs; completions (PROMPTS) allow fewer.
+# OpenAI allows this many inputs of embeddings. A request for completions may have fewer prompts (`PROMPTS`).
 INPUTS_MAX: Final = 2048
 _INPUTS: Final = PROMPTS | {"maxItems": INPUTS_MAX}
 _QUERY: Final = ("query", "search_query")
 _DOCUMENT: Final = ("document", "passage", "search_document")
-# Types change an embedding only if the model has prompts for them.
+# An input type changes an embedding only if the model has a prompt for it.
 _INPUT_TYPES: Final = (*_QUERY, *_DOCUMENT, "classification", "clustering")
 ENCODINGS: Final = ("float", "base64")
 Truncate = Annotated[int, Meta(ge=-1, le=1 << 31)]
@@ -37,10 +37,11 @@ class EmbeddingsRequest(Struct, frozen=True, kw_only=True):
     input: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(_INPUTS)]
     encoding_format: Annotated[str, words(*ENCODINGS)] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    # Selects one of the model's prompts that precedes each text; the values are those of other servers.
+    # Type of the inputs, which selects the model's prompt that precedes each text. The values are those of other
+    # servers.
     input_type: Annotated[str, known(*_INPUT_TYPES)] | None = None
     prompt_name: Annotated[str, Meta(max_length=256)] | None = None
-    # vLLM's field: longer inputs are truncated, with -1 to the model's limit.
+    # vLLM's field: length in tokens to which inputs are truncated; -1 is the model's limit.
     truncate_prompt_tokens: Truncate | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
 
@@ -65,7 +66,7 @@ class EmbeddingList(Struct, frozen=True):
     object: str = "list"
 
 
-# llama.cpp, TEI, Jina, Voyage and vLLM have these fields, which would give other vectors.
+# Fields of llama.cpp, TEI, Jina, Voyage and vLLM that would change the vectors.
 _REFUSED: Final = {
     "normalize": RefusedField("vectors are as the model's files say", (True,)),
     "embd_normalize": RefusedField("vectors are as the model's files say", (2,)),
@@ -150,7 +151,7 @@ class Embeddings:
 
 
 def _render(vectors: Vectors, model: str, is_base64: bool) -> bytes:
-    """Encode an `EmbeddingList` vector by vector, since all numbers at once would take ten times the memory."""
+    """Encode an `EmbeddingList` vector by vector. All numbers at once would take ten times the memory."""
     usage = EmbeddingUsage(vectors.prompt_tokens, vectors.prompt_tokens)
     empty = msgspec.json.encode(EmbeddingList([], model, usage))
     before, _, after = empty.partition(b"[]")

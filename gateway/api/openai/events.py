@@ -1,4 +1,4 @@
-"""Server-sent events of OpenAI's streams, and what all encoders of them share."""
+"""Server-sent events of OpenAI's streams, and the defaults that its stream encoders share."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,7 +12,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class EventEncoder:
-    """Defaults of a `StreamEncoder`: for a request of one sequence, without events before its first delta."""
+    """Defaults of a `StreamEncoder` for a request that has one sequence and sends no events before its first delta."""
 
     def bind(self, rids: Sequence[int]) -> None:
         """Ignore the rid, as a request has only one."""

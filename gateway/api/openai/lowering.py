@@ -24,13 +24,13 @@ from gateway.errors import BadRequest
 from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt, TokensPrompt
 from protocol.to_worker import Generate, Sampling
 
-# The worker itself sets these arguments of the template, or they would change how it is called.
+# The worker itself passes these arguments to the template, or they would change how the template is called.
 RESERVED_KWARGS: Final = frozenset(
     {
         "messages",
         "conversation",
         "conversations",
-        # `self` is the receiver of the template's own methods.
+        # Methods of the template have a receiver of this name.
         "self",
         "tools",
         "documents",
@@ -47,12 +47,12 @@ RESERVED_KWARGS: Final = frozenset(
         "tokenizer_kwargs",
     }
 )
-# All biases are sent with each choice.
+# Each choice repeats all biases on its way to the worker.
 BIAS_MAX: Final = 16_384
-# The worker encodes each of these texts.
+# The worker tokenizes each of these texts.
 BIAS_TEXTS_MAX: Final = 256
 BIAS_TEXT_CHARS_MAX: Final = 16_384
-# OpenAI's default of text completions.
+# OpenAI's default for text completions.
 DEFAULT_MAX_TOKENS: Final = 16
 _Biases = tuple[dict[int, float], tuple[tuple[str, float], ...]]
 _MASK63: Final = (1 << 63) - 1
@@ -94,7 +94,7 @@ def lower_chat(
 def lower_completion(
     request: CompletionRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> list[Generate]:
-    """Lower as `lower_texts`, with OpenAI's default length. Raises `BadRequest`."""
+    """Lower a text completion, with OpenAI's default length. Raises `BadRequest`."""
     max_tokens, is_silent = request.token_limit, request.max_tokens is None and request.n_predict is None
     if max_tokens == 0 and not request.echo:
         raise BadRequest("'max_tokens' 0 needs 'echo': true.", "max_tokens", "invalid_value")
@@ -112,7 +112,7 @@ def lower_completion(
 
 
 def derive_seed(seed: int, choice: int) -> int:
-    """Derive the seed of a choice: the request's own for the first, splitmix64 of it for the others."""
+    """Derive the seed of a choice: the first choice has the request's seed, the others its splitmix64."""
     if choice == 0:
         return seed & _MASK63
     z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK64
@@ -135,7 +135,7 @@ def lower_texts(
     thinking_budget: int | None = None,
     prediction: str = "",
 ) -> list[Generate]:
-    """Make one `Generate` per prompt and choice, with a prompt's choices in a row. Raises `BadRequest`."""
+    """Make a `Generate` for each prompt and choice; the choices of a prompt are adjacent. Raises `BadRequest`."""
     choices = request.n or 1
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise BadRequest("'min_tokens' is more than 'max_tokens'.", "min_tokens", "invalid_value")
@@ -168,7 +168,7 @@ def lower_texts(
             shows_special=request.skip_special_tokens is False,
             truncate=truncate,
             cuts_tokens=bool(truncate) and isinstance(prompts[index // choices], ChatPrompt),
-            # A whole answer has the prompt's ids once per prompt, a stream once per choice.
+            # A whole answer contains the prompt's ids once per prompt, a stream contains them once per choice.
             prompt_ids=sends_ids and (bool(request.stream) or index % choices == 0),
             prompt_logprobs=scored if index % choices == 0 else None,
         )
@@ -179,7 +179,7 @@ def lower_texts(
 def _sampling(request: SamplingFields, model: SamplingDefaults, bias: _Biases, seed: int) -> Sampling:
     values = sampling_values(request, model) | sampler_values(request)
     if request.penalty_window is None:
-        # A window of no tokens leaves nothing to penalize.
+        # With a window of no tokens, nothing is penalized.
         values["repetition_penalty"] = 1.0
     elif request.repetition_penalty is None:
         values["repetition_penalty"] = first(request.repeat_penalty, model.repetition_penalty, 1.0)
@@ -193,7 +193,7 @@ def _sampling(request: SamplingFields, model: SamplingDefaults, bias: _Biases, s
 
 
 def _sooner(deadline_ms: int, timeout_s: float | None) -> int:
-    """Return the server's deadline or the request's own, whichever is earlier; 0 is none."""
+    """Return the earlier of the server's deadline and the request's own; 0 means no deadline."""
     asked_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
     return min(deadline_ms, asked_ms) if deadline_ms and asked_ms else deadline_ms or asked_ms
 
@@ -205,7 +205,8 @@ def _biases(given: Mapping[str, float] | Sequence[tuple[int | str, float]]) -> _
     if len(given) > BIAS_MAX:
         raise BadRequest(f"'logit_bias' has {len(given)} entries; at most {BIAS_MAX} are taken.", "logit_bias")
     for key, value in given.items() if isinstance(given, Mapping) else given:
-        # int() alone would accept "+1", " 1" and "1_0". A text in a list is always text, even if it is a number.
+        # int() would also accept "+1", " 1" and "1_0". A text in a list is always taken as text, even if it is a
+        # number.
         if isinstance(key, int) or (isinstance(given, Mapping) and key.isascii() and key.isdigit() and len(key) <= 10):
             ids[int(key)] = value
         elif not key or (isinstance(given, Mapping) and key.lstrip("+-").isdigit()):
@@ -252,7 +253,7 @@ def _text_prompt(text: str, param: str, infill: Infill | None, adds_special: boo
 
 
 def template_kwargs(asked: dict[str, Any] | None) -> dict[str, Any]:
-    """Return arguments of the chat template besides the conversation. Raises `BadRequest`."""
+    """Return the additional arguments of the chat template. Raises `BadRequest`."""
     kwargs = dict(asked or {})
     if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
         raise BadRequest(f"'chat_template_kwargs' must not set {reserved[0]!r}.", "chat_template_kwargs")

@@ -13,8 +13,10 @@ from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_para
 
 
 def turns(messages: Sequence[RequestMessage], options: MediaOptions = NO_OPTIONS) -> list[dict[str, Any]]:
-    """Lower a conversation. Each result gets its call's name; `options` are for all media. Raises `BadRequest`."""
-    # Legacy function calls have no ids: each gets one, which matches its result.
+    """Lower a conversation. Each tool result gets the called tool's name; `options` apply to all media. Raises
+    `BadRequest`.
+    """
+    # Legacy function calls have no ids. Each call gets one, which its result also gets.
     legacy: dict[str, str] = {}
     return named_results(
         [_turn(message, f"messages[{index}]", legacy, options) for index, message in enumerate(messages)]
@@ -44,7 +46,7 @@ def _turn(message: RequestMessage, where: str, legacy: dict[str, str], options: 
         raise missing_parameter(f"{where}.content")
     content = _content(message.content, where, options)
     is_user = message.role == "user"
-    # Templates expect "system", which OpenAI now calls "developer".
+    # Templates expect the role "system", which OpenAI now calls "developer".
     turn = canonical.user(content) if is_user else canonical.system(canonical.only_text(content, where))
     return turn if message.name is None else {**turn, "name": message.name}
 
@@ -70,7 +72,7 @@ def _call(spec: CallSpec, where: str) -> Call:
 
 
 def arguments_text(function: CalledFunction) -> str:
-    """Return arguments as JSON text, also if a client sends the object itself."""
+    """Return arguments as JSON text, even if a client sends them as an object."""
     given = function.arguments
     return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
 

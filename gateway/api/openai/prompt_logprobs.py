@@ -9,7 +9,7 @@ from msgspec import Raw, Struct, UnsetType
 from gateway.api.common.doc_hints import shape
 from protocol.from_worker import PromptLogprob
 
-# OpenAI's value for minus infinity, which JSON cannot express.
+# OpenAI's substitute for minus infinity, which JSON cannot express.
 LOGPROB_MIN: Final = -9999.0
 
 _FORM: Final[dict[str, Any]] = {
@@ -27,7 +27,7 @@ _FORM: Final[dict[str, Any]] = {
     },
 }
 
-# The entries are kept encoded, because those of a long prompt are megabytes of objects.
+# The entries are kept as JSON, because those of a long prompt would take megabytes as objects.
 PromptLogprobs = Annotated[Raw | UnsetType, shape(_FORM)]
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -42,7 +42,7 @@ class RankedLogprob(Struct, frozen=True):
 
 
 def encode_entries(entries: Sequence[PromptLogprob]) -> bytes:
-    """Encode entries, at least one, as JSON without the brackets around them."""
+    """Encode one or more entries as JSON, without the brackets around the list."""
     return _encode([_entry(each) for each in entries])[1:-1]
 
 
@@ -52,7 +52,7 @@ def whole(parts: Sequence[bytes]) -> Raw:
 
 
 def _entry(entry: PromptLogprob) -> dict[int, RankedLogprob] | None:
-    """Make an object of the token itself and the likeliest ones; None for a prompt's first token."""
+    """Return an object with the token itself and the likeliest tokens; None for a prompt's first token."""
     if not entry.rank:
         return None
     named = {entry.id: _ranked(entry.token, entry.logprob, entry.rank)}
@@ -65,5 +65,5 @@ def _entry(entry: PromptLogprob) -> dict[int, RankedLogprob] | None:
 
 
 def _ranked(token: bytes, logprob: float, rank: int) -> RankedLogprob:
-    # NaN, which JSON cannot express either, fails the comparison.
+    # NaN, which JSON cannot express either, also fails the comparison and becomes LOGPROB_MIN.
     return RankedLogprob(logprob if logprob > LOGPROB_MIN else LOGPROB_MIN, rank, token.decode("utf-8", "replace"))

@@ -1,4 +1,6 @@
-"""Request bodies of OpenAI's chat and text completions, with types, ranges and the fields that are not served."""
+"""Request bodies of OpenAI's chat and text completions: types, ranges, and the refusal of fields that are not
+supported.
+"""
 
 from typing import Annotated, Any, ClassVar, Final
 
@@ -36,7 +38,7 @@ Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 StopText = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
 Effort = Annotated[str, Meta(max_length=32), words(*EFFORTS)]
-# A prompt may be several texts, the ids of one prompt, or those of several.
+# A prompt may be one or more texts, or the token ids of one or more prompts.
 _ID: Final = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
 _IDS: Final = {"type": "array", "items": _ID, "minItems": 1}
 PROMPT_LOGPROBS_MAX: Final = 20
@@ -60,7 +62,7 @@ class MediaLink(Struct, frozen=True):
 
 
 class AudioData(Struct, frozen=True):
-    """Audio in base64. Its format is detected from its bytes."""
+    """Audio in base64. The audio format is detected from the bytes."""
 
     data: Annotated[str, shape(TEXT)]
     format: str = ""
@@ -185,12 +187,12 @@ class RequestMessage(Struct, frozen=True):
 class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     """Sampling fields of both bodies."""
 
-    # An empty name is `[server] default`, as on all routes.
+    # An empty name means the model in `[server] default`, as on all routes.
     model: str = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
-    # llama.cpp's field; -1 is no limit.
+    # llama.cpp's field; -1 means no limit.
     n_predict: Annotated[int, Meta(ge=-1, le=1 << 40)] | None = None
     n: Choices | None = None
     seed: Seed | None = None
@@ -204,45 +206,47 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     # llama.cpp's and LM Studio's name for the repetition penalty.
     repeat_penalty: RepetitionPenalty | None = None
-    # OpenAI's form maps token ids; llama.cpp's also has texts, whose tokens all get the bias.
+    # OpenAI's form maps token ids to biases. llama.cpp's form also has texts, whose tokens all get the bias.
     logit_bias: dict[str, Bias] | list[tuple[TokenId | BiasText, Bias]] | None = None
     ignore_eos: bool | None = None
-    # mlxd's and vLLM's fields: a lower priority runs first; the timeout is in seconds; the salt separates cached
-    # prefixes.
+    # Fields of mlxd and vLLM. A lower priority runs first, the timeout is in seconds, and requests with different salts
+    # share no cached prefixes.
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=7 * 86400)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    # mlxd's field: whether tokens are drafted, and the maximum number of a draft.
+    # mlxd's own field: whether tokens are drafted, and the maximum number of tokens in a draft.
     speculate: Speculate | None = None
-    # mlxd's field: whether a long prompt is prefilled sparsely, and how much of it is kept.
+    # mlxd's own field: whether a long prompt is prefilled sparsely, and the share of the prompt that is kept.
     sparse_prefill: SparsePrefill | None = None
 
     @property
     def token_limit(self) -> int | None:
-        """Maximum tokens of an answer; None if the request has no limit."""
+        """Maximum number of tokens of the answer; None if the request sets no limit."""
         if self.max_tokens is not None or self.n_predict is None:
             return self.max_tokens
         return self.n_predict if self.n_predict >= 0 else None
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Whether the stream ends with a chunk that contains the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class PromptFields(SamplingFields, frozen=True, kw_only=True):
-    """vLLM's fields of both bodies about the tokens of the prompt."""
+    """vLLM's fields about the prompt's tokens, in both bodies."""
 
-    # The number of last tokens of a prompt that are kept; -1 keeps as many as fit.
+    # Number of tokens that are kept at the end of a prompt; -1 keeps as many as fit.
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
-    # The number of likeliest tokens to return at each position of the prompt, in addition to its own token.
+    # Number of likeliest tokens to return at each position of the prompt, in addition to the prompt's own token.
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=1 << 31), shape(PROMPT_LOGPROBS)] | None = None
-    # Whether token ids of the prompt and of the output are returned.
+    # Whether the answer contains the token ids of the prompt and of the output.
     return_token_ids: bool | None = None
 
     @property
     def scored(self) -> int | None:
-        """Number of likeliest tokens per position of the prompt; None if no log-probabilities of it are returned."""
+        """Number of likeliest tokens per position of the prompt; None if the answer has no log-probabilities of the
+        prompt.
+        """
         return None if self.stream else self.prompt_logprobs
 
 
@@ -264,7 +268,7 @@ TOOL_MODES: Final = {
     "required": ToolMode.REQUIRED,
     "any": ToolMode.REQUIRED,
 }
-# The API document describes `allowed_tools` by this schema.
+# Schema of `allowed_tools` for the API document.
 _ALLOWED: Final = {
     "type": "object",
     "properties": {"mode": {"enum": list(TOOL_MODES)}, "tools": {"type": "array", "items": {"type": "object"}}},
@@ -282,21 +286,21 @@ FUNCTION_CALL: Final = {"anyOf": [{"enum": ["none", "auto"]}, NAMED, NULL]}
 
 
 class PredictedPart(Struct, frozen=True):
-    """A part of a prediction."""
+    """One part of the expected text."""
 
     type: Annotated[str, words("text")]
     text: str
 
 
 class Prediction(Struct, frozen=True):
-    """Text that the client expects in much of the answer. It changes the time, never a token."""
+    """Text that the client expects in much of the answer. It changes the time that the answer takes, never a token."""
 
     type: Annotated[str, words("content")]
     content: str | list[PredictedPart]
 
     @property
     def text(self) -> str:
-        """The whole text."""
+        """Concatenation of the text of all parts."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -308,27 +312,27 @@ class ChatCompletionRequest(PromptFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: Effort | None = None
-    # vLLM's and SGLang's fields for templates and thinking.
+    # Fields of vLLM and SGLang for templates and thinking.
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     continue_final_message: bool | None = None
     # vLLM's field: false means the same as continuing the final message, and is accepted only together with it.
     add_generation_prompt: bool | None = None
-    # Other servers' fields for thinking, which `thinking` puts in order.
+    # Fields of other servers for thinking; `thinking` sets their precedence.
     reasoning: ReasoningSpec | None = None
     thinking: AnthropicThinking | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Annotated[Any, shape(TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
-    # OpenAI's fields that preceded tools.
+    # OpenAI's older fields, which `tools` and `tool_choice` have replaced.
     functions: list[FunctionSpec] | None = None
     function_call: Annotated[Any, shape(FUNCTION_CALL)] = None
     # vLLM's fields for images and video.
     media_io_kwargs: MediaReading | None = None
     mm_processor_kwargs: Processing | None = None
     prediction: Prediction | None = None
-    # These fields are known but not served.
+    # OpenAI's fields that are known, but supported only as far as they request nothing else than text.
     modalities: list[Annotated[str, words("text")]] | None = None
     audio: Annotated[Any, UNSERVED] = None
     web_search_options: Annotated[Any, UNSERVED] = None
@@ -340,11 +344,11 @@ class CompletionRequest(PromptFields, frozen=True, kw_only=True):
     prompt: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(PROMPTS)]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
-    # The text after the gap to be filled in, for models that were trained for it.
+    # The text after a gap, for models that were trained to fill in the middle.
     suffix: str | None = None
-    # vLLM's field: false omits the tokens that the tokenizer puts around a text.
+    # vLLM's field: false omits the special tokens that the tokenizer adds around a text.
     add_special_tokens: bool | None = None
-    # This field is known but only served for one choice.
+    # OpenAI's field, which is supported only for a single choice.
     best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
 
     @property
@@ -354,7 +358,7 @@ class CompletionRequest(PromptFields, frozen=True, kw_only=True):
         return (1 if is_one else len(self.prompt)) * (self.n or 1)
 
 
-# These fields are accepted with any value, since they request nothing from a local server.
+# These fields are accepted with any value, because they request nothing from a local server.
 NO_ACTION: Final = frozenset(
     {
         "user",
@@ -399,7 +403,9 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
 
 
 def _ignored(request: PromptFields) -> list[str]:
-    """List known fields that have no effect. Raises `BadRequest` as vLLM does, at its default limit."""
+    """Return the known fields that have no effect. Like vLLM at its default limit, raises `BadRequest` for too many
+    entries.
+    """
     count = request.prompt_logprobs
     if count is None:
         return []

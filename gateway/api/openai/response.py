@@ -12,12 +12,12 @@ from protocol.from_worker import Finish, TokenLogprob, Usage
 
 _encode: Final = msgspec.json.Encoder().encode
 
-# vLLM's field, in answers whose request asks for ids.
+# vLLM's field, which only answers to requests for token ids contain.
 TokenIds = Sequence[int] | UnsetType
 
 
 class PromptTokens(Struct, frozen=True, omit_defaults=True):
-    """Parts of a prompt's tokens: cached ones, those of media if any, and those that a sparse prefill kept."""
+    """Parts of a prompt's tokens: cached tokens, tokens of media if any, and tokens that a sparse prefill kept."""
 
     cached_tokens: int
     image_tokens: int = 0
@@ -27,7 +27,7 @@ class PromptTokens(Struct, frozen=True, omit_defaults=True):
 
 
 class CompletionTokens(Struct, frozen=True, omit_defaults=True):
-    """Parts of an answer's tokens, and accepted and rejected tokens of the request's prediction, if it had one."""
+    """Parts of an answer's tokens, and the accepted and rejected tokens of the request's prediction, if any."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int = 0
@@ -128,7 +128,7 @@ class ChatCompletion(Struct, frozen=True, tag_field="object", tag="chat.completi
 
 
 class TextLogprobs(Struct, frozen=True):
-    """Log-probabilities with one entry per token; a prompt's first token has none."""
+    """Log-probabilities, one entry per token; the first token of a prompt has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -147,7 +147,7 @@ class TextChoice(Struct, frozen=True):
 
 
 class TextCompletion(Struct, frozen=True, tag_field="object", tag="text_completion"):
-    """A whole completion, or one chunk of a stream: OpenAI uses one shape for both."""
+    """A whole completion, or one chunk of a stream: OpenAI uses the same shape for both."""
 
     id: str
     created: int
@@ -157,7 +157,7 @@ class TextCompletion(Struct, frozen=True, tag_field="object", tag="text_completi
 
 
 def finish_reason(finish: Finish) -> str:
-    """Return OpenAI's finish reason of an end without error."""
+    """Return OpenAI's finish reason for a sequence that ended without an error."""
     match finish:
         case Finish.STOP:
             return "stop"
@@ -170,7 +170,7 @@ def finish_reason(finish: Finish) -> str:
 
 
 def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
-    """Sum up usage in the order of choices; a prompt with several choices counts once."""
+    """Sum up usage in the order of choices. The prompt of several choices counts once."""
     prompt = cached = completion = reasoning = image = video = audio = accepted = rejected = kept = 0
     for index, usage in enumerate(usages):
         if index % choices_per_prompt == 0:
@@ -205,7 +205,10 @@ def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[ContentLogprob]:
 
 
 class TextLogprobsBuilder:
-    """Builder of the legacy shape, token by token; `text_offset` counts characters even if tokens split them."""
+    """Builder of log-probabilities in the legacy shape, token by token.
+
+    `text_offset` counts characters, even if tokens end inside of a character.
+    """
 
     def __init__(self) -> None:
         self._offset = 0
@@ -223,7 +226,7 @@ class TextLogprobsBuilder:
                 continue
             body.token_logprobs.append(max(token.logprob, LOGPROB_MIN))
             top = {_token_text(text): max(value, LOGPROB_MIN) for text, value in token.top}
-            # The sampled token is always included, however unlikely.
+            # The sampled token is always included, even if it is unlikely.
             top.setdefault(_token_text(token.token), max(token.logprob, LOGPROB_MIN))
             body.top_logprobs.append(top)
         return body
@@ -235,7 +238,7 @@ class TextLogprobsBuilder:
 
 
 class TextLogprobsParts:
-    """Legacy log-probabilities of a whole choice, kept as JSON, which is much smaller than objects."""
+    """Legacy log-probabilities of a whole choice, kept as JSON, which takes much less memory than objects."""
 
     def __init__(self) -> None:
         self._builder = TextLogprobsBuilder()
@@ -250,10 +253,10 @@ class TextLogprobsParts:
             parts.append(_encode(getattr(body, name))[1:-1])
 
     def whole(self) -> TextLogprobs:
-        """Return all entries, encoded. Must be the last call."""
+        """Return all entries, encoded. No other call may follow."""
         fields = {name: Raw(b"[" + b",".join(parts) + b"]") for name, parts in self._parts.items()}
         self._parts.clear()
-        # Encoding uses only the values; the declared types are for the schema.
+        # The encoder does not check that values have the declared types, which are for the schema.
         return TextLogprobs(**cast("dict[str, Any]", fields))
 
 

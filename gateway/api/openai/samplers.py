@@ -22,18 +22,21 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 
 
 class SamplerFields(FormatFields, frozen=True, kw_only=True):
-    """Formats, token limits and samplers. Windows are in tokens: -1, and for penalties also 0, is the whole context."""
+    """Fields for formats, token limits and samplers.
+
+    Windows are in tokens: -1 is the whole context, and so is 0 for penalties.
+    """
 
     min_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_LISTED_MAX)] | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[Annotated[Text, shape(TEXT)]], Meta(max_length=_LISTED_MAX)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=_IDS_MAX)] | None = None
-    # llama.cpp's and mlx-lm's names of the same window.
+    # llama.cpp's and mlx-lm's names of the same penalty window.
     repeat_last_n: Window | None = None
     repetition_context_size: Window | None = None
     typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    # Negative values switch it off, as zero does.
+    # A negative value turns it off, as zero does.
     top_n_sigma: Annotated[float, Meta(ge=-1, le=100)] | None = None
     xtc_probability: Unit | None = None
     xtc_threshold: Unit | None = None
@@ -41,7 +44,7 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
     dry_base: Annotated[float, Meta(ge=1, le=4)] | None = None
     dry_allowed_length: Annotated[int, Meta(ge=0, le=1024)] | None = None
     dry_penalty_last_n: Window | None = None
-    # The value is a list, or a list as JSON text.
+    # The value is a list, or the JSON text of a list.
     dry_sequence_breakers: (
         Annotated[list[Text], Meta(max_length=_LISTED_MAX)]
         | Annotated[str, Meta(max_length=_LISTED_MAX * _WORD_CHARS_MAX)]
@@ -52,7 +55,7 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
 
     @property
     def penalty_window(self) -> int | None:
-        """Number of tokens that penalties look back at: 0 is all, and None is none."""
+        """Number of tokens to which penalties apply: 0 means all tokens, and None means none."""
         window = self.repeat_last_n if self.repeat_last_n is not None else self.repetition_context_size
         if self.repeat_last_n == 0:
             return None
@@ -60,7 +63,7 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
 
 
 def sampler_values(request: SamplerFields) -> dict[str, Any]:
-    """Return the fields of `protocol.Sampling` that a request sets beyond the usual ones. Raises `BadRequest`."""
+    """Return the values of `protocol.Sampling` for these fields, as far as a request sets them. Raises `BadRequest`."""
     named = {
         "min_tokens": request.min_tokens,
         "stop_ids": tuple(request.stop_token_ids or ()) or None,
@@ -74,7 +77,7 @@ def sampler_values(request: SamplerFields) -> dict[str, Any]:
     }
     if named["allowed_ids"] == ():
         raise BadRequest("'allowed_token_ids' is empty: no token is left.", "allowed_token_ids", "invalid_value")
-    # A window of zero tokens switches DRY off, as in llama.cpp.
+    # A window of zero tokens turns DRY off, as in llama.cpp.
     if request.dry_multiplier and request.dry_penalty_last_n != 0:
         named |= {
             "dry_multiplier": request.dry_multiplier,

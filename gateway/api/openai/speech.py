@@ -22,7 +22,7 @@ from protocol.kinds import AUDIO
 from protocol.prompts import SpeechPrompt
 from protocol.to_worker import Generate, Sampling
 
-# Each format has its content type.
+# Each format maps to its content type.
 FORMATS: Final = {
     "mp3": b"audio/mpeg",
     "opus": b"audio/ogg",
@@ -32,7 +32,8 @@ FORMATS: Final = {
     "pcm": b"audio/pcm",
 }
 STREAMS: Final = ("audio", "sse")
-# An audio file cannot contain an error, so nothing is sent before its first bytes, and a refusal can be a status.
+# An audio file cannot contain an error. The answer therefore begins with the file's first bytes, so that a refusal can
+# have an error status.
 _PACE: Final = StreamTiming(hold_s=7 * 86400.0)
 Voice = Annotated[str, Meta(max_length=256)]
 
@@ -131,7 +132,7 @@ def _checked(request: SpeechRequest, max_chars: int) -> str:
 
 
 class SpeechFile(EventEncoder):
-    """Encoder of a file's bytes as they are made. A failed file is cut off, so that its client sees it incomplete."""
+    """Encoder of an audio file's bytes. A failed file is cut off, so that its client notices that it is incomplete."""
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join(delta.data for delta in deltas)
@@ -147,7 +148,7 @@ class SpeechFile(EventEncoder):
 
 
 class SpeechEvents(EventEncoder):
-    """Encoder of a file as server-sent events."""
+    """Encoder of an audio file as server-sent events."""
 
     def __init__(self) -> None:
         self._usage: Usage | None = None

@@ -11,7 +11,7 @@ from gateway.api.common.decode import converted
 from gateway.api.openai.request import TOOL_MODES, ChatCompletionRequest, FunctionSpec, ToolSpec
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 
-# Parsers accept longer and other names than OpenAI, since gateways to other servers put paths into theirs.
+# The parsers accept longer names and more characters than OpenAI, since gateways to other servers put paths into names.
 _NAME: Final = re.compile(r"[\w.\-:/@$]{1,128}")
 
 
@@ -34,7 +34,7 @@ class _ChoiceSpec(Struct, frozen=True):
 
 
 def lower_tools(request: ChatCompletionRequest) -> ToolPolicy:
-    """Lower tools and their choice. Raises `BadRequest`."""
+    """Lower tools and the tool choice. Raises `BadRequest`."""
     if request.functions:
         if request.tools:
             raise BadRequest("'functions' and 'tools' exclude each other.", "functions", "invalid_value")
@@ -47,7 +47,7 @@ def lower_tools(request: ChatCompletionRequest) -> ToolPolicy:
 
 
 def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolPolicy:
-    """Lower legacy functions, which allow one call at most."""
+    """Lower legacy functions, with which an answer has at most one call."""
     tools = tuple(_function(spec, f"functions[{index}]") for index, spec in enumerate(functions))
     if isinstance(call, dict):
         name = converted(call, _Named, "function_call").name

@@ -56,7 +56,7 @@ class TranscriptWord(Struct, frozen=True):
 class Transcription(Struct, frozen=True):
     """Text and usage for the `response_format` `json`, and all fields for `verbose_json`.
 
-    `language` is empty if the model does not report it.
+    `language` is empty if the model does not report a language.
     """
 
     text: str
@@ -69,7 +69,7 @@ class Transcription(Struct, frozen=True):
 
 
 class Transcript:
-    """Transcript so far, which grows with the deltas of one request."""
+    """Transcript so far, extended by the deltas of one request."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -94,7 +94,7 @@ class Transcript:
         return new
 
     def tokens(self) -> TokenUsage | UnsetType:
-        """Usage in tokens."""
+        """Return the usage in tokens."""
         usage = self.usage
         if usage is None:
             return UNSET
@@ -108,7 +108,7 @@ class Transcript:
         return self.text.strip().encode() + b"\n"
 
     def verbose(self, task: str, granularities: Sequence[str]) -> bytes:
-        """Encode with segments, words or both."""
+        """Encode as JSON with segments, words or both."""
         segments = [
             msgspec.convert({"id": at} | structs.asdict(each), TranscriptSegment)
             for at, each in enumerate(self.segments)
@@ -151,7 +151,7 @@ def _time(seconds: float, mark: str) -> str:
 
 
 def _line(text: str, arrow: str) -> str:
-    """Join a text to one line: an empty line would end its block, and an arrow would be read as a time."""
+    """Join the lines of a text: an empty line would end its block, and an arrow would be read as a time."""
     line = " ".join(text.split())
     return line.replace("-->", arrow) if arrow else line
 

@@ -28,7 +28,7 @@ from protocol.to_worker import Generate, Sampling
 
 JSON, PLAIN, SRT, VERBOSE, VTT = "json", "text", "srt", "verbose_json", "vtt"
 FORMATS: Final = (JSON, PLAIN, SRT, VERBOSE, VTT)
-# Each format has its content type.
+# Each format maps to its content type.
 _TYPES: Final = {
     JSON: b"application/json",
     VERBOSE: b"application/json",
@@ -38,7 +38,7 @@ _TYPES: Final = {
 }
 FILE: Final = "file"
 GRANULARITIES: Final = ("segment", "word")
-# Fields that are lists, which a form spells as a repeated name.
+# Fields whose values are lists, which a form sends as a repeated name.
 _LISTS: Final = {
     "timestamp_granularities": "timestamp_granularities[]",
     "timestamp_granularities[]": "timestamp_granularities[]",
@@ -74,7 +74,7 @@ class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
     )
     stream: bool = False
     include: list[str] = field(default_factory=list[str], name="include[]")
-    # Clips are always transcribed in windows that end at pauses, as by OpenAI's `auto`.
+    # All clips are transcribed in windows that end at pauses, as OpenAI does for `auto`.
     chunking_strategy: Annotated[str, known("auto")] = "auto"
 
 
@@ -165,7 +165,7 @@ def _request(form: MultipartForm, struct: type[TranslationRequest]) -> tuple[Tra
 
 
 def _file(form: MultipartForm, limit_bytes: int) -> bytes:
-    """Return the file's bytes. Raises `ApiError`."""
+    """Return the bytes of the form's file. Raises `ApiError`."""
     if form.file is None:
         raise missing_parameter(FILE)
     if not form.file:
@@ -176,7 +176,7 @@ def _file(form: MultipartForm, limit_bytes: int) -> bytes:
 
 
 def _checked(request: TranslationRequest, *, is_stream: bool) -> Sequence[str]:
-    """Return the wanted granularities of times. Raises `BadRequest` for fields that exclude each other."""
+    """Return the requested granularities of timestamps. Raises `BadRequest` for fields that exclude each other."""
     format = request.response_format
     if format not in FORMATS:
         raise invalid_choice(format, FORMATS, "response_format")
@@ -199,7 +199,7 @@ def _checked(request: TranslationRequest, *, is_stream: bool) -> Sequence[str]:
 
 
 class TranscriptFold:
-    """Fold of a whole transcript, in one of the formats."""
+    """`Fold` of a whole transcript, in one of the formats."""
 
     def __init__(self, format: str, task: str, granularities: Sequence[str]) -> None:
         self._format = format

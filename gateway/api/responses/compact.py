@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def summary_request(request: InputTokensRequest) -> ResponsesRequest:
-    """The request for a summary of the conversation of `request`, without tools or reasoning."""
+    """Return the request for a summary of the conversation of `request`, without tools or reasoning."""
     return ResponsesRequest(
         model=request.model,
         instructions=request.instructions,
@@ -36,7 +36,7 @@ def summary_request(request: InputTokensRequest) -> ResponsesRequest:
 
 
 class SummaryFold:
-    """Collects a summary, and answers with it and the user's messages of the conversation."""
+    """`Fold` that collects a summary, and answers with it and the user's messages of the conversation."""
 
     def __init__(self, conversation: Sequence[InputItem]) -> None:
         self._conversation = conversation

@@ -1,4 +1,4 @@
-"""The text of a free-form tool call, read from the JSON arguments `{"input": "…"}` as they are generated."""
+"""Decoder of a free-form tool call's text, read from the JSON arguments `{"input": "…"}` while they are generated."""
 
 import json
 import re
@@ -6,19 +6,19 @@ from typing import Final
 
 from gateway.api.responses.tools import INPUT
 
-# The text before the value. Arguments of another shape are parsed once they are whole.
+# JSON before the value of `input`. Arguments of another shape are parsed once they are complete.
 _HEAD: Final = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
-# A run of plain characters, an escape, or a surrogate pair of escapes.
+# Matches a run of plain characters, an escape, or a surrogate pair of escapes.
 _PIECE: Final = re.compile(
     r'[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]|\\u'
 )
-# An incomplete escape or surrogate pair at the end of the input so far.
+# Matches an incomplete escape or surrogate pair at the end of the JSON so far.
 _CUT: Final = re.compile(r"\\(u[0-9a-fA-F]{0,3})?$|\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u[0-9a-fA-F]{0,3})?)?$")
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class InputReader:
-    """Incremental decoder: fed with pieces of JSON, it returns pieces of text, which are final."""
+    """Incremental decoder that takes pieces of JSON and returns pieces of text, which are final."""
 
     def __init__(self) -> None:
         self._raw: list[str] = []
@@ -29,11 +29,11 @@ class InputReader:
 
     @property
     def value(self) -> str:
-        """The text returned so far."""
+        """Text returned so far."""
         return "".join(self._parts)
 
     def feed(self, text: str) -> str:
-        """The text that these arguments add."""
+        """Return the text that these arguments add."""
         self._raw.append(text)
         if self._is_over:
             return ""
@@ -47,7 +47,7 @@ class InputReader:
         return self._emit(self._read(is_end=False))
 
     def finish(self) -> str:
-        """The remaining text; for arguments of another shape the whole."""
+        """Return the remaining text; for arguments of another shape, the whole text."""
         if self._is_over:
             return ""
         if self._is_inside:
@@ -61,7 +61,7 @@ class InputReader:
         return text
 
     def _read(self, is_end: bool) -> str:
-        """Decode up to the closing quote, or to an incomplete escape."""
+        """Decode up to the closing quote, or up to an incomplete escape."""
         pending = self._pending
         cut = None if is_end else _CUT.search(pending)
         limit = len(pending) if cut is None else cut.start()
@@ -93,7 +93,7 @@ def _decode(piece: str) -> str:
 
 
 def _salvage(raw: str) -> str:
-    """The input from arguments of another shape: the only text in them, or all of them unchanged."""
+    """Return the text in arguments of another shape: the only string in them, or all of them unchanged."""
     try:
         arguments = json.loads(raw, strict=False)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Response before its generation: the request's fields, with defaults filled in."""
+"""The state of a response before its generation: the request's fields, with defaults filled in."""
 
 import msgspec
 from msgspec import UNSET
@@ -13,7 +13,7 @@ from gateway.config.settings import ModelConfig
 def echo(
     request: ResponsesRequest, box: Toolbox, model: ModelConfig, response_id: str, created_at: int, is_stored: bool
 ) -> out.Response:
-    """The response with which a stream begins."""
+    """Return the response with which a stream begins."""
     sampling = sampling_values(request, model.sampling)
     return out.Response(
         id=response_id,

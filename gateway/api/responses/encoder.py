@@ -1,4 +1,4 @@
-"""Canonical events as the events of a Responses stream, or as one whole response."""
+"""Encoding of canonical events as a Responses stream, or as one whole response."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from gateway.errors import ApiError
 from gateway.request.bodies import LARGE_BYTES
 from protocol.from_worker import Delta, Finish
 
-# About the text of a delta, which is a word.
+# Approximate size of the text of a delta, which is about a word.
 DELTA_BYTES: Final = 8
 
 _encode = msgspec.json.Encoder().encode
@@ -20,10 +20,10 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class ResponseRun:
-    """One response from its request to its last state. Owned by its request; another request may `cancel` it.
+    """Run of one response, from its request to its last state. Owned by its request; another request may `cancel` it.
 
     `keep` stores a state. `stop` ends the sequences. `request_bytes` is the size of the request's body, which the
-    response echoes in part. `last` is the last state, once there is one.
+    response echoes in part. `last` is the last state; None until the response has ended.
     """
 
     response: out.Response
@@ -43,23 +43,23 @@ class ResponseRun:
             self.stop(rids)
 
     def snapshot(self) -> out.Response:
-        """The response as it is now."""
+        """Return the current state of the response."""
         return self.last or self._state(self.response.status)
 
     @property
     def size_bytes(self) -> int:
-        """About the size of a snapshot as JSON."""
+        """Approximate size of a snapshot as JSON."""
         return self.request_bytes + DELTA_BYTES * self.output.deltas
 
     def cancel(self) -> out.Response:
-        """Cancel it. Returns its state then."""
+        """Cancel the response, and return its state after that."""
         self.is_cancelled = True
         if self._rids:
             self.stop(self._rids)
         return self._state("cancelled")
 
     def complete(self) -> out.Response:
-        """The last state of a sequence that reached its end."""
+        """Return the last state of a response whose sequence reached its end."""
         usage = None if self.output.usage is None else out.ResponseUsage.of(self.output.usage)
         if self.output.finish is Finish.LENGTH:
             last = msgspec.structs.replace(
@@ -71,12 +71,12 @@ class ResponseRun:
         return last
 
     def fail(self, error: ApiError) -> out.Response:
-        """The last state of a sequence that failed or was cancelled."""
+        """Return the last state of a response whose sequence failed or was cancelled."""
         last = self._state("cancelled" if self.is_cancelled else "failed")
         if not self.is_cancelled:
             last = msgspec.structs.replace(last, error=out.ErrorInfo.of(error))
             if not self.output.deltas and self.request_bytes >= LARGE_BYTES:
-                # The error of a refused request is kept without its large fields.
+                # The stored error of a refused request lacks the request's large fields.
                 last = msgspec.structs.replace(last, instructions=None, tools=[])
         self._end(last)
         return last
@@ -90,11 +90,11 @@ class ResponseRun:
 
 
 class ResponseEncoder:
-    """Encodes the events of a response's stream, or collects the whole response."""
+    """Encoder of the events of a response's stream, which also collects the whole response."""
 
     def __init__(self, run: ResponseRun) -> None:
         self._run = run
-        # `begin` writes the events 0 and 1, possibly after the first `encode`.
+        # `begin` writes the events 0 and 1, and may run after the first `encode`.
         self._number = 2
 
     def bind(self, rids: Sequence[int]) -> None:
@@ -136,20 +136,20 @@ class ResponseEncoder:
 
 
 class QueuedStream(ResponseEncoder):
-    """The events of a background response, which is queued first."""
+    """Encoder of a background response's events, the first of which reports that it is queued."""
 
     def skip(self, count: int) -> int:
-        """Skip event numbers. Returns the next number."""
+        """Skip event numbers, and return the next number."""
         self._number += count
         return self._number
 
     def queued(self) -> bytes:
-        """Events of a response that has not started."""
+        """Return the events of a response that has not started."""
         self._number = 0
         response = self._run.response
         return self._write([out.ResponseCreated(response), out.ResponseQueued(response)])
 
     def started(self) -> bytes:
-        """The event of its start on a worker."""
+        """Return the event of the response's start on a worker."""
         self._run.response = msgspec.structs.replace(self._run.response, status="in_progress")
         return self._write([out.InProgress(self._run.response)])

@@ -53,7 +53,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Responses:
-    """All of the API, with what it keeps on disk. Its methods with a scope are ASGI handlers."""
+    """The Responses API with its state on disk. Methods with a `scope` argument are ASGI handlers."""
 
     def __init__(self, services: Services, config: Config) -> None:
         self._services = services
@@ -72,13 +72,13 @@ class Responses:
             self._store, lambda: services.config.server.max_body_bytes, self._backgrounds.is_running
         )
         self._retrieval = Retrieval(services, self._history)
-        # Streams that are being written, with their tenants.
+        # Streams that are being written, by id, with their tenants.
         self._running: dict[str, tuple[str, ResponseRun]] = {}
-        # An existing file is checked now, not when the first client comes back to it.
+        # An existing database is checked now, so that the first client who returns need not wait.
         self.apply(server)
 
     async def resume(self) -> None:
-        """Resume what an earlier daemon left, before anything is served."""
+        """Resume the responses that an earlier daemon left. Called before any request is served."""
         await Resumption(self._services, self._history, self._journals, self._backgrounds).run()
 
     def leave(self) -> None:
@@ -90,7 +90,7 @@ class Responses:
         self._store.limit(server.response_store_bytes, server.response_store_age_s)
 
     def close(self) -> None:
-        """Finish writing to the disk. The last call."""
+        """Finish writing to the disk. No other call may follow."""
         self._journals.close()
         self._store.close()
 
@@ -123,7 +123,7 @@ class Responses:
         request, ignored = await serve.read(services, record, scope, receive, decode_count)
         request, before = await self._resolved(record, request)
         conversation = [*before, *request.items]
-        # A conversation that could not be continued is refused, not summarized.
+        # A conversation that could not be continued is refused instead of summarized.
         await services.bodies.work(record.body_bytes, lower_prompt, request, toolbox(request), before)
         asking = summary_request(request)
         model, seed, prompt = await self._begin(record, asking, conversation, toolbox(asking), ignored)
@@ -156,7 +156,7 @@ class Responses:
         elif (after := _starting_after(QueryParams(scope["query_string"]))) is not None:
             if background is None:
                 if run is None:
-                    # Raises `ResponseNotFound` where there is no response at all.
+                    # This raises `ResponseNotFound` if no response has this id.
                     await self._history.sizes(tenant, response_id)
                 raise BadRequest(EVENTS_GONE_MESSAGE, "stream", "events_gone")
             await self._retrieval.send_events(background, after, scope, receive, send)
@@ -181,7 +181,7 @@ class Responses:
         await self._retrieval.send_items(_path_id(scope), query, _limit(query), record_of(scope), send)
 
     def _find(self, tenant: str, response_id: str) -> tuple[Background | None, ResponseRun | None]:
-        """A tenant's background response, and its state or that of a stream that is being written."""
+        """Return a tenant's background response and its run, or the run of a stream that is being written."""
         background = self._backgrounds.find(tenant, response_id)
         if background is not None:
             return background, background.run
@@ -189,7 +189,7 @@ class Responses:
         return None, run if owner == tenant else None
 
     async def _resolved(self, record: RequestRecord, request: T) -> tuple[T, list[InputItem]]:
-        """The request with its references resolved, and the conversation before it. Raises `ApiError`."""
+        """Return the request with its references resolved, and the conversation before it. Raises `ApiError`."""
         items = await self._history.resolved(record, request.items)
         before = await self._history.before(record, request.previous_response_id)
         return msgspec.structs.replace(request, input=items), before
@@ -202,7 +202,7 @@ class Responses:
         box: Toolbox,
         ignored: list[str],
     ) -> tuple[ModelConfig, int, ChatPrompt]:
-        """The model, the seed, and the prompt with its media. Raises `ApiError`."""
+        """Return the model, the seed, and the prompt with its media. Raises `ApiError`."""
         services = self._services
         prompt, left_out = await services.bodies.work(record.body_bytes, lower_prompt, request, box, before)
         ignored = list(dict.fromkeys([*ignored, *box.ignored, *left_out]))
@@ -219,7 +219,7 @@ class Responses:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Begin a background response, and answer with its state, or with its events if the request is a stream."""
+        """Start a background response, and answer with its state, or with its events if the request is for a stream."""
         record = job.record
         if not self._history.is_on:
             raise BadRequest("'background' needs [server] response_store, which is off.", "background")
@@ -237,7 +237,7 @@ class Responses:
     def _run(
         self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: RequestRecord, media: Sequence[Media]
     ) -> tuple[ResponseRun, list[InputItem]]:
-        """The response, and its input items as they are stored."""
+        """Return the run of the response, and the response's input items as they are stored."""
         stem = secrets.token_hex(20)
         is_stored = self._history.is_on and request.store is not False
         response = echo(request, box, model, id_of(stem), serve.now(), is_stored)
@@ -269,7 +269,7 @@ def _journaled(run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputI
 
 
 def _starting_after(query: QueryParams) -> int | None:
-    """Number of the client's last event, -1 for none; None where no stream is wanted. Raises `BadRequest`."""
+    """Return the number of the client's last event, -1 for none; None for no stream. Raises `BadRequest`."""
     given = query.get("starting_after")
     if query.get("stream", "").lower() != "true":
         if given is not None:
@@ -283,7 +283,7 @@ def _starting_after(query: QueryParams) -> int | None:
 
 
 def _limit(query: QueryParams) -> int:
-    """Items in a page. Raises `BadRequest`."""
+    """Return the number of items in a page. Raises `BadRequest`."""
     given = query.get("limit", str(ITEMS_DEFAULT))
     limit = int(given) if given.isascii() and given.isdigit() and len(given) <= len(str(ITEMS_MAX)) else 0
     if not 1 <= limit <= ITEMS_MAX:

@@ -1,4 +1,4 @@
-"""Log of a background response's events, from which clients that come back read those that they missed."""
+"""Log of a background response's events, for clients that reconnect and read the events that they missed."""
 
 import asyncio
 from array import array
@@ -6,28 +6,28 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-# About 40,000 tokens of one response. Beyond them the older half is dropped.
+# Limit of one response's log: about 40,000 tokens. At the limit, the older half is dropped.
 LOG_BYTES_MAX: Final = 8 * 1024 * 1024
-# Limit of one read, of which each reader has a copy of its own.
+# Limit of one read, which makes a copy for its reader.
 READ_BYTES_MAX: Final = 64 * 1024
-# Repeated values of at least this size are left out of the kept events.
+# Values of at least this size that the events repeat are left out of the kept events.
 REPEATED_MIN_BYTES: Final = 64 * 1024
 _END: Final = b"\n\n"
 
 
 class EventsGone(Exception):
-    """The next events of a reader were dropped."""
+    """Raised when the next events of a reader were dropped."""
 
 
 class ReaderPosition(NamedTuple):
-    """Position of a reader: its next event, and how many bytes of it were read."""
+    """Position of a reader: its next event, and how many bytes of that event it has read."""
 
     number: int
     offset: int = 0
 
 
 class _Gap(NamedTuple):
-    """Place in the kept bytes where a repeated value was left out, and its part of the echo."""
+    """Position in the kept bytes where a repeated value was left out, and the value's range in the echo."""
 
     at: int
     begin: int
@@ -35,15 +35,15 @@ class _Gap(NamedTuple):
 
 
 class EventLog:
-    """Events in order, numbered from 0, of one writer for any number of readers.
+    """Log of events in order, numbered from 0, with one writer and any number of readers.
 
-    Two flat buffers hold the bytes and the end of each event, and nothing else per token. Several events repeat values
-    of the request, which may be most of a large body. These are left out of the kept bytes; a reader passes them, one
-    after the other, as the echo.
+    Two flat buffers hold the bytes and the end of each event; a token takes no other memory. Several events repeat
+    values of the request, which may be most of a large body. These values are left out of the kept bytes; a reader
+    passes them to `read`, one after the other, as the echo.
     """
 
     def __init__(self, max_bytes: int = LOG_BYTES_MAX, repeated: Sequence[Callable[[], bytes]] = ()) -> None:
-        """Each of `repeated` returns a value as it is written in events, always the same."""
+        """Each function in `repeated` returns a value as events contain it, always the same."""
         self._max_bytes = max_bytes
         self._repeated: list[Callable[[], bytes]] = []
         self.echo_bytes = 0
@@ -79,7 +79,7 @@ class EventLog:
         self._wake()
 
     def skip(self, number: int) -> None:
-        """Drop all events: the next one has this number."""
+        """Drop all events, and number the next one `number`."""
         self._data.clear()
         self._gaps.clear()
         self._ends = array("Q")
@@ -96,14 +96,14 @@ class EventLog:
             raise EventsGone
 
     def echo(self) -> bytes:
-        """The repeated values, for readers. May run in any thread."""
+        """Return the repeated values, for readers. May run in any thread."""
         return b"".join(write() for write in self._repeated)
 
     async def read(self, place: ReaderPosition, timeout_s: float, echo: bytes = b"") -> tuple[bytes, ReaderPosition]:
-        """Events that follow `place`, and the position after them. No bytes on timeout, and at the end.
+        """Return the events that follow `place`, and the position after them. Returns no bytes on timeout, and at the
+        end.
 
-        Events are whole, except one that is larger than a read, which comes in pieces. Raises `EventsGone` for a reader
-        that is too slow.
+        Only an event that is larger than a read comes in pieces. Raises `EventsGone` for a reader that is too slow.
         """
         self.check(place)
         if place.number - self._first >= len(self._ends) and not self.is_over:
@@ -122,14 +122,14 @@ class EventLog:
         return self._ends[index - 1] if index else 0
 
     def _whole_events(self, index: int, begin: int) -> int:
-        """Index after the last whole event without a gap that fits into one read; `index` if there is none."""
+        """Return the index after the last whole event without a gap that fits into one read; `index` if none does."""
         end = begin + READ_BYTES_MAX
         if gap := self._gaps_of(begin, end)[:1]:
             end = gap[0].at
         return bisect_right(self._ends, end, index)
 
     def _piece(self, index: int, place: ReaderPosition, echo: bytes) -> tuple[bytes, ReaderPosition]:
-        """The next bytes of one event."""
+        """Return the next bytes of one event."""
         skipped = place.offset
         parts = self._parts(index, echo)
         while skipped >= (size := parts[0][2] - parts[0][1]):
@@ -144,7 +144,7 @@ class EventLog:
         return piece, place._replace(offset=place.offset + len(piece))
 
     def _parts(self, index: int, echo: bytes) -> list[tuple[bytes | bytearray, int, int]]:
-        """Slices of buffers that make up an event."""
+        """Return the slices of buffers that make up an event."""
         begin, end = self._begin(index), self._ends[index]
         parts: list[tuple[bytes | bytearray, int, int]] = []
         for gap in self._gaps_of(begin, end):
@@ -153,11 +153,11 @@ class EventLog:
         return [*parts, (self._data, begin, end)]
 
     def _gaps_of(self, begin: int, end: int) -> list[_Gap]:
-        """Gaps between two places in the kept bytes."""
+        """Return the gaps between two positions in the kept bytes."""
         return [gap for gap in self._gaps if begin <= gap.at < end]
 
     def _leave_out(self, data: bytes) -> bytes:
-        """Return the events without the repeated values, and note the gaps."""
+        """Return the events without the repeated values, and record the gaps."""
         parts: list[bytes | tuple[int, int]] = [data]
         echoed = 0
         for write in self._repeated:
@@ -188,7 +188,7 @@ class EventLog:
             self._new_events = None
 
     def _drop_older_half(self) -> None:
-        """Drop at least one event of two; the newest stays, however large."""
+        """Drop the older half of the events, at least one if there are two; the newest stays, however large it is."""
         count = min(max(1, bisect_left(self._ends, len(self._data) // 2)), len(self._ends) - 1)
         if count <= 0:
             return

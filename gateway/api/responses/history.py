@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 CONVERSATION_ITEMS_MAX: Final = 20_000
 
-# Prefix of the `param` of media in a request's own input, not in the conversation before it.
+# The `param` of media in a request's own input begins so, unlike that of media in the conversation before it.
 OWN_MEDIA: Final = "input["
 _RESPONSE: Final = "resp_"
 _PREFIXES: Final = {
@@ -45,7 +45,7 @@ class _Output(Struct, frozen=True):
     status: str = ""
 
 
-# A response stored with one of these is being generated, or was interrupted by the end of its daemon.
+# A response stored with one of these statuses is being generated, or was interrupted when its daemon ended.
 UNENDED: Final = frozenset({"queued", "in_progress"})
 
 _encode = msgspec.json.Encoder().encode
@@ -60,9 +60,9 @@ class ResponseNotFound(ApiError):
 
 
 def numbered(items: Sequence[InputItem], stem: str) -> list[InputItem]:
-    """Input items as they are listed: each with an id, the client's or one of ours.
+    """Return input items as they are listed: each has the client's id or one that is made here.
 
-    Items that no model here is ever shown are listed without their content.
+    Items that are never shown to a model here are listed without their content.
     """
     return [
         msgspec.structs.replace(
@@ -79,7 +79,7 @@ def _bare(item: InputItem) -> InputItem:
 
 
 def with_stored_media(items: Sequence[InputItem], media: Sequence[Media]) -> list[InputItem]:
-    """Input items with their media replaced by references to the stored bytes."""
+    """Return input items with their media replaced by references to the stored bytes."""
     digests = {each.param: each.digest for each in media}
     if not digests:
         return list(items)
@@ -111,14 +111,14 @@ def _by_digest(part: ContentPart, digest: bytes | None) -> ContentPart:
 
 
 class ResponseHistory:
-    """The store in the terms of this API. Methods raise `ApiError`.
+    """Access to the store for this API. Methods raise `ApiError`.
 
-    `limit_bytes` bounds the stored items that one request may read: a conversation is no larger than a body. Stored
-    JSON is decoded in the store's thread.
+    `limit_bytes` is the maximum size of the stored items that one request may read: a conversation is no larger than a
+    body. Stored JSON is decoded in the store's thread.
     """
 
     def __init__(self, store: Store, limit_bytes: Callable[[], int], is_running: Callable[[str], bool]) -> None:
-        """`is_running` is whether a response of this id is being generated now."""
+        """`is_running` returns whether a response with this id is being generated now."""
         self._store = store
         self._is_running = is_running
         self._limit_bytes = limit_bytes
@@ -130,7 +130,7 @@ class ResponseHistory:
     def keeper(
         self, tenant: str, inputs: Sequence[InputItem], media: Sequence[Media], about_bytes: int
     ) -> Callable[[out.Response], None]:
-        """Return a function that stores each state of one response, with its input items and their media."""
+        """Return a function that stores a state of one response, with the response's input items and their media."""
         own = {each.digest: each.data for each in media if each.param.startswith(OWN_MEDIA)}
         size = about_bytes + sum(map(len, own.values()))
 
@@ -178,7 +178,7 @@ class ResponseHistory:
             raise ResponseNotFound(response_id)
 
     async def before(self, record: RequestRecord, previous: str | None) -> list[InputItem]:
-        """The conversation up to and including a response.
+        """Return the conversation up to and including a response.
 
         Raises `BadRequest` if a part of it is gone, has failed, or is too large together with the request's body.
         """
@@ -190,7 +190,7 @@ class ResponseHistory:
         except StoredTooLarge:
             raise self._too_large("previous_response_id") from None
         except NotContinued as error:
-            # A response that an ended daemon was generating never ends.
+            # A response never ends if the daemon that was generating it has ended.
             has_failed = error.status == "failed" or not self._is_running(previous)
             what, code = ("failed", "failed") if has_failed else ("not ended", "not_ended")
             message = f"Response {previous[:100]!r} has {what}: a conversation cannot go on from it."
@@ -208,7 +208,7 @@ class ResponseHistory:
         return items
 
     async def resolved(self, record: RequestRecord, items: Sequence[InputItem]) -> list[InputItem]:
-        """Replace each reference by the item that it names. References that are not found stay."""
+        """Replace each reference by the item to which it refers. References to unknown items stay."""
         references = [item.id for item in items if item.id and item.kind == "item_reference"]
         if not references:
             return list(items)
@@ -218,7 +218,7 @@ class ResponseHistory:
         except StoredTooLarge:
             raise self._too_large("input") from None
         owned = {item.id: item for item in owners}
-        # An item counts as often as it is referred to.
+        # An item counts once for each reference to it.
         sizes = {item_id: len(_encode(owned[item_id])) for item_id in dict.fromkeys(references) if item_id in owned}
         size = sum(sizes.get(item_id, 0) for item_id in references)
         if size > room:
@@ -238,7 +238,7 @@ class ResponseHistory:
 
 
 class NotContinued(Exception):
-    """A conversation cannot continue a response that has failed or not ended."""
+    """Raised for a conversation that continues a response which has failed or not ended."""
 
     def __init__(self, status: str) -> None:
         super().__init__(status)
@@ -246,32 +246,32 @@ class NotContinued(Exception):
 
 
 def id_of(stem: str) -> str:
-    """The id of the response whose items have ids of this stem."""
+    """Return the id of the response whose item ids contain this stem."""
     return f"{_RESPONSE}{stem}"
 
 
 def stem_of(response: out.Response) -> str:
-    """The stem of its items' ids."""
+    """Return the stem of the item ids of this response."""
     return response.id.removeprefix(_RESPONSE)
 
 
 def tenant_of(record: RequestRecord) -> str:
-    """The tenant that owns the responses stored for this request."""
+    """Return the tenant that owns the responses stored for this request."""
     return record.caller.key or ""
 
 
 def has_ended(stored: StoredResponse) -> bool:
-    """Whether its generation had ended when it was stored."""
+    """Whether the generation of a response had ended when the response was stored."""
     return _status.decode(stored.body).status not in UNENDED
 
 
 def inputs_of(stored: StoredResponse) -> list[InputItem]:
-    """The input items of a stored response."""
+    """Return the input items of a stored response."""
     return _items.decode(stored.inputs)
 
 
 def _turns(stored: StoredResponse) -> list[InputItem]:
-    """Items with which a conversation continues. Runs in the store's thread."""
+    """Return the items with which a conversation continues. Runs in the store's thread."""
     answer = _output.decode(stored.body)
     if answer.status == "failed" or answer.status in UNENDED:
         raise NotContinued(answer.status)
@@ -279,11 +279,11 @@ def _turns(stored: StoredResponse) -> list[InputItem]:
 
 
 def _all_items(stored: StoredResponse) -> list[InputItem]:
-    """Items that a request can refer to. Runs in the store's thread."""
+    """Return all items that a request can refer to. Runs in the store's thread."""
     return [*inputs_of(stored), *_output.decode(stored.body).output]
 
 
 async def _reserve_more(record: RequestRecord, size_bytes: int) -> None:
-    """Count stored items that are read as part of the request's body."""
+    """Count stored items that are read as a part of the request's body."""
     record.body_bytes += size_bytes
     await reserve(record, record.body_bytes)

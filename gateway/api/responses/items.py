@@ -22,9 +22,9 @@ INCOMPLETE: Final = "incomplete"
 
 
 class ResponseOutput:
-    """The items of one response so far. Owned by its encoder. Item ids are derived from the response's `stem`.
+    """Items of one response so far. Owned by its encoder. Item ids are derived from the response's `stem`.
 
-    With `is_sealed` reasoning is also sent as `encrypted_content`.
+    With `is_sealed`, reasoning is also sent as `encrypted_content`.
     """
 
     def __init__(self, stem: str, forms: Mapping[str, ToolIdentity], is_sealed: bool) -> None:
@@ -33,7 +33,7 @@ class ResponseOutput:
         self.is_sealed = is_sealed
         self._done: list[out.Item] = []
         self._open: _Message | _Reasoning | _Call | None = None
-        # Log-probabilities whose text the parser still holds back.
+        # Log-probabilities of text that the parser still holds back.
         self._early_logprobs: list[ContentLogprob] = []
         # Number of deltas so far.
         self.deltas = 0
@@ -41,7 +41,7 @@ class ResponseOutput:
         self.usage: Usage | None = None
 
     def add(self, delta: Delta) -> Events:
-        """Events for a delta."""
+        """Return the events for a delta."""
         self.deltas += 1
         events = self._add(delta)
         if delta.finish is not None:
@@ -49,7 +49,7 @@ class ResponseOutput:
         return events
 
     def close(self) -> Events:
-        """End the last item: incomplete if the tokens ran out."""
+        """Return the events that end the last item, with status incomplete if the tokens ran out."""
         status = INCOMPLETE if self.finish is Finish.LENGTH else COMPLETED
         if self._open is None and not self._done:
             # Clients expect a message, even if it is empty.
@@ -57,7 +57,7 @@ class ResponseOutput:
         return self._finish(status)
 
     def items(self) -> list[out.Item]:
-        """All items, the open one with its content so far."""
+        """Return all items, including the open item with its content so far."""
         return self._done if self._open is None else [*self._done, self._open.snapshot(INCOMPLETE)]
 
     def _add(self, delta: Delta) -> Events:
@@ -195,7 +195,7 @@ class _Call:
 
     @property
     def has_json(self) -> bool:
-        """Whether the arguments are JSON. A call that broke off must not look as if it could be run."""
+        """Whether the arguments are valid JSON. A call that broke off must not look executable."""
         try:
             msgspec.json.decode("".join(self.texts), type=msgspec.Raw)
         except msgspec.DecodeError:
@@ -222,7 +222,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _CustomCall(_Call):
-    """A call of a custom tool, whose free-form input is read from the arguments."""
+    """Call of a custom tool, whose free-form input is decoded from the arguments."""
 
     reader: InputReader = field(default_factory=InputReader)
 

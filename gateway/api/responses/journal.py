@@ -1,6 +1,6 @@
-"""Journals: a file for each running background response, from which the next daemon resumes it.
+"""Journals: one file for each running background response, from which the next daemon resumes the response.
 
-Events are shown to clients only once their tokens are written, so no client ever has more than the file.
+Events are published to clients only after their tokens were written, so no client ever has more than the file.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SUFFIX: Final = ".journal"
-# Minimum time between two writes of all journals: about a frame of a screen, and several tokens of a fast model.
+# Minimum time between two writes of the journals. It is about a frame of a screen, and several tokens of a fast model.
 WRITE_INTERVAL_S: Final = 0.02
-# Events wait this long for the disk, and the creation of a file, which holds a large request, this long. Then the
-# journal is abandoned: its response ends with the daemon.
+# Events wait at most this long for the disk; so does the creation of a file, which holds a large request. After that
+# the journal is abandoned, and its response ends with the daemon.
 WRITE_TIMEOUT_S: Final = 2.0
 CREATE_TIMEOUT_S: Final = 10.0
 _JOURNALS_FULL: Final = "the journals of all, or those of its key, fill [server] response_journal"
@@ -46,7 +46,7 @@ _BOOT_ID_TIMEOUT_S: Final = 5.0
 
 @cache
 def boot_id() -> str:
-    """Id of this boot of the machine; empty where the system has none."""
+    """Return the id of this boot of the machine; empty if the system has none."""
     try:
         if _BOOT_ID_FILE.exists():
             return _BOOT_ID_FILE.read_text().strip()
@@ -58,11 +58,11 @@ def boot_id() -> str:
 
 
 class ResponseJournal:
-    """The file of one response. Everything but the file itself is used on the event loop only.
+    """Journal of one response. Except for the work on the file, it is used on the event loop only.
 
-    `is_sound` while the file has everything that clients were shown. If it can no longer be written, it is deleted,
-    and events are shown without it. `owner` is the key in whose share of the limit it counts. `file` is open for
-    appending; it is None while it is being created, and once it is closed.
+    `is_sound` is true while the file has everything that was published to clients. A file that can no longer be written
+    is deleted, and events are published without it. `owner` is the key against whose share of the limit the file
+    counts. `file` is open for appending; it is None while the file is being created, and once it is closed.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class ResponseJournal:
         self._journals = journals
         self._show = show
         self._records: list[bytes] = []
-        # Events that wait for their records to be written; the first `_writing` of them are with the writing thread.
+        # Events that wait for their records to be written. The writing thread has the first `_writing` of them.
         self._unshown: list[bytes] = []
         self._writing = 0
         self._settled: asyncio.Future[None] | None = None
 
     def append(self, record: Record | None, events: bytes) -> None:
-        """Write a record, then show its events. Events without a record are shown in their order."""
+        """Write a record, then publish its events. Events without a record are published in order with the others."""
         if not self.is_sound or (record is None and not self._unshown):
             self._show(events)
             return
@@ -97,21 +97,21 @@ class ResponseJournal:
         self._journals.wake(self)
 
     async def settle(self) -> None:
-        """Return once all earlier events are shown, at the latest after WRITE_TIMEOUT_S."""
+        """Return once all earlier events are published, at the latest after WRITE_TIMEOUT_S."""
         if self._unshown:
             if self._settled is None:
                 self._settled = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._settled)
 
     async def leave(self) -> None:
-        """Write the rest, sync it to the disk, and close the file for the next daemon."""
+        """Write the remaining records, sync the file to the disk, and close it for the next daemon."""
         self.append(ShutdownRecord(), b"")
         await self.settle()
         if self.is_sound:
             await self._journals.close_file(self, is_kept=True)
 
     async def remove(self) -> None:
-        """Delete the file, once the response is stored, or is not to be stored."""
+        """Delete the file of a response that is stored, or that is not to be stored."""
         await self.settle()
         if self.is_sound:
             self._show_all()
@@ -124,7 +124,7 @@ class ResponseJournal:
             self._show_all()
 
     def _show_all(self) -> None:
-        """Show all events, and later ones without writing them."""
+        """Publish all waiting events, and publish later events without writing them."""
         self.is_sound = False
         self._records = []
         unshown, self._unshown, self._writing = self._unshown, [], 0
@@ -138,7 +138,7 @@ class ResponseJournal:
         return data
 
     def end_write(self) -> None:
-        """Show the events whose records are in the file now."""
+        """Publish the events whose records are now in the file."""
         if not self.is_sound:
             return
         shown, self._unshown, self._writing = self._unshown[: self._writing], self._unshown[self._writing :], 0
@@ -155,10 +155,10 @@ class ResponseJournal:
 
 
 class ResponseJournals:
-    """The folder of the journals. Used on the event loop only; its threads work on the files.
+    """Folder of the journals. Used on the event loop only; threads work on the files.
 
-    A thread writes the records of all journals together, one batch after the other, so that a loaded disk gets larger
-    batches. Another thread creates, reads and deletes files, so that no large request delays the tokens of others.
+    One thread writes the records of all journals, one batch after the other, so that a loaded disk gets larger batches.
+    Another thread creates, reads and deletes files, so that a large request does not delay the tokens of others.
     `limit_bytes` is for all files; 0 turns journals off. One key may fill half of it while `has_others`.
     """
 
@@ -185,7 +185,7 @@ class ResponseJournals:
     def create(
         self, response_id: str, request: JournaledRequest, about_bytes: int, show: Callable[[bytes], None]
     ) -> ResponseJournal:
-        """Create the journal of a new response, of about this many bytes. It is not sound if there is no room."""
+        """Create the journal of a new response, of about `size_bytes`. Without room, the journal is not sound."""
         journal = ResponseJournal(self, self._folder / f"{response_id}{SUFFIX}", show, request.key or "")
         if not self.is_on:
             journal.is_sound = False
@@ -196,7 +196,7 @@ class ResponseJournals:
         return journal
 
     def reopen(self, path: Path, content: ContentRecord, show: Callable[[bytes], None]) -> ResponseJournal:
-        """Reopen the journal of a response that is resumed, and append a `BeginRecord`."""
+        """Reopen the journal of a response that is being resumed, and append a `BeginRecord`."""
         journal = ResponseJournal(self, path, show, content.request.key or "")
         self._count(journal, content.whole_bytes)
         self._open(journal, content.whole_bytes, lambda: _reopen(path, content.whole_bytes, boot_id()))
@@ -207,7 +207,7 @@ class ResponseJournals:
         return self._limit_bytes() > 0
 
     async def paths(self) -> list[Path]:
-        """Files that earlier daemons left, the oldest first."""
+        """Return the files that earlier daemons left, the oldest first."""
         return await self._on_files(lambda: _paths(self._folder))
 
     async def read(self, path: Path) -> ContentRecord:
@@ -215,12 +215,12 @@ class ResponseJournals:
         return await self._on_files(lambda: parsed(path.read_bytes()))
 
     async def discard(self, path: Path) -> None:
-        """Delete a file from which no response is resumed."""
+        """Delete a file from which no response will be resumed."""
         with contextlib.suppress(OSError):
             await self._on_files(lambda: path.unlink(missing_ok=True))
 
     def close(self) -> None:
-        """Finish what was begun. The last call."""
+        """Finish pending work. No other call may follow."""
         for timer in (self._timer, self._next):
             if timer is not None:
                 timer.cancel()
@@ -228,7 +228,7 @@ class ResponseJournals:
         self._writer.shutdown()
 
     def reserve(self, journal: ResponseJournal, size_bytes: int) -> bool:
-        """Reserve so many bytes more. Returns False if there is no room."""
+        """Reserve `size_bytes` more. Returns False if there is no room."""
         limit = self._limit_bytes()
         is_within_share = self._held[journal.owner] + size_bytes <= share_bytes(limit, self._has_others())
         has_room = self._held.total() + size_bytes <= limit and is_within_share
@@ -261,7 +261,7 @@ class ResponseJournals:
         journal.size_bytes += size_bytes
 
     def _detach(self, journal: ResponseJournal) -> int | None:
-        """Forget a journal, free its bytes, and return its file."""
+        """Remove a journal, free its bytes, and return its file."""
         self._dirty.pop(journal, None)
         self._held[journal.owner] -= journal.size_bytes
         if not self._held[journal.owner]:
@@ -288,7 +288,7 @@ class ResponseJournals:
         _call_back(self._opener.submit(open_file), note)
 
     def _schedule(self) -> None:
-        """Write now, or WRITE_INTERVAL_S after the last write."""
+        """Start a write now, or WRITE_INTERVAL_S after the last write."""
         if self._writing or self._next is not None:
             return
         loop = asyncio.get_running_loop()
@@ -323,7 +323,7 @@ class ResponseJournals:
             self._schedule()
 
     def _check(self) -> None:
-        # One timer serves many writes, and checks the newest when it fires.
+        # One timer serves many writes: when it fires, it checks the newest write.
         loop = asyncio.get_running_loop()
         self._timer = None
         if not self._writing:
@@ -332,7 +332,7 @@ class ResponseJournals:
         if left_s <= 0:
             for journal in [*self._writing, *self._dirty]:
                 journal.abandon("the disk does not keep up")
-        # Records that arrive while the thread still writes wait no longer than this either.
+        # Records that arrive while the thread is still writing wait no longer than this either.
         self._timer = loop.call_later(left_s if left_s > 0 else WRITE_TIMEOUT_S, self._check)
 
     async def _on_files(self, action: Callable[[], T]) -> T:

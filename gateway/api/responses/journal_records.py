@@ -1,4 +1,6 @@
-"""Records of a journal: the request, then each piece of the output, framed so that a damaged end is detected."""
+"""Records of a journal: the request, then each piece of the output, framed so that a damaged end of the file is
+detected.
+"""
 
 import struct
 import zlib
@@ -16,18 +18,18 @@ from protocol.codec import UNREADABLE
 from protocol.from_worker import Delta
 from protocol.to_worker import Generate
 
-# A file format has a first line of its own, so that no version reads a format that it does not know.
+# First line of a file, different for each format, so that no version reads a format that it does not know.
 MAGIC: Final = b"mlxd-journal 1\n"
 # Each record is preceded by its length and its CRC-32.
 _HEAD: Final = struct.Struct("<II")
 
 
 class JournaledRequest(Struct, frozen=True, omit_defaults=True):
-    """First record: a background response before its first token, with everything that its generation needs.
+    """First record of a journal: a background response before its first token, with all that its generation needs.
 
-    `key` is the name of the caller's key, and `path` that of the model's weights. `began` is wall-clock time, and a
-    `limit_s` of 0 is no limit. `inputs` are its input items as they are stored. `is_everybodys` if the caller was
-    anonymous.
+    `key` is the name of the caller's key; `path` is the path of the model's weights. `began` is wall-clock time, and a
+    `limit_s` of 0 means no limit. `inputs` are the response's input items as they are stored. `is_everybodys` is set if
+    the caller was anonymous.
     """
 
     key: str | None
@@ -46,19 +48,19 @@ class JournaledRequest(Struct, frozen=True, omit_defaults=True):
 
 
 class BeginRecord(Struct, frozen=True, array_like=True, tag=1):
-    """Start of a daemon's records. `boot` is the id of the machine's boot; empty where it is not known."""
+    """Start of the records of one daemon. `boot` is the id of the machine's boot; empty if it is not known."""
 
     boot: str
 
 
 class StartRecord(Struct, frozen=True, array_like=True, tag=2):
-    """The request was given to a worker."""
+    """Record that the request was given to a worker."""
 
 
 class DeltaRecord(Struct, frozen=True, array_like=True, tag=3):
-    """Deltas that were encoded together; encoded together again, their events get the same numbers.
+    """Deltas that were encoded together. If they are encoded together again, their events get the same numbers.
 
-    `left_out` are turns and tokens that were left out of the prompt.
+    `left_out` are the numbers of turns and tokens that were left out of the prompt.
     """
 
     deltas: list[Delta]
@@ -66,11 +68,11 @@ class DeltaRecord(Struct, frozen=True, array_like=True, tag=3):
 
 
 class ShutdownRecord(Struct, frozen=True, array_like=True, tag=4):
-    """Orderly end of a daemon: all earlier records are on the disk."""
+    """Record of an orderly shutdown of the daemon: all earlier records are on the disk."""
 
 
 class PlacementRecord(Struct, frozen=True, array_like=True, tag=5):
-    """Form of the model, here or at a peer, that generates the deltas from here on."""
+    """Form of the model, here or at a peer, that generates the following deltas."""
 
     form: str
 
@@ -80,7 +82,7 @@ Record = BeginRecord | StartRecord | DeltaRecord | ShutdownRecord | PlacementRec
 
 @dataclass(frozen=True, slots=True)
 class ContentRecord:
-    """Content of a journal; `whole_bytes` is where its last whole record ends."""
+    """Content of a journal. `whole_bytes` is the position after its last complete record."""
 
     request: JournaledRequest
     records: list[Record]
@@ -88,7 +90,7 @@ class ContentRecord:
 
 
 class NotUnderstood(Exception):
-    """A file is not a journal, or that of another version."""
+    """Raised for a file that is no journal, or a journal of another version."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -97,13 +99,13 @@ _record: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def framed(record: Record | JournaledRequest) -> bytes:
-    """Bytes of a record in the file."""
+    """Return a record as it is written in the file."""
     payload = _encode(record)
     return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def parsed(data: bytes) -> ContentRecord:
-    """Content of a file, up to the first record that is cut off or damaged. Raises `NotUnderstood`."""
+    """Return the content of a file, up to the first record that is cut off or damaged. Raises `NotUnderstood`."""
     if not data.startswith(MAGIC):
         raise NotUnderstood("its first line is another")
     first, place = _payload(data, len(MAGIC))
@@ -122,7 +124,7 @@ def parsed(data: bytes) -> ContentRecord:
 
 
 def _payload(data: bytes, place: int) -> tuple[memoryview, int]:
-    """The record that begins at `place`, empty where there is none, and its end."""
+    """Return the record that begins at `place`, empty if there is none, and the position of its end."""
     begin = place + _HEAD.size
     if begin > len(data):
         return memoryview(b""), place

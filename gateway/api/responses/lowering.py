@@ -34,10 +34,10 @@ from protocol.to_worker import Constraint, Generate, Sampling
 T = TypeVar("T")
 
 TEXT_SEPARATOR: Final = "\n\n"
-# Prefix of reasoning that we have put into `encrypted_content`, for clients that send nothing else back.
+# `encrypted_content` that begins so is reasoning that mlxd sealed, for clients that send no other form back.
 SEAL: Final = "mlxd1."
 SUMMARY_PREFIX: Final = "Summary of the conversation so far:\n"
-# Calls that other servers ran in earlier turns: nothing here can show them to a model.
+# Calls that other servers ran in earlier turns, which cannot be shown to a model here.
 FOREIGN_ITEMS: Final = frozenset(
     {
         "web_search_call",
@@ -64,12 +64,12 @@ FOREIGN_ITEMS: Final = frozenset(
 
 
 def seal(reasoning: str) -> str:
-    """Encode reasoning as an opaque text. It is not encrypted: it is the client's own."""
+    """Encode reasoning as an opaque text. It is not encrypted, because it belongs to the client anyway."""
     return SEAL + base64.b64encode(reasoning.encode()).decode()
 
 
 def unseal(sealed: str | None) -> str | None:
-    """Decode a text of `seal`; None for any other, or one that was damaged in transit."""
+    """Decode a text made by `seal`. Returns None for other texts, and for one that was damaged in transit."""
     if sealed is None or not sealed.startswith(SEAL):
         return None
     try:
@@ -81,9 +81,9 @@ def unseal(sealed: str | None) -> str | None:
 def lower_prompt(
     request: InputTokensRequest, box: Toolbox, history: Iterable[InputItem]
 ) -> tuple[ChatPrompt, list[str]]:
-    """The prompt, and the names of the input items left out. References must be resolved. Raises `BadRequest`.
+    """Return the prompt, and the names of the input items that were left out. References must be resolved.
 
-    The model is not known yet: `with_thinking` adds its configuration.
+    The model is not known yet, so `with_thinking` adds its configuration later. Raises `BadRequest`.
     """
     turns = _Turns()
     if isinstance(request.instructions, str):
@@ -96,7 +96,7 @@ def lower_prompt(
     if not messages:
         raise missing_parameter("input")
     kwargs = template_kwargs(request.chat_template_kwargs)
-    # A request that cannot be answered is refused here, also where its tokens are only counted.
+    # A request that cannot be answered is refused here, even if only its tokens are counted.
     _constraint(request)
     messages = canonical.named_results(messages)
     return canonical.chat_prompt(messages, box.policy, lower_thinking(request), kwargs), turns.ignored
@@ -110,7 +110,7 @@ def lower_responses(
     seed: int,
     deadline_ms: int = 0,
 ) -> Generate:
-    """Raises `BadRequest`."""
+    """Lower a request. Raises `BadRequest`."""
     thinking = lower_thinking(request, model.thinking)
     wants_logprobs = bool(request.top_logprobs) or request.includes("message.output_text.logprobs")
     return Generate(
@@ -148,7 +148,7 @@ def _constraint(request: InputTokensRequest) -> Constraint | None:
 
 
 def _as_chat(format: TextFormat) -> dict[str, Any]:
-    """Nest the fields of a schema as chat's `response_format` does."""
+    """Nest the fields of a schema as `response_format` of chat completions does."""
     if format.type != "json_schema":
         return {"type": format.type}
     schema = None if format.schema is UNSET else format.schema
@@ -158,7 +158,9 @@ def _as_chat(format: TextFormat) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Turns:
-    """Turns from items in order. Reasoning, texts and calls between two turns of others are one assistant's turn."""
+    """Builder of turns from items in order. Reasoning, texts and calls between two turns of other roles form one
+    assistant turn.
+    """
 
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     ignored: list[str] = field(default_factory=list[str])
@@ -221,7 +223,7 @@ class _Turns:
                 raise invalid_choice(role, ROLES, f"{where}.role")
 
     def _flush(self) -> None:
-        """End the assistant's turn. Reasoning without a text or call after it is dropped."""
+        """End the assistant's turn. Reasoning is dropped if no text or call follows it."""
         if self._texts or self._calls:
             reasoning = TEXT_SEPARATOR.join(filter(None, self._reasoning)) or None
             self.messages.append(
@@ -239,7 +241,7 @@ def _call(item: InputItem, where: str) -> Call:
 
 
 def _reasoning(item: InputItem) -> str:
-    """Text of a reasoning item: its content, else the sealed text, else its summary."""
+    """Return the text of a reasoning item: its content, else the sealed text, else its summary."""
     content = item.content if isinstance(item.content, list) else []
     if text := "".join(part.text or "" for part in content):
         return text

@@ -24,9 +24,9 @@ from gateway.api.openai.request import (
 from gateway.errors import BadRequest, Unsupported, invalid_choice
 from gateway.media.reference import DETAILS
 
-# Accepted with any value, because a local server has nothing to do for them.
+# These fields are accepted with any value, because they request nothing from a local server.
 NO_ACTION: Final = frozenset({"client_metadata", "prompt_cache_retention", "stream_options", "service_tier"})
-# Schemas of the OpenAPI document. Tools of OpenAI's own are accepted and left out.
+# Schemas for the OpenAPI document. Tools of OpenAI's own are accepted and left out of the prompt.
 TOOL: Final = typed(
     "function",
     "custom",
@@ -114,7 +114,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
 
     @property
     def kind(self) -> str:
-        """The type, deduced where the client left it out."""
+        """Type of the item, deduced if the client left it out."""
         if self.type is not None:
             return self.type
         return "item_reference" if self.role is None and self.content is None else "message"
@@ -164,7 +164,7 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
     reasoning: SummarizedReasoning | None = None
     text: TextSpec | None = None
     truncation: Annotated[str, words(*TRUNCATIONS)] | None = None
-    # Spellings of the effort in chat and on other servers.
+    # These fields are the spellings of the effort in chat completions and on other servers.
     reasoning_effort: Effort | None = None
     thinking: AnthropicThinking | None = None
     enable_thinking: bool | None = None
@@ -173,7 +173,7 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def items(self) -> list[InputItem]:
-        """The input as items."""
+        """Return the input as items."""
         if isinstance(self.input, str):
             return [InputItem("message", role="user", content=[ContentPart("input_text", self.input)])]
         return self.input or []
@@ -206,7 +206,7 @@ class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     sparse_prefill: SparsePrefill | None = None
 
     def includes(self, what: str) -> bool:
-        """Whether `include` has this extra."""
+        """Whether `include` requests this addition."""
         return what in (self.include or ())
 
 
@@ -217,7 +217,7 @@ _count = Schema(InputTokensRequest, NO_ACTION | frozenset(ResponsesRequest.__str
 
 
 def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
-    """The request, and the names of fields that are unknown or without effect. Raises `BadRequest`."""
+    """Return the request, and the names of fields that are unknown or without effect. Raises `BadRequest`."""
     request, unknown = _responses.decode(body)
     if request.background and request.store is False:
         raise BadRequest("'background' needs 'store': a response is found by its id.", "background", "invalid_value")
@@ -226,10 +226,13 @@ def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
 
 
 def decode_count(body: bytes) -> tuple[InputTokensRequest, list[str]]:
-    """The request, which may have all fields of a response's, and the names of ignored ones. Raises `BadRequest`."""
+    """Return the request to count, and the names of ignored fields. All fields of a response's request are accepted.
+
+    Raises `BadRequest`.
+    """
     request, unknown = _count.decode(body)
     _refuse_unserved(request)
-    # The whole prompt is counted.
+    # All tokens of the prompt are counted, so `truncation` has no effect.
     return request, [*unknown, "truncation"] if request.truncation == "auto" else unknown
 
 

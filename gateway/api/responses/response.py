@@ -107,7 +107,7 @@ class ErrorInfo(Struct, frozen=True):
 
     @classmethod
     def of(cls, error: ApiError) -> "ErrorInfo":
-        """Map an error to the published codes, and to one more that Codex reads."""
+        """Map an error to the published codes, or to an additional code that Codex reads."""
         if error.code == "context_length_exceeded":
             return cls(error.code, error.message)
         if error.status == 429:
@@ -314,14 +314,14 @@ Event = (
 )
 
 _encode: Final = msgspec.json.Encoder().encode
-# Fields of a response that echo the request, limited in size only by its body.
+# Fields of a response that repeat the request, and whose size only the body's limit bounds.
 _ECHOED: Final = (
     "instructions", "tools", "tool_choice", "text", "metadata", "user", "prompt_cache_key", "safety_identifier",
 )  # fmt: skip
 
 
 def echoes(response: Response) -> list[Callable[[], bytes]]:
-    """Writers of the echoed fields, each as it is written in all events of the response."""
+    """Return functions that encode the echoed fields, each exactly as all events of the response contain it."""
     return [partial(_field, name, getattr(response, name)) for name in _ECHOED]
 
 
@@ -330,13 +330,13 @@ def _field(name: str, value: object) -> bytes:
 
 
 def error_bytes(code: str, message: str, sequence_number: int) -> bytes:
-    """The event that ends a stream but not its response."""
+    """Return the event that ends a stream but not its response."""
     fields = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": sequence_number}
     return b"event: error\ndata: %b\n\n" % _encode(fields)
 
 
 def stream_bytes(events: Iterable[Event], sequence_number: int) -> tuple[bytes, int]:
-    """Server-sent events numbered from `sequence_number`, and the next number."""
+    """Return server-sent events numbered from `sequence_number`, and the next number."""
     parts: list[bytes] = []
     for event in events:
         tag = str(type(event).__struct_config__.tag).encode()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 CONVERSATION_RESPONSES_MAX: Final = 10_000
 _WAL_BYTES: Final = 4 * 1024 * 1024
 _DAMAGE_CODES: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-# Files of older versions lack the table `said`: the size of a response without a row there is that of all its columns.
+# Files of older versions lack the table `said`. The size of a response without a row there is that of all its columns.
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL,
@@ -47,7 +47,7 @@ END;
 """
 _RESPONSES: Final = "(responses LEFT JOIN said ON said.response = responses.id)"
 _ITEMS_BYTES: Final = "COALESCE(said.size, responses.size)"
-# Replacing the row instead would delete its media and insert them again.
+# An update, because replacing the row would delete its media and insert them again.
 _UPSERT: Final = """
 INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET
     used = excluded.used, size = excluded.size, body = excluded.body, inputs = excluded.inputs
@@ -55,10 +55,10 @@ INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SE
 
 
 class StoredResponse(Struct, frozen=True):
-    """One response: `body` is its JSON, `inputs` the JSON list of its own input items.
+    """One response. `body` is its JSON; `inputs` is the JSON list of its own input items.
 
-    `tenant` may read it. `item_ids` are the ids by which its input and output items can be referred to, `items_bytes`
-    is the size of these items, and `media` are the bytes that its input refers to, by their digests.
+    Only `tenant` may read it. `item_ids` are the ids by which requests can refer to its input and output items,
+    `items_bytes` is the size of these items, and `media` are the bytes that its input refers to, by digest.
     """
 
     id: str
@@ -72,7 +72,7 @@ class StoredResponse(Struct, frozen=True):
 
 
 class StoredSizes(Struct, frozen=True):
-    """Sizes of a stored response, before it is read."""
+    """Sizes of a stored response, known before it is read."""
 
     previous: str | None
     body_bytes: int
@@ -80,18 +80,19 @@ class StoredSizes(Struct, frozen=True):
 
 
 class StoredTooLarge(Exception):
-    """The stored items or media to read exceed the caller's limit."""
+    """Raised when the stored items or media to read exceed the caller's limit."""
 
 
 class Damaged(sqlite3.DatabaseError):
-    """SQLite's own check of the file found an error."""
+    """Raised when SQLite's own check of the file found an error."""
 
 
 class ResponseDatabase:
-    """Stored responses of all tenants, opened at the first use. Methods raise `sqlite3.Error` and `OSError`.
+    """Database of the stored responses of all tenants, opened at the first use. Methods raise `sqlite3.Error` and
+    `OSError`.
 
-    Each tenant has `max_bytes`: its least recently used responses make room. Continuing a conversation counts as a use
-    of all its responses. `has_traces` while deleted text may still be in the write-ahead log.
+    Each tenant has `max_bytes`; at the limit, its least recently used responses are evicted. Continuing a conversation
+    counts as a use of all its responses. `has_traces` is set while deleted text may still be in the write-ahead log.
     """
 
     def __init__(self, path: Path, max_bytes: int, max_age_s: float, clock: WallClock) -> None:
@@ -113,9 +114,9 @@ class ResponseDatabase:
     def conversation(
         self, tenant: str, response_id: str, max_bytes: int, read: Callable[[StoredResponse], list[T]]
     ) -> tuple[int, list[T]] | None:
-        """Size of a response and all before it, and the results of `read` for each, oldest first.
+        """Return the size of a response and all responses before it, and the results of `read` for each, oldest first.
 
-        None if any of them is gone. Raises `StoredTooLarge` before any is read.
+        Returns None if any of them is gone. Raises `StoredTooLarge` before any is read.
         """
         size = 0
         ids: list[str] = []
@@ -136,7 +137,7 @@ class ResponseDatabase:
     def owners(
         self, tenant: str, item_ids: Sequence[str], max_bytes: int, read: Callable[[StoredResponse], list[T]]
     ) -> list[T]:
-        """Results of `read` for the newest response that holds an item of each of these ids, each response once.
+        """Return the results of `read` for the newest response that has each of these item ids, each response once.
 
         Raises `StoredTooLarge` before any is read.
         """
@@ -147,14 +148,14 @@ class ResponseDatabase:
         return self._read_each(tenant, self._checked_sizes(sql, tenant, item_ids, max_bytes), read)
 
     def media(self, tenant: str, digests: Sequence[bytes], max_bytes: int) -> dict[bytes, bytes]:
-        """Stored bytes of these digests. Raises `StoredTooLarge` before any is read."""
+        """Return the stored bytes with these digests. Raises `StoredTooLarge` before any is read."""
         sql = "SELECT digest, length(data) FROM media WHERE tenant = ? AND digest = ?"
         sizes = self._checked_sizes(sql, tenant, digests, max_bytes)
         sql = "SELECT data FROM media WHERE tenant = ? AND digest = ?"
         return {digest: self._open().execute(sql, (tenant, digest)).fetchone()[0] for digest in sizes}
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Delete a response, also from the write-ahead log. Returns whether it was there."""
+        """Delete a response, also from the write-ahead log. Returns whether the response existed."""
         sql = "DELETE FROM responses WHERE id = ? AND tenant = ?"
         is_found = self._open().execute(sql, (response_id, tenant)).rowcount > 0
         if is_found:
@@ -162,7 +163,7 @@ class ResponseDatabase:
         return is_found
 
     def keep(self, stored: StoredResponse) -> None:
-        """Insert or update a response, and evict others of its tenant where it needs room."""
+        """Insert or update a response, and evict others of its tenant if the limit requires it."""
         size = len(stored.body) + len(stored.inputs) + sum(map(len, stored.media.values()))
         with self._transaction() as database:
             row = (stored.id, stored.tenant, stored.previous, self._now(), size, stored.body, stored.inputs)
@@ -177,7 +178,7 @@ class ResponseDatabase:
             self._evict(database, stored.tenant)
 
     def shrink(self) -> None:
-        """Delete responses that are too old, and those of each tenant beyond its limit."""
+        """Delete responses that are too old, and responses of each tenant beyond its limit."""
         with self._transaction() as database:
             for (tenant,) in database.execute("SELECT DISTINCT tenant FROM responses").fetchall():
                 self._evict(database, tenant)
@@ -200,12 +201,12 @@ class ResponseDatabase:
             self._connection = None
 
     def _row(self, columns: str, tenant: str, response_id: str) -> tuple[Any, ...] | None:
-        """Columns of a tenant's response, unless it is too old."""
+        """Return columns of a tenant's response; None if there is no such response, or if it is too old."""
         sql = f"SELECT {columns} FROM {_RESPONSES} WHERE id = ? AND tenant = ? AND used >= ?"
         return self._open().execute(sql, (response_id, tenant, self._now() - self.max_age_s)).fetchone()
 
     def _checked_sizes(self, sql: str, tenant: str, keys: Sequence[str | bytes], max_bytes: int) -> dict[Any, int]:
-        """Sizes by id, from the row that `sql` finds for a tenant and each key. Raises `StoredTooLarge`."""
+        """Return sizes by id, from the row that `sql` finds for a tenant and each key. Raises `StoredTooLarge`."""
         database = self._open()
         rows = (database.execute(sql, (tenant, key)).fetchone() for key in dict.fromkeys(keys))
         sizes = dict(row for row in rows if row is not None)
@@ -216,12 +217,14 @@ class ResponseDatabase:
     def _read_each(
         self, tenant: str, response_ids: Iterable[str], read: Callable[[StoredResponse], list[T]]
     ) -> list[T]:
-        """Results of `read` for these responses, loaded one at a time: each may be as large as a body."""
+        """Return the results of `read` for these responses, loaded one at a time, because each may be as large as a
+        body.
+        """
         responses = (self.get(tenant, response_id) for response_id in response_ids)
         return [item for stored in responses if stored is not None for item in read(stored)]
 
     def _evict(self, database: sqlite3.Connection, tenant: str) -> None:
-        """Delete all responses that are too old, and the least recently used of this tenant beyond its limit."""
+        """Delete responses that are too old, and the least recently used responses of this tenant beyond its limit."""
         cursor = database.execute("DELETE FROM responses WHERE used < ?", (self._now() - self.max_age_s,))
         self.has_traces |= cursor.rowcount > 0
         sql = "SELECT COALESCE(SUM(size), 0) FROM responses WHERE tenant = ?"
@@ -247,7 +250,7 @@ class ResponseDatabase:
         return self._connection
 
     def _connect(self) -> sqlite3.Connection:
-        # SQLite gives its side files the mode of this one.
+        # SQLite gives its additional files the mode of this file.
         os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
         self.path.chmod(0o600)
         database = sqlite3.connect(self.path, isolation_level=None)
@@ -258,7 +261,8 @@ class ResponseDatabase:
             database.execute("PRAGMA secure_delete = ON")
             database.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
             database.executescript(_SCHEMA)
-            # SQLite 3.40 reports errors in a sound `items` table; `responses` is nearly all of the file.
+            # SQLite 3.40 reports errors in an intact `items` table, so only `responses` is checked, which is nearly all
+            # of the file.
             (verdict,) = database.execute("PRAGMA quick_check(responses)").fetchone()
             if verdict != "ok":
                 raise Damaged(verdict)
@@ -272,7 +276,10 @@ class ResponseDatabase:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether the file is damaged: not if it is locked, full or not permitted, but if its content does not decode."""
+    """Whether an error means that the file is damaged, for example that content does not decode.
+
+    A file that is locked, full or not permitted is not damaged.
+    """
     if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, Damaged):
         code: int = getattr(error, "sqlite_errorcode", 0)
         return (code & 0xFF) in _DAMAGE_CODES

@@ -44,20 +44,20 @@ from protocol.to_worker import Generate
 PATH: Final = "/v1/responses"
 log = logging.getLogger(__name__)
 
-# A response for which more daemons in a row ended without a token may be what ends them.
+# If this number of daemons in a row ended without generating a token of a response, the response may be the cause.
 FRUITLESS_DAEMONS_MAX: Final = 5
-# How long to wait for a model that only peers have.
+# Maximum wait for a model that only peers have.
 PEERS_TIMEOUT_S: Final = 30.0
 PEERS_POLL_S: Final = 0.2
-# Event numbers to skip where clients may have had events that the journal lost, more than there can be.
+# Number of event numbers to skip if clients may have had events that the journal lost; more than can have been lost.
 LOST_EVENTS_MAX: Final = 1 << 24
 
 
 @dataclass(slots=True)
 class ReplayedResponse:
-    """Outcome of a journal: the tokens so far, and how many daemons in a row generated none.
+    """Result of replaying a journal: the tokens so far, and how many of the latest daemons in a row generated none.
 
-    `left_out` are turns and tokens that were left out of its prompt.
+    `left_out` are the numbers of turns and tokens that were left out of the prompt.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -65,7 +65,7 @@ class ReplayedResponse:
     left_out: tuple[int, int] = (0, 0)
 
     def rest_of(self, generate: Generate, rid: int, deadline_ms: int) -> Generate:
-        """The request for the missing tokens."""
+        """Return the request for the missing tokens."""
         is_cut = generate.truncate != 0 and len(self.token_ids) > 0
         return msgspec.structs.replace(
             generate,
@@ -77,7 +77,7 @@ class ReplayedResponse:
 
 
 class Resumption:
-    """Resumes each journal once, before the daemon serves."""
+    """Resumption of each journal, once, before the daemon serves requests."""
 
     def __init__(
         self, services: Services, history: ResponseHistory, journals: ResponseJournals, backgrounds: Backgrounds
@@ -88,7 +88,7 @@ class Resumption:
         self._backgrounds = backgrounds
 
     async def run(self) -> None:
-        """Start all responses. One that fails does not affect the others."""
+        """Start all responses. A response that fails does not affect the others."""
         for path in await self._journals.paths():
             try:
                 await self._resume(path)
@@ -121,7 +121,7 @@ class Resumption:
             return None
 
     async def _has_ended(self, request: JournaledRequest) -> bool:
-        """Whether its end is stored. A daemon that was killed may not have stored its beginning."""
+        """Whether the response's end is stored. A daemon that was killed may not even have stored the beginning."""
         try:
             stored = await self._history.get(request.key or "", request.response.id)
         except ResponseNotFound:
@@ -154,7 +154,7 @@ class Resumption:
     async def _enter(
         self, background: Background, request: JournaledRequest, replayed: ReplayedResponse, held: ExitStack
     ) -> Generation:
-        """Its generation, which is admitted as any request. Raises `ApiError`."""
+        """Enter the generation of the response, which is admitted like any request. Raises `ApiError`."""
         services = self._services
         if replayed.fruitless > FRUITLESS_DAEMONS_MAX:
             raise Unavailable("The server was restarted too often while it was generating this response.")
@@ -189,7 +189,7 @@ class Resumption:
     async def _model(
         self, background: Background, request: JournaledRequest, resolve: Callable[[], ModelConfig], form: str | None
     ) -> ModelConfig:
-        """Its model. If only peers have it, wait until a peer has it in the same form. Raises `ApiError`."""
+        """Return the model. If only peers have it, wait until a peer has it in the same form. Raises `ApiError`."""
         services, loop = self._services, asyncio.get_running_loop()
         end = loop.time() + PEERS_TIMEOUT_S
         while True:
@@ -211,7 +211,7 @@ class Resumption:
 
 
 def replay(background: Background, records: list[JournalRecord]) -> ReplayedResponse:
-    """Restore a response's events from its journal, with their numbers. May run in any thread."""
+    """Replay a journal to restore the response's events with their numbers. May run in any thread."""
     encoder, events = background.encoder, background.events
     events.add(encoder.queued())
     replayed = ReplayedResponse()
@@ -220,7 +220,7 @@ def replay(background: Background, records: list[JournalRecord]) -> ReplayedResp
     for record in records:
         match record:
             case BeginRecord():
-                # Clients may have had events that the disk lost in a power cut.
+                # Clients may have had events that a power cut removed from the disk.
                 if boot is not None and not is_certain and not (boot and record.boot == boot):
                     events.skip(encoder.skip(LOST_EVENTS_MAX))
                 boot = record.boot

@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Retrieval:
-    """Answers with a response. Methods raise `Unavailable` where there is no memory for the answer."""
+    """Answers with a response or its items. Methods raise `Unavailable` if there is no memory for the answer."""
 
     def __init__(self, services: Services, history: ResponseHistory) -> None:
         self._services = services
@@ -33,7 +33,7 @@ class Retrieval:
     async def send_state(
         self, run: ResponseRun, state: out.Response, record: RequestRecord, send: Send, headers: Sequence[Header] = ()
     ) -> None:
-        """Answer with a state of a response."""
+        """Answer with the current state of a response."""
         size = run.size_bytes
         make = partial(self._services.bodies.work, size, _encode, state)
         key = (state.id, state.status, run.output.deltas)
@@ -53,7 +53,7 @@ class Retrieval:
             await send_body(send, 200, body)
 
     async def send_events(self, background: Background, after: int, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the events that follow number `after`. Raises `BadRequest`."""
+        """Answer with the events that follow event `after`. Raises `BadRequest`."""
         record, events = record_of(scope), background.events
         write_timeout_s = self._services.config.server.write_timeout_s
         make = partial(self._services.bodies.work, events.echo_bytes, events.echo)
@@ -63,7 +63,7 @@ class Retrieval:
     async def send_items(
         self, response_id: str, query: QueryParams, limit: int, record: RequestRecord, send: Send
     ) -> None:
-        """Answer with a page of the input items, which include the conversation before.
+        """Answer with a page of the input items, including the conversation before the response.
 
         Raises `ResponseNotFound` and `BadRequest`.
         """
@@ -77,7 +77,7 @@ class Retrieval:
             stored = await history.get(tenant, response_id)
             page = await work(record.body_bytes, _page, before, stored, query, limit)
             assert record.lease is not None, "the middleware makes one for each request"
-            # The items are freed, and the page has a lease of its own.
+            # The items are freed here; the page has a lease of its own.
             record.lease.close()
             return page
 
@@ -91,7 +91,7 @@ def _ended(stored: StoredResponse) -> bytes:
 
 
 def _page(before: list[InputItem], stored: StoredResponse, query: QueryParams, limit: int) -> bytes:
-    """A page of input items, by default the newest first. Raises `BadRequest`."""
+    """Return a page of input items, by default the newest first. Raises `BadRequest`."""
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
         raise BadRequest("Invalid value for 'order': expected asc or desc.", "order", "invalid_value")

@@ -20,19 +20,21 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 T = TypeVar("T")
 
-# Calls, and bytes of responses, that may wait for the disk. Beyond them a response is not kept, and a read is refused.
+# Maximum number of calls, and maximum bytes of responses, that wait for the disk. Beyond them, responses are not stored
+# and reads are refused.
 PENDING_MAX: Final = 512
 PENDING_BYTES_MAX: Final = 128 * 1024 * 1024
 
 
 class StoreBroken(Exception):
-    """The store cannot be read, or does not keep up; the log says why."""
+    """Raised when the store cannot be read, or is too slow; the log has the reason."""
 
 
 class Store:
-    """Queue of calls to the database, run in their order: a stored response is visible to the next call.
+    """Queue of calls to the database, run in order: a stored response is visible to the next call.
 
-    A damaged file is set aside, and a new one created. `problems` counts calls that were dropped or failed, and damage.
+    A damaged file is moved aside, and a new one created. `problems` counts calls that were dropped or failed, and
+    damaged files.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Store:
         self._problems: Counter[str] = Counter() if problems is None else problems
         self._thread = ThreadPoolExecutor(1, "store")
         self._is_closed = False
-        # Guards the number of waiting calls, and the bytes that they keep.
+        # Protects the number of waiting calls, and the number of bytes that they keep.
         self._lock = threading.Lock()
         self._pending = 0
         self._pending_bytes = 0
@@ -58,15 +60,15 @@ class Store:
         return self._database.max_bytes > 0
 
     def limit(self, max_bytes: int, max_age_s: float) -> None:
-        """Change the limits, and delete soon what exceeds them."""
+        """Change the limits, and delete responses that exceed them soon after."""
         self._database.max_bytes, self._database.max_age_s = max_bytes, max_age_s
         if not self._is_closed:
             self._thread.submit(self._shrink_or_log)
 
     def keep(self, about_bytes: int, make: Callable[[], StoredResponse]) -> None:
-        """Keep soon the response of about this size that `make` returns, called in the thread.
+        """Queue a response of about `about_bytes` for storing. `make`, called in the thread, returns the response.
 
-        A response that cannot be kept is logged and counted; its client has it anyway.
+        A response that cannot be stored is logged and counted; its client has it anyway.
         """
         if not self.is_on or self._is_closed:
             return
@@ -77,12 +79,12 @@ class Store:
         self._submit(about_bytes, self._keep_or_log, make)
 
     async def read(self, action: Callable[[ResponseDatabase], T]) -> T:
-        """Return the result of `action`, called in the thread. Raises `StoreBroken`, and what `action` raises."""
+        """Return the result of `action`, called in the thread. Raises `StoreBroken`, and any error of `action`."""
         if not self._enter(0):
             self._problems["dropped"] += 1
             raise StoreBroken("too many calls wait")
         try:
-            # A call whose client leaves while it waits does not run.
+            # A waiting call is cancelled if its client leaves.
             return await asyncio.wrap_future(self._submit(0, self._run, action))
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
@@ -90,7 +92,7 @@ class Store:
             raise StoreBroken from error
 
     async def settle(self) -> None:
-        """Return once all earlier responses are kept, or have failed. Raises `StoreBroken`."""
+        """Return once all earlier responses are stored, or have failed. Raises `StoreBroken`."""
         await self.read(lambda _: None)
 
     def close(self) -> None:
@@ -100,7 +102,7 @@ class Store:
         self._thread.shutdown()
 
     def _enter(self, size: int) -> bool:
-        """Count one call, unless too many wait."""
+        """Count a call, unless too many calls are waiting."""
         with self._lock:
             has_room = self._pending < PENDING_MAX and (
                 not self._pending_bytes or self._pending_bytes + size <= PENDING_BYTES_MAX
@@ -111,7 +113,7 @@ class Store:
             return has_room
 
     def _submit(self, size: int, run: Callable[[A], T], argument: A) -> Future[T]:
-        """Call `run` in the thread, and uncount the call once it has ended or was cancelled."""
+        """Queue `run` for the thread. The call stops counting once it has ended or was cancelled."""
 
         def leave(_: Future[T]) -> None:
             with self._lock:
@@ -128,12 +130,12 @@ class Store:
         try:
             return self._healed(action)
         finally:
-            # The log is emptied after the last waiting call.
+            # The write-ahead log is emptied after the last waiting call.
             if self._database.has_traces and self._pending <= 1:
                 self._truncate_log()
 
     def _healed(self, action: Callable[[ResponseDatabase], T]) -> T:
-        """Result of the action, repeated on a new file if the present one is damaged."""
+        """Return the result of the action. If the file is damaged, the action is repeated on a new file."""
         try:
             return action(self._database)
         except (sqlite3.DatabaseError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -10,11 +10,11 @@ from gateway.api.common.decode import converted
 from gateway.api.responses.request import InputTokensRequest
 from gateway.errors import BadRequest, missing_parameter
 
-# Joins a namespace and the name of a function in it: names contain only letters, digits, `_` and `-`.
+# Separator of a namespace and the name of a function in it. Names contain only letters, digits, `_` and `-`.
 NAMESPACE_SEPARATOR: Final = "__"
-# The only parameter, a string, of the function that stands for a custom tool.
+# Name of the only parameter, a string, of the function that stands for a custom tool.
 INPUT: Final = "input"
-# Tools that OpenAI's servers run, or only its models know: they are left out, and named in `x-mlxd-ignored`.
+# Tools that OpenAI's servers run or only OpenAI's models know. They are left out, and reported in `x-mlxd-ignored`.
 FOREIGN: Final = frozenset(
     {
         "web_search",
@@ -69,7 +69,7 @@ class ChoiceSpec(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolIdentity:
-    """A tool's identity for the client."""
+    """Namespace and name by which the client knows a tool."""
 
     name: str
     namespace: str = ""
@@ -78,7 +78,9 @@ class ToolIdentity:
 
 @dataclass(slots=True)
 class Toolbox:
-    """Tools of one request: those of the prompt, their client names by the model's, the echo, and ignored tools."""
+    """Tools of one request: the tools in the prompt, their client names by the model's names, the echo, and ignored
+    tools.
+    """
 
     policy: ToolPolicy
     forms: dict[str, ToolIdentity]
@@ -87,7 +89,7 @@ class Toolbox:
 
 
 def toolbox(request: InputTokensRequest) -> Toolbox:
-    """Raises `BadRequest`."""
+    """Lower the tools of a request. Raises `BadRequest`."""
     tools: list[FunctionTool] = []
     box = Toolbox(ToolPolicy(), {}, [], [])
     for index, raw in enumerate(request.tools or ()):
@@ -104,7 +106,7 @@ def toolbox(request: InputTokensRequest) -> Toolbox:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """The name under which the model knows a function."""
+    """Return the name under which the model knows a function."""
     return f"{namespace}{NAMESPACE_SEPARATOR}{name}" if namespace else name
 
 
@@ -135,7 +137,7 @@ def _function(spec: ResponseTool, namespace: str, where: str) -> FunctionTool:
 
 
 def _custom(spec: ResponseTool, namespace: str) -> FunctionTool:
-    """A function with one string for the free-form text; its description has the grammar."""
+    """Return a function whose only parameter is the free-form text; its description contains the grammar."""
     description = spec.description or ""
     if spec.format is not None and spec.format.definition:
         grammar = f"The {INPUT} must match this {spec.format.syntax or 'lark'} grammar:\n{spec.format.definition}"
