@@ -38,10 +38,10 @@ class CannotConnect(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Environment variables of one rank. `files` maps a variable to the content of the file whose path the variable
-    holds.
+    """Environment variables of one rank.
 
-    All other `VARIABLES` must be unset.
+    `files` maps a variable to the content of the file whose path the variable holds. All other `VARIABLES` must be
+    unset.
     """
 
     variables: dict[str, str]

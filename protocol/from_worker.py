@@ -30,8 +30,9 @@ class Finish(IntEnum):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=32):
-    """First message of a worker, and its answer to a new `Welcome.boot`. Existing fields never change; new ones are
-    appended.
+    """First message of a worker, and its answer to a new `Welcome.boot`.
+
+    Existing fields never change; new ones are appended.
     """
 
     worker: str
@@ -54,10 +55,10 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=33):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
-    """Message that the model is loaded and warm. `modalities` lists those of `image`, `video` and `audio` that prompts
-    may contain.
+    """Message that the model is loaded and warm.
 
-    `kind` is one of `protocol.kinds`; empty from older workers, which generate text.
+    `modalities` lists those of `image`, `video` and `audio` that prompts may contain. `kind` is one of
+    `protocol.kinds`; empty from older workers, which generate text.
     """
 
     epoch: int

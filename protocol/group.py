@@ -32,11 +32,10 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Message of a follower that has started. `form` is a digest of its model's files and of settings that affect
-    results.
+    """Message of a follower that has started.
 
-    `links` are the addresses `ip:port` where the follower will listen for a ring; `devices` are its RDMA devices by
-    rank.
+    `form` is a digest of its model's files and of settings that affect results. `links` are the addresses `ip:port`
+    where the follower will listen for a ring; `devices` are its RDMA devices by rank.
     """
 
     epoch: int
@@ -89,10 +88,10 @@ class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 
 class InsertRow(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """Operation: add a row. Rank 0 found the row's first `reused` tokens in its prefix cache; followers must find them
-    too.
+    """Operation: add a row.
 
-    `top` is the number of top tokens per position of the row's prompt; None if the prompt is not scored.
+    Rank 0 found the row's first `reused` tokens in its prefix cache; followers must find them too. `top` is the number
+    of top tokens per position of the row's prompt; None if the prompt is not scored.
     """
 
     rid: int
@@ -114,8 +113,11 @@ class RemoveRow(msgspec.Struct, frozen=True, array_like=True, tag=18):
 
 
 class ResizeCache(msgspec.Struct, frozen=True, array_like=True, tag=19):
-    """Operation: set the budget of the prefix cache. If `token_bytes` is not 0, all ranks count these bytes per token,
-    and `state_bytes` with `arrays` per checkpoint, regardless of the size of their parts."""
+    """Operation: set the budget of the prefix cache.
+
+    If `token_bytes` is not 0, all ranks count these bytes per token, and `state_bytes` with `arrays` per checkpoint,
+    regardless of the size of their parts.
+    """
 
     cache_bytes: int
     token_bytes: int = 0
@@ -188,10 +190,10 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class RankHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Heartbeat, sent several times a second. `begun` and `done` identify the newest plans that this rank began and
-    finished.
+    """Heartbeat, sent several times a second.
 
-    `cpu_s` is the CPU time of the process since it began the current plan.
+    `begun` and `done` identify the newest plans that this rank began and finished. `cpu_s` is the CPU time of the
+    process since it began the current plan.
     """
 
     rank: int
@@ -209,8 +211,10 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class GroupStopped(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Message of rank 0 that the group was stopped, so that its end is no failure. It replaces `RankHeartbeat` until
-    all have answered `LeaveGroup`."""
+    """Message of rank 0 that the group was stopped, so that its end is no failure.
+
+    It replaces `RankHeartbeat` until all have answered `LeaveGroup`.
+    """
 
 
 Down = StartLoading | TickPlan

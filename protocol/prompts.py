@@ -55,10 +55,10 @@ class Infill(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Plain text, encoded with the tokenizer's defaults. A BOS is added if the tokenizer does so and `adds_special` is
-    true.
+    """Plain text, encoded with the tokenizer's defaults.
 
-    With `infill`, the text is the one before a gap, which the model fills by means of its fill-in-the-middle tokens.
+    A BOS is added if the tokenizer does so and `adds_special` is true. With `infill`, the text is the one before a gap,
+    which the model fills by means of its fill-in-the-middle tokens.
     """
 
     text: str

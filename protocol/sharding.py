@@ -53,8 +53,9 @@ def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda:
 
 
 def parts_of(ranks: int, split: tuple[int, ...] | list[int]) -> list[float]:
-    """Return each rank's share of a model. `split` has the number of layers of each rank; if empty, all shares are
-    equal.
+    """Return each rank's share of a model.
+
+    `split` has the number of layers of each rank; if empty, all shares are equal.
     """
     return [layers / sum(split) for layers in split] if split else [1 / max(1, ranks)] * ranks
 

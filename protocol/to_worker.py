@@ -162,8 +162,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Command to abort these sequences, each of which still gets its terminal event, and these calls. A repeated
-    command is harmless.
+    """Command to abort these sequences, each of which still gets its terminal event, and these calls.
+
+    A repeated command is harmless.
     """
 
     rids: tuple[int, ...]
@@ -211,10 +212,10 @@ class Dump(msgspec.Struct, frozen=True, array_like=True, tag=14):
 
 
 class SetMemory(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Command to use another share of memory from now on. Memory above it is freed at once: free buffers, then cached
-    prefixes, then running rows are preempted; no row is lost.
+    """Command to use another share of memory from now on.
 
-    `kv_part` and `cache_part` (0 to 1) leave a part of the share's limits unused, under memory pressure.
+    Memory above it is freed at once: free buffers, then cached prefixes, then running rows are preempted; no row is
+    lost. `kv_part` and `cache_part` (0 to 1) leave a part of the share's limits unused, under memory pressure.
     """
 
     share_bytes: int

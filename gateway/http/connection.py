@@ -94,10 +94,10 @@ _HEAD_TOO_LARGE: Final = (_TOO_LARGE, "headers")
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Protocol of one connection. Its parser keeps an unfinished head in memory, so the bytes fed to the parser are
-    counted.
+    """Protocol of one connection.
 
-    There is only one timer at a time, which never ends a connection while an answer is being written.
+    Its parser keeps an unfinished head in memory, so the bytes fed to the parser are counted. There is only one timer
+    at a time, which never ends a connection while an answer is being written.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -312,8 +312,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _stop_listening(self) -> None:
-        """Answer the requests that have arrived completely, then close. Further input is dropped, and read only to
-        notice that the client leaves."""
+        """Answer the requests that have arrived completely, then close.
+
+        Further input is dropped, and read only to notice that the client leaves.
+        """
         if self.pipeline and not self._is_in_head:
             # The last request is incomplete, and no answer to it has begun.
             self.pipeline.popleft()

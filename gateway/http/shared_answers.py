@@ -27,11 +27,11 @@ class _SharedAnswer:
 
 
 class SharedAnswers:
-    """Registry of the answers that are being read. An answer is made once for all its readers, and leased while it has
-    any.
+    """Registry of the answers that are being read.
 
-    A reader leases memory for its slices with its request, so readers are bounded by the memory for bodies and by the
-    share of their key. Used on the event loop only.
+    An answer is made once for all its readers, and leased while it has any. A reader leases memory for its slices with
+    its request, so readers are bounded by the memory for bodies and by the share of their key. Used on the event loop
+    only.
     """
 
     def __init__(self, bodies: Bodies) -> None:
@@ -62,8 +62,9 @@ class SharedAnswers:
                 answer.lease.close()
 
     async def _body(self, answer: _SharedAnswer, size_bytes: int, make: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Make the answer in the first reader that does not leave. If this fails, all waiting readers get the same
-        error.
+        """Make the answer in the first reader that does not leave.
+
+        If this fails, all waiting readers get the same error.
         """
         async with answer.lock:
             if answer.failure is not None:

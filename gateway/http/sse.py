@@ -145,10 +145,10 @@ class _Stream:
         self._is_started = False
 
     async def run(self) -> ApiError | None:
-        """Write the whole stream. Raises `ApiError` if nothing was written yet; returns an error that was sent in the
-        stream.
+        """Write the whole stream.
 
-        An internal error is raised after its event was sent: without an event, the stream could look complete.
+        Raises `ApiError` if nothing was written yet; returns an error that was sent in the stream. An internal error is
+        raised after its event was sent: without an event, the stream could look complete.
         """
         try:
             while not self._generation.is_done:
@@ -196,8 +196,9 @@ class _Stream:
         await self._turn(data, is_silent=not deltas)
 
     def _write_unread(self) -> bool:
-        """Write unread deltas without waking this task. Returns False, and writes nothing, if the client cannot take
-        more now.
+        """Write unread deltas without waking this task.
+
+        Returns False, and writes nothing, if the client cannot take more now.
         """
         writer = self._writer
         if writer is None or not writer.is_open:

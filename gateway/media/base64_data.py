@@ -28,8 +28,9 @@ def too_large(reference: Reference, limit_bytes: int) -> BadRequest:
 
 
 def decode(reference: Reference, limit_bytes: int) -> tuple[bytes, int]:
-    """Return the bytes of a medium, and the number of frames if the bytes are a list of frames (else 0). Raises
-    `BadRequest`.
+    """Return the bytes of a medium, and the number of frames if the bytes are a list of frames (else 0).
+
+    Raises `BadRequest`.
     """
     if reference.encoded:
         return _bytes(reference, reference.encoded, limit_bytes), 0

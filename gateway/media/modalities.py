@@ -18,8 +18,9 @@ _PLURALS: Final = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def expected(path: str) -> tuple[str, ...] | None:
-    """Return the modalities for which a model's files have towers; the worker may serve fewer. None if they are
-    unreadable.
+    """Return the modalities for which a model's files have towers; the worker may serve fewer.
+
+    None if they are unreadable.
     """
     try:
         config: Any = json.loads((find(path) / "config.json").read_bytes())

@@ -121,8 +121,9 @@ class Auth:
         return caller
 
     def _refuse(self, error: Unauthorized, record: RequestRecord) -> NoReturn:
-        """Count a failure. Only requests without a valid key count, so that others behind the same address are not
-        slowed.
+        """Count a failure.
+
+        Only requests without a valid key count, so that others behind the same address are not slowed.
         """
         try:
             self._throttle.fail(record.client)

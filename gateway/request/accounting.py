@@ -58,8 +58,9 @@ class TokenAccounting:
         self.failure: ApiError | None = None
 
     def book(self, deltas: list[Delta]) -> list[Delta]:
-        """Count new deltas, and return those for the client. A delta that ends in ERROR or ABORT becomes `failure`
-        instead.
+        """Count new deltas, and return those for the client.
+
+        A delta that ends in ERROR or ABORT becomes `failure` instead.
         """
         now = time.perf_counter()
         newest = self._newest_token

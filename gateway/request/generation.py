@@ -89,10 +89,9 @@ class Generation:
         self._numbers.e2e.observe(time.perf_counter() - self.record.started)
 
     def open_now(self) -> bool:
-        """Start the request at a peer or on a ready worker. Returns False if there is neither; then `open` waits for a
-        worker.
+        """Start the request at a peer or on a ready worker.
 
-        Raises `ApiError`.
+        Returns False if there is neither; then `open` waits for a worker. Raises `ApiError`.
         """
         self._begin(self._opener.open_now())
         return self.is_open

@@ -88,8 +88,9 @@ class Opener:
         return "" if self._route is None else self._route.form
 
     def interrupt(self, reason: Cancelled | None) -> bool:
-        """End the wait in `open`, which then raises `reason` unless that is None. Returns False if `open` is not
-        waiting.
+        """End the wait in `open`, which then raises `reason` unless that is None.
+
+        Returns False if `open` is not waiting.
         """
         self._interruption = self._interruption or reason
         if self._timeout is None:
@@ -98,10 +99,9 @@ class Opener:
         return True
 
     def open_now(self) -> Collector | None:
-        """Start the request at a peer or on a ready worker. Returns None if there is neither; then `open` waits for a
-        worker.
+        """Start the request at a peer or on a ready worker.
 
-        Raises `ApiError`.
+        Returns None if there is neither; then `open` waits for a worker. Raises `ApiError`.
         """
         stream = None if self._route is None else self._route.begin()
         if stream is not None:

@@ -154,7 +154,7 @@ def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None)
         turns += _turns(message, f"messages.{index}")
     tool_use = _tool_use(request)
     thinking = _thinking(request, of_config(default))
-    _constraint(request)  # an invalid constraint makes counting fail too
+    _constraint(request)  # Token counting must reject an invalid constraint too.
     # A final assistant turn is the beginning of the answer, unless it is empty.
     continues = request.messages[-1].role == "assistant" and "tool_calls" not in turns[-1]
     if continues and not turns[-1]["content"]:
@@ -326,8 +326,9 @@ def _tool_use(request: CountRequest) -> ToolPolicy:
 
 
 def _shown(request: CountRequest) -> list[ToolParam]:
-    """Return the tools to show. Deferred tools are shown once the model found them, and last, so that the others stay
-    cached.
+    """Return the tools to show.
+
+    Deferred tools are shown once the model found them, and last, so that the others stay cached.
     """
     specs = [spec for spec in request.tools or () if not _is_skipped(spec)]
     waiting = {spec.name: spec for spec in specs if spec.defer_loading}
@@ -351,8 +352,9 @@ def _referenced_tools(message: MessageParam) -> Iterator[str]:
 
 
 def _is_skipped(spec: ToolParam) -> bool:
-    """Whether a tool is skipped because it runs on Anthropic's servers. Without a schema, the model could not call it
-    anyway.
+    """Whether a tool is skipped because it runs on Anthropic's servers.
+
+    Without a schema, the model could not call it anyway.
     """
     return spec.input_schema is None and spec.type not in (None, "custom", "function")
 

@@ -33,8 +33,11 @@ class OutputDetails(Struct, frozen=True):
 
 
 class AnthropicUsage(Struct, frozen=True):
-    """Usage. `input_tokens` excludes tokens read from the cache; `kept_input_tokens`, mlxd's own field, counts all
-    tokens that a sparse prefill kept."""
+    """Usage of a request.
+
+    `input_tokens` excludes tokens read from the cache; `kept_input_tokens`, mlxd's own field, counts all tokens that a
+    sparse prefill kept.
+    """
 
     input_tokens: int
     output_tokens: int

@@ -53,8 +53,9 @@ class FunctionTool(Struct, frozen=True):
     is_strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool in OpenAI's form, which chat templates render. Some templates fail if a description or
-        parameters are missing.
+        """Return the tool in OpenAI's form, which chat templates render.
+
+        Some templates fail if a description or parameters are missing.
         """
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}

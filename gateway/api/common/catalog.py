@@ -124,8 +124,9 @@ class Catalog:
         return await asyncio.to_thread(entries)
 
     async def find(self, name: str, caller: Caller) -> CatalogEntry:
-        """Return the entry for a name. Raises `ModelNotFound`, and `BadRequest` if there is neither a name nor a
-        default model.
+        """Return the entry for a name.
+
+        Raises `ModelNotFound`, and `BadRequest` if there is neither a name nor a default model.
         """
         router = self.services.router
         target = router.locate(name, caller)

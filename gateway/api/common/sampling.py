@@ -23,8 +23,9 @@ def first(asked: float | None, configured: float | None, default: float) -> Any:
 
 
 def sampling_values(request: object, defaults: SamplingDefaults) -> dict[str, Any]:
-    """Return the values of these parameters, as fields of `protocol.Sampling`. A field that `request` lacks counts as
-    not set.
+    """Return the values of these parameters, as fields of `protocol.Sampling`.
+
+    A field that `request` lacks counts as not set.
     """
     values = {
         name: first(getattr(request, name, None), getattr(defaults, name), neutral)

@@ -102,8 +102,9 @@ class LineForm(ABC):
 
     @abstractmethod
     def line(self, content: SentText, answer: AnswerSoFar | None = None) -> OllamaLine:
-        """Make one line of the stream. `answer` is passed only for the last line, which reports its usage and
-        durations.
+        """Make one line of the stream.
+
+        `answer` is passed only for the last line, which reports its usage and durations.
         """
 
     def loaded(self, reason: str) -> OllamaLine:
@@ -142,8 +143,9 @@ class ChatForm(LineForm):
 
 
 class GenerateForm(LineForm):
-    """Lines of `/api/generate`. `turns` is the conversation before the answer; with None, the last line has no
-    `context`.
+    """Lines of `/api/generate`.
+
+    `turns` is the conversation before the answer; with None, the last line has no `context`.
     """
 
     key = "response"

@@ -130,8 +130,9 @@ def _image(image: str, where: str) -> dict[str, Any]:
 
 
 class _Turns:
-    """Lowering of a chat's turns. Calls without an id get one; each result is matched with the next call that has no
-    result.
+    """Lowering of a chat's turns.
+
+    Calls without an id get one; each result is matched with the next call that has no result.
     """
 
     def __init__(self) -> None:
@@ -186,8 +187,9 @@ class _Turns:
         return self._waiting.pop(number)[0]
 
     def _first(self, numbers: deque[int] | None) -> int | None:
-        """Return the first of these calls that has no result. Calls before it are dropped, so that each is checked only
-        once.
+        """Return the first of these calls that has no result.
+
+        Calls before it are dropped, so that each is checked only once.
         """
         while numbers:
             number = numbers.popleft()

@@ -1,5 +1,6 @@
-"""`POST /api/pull`: the progress of a download as Ollama's lines. Pulls share a queue with the downloads of the web
-page.
+"""`POST /api/pull`: the progress of a download as Ollama's lines.
+
+Pulls share a queue with the downloads of the web page.
 """
 
 import asyncio

@@ -56,10 +56,10 @@ class Partial:
 
 
 class ChoiceStream(EventEncoder, ABC, Generic[C]):
-    """`StreamEncoder` of choices. The usual chunk, a piece of text, is made of a prebuilt prefix, the text and a
-    prebuilt suffix.
+    """`StreamEncoder` of choices.
 
-    `shape` makes a chunk from id, time, model, choices and usage; `key` is the choice's field that holds its text.
+    The usual chunk, a piece of text, is made of a prebuilt prefix, the text and a prebuilt suffix. `shape` makes a
+    chunk from id, time, model, choices and usage; `key` is the choice's field that holds its text.
     """
 
     def __init__(

@@ -13,8 +13,9 @@ from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_para
 
 
 def turns(messages: Sequence[RequestMessage], options: MediaOptions = NO_OPTIONS) -> list[dict[str, Any]]:
-    """Lower a conversation. Each tool result gets the called tool's name; `options` apply to all media. Raises
-    `BadRequest`.
+    """Lower a conversation.
+
+    Each tool result gets the called tool's name; `options` apply to all media. Raises `BadRequest`.
     """
     # Legacy function calls have no ids. Each call gets one, which its result also gets.
     legacy: dict[str, str] = {}

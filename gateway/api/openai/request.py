@@ -403,8 +403,9 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
 
 
 def _ignored(request: PromptFields) -> list[str]:
-    """Return the known fields that have no effect. Like vLLM at its default limit, raises `BadRequest` for too many
-    entries.
+    """Return the known fields that have no effect.
+
+    Like vLLM at its default limit, raises `BadRequest` for too many entries.
     """
     count = request.prompt_logprobs
     if count is None:

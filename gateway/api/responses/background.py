@@ -128,8 +128,9 @@ class Background:
         self._end()
 
     async def fail(self, error: ApiError) -> None:
-        """End the response with an error. If it is left to the next daemon, its clients are cut off instead, and
-        reconnect there.
+        """End the response with an error.
+
+        If it is left to the next daemon, its clients are cut off instead, and reconnect there.
         """
         if self.is_left:
             await self.journal.leave()
@@ -220,8 +221,9 @@ class Background:
                 outlet.cut_off()
 
     async def _next_bytes(self, place: ReaderPosition, echo: bytes) -> tuple[bytes, ReaderPosition, bool]:
-        """Return the bytes to send, the position after them, and whether more follow. The bytes may end within an
-        event.
+        """Return the bytes to send, the position after them, and whether more follow.
+
+        The bytes may end within an event.
         """
         events = self.events
         try:

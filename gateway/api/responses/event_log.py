@@ -100,10 +100,10 @@ class EventLog:
         return b"".join(write() for write in self._repeated)
 
     async def read(self, place: ReaderPosition, timeout_s: float, echo: bytes = b"") -> tuple[bytes, ReaderPosition]:
-        """Return the events that follow `place`, and the position after them. Returns no bytes on timeout, and at the
-        end.
+        """Return the events that follow `place`, and the position after them.
 
-        Only an event that is larger than a read comes in pieces. Raises `EventsGone` for a reader that is too slow.
+        Returns no bytes on timeout, and at the end. Only an event that is larger than a read comes in pieces. Raises
+        `EventsGone` for a reader that is too slow.
         """
         self.check(place)
         if place.number - self._first >= len(self._ends) and not self.is_over:

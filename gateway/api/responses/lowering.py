@@ -158,8 +158,9 @@ def _as_chat(format: TextFormat) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Turns:
-    """Builder of turns from items in order. Reasoning, texts and calls between two turns of other roles form one
-    assistant turn.
+    """Builder of turns from items in order.
+
+    Reasoning, texts and calls between two turns of other roles form one assistant turn.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

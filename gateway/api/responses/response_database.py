@@ -88,11 +88,11 @@ class Damaged(sqlite3.DatabaseError):
 
 
 class ResponseDatabase:
-    """Database of the stored responses of all tenants, opened at the first use. Methods raise `sqlite3.Error` and
-    `OSError`.
+    """Database of the stored responses of all tenants, opened at the first use.
 
-    Each tenant has `max_bytes`; at the limit, its least recently used responses are evicted. Continuing a conversation
-    counts as a use of all its responses. `has_traces` is set while deleted text may still be in the write-ahead log.
+    Methods raise `sqlite3.Error` and `OSError`. Each tenant has `max_bytes`; at the limit, its least recently used
+    responses are evicted. Continuing a conversation counts as a use of all its responses. `has_traces` is set while
+    deleted text may still be in the write-ahead log.
     """
 
     def __init__(self, path: Path, max_bytes: int, max_age_s: float, clock: WallClock) -> None:

@@ -66,8 +66,9 @@ async def ready(services: Services, scope: Scope, receive: Receive, send: Send) 
 
 
 def _model_readiness(name: str, scope: Scope, services: Services, reasons: list[str]) -> tuple[int, bytes]:
-    """Return status and body for one model of this daemon. Raises `ModelNotFound`, also for a model that the caller may
-    not use.
+    """Return status and body for one model of this daemon.
+
+    Raises `ModelNotFound`, also for a model that the caller may not use.
     """
     caller = record_of(scope).caller
     worker = services.pool.worker(services.router.locate_here(name, caller).model.name)

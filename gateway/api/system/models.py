@@ -37,8 +37,9 @@ class LoadProgress(Struct, frozen=True):
 
 
 class DefaultSampling(Struct, frozen=True):
-    """Sampling defaults for requests that do not set these fields. Without `max_tokens`, only the context limits an
-    answer.
+    """Sampling defaults for requests that do not set these fields.
+
+    Without `max_tokens`, only the context limits an answer.
     """
 
     temperature: float = 1.0
