@@ -217,7 +217,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=38):
-    """Prompt tokens processed so far, of which `cached` were not computed; a keep-alive while a prompt is processed."""
+    """Number of prompt tokens processed so far, `cached` of which came from the cache. Also a keep-alive during
+    prefill.
+    """
 
     rid: int
     processed: int

@@ -1,4 +1,4 @@
-"""Kinds of models: text generation, embeddings, scores of pairs, audio, determined from a model's files.
+"""Kinds of models (text generation, embeddings, scores of pairs, audio) and their detection from a model's files.
 
 The gateway determines the kind before a load, the worker during one; a model's setting `kind` overrides both.
 """

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, Final
 
-# Possible sizes of a group, the values of a head that share a scale and a bias. The first size that divides the head is
+# Possible group sizes. The values of a group share a scale and a bias; the first size that divides the head's width is
 # used.
 GROUPS: Final = (64, 32)
 # Smallest number of bits per value that can be configured.

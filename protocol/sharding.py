@@ -31,7 +31,7 @@ PIPELINE_TYPES: Final = frozenset(
         "qwen3_5_moe", "qwen3_moe", "qwen3_next", "solar_open",
     }
 )  # fmt: skip
-# Architectures that repeat the heads of keys and values if there are fewer than ranks.
+# Architectures that repeat key and value heads if the model has fewer of them than the group has ranks.
 _REPEATS: Final = frozenset({"qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35"})
 # Configuration keys of sizes that are divided among the ranks.
 _HEADS: Final = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")

@@ -120,7 +120,7 @@ def constraint_fields(form: str, length: str, stop: str = "") -> FieldTable:
 
 
 def refuse(fields: Mapping[str, Any], table: FieldTable, prefix: str = "") -> None:
-    """Raises `Unsupported` for the first field that is in the table and has a value that is not neutral."""
+    """Raises `Unsupported` for the first of these fields that the table has and whose value is not neutral."""
     for name, value in fields.items():
         if (entry := table.get(name)) is None:
             continue

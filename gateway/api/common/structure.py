@@ -16,7 +16,8 @@ class Structure(NamedTuple):
 # A container takes hundreds of bytes and the garbage collector's time, a plain value takes tens of bytes, and each key
 # of an object is compared with the known keys.
 JSON_MAX: Final = Structure(50_000, 1 << 20, 250_000)
-# A peer's request holds a copy of the conversation for each sequence. Keys count as values.
+# The limits are larger, because a peer's request holds a copy of the conversation for each sequence. Keys count as
+# values.
 MSGPACK_MAX: Final = Structure(250_000, 1 << 22)
 WINDOW_BYTES: Final = 256 * 1024
 # Number of bytes that follow the first byte of a msgpack value: a length, or a number.

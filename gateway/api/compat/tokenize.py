@@ -25,7 +25,9 @@ from protocol.prompts import ChatPrompt, TextPrompt
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
-    """Prompt in `prompt` or `messages`, vLLM's fields, or `content`, llama.cpp's, which gets no special tokens."""
+    """Prompt to tokenize: `prompt` or `messages` as in vLLM, or `content` as in llama.cpp, which gets no special
+    tokens.
+    """
 
     hint: ClassVar = {
         "anyOf": [

@@ -32,7 +32,7 @@ async def load_or_unload(
     `ClientLeft`.
     """
     if model.name not in services.config.models:
-        # A peer loads its models with their first answers; only its own operator may unload them.
+        # A peer loads a model when it gets the first request for it, and only the peer's own operator may unload it.
         if is_last:
             usable = record.caller.usable(services.config.models.values())
             raise ModelNotFound(model.name, [each.name for each in usable], "Models that are loaded here")

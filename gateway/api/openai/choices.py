@@ -193,7 +193,7 @@ class ChoiceFold(ABC, Generic[C, P]):
         return encode(self._answer(self._shape(heading.id, heading.created, heading.model, choices, usage)))
 
     def _answer(self, answer: Struct) -> Struct:
-        """Add the prompt's fields to the answer if chat completions have them there."""
+        """Add the prompt's fields to the whole answer, for chat completions. By default, do nothing."""
         return answer
 
     def _ids_of(self, choice: P) -> TokenIds:
