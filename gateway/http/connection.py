@@ -291,8 +291,8 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self.cycle.response_complete:
             self._late_bytes += size
             if self._late_bytes > LATE_BYTES_MAX:
-                # With the write side closed, a client that checks its connection before reusing it sees that it is
-                # closed.
+                # The write side is closed, so that a client which checks its connection before reusing it sees that it
+                # is closed.
                 self._drops_input = True
                 if self.transport.can_write_eof():
                     self.transport.write_eof()

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 RESERVED_FILES: Final = 128
 FILES_PER_WORKER: Final = 8
 WORKERS_COUNTED: Final = 16
-# At least the limit divided by this number is reserved: a large limit can spare it, since nothing else needs the
+# The reserve is at least the limit divided by this number: a large limit can spare it, since nothing else needs the
 # descriptors.
 RESERVED_FILES_PART: Final = 16
 # A daemon for fewer clients than this would be useless.

@@ -9,8 +9,8 @@ from typing import Any, Final
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-# Between socket and protocol, uvloop itself uses this class. `start_tls` cannot be used: data that was read before its
-# first step would be lost.
+# uvloop itself puts this class between socket and protocol. Its `start_tls` cannot be used: data that was read before
+# its first step would be lost.
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # its stub leaves it out
 
 from gateway.http.connection import GuardedProtocol

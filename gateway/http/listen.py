@@ -38,7 +38,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         except OSError as error:
             close_all(sockets)
             raise CannotListen(_why(error, host, port)) from error
-        # For port 0, the system chooses a port on the first address; the other addresses use the same port.
+        # The system chooses a port for 0 on the first address; the other addresses use the same port.
         port = listener.getsockname()[1]
     if not sockets:
         raise CannotListen(f"no address of {host!r} is available on this machine")

@@ -61,7 +61,7 @@ def is_own(address: IPAddress, interfaces: Interfaces = psutil.net_if_addrs) -> 
             if entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             host = ip_interface(f"{entry.address.partition('%')[0]}{_prefix(entry.netmask)}")
-            # With an empty mask, the whole internet would count as this machine's network.
+            # An empty mask would make the whole internet count as this machine's network.
             if address == host.ip or (host.network.prefixlen and address in host.network):
                 return True
     return False

@@ -20,7 +20,7 @@ LARGE_BYTES: Final = 64 * 1024
 # A request waits at most this long for memory for its body; then it is refused.
 MEMORY_WAIT_S: Final = 5.0
 RETRY_AFTER_S: Final = 2.0
-# With `auto`, the limit is the machine's memory divided by this number.
+# Divisor of the machine's memory that gives the limit for `auto`.
 _AUTO_DIVISOR: Final = 64
 _AUTO_MIN_BYTES: Final = 256 * 1024 * 1024
 

@@ -76,8 +76,7 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
         self._sends_ids = heading.sends_ids
         self._usages: dict[int, Usage] = {}
         self._choices: dict[int, int] = {}
-        # For each rid, the bytes of the usual chunk before its text. The bytes after the text are the same for all
-        # rids.
+        # Bytes of the usual chunk before its text, by rid. The bytes after the text are the same for all rids.
         self._before: dict[int, bytes] = {}
         self._after = b""
 

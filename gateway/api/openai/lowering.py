@@ -179,7 +179,7 @@ def lower_texts(
 def _sampling(request: SamplingFields, model: SamplingDefaults, bias: _Biases, seed: int) -> Sampling:
     values = sampling_values(request, model) | sampler_values(request)
     if request.penalty_window is None:
-        # With a window of no tokens, nothing is penalized.
+        # A window of no tokens leaves nothing to penalize.
         values["repetition_penalty"] = 1.0
     elif request.repetition_penalty is None:
         values["repetition_penalty"] = first(request.repeat_penalty, model.repetition_penalty, 1.0)
