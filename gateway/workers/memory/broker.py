@@ -1,6 +1,7 @@
-"""Memory broker: grants memory to models, and evicts others for them.
+"""Memory broker: grants memory to models, and evicts other models to make room.
 
-`policy.plan` decides; the broker applies the plan, and makes a new one after every change. All on the event loop.
+`policy.plan` decides; the broker applies its plan, and requests a new plan after every change. The broker runs on the
+event loop.
 """
 
 import asyncio
@@ -37,19 +38,19 @@ from protocol.to_worker import SetMemory
 log = logging.getLogger(__name__)
 
 _WITHOUT_PROCESS: Final = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
-# The next load waits until this part of an ended process's memory has returned, or for the deadline.
+# The next load waits until this fraction of an ended process's memory is free, or until the deadline has passed.
 RETURNED_PART: Final = 0.95
 RETURN_DEADLINE_S: Final = 2.0
 RETURN_POLL_S: Final = 0.02
 SHRINK_DEADLINE_S: Final = 5.0
 ROOM_POLL_S: Final = 0.05
-# Least residency, whatever is configured: requests that waited for a model must reach it before its eviction.
+# Lower bound of the configured residency: requests that waited for a model must reach it before its eviction.
 RESIDENCY_MIN_S: Final = 0.5
 FAULT_PAUSE_S: Final = 1.0
 
 
 class Broker:
-    """Owner of all grants. `workers` are the pool's, by name."""
+    """Owner of all memory grants. `workers` maps model names to the pool's workers."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Broker:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """Apply a configuration. A changed `pin` of a model replaces the operator's command."""
+        """Apply a configuration. A changed `pin` setting of a model overrides an operator's earlier `pin` command."""
         before, self._models = self._models, config.models
         self._pins = {
             name: is_pinned
@@ -90,14 +91,14 @@ class Broker:
         self.budget = self.machine.budget() if budget == "auto" else budget
         self._changed.set()
 
-    # -- called for workers and requests -----------------------------------------------------------------------------
+    # -- workers and requests ----------------------------------------------------------------------------------------
 
     async def admit(self, spec: WorkerSpec) -> int:
-        """Wait for room, and return the share in bytes. Raises `ModelUnavailable` if there can never be room."""
+        """Wait for memory, and return the granted bytes. Raises `ModelUnavailable` if the model can never fit."""
         name = spec.name
         number, since = next(self._numbers), time.monotonic()
         model = self._models.get(name)
-        if model is None:  # removed from the configuration meanwhile
+        if model is None:  # the model was removed from the configuration meanwhile
             return 0
         need = await asyncio.to_thread(self._need_here, model)
         pending = PendingGrant(name, number, since, need, asyncio.get_running_loop().create_future())
@@ -128,13 +129,13 @@ class Broker:
         self._changed.set()
 
     def adopt(self, name: str, share: int) -> None:
-        """Record the share of a worker of an earlier gateway."""
+        """Record the memory share of an adopted worker, which an earlier gateway started."""
         need = self._need_here(self._models[name])
         share = share or need.floor
         self.allocations[name] = self._new_allocation(name, share, need)
 
     def _need_here(self, model: ModelConfig) -> Need:
-        """Memory of a model's processes on this machine: of a group, all local ranks. Reads files."""
+        """Estimate the memory of a model's processes on this machine, of a group all local ranks. Reads files."""
         profile, group = self._times.of(model.name, model.path), model.group
         need = estimate(model, self.budget, profile.load if profile is not None else None)
         if not group.ranks:
@@ -157,7 +158,7 @@ class Broker:
             self._note_use(name)
 
     def leases(self, name: str) -> int:
-        """Number of requests that have a lease of a model."""
+        """Return how many requests lease a model."""
         return self._leases.get(name, 0)
 
     def _note_use(self, name: str) -> None:
@@ -166,7 +167,7 @@ class Broker:
         if self._pending:
             self._changed.set()
 
-    # -- called for operators ----------------------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------------------------
 
     def pin(self, name: str, is_pinned: bool) -> None:
         """Pin or unpin a model until the daemon ends or its configured `pin` changes."""
@@ -178,7 +179,7 @@ class Broker:
         return self._pins.get(name, model is not None and model.pin)
 
     def ttl_s(self, name: str) -> float:
-        """Seconds that a model stays loaded without a request; 0 is forever."""
+        """Return how many seconds a model stays loaded without a request; 0 means forever."""
         model = self._models.get(name)
         return 0.0 if model is None or self.is_pinned(name) else model.ttl_s
 
@@ -200,7 +201,7 @@ class Broker:
 
     @property
     def granted(self) -> int:
-        """Bytes granted to workers, and those of ended processes that have not returned."""
+        """Sum of the bytes granted to workers and the bytes of ended processes that are not free yet."""
         workers = sum(allocation.held for allocation in self.allocations.values())
         return workers + sum(each.share for each in self._returns)
 
@@ -227,7 +228,7 @@ class Broker:
     def _delay_s(self, wake_at: float | None) -> float | None:
         if self._returns:
             return RETURN_POLL_S
-        # Messages of a worker that makes room arrive at the link, which does not set `_changed`.
+        # The messages of a worker that frees memory go to the link, which does not set `_changed`.
         if any(
             allocation.shrinking_to is not None or allocation.gated_at is not None
             for allocation in self.allocations.values()
@@ -236,7 +237,7 @@ class Broker:
         return None if wake_at is None else max(0.0, wake_at - time.monotonic())
 
     def _settle(self) -> float | None:
-        """Apply one plan. Return the latest time for the next one."""
+        """Apply one plan. Return the time at which the next plan is due even without a change."""
         now = time.monotonic()
         self._check_returns(now)
         for allocation in self.allocations.values():
@@ -287,7 +288,7 @@ class Broker:
         )
 
     def is_busy(self, worker: WorkerHandle) -> bool:
-        """Whether a model runs or expects requests. Behind a closed gate leases do not count: they may only wait."""
+        """Whether a model runs or expects requests. Leases of a gated model do not count: their requests only wait."""
         is_leased = self.leases(worker.name) > 0 and self.allocations[worker.name].gated_at is None
         return is_leased or worker.has_parked or self._link.is_busy(worker.epoch)
 
@@ -312,14 +313,14 @@ class Broker:
             queue[0].is_swap |= bool(plan.evictions or plan.gated)
 
     def evict(self, name: str, reason: str) -> bool:
-        """Stop an idle worker. Return False if it is busy now."""
+        """Stop an idle worker. Return False if the worker is busy now."""
         allocation, worker = self.allocations[name], self.workers[name]
         if self.is_busy(worker) or not worker.evict():
             return False
         log.info("unloading model %s: %s", name, reason)
         allocation.evict_reason = reason
         allocation.pid, allocation.available = worker.pid, self.machine.available()
-        # This measurement is compared with the memory that returns.
+        # The process's exit is expected to free this footprint.
         allocation.footprint = sum(map(self.machine.footprint, worker.incarnation.pids)) or allocation.footprint
         self._events.model_evicted(name, reason)
         return True
@@ -343,10 +344,10 @@ class Broker:
         message = f"model '{infeasible.name}' {why}"
         pending.answer.set_exception(ModelUnavailable(Failure(Code.DOES_NOT_FIT, message)))
 
-    # -- shares that change ------------------------------------------------------------------------------------------
+    # -- changes of shares -------------------------------------------------------------------------------------------
 
     def send_share(self, allocation: Allocation, share: int) -> bool:
-        """Send a worker its share, and the current pressure measure. Return False if it cannot be reached."""
+        """Send a worker its share and its pressure measure. Return False if the worker cannot be reached."""
         worker, measure = self.workers[allocation.name], allocation.pressure.measure
         return worker.incarnation.send(SetMemory(share, measure.kv_part, measure.cache_part))
 
@@ -356,7 +357,7 @@ class Broker:
             allocation.shrinking_to, allocation.shrink_ends = share, now + SHRINK_DEADLINE_S
 
     def _end_shrinking(self, allocation: Allocation, now: float) -> None:
-        """Lower the share once the worker has confirmed it and its footprint fits, or as far as it got in time."""
+        """Lower the share once the worker has shrunk to it, or at the deadline as far as the worker has shrunk."""
         target = allocation.shrinking_to
         if target is None:
             return
@@ -381,7 +382,7 @@ class Broker:
     # -- memory of ended processes -----------------------------------------------------------------------------------
 
     def _check_returns(self, now: float) -> None:
-        """Stop counting memory that has returned, or has not returned in time."""
+        """Stop counting the memory of ended processes that is free again, or whose deadline has passed."""
         for each in list(self._returns):
             left = self.machine.unreturned(each.pid, each.footprint, each.available)
             part = 1.0 if each.footprint == 0 else 1 - left / each.footprint
@@ -394,7 +395,7 @@ class Broker:
 
 
 def _why(infeasible: Infeasible, budget: int, max_loaded: int) -> str:
-    """Explanation of a refusal, with its numbers."""
+    """Explain why a claim cannot be served, with the sizes involved."""
     pinned = ", ".join(infeasible.pinned)
     if infeasible.is_full:
         return f"cannot be loaded: max_loaded is {max_loaded}, and as many are pinned ({pinned})."

@@ -10,25 +10,26 @@ from protocol.kinds import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
 from protocol.timing_profile import LoadFacts
 from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
-# Context for which a model gets KV, and the least with which it is useful.
+# A model's usual grant has KV for a context of COMFORT_TOKENS; with less than LEAST_TOKENS a model is of no use.
 COMFORT_TOKENS: Final = 32_768
 LEAST_TOKENS: Final = 1024
-# KV of an architecture for which it cannot be computed: weights divided by this, and at least this.
+# If a model's KV size cannot be computed, it is taken as the weights divided by UNKNOWN_KV_DIVISOR, and at least
+# UNKNOWN_KV_BYTES.
 UNKNOWN_KV_DIVISOR: Final = 8
 UNKNOWN_KV_BYTES: Final = 64 * MIB
-# Kinds of models without KV. One forward pass takes their weights divided by PASS_DIVISOR, and at least PASS_BYTES;
-# loans beyond PASS_LOAN_MAX are of no use.
+# Models of these kinds have no KV. A forward pass of theirs is assumed to take the weights divided by PASS_DIVISOR,
+# and at least PASS_BYTES. Loans above PASS_LOAN_MAX would not be used.
 KINDS_WITHOUT_KV: Final = frozenset({EMBED, RERANK, AUDIO})
 PASS_BYTES: Final = 64 * MIB
 PASS_DIVISOR: Final = 8
 PASS_LOAN_MAX: Final = 2048 * MIB
-# Part of the share beyond the weights that the worker gives to KV (worker/model/memory.py).
+# The worker uses this fraction of its memory besides the weights for KV (worker/model/memory.py).
 KV_PART: Final = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory in bytes: `least` is the minimum, `floor` the usual grant, and more is lent up to `most`."""
+    """Memory need of a model in bytes: `least` is the minimum, `floor` the usual grant, `most` the limit with loan."""
 
     weights: int
     least: int
@@ -37,7 +38,10 @@ class Need:
 
 
 def portion(need: Need, part: float, processes: int) -> Need:
-    """Need of `processes` ranks that together have `part` of a model; `need` is that of the whole model in one."""
+    """Return the need of `processes` ranks that hold the fraction `part` of a model.
+
+    `need` is the need of the whole model in one process.
+    """
     process = OVERHEAD_BYTES + BUFFER_BYTES
 
     def own(count: int) -> int:
@@ -47,9 +51,10 @@ def portion(need: Need, part: float, processes: int) -> Need:
 
 
 def estimate(model: ModelConfig, loan_max: int, load: LoadFacts | None = None) -> Need:
-    """Memory that `model` needs; `loan_max` is the largest possible loan. Unreadable files count as empty.
+    """Estimate the memory that `model` needs; `loan_max` is the largest possible loan. Unreadable files count as empty.
 
-    `load` has measurements of its newest load: KV that cannot be computed here, and an unusually large process.
+    `load` has measurements of the model's newest load, used for KV that cannot be computed from the files, and for a
+    process that was larger than estimated.
     """
     info, draft = _info(model, model.path), _info(model, model.draft) if model.draft else None
     weights = 0 if info is None else info.weights_bytes
@@ -60,7 +65,7 @@ def estimate(model: ModelConfig, loan_max: int, load: LoadFacts | None = None) -
         fixed = max(fixed, load.footprint_bytes - load.weights_bytes + weights)
     cache = model.cache.ram_bytes
     if model.memory_bytes != "auto":
-        # The operator's setting is the worker's limit, whatever the estimate.
+        # The operator's setting limits the worker, whatever the estimate.
         least = max(model.memory_bytes, weights)
         return Need(weights, least, least, least)
     kind = _kind(model, info)
@@ -79,13 +84,13 @@ def estimate(model: ModelConfig, loan_max: int, load: LoadFacts | None = None) -
 
 
 def _info(model: ModelConfig, path: str) -> ModelMetadata | None:
-    """Metadata of a model, or of its draft model, with its settings; None if its files cannot be read."""
+    """Read the metadata of a model or of its draft model; None if the files cannot be read."""
     try:
         is_draft = path != model.path
         cache = -1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes
         return inspect(find(path), model.dtype, model.context, 0, 0 if is_draft else model.kv_bits or 0, cache)
     except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
-        # Its worker reports the error; the other models must not be affected.
+        # The model's worker reports this error. Other models must not be affected.
         return None
 
 
@@ -96,7 +101,7 @@ def _kind(model: ModelConfig, info: ModelMetadata | None) -> str:
 
 
 def _transcribes(model: ModelConfig, info: ModelMetadata | None) -> bool:
-    """Whether an audio model needs memory for clips. One of an unknown family may."""
+    """Whether an audio model may transcribe, which needs memory for clips. A model of an unknown family may."""
     return audio_family({"model_type": info.model_type if info is not None else ""}, model.path) not in SPEAKERS
 
 

@@ -1,4 +1,4 @@
-"""Records of the broker: pending grants, allocations, and memory that ended processes return."""
+"""Records of the memory broker: pending grants, allocations, and memory of ended processes that is not free yet."""
 
 import asyncio
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from gateway.workers.memory.pressure import Pressure
 
 @dataclass(slots=True)
 class PendingGrant:
-    """Grant that a worker waits for. Owned by the broker."""
+    """Memory grant that a worker waits for. Owned by the broker."""
 
     name: str
-    # Order of arrival, taken before the model's files are read.
+    # `number` orders grants by arrival. It is taken before the model's files are read, which takes time.
     number: int
     since: float
     need: Need
     answer: asyncio.Future[int]
-    # Whether other models are evicted for it.
+    # Whether other models are evicted for this grant.
     is_swap: bool = False
 
     @property
@@ -36,29 +36,29 @@ class Allocation:
     most: int
     used_at: float
     pressure: Pressure
-    # When the model was requested; None after it is ready, and for an adopted worker.
+    # Time at which the model was requested; None once the model is ready, and for an adopted worker.
     requested_at: float | None = None
     is_swap: bool = False
     gated_at: float | None = None
-    # Share that its worker was ordered to shrink to, and the deadline for it.
+    # The share to which the worker was ordered to shrink, and the deadline of that order.
     shrinking_to: int | None = None
     shrink_ends: float = 0.0
-    # Empty while it is not evicted.
+    # Reason of the worker's eviction; empty if there is none.
     evict_reason: str = ""
     pid: int = 0
     footprint: int = 0
-    # Free memory of the machine at its eviction.
+    # Free memory of the machine when the worker was evicted.
     available: int = 0
 
     @property
     def held(self) -> int:
-        """Bytes that count against the budget: the larger of its share and its measured footprint."""
+        """Bytes that count against the budget: the share or the measured footprint, whichever is larger."""
         return max(self.share, self.footprint)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReturn:
-    """Memory of a process that has ended, which counts until its return is measured."""
+    """Memory of a process that has ended; it counts against the budget until it is measured as free."""
 
     name: str
     pid: int

@@ -10,21 +10,21 @@ import psutil
 from gateway.workers.supervisor.os_process import darwin_rusage
 
 GIB: Final = 1 << 30
-# Part reserved for the system and other programs, within these bounds.
+# This fraction of the memory, within these bounds, is reserved for the system and other programs.
 RESERVE_PART: Final = 0.1
 RESERVE_MIN: Final = GIB
 RESERVE_MAX: Final = 16 * GIB
-# Part of a Mac's memory that its GPU may wire by default (max_recommended_working_set_size).
+# By default a Mac's GPU may wire this fraction of the memory (max_recommended_working_set_size).
 WORKING_SET_PART: Final = 0.75
 _CGROUP_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USES: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
 class HostMemory(Protocol):
-    """Memory of the machine; tests simulate a smaller one."""
+    """Memory of the machine; tests simulate a smaller machine."""
 
     def budget(self) -> int:
-        """Return the default budget of all models in bytes."""
+        """Return the default memory budget of all models together, in bytes."""
         ...
 
     def available(self) -> int:
@@ -32,7 +32,7 @@ class HostMemory(Protocol):
         ...
 
     def footprint(self, pid: int) -> int:
-        """Return the bytes that are freed when a process ends; 0 if it does not exist."""
+        """Return the bytes that the end of process `pid` will free; 0 if there is no such process."""
         ...
 
     def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
@@ -41,7 +41,7 @@ class HostMemory(Protocol):
 
 
 class ThisMachine:
-    """Memory of the real machine. If it cannot be read, as with too many open files, the last result is returned."""
+    """Memory of the real machine. A failed read, as with too many open files, returns the previous result."""
 
     def __init__(self) -> None:
         self._free = 0
@@ -86,14 +86,14 @@ class ThisMachine:
 
 
 def linux_budget(limits: list[str | None], ram: int) -> int:
-    """Default budget; `limits` are the contents of the limit files of cgroup v2 and v1, None if missing."""
+    """Compute the default budget. `limits` are the contents of the limit files of cgroup v2 and v1, None if missing."""
     known = [limit for text in limits if (limit := _number(text)) is not None]
     total = min([ram, *known])
     return total - _reserve(total)
 
 
 def darwin_budget(wired_limit_mb: str | None, ram: int) -> int:
-    """Default budget; `wired_limit_mb` is the output of sysctl, where 0 means the system's default."""
+    """Compute the default budget. `wired_limit_mb` is the output of sysctl, where 0 means the system's default."""
     limit = (_number(wired_limit_mb) or 0) << 20
     return min(limit or int(ram * WORKING_SET_PART), ram - _reserve(ram))
 
@@ -103,7 +103,7 @@ def _reserve(total: int) -> int:
 
 
 def _number(text: str | None) -> int | None:
-    """Parse a number; None also for `max`, which is no limit in cgroup v2."""
+    """Parse an integer. None for any other text, such as `max`, by which cgroup v2 means no limit."""
     return int(text) if text is not None and text.strip().isdigit() else None
 
 
@@ -132,7 +132,7 @@ def _sysctl(name: str) -> str | None:
 
 
 def _linux_footprint(pid: int) -> int:
-    """Private bytes, because shared memory is not freed when the process ends."""
+    """Return the private bytes of a process; its shared memory is not freed when it ends."""
     try:
         return int(psutil.Process(pid).memory_full_info().uss)
     except psutil.Error:
@@ -140,5 +140,5 @@ def _linux_footprint(pid: int) -> int:
 
 
 def _darwin_footprint(pid: int) -> int:
-    """`ri_phys_footprint`: 8 bytes at offset 72 of rusage_info_v2."""
+    """Return `ri_phys_footprint`: 8 bytes at offset 72 of rusage_info_v2."""
     return int.from_bytes(darwin_rusage(pid)[72:80], "little")

@@ -3,9 +3,9 @@
 Invariants of every plan:
 
 - Grants never exceed the budget. The memory of an ended process counts until its return is measured.
-- No busy or pinned model, and none within its minimum residency, is evicted. The gate of a busy model may be closed
-  after its residency: running requests finish, new ones wait, and then it is idle.
-- The claim that has waited longest is served first. Others pass it only with memory that it could not use.
+- A model is not evicted while it is busy or pinned, or within its minimum residency. After that time the gate of a
+  busy model may be closed: running requests finish, new requests wait, and the model becomes idle.
+- The oldest claim is served first. A later claim is served before it only with memory that it could not use.
 - Loans beyond a model's floor are taken back before any model is evicted.
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-# Part of the spare memory that is lent to a new model.
+# A new model is lent this fraction of the spare memory.
 LENT_PART: Final = 0.5
-# Time after which a busy model behind a closed gate becomes the last choice for eviction.
+# A model that is still busy this long after its gate was closed becomes the last choice for eviction.
 PATIENCE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadClaim:
-    """Claim of a model that waits for memory. `least`, `floor` and `most` are those of its `Need`."""
+    """Claim of a model that waits for memory. `least`, `floor` and `most` are copied from the model's `Need`."""
 
     name: str
     least: int
@@ -31,7 +31,7 @@ class LoadClaim:
 
 @dataclass(frozen=True, slots=True)
 class ModelSnapshot:
-    """Model that has memory: its `share`, of which it needs `floor`. Times are monotonic seconds."""
+    """Model that has memory. It needs `floor` of its `share`; the rest is a loan. Times are monotonic seconds."""
 
     name: str
     share: int
@@ -39,9 +39,9 @@ class ModelSnapshot:
     is_ready: bool
     is_busy: bool
     is_pinned: bool
-    # When its gate was closed; None while it is open.
+    # Time at which the model's gate was closed; None while the gate is open.
     gated_at: float | None
-    # Share that its worker was ordered to shrink to, and has not reached yet.
+    # The share to which the worker was ordered to shrink, until the worker has reached it.
     shrinking_to: int | None
     ready_at: float
     used_at: float
@@ -58,17 +58,17 @@ class EvictionTerms:
     budget: int
     max_loaded: int = 0
     min_residency_s: float = 0.0
-    # Bytes of processes that exit or have exited, not returned yet.
+    # Bytes of exiting and ended processes that are not free yet.
     returning: int = 0
-    # Number of these processes that have not exited yet.
+    # Number of processes that have not exited yet.
     exiting: int = 0
-    # Measured free memory of the machine, the limit of a loan.
+    # Measured free memory of the machine, which limits loans.
     available: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """Claim that cannot be served even if all models are unloaded, and the reason."""
+    """Claim that cannot be served even if all evictable models are unloaded, and the reason."""
 
     name: str
     need: int
@@ -80,7 +80,7 @@ class Infeasible:
 
 @dataclass(slots=True)
 class MemoryPlan:
-    """Actions to take now. At `wake_at` the same snapshot would give another plan."""
+    """Actions to take now. From `wake_at` on, the same snapshot would give a different plan."""
 
     grants: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     infeasible: list[Infeasible] = field(default_factory=list[Infeasible])
@@ -96,7 +96,7 @@ class MemoryPlan:
 
 
 def plan(claims: Sequence[LoadClaim], models: Sequence[ModelSnapshot], terms: EvictionTerms, now: float) -> MemoryPlan:
-    """Plan for `claims`, which are in the order of arrival."""
+    """Make a plan for `claims`, which are in order of arrival."""
     plan = MemoryPlan()
     free = terms.budget - sum(model.share for model in models) - terms.returning
     places = terms.max_loaded - len(models) - terms.exiting if terms.max_loaded else len(claims)
@@ -115,7 +115,7 @@ def plan(claims: Sequence[LoadClaim], models: Sequence[ModelSnapshot], terms: Ev
             free -= share
             places -= 1
         elif is_first:
-            # Later claims may use only what this one could not.
+            # Later claims may use only memory that this claim could not use.
             promised = _make_room(floor - free, 1 - places, models, terms, now, plan)
             free -= max(0, floor - promised)
             places -= 1
@@ -124,7 +124,7 @@ def plan(claims: Sequence[LoadClaim], models: Sequence[ModelSnapshot], terms: Ev
 
 
 def relieve(models: Sequence[ModelSnapshot], terms: EvictionTerms, now: float) -> MemoryPlan:
-    """Evictions and reclaims due because the operator lowered a limit, without a waiting claim."""
+    """Plan the evictions and shrinks that follow from a lowered limit, while no claim waits."""
     plan = MemoryPlan()
     missing = sum(model.share for model in models) + terms.returning - terms.budget
     places = len(models) + terms.exiting - terms.max_loaded if terms.max_loaded else 0
@@ -137,12 +137,12 @@ def relieve(models: Sequence[ModelSnapshot], terms: EvictionTerms, now: float) -
 
 
 def _floor(claim: LoadClaim, models: Sequence[ModelSnapshot], terms: EvictionTerms) -> int:
-    """Floor of a claim, less if the model could never have that much."""
+    """Return the floor of a claim, lowered to the memory that the model can have at all."""
     return min(claim.floor, max(claim.least, _cap(models, terms)))
 
 
 def _cap(models: Sequence[ModelSnapshot], terms: EvictionTerms) -> int:
-    """Memory available after all evictable models are unloaded."""
+    """Return the memory that is available after all evictable models are unloaded."""
     return terms.budget - sum(model.floor for model in models if model.is_pinned)
 
 
@@ -162,7 +162,7 @@ def _is_hopeless(claim: LoadClaim, models: Sequence[ModelSnapshot], terms: Evict
 def _make_room(
     missing: int, places: int, models: Sequence[ModelSnapshot], terms: EvictionTerms, now: float, plan: MemoryPlan
 ) -> int:
-    """Plan to free `missing` bytes and `places` places of `max_loaded`. Return the bytes that will become free."""
+    """Plan to free `missing` bytes and `places` of the `max_loaded` places. Return the bytes that will be freed."""
     places -= terms.exiting
     promised = terms.returning + sum(t.share - t.shrinking_to for t in models if t.shrinking_to is not None)
     lenders = {t.name: t.loan for t in models if t.is_ready and t.shrinking_to is None and t.loan > 0}
@@ -180,7 +180,7 @@ def _make_room(
             plan.gated.add(model.name)
         else:
             plan.evictions.append(model.name)
-    # The least recently used model's loan is taken back first, and no more than is missing.
+    # Loans are taken back from the least recently used model first, and only as far as needed.
     for model in sorted(models, key=lambda model: model.used_at):
         if (part := min(lenders.get(model.name, 0), missing - promised)) > 0:
             plan.shrinks.append((model.name, model.share - part))
@@ -197,9 +197,10 @@ def _victims(
     now: float,
     plan: MemoryPlan,
 ) -> list[ModelSnapshot]:
-    """Return enough models to evict, or none: idle ones in order of last use, then busy ones in order of loading.
+    """Return enough models to evict, or an empty list if there are not enough.
 
-    A model that is busy long after its gate was closed is the last choice, because others may finish sooner.
+    Idle models come first, by their last use, then busy models, by the time of their load. A model that is still busy
+    long after its gate was closed comes last, because other models may finish sooner.
     """
     evictable: list[ModelSnapshot] = []
     for model in models:
@@ -224,7 +225,7 @@ def _victims(
         chosen.append(model)
     if not _is_enough(chosen, kept, missing, places):
         return []
-    # A model chosen early may no longer be needed.
+    # The models chosen later may make an earlier one unnecessary.
     for model in list(chosen):
         rest = [each for each in chosen if each is not model]
         if _is_enough(rest, kept, missing, places):

@@ -5,22 +5,22 @@ from typing import Final
 
 from gateway.workers.supervisor.state import WorkerLimits
 
-# Freed pages are returned with a delay.
+# A footprint may exceed its share by this fraction, because freed pages are returned to the system with a delay.
 TOLERANCE: Final = 0.02
-# A worker that stays above its share by this part, despite all measures, is restarted.
+# A worker that stays above its share by this fraction, despite the measures, is restarted.
 CREEP_PART: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class PressureMeasure:
-    """The parts of its KV and of its prefix cache that a worker may use, and whether it takes new requests."""
+    """Fractions of its KV and prefix cache that a worker may use, and whether it refuses new requests."""
 
     kv_part: float = 1.0
     cache_part: float = 1.0
     is_refusing: bool = False
 
 
-# Caches shrink first, then rows are preempted, and last new requests are refused.
+# Each measure is stronger than the previous one: caches shrink, then rows are preempted, then requests are refused.
 MEASURES: Final = (
     PressureMeasure(),
     PressureMeasure(1.0, 0.25),
@@ -44,7 +44,7 @@ class Pressure:
         return MEASURES[self.level]
 
     def observe(self, now: float, footprint: int, share: int, *, is_short: bool) -> bool:
-        """Update the level; return whether it changed. `is_short`: the whole machine is short of memory."""
+        """Update the level, and return whether it changed. `is_short` means that the machine is short of memory."""
         is_creeping = footprint > share + max(self.limits.creep_bytes, int(share * CREEP_PART))
         if not is_creeping:
             self._creeping_since = None
@@ -69,5 +69,5 @@ class Pressure:
         return self.level != before
 
     def is_hopeless(self, now: float) -> bool:
-        """Whether only a restart of the process can help."""
+        """Whether only a restart of the process can lower its memory."""
         return self._creeping_since is not None and self.level > 0 and now - self._creeping_since >= self.limits.creep_s

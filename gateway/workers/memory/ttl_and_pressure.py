@@ -1,4 +1,4 @@
-"""Memory monitor, about once a second: pressure, idle models, unused memory."""
+"""Memory monitor, which runs about once a second: memory pressure, TTLs of idle models, loans of unused memory."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from protocol.failures import Code, Failure
 
 log = logging.getLogger(__name__)
 
-# The machine is short of memory when the larger of both is more than it has free.
+# The machine is short of memory if less is free than SHORT_MIN_BYTES, or this fraction of the budget if that is more.
 SHORT_PART: Final = 0.01
 SHORT_MIN_BYTES: Final = 256 << 20
 LEND_INTERVAL_S: Final = 10.0
@@ -56,7 +56,7 @@ class MemoryWatch:
         self._events.memory(broker.view())
 
     async def _measure(self) -> None:
-        """Measure in a thread, because a large process has many pages to count."""
+        """Measure the workers' footprints in a thread, because counting the pages of a large process takes long."""
         machine, workers, allocations = self._broker.machine, self._broker.workers, self._broker.allocations
         pids = {name: workers[name].incarnation.pids for name in allocations}
 
@@ -65,7 +65,7 @@ class MemoryWatch:
 
         for name, footprint in (await asyncio.to_thread(footprints)).items():
             allocation = allocations.get(name)
-            # The process may have been replaced meanwhile.
+            # The worker's process may have been replaced during the measurement.
             is_same = allocation is not None and workers[name].incarnation.pids == pids[name]
             if allocation is not None and is_same and not allocation.evict_reason:
                 allocation.pid, allocation.footprint = pids[name][0], footprint
@@ -108,7 +108,7 @@ class MemoryWatch:
             self._broker.evict(allocation.name, "ttl")
 
     def _lend(self, now: float) -> None:
-        """Lend free memory to models with little more than their floor, the most recently used first."""
+        """Lend free memory to models that have little more than their floor, to the most recently used first."""
         broker = self._broker
         spare = min(broker.budget - broker.granted, broker.machine.available())
         for allocation in sorted(broker.allocations.values(), key=lambda allocation: -allocation.used_at):

@@ -1,4 +1,4 @@
-"""Workers of an earlier gateway: reasons not to adopt them, and their end."""
+"""Workers that an earlier gateway left running: reasons not to adopt them, and how they are stopped."""
 
 import asyncio
 import signal
@@ -12,7 +12,7 @@ from gateway.workers.supervisor.ranks import is_local
 from gateway.workers.supervisor.registry import Survivor
 from protocol.spec import WorkerSpec
 
-# Time from SIGTERM to SIGKILL of a worker that is not adopted, whatever the size of its weights.
+# A worker that is not adopted gets SIGKILL this long after SIGTERM, whatever the size of its weights.
 ORPHAN_GRACE_S: Final = 30.0
 
 
@@ -25,7 +25,7 @@ class AdoptionRefusal:
 
 
 def adoption_refusal(survivor: Survivor, wanted: WorkerSpec | None) -> AdoptionRefusal | None:
-    """Return why an earlier gateway's worker does not match its configured specification; None to adopt it."""
+    """Return why a surviving worker does not match its configured specification; None if it can be adopted."""
     spec = survivor.spec
     if wanted is None:
         return AdoptionRefusal("its model is not configured")

@@ -60,7 +60,8 @@ class Pool:
         # Workers of removed models stay until they have stopped.
         self._workers: dict[str, Worker] = {}
         self._removed: set[str] = set()
-        # Models whose worker of another version is stopped at the start, and which are loaded again.
+        # Models whose surviving worker is of another version: it is stopped at the start, and the model is loaded
+        # again.
         self._reloaded: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self.times = KnownTimes(profiles_dir(config.home))
@@ -71,9 +72,10 @@ class Pool:
         self._root: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Bind the link, adopt or stop the workers of an earlier gateway, and begin the preloads.
+        """Bind the link, adopt or stop the workers of an earlier gateway, and begin to preload models.
 
-        The run directory's lock must be held. Loads wait until the stopped workers have exited; adoption does not.
+        The caller must hold the run directory's lock. Loads, unlike adoptions, wait for the exits of the stopped
+        workers.
         """
         registry = Registry(self._config.run_dir)
         spawner = Spawner(self._config.home, registry, self._command)
@@ -86,7 +88,7 @@ class Pool:
         await self._is_started.wait()
 
     def _adopt(self, survivor: Survivor, spawner: Spawner) -> bool:
-        """Adopt an earlier gateway's worker. Return False if it must be stopped instead."""
+        """Adopt an earlier gateway's worker. Return False if the worker must be stopped instead."""
         worker, process = self._workers.get(survivor.name), survivor.process
         refused = adoption_refusal(survivor, worker.spec if worker is not None else None)
         if refused is None:
@@ -119,7 +121,7 @@ class Pool:
         self._link.close()
 
     async def release(self, deadline_s: float, impatience: asyncio.Task[object]) -> None:
-        """Let running requests finish until the deadline or `impatience`, and leave the workers to the next gateway."""
+        """Let running requests finish until the deadline or `impatience` ends. The next gateway adopts the workers."""
         end = time.monotonic() + deadline_s
         while self._link.in_flight and time.monotonic() < end and not impatience.done():
             await asyncio.wait({impatience}, timeout=RELEASE_POLL_S)
@@ -130,7 +132,7 @@ class Pool:
         self._link.close()
 
     async def stop_now(self, grace_s: float = 2.0) -> None:
-        """Abort running requests, and kill workers that have not stopped after `grace_s`. May run beside `stop`."""
+        """Abort running requests, and kill workers that have not stopped after `grace_s`. May run during `stop`."""
         kill = asyncio.get_running_loop().call_later(grace_s, self._kill)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -140,7 +142,7 @@ class Pool:
             kill.cancel()
 
     async def ensure_ready(self, model: str) -> WorkerHandle:
-        """Return the worker of `model`, loaded; without a task switch if it is. Raises `ModelUnavailable`."""
+        """Return the worker of `model` once it is loaded, at once if it is already. Raises `ModelUnavailable`."""
         worker = self._configured(model)
         if not worker.is_ready:
             await worker.ensure_ready()
@@ -151,13 +153,13 @@ class Pool:
         return self._broker.lease(model)
 
     def leases(self, model: str) -> int:
-        """Number of requests that have a lease of the model."""
+        """Return how many requests lease the model."""
         return self._broker.leases(model)
 
     def apply(self, config: Config) -> "AppliedConfig":
         """Apply `config`. Workers whose settings changed are restarted, which pauses their streams.
 
-        Running requests of a removed model finish until the drain's deadline.
+        Running requests of a removed model may finish until the drain's deadline.
         """
         old, self._config = self._config, config
         self._broker.configure(config)
@@ -180,7 +182,7 @@ class Pool:
         return [model.name for model in changed if self._workers[model.name].is_resident]
 
     async def load(self, model: str) -> None:
-        """Load a model, also after failures. Raises `ModelUnavailable`."""
+        """Load a model, even if earlier loads have failed. Raises `ModelUnavailable`."""
         await self._configured(model).load()
 
     async def unload(self, model: str) -> None:
@@ -217,7 +219,7 @@ class Pool:
         return list(self._workers.values())
 
     def load_left_s(self, model: str) -> float:
-        """Estimate the seconds until a model is ready, by its newest loads; 0 if it is ready or that is unknown."""
+        """Estimate the seconds until a model is ready from its newest loads; 0 if it is ready or was never loaded."""
         worker = self._workers.get(model)
         if worker is None or worker.state is State.READY:
             return 0.0
@@ -255,7 +257,7 @@ class Pool:
     def _add(self, model: ModelConfig) -> None:
         worker = self._workers.get(model.name)
         if worker is not None:
-            # The model was removed and its worker has not stopped: two workers of one name must not run.
+            # A removed model was added again before its worker stopped: two workers of one name must not run.
             self._removed.discard(model.name)
             worker.change(self._spec(model), model.load_timeout_s, is_preload=model.preload, is_reload=True)
         else:
@@ -275,7 +277,7 @@ class Pool:
         return is_other and worker.is_resident
 
     def _loads_otherwise(self, old: Config, before: ModelConfig, config: Config, model: ModelConfig) -> bool:
-        """Whether `config` requires another process for the model."""
+        """Whether the model's process must be replaced to apply `config`."""
         return before.cache != model.cache or not loads_alike(self._spec(before, old), self._spec(model, config))
 
     async def _retire(self, worker: Worker) -> None:
@@ -283,7 +285,7 @@ class Pool:
         if name not in self._removed:
             return
         await worker.stop(self._config.server.drain_s, reason=_removed_failure(name))
-        # The model may have been added again meanwhile, or even removed a second time.
+        # While the worker was stopped, the model may have been added again, and even removed a second time.
         if name in self._removed and self._workers.get(name) is worker:
             self._removed.discard(name)
             del self._workers[name]
@@ -306,7 +308,7 @@ class Pool:
         )
 
     async def _grant_memory(self, unwanted: Sequence[WorkerPort]) -> None:
-        """Grant memory once the unwanted workers of an earlier gateway have returned theirs."""
+        """Start to grant memory after the unwanted workers of an earlier gateway have exited."""
         await stop_orphans(unwanted)
         await self._broker.run()
 

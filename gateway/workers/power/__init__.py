@@ -1,1 +1,1 @@
-"""Power and display of the machine: prevention of sleep, and a pace that leaves GPU time to the display."""
+"""Power and display of the machine: prevention of sleep, and a pace of workers that leaves GPU time to the display."""

@@ -1,6 +1,6 @@
-"""Pace of workers while a person uses this machine: short GPU submissions, and rests for the display.
+"""Pace of workers while a person uses this machine: short GPU submissions, and pauses for the display.
 
-On a Mac, use is detected with the system's tools, which were not run here. On other systems the operator sets the mode.
+On a Mac the system's tools detect use; this was not tested on a Mac. On other systems the operator sets the mode.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from protocol.to_worker import SetPace
 log = logging.getLogger(__name__)
 
 Thermal = Literal["nominal", "serious", "critical"]
-# Runs a command and returns its output; empty if it fails.
+# A function that runs a command and returns its output, or an empty string if the command fails.
 Run = Callable[[Sequence[str]], str]
 
 FULL: Final = SetPace()
-# Seconds without input after which the person is away.
+# A machine without input for this time is not in use.
 AWAY_S: Final = 60.0
-# Parts of the time in which models compute while the machine is in use, on battery, and when it is hot.
+# Fractions of the time in which models may compute: while the machine is in use, in use on battery, and hot.
 DUTY: Final = 0.8
 BATTERY_DUTY: Final = 0.6
 HOT_DUTY: Final[dict[Thermal, float]] = {"nominal": 1.0, "serious": 0.7, "critical": 0.5}
-# Limits of a prefill tick while the machine is in use: its time, and its tokens per row.
+# While the machine is in use, a prefill tick is limited to this time and to this many tokens per row.
 TICK_MS: Final = 60
 CHUNK_TOKENS: Final = 256
 POLL_S: Final = 1.0
@@ -50,7 +50,7 @@ _THERMAL: Final = ("/usr/bin/pmset", "-g", "therm")
 
 @dataclass(frozen=True, slots=True)
 class DesktopState:
-    """State of the machine that decides the pace; `idle_s` is the time since its newest input."""
+    """State of the machine that decides the pace; `idle_s` is the time since the newest keyboard or pointer input."""
 
     idle_s: float = 0.0
     display_on: bool = True
@@ -59,10 +59,10 @@ class DesktopState:
 
 
 def pace(mode: Desktop, state: DesktopState | None) -> SetPace:
-    """Pace of a mode; `state` is None on a machine without a probe, where `auto` is full speed.
+    """Return the pace for a mode. `state` is None on a machine without a probe, where `auto` means full speed.
 
-    In `auto` the machine is in use while its display is on and it had input lately. Heat always slows models down,
-    because the machine's own throttling ignores the display.
+    In `auto`, the machine is in use while its display is on and its newest input is less than `AWAY_S` old. Unless the
+    mode is off, heat slows models down: the machine's own throttling ignores the display.
     """
     if mode is False or (state is None and mode is not True):
         return FULL
@@ -74,7 +74,7 @@ def pace(mode: Desktop, state: DesktopState | None) -> SetPace:
 
 
 class DesktopProbe:
-    """State of a Mac, read with its tools through `run`. Unreadable parts count as a cool machine in use."""
+    """Reads the state of a Mac through its tools, called by `run`. An unreadable value means cool and in use."""
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
@@ -91,7 +91,7 @@ class DesktopProbe:
             self._on_battery = "'Battery Power'" in self._run(_BATTERY)
             self._thermal = thermal_of(self._run(_THERMAL))
         idle_s = idle_of(self._run(_INPUT))
-        # The display matters only if there was input.
+        # The display's state is needed only if there was input.
         display_on = idle_s < AWAY_S and display_of(self._run(_DISPLAY))
         return DesktopState(idle_s, display_on, self._on_battery, self._thermal)
 
@@ -103,20 +103,20 @@ def idle_of(output: str) -> float:
 
 
 def display_of(output: str) -> bool:
-    """Parse from ioreg's power state whether the display is on; true if there is none."""
+    """Parse from ioreg's output whether the display is on; True if the output has no power state."""
     match = _POWER.search(output)
     return match is None or int(match.group(1)) >= _DISPLAY_ON
 
 
 def thermal_of(output: str) -> Thermal:
-    """Parse the processor's speed limit from `pmset -g therm`, in percent; without one it is 100."""
+    """Parse the thermal state from the processor's speed limit in the output of `pmset -g therm`."""
     match = _SPEED.search(output)
     percent = int(match.group(1)) if match else 100
     return "nominal" if percent >= 100 else "serious" if percent >= 70 else "critical"
 
 
 class DesktopWatch:
-    """Sends workers a changed pace, and new workers the current one. One task runs it."""
+    """Sends the current pace to new workers, and a changed pace to all. `run` is called by one task."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class DesktopWatch:
         self._poll_s = poll_s
         self._state: DesktopState | None = None
         self._read_at = float("-inf")
-        # Epoch and newest pace of each worker that was sent one, by name.
+        # By model name: the epoch of the worker that was last sent a pace, and that pace.
         self._sent: dict[str, tuple[int, SetPace]] = {}
         self.duty = 1.0
 
@@ -158,7 +158,7 @@ class DesktopWatch:
             log.info("workers compute for %.0f %% of the time", 100 * command.duty)
         self.duty = command.duty
         for worker in workers:
-            # An earlier gateway may have sent an adopted worker any pace.
+            # The pace of an adopted worker is unknown: an earlier gateway may have changed it.
             before = None if worker.incarnation.is_adopted else FULL
             epoch, sent = self._sent.get(worker.name, (0, FULL))
             if epoch == worker.epoch:
@@ -168,7 +168,7 @@ class DesktopWatch:
 
 
 def run_tool(command: Sequence[str]) -> str:
-    """Run a tool of the system, and return its output; empty if it fails."""
+    """Run a tool of the system and return its output, or an empty string if the tool fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -177,5 +177,5 @@ def run_tool(command: Sequence[str]) -> str:
 
 
 def make_probe() -> DesktopProbe | None:
-    """Make the probe of this machine; None if it has none."""
+    """Return the probe for this machine; None if there is none for its system."""
     return DesktopProbe(run_tool) if CAN_SEE_DESKTOP else None

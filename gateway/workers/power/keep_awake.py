@@ -1,6 +1,6 @@
-"""Prevention of sleep on a Mac while the daemon is busy, by a `caffeinate` process.
+"""Keeps a Mac awake while the daemon is busy, by a `caffeinate` process.
 
-On other systems the operator configures sleep in the system.
+On other systems the operator configures sleep.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from gateway.config.settings import PreventSleep
 
 log = logging.getLogger(__name__)
 
-# Sleep is prevented this long after the last request.
+# Sleep is prevented until this time after the last request.
 LINGER_S: Final = 30.0
 POLL_S: Final = 1.0
 
@@ -28,7 +28,7 @@ class AwakeProcess(Protocol):
 
 
 def caffeinate() -> AwakeProcess:
-    """Start caffeinate: `-i` lets the display sleep, `-w` ends it with this process. Raises `OSError`."""
+    """Start caffeinate: with `-i` the display may sleep, with `-w` it ends with this process. Raises `OSError`."""
     quiet = subprocess.DEVNULL
     return subprocess.Popen(
         ("/usr/bin/caffeinate", "-i", "-w", str(os.getpid())), stdin=quiet, stdout=quiet, stderr=quiet
@@ -54,7 +54,7 @@ class Awake:
         self._poll_s = poll_s
         self._process: AwakeProcess | None = None
         self._busy_at: float | None = None
-        # Terminated processes that were not reaped yet.
+        # Processes that were terminated and not reaped yet.
         self._terminated: list[AwakeProcess] = []
 
     @property

@@ -18,7 +18,7 @@ KEPT_LINES_MAX: Final = 50
 LINE_BYTES_MAX: Final = 8192
 READ_BYTES: Final = 65536
 REAP_S: Final = 1.0
-# First words of log lines of a worker; other lines were printed by a library, or are a stack.
+# A worker's log lines begin with one of these words. Other lines are prints of a library, or stack traces.
 _LEVELS: Final = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 
 
@@ -45,7 +45,7 @@ class Child:
         self._popen.send_signal(signum)
 
     def reap(self) -> None:
-        """Wait for the exit of a process that was killed just after its start, which takes milliseconds."""
+        """Wait for the exit, which takes milliseconds for a process that was killed just after its start."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(REAP_S)
 
@@ -62,7 +62,7 @@ class Child:
 
 
 class Output:
-    """Output of a worker, copied to the log line by line. The last lines are kept for the report of a crash."""
+    """Output of a worker, copied to the log line by line. Its last lines are kept for a crash report."""
 
     def __init__(self, fd: int, label: str) -> None:
         self.lines: deque[str] = deque(maxlen=KEPT_LINES_MAX)
@@ -74,7 +74,7 @@ class Output:
         self._loop.add_reader(fd, self.read)
 
     def read(self) -> None:
-        """Read one buffer of pending output, so that a worker with much output cannot block the loop."""
+        """Read one buffer of pending output and no more, so that a worker with much output cannot block the loop."""
         if self._fd < 0:
             return
         try:
@@ -110,6 +110,6 @@ class Output:
         if level is None:
             worker_log.info("%s: %s", self._label, text)
         else:
-            # The worker has filtered by its own level, so ours must not filter the line again.
+            # The worker has filtered its lines by its own log level, so this process's level is not applied.
             args = (self._label, rest)
             worker_log.handle(worker_log.makeRecord(worker_log.name, level, __file__, 0, "%s: %s", args, None))

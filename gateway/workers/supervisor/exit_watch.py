@@ -11,10 +11,10 @@ POLL_S: Final = 0.05
 
 
 async def wait_exit(pid: int, is_gone: Callable[[], bool]) -> None:
-    """Return within milliseconds of the exit; on systems without an exit event, poll `is_gone`."""
+    """Wait for the exit of process `pid`, by an event within milliseconds, or where there is none by `is_gone`."""
     fd = _exit_fd(pid)
     if fd is None:
-        while not is_gone():  # noqa: ASYNC110 - there is no event
+        while not is_gone():  # noqa: ASYNC110 - this system has no exit event
             await asyncio.sleep(POLL_S)
         return
     loop = asyncio.get_running_loop()
@@ -51,7 +51,7 @@ if sys.platform == "darwin":
         except OSError:
             queue.close()
             return None
-        # The queue object closes its own descriptor when it is garbage-collected.
+        # The kqueue object would close its descriptor when it is garbage-collected.
         try:
             return os.dup(queue.fileno())
         finally:

@@ -1,4 +1,4 @@
-"""Worker exits: their causes, and what follows for the worker's sequences, for callers that wait, and for its model."""
+"""Worker exits: their causes, and their consequences for the worker's sequences, waiting callers and model."""
 
 import logging
 import signal
@@ -23,25 +23,25 @@ CODES: Final[dict[int | None, Code]] = {
     ExitStatus.INCOMPATIBLE: Code.INCOMPATIBLE,
     ExitStatus.OUT_OF_MEMORY: Code.OUT_OF_MEMORY,
 }
-# Codes of final exits, for a worker whose exit status cannot be read.
+# Failure codes that mean a final exit of a worker whose exit status cannot be read.
 _FINAL_CODES: Final = frozenset(
     {Code.BAD_CONFIG, Code.MODEL_MISSING, Code.MODEL_CORRUPT, Code.MODEL_UNSUPPORTED, Code.INCOMPATIBLE}
 )
-# Signals for which macOS writes a crash report.
+# macOS writes a crash report for a process that is ended by one of these signals.
 _REPORTED: Final = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGTRAP})
 _LOGGED_LINES: Final = 20
 
 
 class Cause(Enum):
-    """Cause of an exit, by the command that ended the worker, its exit status and its last message."""
+    """Cause of an exit, derived from the command that ended the worker, its exit status and its last message."""
 
-    # The gateway ended it: to unload the model or shut down, or to replace it or make room.
+    # The gateway ended the worker: UNLOADED to unload its model or shut down, REPLACED to replace it or to make room.
     UNLOADED = auto()
     REPLACED = auto()
-    # It exited with status 0 after it had been ready.
+    # The worker exited with status 0 after it had been ready.
     CLEAN = auto()
     CRASHED = auto()
-    # A rank lost another rank of its group, so its own requests are not suspects.
+    # A rank exited because it lost another rank of its group, so its requests are not suspected of a crash.
     PARTNER_LOST = auto()
     # A restart cannot help: the model's files, the configuration or the protocol must change.
     FINAL = auto()
@@ -49,22 +49,22 @@ class Cause(Enum):
 
 
 class SequenceAction(Enum):
-    """Action on the sequences of a worker that has exited."""
+    """Action to take with the sequences of a worker that has exited."""
 
     FAIL = auto()
-    # The next worker resumes them.
+    # The next worker resumes the sequences.
     RESUME = auto()
-    # The next worker resumes them, and those without a token are suspected of the crash.
+    # The next worker resumes the sequences, and those without a token are suspected of the crash.
     SUSPECT = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class ExitRule:
-    """Consequences of an exit. `next` is the settled state; the restart policy refines that of a crash."""
+    """Consequences of an exit. `next` is the worker's next state, which the restart policy refines after a crash."""
 
     sequences: SequenceAction
     next: State
-    # Action if the worker had not been ready: requests do not cause failed loads.
+    # Action if the worker had not been ready; a failed load is never the fault of a request.
     while_loading: SequenceAction = SequenceAction.RESUME
 
 
@@ -81,17 +81,17 @@ EXITS: Final[Mapping[Cause, ExitRule]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExit:
-    """Facts about a process that has exited. `title` is its name and epoch, `lines` the end of its output."""
+    """Facts about a worker process that has exited. `title` is its name and epoch, `lines` the end of its output."""
 
     title: str
     model: str
-    # None for an adopted process, whose status cannot be read.
+    # Exit status; None for an adopted process, whose status cannot be read.
     status: int | None
     lines: list[str]
     goodbye: Goodbye | None
-    # Why the gateway ended it, if it was at fault.
+    # Reason why the gateway ended the worker, if the worker was at fault.
     fault: Failure | None
-    # Reason that only its process handle knows, as that of ssh does for a remote rank.
+    # Reason that only the process handle knows, such as an ssh failure of a remote rank.
     known: Failure | None
     is_asked: bool
     is_replaced: bool
@@ -117,7 +117,7 @@ class WorkerExit:
         return self.status == ExitStatus.OK or is_unknown
 
     def verdict(self) -> "Verdict":
-        """The consequences of this exit, which is logged."""
+        """Log this exit, and return its consequences."""
         rule, status, detail = EXITS[self.cause], self.status, "\n".join(self.lines)
         meaning = "its exit status is not known"
         if status is not None:
@@ -137,13 +137,13 @@ class WorkerExit:
         if action is SequenceAction.FAIL and self._is_orderly:
             stream_failure = Failure(Code.DRAINING, f"model '{self.model}' was stopped")
         if self.is_asked and status == -signal.SIGTERM:
-            status = 0  # it was exiting, and Python's handler for SIGTERM was already gone
+            status = 0  # the worker was already exiting, without Python's handler for SIGTERM
         return Verdict(UNKNOWN_EXIT if status is None else status, rule.next, failure, action, stream_failure)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Consequences of one exit. `failure` is for callers that wait, `stream_failure` for sequences that end."""
+    """Consequences of one exit. `failure` is for waiting callers, `stream_failure` for sequences that end."""
 
     status: int
     next: State
@@ -162,7 +162,7 @@ class Verdict:
 
 
 def crash_report(status: int | None, platform: str = sys.platform) -> str:
-    """Text about the crash report that macOS writes some seconds after a crash; empty if it writes none."""
+    """Describe where macOS writes a crash report some seconds after the exit; empty if it writes none."""
     if platform != "darwin" or status not in _REPORTED:
         return ""
     return "; crash report: in ~/Library/Logs/DiagnosticReports, of a service in /Library/Logs/DiagnosticReports"

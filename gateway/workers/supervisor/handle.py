@@ -28,9 +28,9 @@ from protocol.to_worker import Generate
 
 
 class WorkerHandle:
-    """State of one model's worker, which `Worker` alone changes, and commands to it, which go through its inbox.
+    """State of one model's worker, and commands to it. Only `Worker` changes the state; commands go through its inbox.
 
-    Three things take effect at once, because the next request must see them: the gate and the overload that the memory
+    Three changes bypass the inbox, because the next request must see them: the gate and the overload, which the memory
     broker sets, and a failed send.
     """
 
@@ -51,14 +51,14 @@ class WorkerHandle:
         self.is_preload = is_preload
         self.state = State.STOPPED
         self.since = effects.now()
-        # Whether it was unloaded for other models or by its TTL. Health checks ignore an evicted preload.
+        # Whether the model was unloaded to make room or by its TTL. Health checks ignore a preload that was evicted.
         self.was_evicted = False
         self.parked = ParkedSequences(spec.name, link, events, limits.resume, effects.now)
         self.restart_policy = RestartPolicy(spec.name)
         self._effects = effects
         self._events = events
         self._inbox = WorkerInbox()
-        # Callers that wait until the model is ready, and until it has stopped.
+        # `_waiters` wait until the model is ready, `_stoppers` until it has stopped.
         self._waiters = Waiters()
         self._stoppers = Waiters()
 
@@ -66,7 +66,7 @@ class WorkerHandle:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes new requests."""
+        """Whether the worker takes new requests."""
         is_held = self.incarnation.is_unreachable or self.incarnation.is_gated or self.parked.is_isolating
         return self.state is State.READY and not is_held
 
@@ -124,7 +124,7 @@ class WorkerHandle:
         )
 
     def refusal(self, request: Generate) -> Failure | None:
-        """The reason to refuse this request, if any: no memory, a field that this worker is too old for, quarantine."""
+        """Return the reason to refuse a request (short memory, a field unknown to this worker, quarantine), or None."""
         if (overload := self.incarnation.overload) is not None:
             self._events.memory_refused(self.name)
             return overload
@@ -138,31 +138,31 @@ class WorkerHandle:
             await self._command(partial(inbox.WorkerCommand, CommandKind.READY))
 
     async def load(self) -> None:
-        """Wait until the model is ready, starting it even after failures. Raises `ModelUnavailable`."""
+        """Load the model, even if it has failed, and wait until it is ready. Raises `ModelUnavailable`."""
         await self._command(partial(inbox.WorkerCommand, CommandKind.LOAD))
 
     async def restart(self) -> None:
-        """Replace the process, which resumes running sequences. Returns when ready. Raises `ModelUnavailable`."""
+        """Replace the process and wait until it is ready; it resumes running sequences. Raises `ModelUnavailable`."""
         await self._command(partial(inbox.WorkerCommand, CommandKind.RESTART))
 
     async def stop(self, drain_s: float, *, is_closing: bool = False, reason: Failure | None = None) -> None:
-        """Let running sequences finish until the deadline, then stop; with `is_closing` for good.
+        """Let running sequences finish for `drain_s`, then stop; with `is_closing` the worker never starts again.
 
-        Waiting requests fail with `reason`.
+        Requests that wait for the model fail with `reason`.
         """
         if not self._inbox.is_closed:
             await self._command(lambda waiter: inbox.StopWorker(waiter, drain_s, is_closing, reason))
 
     def change(self, spec: WorkerSpec, load_timeout_s: float, *, is_preload: bool, is_reload: bool) -> None:
-        """Set the specification. With `is_reload` a running worker is replaced, which pauses its streams."""
+        """Set a new specification. With `is_reload`, a running worker is replaced, which pauses its streams."""
         self._inbox.put(inbox.ChangeSpec(spec, load_timeout_s, is_preload, is_reload))
 
     def adopt(self, process: WorkerPort, epoch: int) -> None:
-        """Adopt a worker of an earlier gateway. Must be the first command."""
+        """Adopt a process that an earlier gateway started. This must be the first command."""
         self._inbox.put(inbox.AdoptProcess(process, epoch))
 
     def kill(self) -> None:
-        """Send SIGKILL at once."""
+        """Send the process SIGKILL at once."""
         if (process := self.incarnation.process) is not None:
             process.signal(signal.SIGKILL)
 
@@ -176,7 +176,7 @@ class WorkerHandle:
     # -- commands of the memory broker ---------------------------------------------------------------------------------
 
     def evict(self) -> bool:
-        """Stop an idle worker to make room. Returns False if it is not ready or has parked sequences."""
+        """Stop an idle worker to make room. Return False if it is not ready or has parked sequences."""
         if self.state is not State.READY or self.has_parked:
             return False
         self.close_gate()
@@ -184,11 +184,11 @@ class WorkerHandle:
         return True
 
     def recycle(self) -> None:
-        """Replace the process, which resumes running sequences, without waiting for it."""
+        """Order a replacement of the process, which will resume running sequences, and return at once."""
         self._inbox.put(inbox.WorkerEvent(EventKind.RECYCLE, self.epoch))
 
     def close_gate(self) -> None:
-        """Make new requests wait, at once."""
+        """Make new requests wait from now on."""
         self.incarnation.is_gated = True
 
     def open_gate(self) -> None:

@@ -19,14 +19,14 @@ class CommandKind(Enum):
     """Kind of a `WorkerCommand`."""
 
     READY = auto()
-    # An operator's command: it also starts a model that has failed.
+    # An operator's LOAD, unlike a request, also starts a model that has failed.
     LOAD = auto()
     RESTART = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """Command of a caller that waits until the model is ready."""
+    """Command whose caller waits until the model is ready."""
 
     kind: CommandKind
     waiter: Waiter
@@ -37,13 +37,13 @@ class StopWorker:
     waiter: Waiter
     drain_s: float
     is_closing: bool
-    # Failure of waiting requests; None for an unload or a shutdown.
+    # Failure for the requests that wait; None for an unload or a shutdown.
     reason: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeSpec:
-    """Specification for the next start. With `is_reload` a running worker is replaced now."""
+    """New specification for the next start. With `is_reload`, a running worker is replaced now."""
 
     spec: WorkerSpec
     load_timeout_s: float
@@ -60,7 +60,7 @@ class AdoptProcess:
 class EventKind(Enum):
     """Kind of a `WorkerEvent`."""
 
-    # Commands of the memory broker: end the worker to make room, replace it, open its gate again.
+    # Commands of the memory broker: end the worker to make room, replace it, or open its gate again.
     EVICT = auto()
     RECYCLE = auto()
     REOPEN = auto()
@@ -70,7 +70,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:
-    """Event of one incarnation."""
+    """Event of one incarnation of the worker."""
 
     kind: EventKind
     epoch: int
@@ -104,7 +104,8 @@ class HeartbeatDue:
     pass
 
 
-# Messages about one incarnation, which are ignored after the next one has begun. The link drops stale Pongs.
+# Each of these messages is about one incarnation, and ignored after the next incarnation has begun. The link drops
+# stale Pongs.
 EpochMessage = (
     WorkerEvent
     | MemoryGranted
@@ -123,7 +124,7 @@ InboxMessage = WorkerCommand | StopWorker | ChangeSpec | AdoptProcess | AlarmDue
 
 
 class WorkerInbox:
-    """Queue of one worker's state machine. Nothing is read after `close`."""
+    """Queue of messages to one worker's state machine. No message is read after `close`."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[InboxMessage] = asyncio.Queue()
@@ -136,7 +137,7 @@ class WorkerInbox:
         return await self._queue.get()
 
     def close(self) -> None:
-        """Answer the callers whose commands were not handled."""
+        """Close the queue, and answer the callers of commands that were not handled."""
         self.is_closed = True
         for _ in range(self._queue.qsize()):
             match self._queue.get_nowait():
@@ -149,7 +150,7 @@ class WorkerInbox:
 
 
 class Waiters:
-    """Futures of callers that wait for one outcome. Cancelled ones are ignored."""
+    """Futures of callers that wait for the same outcome. Cancelled futures are ignored."""
 
     def __init__(self) -> None:
         self._futures: list[Waiter] = []
@@ -165,7 +166,7 @@ class Waiters:
             future.set_result(None)
 
     def refuse(self, reason: Callable[[], Exception]) -> None:
-        """Set an exception of its own on each: one exception raised in several tasks collects their tracebacks."""
+        """Set a new exception on each future: a shared one would collect the tracebacks of all tasks that raise it."""
         for future in self._pop_pending():
             future.set_exception(reason())
 

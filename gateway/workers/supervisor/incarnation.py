@@ -1,4 +1,4 @@
-"""Incarnation of a worker: one process from the wait for memory to its exit, and all state that dies with it."""
+"""Incarnation of a worker: one process, from the wait for memory to the exit, with all state that ends with it."""
 
 import asyncio
 import logging
@@ -44,8 +44,8 @@ GREET_RETRY_S: Final = 0.05
 class Incarnation:
     """One process of a worker, identified by its epoch. Owned by the worker's state machine.
 
-    Others set only what the next request must see at once: the link `is_unreachable`, the memory broker `is_gated`
-    (new requests wait) and `overload` (new requests are refused).
+    Three fields have other writers, because the next request must see their changes: the link sets `is_unreachable`,
+    the memory broker `is_gated` (new requests wait) and `overload` (new requests are refused).
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class Incarnation:
         self.ready_at = 0.0
         self.goodbye: Goodbye | None = None
         self.hello: Hello | None = None
-        # Whether a request was refused because this worker's protocol minor is too old for it.
+        # Whether a request was refused because this worker's protocol minor version is too old for it.
         self.is_too_old = False
-        # Why the gateway ended it, if it was at fault.
+        # Reason why the gateway ended the worker, if the worker was at fault.
         self.fault: Failure | None = None
-        # Whether a restart, a change or a recycling has ordered its replacement.
+        # Whether a restart, a changed specification or a recycling has ordered the replacement of this process.
         self.has_successor = False
-        # Whether it was ended to make room; its sequences are resumed when there is room again.
+        # Whether the process was ended to make room. Its sequences are resumed when there is room again.
         self.is_evicted = False
         self.is_gated = False
-        # Failure of new requests while memory is short.
+        # Failure with which new requests are refused while memory is short.
         self.overload: Failure | None = None
         # Whether the Welcome was sent, which proves that the worker is routable.
         self.is_greeted = False
-        # Whether an adopted worker has ended the sequences of its earlier gateway.
+        # Whether an adopted worker has ended the sequences of the earlier gateway.
         self.has_drained = False
-        # Task that waits for memory.
+        # Task of `wait_for_memory`.
         self.admission: asyncio.Task[None] | None = None
         self._link = link
         self._park = park
@@ -105,7 +105,7 @@ class Incarnation:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Pids of its processes on this machine: all local ranks of a group."""
+        """Pids of the worker's processes on this machine: of a group, all local ranks."""
         if isinstance(self.process, RankGroup):
             return self.process.pids
         return (self.process.pid,) if self.process is not None else ()
@@ -116,43 +116,43 @@ class Incarnation:
 
     @property
     def minor(self) -> int:
-        """Minor version of its protocol."""
+        """Minor version of the worker's protocol."""
         return MINOR if self.hello is None else self.hello.proto_minor
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether sending a request to it has failed."""
+        """Whether sending a request to the worker has failed."""
         return self._connection is not None and self._connection.is_unreachable
 
     @property
     def stats(self) -> Stats | None:
-        """Its newest statistics, also after its end."""
+        """The worker's newest statistics, also after its exit."""
         return self._connection.stats if self._connection is not None else None
 
     @property
     def is_loaded(self) -> bool:
-        """Whether its model is loaded, and it is routable (a new worker) or has drained (an adopted one)."""
+        """Whether the model is loaded, and the worker is routable (a new one) or has drained (an adopted one)."""
         return self.ready is not None and (self.has_drained if self.is_adopted else self.is_greeted)
 
     @property
     def healthy_s(self) -> float | None:
-        """Seconds since it became ready; None if it never was."""
+        """Seconds since the worker became ready; None if it was never ready."""
         return None if self.ready is None else self._effects.now() - self.ready_at
 
     @property
     def is_useful(self) -> bool:
-        """Whether it has generated a token."""
+        """Whether the worker has generated a token."""
         return self.stats is not None and self.stats.generation_tokens > 0
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
     async def wait_for_memory(self, spec: WorkerSpec) -> None:
-        """Post `MemoryGranted` when there is room, or `MemoryDenied`."""
+        """Wait for a memory grant, and post `MemoryGranted` or `MemoryDenied`."""
         try:
             share_bytes = await self._effects.admit(spec)
         except ModelUnavailable as error:
             self._post(inbox.MemoryDenied(spec.epoch, error.failure))
-        except Exception:  # The root of a task, whose failure would end the daemon's task group.
+        except Exception:  # The root of a task: an exception would end the daemon's task group.
             log.exception("worker %s: internal error in its wait for memory", spec.name)
             why = f"model '{spec.name}' is not available: internal error"
             self._post(inbox.MemoryDenied(spec.epoch, Failure(Code.INTERNAL, why)))
@@ -189,7 +189,7 @@ class Incarnation:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def send(self, message: Down) -> bool:
-        """Return whether the worker could be reached."""
+        """Send a message, and return whether the worker could be reached."""
         if self._connection is None:
             return False
         try:
@@ -203,7 +203,7 @@ class Incarnation:
             self._link.ping(self._connection, time.monotonic_ns())
 
     def is_sender_of(self, hello: Hello) -> bool:
-        """Whether this incarnation's own process has sent `hello`, and not a second one of its name."""
+        """Whether this incarnation's own process has sent `hello`, and not another process of the same name."""
         if hello.pid == self.pid:
             return True
         self._events.stale_message()
@@ -211,8 +211,10 @@ class Incarnation:
         return False
 
     def protocol_fault(self, hello: Hello) -> Failure | None:
-        """The fault of a worker with another protocol major. None for an adopted one, which is replaced: it was started
-        before an upgrade."""
+        """Return the fault of a worker with another protocol major version.
+
+        An adopted worker has no fault, because it was started before an upgrade. It is replaced.
+        """
         theirs, ours = f"{hello.proto_major}.{hello.proto_minor}", f"{MAJOR}.{MINOR}"
         if self.is_adopted:
             log.info("replacing worker %s: it speaks protocol %s, not %s", self, theirs, ours)
@@ -222,7 +224,7 @@ class Incarnation:
         return Failure(Code.INCOMPATIBLE, why)
 
     def load_timeout_fault(self, load_timeout_s: float) -> Failure | None:
-        """The fault of a worker that was not loaded in time. None for an adopted one that does not respond."""
+        """Return the fault of a worker that was not loaded in time. A silent adopted worker has no fault."""
         if self.is_adopted and (self.hello is None or self.ready is not None):
             log.warning("worker %s does not answer its new gateway and is replaced", self)
             return None
@@ -230,9 +232,9 @@ class Incarnation:
         return Failure(Code.LOAD_TIMEOUT, f"model '{self.name}' was not loaded within {load_timeout_s:.0f} s")
 
     def note_ready(self, ready: Ready, adapters: tuple[tuple[str, str], ...]) -> None:
-        """Record a loaded model, and correct its adapters if they are not the configured `adapters`."""
+        """Record that the model is loaded, and correct its adapters if they differ from the configured `adapters`."""
         if self.ready is None and self.is_adopted:
-            # The clients of its sequences were disconnected when their gateway ended.
+            # The clients of this worker's sequences were disconnected when the earlier gateway ended.
             self.send(Drain(0.0))
         elif self.ready is None:
             self._events.load_seconds(self.name, ready.load_s)
@@ -247,7 +249,7 @@ class Incarnation:
         self.loading = None
         self.ready_at = self._effects.now()
         if self.is_adopted:
-            # Its configuration may be older than this gateway's.
+            # The worker's log level may be that of an older configuration.
             self.send(SetLogLevel(log_level))
 
     def note(self, message: Loading | AdaptersSet | Goodbye) -> None:
@@ -262,27 +264,27 @@ class Incarnation:
                 pass
 
     def change(self, before: WorkerSpec, spec: WorkerSpec) -> None:
-        """Send the changes of a specification that need no restart."""
+        """Send the worker the changes from `before` to `spec` that need no restart."""
         if spec.log_level != before.log_level:
             self.send(SetLogLevel(spec.log_level))
         if spec.adapters != before.adapters:
             self.set_adapters(spec.adapters)
 
     def set_adapters(self, adapters: tuple[tuple[str, str], ...]) -> None:
-        """Set the adapters. A worker that is too old for that is replaced when a request names a new one."""
+        """Set the adapters. A worker too old for this message is replaced when a request names a new adapter."""
         if self.ready is not None and self.minor >= SET_ADAPTERS_MINOR:
             self.send(SetAdapters(0, adapters))
 
     def detach(self) -> None:
-        """Drop its further messages, and park its unfinished sequences."""
+        """Drop further messages of the worker, and park its unfinished sequences."""
         self._link.detach(self.epoch)
 
     def refusal(self, request: Generate) -> Failure | None:
-        """The reason to refuse a request if this worker's version would ignore a field of it."""
+        """Return the reason to refuse a request with a field that this worker's version would ignore, or None."""
         return self._version_refusal(unknown_field(request, self.minor) if self.minor < MINOR else None)
 
     def call_refusal(self, request: Tokenize | Detokenize) -> Failure | None:
-        """The reason to refuse a call if this worker's version would ignore a part of its prompt."""
+        """Return the reason to refuse a call with a prompt part that this worker's version would ignore, or None."""
         if self.minor >= MINOR or isinstance(request, Detokenize):
             return None
         return self._version_refusal(unknown_part(request.prompt, self.minor))
@@ -314,7 +316,7 @@ class Incarnation:
         self._escalate(self.process, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
 
     def close(self, status: int | None, *, is_asked: bool) -> Verdict:
-        """Release the exited process, and park its unfinished sequences."""
+        """Release the exited process, park its unfinished sequences, and return the consequences of the exit."""
         assert self.process is not None
         ended = WorkerExit(
             title=str(self),
@@ -335,12 +337,12 @@ class Incarnation:
         self.detach()
         return ended.verdict()
 
-    # -- tasks that wait, so that the state machine never has to -------------------------------------------------------
+    # -- waiting tasks, so that the state machine never waits ----------------------------------------------------------
 
     async def _report_exit(self, process: WorkerPort) -> None:
         status = await process.wait()
         if status is None or status > 0:
-            # The Goodbye and the last deltas of a worker that exits by itself may still be in the socket.
+            # The Goodbye and the last deltas of the worker may still be in the socket.
             await self._effects.sleep(self._limits.goodbye_s)
         self._post(inbox.ProcessExited(self.epoch, status))
 
@@ -354,7 +356,7 @@ class Incarnation:
             self._post(inbox.WorkerEvent(inbox.EventKind.GREETED, self.epoch))
 
     def _escalate(self, process: WorkerPort, steps: tuple[tuple[float, int], ...]) -> None:
-        """Start to send each signal after its delay, until the process exits."""
+        """Start a task that sends each signal after its delay, until the process exits."""
         _cancel(self._escalation)
         self._escalation = self._start_task(self._signal_in_turn(process, steps))
 

@@ -1,4 +1,4 @@
-"""Ports of a worker's state machine: its effects on the machine, and a process."""
+"""Ports of a worker's state machine: its effects on the machine, and the worker's process."""
 
 import asyncio
 import random
@@ -13,43 +13,44 @@ from protocol.spec import WorkerSpec
 
 
 class WorkerPort(Protocol):
-    """A worker process, started by us or adopted."""
+    """Worker process that this gateway started or adopted."""
 
     @property
     def pid(self) -> int: ...
     @property
     def is_adopted(self) -> bool: ...
     async def wait(self) -> int | None:
-        """Return its exit status as subprocess reports it; None if it is not a child process."""
+        """Wait for the exit. Return the status as `subprocess` reports it; None if the process is not a child."""
         ...
 
     def signal(self, signum: int) -> None:
-        """Send a signal, unless it has exited."""
+        """Send a signal, unless the process has exited."""
         ...
 
     def last_lines(self) -> list[str]:
-        """Return the end of its output."""
+        """Return the last lines of the process's output."""
         ...
 
     def failure(self) -> Failure | None:
-        """Return a reason of its exit that its exit status and Goodbye do not contain."""
+        """Return a reason for the exit that neither the exit status nor the Goodbye contains, or None."""
         ...
 
     def close(self) -> None:
-        """Release the resources of an exited process, and remove its state file."""
+        """Release the resources of the exited process, and remove its state file."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """Effects of a state machine on the machine; tests inject clock and randomness."""
+    """Effects of a worker's state machine on the machine; tests inject clock and randomness."""
 
-    # Waits for room, and returns the worker's share in bytes, 0 for no limit. Raises `ModelUnavailable` if there can
-    # never be room.
+    # `admit` waits for memory and returns the worker's share in bytes, 0 for no limit. It raises `ModelUnavailable` if
+    # the
+    # model can never be granted any.
     admit: Callable[[WorkerSpec], Awaitable[int]]
-    # Called with a worker's name and new state.
+    # `on_state` is called with a worker's name and its new state.
     on_state: Callable[[str, State], None]
-    # Starts the process. Raises `OSError`.
+    # `spawn` starts the process. It raises `OSError`.
     spawn: Callable[[WorkerSpec], WorkerPort]
     next_epoch: Callable[[], int]
     now: Callable[[], float] = time.monotonic

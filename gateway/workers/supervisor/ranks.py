@@ -16,10 +16,10 @@ from protocol.sharding import parts_of
 from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
 
 _THIS_HOST: Final = HostSpec("", ("127.0.0.1",))
-# Followers exit by themselves after rank 0. Those that do not get SIGTERM, and SIGKILL after TERM_S more.
+# After rank 0 has exited, followers have this long to exit. Then they get SIGTERM, and SIGKILL after TERM_S more.
 FOLLOWER_GRACE_S: Final = 0.5
 TERM_S: Final = 1.0
-# Rank 0 exits by itself after a follower. If it does not, it gets SIGTERM.
+# After a follower has exited, rank 0 has this long to exit. Then it gets SIGTERM.
 LEAD_GRACE_S: Final = 2.0
 _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE})
 
@@ -56,9 +56,9 @@ def ranks_of(spec: WorkerSpec) -> list[WorkerSpec]:
 
 
 def _remote_spec(spec: WorkerSpec, group: GroupSpec, rank: RankSpec) -> WorkerSpec:
-    """The specification of a rank on another machine, without this machine's sockets and template.
+    """Return the specification of a rank on another machine, without this machine's sockets and template.
 
-    Its memory is the share of all ranks on its host.
+    The specification's memory is the share of all ranks on the rank's host.
     """
     parts = parts_of(group.size, group.split)
     host_part = sum(part for node, part in zip(group.nodes, parts, strict=True) if node == group.nodes[rank.rank])
@@ -86,7 +86,7 @@ class RankGroup:
     """
 
     def __init__(self, lead: WorkerPort, followers: Sequence[WorkerPort], local_followers: Sequence[int]) -> None:
-        """`local_followers` are the pids of the followers on this machine."""
+        """Group the processes; `local_followers` are the pids of the followers on this machine."""
         self.pids = (lead.pid, *local_followers)
         self._lead = lead
         self._followers = list(followers)
@@ -123,7 +123,7 @@ class RankGroup:
         waits: "Sequence[asyncio.Task[int | None]]",
         *steps: tuple[float, signal.Signals],
     ) -> bool:
-        """Send each signal after its delay to the processes that still run. Return whether no signal was needed."""
+        """Send each signal after its delay to the processes that still run. Return True if no signal was needed."""
         for step, (delay_s, signum) in enumerate(steps):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
@@ -159,9 +159,9 @@ class RankGroup:
 
 
 def _group_status(status: int | None, lost: Sequence[int | None]) -> int | None:
-    """Exit status of a group; `lost` are those of followers that ended before rank 0."""
+    """Return the exit status of a group. `lost` are the exit statuses of followers that ended before rank 0."""
     if not lost:
-        # Native code that loses another rank exits with 1, and so does the guard of a rank that is stuck in it.
+        # Native code that loses another rank exits with status 1, and so does the guard of a rank stuck in native code.
         return ExitStatus.PARTNER_LOST if status == 1 else status
     final = next((each for each in lost if each in FINAL_EXITS), None)
     if final is not None:

@@ -1,8 +1,8 @@
-"""Registry of running workers: one state file each, from which the next gateway adopts them, and the epoch counter.
+"""Registry of running workers: a state file for each, from which the next gateway adopts it, and the epoch counter.
 
-Another version may have written a state file. All versions write the fields of the process; the specification is
-decoded strictly. A worker whose specification is not understood is stopped and loaded again, because the memory of
-every running worker must be counted.
+A state file may be of another version of this program. All versions write the same fields for the process; the
+specification is decoded strictly. A worker whose specification cannot be decoded is stopped and its model loaded
+again, because the memory of every running worker must be counted.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ class WorkerProcess(Struct, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(gt=1, lt=2**31)]
     epoch: int
     argv: Annotated[list[str], Meta(min_length=2)]
-    # Ticks from boot to its start; 0 if unknown.
+    # Ticks from boot to the process's start; 0 if unknown.
     start_ticks: int = 0
 
     def mismatch(self) -> str:
-        """Why the pid is not this process; empty if it runs."""
+        """Return why the pid is not this process; empty if this process still runs."""
         try:
             process = psutil.Process(self.pid)
             if process.status() == psutil.STATUS_ZOMBIE:
@@ -58,10 +58,10 @@ class WorkerProcess(Struct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(WorkerProcess, frozen=True, kw_only=True):
-    """State file: the process, and the specification to compare with the configuration."""
+    """Content of a state file: the process, and its specification, which is compared with the configuration."""
 
     spec: WorkerSpec
-    # The previous version identifies a process by it.
+    # The previous version of this program identifies a process by this field.
     create_time: float = 0.0
     # The other local ranks of a group.
     ranks: list[WorkerProcess] = []
@@ -69,7 +69,7 @@ class WorkerRecord(WorkerProcess, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """Worker of an earlier gateway. `spec` is None, and `problem` why, if it could not be decoded."""
+    """Worker of an earlier gateway. If its specification cannot be decoded, `spec` is None and `problem` the reason."""
 
     name: str
     process: WorkerProcess
@@ -79,7 +79,7 @@ class Survivor:
 
 
 class Registry:
-    """State files and epoch counter below `run/`, whose lock must be held."""
+    """State files and epoch counter in the run directory, whose lock must be held."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "workers"
@@ -88,7 +88,7 @@ class Registry:
         self._epoch = max(self._read_counter(), *(survivor.process.epoch for survivor in self._recorded()), 0)
 
     def next_epoch(self) -> int:
-        """Return an epoch that no worker of this home ever had, also after a crash of the gateway."""
+        """Return an epoch that no worker of this home ever had, even if an earlier gateway crashed."""
         self._epoch += 1
         _write(self._counter, str(self._epoch).encode())
         return self._epoch
@@ -97,12 +97,12 @@ class Registry:
         _write(self._file(record.spec.name), msgspec.json.encode(record))
 
     def remove(self, name: str) -> None:
-        # A name that is too long for a file name was not written.
+        # If the worker's name is too long for a file name, there is no file.
         with contextlib.suppress(OSError):
             self._file(name).unlink(missing_ok=True)
 
     def survivors(self) -> list[Survivor]:
-        """Return workers of an earlier gateway that still run. Other state files are removed, and the reason logged."""
+        """Return workers of an earlier gateway that still run. Remove all other state files, and log the reasons."""
         alive: list[Survivor] = []
         for survivor in self._recorded():
             reason = survivor.process.mismatch()
@@ -152,7 +152,7 @@ def _decode(name: str, content: bytes) -> Survivor:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically. If the disk is full, this worker cannot be adopted, but it must serve."""
+    """Write a file atomically. A full disk is only logged: the worker cannot be adopted later, but it must serve."""
     fresh = path.with_name(path.name + ".new")
     try:
         fresh.write_bytes(content)

@@ -1,7 +1,7 @@
-"""Rank on another machine: the process of its ssh client, which ends with the rank.
+"""Rank on another machine, represented by its ssh client, a local process that ends with the rank.
 
-ssh does not forward signals. The rank reads its specification from its standard input, and exits when that is closed:
-by this process, by the end of the client, or by a lost connection.
+ssh does not forward signals. The rank reads its specification from its standard input, and exits when that input is
+closed: by this process, by the end of the client, or by a lost connection.
 """
 
 import os
@@ -19,8 +19,9 @@ from protocol import __version__
 from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.spec import WorkerSpec
 
-# Prompts are disabled (BatchMode). A silent host is lost after 6 s, as a silent rank is. Connecting is retried, because
-# the host may be booting; rank 0 waits a minute. Each rank has its own connection, whatever ssh_config shares.
+# BatchMode disables prompts. A silent host counts as lost after 6 s, as a silent rank does. Connecting is retried,
+# because the host may be booting and rank 0 waits a minute. Each rank has its own connection, even if the user's
+# ssh_config shares connections.
 OPTIONS: Final = (
     "BatchMode=yes",
     "ConnectTimeout=3",
@@ -31,18 +32,19 @@ OPTIONS: Final = (
     "ControlPath=none",
     "ClearAllForwardings=yes",
 )
-# Exit status of ssh if the connection fails or a signal ends the remote command.
+# ssh exits with this status if the connection fails or a signal ends the remote command.
 SSH_FAILED: Final = 255
-# Exit statuses of a shell: this plus the signal that ended the program, and a program that cannot be run or found.
+# A shell exits with _SIGNAL_STATUS plus the number of the signal that ended its program, or with one of _NO_PROGRAM if
+# the program cannot be run or found.
 _SIGNAL_STATUS: Final = 128
 _NO_PROGRAM: Final = (126, 127)
-# Variables are read from standard input up to an empty line, so that they do not appear in process lists. The final
-# `exit` prevents the shell from replacing itself with the program: ssh would not report the signal that ends it.
+# Environment variables are read from standard input up to an empty line, so that they do not appear in process lists.
+# The final `exit` keeps the shell from replacing itself with the program, whose signal ssh would not report.
 _SCRIPT: Final = 'while IFS= read -r line && [ -n "$line" ]; do export "$line"; done; {program}; exit $?'
 
 
 def ssh_command(destination: str, python: str, arguments: Sequence[str]) -> list[str]:
-    """Command that starts a rank; `arguments` are those of the interpreter."""
+    """Return the ssh command that starts a rank; `arguments` are the arguments of its Python interpreter."""
     program = shlex.join([python, *arguments, "--over-ssh", __version__])
     # The user's login shell may not be a POSIX shell.
     remote = f"exec /bin/sh -c {shlex.quote(_SCRIPT.format(program=program))}"
@@ -50,20 +52,20 @@ def ssh_command(destination: str, python: str, arguments: Sequence[str]) -> list
 
 
 def input_of(spec: WorkerSpec, envs: Sequence[str]) -> bytes:
-    """Standard input of the command: lines of variables, an empty line, and the specification."""
+    """Return the command's standard input: lines of environment variables, an empty line, and the specification."""
     return "".join(f"{each}\n" for each in (*envs, "")).encode() + msgspec.json.encode(spec) + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
 class _SshFailure:
-    """Failure of ssh, recognized by a line of its output. Only the operator can resolve a final one."""
+    """Failure of ssh, recognized by a line of its output. Only the operator can resolve a final failure."""
 
     printed: str
     is_final: bool
     text: str
 
 
-# The first match counts.
+# The first matching entry applies.
 _SSH_FAILURES: Final = (
     _SshFailure(
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
@@ -102,7 +104,7 @@ class RemoteRank:
     is_adopted: bool = False
 
     def __init__(self, ssh: Child, stdin: int, title: str, destination: str, python: str) -> None:
-        """Owns `stdin`, the write end of the client's standard input."""
+        """Take ownership of `stdin`, the write end of the ssh client's standard input."""
         self.ssh = ssh
         self._stdin = stdin
         self._title = title
@@ -140,7 +142,7 @@ class RemoteRank:
             self._stdin = -1
 
     def _rank_exit(self, status: int | None) -> tuple[int | None, Failure | None]:
-        """Return the exit status that a local rank would have had, and the reason if it is known."""
+        """Return the exit status that a local rank would have had, and the reason of the exit if it is known."""
         lines = self.ssh.last_lines()
         if status is None or status < 0:
             why = f"its ssh client has ended (exit status {status})"

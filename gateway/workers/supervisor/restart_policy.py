@@ -1,4 +1,4 @@
-"""Restart policy: whether and when a worker that failed may be started again (back-off, circuit breaker)."""
+"""Restart policy: whether and when a failed worker may be started again (back-off, circuit breaker)."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ HEALTHY_S: Final = 60.0
 CRASH_WINDOW_S: Final = 600.0
 OPEN_WEIGHT: Final = 5
 HALF_OPEN_INTERVAL_S: Final = 300.0
-# A model that dies while loading costs minutes and gigabytes each time.
+# A crash while loading counts this many times, because a load costs minutes and gigabytes.
 LOADING_WEIGHT: Final = 2
 
 
@@ -20,9 +20,9 @@ LOADING_WEIGHT: Final = 2
 class Breaker:
     """Circuit breaker and back-off of one worker's crashes. Owned by `RestartPolicy`; times are monotonic seconds.
 
-    The first crash after a healthy minute causes no delay, the next ones 0.5·2ⁿ s with full jitter. Five crashes in ten
-    minutes, those while loading counted twice, open the breaker; then one start every five minutes is allowed. The
-    count restarts at the crash of a worker that had generated something, because that is no crash loop.
+    The first crash after a healthy minute causes no delay; each further crash causes 0.5·2ⁿ s with full jitter. Five
+    crashes in ten minutes open the breaker, and then one start every five minutes is allowed. A crash while loading
+    counts twice. The count restarts at the crash of a worker that had generated a token, which is no crash loop.
     """
 
     _streak: int = 0
@@ -43,7 +43,7 @@ class Breaker:
         return sum(weight for _, weight in self._crashes) >= OPEN_WEIGHT
 
     def delay_s(self, random: float) -> float:
-        """Delay before the next start; `random` is uniform in [0, 1)."""
+        """Return the delay before the next start; `random` is uniform in [0, 1)."""
         if self._streak <= 1:
             return 0.0
         # The bound on the exponent avoids a float overflow.
@@ -62,22 +62,22 @@ class RestartPolicy:
         self._breaker = Breaker()
         self._next_start_at = 0.0
         self.last_failure: Failure | None = None
-        # Whether a start cannot help until the model or its configuration changes.
+        # Whether any start will fail until the model or its configuration changes.
         self.is_final = False
         self.has_crashed = False
-        # Starts that followed a crash.
+        # Number of starts that followed a crash.
         self.restarts = 0
 
     @property
     def reason(self) -> Failure:
-        """Why the model is not available."""
+        """Return why the model is not available."""
         return self.last_failure or Failure(Code.INTERNAL, f"model '{self._model}' is not available")
 
     def may_start(self, now: float) -> bool:
         return not self.is_final and now >= self._next_start_at
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the next start is allowed; 0 when none is planned."""
+        """Return the seconds until the next start is allowed; 0 if no start is planned."""
         return 0.0 if self.is_final else max(0.0, self._next_start_at - now)
 
     def note_start(self) -> None:
@@ -92,7 +92,10 @@ class RestartPolicy:
     def note_crash(
         self, failure: Failure, now: float, random: float, healthy_s: float | None, *, is_useful: bool
     ) -> tuple[float, bool]:
-        """Count a crash; `healthy_s` is None while loading. Return the delay, and whether the breaker is open."""
+        """Count a crash. Return the delay of the next start, and whether the breaker is open.
+
+        `healthy_s` is how long the worker was ready; None if it crashed while loading.
+        """
         self.last_failure = failure
         self.has_crashed = True
         self._breaker.crash(now, is_loading=healthy_s is None, healthy_s=healthy_s or 0.0, is_useful=is_useful)

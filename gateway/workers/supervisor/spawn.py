@@ -1,4 +1,4 @@
-"""Worker processes: spawned with a pipe for their output, or adopted from an earlier gateway."""
+"""Starts worker processes with a pipe for their output, and adopts processes of an earlier gateway."""
 
 import contextlib
 import errno
@@ -29,15 +29,15 @@ Command = Callable[[WorkerSpec], list[str]]
 
 
 def default_command(spec: WorkerSpec) -> list[str]:
-    """Command of a worker. Its name and epoch identify the process; the specification is sent on standard input.
+    """Return a worker's command. Name and epoch in it identify the process; standard input has the specification.
 
-    `-P` prevents the import of a `worker/` in the current folder.
+    `-P` prevents that a folder `worker/` in the current directory is imported.
     """
     rank = ["--rank", str(spec.rank.rank)] if spec.rank is not None else []
     return [sys.executable, "-P", "-m", "worker", spec.name, "--epoch", str(spec.epoch), *rank, "--spec", STDIN]
 
 
-# Capacity of a pipe without a reader, on macOS; Linux has more.
+# A pipe without a reader holds this much on macOS, and more on Linux.
 PIPE_BYTES: Final = 16 * 1024
 
 
@@ -81,10 +81,10 @@ class Spawner:
         return RankGroup(lead, followers, [process.pid for process in recorded])
 
     def _start(self, spec: WorkerSpec, label: str, forget: Callable[[], None]) -> tuple[Child, list[str]]:
-        """Start a process of this machine. Raises `OSError`."""
+        """Start a process on this machine. Raises `OSError`."""
         down = Path(spec.down.removeprefix("ipc://"))
         if not down.exists():
-            # The worker could not connect, and its load would time out.
+            # Without this socket the worker could not connect, and its load would time out.
             raise FileNotFoundError(f"{down} is gone: somebody removed the run folder; restart mlxd")
         argv = self._command(spec)
         variables = {FOLDER_ENV: str(profiles_dir(self._home))}
@@ -94,7 +94,7 @@ class Spawner:
             return self._popen(argv, stdin, label, forget, variables), argv
 
     def _start_remote(self, spec: WorkerSpec, group: GroupSpec, rank: int) -> RemoteRank:
-        """Start a rank over ssh, and return at once: a failure to connect ends its process. Raises `OSError`."""
+        """Start a rank over ssh without waiting for the connection, whose failure ends ssh. Raises `OSError`."""
         destination = group.hosts[rank].ssh
         python = group.python or sys.executable
         argv = ssh_command(destination, python, self._command(spec)[1:])
@@ -144,9 +144,9 @@ class Spawner:
 
 @contextlib.contextmanager
 def _input(data: bytes, folder: Path) -> Generator[int, None, None]:
-    """Yield a descriptor from which a process can read `data` later.
+    """Yield a file descriptor from which a process can read `data` later.
 
-    It is a pipe if that can hold all of it, because a model must start while the disk is full; else an unnamed file.
+    It is a pipe if `data` fits into it, because a model must start even while the disk is full; else an unnamed file.
     """
     if len(data) > PIPE_BYTES:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -199,7 +199,7 @@ class AdoptedProcess:
         await wait_exit(self.pid, lambda: not self._process.is_alive())
 
     def signal(self, signum: int) -> None:
-        # The pid may have been reused.
+        # After an exit, the system may give the pid to another process.
         if self._process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)

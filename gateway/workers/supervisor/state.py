@@ -31,7 +31,7 @@ SHUTTING_DOWN: Final = Failure(Code.DRAINING, "the server is shutting down")
 
 
 class ModelUnavailable(Exception):
-    """The model is not available. `retry_after_s` is 0 if a retry cannot help."""
+    """Raised when a model is not available. `retry_after_s` is 0 if a retry cannot help."""
 
     def __init__(self, failure: Failure, retry_after_s: float = 0.0) -> None:
         super().__init__(failure.message)
@@ -48,7 +48,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     pid: int = 0
     is_adopted: bool = False
-    # Whether readiness of the daemon waits for it.
+    # Whether the daemon is ready only once this worker is.
     is_preload: bool = False
     ready: Ready | None = None
     stats: Stats | None = None
@@ -62,7 +62,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one loaded model; `floor_bytes` is the least that it can run with."""
+    """Memory of one loaded model. `floor_bytes` is its share without loans."""
 
     share_bytes: int
     floor_bytes: int
@@ -116,30 +116,33 @@ class WorkerLimits:
     # A stuck process gets Dump, SIGABRT after `dump_s` and SIGKILL after `abort_s` more.
     dump_s: float = 0.5
     abort_s: float = 5.0
-    # An unreachable worker that has not exited after this time is stuck.
+    # A worker that cannot be reached, and has not exited after this time, is stuck.
     suspect_s: float = 2.0
     # A worker that must stop gets Shutdown, SIGTERM after `term_s` and SIGKILL after `stop_grace_s`.
     term_s: float = 2.0
     grace_s: float = 10.0
     grace_bytes_per_s: float = 4e9
-    # Delay between an exit and its verdict: the worker's Goodbye may still be in the socket.
+    # The verdict on an exit waits this long, because the worker's Goodbye may still be in the socket.
     goodbye_s: float = 0.03
-    # Time-outs of a new connection to become routable, and of an adopted worker to respond.
+    # A new connection must become routable within `greet_s`; an adopted worker must respond within `adopt_s`.
     greet_s: float = 5.0
     adopt_s: float = 10.0
     drain_s: float = 30.0
     resume: ResumeLimits = field(default_factory=ResumeLimits)
-    # Interval of memory measurements; minimum time before a stronger measure, and without pressure before a weaker one.
+    # Memory is measured each `measure_interval_s`. The pressure level rises at most once per `squeeze_s`, and falls by
+    # one
+    # after `relax_s` without pressure.
     measure_interval_s: float = 1.0
     squeeze_s: float = 3.0
     relax_s: float = 30.0
-    # A worker that stays this much above its share for `creep_s` is restarted, with minimum intervals for the same
-    # model and for any two.
+    # A worker that stays at least `creep_bytes` above its share for `creep_s` is restarted. Between two such restarts
+    # are
+    # at least `recycle_s` for one model, and `recycle_gap_s` for any models.
     creep_s: float = 10.0
     creep_bytes: int = 64 << 20
     recycle_s: float = 600.0
     recycle_gap_s: float = 60.0
 
     def stop_grace_s(self, weights_bytes: int) -> float:
-        """Seconds from Shutdown to SIGKILL: a process that is killed while it frees wired memory may leak it."""
+        """Return the seconds from Shutdown to SIGKILL. A process killed while it frees wired memory may leak it."""
         return self.grace_s + weights_bytes / self.grace_bytes_per_s

@@ -3,8 +3,8 @@
     STOPPED → STARTING → LOADING → READY → DRAINING → STOPPING → STOPPED, or BACKOFF, FAILED, INCOMPATIBLE after a crash
 
 `run` is the single writer: it handles one inbox message after another and waits for nothing else. Callers wait on
-futures, and the waits for memory, exits and delays are tasks that report to the inbox. The state of one process is in
-its incarnation, the rules for its exit in `exits.py`, and the sequences without a process are parked in the link.
+futures. Tasks wait for memory, exits and delays, and report to the inbox. The state of one process is in its
+incarnation, the rules for its exit in `exits.py`; sequences without a process are parked in the link.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker(WorkerHandle):
-    """Worker of one model over all its processes. Entering a settled state answers all waiting callers."""
+    """Worker of one model over all its processes. All waiting callers are answered when a settled state is entered."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class Worker(WorkerHandle):
         super().__init__(spec, effects=effects, link=link, events=events, limits=limits, is_preload=is_preload)
         self._limits = limits
         self._load_timeout_s = load_timeout_s
-        # Heartbeat time-outs count only time in which this gateway runs. A late turn counts as two.
+        # Heartbeat time-outs count only the time in which this gateway runs; a late turn counts for at most two
+        # intervals.
         self._run_clock = RunClock(2 * limits.heartbeat_s, effects.now)
         self._answered_at = 0.0
         self._tasks: asyncio.TaskGroup | None = None
@@ -139,7 +140,7 @@ class Worker(WorkerHandle):
         if kind is not CommandKind.READY:
             self.restart_policy.reset()
         if kind is CommandKind.RESTART:
-            # The restart continues if the operator disconnects.
+            # The restart goes on even if the operator disconnects.
             self.incarnation.has_successor = True
             if self.is_resident:
                 self._replace()
@@ -169,7 +170,7 @@ class Worker(WorkerHandle):
         match self.state:
             case State.READY:
                 self._enter(State.DRAINING)
-                # The alarm is for a worker that does not keep the deadline itself.
+                # The alarm ends a worker that does not keep the drain's deadline.
                 if command.drain_s > 0 and self.incarnation.send(Drain(command.drain_s)):
                     self._set_alarm(command.drain_s + 1.0)
                 else:
@@ -218,7 +219,7 @@ class Worker(WorkerHandle):
     # -- start ---------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Begin the next incarnation, which waits for memory first."""
+        """Begin the next incarnation, which first waits for memory."""
         self.restart_policy.note_start()
         incarnation = self.incarnation = self._new_incarnation(self._effects.next_epoch())
         self._enter(State.STARTING)
@@ -234,7 +235,7 @@ class Worker(WorkerHandle):
         self.incarnation.greet()
 
     def _on_granted(self, share_bytes: int) -> None:
-        """Spawn the process."""
+        """Spawn the process with the granted memory share."""
         if self.state is not State.STARTING:
             return
         try:
@@ -245,7 +246,7 @@ class Worker(WorkerHandle):
         self._set_alarm(self._load_timeout_s)
 
     def _on_denied(self, failure: Failure) -> None:
-        """Stop: the model cannot fit now. The next request tries again, because pins and budgets may change."""
+        """Stop, because the model gets no memory. The next request tries again: pins and budgets may change."""
         if self.state is State.STARTING:
             self.restart_policy.last_failure = failure
             self._fail_waiting(failure)
@@ -311,7 +312,7 @@ class Worker(WorkerHandle):
         self.parked.expire()
         self._serve()
         if self.state is State.STARTING and self.incarnation.process is None and not self._is_wanted:
-            # The requests have left, so other models must not be unloaded for this one.
+            # No request waits for this model any more, so other models must not be unloaded for it.
             self._terminate()
         if self.incarnation.process is None or self.state is State.STOPPING:
             return
@@ -336,7 +337,7 @@ class Worker(WorkerHandle):
                 pass
 
     def _set_alarm(self, delay_s: float | None) -> None:
-        """Replace the alarm of this state; None for no alarm."""
+        """Set the alarm of this state, which replaces the previous one; None for no alarm."""
         self._alarm_token += 1
         if self._alarm is not None:
             self._alarm.cancel()
@@ -354,7 +355,7 @@ class Worker(WorkerHandle):
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def _terminate(self, fault: Failure | None = None) -> None:
-        """End the process gently. A `fault` makes it a crash and fails waiting callers at once."""
+        """End the process gently. With a `fault`, the exit counts as a crash, and waiting callers fail at once."""
         incarnation = self.incarnation
         incarnation.fault = fault
         if fault is not None:
@@ -368,7 +369,7 @@ class Worker(WorkerHandle):
         incarnation.shut_down()
 
     def _replace(self) -> None:
-        """End this incarnation; the next one resumes its sequences."""
+        """End this incarnation; the next incarnation resumes its sequences."""
         self.incarnation.has_successor = True
         if self.state is State.READY:
             self.incarnation.detach()
@@ -385,7 +386,7 @@ class Worker(WorkerHandle):
         incarnation.detach()
 
     def _on_exited(self, status: int | None) -> None:
-        """Apply the verdict on an exit. A stuck worker counts as asked to end while a stop waits for it."""
+        """Apply the verdict on an exit. The exit of a stuck worker counts as ordered while a stop waits for it."""
         incarnation = self.incarnation
         is_asked = incarnation.fault is None or self._stoppers.has_any()
         verdict = incarnation.close(status, is_asked=is_asked and self.state in (State.DRAINING, State.STOPPING))
@@ -398,10 +399,10 @@ class Worker(WorkerHandle):
         else:
             self._settle_final(verdict.next, verdict.failure)
 
-    # -- settled states: each answers every waiter ---------------------------------------------------------------------
+    # -- settled states, in which all waiters are answered -------------------------------------------------------------
 
     def _settle_stopped(self) -> None:
-        """Enter `stopped`, or start again if callers or sequences wait."""
+        """Enter the state `stopped`, or start again if callers or sequences wait."""
         self._enter(State.STOPPED)
         self._stoppers.wake()
         if self._is_closing:
@@ -424,7 +425,7 @@ class Worker(WorkerHandle):
         if delay_s > 0:
             self._enter(State.FAILED if is_open else State.BACKOFF)
             self._set_alarm(delay_s)
-            # Callers wait for the next try, unless that is minutes away.
+            # Callers wait for the next start, unless it is minutes away.
             if is_open or self._is_closing:
                 self._fail_waiting(failure)
         else:
