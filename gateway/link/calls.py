@@ -11,7 +11,7 @@ CallResult = asyncio.Future[Tokenized]
 
 
 class CallRefused(Exception):
-    """The worker rejected a call, or was lost before its result."""
+    """Raised when a worker rejected a call, or was lost before it sent the result."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -19,7 +19,7 @@ class CallRefused(Exception):
 
 
 class PendingCalls:
-    """Results of calls by rid, each with the epoch of its worker. Owned by the link."""
+    """Futures of pending calls by rid, each with the epoch of the call's worker. Owned by the link."""
 
     def __init__(self) -> None:
         self._pending: dict[int, tuple[int, CallResult]] = {}
@@ -55,7 +55,7 @@ class PendingCalls:
             pending[1].set_exception(CallRefused(failure))
 
     def reject_all(self, epoch: int, failure: Failure) -> None:
-        """Reject the calls of a worker that is gone."""
+        """Reject all pending calls to a worker that is gone."""
         for rid, (own, _) in self._pending.items():
             if own == epoch:
                 self.reject(rid, failure)

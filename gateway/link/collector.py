@@ -9,16 +9,16 @@ from protocol.from_worker import Delta, DeltaKind
 # TOOL_BEGIN and TOOL_END are events, not text: two of them are never merged.
 _MERGEABLE: Final = frozenset({DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_ARGS})
 
-# Reads the unread deltas; returns False if it cannot take them now.
+# A function that reads a collector's unread deltas, and returns False if it cannot take them now.
 Relay = Callable[[], bool]
 
 
 class Collector:
     """Deltas and prompt facts of the sequences of one request, for one reader.
 
-    The link calls `append_delta`, `wake_reader`, `send_delta` and the `note_` methods; one task calls `read_deltas`.
-    Nothing is dropped and the order per rid is kept. Unread deltas of one rid and kind are read as one, so the memory
-    for a slow reader is bounded by its prompt and `max_tokens`. Each rid has exactly one terminal delta.
+    The link calls `append_delta`, `wake_reader`, `send_delta` and the `note_` methods; one task calls `read_deltas`. No
+    delta is dropped, and each rid's deltas stay in order. Consecutive unread deltas of one rid and kind are merged, so
+    the memory for a slow reader is bounded by its prompt and `max_tokens`. Each rid has exactly one terminal delta.
     """
 
     __slots__ = (
@@ -47,26 +47,26 @@ class Collector:
     def __init__(self, rids: Sequence[int], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop or asyncio.get_running_loop()
         self.rids = tuple(rids)
-        # Prompt tokens by rid.
+        # Number of prompt tokens by rid.
         self.accepted: dict[int, int] = {}
-        # Parts of the JSON schema that the grammar does not enforce; the same for all sequences of a request.
+        # Parts of the request's JSON schema that the grammar does not enforce.
         self.relaxed: tuple[str, ...] = ()
-        # Turns and tokens left out of the prompt, of the sequence that lost the most.
+        # Turns and tokens left out of the prompt, for the sequence from which most was left out.
         self.left_out = (0, 0)
-        # Cached prompt tokens by rid.
+        # Number of cached prompt tokens by rid.
         self.cached: dict[int, int] = {}
-        # Times are on the loop's clock.
+        # These times are on the event loop's clock.
         self.prefill_began_at: float | None = None
         self.progress: tuple[int, int] | None = None
         self.last_activity = self._loop.time()
-        # Called with a rid and its number of prompt tokens; may end the request.
+        # `on_accepted` is called with a rid and its number of prompt tokens; it may end the request.
         self.on_accepted: Callable[[int, int], None] | None = None
         self._unfinished = set(rids)
-        # A list is a run of deltas that are read as one.
+        # A list is a run of deltas that are merged when they are read.
         self._unread: list[Delta | list[Delta]] = []
-        # rid -> index of its newest unread delta
+        # By rid: the index of its newest entry in `_unread`.
         self._newest: dict[int, int] = {}
-        # Whether the unread deltas contain a terminal delta, and a run.
+        # Whether `_unread` contains a terminal delta, and whether it contains a run.
         self._has_end = self._has_runs = False
         self._waiter: asyncio.Future[None] | None = None
         self._relay: Relay | None = None
@@ -110,7 +110,7 @@ class Collector:
                 if self._relay():
                     self._deadline = self.last_activity + self._patience_s
                     return
-            except Exception as error:  # raised in the reader, whose relay it is
+            except Exception as error:  # the relay is the reader's, so its exception is raised there
                 waiter.set_exception(error)
                 return
         waiter.set_result(None)
@@ -133,7 +133,7 @@ class Collector:
         self.cached[rid] = cached
 
     def note_activity(self) -> None:
-        """Record that work is done for this request, though there is nothing to read."""
+        """Record that the worker is working on this request, though there is no delta to read."""
         self.last_activity = self._loop.time()
 
     def stop_timer(self) -> None:
@@ -144,10 +144,11 @@ class Collector:
     # -- called by the reader ----------------------------------------------------------------------------------------
 
     async def read_deltas(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
-        """Return all unread deltas, waiting for the first. Empty on timeout, and at once when `is_done`.
+        """Wait for a delta, and return all unread ones. The list is empty on timeout, and at once if `is_done`.
 
-        While this waits, `relay` reads all deltas but terminal ones in the link's callback, which saves a task switch
-        per token, and restarts the timeout. Deltas that it does not take are returned; its exception is raised here.
+        During the wait, `relay` is called in the link's callback to read all deltas but terminal ones, which saves a
+        task switch per token and restarts the timeout. Deltas that `relay` does not take are returned here, and its
+        exception is raised here.
         """
         if not self._unread and self._unfinished:
             await self._wait(timeout_s, relay)
@@ -198,7 +199,7 @@ class Collector:
         self._timer = self._loop.call_at(self._deadline, self._on_timer)
 
     def _on_timer(self) -> None:
-        # One timer serves many waits: when it fires, it starts again if the deadline has moved.
+        # One timer serves many waits: if the deadline has moved when it fires, a new timer is started.
         self._timer = None
         waiter = self._waiter
         if waiter is None or waiter.done() or self._deadline == float("inf"):

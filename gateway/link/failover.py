@@ -1,12 +1,12 @@
 """Failover: sequences that lost their worker, parked until its successor resumes them.
 
-The request that crashes a worker cannot be seen from outside. So each crash has suspects: the sequences that had not
-had a token from that worker, which were waiting or in their prefill.
+The gateway cannot see which request crashed a worker. So each crash has suspects: the sequences that had no token from
+that worker yet, because they were waiting or in their prefill.
 
-- Most crashes are not a request's fault: all sequences are resumed at once, except
-- the suspicious: the only suspect of a crash, or one that had no token from two workers in a row. They are resumed
-  last, one after another, each when all before it have a token; new requests wait until then. So the next crash has
-  one suspect.
+- Most crashes are not a request's fault, so sequences that are not suspicious are resumed at once.
+- A sequence is suspicious if it was the only suspect of a crash, or had no token from two workers in a row.
+  Suspicious sequences are resumed last, one after another, each when all sequences before it have a token. New
+  requests wait until then. So the next crash has one suspect.
 - A request that was the only suspect of two crashes in a row is quarantined.
 """
 
@@ -25,24 +25,24 @@ from protocol.to_worker import Generate
 
 log = logging.getLogger(__name__)
 
-# Consecutive workers lost without a token of a sequence that make it suspicious.
+# A sequence is suspicious after so many consecutive workers were lost before they sent a token of it.
 SUSPICIOUS_RESUMES: Final = 2
-# A worker that lost sequences and is still alive after this time had only lost its connection, and gets them back.
+# A worker that is still alive this long after it lost sequences had only lost its connection. It gets them back.
 RETURN_AFTER_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeLimits:
-    """Limits of resumes per sequence: in a row without a new token, and in total."""
+    """Limits of resumes of one sequence: consecutive ones without a new token, and all."""
 
     fruitless: int = 8
     total: int = 20
-    # Longest time that other sequences wait for the first token of a suspicious one.
+    # Other sequences wait at most this long for the first token of a suspicious one.
     trial_s: float = 30.0
 
 
 class ParkedSequences:
-    """Parked sequences of one model, and which of them may crash its workers.
+    """Parked sequences of one model, and the suspicion of those that may crash its workers.
 
     The link calls `park`. The worker's state machine reports the end of the worker (`on_crash`, `on_replacement` or
     `fail_all`), and calls `resume` when the next one serves.
@@ -56,11 +56,12 @@ class ParkedSequences:
         self._events = events
         self._limits = limits
         self._now = now
-        # Sequences of a worker whose exit is not known yet, and those queued for the next worker.
+        # `_lost` has the sequences of a worker whose exit is not known yet, `_waiting` those that wait for the next
+        # worker.
         self._lost: list[Sequence] = []
         self._lost_at = 0.0
         self._waiting: list[Sequence] = []
-        # Resumed sequences without a token, while a suspicious one waits for them or is among them.
+        # Resumed sequences that have no token yet, while a suspicious one is among them or waits for them.
         self._watched: list[Sequence] = []
         self._watch_ends = 0.0
         # Fingerprint of the only suspect of the newest crash.
@@ -78,7 +79,7 @@ class ParkedSequences:
         return bool(self._waiting) or any(sequence.is_watched for sequence in self._watched)
 
     def refusal(self, request: Generate) -> Failure | None:
-        """The reason to refuse a request that is known to crash workers."""
+        """Return the reason to refuse a request that is known to crash workers, or None."""
         return self._quarantine.refusal(request, self._now())
 
     def park(self, sequence: Sequence) -> None:
@@ -89,13 +90,13 @@ class ParkedSequences:
     # -- end of a worker ---------------------------------------------------------------------------------------------
 
     def on_replacement(self) -> None:
-        """Queue the lost sequences for the next worker, without suspicion: no crash ended theirs."""
+        """Queue the lost sequences for the next worker, without suspicion: their worker did not crash."""
         self._waiting += [sequence for sequence in self._lost if not sequence.is_over]
         self._lost = []
         self._unwatch()
 
     def on_crash(self, failure: Failure) -> None:
-        """Queue the lost sequences for the next worker; fail those resumed too often or alone at two crashes."""
+        """Queue the lost sequences for the next worker. Fail those resumed too often, and the only suspect of two crashes."""
         lost = [sequence for sequence in self._lost if not sequence.is_over]
         suspects = [sequence for sequence in lost if sequence.is_fresh]
         previous, self._crash_suspect = self._crash_suspect, _shared_fingerprint(suspects)
@@ -121,13 +122,13 @@ class ParkedSequences:
     # -- the next worker ---------------------------------------------------------------------------------------------
 
     def resume(self, epoch: int) -> None:
-        """Resume sequences on the ready worker of `epoch`, all but those that wait for a suspicious one."""
+        """Resume sequences on the ready worker of `epoch`, except those that wait for a suspicious one."""
         now = self._now()
         if self._lost and now - self._lost_at > RETURN_AFTER_S:
             self.on_replacement()
         self._watched = [sequence for sequence in self._watched if sequence.is_watched]
         waiting = [sequence for sequence in self._waiting if not sequence.is_over]
-        # The sort is stable: equal ones stay in order of arrival.
+        # The sort is stable, so equal sequences stay in order of arrival.
         waiting.sort(key=lambda sequence: (sequence.is_suspicious, sequence.fruitless_resumes))
         sent = 0
         try:
@@ -142,7 +143,7 @@ class ParkedSequences:
             self._events.sequences_resumed(self._model, sent)
 
     def expire(self) -> None:
-        """Expire deadlines and trials, once per heartbeat. Parked sequences count as active: their model is loading."""
+        """End what has expired, once per heartbeat: deadlines and trials. Parked sequences count as active."""
         if self._watched and self._now() >= self._watch_ends:
             self._unwatch()
         if parked := [*self._lost, *self._waiting]:
@@ -179,6 +180,6 @@ class ParkedSequences:
 
 
 def _shared_fingerprint(sequences: list[Sequence]) -> bytes | None:
-    """The fingerprint that all sequences share, as the choices of one request do; None if they differ."""
+    """Return the fingerprint that all sequences share, as the choices of one request do; None if they differ."""
     digests = {fingerprint(sequence.generate) for sequence in sequences}
     return digests.pop() if len(digests) == 1 else None

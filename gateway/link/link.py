@@ -41,12 +41,12 @@ from protocol.to_worker import Abort, Detokenize, Down, Drain, Generate, Ping, S
 log = logging.getLogger(__name__)
 
 MALFORMED_LOG_INTERVAL_S: Final = 1.0
-# A rid has the gateway's boot number above these bits, so that rids of an earlier gateway are never confused with ours.
+# The bits of a rid above these are the gateway's boot number, which tells rids of an earlier gateway apart.
 RID_BITS: Final = 32
-# A Ping's seq has the epoch above these bits, because a Pong does not name its worker.
+# The bits of a Ping's seq above these are the epoch, because a Pong does not name its worker.
 SEQ_BITS: Final = 24
 _LOST: Final = Failure(Code.WORKER_DIED, "the model's worker was lost; try again")
-# Workers end sequences at their deadline. The gateway does it this much later if the worker has not.
+# The gateway ends a sequence this long after its deadline, if its worker has not ended it.
 LATE_GRACE_S: Final = 1.0
 LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
 UNSENDABLE: Final = Failure(Code.INVALID_REQUEST, "the request cannot be sent to the model's worker")
@@ -68,21 +68,21 @@ class WorkerLink:
         self._connections: dict[int, Connection] = {}
         self._sequences: dict[int, Sequence] = {}
         self._calls = PendingCalls()
-        # Threads that lower requests use it too: `next` of a count is atomic in the interpreter.
+        # Threads that lower requests use this counter too: `next` of a count is atomic in the interpreter.
         self._rids = itertools.count((self.boot << RID_BITS) + 1)
         self._seq = 0
         self._next_malformed_log = 0.0
-        # Collectors with appended deltas whose readers were not woken yet, in order.
+        # Collectors whose readers must be woken because deltas were appended, in that order; the values are unused.
         self._appended: dict[Collector, None] = {}
 
-    # -- life --------------------------------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Bind both sockets. The run directory's lock must be held: stale socket files are replaced."""
         self._transport.open()
 
     async def run(self) -> None:
-        """Read until cancelled. Raises the exception of a failed read."""
+        """Read messages until cancelled. Raises the exception of a failed read."""
         await self._transport.run()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class WorkerLink:
     def submit(self, worker: Runner, requests: list[Generate]) -> Collector:
         """Start the sequences of one request on `worker`.
 
-        Raises `WorkerGone` or `Unsendable`, and then none of them has started.
+        Raises `WorkerGone` or `Unsendable`; then no sequence has started.
         """
         connection = self._connections.get(worker.epoch)
         if not worker.is_ready or connection is None:
@@ -141,9 +141,9 @@ class WorkerLink:
         return collector
 
     def resume(self, epoch: int, sequence: Sequence) -> None:
-        """Resume a parked sequence on the worker of `epoch`. Raises `WorkerGone`; then it stays parked.
+        """Resume a parked sequence on the worker of `epoch`. Raises `WorkerGone`; then the sequence stays parked.
 
-        A sequence ends here if its deadline has passed, or if it became too large to send with its generated tokens.
+        The sequence is ended instead if its deadline has passed, or if its generated tokens made it too large to send.
         """
         now = asyncio.get_running_loop().time()
         if sequence.deadline is not None and now >= sequence.deadline:
@@ -190,7 +190,7 @@ class WorkerLink:
                 self._transport.try_send(connection, Abort(tuple(own), reason))
 
     def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
-        """Abort sequences whose reader still reads: it gets terminal deltas, with `failure` if that is given."""
+        """Abort sequences whose reader still reads. The reader gets terminal deltas, with `failure` if given."""
         running = [sequence for rid in rids if (sequence := self._sequences.get(rid)) is not None]
         self.abort([sequence.rid for sequence in running], reason)
         finish = Finish.ABORT if failure is None else Finish.ERROR
@@ -225,7 +225,7 @@ class WorkerLink:
         connection.park(sequence)
 
     def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None:
-        """End the unfinished ones of these sequences with a failure."""
+        """End those of the sequences that are unfinished with a failure."""
         for sequence in sequences:
             if not sequence.is_over:
                 self._end(sequence)
@@ -247,7 +247,7 @@ class WorkerLink:
         )
 
     def send(self, connection: Connection, message: Down) -> None:
-        """Send at once, also to a detached epoch. Raises `WorkerGone` if the worker is not connected, `Unsendable`."""
+        """Send at once, also to a detached epoch. Raises `WorkerGone` if it is not connected, and `Unsendable`."""
         if isinstance(message, Shutdown) or (isinstance(message, Drain) and message.deadline_s > 0):
             connection.is_ending = True
         self._transport.send(connection, message)
@@ -258,7 +258,7 @@ class WorkerLink:
         self._transport.try_send(connection, Ping(connection.epoch << SEQ_BITS | self._seq, t_ns))
 
     def _attached(self, epoch: int) -> Connection:
-        """Raises `WorkerGone`."""
+        """Return the connection of an attached epoch. Raises `WorkerGone`."""
         if (connection := self._connections.get(epoch)) is None:
             raise WorkerGone(f"no worker has epoch {epoch}")
         return connection
@@ -283,13 +283,13 @@ class WorkerLink:
     # -- messages of workers -----------------------------------------------------------------------------------------
 
     def wake_readers(self) -> None:
-        """Wake the readers of appended deltas, once after a batch, so that a reader gets several deltas as one."""
+        """Wake the readers of appended deltas. Called once after a batch, so that a reader gets merged deltas."""
         appended, self._appended = self._appended, {}
         for collector in appended:
             collector.wake_reader()
 
     def _handle(self, frame: bytes) -> int:
-        """Dispatch one frame. Returns its work in deltas."""
+        """Dispatch one frame. Return how many deltas it counts as, which bounds a batch."""
         try:
             message = decode_up(frame)
         except MalformedFrame as error:
@@ -317,7 +317,7 @@ class WorkerLink:
                 if delta.finish is not None:
                     connection.unacked_aborts.discard(rid)
                 elif rid >> RID_BITS != self.boot:
-                    # An earlier gateway started it: it must be aborted here, or it runs to its end.
+                    # An earlier gateway started this sequence. Unless it is aborted here, it runs to its end.
                     unknown.append(rid)
                 continue
             if delta.finish is not None:
@@ -422,9 +422,9 @@ class WorkerLink:
 
 
 def _is_lost_by_worker(connection: Connection, failure: Failure | None) -> bool:
-    """Whether a sequence ended because its worker ends, so that the next worker resumes it."""
+    """Whether a sequence ended only because its worker is ending, so that the next worker must resume it."""
     if failure is None:
         return False
-    # A worker that drains without a command got a signal from outside, or lost its connection to this gateway.
+    # A worker that drains without a command got a signal from another process, or lost its connection to this gateway.
     is_draining_itself = failure.code is Code.DRAINING and not connection.is_ending
     return failure.code is Code.WORKER_DIED or is_draining_itself

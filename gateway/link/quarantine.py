@@ -1,4 +1,4 @@
-"""Quarantine of requests that crash workers: refused by fingerprint until it expires."""
+"""Quarantine of requests that crash workers, refused by their fingerprints until these expire."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ def fingerprint(request: Generate) -> bytes:
 
 @dataclass(slots=True)
 class Quarantine:
-    """Refused fingerprints and their expiry in monotonic seconds. Owned by one model's `ParkedSequences`."""
+    """Refused fingerprints with their expiry in monotonic seconds. Owned by one model's `ParkedSequences`."""
 
     _expiry: dict[bytes, float] = field(default_factory=dict[bytes, float])
 
@@ -51,7 +51,7 @@ class Quarantine:
         self._expiry[digest] = now + EXPIRY_S
 
     def refusal(self, request: Generate, now: float) -> Failure | None:
-        """The reason to refuse this request, if any. Costs nothing while the table is empty."""
+        """Return the reason to refuse a request, or None. No fingerprint is computed while the table is empty."""
         if not self._expiry or (digest := fingerprint(request)) not in self._expiry:
             return None
         if now < self._expiry[digest]:

@@ -1,4 +1,4 @@
-"""Record of a running or parked sequence: what its client was sent, and what its next worker needs."""
+"""Record of a running or parked sequence: the output that its client was sent, and the state for its next worker."""
 
 from asyncio import TimerHandle
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from gateway.link.collector import Collector
 from protocol.from_worker import PromptPart
 from protocol.to_worker import Generate
 
-# Epoch of a sequence without a worker. Epochs of workers begin at 1, those of peer streams at -1.
+# Epoch of a sequence without a worker. Epochs of workers count up from 1, those of peer streams down from -1.
 PARKED: Final = 0
 
 
@@ -18,40 +18,41 @@ PARKED: Final = 0
 class Sequence:
     """Sequence between its Generate and its terminal event. Owned by the link.
 
-    `generate` and `token_ids` (all that the client was sent) are what its next worker needs. While `epoch` is `PARKED`,
-    messages about it are ignored.
+    Its next worker needs `generate` and `token_ids`, which are all tokens that the client was sent. While `epoch` is
+    `PARKED`, messages about the sequence are ignored.
     """
 
     generate: Generate
     epoch: int
     collector: Collector
-    # Deadline on the loop's clock, and the timer for a worker that does not keep it.
+    # Deadline on the event loop's clock, and the timer that ends the sequence if its worker does not.
     deadline: float | None = None
     timer: TimerHandle | None = None
     token_ids: list[int] = field(init=False)
-    # Whether the client was sent output: an echo must not be repeated.
+    # Whether the client was sent any output; if so, an echo of the prompt must not be repeated.
     has_output: bool = field(init=False)
-    # Whether the client was sent the prompt's ids, and the number of its log-probability entries sent.
+    # Whether the client was sent the prompt's token ids, and how many of the prompt's log-probability entries it was
+    # sent.
     has_prompt_ids: bool = False
     prompt_scored: int = field(init=False)
-    # Number of log-probability entries of the echo that the client was sent.
+    # How many of the echo's log-probability entries the client was sent.
     echo_scored: int = field(init=False)
-    # Whether it has ended or was aborted.
+    # Whether the sequence has ended or was aborted.
     is_over: bool = False
-    # Whether its first token, or its end, is reported with `SequenceProgressed`.
+    # Whether `SequenceProgressed` must be reported at the sequence's next token or end.
     is_watched: bool = False
-    # Number of `token_ids` when its worker started it.
+    # Length of `token_ids` when the current worker started the sequence.
     resumed_tokens: int = field(init=False)
     resumes: int = 0
-    # Consecutive workers that were lost without sending a token of it.
+    # How many workers in a row were lost before they sent a token of this sequence.
     fruitless_resumes: int = 0
-    # Turns and tokens that its worker has left out of the prompt, which its next worker must leave out too.
+    # Turns and tokens that the worker left out of the prompt. The next worker must leave out the same.
     left_out: tuple[int, int] | None = None
-    # Whether it may have crashed its workers.
+    # Whether this sequence may have crashed its workers.
     is_suspicious: bool = False
 
     def __post_init__(self) -> None:
-        # A request of a client that an earlier gateway served begins with what that client has.
+        # A request that resumes a response of an earlier gateway begins with the output that its client already has.
         generate = self.generate
         self.token_ids = list(generate.resume)
         self.resumed_tokens = len(self.token_ids)
@@ -65,7 +66,7 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether its worker has sent no token of it: it was queued or in its prefill."""
+        """Whether the current worker has sent no token of this sequence, which is still queued or in prefill there."""
         return len(self.token_ids) == self.resumed_tokens
 
     def note_prompt(self, part: PromptPart) -> None:
@@ -73,11 +74,11 @@ class Sequence:
         self.prompt_scored += len(part.logprobs)
 
     def continuation(self, now: float) -> Generate:
-        """The message that resumes the sequence on its next worker."""
+        """Return the message that resumes the sequence on its next worker."""
         return replace(
             self.generate,
             resume=tuple(self.token_ids),
-            # An echo with log-probabilities is sent in parts, some of which may be missing.
+            # An echo with log-probabilities is sent in parts, of which the client may lack some.
             echo=self.generate.echo and (self.echo_scored > 0 or not self.has_output),
             left_out=self.generate.left_out if self.left_out is None else self.left_out,
             prompt_ids=self.generate.prompt_ids and not self.has_prompt_ids,

@@ -17,27 +17,27 @@ from protocol.to_worker import Down, Generate, Shutdown
 
 log = logging.getLogger(__name__)
 
-# Deltas handled before other tasks get a turn.
+# After so many deltas, other tasks of the event loop get a turn.
 BATCH_DELTAS: Final = 128
-# Larger frames are sent without a copy.
+# Frames above this size are sent without a copy.
 COPY_BYTES_MAX: Final = 256 * 1024
 DISMISS_ATTEMPTS: Final = 100
 DISMISS_RETRY_S: Final = 0.1
 
 
 class WorkerGone(Exception):
-    """The worker could not be reached. Nothing was sent, so a retry is safe."""
+    """Raised when a worker cannot be reached. Nothing was sent, so a retry is safe."""
 
 
 class Transport:
-    """Owns both sockets, on one event loop.
+    """Owner of both sockets, on one event loop.
 
-    `handle` processes a frame and returns its work in deltas. `end_batch` is called when no frame is left to read, or
-    after `BATCH_DELTAS`.
+    `handle` processes a frame and returns how many deltas it counts as. `end_batch` is called when no frame is left to
+    read, or after `BATCH_DELTAS`.
     """
 
     def __init__(self, run_dir: Path, handle: Callable[[bytes], int], end_batch: Callable[[], None]) -> None:
-        """Raises `PathTooLong`."""
+        """Prepare the sockets in `run_dir`. Raises `PathTooLong`."""
         self.down, self.up = sockets.addresses(run_dir)
         self._handle = handle
         self._end_batch = end_batch
@@ -71,7 +71,7 @@ class Transport:
         self._failure = loop.create_future()
         loop.add_reader(descriptor, self._read)
         try:
-            # ZeroMQ's descriptor signals only frames that arrive from now on.
+            # Frames that have already arrived are not signalled by ZeroMQ's descriptor.
             self._read()
             await self._failure
         finally:
@@ -79,9 +79,9 @@ class Transport:
             self._failure = None
 
     def _read(self) -> None:
-        """Read all pending frames, in batches. A callback, because a task is too slow for every token.
+        """Read all pending frames, in batches. This is a callback, because a task is too slow for every token.
 
-        It must read until nothing is left, or schedule itself: ZeroMQ's descriptor is edge-triggered.
+        ZeroMQ's descriptor is edge-triggered, so this must read until no frame is left, or schedule itself.
         """
         failure, pull = self._failure, self._pull
         if failure is None or failure.done() or pull is None:
@@ -93,7 +93,7 @@ class Transport:
             if deltas >= BATCH_DELTAS:
                 asyncio.get_running_loop().call_soon(self._read)
             self._end_batch()
-        except Exception as error:  # the root of the callback: `run` raises it
+        except Exception as error:  # the root of the callback; `run` raises the exception
             failure.set_exception(error)
 
     def drop_greetings(self) -> None:
@@ -109,7 +109,7 @@ class Transport:
         self.send_encoded(connection, message, encode(message))
 
     def try_send(self, connection: Connection, message: Down) -> None:
-        """Send if the worker is connected. Its loss is detected by its exit or its heartbeat."""
+        """Send if the worker is connected. A lost worker is detected by its exit or its heartbeat."""
         with contextlib.suppress(WorkerGone):
             self.send(connection, message)
 
@@ -148,7 +148,7 @@ class Transport:
 
 
 def frames_of(requests: list[Generate]) -> list[bytes]:
-    """Encode the sequences of one request, all of which libzmq queues: together they must fit into one frame.
+    """Encode the sequences of one request. libzmq queues them all, so their sum is limited to one frame's maximum.
 
     Raises `Unsendable`.
     """

@@ -13,37 +13,37 @@ from protocol.to_worker import Down, Generate
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """A request could not be sent to the worker of this epoch: it is gone, or its queue is full."""
+    """Report that a request could not be sent to the worker of this epoch, which is gone or has a full queue."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceProgressed:
-    """A watched sequence of this epoch has its first token, or has ended."""
+    """Report that a watched sequence of this epoch has its first token, or has ended."""
 
     epoch: int
 
 
-# Messages of a worker about itself, and observations of the link about it.
+# Messages that a worker sends about itself, and observations of the link about the worker.
 Report = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet | SendFailed | SequenceProgressed
 
 
 class FrameSender(Protocol):
-    """Transport to a runner that is no worker of this gateway."""
+    """Transport to a runner that is not a worker of this gateway."""
 
     def prepare(self, request: Generate) -> Generate:
         """Return the request as this transport sends it."""
         ...
 
     def send(self, message: Down, frame: bytes) -> None:
-        """Send a message, which `frame` contains as it is encoded for a worker. Raises `WorkerGone`."""
+        """Send a message; `frame` is its encoding for a worker. Raises `WorkerGone`."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One attached epoch. Written by the link alone; it stays readable after the epoch is detached.
+    """State of one attached epoch, still readable after the epoch is detached. Only the link writes it.
 
     `post` puts a report into the supervisor's queue, and `park` receives each sequence that the worker has lost.
     Neither calls the link.
@@ -55,11 +55,12 @@ class Connection:
     park: Callable[[Sequence], None]
     sender: FrameSender | None = None
     stats: Stats | None = None
-    # Sending a request has failed: no more are submitted here.
+    # Whether sending a request has failed. Then no more requests are submitted to this epoch.
     is_unreachable: bool = False
-    # It was sent a Drain with a deadline, or a Shutdown: sequences that it ends from now on are not resumed.
+    # Whether the worker was sent a Drain with a deadline, or a Shutdown. Sequences that it ends afterwards are not
+    # resumed.
     is_ending: bool = False
-    # Rids whose Abort was sent and whose end the worker has not confirmed. A growing number is a stuck worker.
+    # Rids whose Abort was sent, and whose end the worker has not confirmed. If their number grows, the worker is stuck.
     unacked_aborts: set[int] = field(default_factory=set[int])
 
     def prepare(self, request: Generate) -> Generate:
@@ -75,9 +76,9 @@ class Runner(Protocol):
     def epoch(self) -> int: ...
     @property
     def is_ready(self) -> bool:
-        """Whether it takes new requests."""
+        """Whether the runner takes new requests."""
         ...
 
     def refusal(self, request: Generate) -> Failure | None:
-        """The reason to refuse this request, if any."""
+        """Return the reason to refuse a request, or None."""
         ...
