@@ -10,12 +10,12 @@ from typing import Final
 from starlette.types import Scope
 
 FORWARDED: Final = b"x-forwarded-for"
-# A header is followed through at most this many proxies in a row.
+# At most this many consecutive proxies in a header are followed.
 HOPS_MAX: Final = 16
 # An IPv6 provider assigns a prefix of this length to each customer.
 _CUSTOMER_BITS: Final = 64
 _WITH_PORT: Final = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}")
-# The path allows a proxy to serve mlxd below one. No character may have a meaning in a client's settings file.
+# A proxy may serve mlxd below a path, so one is allowed. No allowed character has a meaning in clients' settings files.
 _DAEMON_URL: Final = re.compile(r"https?://[A-Za-z0-9._~\[\]:-]{1,255}(?:/[A-Za-z0-9._~/-]{0,200})?")
 
 
@@ -46,7 +46,7 @@ class Address:
 
     @property
     def is_own(self) -> bool:
-        """Whether the client made the connection itself, or is on the loopback of its proxy."""
+        """Whether the address is that of the connection itself, or a loopback address that a proxy reported."""
         return not self.is_hidden and (not self.is_forwarded or self.is_loopback)
 
     @property

@@ -58,7 +58,7 @@ def toml_value(value: object, field: str = "") -> Any:
     match value:
         case Struct():
             items = {file_key(name): toml_value(getattr(value, name), name) for name in _fields(type(value))}
-            # TOML has no null. A missing key means the same, and so does a missing empty table.
+            # TOML has no null, so a missing key stands for None. A missing table stands for an empty one.
             return {key: item for key, item in items.items() if item not in (None, {})}
         case dict():
             return {str(key): toml_value(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

@@ -12,7 +12,7 @@ from protocol.collectives import BACKENDS, SEPARATOR, VARIABLES
 from protocol.spec import LOCAL
 
 FILE_BYTES_MAX: Final = 1 << 20
-# All variables are written to a rank's pipe in one write.
+# All environment variables of a rank must fit into one write to its pipe.
 ENVS_BYTES_MAX: Final = 4096
 # mlx.launch's name for a ring over RDMA. JACCL makes a ring if some pairs of hosts have no cable.
 JACCL_RING: Final = "jaccl-ring"
@@ -40,7 +40,7 @@ def read_hosts(path: Path) -> HostFile:
 
 
 def devices_of(host: HostConfig) -> tuple[str, ...]:
-    """The RDMA devices of a host towards each rank, as `protocol.collectives` has them."""
+    """Return the RDMA devices of a host towards each rank, in the format of `protocol.collectives`."""
     return tuple(each or "" if isinstance(each, str | None) else SEPARATOR.join(each) for each in host.rdma)
 
 
@@ -54,7 +54,7 @@ def _check_host(host: HostConfig, count: int) -> None:
         try:
             ipaddress.IPv4Address(ip)
         except ValueError:
-            # MLX's backends take no other.
+            # MLX's backends accept only IPv4 addresses.
             raise ValueError(f"has {ip!r} as an address of {name}, which is no IPv4 address") from None
     if len(host.rdma) not in (0, count):
         raise ValueError(f"has {len(host.rdma)} rdma entries of {name} for {count} hosts")

@@ -360,7 +360,7 @@ def bad_adapter_name(name: str) -> str | None:
 
 
 def taken_name(models: Mapping[str, ModelConfig]) -> tuple[str, str, str] | None:
-    """Return a model, its adapter whose name is taken, and the owner of that name; None if all names are unique."""
+    """Return a model, its adapter whose name is not unique, and that name's other owner; None if all are unique."""
     owners = {name: f"the model {model.name!r}" for model in models.values() for name in model.names}
     owners |= {
         f"{model.name}:{name}": f"a profile of {model.name!r}" for model in models.values() for name in model.profiles

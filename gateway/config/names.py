@@ -1,7 +1,7 @@
 """Names of models: a client's name is resolved to a model, with its adapter and the requested profile.
 
-An exact name comes first, then an alias, then an adapter's name or `NAME:ADAPTER`, then `NAME:PROFILE` of any of them,
-then the most specific pattern: the one with the longest text before its first `*`, then with the most text.
+An exact name comes first, then an alias, then an adapter's name or `NAME:ADAPTER`, then `NAME:PROFILE`, where NAME is
+any of these, then the most specific pattern: that with the longest text before its first `*`, then the most text.
 `NAME:latest`, which Ollama's clients send, is NAME. `[server] small` has patterns of its own for the small models of
 vendors; if one is as specific as a model's alias, the alias wins.
 """

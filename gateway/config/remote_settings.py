@@ -11,11 +11,11 @@ class PeerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[peers.NAME]`: another mlxd, whose models are served here as well. Paths are relative to this file."""
 
     name: str
-    # The URL at which it listens, such as `https://studio2.local:8484`.
+    # URL at which the other daemon listens, such as `https://studio2.local:8484`.
     url: str
-    # File of the key of role `peer` that the other daemon has made for this one.
+    # File with an API key of role `peer`, which the other daemon's operator has made for this daemon.
     key_file: str
-    # PEM file of the authorities that its certificate is checked with; empty uses the system's.
+    # PEM file of the authorities that may sign the other daemon's certificate; empty means the system's.
     ca: str = ""
     # Whether plain HTTP may be used beyond the loopback, which exposes keys, prompts and answers to the network.
     plain_http: bool = False
@@ -29,9 +29,9 @@ class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     url: str
     dialect: Literal["openai", "anthropic"] = "openai"
     key_file: str = ""
-    # Local names of models, mapped to the upstream's names.
+    # Maps local names of models to the upstream's names.
     models: dict[str, str] = {}
-    # The longest waits for an answer's first byte, and between two parts of it.
+    # Maximum waits for the first byte of an answer, and between two of its parts.
     first_byte_s: Seconds = 60.0
     silence_s: Seconds = 120.0
     ca: str = ""

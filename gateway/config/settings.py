@@ -15,9 +15,9 @@ from protocol.spec import DEFAULT_MAX_RUNNING, LOCAL
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 CONFIG_NAME: Final = "mlxd.toml"
-# Fields that tell where the configuration came from, that a table's own key gives, or that another file holds.
+# Fields that are not keys of the file: the origin of the configuration, names of tables, and content of other files.
 NOT_IN_FILE: Final = frozenset({"home", "config_path", "name", "adapter", "launch"})
-# A worker's ZeroMQ routing id holds 255 bytes, the model's name and its epoch; the name is also in argv.
+# A model's name and its worker's epoch must fit into a ZeroMQ routing id, of at most 255 bytes.
 NAME_BYTES_MAX: Final = 200
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -26,11 +26,11 @@ Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
 Connections = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PreventSleep = Literal["busy", "always", "never"]
-# Whether workers leave the display its part of the GPU; `auto` does so while a person uses the machine.
+# Whether workers leave GPU time to the display. With `auto` they do so while a person uses the machine.
 Desktop = Literal["auto"] | bool
-# The desktop is observed through `ioreg` and `pmset`.
+# Only macOS has `ioreg` and `pmset`, with which the use of the desktop is detected.
 CAN_SEE_DESKTOP: Final = sys.platform == "darwin"
-# The machine is kept awake by `caffeinate`.
+# Only macOS has `caffeinate`, with which the machine is kept awake.
 CAN_HOLD_AWAKE: Final = sys.platform == "darwin"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -53,7 +53,7 @@ class TlsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[server]`. In the file `_s` and `_bytes` may be left out of a key: `drain = "30s"`, `max_body = "32MiB"`."""
+    """`[server]`. Keys in the file may omit `_s` and `_bytes`, as in `drain = "30s"` and `max_body = "32MiB"`."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8484
@@ -61,63 +61,71 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ollama_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     tls: TlsConfig = TlsConfig()
     log_level: LogLevel = "info"
-    # Format of stderr; `auto` is for people on a terminal and JSON elsewhere. The log file is always JSON.
+    # Format of stderr. `auto` means text for people on a terminal, and JSON elsewhere. The log file is always JSON.
     log_format: Literal["auto", "json", "console"] = "auto"
-    # The log file is in `home/logs`; this many older files of this size are kept.
+    # Whether to write a log file in `home/logs`, its maximum size, and how many rotated files are kept.
     log_file: bool = True
     log_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 16 * 1024 * 1024
     log_keep: Annotated[int, Meta(ge=0, le=1000)] = 8
     drain_s: Seconds = 30.0
     # Whether a Mac is kept awake: while requests run or a model loads, always, or never.
     prevent_sleep: PreventSleep = "busy"
-    # Whether GPU submissions are short and with pauses, for a machine that a person works at.
+    # Whether workers make short GPU submissions with pauses, so that a person can work at the machine.
     desktop: Desktop = "auto"
     write_timeout_s: Seconds = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
-    # Bound of all bodies together, each held until its request ends; `auto` is a part of the machine's memory.
+    # Maximum bytes of all request bodies in memory at once. A body counts until its request ends. `auto` is a fraction
+    # of
+    # the machine's memory.
     body_memory_bytes: Bytes = "auto"
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
-    # IANA time zone of the days and months of budgets and usage; empty is the machine's.
+    # IANA time zone in which the days and months of budgets and usage begin; empty means the machine's time zone.
     time_zone: str = ""
-    # Months of usage that are kept, including the current one.
+    # Usage records are kept for this many months, including the current month.
     usage_months: Annotated[int, Meta(ge=1, le=1200)] = 13
-    # Percent of a model's queue that one key may fill while there are other keys.
+    # While there are several keys, one key may fill this percentage of a model's queue.
     queue_share: Annotated[int, Meta(ge=1, le=100)] = 50
-    # Stored answers of the Responses API, for each key, which clients may continue from. 0 bytes keeps none.
+    # Limits of the answers of the Responses API that are stored for each key, so that clients can continue from them.
+    # With 0 bytes no answer is stored.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     response_store_age_s: Seconds = 30 * 86400.0
-    # Journal of running background responses, with which a restarted daemon continues them. 0 bytes keeps none.
+    # Limit of the journal from which a restarted daemon continues background responses. With 0 bytes there is no
+    # journal.
     response_journal_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     # Proxies whose X-Forwarded-For header is trusted.
     trusted_proxies: tuple[str, ...] = ()
-    # Requests without a valid key, per minute and address; more are answered with 429, and 0 is no limit.
+    # Limit of requests without a valid key, per minute and client address. Further ones get status 429. 0 is no limit.
     unauthorized_rpm: Annotated[int, Meta(ge=0, le=1_000_000)] = 300
-    # Maximum of connections in all, and from one address; `auto` is what the limit of open files leaves, and half of
-    # that.
+    # Maximum number of connections in total, and from one address. `auto` derives the total from the limit of open
+    # files,
+    # and allows one address half of it.
     max_connections: Connections = "auto"
     max_connections_per_address: Connections = "auto"
     cors: tuple[str, ...] = ()
-    # Names of this machine that clients may use, besides the loopback's; with any, every `Host` header is checked.
+    # Host names under which clients may reach this machine, in addition to the loopback names. If there are any, every
+    # `Host` header is checked.
     hosts: tuple[str, ...] = ()
-    # Once there is a key, `/metrics` requires one that may read it.
+    # Whether `/metrics` requires a key with that right, once there are keys.
     metrics_auth: bool = True
     # `vllm` also exports metrics under vLLM's names.
     metrics_compat: Literal["", "vllm"] = ""
-    # Models for requests that name no model, or a vendor's small model. Empty refuses such requests.
+    # Model for requests that name no model, and model for requests of a vendor's small model. If empty, those requests
+    # are
+    # refused.
     default: str = ""
     small: str = ""
-    # A slower request is logged as a warning with the time of each phase; 0 logs none.
+    # A request that takes longer is logged as a warning with the time of each phase. 0 disables this.
     slow_request_s: Seconds = 30.0
-    # The newest requests and their answers are kept whole in `home/captures` for debugging; 0 keeps none.
+    # For debugging, this many of the newest requests are kept with their answers in `home/captures`. 0 disables this.
     capture: Annotated[int, Meta(ge=0, le=10_000)] = 0
     capture_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 64 * 1024 * 1024
     capture_age_s: Seconds = 86400.0
-    # Folders, besides `home/adapters`, whose adapters may be loaded while the daemon runs.
+    # While the daemon runs, adapters may be loaded from these folders and from `home/adapters`.
     adapter_folders: tuple[str, ...] = ()
-    # Traces are sent here, as OTLP over HTTP; empty makes none.
+    # URL to which traces are sent, as OTLP over HTTP. If empty, no traces are made.
     otlp_endpoint: str = ""
-    # Name of this machine in a fleet; empty is the host name.
+    # Name of this machine in a fleet; empty means the host name.
     node: Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z0-9._-]*$")] = ""
 
     @property
@@ -126,7 +134,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Sampling defaults of requests; None leaves the model's own default, then the API's."""
+    """Sampling defaults of requests. None means the model's own default, or else the API's."""
 
     temperature: Temperature | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -139,7 +147,7 @@ class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Thinking defaults of requests; None leaves it to the API and the model."""
+    """Thinking defaults of requests. None means the default of the API and the model."""
 
     enabled: bool | None = None
     effort: Effort | None = None
@@ -147,17 +155,17 @@ class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[models.NAME.profiles.PROFILE]`, requested as `NAME:PROFILE`; settings that it lacks are the model's."""
+    """`[models.NAME.profiles.PROFILE]`, requested as `NAME:PROFILE`; other settings are the model's."""
 
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()
 
 
 class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`cache` of a model: bytes of prefix cache in memory and on disk; 0 is off, None a part of its share of memory.
+    """`cache` of a model: bytes of prefix cache in memory and on disk. 0 is off, None a fraction of its memory share.
 
-    All models share one folder on disk, whose cap is the largest that any of them sets. Prefixes of fewer tokens than
-    `disk_min_tokens` are not written: computing them again takes no longer, and every write wears the disk.
+    All models share one folder on disk. Its limit is the largest that any model sets. Prefixes of fewer tokens than
+    `disk_min_tokens` are not written: reading them would save no time, and every write wears the disk.
     """
 
     ram_bytes: Annotated[int, Meta(ge=0)] | None = None
@@ -166,8 +174,8 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SparsePrefillConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`sparse_prefill` of a model. Requests that ask for it run this part of a long prompt, chosen by its draft model;
-    0 is off."""
+    """`sparse_prefill` of a model: the fraction of a long prompt that is computed for requests that ask for it. The
+    draft model chooses the tokens. 0 is off."""
 
     keep: Annotated[float, Meta(ge=0, le=1)] = 0.0
     from_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 8192
@@ -196,24 +204,26 @@ class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`group` of a model: processes that run it together, each with a part; without ranks it is one process."""
 
-    # `local` for each rank, of a group on this machine alone.
+    # One entry `local` for each rank, if the group runs on this machine alone.
     nodes: tuple[str, ...] = ()
-    # Whether each rank has a part of every layer, or all of some layers.
+    # `tensor` gives each rank a part of every layer, `pipeline` gives each rank some whole layers.
     parallel: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
-    # Number of layers of each rank in a pipeline.
+    # How many layers each rank of a pipeline has.
     split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
-    # A file of mlx.launch, of a group over several machines, relative to this file; this machine is its first host.
+    # Host file of mlx.launch, for a group over several machines. Its path is relative to the configuration file, and
+    # its
+    # first host is this machine.
     hosts: str = ""
-    # The interpreter that mlxd is installed for on the other machines; empty is the path of this one's.
+    # Path of the Python interpreter with mlxd on the other machines; empty means the same path as on this machine.
     python: str = ""
-    # What is in the file `hosts`.
+    # Content of the host file.
     launch: HostFile = HostFile()
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """The node of each rank: `local`, or the destination of its host for ssh."""
-        # mlx.launch starts by itself what is at 127.0.0.1.
+        """Node of each rank: `local`, or the ssh destination of the rank's host."""
+        # mlx.launch starts ranks at 127.0.0.1 without ssh.
         names = (LOCAL if host.ssh == "127.0.0.1" else host.ssh for host in self.launch.hosts[1:])
         return (LOCAL, *names) if self.launch.hosts else self.nodes
 
@@ -227,20 +237,21 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     preload: bool = False
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     context: Annotated[int, Meta(ge=0)] = 0
-    # Maximum of concurrently generated sequences; `auto` is the useful number that a calibration found.
+    # Maximum number of sequences that are generated at once; `auto` is the best number that a calibration found.
     max_running: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = DEFAULT_MAX_RUNNING
     max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024
     prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
-    # How rows share a forward pass; `auto` is the mode that the load's self-check found exact.
+    # How rows share a forward pass; `auto` is the mode that the self-check at load found to be exact.
     batching: Literal["auto", "together", "equal", "single"] = "auto"
     # Whether a request computes the same shapes in every run: alone, in chunks by position, from its first token.
     deterministic: bool = False
-    # Whether drafts are made from known text, where they are measured to be faster.
+    # Whether tokens are drafted from earlier text where measurements show that this is faster.
     speculate: Literal["auto", "off"] = "auto"
-    # Folder or repository of a smaller model with the same tokens, or of a drafter for this model; empty is none.
+    # Folder or repository of a smaller model with the same tokenizer, or of a drafter for this model; empty means none.
     draft: str = ""
     sparse_prefill: SparsePrefillConfig = SparsePrefillConfig()
-    # Task of the model: text generation, embeddings, scores of pairs, or audio; `auto` follows its files.
+    # Task of the model: text generation, embeddings, scores of text pairs, or audio. `auto` derives the task from the
+    # files.
     kind: Literal["auto", "text", "embed", "rerank", "audio"] = "auto"
     # Whether embeddings may be shortened even if the model's files do not declare it as trained for that.
     matryoshka: bool = False
@@ -251,31 +262,32 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Folders or repositories of LoRA adapters by name, requested as `NAME:ADAPTER` or by the adapter's name alone.
     adapters: dict[str, str] = {}
     trust_remote_code: bool = False
-    # The family whose reasoning and tool calls the model writes; empty is detected by its template and vocabulary.
+    # Parser for the model's reasoning and tool calls, named by model family. Empty detects it by template and
+    # vocabulary.
     parser: str = ""
-    # Jinja template that replaces the model's own; the file may also give the path of a template.
+    # Jinja template that replaces the model's own. In the configuration file, this may also be the path of a template.
     chat_template: str = ""
     cache: CacheConfig = CacheConfig()
-    # Bytes of KV for running requests; None is most of the memory share that the weights leave.
+    # Bytes of KV for running requests; None means a fixed fraction of the memory share beyond the weights.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None
-    # Bits of a quantized KV cache; None is the model's own precision. Fewer bits change answers, which report them.
+    # Bits of a quantized KV cache; None keeps the model's own precision. Quantization changes answers, which report it.
     kv_bits: Literal[8, 4] | None = None
     # Log level of the model's worker; None is the server's.
     log_level: LogLevel | None = None
     # The model's share of the memory budget.
     memory_bytes: Bytes = "auto"
-    # Experts on disk need a folder that `mlxctl repack` has made.
+    # Where a model's experts are stored. `disk` needs a model folder made by `mlxctl repack`.
     experts: Literal["memory", "disk"] = "memory"
-    # Bytes of experts that are cached in memory if they are on disk.
+    # Bytes of memory in which experts on disk are cached.
     expert_cache_bytes: Bytes = "auto"
     # A pinned model is never unloaded to make room.
     pin: bool = False
-    # Time without a request after which the model is unloaded; 0 is never.
+    # The model is unloaded after this time without a request; 0 means never.
     ttl_s: Seconds = 0.0
     fallback: FallbackConfig = FallbackConfig()
     group: GroupConfig = GroupConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
-    # The adapter that a request names; never in the file.
+    # Adapter that a request names; this field is never in the file.
     adapter: str = ""
 
     @property
@@ -285,7 +297,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names: the model's own and its aliases, or those of the requested adapter."""
+        """All names of the model and its aliases, or of the requested adapter."""
         own = (self.name, *self.aliases)
         return (self.full_name, self.adapter, *(f"{name}:{self.adapter}" for name in own[1:])) if self.adapter else own
 
@@ -296,12 +308,12 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def adapted(self) -> "list[ModelConfig]":
-        """The model once for each of its adapters, as requests see it."""
+        """Copies of this configuration, one for each adapter, with `adapter` set."""
         return [structs.replace(self, adapter=name) for name in self.adapters]
 
     @property
     def slots(self) -> int:
-        """Concurrent sequences, as far as is known before the worker reports them."""
+        """Expected maximum number of concurrent sequences, before the worker reports its own."""
         return DEFAULT_MAX_RUNNING if self.max_running == "auto" else self.max_running
 
 
@@ -309,7 +321,7 @@ class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[memory]`: the budget of all models together, and when one may replace another."""
 
     budget_bytes: Bytes = "auto"
-    # Number of models in memory at once; 0 is no limit.
+    # Maximum number of models in memory at once; 0 is no limit.
     max_loaded: Annotated[int, Meta(ge=0, le=10_000)] = 0
     # A loaded model stays at least this long, whatever other models are requested.
     min_residency_s: Seconds = 10.0
@@ -318,12 +330,12 @@ class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[media]`: bounds of images, video and audio in requests, and the sources they may be fetched from."""
 
-    # Bytes of one medium, and the number that a request may have.
+    # Maximum bytes of one medium, and maximum number of media in a request.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
     max_count: Annotated[int, Meta(ge=0, le=4096)] = 64
-    # Pixels of an image by its header; a larger one is never decoded.
+    # Maximum pixels of an image, according to its header. A larger image is never decoded.
     max_pixels: Annotated[int, Meta(ge=1024, le=1 << 30)] = 64_000_000
-    # Bytes of the media of all running requests together.
+    # Maximum bytes of the media of all running requests together.
     in_flight_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 512 * 1024 * 1024
     # Whether http and https URLs are fetched: never, or from addresses of the public internet.
     urls: Literal["off", "public"] = "off"
@@ -335,10 +347,10 @@ class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class AudioConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[audio]`: bounds of transcriptions, translations and speech."""
 
-    # Bounds of an uploaded file: its bytes, and its duration.
+    # Maximum bytes and maximum duration of an uploaded file.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 25 * 1024 * 1024
     max_duration_s: Annotated[float, Meta(gt=0, le=86400)] = 7200.0
-    # Characters of a text to speak, and the duration of its speech.
+    # Maximum characters of a text to speak, and maximum duration of the speech.
     max_input: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     max_speech_s: Annotated[float, Meta(gt=0, le=7200)] = 900.0
 
@@ -373,12 +385,12 @@ class Config(Struct, frozen=True):
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """The cap of the cache folder that all models share."""
+        """Limit of the cache folder that all models share."""
         return max((model.cache.disk_bytes for model in self.models.values()), default=0)
 
     @property
     def adapter_dir(self) -> Path:
-        """The folder that adapters may always be loaded from."""
+        """Folder from which adapters may always be loaded."""
         return self.home / "adapters"
 
     @property
@@ -422,5 +434,5 @@ def url_of(server: ServerConfig, host: str = "", port: int = 0) -> str:
 
 
 def file_key(field: str) -> str:
-    """Return a field's preferred key in the file, which has no unit."""
+    """Return a field's preferred key in the file: its name without the unit."""
     return field.removesuffix("_s").removesuffix("_bytes") if field.endswith(("_s", "_bytes")) else field

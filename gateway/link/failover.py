@@ -96,7 +96,7 @@ class ParkedSequences:
         self._unwatch()
 
     def on_crash(self, failure: Failure) -> None:
-        """Queue the lost sequences for the next worker. Fail those resumed too often, and the only suspect of two crashes."""
+        """Queue the lost sequences for the next worker; fail those resumed too often and the suspect of two crashes."""
         lost = [sequence for sequence in self._lost if not sequence.is_over]
         suspects = [sequence for sequence in lost if sequence.is_fresh]
         previous, self._crash_suspect = self._crash_suspect, _shared_fingerprint(suspects)
