@@ -1,4 +1,4 @@
-"""Validation of a peer's request: the bounds that the dialects' decoders check for other requests."""
+"""Validation of a peer's request against the limits that the dialects' decoders check for other requests."""
 
 import math
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, G
 SEQUENCES_MAX: Final = 1024
 TOP_LOGPROBS_MAX: Final = 20
 RESUME_MAX: Final = 1 << 20
-# Limit of a prediction, a schema and a grammar.
+# Maximum characters of a prediction, of a schema and of a grammar.
 TEXT_CHARS_MAX: Final = 4 << 20
-# Limits of one list: characters of all its texts, and ids.
+# Maximum characters of all texts of one list, and maximum ids of one list.
 WORDS_CHARS_MAX: Final = 16_384
 IDS_MAX: Final = 16_384
 ID_MAX: Final = (1 << 31) - 1
 
 
 def problems(asked: list[Generate]) -> Iterator[str]:
-    """Describe each field that no dialect would have sent."""
+    """Yield a description of each field that is outside the limits of the dialects."""
     if not 0 < len(asked) <= SEQUENCES_MAX:
         yield f"it has {len(asked)} sequences"
     if len({each.rid for each in asked}) != len(asked):
@@ -29,7 +29,7 @@ def problems(asked: list[Generate]) -> Iterator[str]:
     for each in asked:
         yield from _problems_of(each)
     for medium in {id(medium): medium for medium in media_of(asked)}.values():
-        # The digest is the key of cached features and prefixes, which other clients share.
+        # Other clients share the features and prefixes that are cached under this digest.
         if digest_of(medium.data) != medium.digest:
             yield f"the digest of {medium.param} is not that of its bytes"
 

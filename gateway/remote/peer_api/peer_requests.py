@@ -155,13 +155,13 @@ class GenerateForPeers:
             try:
                 await respond_stream(generation, encoder, record, receive, send, write_timeout_s, STREAM_TIMING, FRAMES)
             except ApiError as error:
-                # Failures of an admitted request are frames, even before the first byte.
+                # A failure after the admission is sent as a frame, even if it is the first.
                 record.outcome = error.outcome
                 await send_body(send, 200, encoder.error(error), kind=FRAMES)
 
 
 class PeerStreamEncoder:
-    """Encoder of a stream to a peer; its frames have the peer's rids."""
+    """Encoder of a stream to a peer. It replaces this daemon's rids by the peer's."""
 
     def __init__(self, theirs: Sequence[int]) -> None:
         self._theirs = theirs
@@ -219,7 +219,7 @@ class PeerStreamEncoder:
 def _failure(error: ApiError) -> Failure:
     """Turn an error into the failure that the peer's gateway expects."""
     if isinstance(error, Cancelled):
-        # The operator has cancelled it, so the peer must not try another place.
+        # The operator has cancelled the request, so the peer must not try another daemon.
         return Failure(Code.INVALID_REQUEST, error.message)
     unknown = Code.DRAINING if error.status in (429, 503) else Code.INTERNAL
     return Failure(_CODES.get(error.code or "", unknown), error.message, "", error.param, error.numbers)
@@ -231,7 +231,7 @@ def _decoded(body: bytes) -> PeerRequest:
 
 
 def _prepared(asked: list[Generate], next_rid: Callable[[], int]) -> list[Generate]:
-    """Check the sequences, and give them this daemon's rids. Raises `BadRequest`."""
+    """Check the sequences, and return them with rids of this daemon. Raises `BadRequest`."""
     problem = next(problems(asked), "")
     if problem:
         raise BadRequest(f"The peer's request is not valid: {problem}.")

@@ -1,7 +1,7 @@
-"""Prefix affinity: the places to which the beginning of a prompt was sent before.
+"""Prefix affinity: the places (this daemon or a peer) to which the beginning of a prompt was sent before.
 
-The gateway has no tokenizer, so a prefix is identified by a chain of hashes over the tools and each message. The place
-that was sent the longest prefix has most of the prompt in its prefix cache.
+The gateway has no tokenizer, so prefixes are identified by a chain of hashes over the tools and each message. The place
+to which the longest prefix was sent probably has the largest part of the prompt in its prefix cache.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ import msgspec
 from protocol.codec import BYTES_PER_TOKEN, UNREADABLE
 
 KEYS_MAX: Final = 50_000
-# A prefix expires after this time without a request, as it is evicted from caches.
+# A prefix expires after this time without a request: by then, caches have probably evicted it.
 EXPIRY_S: Final = 3600.0
-# Hashed bytes of a prompt, and the size of the pieces into which text and ids are cut.
+# Only the first BYTES_MAX of a prompt are hashed; text and token ids are cut into pieces of PIECE_BYTES.
 BYTES_MAX: Final = 1 << 20
 PIECE_BYTES: Final = 2048
 DIGEST_BYTES: Final = 12
@@ -83,7 +83,7 @@ def _pieces(prompt: _Chat | _Text | _Tokens) -> Iterator[Any]:
 
 
 def _cut(data: bytes) -> Iterator[bytes]:
-    """Cut into whole pieces, without the rest, so that a longer prompt has the same pieces."""
+    """Cut `data` into pieces of equal size, and omit the rest, so that a longer prompt has the same pieces."""
     for at in range(0, len(data) - PIECE_BYTES + 1, PIECE_BYTES):
         yield data[at : at + PIECE_BYTES]
 
@@ -105,7 +105,7 @@ class Affinity:
             self._places.popitem(last=False)
 
     def warm(self, prefixes: Sequence[Prefix]) -> dict[str, float]:
-        """Estimate by place how many tokens of the prompt it has cached."""
+        """Estimate for each place how many tokens of the prompt it has cached."""
         now, warm = self._clock(), dict[str, float]()
         for prefix in prefixes:
             places = self._places.get(prefix.key)

@@ -41,7 +41,7 @@ def _choice(candidate: RouteCandidate, choice: PlacementChoice | None, cost_s: f
 
 
 def _objection(node: PeerNode, name: str) -> str:
-    """Why a peer is no candidate for a model."""
+    """Return why a peer that is no candidate for a model cannot serve it."""
     if not node.is_up:
         return node.state
     model = node.model(name)

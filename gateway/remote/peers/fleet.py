@@ -33,18 +33,18 @@ log = logging.getLogger(__name__)
 D = TypeVar("D", SamplingDefaults, ThinkingDefaults)
 
 DRAIN_POLL_S: Final = 0.02
-# Assumed time of a load if it was not measured.
+# Assumed duration of a model's load if none was measured.
 UNKNOWN_LOAD_S: Final = 15.0
-# Peers that are tried for one tokenize call.
+# At most this many peers are tried for one tokenize call.
 CALL_ATTEMPTS_MAX: Final = 2
 RETRY_AFTER_S: Final = 2.0
-# Name of this daemon as a place.
+# This name stands for this daemon in places.
 HERE: Final = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteCandidate:
-    """Place with its form of the model. `node` and `peer_model` are None for this daemon."""
+    """Daemon that can serve a request. `node` and `peer_model` are None for this daemon."""
 
     place: CandidatePlace
     form: str
@@ -53,7 +53,7 @@ class RouteCandidate:
 
 
 class Fleet:
-    """Owner of the peers, the affinity of conversations and the streams at peers; all on the event loop.
+    """Owner of the peers, the prefix affinity and the streams at peers. Used on the event loop only.
 
     `here` returns this daemon's own place for a model.
     """
@@ -79,13 +79,13 @@ class Fleet:
         # Epochs of workers are positive.
         self._epochs = itertools.count(-1, -1)
         self._streams = 0
-        # Removed peers, closed when no stream runs.
+        # Peers that were removed from the configuration, to be closed when no stream runs at them.
         self._removed: list[PeerNode] = []
         self._config = config
         self.apply(config)
         metrics.peers = self._peer_metrics
 
-    # -- life --------------------------------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------------------------
 
     def apply(self, config: Config) -> None:
         """Apply the peers of a configuration. Streams at a removed peer continue."""
@@ -121,7 +121,7 @@ class Fleet:
                 poll.cancel()
 
     async def drain(self, deadline_s: float) -> None:
-        """Let streams at peers finish until the deadline; then lost sequences are no longer resumed."""
+        """Let streams at peers finish until the deadline. Sequences lost afterwards are not resumed."""
         end = asyncio.get_running_loop().time() + deadline_s
         while self._streams and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110 - tasks of many requests
             await asyncio.sleep(DRAIN_POLL_S)
@@ -155,7 +155,7 @@ class Fleet:
         return None if not entries else _as_model(entries[0][1].name, entries[0][1], entries[0][1].aliases)
 
     def models(self) -> Iterator[tuple[ModelConfig, WorkerView]]:
-        """Yield models of peers with their state, without those that have the name of a model of this daemon."""
+        """Yield the peers' models with their state, except those that share a name with a model of this daemon."""
         seen = set(self._config.models)
         for node in self.nodes.values():
             if not node.is_up or node.status is None:
@@ -166,7 +166,7 @@ class Fleet:
                     yield _as_model(model.name, model, model.aliases), _view(model)
 
     def view(self, name: str) -> WorkerView:
-        """State of a model that only peers have; stopped if none has it now."""
+        """Return the state of a model that only peers have: `stopped` if no peer has it now."""
         entries = list(self._served(name))
         return _view(entries[0][1]) if entries else WorkerView(name=name, path="", state=State.STOPPED)
 
@@ -191,7 +191,7 @@ class Fleet:
     # -- places ------------------------------------------------------------------------------------------------------
 
     def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[RouteCandidate]:
-        """Places that have the model, this daemon first: all of the first one's form, or of `form` if that is given."""
+        """Return the places of a model, this daemon first. All have the first place's form, or `form` if given."""
         candidates: list[RouteCandidate] = []
         if self.serves(model.name):
             candidates.append(RouteCandidate(self._here(model), self.forms.known(model)))
@@ -239,7 +239,7 @@ class Fleet:
             self._metrics.forwarded[name, reason] += 1
 
     async def call(self, model: ModelConfig, request: Tokenize | Detokenize) -> Tokenized:
-        """Call a peer, or the next one if it is lost.
+        """Send a tokenize or detokenize call to a peer, and to the next peer if the first is lost.
 
         Raises `CallRefused`, `WorkerGone`, `Unsendable`, `Unavailable`.
         """
@@ -256,7 +256,7 @@ class Fleet:
         raise no_peer(model.name)
 
     def start_failover(self, loss: PeerLost, resume: Callable[[PeerLost], Coroutine[Any, Any, None]]) -> None:
-        """Resume lost sequences in a task."""
+        """Start a task that resumes lost sequences."""
         if self.is_closing:
             self.link.fail(loss.sequences, SHUTTING_DOWN)
             return
@@ -269,7 +269,7 @@ class Fleet:
         self._streams -= 1
 
     def _peer_metrics(self) -> Iterable[tuple[str, bool, dict[str, int]]]:
-        """Name, availability and failures of each peer."""
+        """Return the name, availability and failure counts of each peer."""
         return [(name, node.is_up, dict(node.failures)) for name, node in self.nodes.items()]
 
 
@@ -280,13 +280,13 @@ def no_peer(model: str) -> Unavailable:
 
 def _place(node: PeerNode, model: PeerModel) -> CandidatePlace:
     load_s = 0.0 if model.state == State.READY else model.load_s or UNKNOWN_LOAD_S
-    # The peer's status does not include prompts that were sent after it.
+    # The peer's status does not include prompts that were sent to it since.
     unreported_s = node.unreported_tokens[model.name] / model.prefill_rate if model.prefill_rate else 0.0
     return CandidatePlace(node.name, model.wait_s + unreported_s, model.prefill_rate, load_s)
 
 
 def _as_model(name: str, model: PeerModel, aliases: tuple[str, ...]) -> ModelConfig:
-    """Make the configuration of a peer's model, with its defaults and limits there."""
+    """Make the configuration of a peer's model, with the defaults and limits that the peer reports."""
     return ModelConfig(
         name=name,
         path="",
@@ -300,7 +300,7 @@ def _as_model(name: str, model: PeerModel, aliases: tuple[str, ...]) -> ModelCon
 
 
 def _defaults(given: dict[str, Any], kind: type[D]) -> D:
-    """Decode a peer's defaults; invalid ones are ignored."""
+    """Decode a peer's defaults. Invalid values are ignored."""
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError:

@@ -24,27 +24,27 @@ log = logging.getLogger(__name__)
 POLL_S: Final = 1.0
 CONNECT_S: Final = 1.0
 STATUS_S: Final = 2.0
-# Time-outs from the whole request to the first byte of the response, and between bytes of the response.
+# Time-out from the end of the request to the first byte of the response, and time-out between bytes of the response.
 ACCEPT_S: Final = 2.0
 SILENCE_S: Final = 5.0
-# Slowest upload for which the time-outs allow.
+# Time-outs are extended as for an upload of this speed.
 UPLOAD_BYTES_PER_S: Final = 4_000_000
-# Age after which a status is ignored.
+# A status of a peer is ignored when it is older.
 STALE_S: Final = 4.0
 STATUS_BYTES_MAX: Final = 256 << 10
 MODELS_MAX: Final = 1000
-# Logged bytes of a response with another status than 200.
+# Maximum bytes that are logged of a response with another status than 200.
 REFUSAL_BYTES_MAX: Final = 4 << 10
-# Back-off after consecutive failures: the first pause, which doubles, and the longest.
+# Back-off after failures: the first pause, which doubles with each consecutive failure, and the longest.
 PAUSE_S: Final = (1.0, 30.0)
-# Pauses for a model after the peer refused the key, does not serve the model, or has no room for it.
+# A peer gets no requests for a model for this time after it refused the key, lacked the model, or was full.
 KEY_REFUSED_S: Final = 30.0
 ABSENT_S: Final = 30.0
 BUSY_S: Final = 1.0
 
 
 class PeerDeclined(Exception):
-    """The peer responded with another status than 200."""
+    """Raised when a peer responds with another status than 200."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text[:200]}")
@@ -55,21 +55,21 @@ class PeerNode:
     """One peer. Its fleet polls it, on the fleet's event loop."""
 
     def __init__(self, config: PeerConfig, boot: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`boot` is this gateway's number, by which a peer that is this daemon itself is detected."""
+        """Set up the peer. `boot` is this gateway's boot number, which reveals a peer that is this daemon itself."""
         self.config = config
         self.name = config.name
         self.status: PeerStatus | None = None
-        # Why no requests may be sent to it, or empty.
+        # Reason why no requests may be sent to this peer; empty if there is none.
         self.problem = "not heard of yet"
         self.failures: Counter[str] = Counter()
-        # Prompt tokens by model that were sent since its newest status, which does not include them.
+        # By model: prompt tokens sent to the peer since its newest status, which does not include them.
         self.unreported_tokens: Counter[str] = Counter()
         self._boot = boot
         self._clock = clock
         self._status_at = -STALE_S
         self._consecutive_failures = 0
         self._paused_until = 0.0
-        # Ends of the pauses by model.
+        # By model: the time until which the peer gets no requests.
         self._blocked_until: dict[str, float] = {}
         self._client = make_client(config.ca, SILENCE_S, CONNECT_S, config.url)
 
@@ -78,13 +78,13 @@ class PeerNode:
 
     @property
     def is_up(self) -> bool:
-        """Whether requests may be sent to it now."""
+        """Whether requests may be sent to this peer now."""
         now = self._clock()
         return not self.problem and now - self._status_at < STALE_S and now >= self._paused_until
 
     @property
     def state(self) -> str:
-        """Description of its state for operators."""
+        """Description of the peer's state, for operators."""
         if self.is_up:
             return "up"
         if self.problem:
@@ -92,20 +92,20 @@ class PeerNode:
         return "paused after a failure" if self._clock() < self._paused_until else "silent"
 
     def model(self, name: str) -> PeerModel | None:
-        """Return its model of this name or alias, unless that is blocked."""
+        """Return the peer's model of this name or alias, unless the model is blocked."""
         models = () if self.status is None else self.status.models
         model = next((each for each in models if name == each.name or name in each.aliases), None)
         return None if model is None or self._blocked_until.get(model.name, 0.0) > self._clock() else model
 
     def block(self, name: str, pause_s: float) -> None:
-        """Send no requests for a model for a while; `name` is its name at the peer."""
+        """Send no requests for a model during `pause_s`. `name` is the model's name at the peer."""
         self._blocked_until[name] = self._clock() + pause_s
 
     def note_failure(self, reason: str) -> None:
-        """Count a failure of the peer itself, and pause it."""
+        """Count a failure of the peer itself, and send it no requests for a pause."""
         self.failures[reason] += 1
         if self._clock() < self._paused_until:
-            return  # one failure ends all streams at the peer
+            return  # streams that end by the same failure count once
         self._consecutive_failures += 1
         first_s, longest_s = PAUSE_S
         self._paused_until = self._clock() + min(longest_s, first_s * 2 ** min(self._consecutive_failures - 1, 10))
@@ -115,7 +115,7 @@ class PeerNode:
         self._consecutive_failures = 0
 
     async def poll(self) -> bool:
-        """Update its status. Return whether its gateway has restarted since the previous one."""
+        """Update the peer's status. Return whether the peer's gateway has restarted since the previous status."""
         boot = None if self.status is None else self.status.boot
         try:
             status = await self._fetch_status()
@@ -166,7 +166,7 @@ class PeerNode:
 
     @property
     def secret(self) -> str:
-        """Key for this peer, read each time, so that a new one takes effect. Raises `OSError`, `ValueError`."""
+        """Read the key for this peer, each time anew so that a new key takes effect. Raises `OSError`, `ValueError`."""
         return read_secret(Path(self.config.key_file))
 
     def _objection(self, status: PeerStatus) -> str:

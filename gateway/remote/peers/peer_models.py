@@ -12,7 +12,7 @@ REFRESH_INTERVAL_S: Final = 10.0
 
 
 class Forms:
-    """Forms by model, as of the newest refresh. Owned by the fleet."""
+    """Digests of models ("forms") by model, as of the newest refresh. Owned by the fleet."""
 
     def __init__(self) -> None:
         self._reader = FormReader()
@@ -21,7 +21,7 @@ class Forms:
         self._models: tuple[ModelConfig, ...] = ()
 
     def known(self, model: ModelConfig) -> str:
-        """Form of a model; empty if it is not known yet, or the model is not on this machine."""
+        """Return the form of a model; empty if it is not known yet, or if the model is not on this machine."""
         return self._known.get(model.name, "")
 
     async def refresh(self, models: Iterable[ModelConfig]) -> None:
@@ -37,7 +37,7 @@ class Forms:
 
 
 def _settings(model: ModelConfig) -> tuple[str, ...]:
-    """Settings that change the tokens or the events of a response."""
+    """Return the settings that affect the tokens or the events of a response."""
     code = "code" if model.trust_remote_code else ""
     kv = (f"kv_bits {model.kv_bits}",) if model.kv_bits else ()
     return (model.dtype, model.parser, model.chat_template, code, *kv)

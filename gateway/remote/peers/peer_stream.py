@@ -46,7 +46,7 @@ PLACE_FAILURES: Final = frozenset(
     }
 )
 
-# Statuses for which no other peer is tried: the request is invalid, too large, or has passed this daemon before.
+# After these statuses no other peer is tried: the request is invalid, too large, or has passed this daemon before.
 _FINAL_STATUSES: Final = (400, 413, 508)
 
 
@@ -59,7 +59,7 @@ class PeerLost:
     failure: Failure
 
 
-# Called once at most, when the stream has ended.
+# A function that is called at most once, when the stream has ended.
 OnLoss = Callable[[PeerLost], None]
 
 
@@ -81,7 +81,7 @@ class PeerStream:
         on_end: Callable[[], None],
         headers: dict[str, str],
     ) -> None:
-        """Raises `OSError` or `ValueError` if the peer's key cannot be read."""
+        """Set up an unsent stream. Raises `OSError` or `ValueError` if the peer's key cannot be read."""
         self.node = node
         self.name = name
         self.peer_model = model.name
@@ -97,7 +97,7 @@ class PeerStream:
         self._call = b""
         self._open: set[int] = set()
         self._parked: list[Sequence] = []
-        # Prompt tokens by rid, as counted by earlier places too: all must count the same.
+        # By rid: the number of prompt tokens. A sequence must have the same number at each place.
         self.prompt_tokens: dict[int, int] = {}
         self._failure: Failure | None = None
         self._task: asyncio.Task[None] | None = None
@@ -118,12 +118,12 @@ class PeerStream:
         self._link.detach(self.epoch)
         self._on_end()
 
-    # -- a frame sender ----------------------------------------------------------------------------------------------
+    # -- FrameSender -------------------------------------------------------------------------------------------------
 
     def prepare(self, request: Generate) -> Generate:
         """Return the request for the peer: without the tenant, and with a keyed hash of the cache salt.
 
-        It always requests progress, so that a long prefill is not taken for a lost peer.
+        The request always asks for progress, so that a peer in a long prefill is not taken for lost.
         """
         self.claims.expect(request)
         salt = request.cache_salt

@@ -1,8 +1,8 @@
 """Choice of the daemon that serves a request, by cost and by prefix-cache affinity.
 
-The cost of a place is the time to the first token: its queue, a load of the model, and the prefill of the prompt's
-uncached part. A conversation moves only if that gains more than its own prefill costs. With a lower threshold, under
-overload, every place would process every conversation.
+The cost of a place is the time to the first token: the wait in its queue, a load of the model, and the prefill of the
+prompt's uncached part. A conversation moves to another place only if that saves more time than its prefill there
+takes. With a lower threshold, under overload, every place would process every conversation.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Reason = Literal["only", "affinity", "cost"]
 
 # Assumed prefill rate, in tokens per second, if no place has measured its own.
 UNKNOWN_RATE: Final = 500.0
-# Least gain for which a conversation leaves the place that has it cached.
+# A conversation leaves the place that has it cached only if that saves at least this time.
 GAIN_MIN_S: Final = 0.25
 
 
@@ -42,7 +42,7 @@ class PlacementChoice:
 
 
 def choose(places: Sequence[CandidatePlace], tokens: float) -> PlacementChoice:
-    """Choose the place for a prompt of about `tokens`, the first of equal ones. `places` must not be empty."""
+    """Choose the place for a prompt of about `tokens`, the first among equals. `places` must not be empty."""
     usual = usual_rate(places)
     costs = {place.name: cost_s(place, tokens, usual) for place in places}
     if len(places) == 1:
@@ -57,7 +57,7 @@ def choose(places: Sequence[CandidatePlace], tokens: float) -> PlacementChoice:
 
 
 def usual_rate(places: Sequence[CandidatePlace]) -> float:
-    """Assumed rate of a place that has not measured its own: the mean of the others."""
+    """Return the rate to assume for places that have not measured theirs: the mean of the other places."""
     known = [place.rate for place in places if place.rate > 0]
     return sum(known) / len(known) if known else UNKNOWN_RATE
 

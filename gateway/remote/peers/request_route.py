@@ -1,4 +1,4 @@
-"""Route of one request over daemons: its first place, and the failover of its sequences when that is lost."""
+"""Route of one request over daemons: its first place, and the failover of its sequences when a place is lost."""
 
 import asyncio
 import logging
@@ -22,10 +22,10 @@ from protocol.to_worker import Generate
 
 log = logging.getLogger(__name__)
 
-# Longest wait of lost sequences for another place, and the interval of attempts.
+# Lost sequences wait at most FAILOVER_TIMEOUT_S for another place, sought every FAILOVER_POLL_S.
 FAILOVER_TIMEOUT_S: Final = 30.0
 FAILOVER_POLL_S: Final = 0.2
-# Limit of moves per sequence.
+# Maximum number of moves of one sequence.
 MOVES_MAX: Final = 20
 
 
@@ -48,7 +48,7 @@ class RequestRoute:
     # Whether this daemon could not load the model.
     is_refused_here: bool = False
     _prompt_tokens: dict[int, int] = field(default_factory=dict[int, int])
-    # Index of the open tool call of each sequence.
+    # By rid: the index of the sequence's open tool call.
     _calls: dict[int, int] = field(default_factory=dict[int, int])
 
     def begin(self) -> PeerStream | None:
@@ -78,7 +78,7 @@ class RequestRoute:
                 return
             if await self._move(left):
                 return
-            # A local worker has the others; its own failover resumes them if it is lost.
+            # The other sequences run on a local worker, whose own failover resumes them if the worker is lost.
             left = [sequence for sequence in left if sequence.epoch == PARKED]
             for sequence in left:
                 sequence.collector.note_activity()
@@ -93,7 +93,7 @@ class RequestRoute:
             for sequence in left:
                 link.resume(stream.epoch, sequence)
             if not any(sequence.epoch == stream.epoch for sequence in left):
-                # All have ended: their deadline has passed, or they are too large.
+                # All sequences have ended, because their deadline has passed or they are too large.
                 stream.discard()
             return True
         if self.served_by != HERE:
@@ -113,7 +113,7 @@ class RequestRoute:
         return True
 
     def _next(self, reason: str, form: str | None = None) -> PeerStream | None:
-        """Move to the best place now: a stream at a peer, or None. `served_by` is `-` if there is no place."""
+        """Move to the best place now: a stream at a peer, or None. `served_by` becomes `-` if there is no place."""
         candidates = self.fleet.candidates(self.model, self.prefixes, form)
         if self.is_refused_here:
             candidates = [each for each in candidates if each.node is not None]

@@ -28,19 +28,21 @@ CONNECT_S: Final = 5.0
 # Time-out for the logged text of a refusal.
 EXCERPT_TIMEOUT_S: Final = 5.0
 BODY_BYTES_MAX: Final = 64 << 20
-# The end of a stream that is kept, because it contains the usage.
+# So many bytes of a stream's end are kept, because they contain the usage.
 TAIL_BYTES: Final = 16 * 1024
-# Limit of prompt tokens beyond one per byte of the body: the upstream's own instructions and template, media by URL.
+# Reported prompt tokens may exceed the bytes of the body by this number, for the upstream's own instructions and
+# template, and for media given by URL.
 UNSEEN_TOKENS_MAX: Final = 1 << 16
-# Limit of a sequence without `max_tokens`. Reasoning is counted but need not be sent, so the text can be shorter.
+# Maximum reported tokens of a sequence without `max_tokens`. The size of the text is no limit, because reasoning may be
+# counted without being sent.
 COMPLETION_TOKENS_MAX: Final = 1 << 18
 # Headers passed from clients to upstreams, and from upstreams to clients.
 _REQUEST_HEADERS: Final = ("anthropic-version", "anthropic-beta")
 _RESPONSE_HEADERS: Final = (b"retry-after",)
-# Statuses about the upstream or this daemon's key rather than the request, and those about the key alone.
+# Statuses that mean a problem of the upstream or of this daemon's key, not of the request; and those of the key alone.
 _UPSTREAM_STATUSES: Final = frozenset({401, 402, 403, 404, 408, 429, 500, 502, 503, 504, 529})
 _KEY_STATUSES: Final = frozenset({401, 402, 403})
-# Logged characters of a refusal, and of an unexpected media type.
+# Maximum characters that are logged of a refusal, and of an unexpected media type.
 _EXCERPT_CHARS: Final = 500
 _KIND_CHARS: Final = 100
 
@@ -71,7 +73,7 @@ class Clients:
     """HTTP clients by upstream, made at the first request. All on the event loop."""
 
     def __init__(self) -> None:
-        # Each with the configuration that it was made for.
+        # By upstream: the client, and the configuration for which it was made.
         self._clients: dict[str, tuple[UpstreamConfig, httpx.AsyncClient]] = {}
         self._replaced: list[httpx.AsyncClient] = []
         self._running = 0
@@ -209,8 +211,8 @@ class UpstreamResponse:
         await self._response.aclose()
 
     def usage(self, body_bytes: int, sequences: int, max_tokens: int | None) -> tuple[int, int]:
-        """Prompt and completion tokens, as the upstream reports them, or estimated by size if it does not or reports
-        impossible ones. `max_tokens` is the limit of each sequence."""
+        """Return the prompt and completion tokens that the upstream reports. Missing or impossible counts are replaced
+        by estimates from the sizes. `max_tokens` is the limit of each sequence."""
         if self.status >= 400:
             return 0, 0
         prompt = completion = 0

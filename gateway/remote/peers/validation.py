@@ -11,20 +11,20 @@ from protocol.from_worker import Accepted, Delta, DeltaKind, Progress, PromptPar
 from protocol.peering import PeerModel
 from protocol.to_worker import Generate
 
-# Limit of every count and time.
+# Maximum value of every count and time that a peer sends.
 NUMBER_MAX: Final = 1 << 53
 # Assumed context of a peer's model that does not report one.
 CONTEXT_MAX: Final = 1 << 24
 ID_MAX: Final = (1 << 31) - 1
-# Limits of a sequence's text: characters per token on average, and added to that.
+# A sequence's text may have TOKEN_CHARS_MAX characters per token on average, plus CHARS_MIN.
 TOKEN_CHARS_MAX: Final = 1024
 CHARS_MIN: Final = 1 << 16
-# Limit of tokens whose text is held back, as that of a stop string is.
+# Maximum number of tokens whose text is held back, for instance because it may begin a stop string.
 HELD_TOKENS_MAX: Final = 4096
-# Limits of a frame: its size without tokens, and per token and per alternative on average.
+# A frame may have FRAME_BYTES, plus on average TOKEN_BYTES for each token and each alternative.
 FRAME_BYTES: Final = 1 << 20
 TOKEN_BYTES: Final = 64
-# Indices in `PeerClaims.calls` of a sequence in no tool call, and in one that is not known.
+# Values in `PeerClaims.calls` for a sequence that is in no tool call, and in a tool call whose index is unknown.
 NO_CALL: Final = -1
 _UNKNOWN_CALL: Final = -2
 
@@ -55,10 +55,10 @@ class _Expected:
     tokens_max: int
     chars_max: int
     tokens: int
-    # Log-probability entries of the prompt that may still be sent, and the most alternatives in one.
+    # How many log-probability entries of the prompt may still be sent, and how many alternatives one entry may have.
     prompt_entries: int = 0
     prompt_top: int = 0
-    # Whether the prompt's ids may still be sent.
+    # Whether the prompt's token ids may still be sent.
     allows_prompt_ids: bool = False
     chars: int = 0
 
@@ -74,7 +74,7 @@ class PeerClaims:
         self._context = max(model.context, ready) or CONTEXT_MAX
         self._sequences: dict[int, _Expected] = {}
         self.calls: dict[int, int] = {}
-        # Limit of a frame of this stream.
+        # Maximum bytes of a frame of this stream.
         self.frame_bytes = FRAME_BYTES
 
     def expect(self, request: Generate) -> None:
