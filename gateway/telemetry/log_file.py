@@ -67,7 +67,7 @@ class RotatingFile:
 
 
 def rotated_path(path: Path, number: int) -> Path:
-    """Path of the `number`th rotated file; 0 is the current one."""
+    """Return the path of a rotated file; 1 is the newest rotated file, 0 the current file."""
     return path.with_name(f"{path.name}.{number}") if number else path
 
 

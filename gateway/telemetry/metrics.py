@@ -12,7 +12,8 @@ from gateway.workers.supervisor.state import MemoryView
 from protocol.from_worker import Pong, Step, Usage
 from protocol.stats import Stats
 
-# Prefill rate: sequences with fewer computed tokens are ignored, and older ones decay by this factor per sequence.
+# The prefill rate ignores sequences with fewer computed tokens than PREFILL_TOKENS_MIN. With each new sequence, the
+# weight of older ones is multiplied by PREFILL_DECAY.
 PREFILL_TOKENS_MIN: Final = 64
 PREFILL_DECAY: Final = 0.8
 
@@ -106,7 +107,7 @@ class ModelMetrics:
     # Decaying sums of prompt tokens processed by local workers, and the time of it.
     prefilled_tokens: float = 0.0
     prefilled_s: float = 0.0
-    # Part of the process's memory that returned in time after the newest unload.
+    # Fraction of the process's memory that was free again in time after the newest unload.
     returned_part: float | None = None
 
     def sequence_ended(self, reason: str, usage: Usage | None) -> None:
@@ -166,7 +167,7 @@ class BodyNumbers:
     """Metrics of request bodies. Updated on the event loop."""
 
     used_bytes: int = 0
-    # Requests refused for lack of room, and bodies processed in the thread.
+    # How many requests were refused for lack of room, and how many bodies were processed in the thread.
     refused: int = 0
     offloaded: int = 0
 
