@@ -75,8 +75,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     write_timeout_s: Seconds = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
     # Maximum bytes of all request bodies in memory at once. A body counts until its request ends. `auto` is a fraction
-    # of
-    # the machine's memory.
+    # of the machine's memory.
     body_memory_bytes: Bytes = "auto"
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
@@ -98,8 +97,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # Limit of requests without a valid key, per minute and client address. Further ones get status 429. 0 is no limit.
     unauthorized_rpm: Annotated[int, Meta(ge=0, le=1_000_000)] = 300
     # Maximum number of connections in total, and from one address. `auto` derives the total from the limit of open
-    # files,
-    # and allows one address half of it.
+    # files, and allows one address half of it.
     max_connections: Connections = "auto"
     max_connections_per_address: Connections = "auto"
     cors: tuple[str, ...] = ()
@@ -111,8 +109,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # `vllm` also exports metrics under vLLM's names.
     metrics_compat: Literal["", "vllm"] = ""
     # Model for requests that name no model, and model for requests of a vendor's small model. If empty, those requests
-    # are
-    # refused.
+    # are refused.
     default: str = ""
     small: str = ""
     # A request that takes longer is logged as a warning with the time of each phase. 0 disables this.
@@ -212,8 +209,7 @@ class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # How many layers each rank of a pipeline has.
     split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     # Host file of mlx.launch, for a group over several machines. Its path is relative to the configuration file, and
-    # its
-    # first host is this machine.
+    # its first host is this machine.
     hosts: str = ""
     # Path of the Python interpreter with mlxd on the other machines; empty means the same path as on this machine.
     python: str = ""

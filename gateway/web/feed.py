@@ -51,7 +51,7 @@ class _Viewer:
     queue: list[bytes] = field(default_factory=list[bytes])
     needs_snapshot: bool = True
     is_over: bool = False
-    # Set once the first bytes are sent and the task waits for events.
+    # Whether the first bytes are sent and the viewer's task waits for events.
     is_idle: bool = False
     wrote_at: float = 0.0
     news: asyncio.Event = field(default_factory=asyncio.Event)

@@ -45,8 +45,7 @@ class Effects:
     """Effects of a worker's state machine on the machine; tests inject clock and randomness."""
 
     # `admit` waits for memory and returns the worker's share in bytes, 0 for no limit. It raises `ModelUnavailable` if
-    # the
-    # model can never be granted any.
+    # the model can never be granted any.
     admit: Callable[[WorkerSpec], Awaitable[int]]
     # `on_state` is called with a worker's name and its new state.
     on_state: Callable[[str, State], None]

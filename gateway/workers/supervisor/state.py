@@ -130,14 +130,12 @@ class WorkerLimits:
     drain_s: float = 30.0
     resume: ResumeLimits = field(default_factory=ResumeLimits)
     # Memory is measured each `measure_interval_s`. The pressure level rises at most once per `squeeze_s`, and falls by
-    # one
-    # after `relax_s` without pressure.
+    # one after `relax_s` without pressure.
     measure_interval_s: float = 1.0
     squeeze_s: float = 3.0
     relax_s: float = 30.0
     # A worker that stays at least `creep_bytes` above its share for `creep_s` is restarted. Between two such restarts
-    # are
-    # at least `recycle_s` for one model, and `recycle_gap_s` for any models.
+    # are at least `recycle_s` for one model, and `recycle_gap_s` for any models.
     creep_s: float = 10.0
     creep_bytes: int = 64 << 20
     recycle_s: float = 600.0
