@@ -9,7 +9,7 @@ from gateway.access.audit_log import Audit, AuditEntry, AuditUnwritable
 
 log = logging.getLogger(__name__)
 
-# Pending lines; further ones are lost and counted.
+# Maximum number of pending lines; further lines are lost and counted.
 PENDING_MAX: Final = 1000
 
 

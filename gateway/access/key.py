@@ -29,7 +29,7 @@ class KeyLimits(Struct, frozen=True, kw_only=True):
     tokens_per_day: Limit = 0
     requests_per_month: Limit = 0
     tokens_per_month: Limit = 0
-    # Percent of a daily or monthly budget from which its use is logged; 0 logs only a spent one.
+    # Percentage of a daily or monthly budget from which its use is logged; 0 logs only a spent budget.
     alert_at: Percent = 80
 
     @property
@@ -66,7 +66,7 @@ class Key(KeyLimits, frozen=True, kw_only=True):
     is_disabled: bool = False
     # The key of another mlxd that forwards its clients' requests: opens `/internal/`, and nothing else.
     is_peer: bool = False
-    # Whether its requests may be sent to an upstream if their model allows it.
+    # Whether the key's requests may be sent to an upstream if their model allows it.
     may_leave: bool = False
     # Names of fields that a mlxd must know to accept this key.
     requires: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Key(KeyLimits, frozen=True, kw_only=True):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it grants anything, apart from its expiry."""
+        """Whether the key grants anything, apart from its expiry."""
         return not self.is_disabled and KNOWN.issuperset(self.requires)
 
     @property

@@ -15,7 +15,7 @@ from gateway.telemetry.log_file import last_lines
 
 log = logging.getLogger(__name__)
 
-# Addresses recorded for one secret; more are not, so that its holder cannot fill the audit log.
+# Maximum number of addresses recorded for one secret, so that its holder cannot fill the audit log.
 ADDRESSES_MAX: Final = 256
 # Maximum lines that are read at the start.
 _LINES_MAX: Final = 100_000
