@@ -30,7 +30,7 @@ TRANSFERS_MAX: Final = 4
 # A transfer is given up after this many failures in a row without a byte between them.
 ATTEMPTS: Final = 6
 RETRY_DELAY_S: Final = 1.0
-# This much must stay free, because a full disk breaks more than the download.
+# This much disk space must stay free, because a full disk breaks more than the download.
 RESERVE_BYTES: Final = 256 * 1024 * 1024
 _TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 

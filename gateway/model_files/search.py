@@ -42,7 +42,7 @@ class FoundRepository(Struct, frozen=True):
     downloads: int | None = None
     is_downloaded: bool = False
     purpose: str = ""
-    # None if its needs are unknown.
+    # None if the model's memory needs are unknown.
     info: ModelMetadata | None = None
 
 

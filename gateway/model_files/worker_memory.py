@@ -5,7 +5,7 @@ from typing import Final
 MIB: Final = 1 << 20
 # Python, MLX and a tokenizer take 55 MiB on Linux as measured (docs/memory.md); Metal's share was not measured.
 OVERHEAD_BYTES: Final = 128 * MIB
-# A step's buffers, and the weights' overhead, take at least this much, and this part of the weights.
+# Buffers of a step, and the overhead of the weights, take at least BUFFER_BYTES, and a fraction of the weights.
 BUFFER_BYTES: Final = 64 * MIB
 BUFFER_PART: Final = 20
 # A model with towers keeps at least these cached features; encoding, and images in transit, need this much more.
