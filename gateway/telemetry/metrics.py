@@ -177,7 +177,7 @@ class MediaNumbers:
     """Metrics of the images, video and audio of requests. Updated on the event loop."""
 
     used_bytes: int = 0
-    # Requests refused for lack of room.
+    # How many requests were refused for lack of room.
     refused: int = 0
     # Running fetches by URL.
     fetching: int = 0
