@@ -29,7 +29,7 @@ from gateway.web.session import Sessions, WebSession
 INTERVAL_S: Final = 1.0
 PING_S: Final = 15.0
 VIEWERS_MAX: Final = 32
-# Pending events of one viewer; a viewer with more gets a snapshot in their place.
+# Maximum number of pending events of one viewer; a viewer with more gets a snapshot instead.
 QUEUE_MAX: Final = 4
 REQUESTS_MAX: Final = 50
 # Minimum interval between lists of requests that differ only in counters; below two ticks, since ticks vary.

@@ -22,7 +22,7 @@ from gateway.workers.memory.host import ThisMachine
 
 CHILD: Final = (sys.executable, "-P", "-m", "gateway.web.hub_child")
 TIMEOUT_S: Final = 90.0
-# Concurrent queries of the hub; one more is refused.
+# Maximum number of concurrent queries of the hub; further queries are refused.
 QUERIES_MAX: Final = 2
 WORDS_MAX: Final = 16
 _TEXT_MAX: Final = 200

@@ -21,7 +21,7 @@ from gateway.web.schemas import LogLine, LogLines
 
 LINES_DEFAULT: Final = 200
 LINES_MAX: Final = 1000
-# Lines in one event of the feed, which is sent once a second.
+# Maximum number of lines in one event of the feed, which is sent once a second.
 EVENT_LINES_MAX: Final = 50
 _HEAD: Final = frozenset({"time", "level", "logger", "message", "exception"})
 _TEXT_MAX: Final = 200
