@@ -5,20 +5,22 @@ from collections.abc import Awaitable, Callable
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.api import routes
 from gateway.api.common.catalog import Catalog
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.embeddings import Embeddings
 from gateway.api.parts import HandlerEndpoint, Parts
 from gateway.api.responses.endpoints import Responses
-from gateway.api.system import health, operations
+from gateway.api.system import health
 from gateway.config.origins import is_loopback
 from gateway.config.settings import Config
 from gateway.control import adapter_endpoints, endpoints, requests
 from gateway.control.commands import AuditedCommand
 from gateway.link.link import WorkerLink
-from gateway.middleware.auth import Auth, TrustedClient
+from gateway.middleware.auth import Auth
 from gateway.middleware.cors import Cors
 from gateway.middleware.entry import EntryMiddleware
+from gateway.middleware.socket_auth import TrustedClient
 from gateway.reload import Reloader
 from gateway.remote.peer_api import peer_requests
 from gateway.services import Services, SpanTracer
@@ -37,7 +39,7 @@ class App:
         self.backend = Backend(self.services)
         self._responses = Responses(self.services, config)
         parts = Parts(self.services, Catalog(self.services), self._responses, self.backend.downloads)
-        self.routes = [*operations.routes(parts), *peer_requests.routes(self.services)]
+        self.routes = [*routes.routes(parts), *peer_requests.routes(self.services)]
         router = Router(self.routes, redirect_slashes=False)
         self._entry = EntryMiddleware(_guarded(router, self.services, self.backend), self.services, is_public=True)
 

@@ -25,7 +25,7 @@ from gateway.link.link import WorkerLink
 from gateway.reload import Reloader, facts_of
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
-from gateway.workers.power.desktop import DesktopWatch, make_probe
+from gateway.workers.power.battery_and_display import DesktopWatch, make_probe
 from gateway.workers.power.keep_awake import Awake
 from gateway.workers.supervisor.spawn import Command, default_command
 from gateway.workers.supervisor.state import State

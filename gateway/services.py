@@ -22,7 +22,7 @@ from gateway.remote.peers.fleet import Fleet
 from gateway.remote.peers.placement import CandidatePlace
 from gateway.remote.peers.upstream_client import Clients
 from gateway.request.admission import Admission
-from gateway.request.bodies import Bodies, memory_bytes, share_bytes
+from gateway.request.body_memory import Bodies, memory_bytes, share_bytes
 from gateway.request.in_flight import Requests
 from gateway.request.model_load import LoadMeter
 from gateway.request.record import RequestRecord

@@ -6,7 +6,7 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from gateway.errors import BadRequest
-from gateway.http.exchange import read_body
+from gateway.http.request_body import read_body
 from protocol.codec import UNREADABLE
 
 T = TypeVar("T")

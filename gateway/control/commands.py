@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.audit_log import Action, AuditActor, Fact, entry
 from gateway.access.audit_trail import AuditTrail
-from gateway.control.socket_peer import peer_of
+from gateway.control.audit_actor import peer_of
 from gateway.errors import ApiError
 from gateway.http.direct_write import outlet_of
 from gateway.request.record import record_of

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.errors import ApiError
-from gateway.http.exchange import SLICE_BYTES, reserve
-from gateway.request.bodies import Bodies, BodyLease
+from gateway.http.exchange import SLICE_BYTES
+from gateway.http.request_body import reserve
+from gateway.request.body_memory import Bodies, BodyLease
 from gateway.request.record import RequestRecord
 
 # A reader has two slices in the transport, whose high-water mark is one slice, and holds the next slice.

@@ -49,7 +49,7 @@ class Collector:
         self.rids = tuple(rids)
         # Number of prompt tokens by rid.
         self.accepted: dict[int, int] = {}
-        # Parts of the request's JSON schema that the grammar does not enforce.
+        # Parts of the request's JSON schema that the grammar does not enforce; the same for all of its sequences.
         self.relaxed: tuple[str, ...] = ()
         # Turns and tokens left out of the prompt, for the sequence from which most was left out.
         self.left_out = (0, 0)

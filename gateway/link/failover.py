@@ -143,7 +143,8 @@ class ParkedSequences:
             self._events.sequences_resumed(self._model, sent)
 
     def expire(self) -> None:
-        """End what has expired, once per heartbeat: deadlines and trials. Parked sequences count as active."""
+        """End what has expired, once per heartbeat: deadlines and trials. Parked sequences count as active
+        because their model is loading."""
         if self._watched and self._now() >= self._watch_ends:
             self._unwatch()
         if parked := [*self._lost, *self._waiting]:

@@ -177,17 +177,6 @@ class Auth:
             raise Forbidden("This web page may not use mlxd. Name its origin in [server] cors, or use an API key.")
 
 
-class TrustedClient:
-    """ASGI app used instead of `Auth` on the unix socket, whose every client is the owner."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record_of(scope).caller = OWNER
-        await self._app(scope, receive, send)
-
-
 def _secrets(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
     """Return the secrets in the headers `x-api-key` and `authorization`."""
     secrets: list[bytes] = []

@@ -11,7 +11,7 @@ from starlette.types import Scope
 from gateway.access.caller import NOBODY, Caller
 from gateway.config.address import UNKNOWN, Address
 from gateway.media.in_flight_bytes import MediaLease
-from gateway.request.bodies import BodyLease
+from gateway.request.body_memory import BodyLease
 from gateway.request.timings import Phases
 from gateway.request.trace_context import TraceContext
 from protocol.prompts import Media

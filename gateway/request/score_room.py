@@ -3,7 +3,7 @@
 from typing import Final
 
 from gateway.errors import BadRequest, Unavailable
-from gateway.request.bodies import RETRY_AFTER_S, BodyLease
+from gateway.request.body_memory import RETRY_AFTER_S, BodyLease
 from protocol.to_worker import Generate
 
 # Maximum size of the log-probabilities in one answer, including repetitions.

@@ -29,8 +29,8 @@ from gateway.link.link import WorkerLink
 from gateway.reload import Reloader
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
+from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.spawn import default_command
-from gateway.workers.supervisor.state import WorkerLimits
 from protocol.spec import WorkerSpec
 from tests.support.pool import short_home
 from tests.support.scale import patient

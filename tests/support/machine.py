@@ -12,8 +12,9 @@ from gateway.link.link import WorkerLink
 from gateway.link.sequence import Sequence
 from gateway.link.transport import WorkerGone
 from gateway.link.worker_connection import Connection, FrameSender, Report
+from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects
-from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State, WorkerLimits
+from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State
 from gateway.workers.supervisor.worker import Worker
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Hello, Pong, Ready, Step

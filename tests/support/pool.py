@@ -19,8 +19,8 @@ from gateway.link.link import WorkerLink
 from gateway.workers.memory.host import HostMemory
 from gateway.workers.pool.pool import Pool
 from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.spawn import Command
-from gateway.workers.supervisor.state import WorkerLimits
 from protocol.from_worker import Delta, Finish
 from protocol.prompts import TextPrompt
 from protocol.spec import WorkerSpec

@@ -7,8 +7,8 @@ from typing import Any
 import jsonschema
 
 import protocol
+from gateway.api.routes import DESCRIPTION, OPERATIONS
 from gateway.api.system import openapi
-from gateway.api.system.operations import DESCRIPTION, OPERATIONS
 
 
 @cache

@@ -142,7 +142,7 @@ def _hearer(family: str, model: Any) -> Transcriber | None:
 
         return WhisperTranscriber(model)
     if family in TRANSCRIBERS:
-        from worker.audio.segmented_transcriber import SegmentedTranscriber
+        from worker.audio.silence_segments import SegmentedTranscriber
 
         return SegmentedTranscriber(family, model)
     return None

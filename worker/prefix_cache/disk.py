@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from protocol.stats import Stats
 from worker.kv.kv import Span, arrays_of
-from worker.prefix_cache.disk_folder import FolderOwner, ModelFolder
+from worker.prefix_cache.disk_limit import FolderOwner, ModelFolder
 from worker.prefix_cache.file_format import (
     FORMAT,
     SUFFIX,

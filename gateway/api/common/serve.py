@@ -14,14 +14,14 @@ from starlette.types import Receive, Scope, Send
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, Unavailable, from_failure, from_unsendable
 from gateway.http.encoder import Fold, StreamEncoder
-from gateway.http.exchange import read_body
+from gateway.http.request_body import read_body
 from gateway.http.sse import DEFAULT_PACE, EVENTS, StreamTiming, respond_stream, respond_whole
 from gateway.link.calls import CallRefused
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
 from gateway.media.reference import Reference
 from gateway.media.resolve import MediaReader, Stored, is_inline, resolve
-from gateway.request.bodies import LARGE_BYTES
+from gateway.request.body_memory import LARGE_BYTES
 from gateway.request.generation import Generation
 from gateway.request.headers import ignored_header
 from gateway.request.record import RequestRecord

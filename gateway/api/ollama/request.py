@@ -1,6 +1,5 @@
 """Bodies of Ollama's requests. Unknown fields are accepted, as by Ollama, and reported as ignored."""
 
-import re
 from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
@@ -10,18 +9,15 @@ from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, shape, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.refused_fields import REFUSED_FIELDS, constraint_fields
+from gateway.api.ollama.keep_alive import KeepAlive, is_zero
 from gateway.api.ollama.options import OptionsField, read_options
 from gateway.api.openai.request import CalledFunction, ToolSpec
 from gateway.errors import BadRequest, Unsupported
 
 ROLES: Final = ("system", "user", "assistant", "tool")
-# Matches zero durations, in Go's notation or as seconds. Only the unit may end a number in a sequence, because a row of
-# zeros would otherwise take exponential time.
-_ZERO: Final = re.compile(r"[-+]?(0+(\.0*)?|(0+(\.0*)?(ns|us|µs|μs|ms|s|m|h))+)")
 
 Think = bool | Annotated[str, Meta(max_length=32), words(*EFFORTS)]
 Format = Annotated[Any, shape({"anyOf": [{"enum": ["", "json"]}, {"type": ["object", "null"]}]})]
-KeepAlive = float | Annotated[str, Meta(max_length=64)]
 Images = list[Annotated[str, shape(TEXT)]]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 ContextWord = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -161,11 +157,6 @@ def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
     if request.suffix and request.truncate:  # there are no turns that could be dropped
         ignored.append("truncate")
     return request, unknown + ignored
-
-
-def is_zero(keep_alive: float | str | None) -> bool:
-    """Whether a `keep_alive` is a zero duration."""
-    return bool(_ZERO.fullmatch(keep_alive.strip())) if isinstance(keep_alive, str) else keep_alive == 0
 
 
 def is_empty(request: GenerationFields) -> bool:

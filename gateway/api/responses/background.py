@@ -20,7 +20,7 @@ from gateway.api.responses.journal_records import DeltaRecord, JournaledRequest,
 from gateway.api.responses.store import Store, StoreBroken
 from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable
 from gateway.http.direct_write import outlet_of
-from gateway.http.exchange import reserve
+from gateway.http.request_body import reserve
 from gateway.http.shared_answers import READER_BYTES
 from gateway.http.sse import DEFAULT_PACE, HEADERS, StreamWatch, note_cut
 from gateway.request.generation import Generation

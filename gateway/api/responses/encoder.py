@@ -9,7 +9,7 @@ import msgspec
 from gateway.api.responses import response as out
 from gateway.api.responses.items import ResponseOutput
 from gateway.errors import ApiError
-from gateway.request.bodies import LARGE_BYTES
+from gateway.request.body_memory import LARGE_BYTES
 from protocol.from_worker import Delta, Finish
 
 # Approximate size of the text of a delta, which is about a word.

@@ -13,7 +13,7 @@ from gateway.api.responses.request import ContentPart, InputItem
 from gateway.api.responses.response_database import ResponseDatabase, StoredResponse, StoredSizes, StoredTooLarge
 from gateway.api.responses.store import Store, StoreBroken
 from gateway.errors import ApiError, BadRequest, Unavailable
-from gateway.http.exchange import reserve
+from gateway.http.request_body import reserve
 from gateway.media.reference import stored_url
 from gateway.request.record import RequestRecord
 from protocol.codec import MAX_FRAME_BYTES

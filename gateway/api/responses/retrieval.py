@@ -14,7 +14,8 @@ from gateway.api.responses.history import ResponseHistory, has_ended, inputs_of,
 from gateway.api.responses.request import InputItem
 from gateway.api.responses.response_database import StoredResponse
 from gateway.errors import BadRequest
-from gateway.http.exchange import reserve, send_body
+from gateway.http.exchange import send_body
+from gateway.http.request_body import reserve
 from gateway.http.shared_answers import SharedAnswers
 from gateway.request.record import Header, RequestRecord, record_of
 from gateway.services import Services

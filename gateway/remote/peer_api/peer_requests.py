@@ -18,7 +18,8 @@ from gateway.api.common import serve
 from gateway.api.common.structure import check_msgpack
 from gateway.config.settings import ModelConfig
 from gateway.errors import TABLE, ApiError, BadRequest, Cancelled
-from gateway.http.exchange import read_body, send_body
+from gateway.http.exchange import send_body
+from gateway.http.request_body import read_body
 from gateway.http.sse import StreamTiming, cut_off, respond_stream
 from gateway.remote.peer_api.peer_problems import media_of, problems
 from gateway.request.generation import Generation

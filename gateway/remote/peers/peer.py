@@ -105,7 +105,7 @@ class PeerNode:
         """Count a failure of the peer itself, and send it no requests for a pause."""
         self.failures[reason] += 1
         if self._clock() < self._paused_until:
-            return  # streams that end by the same failure count once
+            return  # already paused: further failures do not lengthen the pause
         self._consecutive_failures += 1
         first_s, longest_s = PAUSE_S
         self._paused_until = self._clock() + min(longest_s, first_s * 2 ** min(self._consecutive_failures - 1, 10))

@@ -29,7 +29,8 @@ from gateway.errors import (
     Unavailable,
     openai_body,
 )
-from gateway.http.exchange import read_body, send_body
+from gateway.http.exchange import send_body
+from gateway.http.request_body import read_body
 from gateway.http.sse import StreamWatch, note_cut
 from gateway.remote.peers.upstream_client import Unreachable, UpstreamResponse
 from gateway.remote.upstreams.upstream_body import UpstreamBody, bounded_body, read_routed_fields

@@ -22,14 +22,8 @@ from gateway.workers.memory.host import HostMemory
 from gateway.workers.memory.policy import EvictionTerms, Infeasible, MemoryPlan, ModelSnapshot
 from gateway.workers.memory.pressure import Pressure
 from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.state import (
-    MemoryEvents,
-    MemoryView,
-    ModelMemory,
-    ModelUnavailable,
-    State,
-    WorkerLimits,
-)
+from gateway.workers.supervisor.limits import WorkerLimits
+from gateway.workers.supervisor.state import MemoryEvents, MemoryView, ModelMemory, ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.sharding import parts_of
 from protocol.spec import LOCAL, WorkerSpec

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.workers.supervisor.state import WorkerLimits
+from gateway.workers.supervisor.limits import WorkerLimits
 
 # A footprint may exceed its share by this fraction, because freed pages are returned to the system with a delay.
 TOLERANCE: Final = 0.02

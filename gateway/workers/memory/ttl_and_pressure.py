@@ -9,7 +9,8 @@ from gateway.workers.memory.broker import Broker
 from gateway.workers.memory.grants import Allocation
 from gateway.workers.memory.policy import LENT_PART
 from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.state import MemoryEvents, State, WorkerLimits
+from gateway.workers.supervisor.limits import WorkerLimits
+from gateway.workers.supervisor.state import MemoryEvents, State
 from protocol.failures import Code, Failure
 
 log = logging.getLogger(__name__)

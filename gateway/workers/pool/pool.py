@@ -17,17 +17,11 @@ from gateway.workers.memory.host import HostMemory, ThisMachine
 from gateway.workers.memory.ttl_and_pressure import MemoryWatch
 from gateway.workers.pool.orphans import adoption_refusal, stop_orphans
 from gateway.workers.supervisor.handle import WorkerHandle
+from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects, WorkerPort
 from gateway.workers.supervisor.registry import Registry, Survivor
 from gateway.workers.supervisor.spawn import Command, Spawner, default_command
-from gateway.workers.supervisor.state import (
-    Events,
-    MemoryView,
-    ModelUnavailable,
-    State,
-    WorkerLimits,
-    WorkerView,
-)
+from gateway.workers.supervisor.state import Events, MemoryView, ModelUnavailable, State, WorkerView
 from gateway.workers.supervisor.worker import Worker
 from protocol.failures import Code, Failure
 from protocol.spec import WorkerSpec

@@ -10,16 +10,10 @@ from gateway.link.link import WorkerLink
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.inbox import CommandKind, EventKind, Waiter, Waiters, WorkerInbox
 from gateway.workers.supervisor.incarnation import Incarnation
+from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects, WorkerPort
 from gateway.workers.supervisor.restart_policy import RestartPolicy
-from gateway.workers.supervisor.state import (
-    SHUTTING_DOWN,
-    Events,
-    ModelUnavailable,
-    State,
-    WorkerLimits,
-    WorkerView,
-)
+from gateway.workers.supervisor.state import SHUTTING_DOWN, Events, ModelUnavailable, State, WorkerView
 from protocol.failures import Failure
 from protocol.from_worker import Ready
 from protocol.spec import WorkerSpec

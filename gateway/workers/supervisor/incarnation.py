@@ -15,9 +15,10 @@ from gateway.link.transport import WorkerGone
 from gateway.link.worker_connection import Connection
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.exits import Verdict, WorkerExit
+from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects, WorkerPort
 from gateway.workers.supervisor.ranks import RankGroup
-from gateway.workers.supervisor.state import Events, ModelUnavailable, WorkerLimits
+from gateway.workers.supervisor.state import Events, ModelUnavailable
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Goodbye, Hello, Loading, Ready
 from protocol.minors import MAJOR, MINOR, SET_ADAPTERS_MINOR, unknown_field, unknown_part

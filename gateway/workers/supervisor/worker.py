@@ -21,8 +21,9 @@ from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.inbox import CommandKind, EventKind, Waiter
 from gateway.workers.supervisor.incarnation import Incarnation
+from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects
-from gateway.workers.supervisor.state import SHUTTING_DOWN, Events, State, WorkerLimits
+from gateway.workers.supervisor.state import SHUTTING_DOWN, Events, State
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.minors import MAJOR

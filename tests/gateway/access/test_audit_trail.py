@@ -15,7 +15,7 @@ from gateway.access.key import Key
 from gateway.access.key_addresses import ADDRESSES_MAX, KeyAddresses
 from gateway.access.key_file import KeyFile
 from gateway.config.address import Address
-from gateway.control.socket_peer import from_ucred, from_xucred
+from gateway.control.audit_actor import from_ucred, from_xucred
 from gateway.state_dir.home_paths import audit_path
 from gateway.telemetry.log_file import last_lines
 from tests.gateway.harness import running, until

@@ -19,8 +19,8 @@ from gateway.api.openai.request import ChatCompletionRequest, decode_chat, decod
 from gateway.api.responses.request import decode_responses
 from gateway.config.settings import ServerConfig
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
-from gateway.request import bodies
-from gateway.request.bodies import LARGE_BYTES, Bodies
+from gateway.request import body_memory
+from gateway.request.body_memory import LARGE_BYTES, Bodies
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.support.scale import patient
 
@@ -193,7 +193,7 @@ async def test_who_finds_no_room_waits_in_order_of_arrival() -> None:
 
 @pytest.mark.anyio
 async def test_who_waits_too_long_is_told_to_come_again_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MEMORY_WAIT_S", 0.01)
+    monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.01)
     room = Bodies(lambda: 100)
     held, late, cancelled = room.lease(), room.lease(), room.lease()
     await held.reach(60)
@@ -234,7 +234,7 @@ async def test_a_small_body_passes_large_ones_that_wait() -> None:
 
 @pytest.mark.anyio
 async def test_an_owner_at_its_share_waits_for_itself_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MEMORY_WAIT_S", 0.01)
+    monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.01)
     room = Bodies(lambda: 10 * LARGE_BYTES, lambda: 5 * LARGE_BYTES)
     first, second, other = room.lease(), room.lease(), room.lease()
     first.owner = second.owner = "alice"
@@ -243,7 +243,7 @@ async def test_an_owner_at_its_share_waits_for_itself_and_holds_up_no_other(monk
     with pytest.raises(ApiError, match="this key's") as caught:
         await second.reach(2 * LARGE_BYTES)
     assert (caught.value.status, caught.value.code) == (503, "body_memory_full")
-    monkeypatch.setattr(bodies, "MEMORY_WAIT_S", 60.0)
+    monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 60.0)
     waiting = asyncio.create_task(second.reach(2 * LARGE_BYTES))
     await asyncio.sleep(0)
     await other.reach(5 * LARGE_BYTES)
@@ -256,15 +256,15 @@ async def test_an_owner_at_its_share_waits_for_itself_and_holds_up_no_other(monk
 
 def test_a_key_has_half_of_the_memory_while_there_are_others() -> None:
     server = ServerConfig(max_body_bytes=1000, body_memory_bytes=10_000)
-    assert [bodies.share_bytes(server, has_others) for has_others in (True, False)] == [5000, 10_000]
-    assert bodies.share_bytes(ServerConfig(max_body_bytes=4000, body_memory_bytes=10_000), True) == 8000
+    assert [body_memory.share_bytes(server, has_others) for has_others in (True, False)] == [5000, 10_000]
+    assert body_memory.share_bytes(ServerConfig(max_body_bytes=4000, body_memory_bytes=10_000), True) == 8000
 
 
 @pytest.mark.anyio
 async def test_large_bodies_that_one_key_announces_cost_another_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MEMORY_WAIT_S", 0.05)
+    monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.05)
     file = KeyFile(tmp_path / "keys" / "keys.json")
     alice, bob = (file.create(Key(name=name, prefix="", salt="", hash=""))[1] for name in ("alice", "bob"))
     server = ServerConfig(max_body_bytes=16 * LARGE_BYTES, body_memory_bytes=32 * LARGE_BYTES)
@@ -291,7 +291,7 @@ async def begin(gateway: Gateway, size: int, secret: str = "") -> tuple[asyncio.
 async def test_bodies_that_never_end_take_no_more_than_their_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MEMORY_WAIT_S", 0.05)
+    monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.05)
     server = ServerConfig(max_body_bytes=1000, body_memory_bytes=3000)
     async with running(tmp_path, ["--step-ms", "1"], server=server) as gateway:
         numbers = gateway.metrics.body_numbers
@@ -353,7 +353,7 @@ async def test_the_body_of_a_request_too_many_is_not_waited_for(tmp_path: Path) 
 
 @pytest.mark.anyio
 async def test_room_that_is_given_as_the_wait_for_it_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MEMORY_WAIT_S", 0.0)
+    monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.0)
     room = Bodies(lambda: 10)
     assert room.take("", 10, is_small=True)
     lease = room.lease()

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gateway.config.settings import ServerConfig
 from gateway.errors import BadRequest, Unavailable
 from gateway.request import score_room
-from gateway.request.bodies import Bodies
+from gateway.request.body_memory import Bodies
 from gateway.request.score_room import ScoreRoom, scores_bytes
 from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling

@@ -17,9 +17,10 @@ from worker.model.batch_mode import BatchMode
 from worker.model.division import agreement_of
 from worker.model.linears import LinearPlace, Linears
 from worker.model.loader import resolve
+from worker.model.lora.adapted_linear import AdaptedLinear
 from worker.model.lora.adapter_files import Files, read
 from worker.model.lora.matrices import dtype_of, matrices
-from worker.model.lora.slots import BASE, AdaptedLinear, Slots, StackedWeights
+from worker.model.lora.slots import BASE, Slots, StackedWeights
 from worker.model.lora.tensors import UnusableAdapter
 from worker.model.packing import Shape, packing_of
 from worker.prefix_cache.salts import adapter_salt

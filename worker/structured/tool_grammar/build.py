@@ -14,7 +14,7 @@ from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.output.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
 from worker.output.parsers.pythonic import PythonCalls
 from worker.output.parsers.xml_calls import XmlCalls
-from worker.structured.tool_grammar import shapes, tagged
+from worker.structured.tool_grammar import formats, tagged
 from worker.structured.tool_grammar.heads import HEADS
 from worker.structured.tool_grammar.lark import Lark, MarkupTokens, either
 from worker.structured.tool_grammar.schemas import ToolSchema, anything, tool_of
@@ -93,8 +93,8 @@ def rest_of_call(family: str, calls: Calls, marks: MarkupTokens) -> CallGrammar:
 _TRIGGER_MIN_CHARS: Final = 4
 
 
-def _all(shape: shapes.Shape, is_parallel: bool, family: str) -> str:
-    more = list(shape.more) if is_parallel and family not in shapes.SINGLE else []
+def _all(shape: formats.Shape, is_parallel: bool, family: str) -> str:
+    more = list(shape.more) if is_parallel and family not in formats.SINGLE else []
     if len(set(more)) == 1:
         further = f"({more[0]}){{0,{len(more) - 1}}}"
     else:
@@ -121,26 +121,26 @@ def _format(family: str, marks: MarkupTokens) -> CallFormat:
     return known[0] if known else usual[0]
 
 
-def _shape(lark: Lark, form: CallFormat, family: str, tools: Sequence[ToolSchema]) -> shapes.Shape:
+def _shape(lark: Lark, form: CallFormat, family: str, tools: Sequence[ToolSchema]) -> formats.Shape:
     match form:
         case JsonCalls():
-            return shapes.json_shape(lark, form, family, tools)
+            return formats.json_shape(lark, form, family, tools)
         case LlamaCalls():
-            return shapes.json_shape(lark, JsonCalls((), bare=True), "llama3_json", tools)
+            return formats.json_shape(lark, JsonCalls((), bare=True), "llama3_json", tools)
         case XmlCalls():
             return tagged.xml_shape(lark, form, family, tools)
         case MistralCalls():
-            return shapes.mistral_shape(lark, form, family, tools)
+            return formats.mistral_shape(lark, form, family, tools)
         case SectionCalls():
-            return shapes.section_shape(lark, form, family, tools)
+            return formats.section_shape(lark, form, family, tools)
         case TaggedJson():
-            return shapes.tagged_json_shape(lark, form, tools)
+            return formats.tagged_json_shape(lark, form, tools)
         case RecipientJson():
-            return shapes.recipient_shape(lark, form, tools)
+            return formats.recipient_shape(lark, form, tools)
         case PythonCalls():
-            return shapes.python_shape(lark, form, family, tools)
+            return formats.python_shape(lark, form, family, tools)
         case GemmaCalls():
-            return shapes.gemma_shape(lark, form, tools)
+            return formats.gemma_shape(lark, form, tools)
         case MiniMaxM3Calls():
             return tagged.minimax_m3_shape(lark, form, tools)
         case _:

@@ -7,9 +7,9 @@ from typing import Any, Final, cast
 from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.output.parsers.schema import Parameters, Schema, mapping
 from worker.output.parsers.xml_calls import XmlCalls
+from worker.structured.tool_grammar.formats import MAX_CALLS, MAX_NUMBERED_CALLS, Shape
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import ToolSchema, constants, only, quantifier, resolved
-from worker.structured.tool_grammar.shapes import MAX_CALLS, MAX_NUMBERED_CALLS, Shape
 from worker.structured.tool_grammar.values import JSON, Values
 
 

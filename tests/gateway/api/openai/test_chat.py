@@ -14,7 +14,8 @@ from gateway.http.listen import raise_file_limit
 from gateway.link.failover import ResumeLimits
 from gateway.request.headers import ignored_header
 from gateway.telemetry.prometheus import Exposition
-from gateway.workers.supervisor.state import State, WorkerLimits
+from gateway.workers.supervisor.limits import WorkerLimits
+from gateway.workers.supervisor.state import State
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.pool import tokens
 from tests.support.scale import patient

@@ -18,7 +18,7 @@ from gateway.api.responses.request import decode_responses
 from gateway.api.responses.tools import toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import Overloaded, Unavailable, from_failure
-from gateway.request.bodies import LARGE_BYTES
+from gateway.request.body_memory import LARGE_BYTES
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta, Usage
 from tests.support.merged import merge_items

@@ -17,7 +17,7 @@ from gateway.access.key_file import KeyFile
 from gateway.config.settings import ServerConfig
 from gateway.http import connection
 from gateway.http.shared_answers import READER_BYTES
-from gateway.request import bodies
+from gateway.request import body_memory
 from tests.gateway.harness import DEADLINE_S, Gateway, running, until
 
 pytestmark = pytest.mark.anyio
@@ -94,7 +94,7 @@ async def test_clients_that_do_not_read_a_large_response_share_one_copy_of_it(ga
 async def test_a_key_whose_answers_are_not_read_is_refused_more_of_them_and_no_other_key_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MEMORY_WAIT_S", 0.01)
+    monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.01)
     keys = KeyFile(tmp_path / "keys/keys.json")
     ana, bo = ({"authorization": f"Bearer {keys.create(_key(name))[1]}"} for name in ("ana", "bo"))
     server = msgspec.structs.replace(SERVER, body_memory_bytes=40 * MIB)
@@ -132,7 +132,7 @@ def _key(name: str) -> Key:
 async def test_a_background_response_whose_first_answer_has_no_room_is_not_begun(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MEMORY_WAIT_S", 0.01)
+    monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.01)
     services = gateway.app.services
     body = {"model": "m", "input": "hi", "max_output_tokens": 100_000, "background": True}
     for is_stream in (False, True):

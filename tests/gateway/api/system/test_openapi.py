@@ -10,7 +10,7 @@ import pytest
 
 import protocol
 from gateway.api.openai.request import NO_ACTION
-from gateway.api.system.operations import OPERATIONS
+from gateway.api.routes import OPERATIONS
 from gateway.middleware.auth import HEALTH
 from tests.gateway.harness import Gateway, running
 from tests.support.pool import short_home

@@ -18,7 +18,7 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.config.remote_settings import UpstreamConfig
 from gateway.config.settings import FallbackConfig, ModelConfig
-from gateway.request.bodies import LARGE_BYTES
+from gateway.request.body_memory import LARGE_BYTES
 from gateway.state_dir.home_paths import keys_path
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until
 from tests.support.pool import short_home, tokens

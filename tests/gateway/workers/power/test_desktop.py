@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.workers.power.desktop import (
+from gateway.workers.power.battery_and_display import (
     AWAY_S,
     BATTERY_DUTY,
     CHUNK_TOKENS,

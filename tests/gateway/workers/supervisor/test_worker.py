@@ -6,7 +6,8 @@ from msgspec.structs import replace
 
 from gateway.link.failover import ResumeLimits
 from gateway.link.sequence import PARKED
-from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
+from gateway.workers.supervisor.limits import WorkerLimits
+from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye
 from protocol.minors import MINOR

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 import protocol
 from gateway.api.compat import infill, lm_studio, props
 from gateway.api.compat import tokenize as tokens
-from gateway.api.dialect_operations import DIALECTS, generation, tokenization
+from gateway.api.dialect_routes import DIALECTS, generation, tokenization
 from gateway.api.parts import Maker, Parts, on_catalog, on_services, served
 from gateway.api.system import health, models, openapi
 from gateway.api.system.openapi import ALWAYS, Operation, Parameter
