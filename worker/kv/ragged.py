@@ -68,8 +68,7 @@ class Lengths:
         return self._begins
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
-        """Prepare a pass of `count` tokens per row, of which `lengths[i]` are row i's and the rest is padding. Padding
-        after the longest row shares one slot, so that the cache does not grow for it."""
+        """Prepare a pass of `count` tokens per row, `lengths[i]` of row i. Padding after the longest shares a slot."""
         if self.is_level and not sees_room:
             return
         end = count, min(self.longest + count, 1 + max(map(add, self.of, lengths)))
@@ -98,8 +97,7 @@ class Lengths:
         return self._slots[1]
 
     def mask(self, count: int, window: int | None) -> mx.array:
-        """Return the mask `[rows, 1, count, slots]`: the slots that each of the next tokens sees, including the token's
-        own slot."""
+        """Return the mask `[rows, 1, count, slots]` of the slots that each next token sees, its own included."""
         if (count, window) not in self._masks:
             own, slots = self.slots(count), mx.arange(self.seen(count), dtype=mx.int32)
             mask = slots <= own
@@ -107,8 +105,7 @@ class Lengths:
         return self._masks[count, window]
 
     def window_of(self, mask: mx.array | str | None, count: int) -> int | None:
-        """Return the window of a mask that `make_mask` made for the next tokens, or 0 for no window; None for other
-        masks."""
+        """Return the window of a mask that `make_mask` made, or 0 for no window; None for other masks."""
         if mask is None or isinstance(mask, str):
             is_ours = self.is_level and (mask == "causal" or (mask is None and count == 1))
             return 0 if is_ours else None
@@ -213,8 +210,7 @@ class RaggedKVCache:
         return keys, values
 
     def before(self, keys: Any) -> Lengths | None:
-        """Return the lengths before the newest pass if that pass got these keys; None for keys that the model made
-        itself."""
+        """Return the lengths before the newest pass if that pass got these keys; None for other keys."""
         given = self._given()
         is_given = given is not None and given is (keys[0] if isinstance(keys, tuple) else keys)
         return self._before if is_given else None
@@ -230,8 +226,7 @@ class RaggedKVCache:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | str | None:
-        """Return the mask of the next N tokens: None if each row sees all of its slots, `causal` if that name
-        suffices."""
+        """Return the mask of the next N tokens: None if each row sees all of its slots, `causal` if that suffices."""
         lengths = self.lengths
         window = window_size if window_size and lengths.longest + N > window_size else None
         if lengths.is_level and window is None:

@@ -380,9 +380,7 @@ class Intake:
         return [at for at, token in enumerate(ids) if token in self._turn_starts and at > 0]
 
     def _find_turn_starts(self, generation_prompt: str) -> frozenset[int]:
-        """Return the control token that begins the generation prompt, and so every message; all control tokens if it
-        begins with text.
-        """
+        """Return the control token that begins each message; all control tokens if it is not known."""
         first = self._encoder.encode(generation_prompt, add_special_tokens=False)[:1]
         hidden = self.vocabulary.hidden
         return frozenset(first) & hidden or hidden
