@@ -162,7 +162,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Command to abort these sequences, each of which still gets its terminal event, and these calls.
+    """Command to abort these sequences and calls. Each sequence still gets its terminal event.
 
     A repeated command is harmless.
     """

@@ -27,7 +27,7 @@ _FILE: Final = os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class FolderRefused(CommandFailed):
-    """The folder, or a file in it, is not as its home's owner would have made it."""
+    """The folder, or a file in it, has another owner, type or mode than the home's owner would give it."""
 
 
 class HomeFolder:

@@ -124,7 +124,7 @@ class _Follower:
         """Open the next newer file. Return False if a rotation is not complete."""
         number = self._number()
         if number is None and self._exists():
-            return False  # it is being renamed
+            return False  # the newest log file is being renamed: the next call finds it
         files = _files(self._path)
         if number is None and not files:
             return False

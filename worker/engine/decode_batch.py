@@ -219,7 +219,7 @@ class DecodeBatch(SequenceGroup):
         return sampled
 
     def _choose_pair(self) -> bool | None:
-        """Whether a plain step has a second token per row, which is padding; None if there is no choice."""
+        """Return whether to pad a plain step to two tokens per row; None if only one width is possible."""
         if not ragged.sees_room or not self._is_plain or batched.is_level(self.caches):
             return None
         # Ranks of a group must choose alike, but each measures its own times.

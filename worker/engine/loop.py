@@ -202,7 +202,7 @@ class Engine(RequestLoop[Row]):
         self.pacer.tend()
 
     def _rest(self) -> None:
-        """Leave the GPU to other processes for a while. No launched work may run on into the rest."""
+        """Leave the GPU to other processes for a while, after all launched work has ended."""
         self._batch.wait()
         self.pacer.worked(self._woke)
 

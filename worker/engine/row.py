@@ -152,8 +152,9 @@ class Row:
     # Media in the order of the prompt, and positions `[3, prompt]` for models with spatial positions.
     media: list[Span] = field(default_factory=list)
     positions: npt.NDArray[np.int32] | None = None
-    # Ratio of the prompt that a sparse prefill runs, 0 without sparse prefill; and the tokens once they are selected.
+    # Part of the prompt's tokens that a sparse prefill processes, 0 without sparse prefill.
     keep: float = 0.0
+    # The tokens that a sparse prefill has selected; None before.
     kept: SelectedTokens | None = None
     # Deviations from the request, except those of the row's grammar.
     relaxed: tuple[str, ...] = ()
@@ -214,7 +215,7 @@ class Row:
         return keys if self.kept is None else keys[: self.kept.leading]
 
     def whole(self, at: int) -> int:
-        """Return the last position up to `at` that does not cut a medium."""
+        """Return the last position up to `at` that is not inside an image, a video or an audio clip."""
         return before_media(self.media, at) if self.media else at
 
     @property

@@ -1,4 +1,4 @@
-"""Ollama's routes that are refused, because here models are files of the hub, named by the configuration."""
+"""Ollama's routes that mlxd refuses, such as `/api/create`: the configuration names models of the Hugging Face Hub."""
 
 from typing import Final
 

@@ -114,7 +114,7 @@ class ResponseDatabase:
     def conversation(
         self, tenant: str, response_id: str, max_bytes: int, read: Callable[[StoredResponse], list[T]]
     ) -> tuple[int, list[T]] | None:
-        """Return the size of a response and all responses before it, and the results of `read` for each, oldest first.
+        """Return the total size of a response and its predecessors, and the results of `read` for each, oldest first.
 
         Returns None if any of them is gone. Raises `StoredTooLarge` before any is read.
         """

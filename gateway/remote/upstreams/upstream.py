@@ -149,7 +149,7 @@ class UpstreamFallback:
     ) -> None:
         prompt, completion = answer.usage(len(forwarding.body), body.sequences, body.max_tokens)
         record.prompt_tokens, record.completion_tokens = prompt, completion
-        # A request that failed here after its start was already counted.
+        # A request that started in this gateway and then failed was counted there.
         requests = 0 if record.is_booked else body.sequences
         self._services.ledger.book(record.caller.key or "", forwarding.name, requests, prompt, 0, completion)
         if bill is not None:

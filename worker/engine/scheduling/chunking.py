@@ -329,8 +329,8 @@ class ChunkPolicy:
     def _stall_s(self, prefilling: int, decoding: int) -> float:
         """Return the seconds that a chunk may add to the next step of rows that generate.
 
-        The bound is per token of a stream: a block that takes two plain steps and gives four tokens may be delayed by
-        four plain steps, which are two blocks.
+        The bound is per generated token, which may be delayed by one plain step. A block that gives four tokens may be
+        delayed by four plain steps, even if the block takes only two.
         """
         width = self._costs.newest[1]
         gain = self._costs.gain(decoding, width) or 1.0 if width > 1 else 1.0

@@ -211,7 +211,7 @@ def _member_value(r: MarkupReader, params: Parameters, key: str, emit: Emit, dia
 
 
 def json_arguments(ctx: ParserContext, params: Parameters, emit: Emit | None = None) -> Steps[None]:
-    """Read the JSON object of a call's arguments. If it is inside a JSON string, it is encoded twice."""
+    """Read the JSON object of a call's arguments, which some models encode again, as a JSON string."""
     emit = emit or ctx.out.args
     if (yield from ctx.r.space()) == "{":
         ctx.r.take(1)

@@ -53,7 +53,7 @@ class Proposals:
         began = time.perf_counter()
         drafts = self.proposer.propose(rows, texts, newest, width - 1)
         seconds = time.perf_counter() - began
-        # A missing draft was delayed by the processing of its prompt, so the measured time is not typical.
+        # A row has no draft while the drafter processes its prompt, which would distort the measured time.
         if all(drafts):
             self._costs.observe(count, width, seconds)
         return drafts
