@@ -93,8 +93,8 @@ class Batch:
         self._sequences: list[BatchSequence] = []
         self._prefilling: list[BatchSequence] = []
         self._parked: list[BatchSequence] = []
-        # Ended rows with their tokens and KV, which the next `settle` stores.
-        self._ended: list[tuple[Row, list[int], list[Any]]] = []
+        # Sequences of ended rows, which the next `settle` stores and takes out of the generator.
+        self._ended: list[BatchSequence] = []
         # Whether the cache has failed since the last `settle`. The next `settle` clears it, on all ranks of a group.
         self._must_clear = False
         self._eos_ids = tuple(eos_ids)
@@ -330,17 +330,11 @@ class Batch:
         return StepOutput(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
 
     def _end(self, rows: Sequence[Row]) -> None:
-        """Take out the rows that ended; `settle` stores their KV."""
-        sequences = [row.sequence for row in rows if row.sequence is not None]
-        with mx.stream(generation_stream):
-            for sequence in sequences:
-                with self._keeping(sequence.row):
-                    caches, tokens = self._generator.extract(sequence)
-                    self.kv_cost = self.kv_cost or KvCost.of(caches, len(tokens), self._drafter.token_bytes)
-                    self._ended.append((sequence.row, tokens, caches))
-            self._generator.discard(sequences)
-        for sequence in sequences:
-            self._forget(sequence)
+        """Forget rows that ended, except their KV, which `settle` stores."""
+        for row in rows:
+            if (sequence := row.sequence) is not None:
+                self._ended.append(sequence)
+                self._forget(sequence)
 
     def wait(self) -> None:
         """Wait until all launched work has ended."""
@@ -348,6 +342,11 @@ class Batch:
 
     def _begin(self, chunk: int, *, is_fused: bool) -> None:
         """Hook before the forward passes of a step, for a batch of several ranks."""
+
+    def compact(self) -> None:
+        """Free KV memory that no row uses any more."""
+        with mx.stream(generation_stream):
+            self._generator.compact()
 
     def account(self, row: Row) -> None:
         """Add the row's newest counts of predicted and accepted tokens to its statistics."""
@@ -359,10 +358,15 @@ class Batch:
     def settle(self) -> None:
         """Store the KV of rows that ended. `step` leaves this, so that their clients get the answers first."""
         ended, self._ended = self._ended, []
-        for row, tokens, caches in ended:
-            with self._keeping(row):
-                self._prefixes.keep(row, tokens, caches)
-                self._prefixes.persist(row, tokens)
+        with mx.stream(generation_stream):
+            for sequence in ended:
+                row = sequence.row
+                with self._keeping(row):
+                    caches, tokens = self._generator.extract(sequence)
+                    self.kv_cost = self.kv_cost or KvCost.of(caches, len(tokens), self._drafter.token_bytes)
+                    self._prefixes.keep(row, tokens, caches)
+                    self._prefixes.persist(row, tokens)
+            self._generator.discard(ended)
         if self._must_clear:
             self._must_clear = False
             self._cache.clear()

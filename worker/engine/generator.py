@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -24,10 +24,6 @@ from worker.model.batch_mode import BatchMode
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
-
-# Unused buffers are returned to the system after this many prefill tokens or steps, as in mlx-lm.
-CLEAR_INTERVAL_TOKENS: Final = 2048
-CLEAR_INTERVAL_STEPS: Final = 512
 
 
 @dataclass(slots=True)
@@ -59,8 +55,6 @@ class Generator:
         self._scored = ScoredRows(model)
         self._drafter = drafter
         self._decode = DecodeBatch(model, sampler, drafter)
-        self._uncleared_tokens = 0
-        self._uncleared_steps = 0
         # Forward passes whose time became known in the newest step.
         self.timed: list[PassTime] = []
 
@@ -98,8 +92,14 @@ class Generator:
             return
         self._waiting = deque(sequence for sequence in self._waiting if sequence not in sequences)
         for rows in (self._prefill, self._decode):
-            rows.keep([at for at, sequence in enumerate(rows.sequences) if sequence not in sequences])
+            leaving = [at for at, sequence in enumerate(rows.sequences) if sequence in sequences]
+            rows.keep(batched.without(len(rows), leaving))
         self._scored.discard(sequences)
+
+    def compact(self) -> None:
+        """Free KV memory that no sequence uses any more."""
+        for rows in self._groups:
+            batched.compact(rows.caches)
 
     def run_passes(
         self, chunk: int, *, is_fused: bool = True, reads: int = 0
@@ -123,8 +123,6 @@ class Generator:
                 prompted += [self._advance(*each) for each in zip(prompts.sequences, prompts.lengths, strict=True)]
             if reads:
                 self._read(reads)
-            self._uncleared_steps += bool(sampled)
-            self._clear()
             return prompted + self._run_scored(chunk), sampled
 
     def wait(self) -> None:
@@ -204,7 +202,6 @@ class Generator:
         if not is_fused:
             forward(self._model, prompts)
         batched.rewind(prompts.caches, prompts.excess)
-        self._uncleared_tokens += prompts.width
         if is_fused:
             self._prefill.launch()
             return
@@ -216,7 +213,6 @@ class Generator:
     def _read(self, count: int) -> None:
         self._decode.finish()
         if read := self._drafter.read(count):
-            self._uncleared_tokens += read
             self.timed.append(PassTime(self._decode.end_pass(), prompted=read, is_reading=True))
 
     def _advance(self, sequence: BatchSequence, count: int) -> PrefillProgress:
@@ -225,10 +221,3 @@ class Generator:
         sequence.done += count
         sequence.segments[:1] = [segment[count:]] if segment[count:] else []
         return PrefillProgress(sequence, count, not segment[count:], False)
-
-    def _clear(self) -> None:
-        """Free unused buffers periodically, not at each chunk: chunks are small while rows generate, and the next step
-        needs the same buffers again."""
-        if self._uncleared_tokens >= CLEAR_INTERVAL_TOKENS or self._uncleared_steps >= CLEAR_INTERVAL_STEPS:
-            self._uncleared_tokens = self._uncleared_steps = 0
-            mx.clear_cache()

@@ -297,6 +297,8 @@ class Engine(RequestLoop[Row]):
             self._batch.remove(row)
             self._queue.push(row)
             self._gauges.preemptions += 1
+        if self._batch.kv_bytes > self._memory.kv.limit:
+            self._batch.compact()
 
     def _run_step(self) -> None:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding

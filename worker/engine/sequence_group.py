@@ -1,6 +1,5 @@
 """Group of sequences whose KV is in the same caches, row by row."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +33,7 @@ class SequenceGroup:
         self.sequences = self.sequences + other.sequences
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
+        """Keep only these rows, in this order."""
         if len(rows) == len(self.sequences):
             return
         if rows:
@@ -45,13 +44,13 @@ class SequenceGroup:
 
     def split(self, rows: Sequence[int]) -> "SequenceGroup":
         """Remove these rows and return them as a group."""
-        taken = SequenceGroup(self.sequences, self.caches)
         if len(rows) == len(self.sequences):
+            taken = SequenceGroup(self.sequences, self.caches)
             self.sequences, self.caches = [], []
             return taken
-        taken.caches = copy.deepcopy(self.caches)
-        taken.keep(rows)
-        self.keep([at for at in range(len(self.sequences)) if at not in rows])
+        taken = SequenceGroup([self.sequences[at] for at in rows], batched.take(self.caches, rows))
+        taken.launch()
+        self.keep(batched.without(len(self.sequences), rows))
         return taken
 
     def extract(self, at: int) -> tuple[list[Any], list[int]]:

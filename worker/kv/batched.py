@@ -1,7 +1,7 @@
 """Batch caches of several sequences: merge, extend, filter, extract, and rewind after a block."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import mlx.core as mx
@@ -9,7 +9,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from worker.kv.kv import is_sliceable, leaves
 from worker.kv.quantized import QuantizedKV
-from worker.kv.ragged import Lengths, RaggedKVCache, RaggedWindowCache
+from worker.kv.ragged import Lengths, RaggedKVCache
+from worker.kv.ragged_window import RaggedWindowCache
 
 # Types of one sequence's caches that have a batch form.
 _SINGLE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)
@@ -41,9 +42,49 @@ def extend(caches: Sequence[Any], others: Sequence[Any]) -> None:
 
 
 def keep(caches: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep only these rows of the caches, in this order."""
-    for cache in caches:
-        cache.filter(list(rows))
+    """Keep only these rows of the caches, in this order.
+
+    Waits for all launched work: MLX writes in place only where no running operation reads the array.
+    """
+    flat, rows = leaves(caches), list(rows)
+    moves = [leaf.moves(rows) if isinstance(leaf, RaggedKVCache) else None for leaf in flat]
+    mx.eval(moves)
+    mx.synchronize()
+    for leaf, moved in zip(flat, moves, strict=True):
+        if isinstance(leaf, RaggedKVCache):
+            leaf.filter(rows, moved)
+        else:
+            leaf.filter(rows)
+
+
+def without(count: int, leaving: Collection[int]) -> list[int]:
+    """Return the rows that stay of `count` rows, in the order that moves the fewest: the last rows take the places of
+    those that leave."""
+    staying = count - len(leaving)
+    last = [row for row in range(staying, count) if row not in leaving]
+    return [last.pop() if row in leaving else row for row in range(staying)]
+
+
+def take(caches: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+    """Return copies of these rows as caches of their own."""
+
+    def taken(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*map(taken, cache.caches))
+        if isinstance(cache, RaggedKVCache):
+            return cache.take(rows)
+        own = copy.deepcopy(cache)
+        own.filter(list(rows))
+        return own
+
+    return [taken(cache) for cache in caches]
+
+
+def compact(caches: Sequence[Any]) -> None:
+    """Free memory that was allocated for rows and tokens that have left."""
+    for leaf in leaves(caches):
+        if isinstance(leaf, RaggedKVCache):
+            leaf.compact()
 
 
 def extract(caches: Sequence[Any], row: int) -> list[Any]:

@@ -2,17 +2,18 @@
 
 mlx-lm's `BatchKVCache` is right-justified: all rows end at the same slot, so rewinding rows by different numbers rolls
 them, and attention needs a mask even without padding. Here each row begins at slot 0: a rewind is a subtraction, and
-rows of equal length need no mask.
+rows of equal length need no mask. A row also stays where it is in memory while others come and go: a row that joins is
+written behind the last one, and where a row leaves, the last one moves into its place.
 """
 
+import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import add
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
-from mlx_lm.models.cache import dynamic_roll as roll_rows
+from mlx_lm.models.cache import KVCache
 
 # Caches grow in steps of this many tokens, as in mlx-lm.
 STEP: Final = 256
@@ -34,7 +35,9 @@ class Lengths:
     prompt.
     """
 
-    __slots__ = ("_begins", "_end", "_masks", "_next", "_offset", "_slots", "is_level", "longest", "of", "skipped")
+    __slots__ = (
+        "_begins", "_end", "_index", "_masks", "_next", "_offset", "_slots", "is_level", "longest", "of", "skipped",
+    )  # fmt: skip
 
     def __init__(self, lengths: Sequence[int], skipped: Sequence[int] = ()) -> None:
         self.of = tuple(lengths)
@@ -46,6 +49,7 @@ class Lengths:
         # Width of the next forward pass and the end of its slots, if its padding shares slots.
         self._end: tuple[int, int] | None = None
         self._slots: tuple[int, mx.array] | None = None
+        self._index: tuple[mx.array, mx.array, mx.array] | None = None
         # Masks by the number of next tokens and the window.
         self._masks: dict[tuple[int, int | None], mx.array] = {}
         # The newest change of these lengths, and the lengths that it resulted in.
@@ -73,7 +77,7 @@ class Lengths:
             return
         end = count, min(self.longest + count, 1 + max(map(add, self.of, lengths)))
         if self._end != end:
-            self._end, self._slots, self._masks = end, None, {}
+            self._end, self._slots, self._index, self._masks = end, None, None, {}
 
     def end(self, count: int) -> int:
         """Return the number of slots in use once each row has `count` more tokens."""
@@ -95,6 +99,14 @@ class Lengths:
                 slots = mx.minimum(slots, self.end(count) - 1)
             self._slots = count, slots[:, None, :, None]
         return self._slots[1]
+
+    def index(self, count: int, heads: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the index `[rows, heads, count]` of each row's next tokens in arrays `[rows, heads, slots, …]`."""
+        slots = self.slots(count)[..., 0]
+        if self._index is None or self._index[2].shape != slots.shape or self._index[1].size != heads:
+            rows = mx.arange(len(self.of), dtype=mx.int32)[:, None, None]
+            self._index = rows, mx.arange(heads, dtype=mx.int32)[None, :, None], slots
+        return self._index
 
     def mask(self, count: int, window: int | None) -> mx.array:
         """Return the mask `[rows, 1, count, slots]` of the slots that each next token sees, its own included."""
@@ -150,7 +162,8 @@ class RaggedKVCache:
     """KV of several rows; each row begins at slot 0. The layers of a batch share `lengths` as long as they change
     alike.
 
-    `arrays` are keys and values, `[rows, heads, slots, dim]`, or their quantized form; empty before the first tokens.
+    `arrays` are keys and values, `[allocated rows, heads, slots, dim]`, or their quantized form; empty before the first
+    tokens. The rows of `lengths` come first. Rows that have left stay allocated for rows that join.
     """
 
     def __init__(self, lengths: Lengths) -> None:
@@ -198,10 +211,11 @@ class RaggedKVCache:
         arrays = self._grown(end, entries)
         if before.is_level and before.has_slots(count):
             for array, new in zip(arrays, entries, strict=True):
-                array[..., before.longest : end, :] = new
-        else:
-            slots = before.slots(count)
-            arrays = tuple(_scatter(array, slots, new) for array, new in zip(arrays, entries, strict=True))
+                array[: len(before.of), :, before.longest : end] = new
+        elif count:
+            index = before.index(count, keys.shape[1])
+            for array, new in zip(arrays, entries, strict=True):
+                array[index] = new
         self.arrays, self.lengths = arrays, before.grown(count)
         self._seen, self._before = before.seen(count), before
         keys, values = self.keys_and_values()
@@ -217,7 +231,7 @@ class RaggedKVCache:
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return the keys and values that the newest pass saw. Models whose layers share KV call this."""
-        keys, values = (array[..., : self._seen, :] for array in self.arrays)
+        keys, values = (array[: len(self.lengths.of), :, : self._seen] for array in self.arrays)
         return keys, values
 
     def make_mask(
@@ -248,21 +262,50 @@ class RaggedKVCache:
         """Remove the newest `drop[i]` tokens of row i."""
         self.lengths = self.lengths.shortened(drop)
 
-    def filter(self, rows: Sequence[int]) -> None:
+    def moves(self, rows: Sequence[int]) -> dict[int, tuple[mx.array, ...]] | None:
+        """Return copies of the rows that `filter` moves, by their new places; None if it makes smaller arrays, or if a
+        place is taken from a row that moves itself."""
+        moved = {to: row for to, row in enumerate(rows) if to != row}
+        if any(row < len(rows) for row in moved.values()):
+            return None
         if self.arrays:
-            size, index = room(max(self.lengths.of[row] for row in rows)), mx.array(list(rows))
-            self.arrays = tuple(array[:, :, :size][index] for array in self.arrays)
+            allocated, _, slots, _ = self.arrays[0].shape
+            if 2 * len(rows) <= allocated or 2 * room(self.lengths.kept(rows).longest) <= slots:
+                return None
+        return {to: self._copies([row], self.lengths.of[row]) for to, row in moved.items()}
+
+    def filter(self, rows: Sequence[int], moves: Mapping[int, tuple[mx.array, ...]] | None) -> None:
+        """Keep only these rows, in this order. `moves` is what the method of that name returned for them."""
         self.lengths = self.lengths.kept(rows)
+        if moves is None:
+            self.arrays = self._copies(rows, self.lengths.longest)
+        else:
+            for to, moved in moves.items():
+                self._write(to, moved)
 
     def extend(self, other: Self) -> None:
-        size = room(max(self.lengths.longest, other.lengths.longest))
-        mine, theirs = len(self.lengths.of), len(other.lengths.of)
+        """Append the rows of another cache."""
+        mine, both = len(self.lengths.of), self.lengths.joined(other.lengths)
         like = self.arrays or other.arrays
-        self.arrays = tuple(
-            mx.concatenate([_padded(mine, own, each, size), _padded(theirs, others, each, size)])
-            for own, others, each in zip(_or_none(self.arrays, like), _or_none(other.arrays, like), like, strict=True)
-        )
-        self.lengths = self.lengths.joined(other.lengths)
+        if like:
+            self.arrays = self._allocated(len(both.of), both.longest, like)
+        if other.arrays:
+            used = slice(0, len(other.lengths.of)), slice(None), slice(0, other.lengths.longest)
+            self._write(mine, [array[used] for array in other.arrays])
+        self.lengths = both
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """Return copies of these rows as a cache of their own."""
+        taken = copy.copy(self)
+        taken.lengths = self.lengths.kept(rows)
+        taken.arrays = self._copies(rows, taken.lengths.longest)
+        return taken
+
+    def compact(self) -> None:
+        """Free the memory of rows and slots that are not in use."""
+        rows, slots = len(self.lengths.of), room(self.lengths.longest)
+        if self.arrays and (rows, slots) != (self.arrays[0].shape[0], self.arrays[0].shape[2]):
+            self.arrays = self._copies(range(rows), self.lengths.longest)
 
     def extract(self, row: int) -> Any:
         """Return a row as a cache of one sequence, with views of this cache."""
@@ -292,7 +335,7 @@ class RaggedKVCache:
         """Return keys and values of all rows, and the position of the token in each slot, `[rows, slots]`. The position
         is -1 for an empty slot; if no slot is empty, None replaces the array."""
         end = self.lengths.longest
-        keys, values = (array[..., :end, :] for array in self.arrays)
+        keys, values = (array[: len(self.lengths.of), :, :end] for array in self.arrays)
         if self.lengths.is_level:
             return keys, values, None
         slots = mx.arange(end, dtype=mx.int32)
@@ -304,13 +347,12 @@ class RaggedKVCache:
 
     def _fill(self, rows: Sequence[tuple[mx.array, ...]]) -> None:
         """Set the arrays from those of one sequence each; a sequence without tokens has none."""
-        like, size = next((arrays for arrays in rows if arrays), ()), room(self.lengths.longest)
+        like, lengths = next((arrays for arrays in rows if arrays), ()), self.lengths.of
         self.arrays = tuple(
-            mx.concatenate(
-                [
-                    _padded(1, arrays[at][..., :length, :] if arrays else None, each, size)
-                    for arrays, length in zip(rows, self.lengths.of, strict=True)
-                ]
+            _stacked(
+                [arrays[at][..., :length, :] if arrays else None for arrays, length in zip(rows, lengths, strict=True)],
+                self.lengths.longest,
+                each,
             )
             for at, each in enumerate(like)
         )
@@ -319,108 +361,30 @@ class RaggedKVCache:
         end = self.lengths.of[row]
         return [array[row : row + 1, :, :end] for array in self.arrays]
 
+    def _copies(self, rows: Sequence[int], tokens: int) -> tuple[mx.array, ...]:
+        """Return new arrays of these rows with room for `tokens` tokens."""
+        return tuple(_stacked([array[row : row + 1] for row in rows], tokens, array) for array in self.arrays)
+
+    def _write(self, row: int, parts: Sequence[mx.array]) -> None:
+        """Write KV `[rows, heads, slots, dim]` over the rows from `row` on, from slot 0 on."""
+        for array, part in zip(self.arrays, parts, strict=True):
+            array[row : row + part.shape[0], :, : part.shape[2]] = part
+
     def _grown(self, end: int, like: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
         """Return the arrays, grown to at least `end` slots."""
-        if self.arrays and end <= self.arrays[0].shape[2]:
+        return self._allocated(like[0].shape[0], end, like)
+
+    def _allocated(self, rows: int, slots: int, like: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+        """Return arrays with at least as many rows and slots: the present ones, or copies with no more than that."""
+        if self.arrays and rows <= self.arrays[0].shape[0] and slots <= self.arrays[0].shape[2]:
             return self.arrays
-        rows, size = like[0].shape[0], room(end)
+        used = len(self.lengths.of) if self.arrays else 0
+        added = [None] * (rows - used)
+        parts = [[array[:used]] for array in self.arrays] or [[] for _ in like]
         return tuple(
-            _padded(rows, array, new, size) for array, new in zip(_or_none(self.arrays, like), like, strict=True)
+            _stacked([*held, *added], max(slots, self.lengths.longest), each)
+            for held, each in zip(parts, like, strict=True)
         )
-
-
-class RaggedWindowCache(BatchRotatingKVCache):
-    """Batch form of mlx-lm's sliding window, with rewinds, and without a mask where none is needed.
-
-    `held` are the total lengths of the rows.
-    """
-
-    held: list[int]
-
-    @classmethod
-    def merge(cls, caches: Sequence[RotatingKVCache]) -> Self:
-        merged = super().merge(caches)
-        merged.held = [cache.offset for cache in caches]
-        return merged
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.held = [length + keys.shape[2] for length in self.held]
-        return cast(tuple[mx.array, mx.array], super().update_and_fetch(keys, values))
-
-    def make_mask(
-        self,
-        N: int,  # noqa: N803 - the name in mlx-lm
-        window_size: int | None = None,
-        return_array: bool = False,
-    ) -> mx.array | str | None:
-        if not return_array and window_size in (None, self.max_size):
-            if N == 1 and min(self.held) + 1 >= min(self._offset + 1, self.max_size):
-                return None
-            if N > 1 and min(self.held) == self._offset and self._offset + N <= self.max_size:
-                return "causal"
-        return cast(mx.array, super().make_mask(N, window_size, return_array))
-
-    def begin(self, _lengths: Sequence[int], count: int) -> None:
-        """Put the buffer in temporal order before a pass of several tokens.
-
-        mlx-lm reorders the buffer when it stores the tokens, but makes their mask before: for a rotated buffer, that
-        mask hides the oldest token.
-        """
-        if count > 1:
-            self._temporal_order()
-
-    def rewind(self, drop: tuple[int, ...]) -> None:
-        """Remove the newest `drop[i]` tokens of row i, at most the tokens of the newest block.
-
-        The buffer still has the window before the block, which becomes visible again.
-        """
-        if not any(drop):
-            return
-        size = self.keys.shape[2]
-        common = min(drop) if size == self._offset else min(*drop, max(0, size - self.max_size))
-        if common:
-            self.keys, self.values = self.keys[..., : size - common, :], self.values[..., : size - common, :]
-            self.offset = self.offset - common
-            self._offset -= common
-            self._idx -= common
-        rest = [less - common for less in drop]
-        if any(rest):
-            roll = mx.array(rest)
-            self.keys = roll_rows(self.keys, roll[:, None], axis=2)
-            self.values = roll_rows(self.values, roll[:, None], axis=2)
-            self.left_padding = self.left_padding + roll
-            self.offset = self.offset - roll
-        self.held = [length - less for length, less in zip(self.held, drop, strict=True)]
-
-    def contents(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the same as `RaggedKVCache.contents`, in the order of the buffer."""
-        slots, end = mx.arange(self.keys.shape[2], dtype=mx.int32), self._idx
-        if self.rotated:
-            slots, end = (slots - end) % self.max_size, self.max_size
-        held = mx.array(self.held)[:, None]
-        positions = held - end + slots
-        is_held = (slots < end) & (positions >= mx.maximum(held - self.max_size, 0))
-        return self.keys, self.values, mx.where(is_held, positions, -1)
-
-    def filter(self, batch_indices: Sequence[int]) -> None:
-        super().filter(mx.array(list(batch_indices)))
-        self.held = [self.held[row] for row in batch_indices]
-
-    def extend(self, other: Self) -> None:
-        super().extend(other)
-        self.held = self.held + other.held
-
-    def extract(self, idx: int) -> RotatingKVCache:
-        """Return the same as mlx-lm's `extract`, but with views instead of copies."""
-        if self.empty():
-            return RotatingKVCache(self.max_size)
-        views, end = [array[idx : idx + 1] for array in (self.keys, self.values)], self._idx
-        if self.rotated:
-            views, end = [mx.roll(view, -end, 2) for view in views], self.max_size
-        begin = end - min(self.held[idx], self.max_size, end)
-        keys, values = (view[:, :, begin:end] for view in views)
-        state = (keys, values, self.held[idx], 0, self.max_size, int(keys.shape[2]))
-        return RotatingKVCache.from_state(state)
 
 
 def room(tokens: int, least: int = STEP) -> int:
@@ -432,19 +396,18 @@ def room(tokens: int, least: int = STEP) -> int:
     return -(-tokens // step) * step
 
 
-def _or_none(arrays: tuple[mx.array, ...], like: tuple[mx.array, ...]) -> Sequence[mx.array | None]:
-    return arrays or (None,) * len(like)
-
-
-def _padded(rows: int, array: mx.array | None, like: mx.array, size: int) -> mx.array:
-    """Return an array cut or padded to `size` slots; without an array, zeros in the shape of `like`."""
-    if array is None:
-        return mx.zeros((rows, like.shape[1], size, like.shape[3]), like.dtype)
-    held = array.shape[2]
-    if held >= size:
-        return array[..., :size, :]
-    return mx.pad(array, [(0, 0), (0, 0), (0, size - held), (0, 0)])
-
-
-def _scatter(array: mx.array, slots: mx.array, new: mx.array) -> mx.array:
-    return mx.put_along_axis(array, mx.broadcast_to(slots, new.shape), new, axis=2) if new.size else array
+def _stacked(parts: Sequence[mx.array | None], tokens: int, like: mx.array) -> mx.array:
+    """Return a new array of the rows of these parts, with room for `tokens` tokens. None is a row without tokens.
+    Other sizes, and the dtype, are those of `like`."""
+    rows = sum(1 if part is None else part.shape[0] for part in parts)
+    array, row = mx.zeros((rows, like.shape[1], room(tokens), like.shape[3]), like.dtype), 0
+    for part in parts:
+        if part is None:
+            row += 1
+            continue
+        part = part[:, :, : array.shape[2]]
+        if part.shape == array.shape:  # MLX's assignment would keep the part's whole buffer
+            return mx.contiguous(part)
+        array[row : row + part.shape[0], :, : part.shape[2]] = part
+        row += part.shape[0]
+    return array

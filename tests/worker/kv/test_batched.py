@@ -212,3 +212,46 @@ def test_recurrent_layers_of_some_rows_go_back_to_where_a_block_began() -> None:
     batched.restore(caches, before, [True, False])
     assert contents(batched.extract(caches, 0)) == contents(rows[0])
     assert contents(batched.extract(caches, 1))[0] == [(array + 1).tolist() for array in rows[1][0].cache]
+
+
+def test_a_row_that_leaves_or_joins_is_copied_alone() -> None:
+    length, dim, row_bytes = 250, 128, 2 * 4 * 8 * 256 * 128
+
+    def alone(seed: int) -> list[Any]:
+        cache = KVCache()
+        keys = mx.random.normal((1, 8, length, dim), key=mx.random.key(seed))
+        cache.update_and_fetch(keys, -keys)
+        return [cache]
+
+    batch = batched.merge([alone(seed) for seed in range(16)])
+    order = batched.without(16, [3, 15])
+    assert order == [0, 1, 2, 14, *range(4, 14)]
+    mx.eval([cache.state for cache in batch])
+    joining = batched.merge([alone(seed) for seed in (20, 21)])
+    mx.eval([cache.state for cache in joining])
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    batched.keep(batch, order)
+    batched.extend(batch, joining)
+    mx.eval([cache.state for cache in batch])
+    mx.synchronize()
+    assert mx.get_peak_memory() - before < 4 * row_bytes
+    for at, seed in enumerate([*order, 20, 21]):
+        (row,) = batched.extract(batch, at)
+        assert mx.array_equal(row.keys, alone(seed)[0].keys[..., :length, :])
+        assert mx.array_equal(row.values, alone(seed)[0].values[..., :length, :])
+
+
+def test_rows_that_have_left_stay_allocated_until_half_is_free_or_memory_is_wanted() -> None:
+    alone = [KVCache() for _ in range(8)]
+    for cache in alone:
+        cache.update_and_fetch(mx.zeros((1, 2, 10, 64)), mx.zeros((1, 2, 10, 64)))
+    batch = batched.merge([[cache] for cache in alone])
+    row_bytes = batch[0].nbytes // 8
+    batched.keep(batch, batched.without(8, [0, 5]))
+    assert batch[0].nbytes == 8 * row_bytes
+    batched.compact(batch)
+    assert batch[0].nbytes == 6 * row_bytes
+    batched.keep(batch, batched.without(6, [1, 2, 3]))
+    assert batch[0].nbytes == 3 * row_bytes

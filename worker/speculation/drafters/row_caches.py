@@ -36,7 +36,7 @@ class RowCaches:
         if row not in self.rows:
             return
         row.draft.done = 0
-        kept = [at for at, other in enumerate(self.rows) if other is not row]
+        kept = batched.without(len(self.rows), [self.rows.index(row)])
         if kept:
             batched.keep(self.caches, kept)
         else:
