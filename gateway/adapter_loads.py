@@ -35,18 +35,20 @@ class AdapterLoads:
         self._paths.pop((model, name), None)
 
     def find(self, name: str) -> tuple[str, str] | None:
-        """Return the model and the name of a loaded adapter, for NAME or MODEL:NAME."""
+        """Return the model and the name of the adapter that `name` (NAME or MODEL:NAME) refers to."""
         return next((each for each in self._paths if name in (each[1], ":".join(each))), None)
 
     def added_to(self, config: Config) -> Config:
-        """Return a configuration with these adapters, except those whose model is gone or whose name is taken."""
+        """Return a copy of `config` with these adapters. Leaves out an adapter if its model is gone or its name is
+        taken.
+        """
         for (model, name), path in self._paths.items():
             with suppress(NotAllowed):
                 config = with_adapter(config, model, name, path)
         return config
 
     def forget_missing(self, config: Config) -> None:
-        """Forget the adapters that the applied configuration lacks."""
+        """Forget the adapters that are not in the applied configuration."""
         for (model, name), path in list(self._paths.items()):
             known = config.models.get(model)
             if known is None or known.adapters.get(name) != path:
@@ -55,7 +57,7 @@ class AdapterLoads:
 
 
 def with_adapter(config: Config, model: str, name: str, path: str) -> Config:
-    """Return a configuration with one more adapter. Raises `NotAllowed`."""
+    """Return a copy of `config` with one more adapter. Raises `NotAllowed`."""
     if model not in config.models:
         raise NotAllowed(f"there is no model {model!r}")
     if reason := bad_adapter_name(name):
@@ -75,10 +77,10 @@ def with_adapter(config: Config, model: str, name: str, path: str) -> Config:
 
 
 def allowed_path(path: str, home: Path, folders: Sequence[str]) -> str:
-    """Resolve the folder that a request names, absolute or relative to `home`. Raises `NotAllowed`.
+    """Resolve the path of an adapter's folder, absolute or relative to `home`. Raises `NotAllowed`.
 
-    Its target, with all links followed, must be below `home` or one of `folders`. The built-in adapter has a name
-    instead of a folder.
+    The folder, with all links followed, must be below `home` or one of `folders`. The built-in adapter is named without
+    a folder and returned unchanged.
     """
     if path == DEMO_ADAPTER:
         return path

@@ -31,7 +31,7 @@ from gateway.workers.pool.pool import AppliedConfig, Pool
 
 
 class App:
-    """The public ASGI app with its parts. `drain` makes it refuse new generations; running ones continue."""
+    """The public ASGI app with its parts. After `drain`, it refuses new generations; running ones continue."""
 
     def __init__(self, config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -> None:
         """Make the app. Raises `KeysUnusable` and `CertificateUnusable`."""
@@ -47,19 +47,19 @@ class App:
         await self._entry(scope, receive, send)
 
     async def start(self) -> None:
-        """Resume the background responses of an earlier daemon. Must precede serving, and follow the pool's start."""
+        """Resume the background responses of an earlier daemon. Call it after the pool has started, before serving."""
         await self._responses.resume()
 
     def drain(self) -> None:
-        """Refuse new generations with a 503, which `/readyz` reports too."""
+        """Refuse new generations with status 503. `/readyz` then answers 503 too."""
         self.services.admission.is_draining = True
 
     def leave(self) -> None:
-        """Leave background responses to the next daemon, which resumes them. Follows `drain`."""
+        """Leave background responses to the next daemon, which resumes them. Call it after `drain`."""
         self._responses.leave()
 
     def apply(self, config: Config) -> AppliedConfig:
-        """Apply a configuration at once. Running requests keep the settings that they began with."""
+        """Apply a configuration immediately. Running requests keep the settings with which they began."""
         self.services.live.apply(config)
         self.services.metrics.declare(config.models)
         self._responses.apply(config.server)
@@ -67,20 +67,20 @@ class App:
         return self.services.pool.apply(config)
 
     async def finish(self, timeout_s: float) -> None:
-        """End tasks and connections that outlive their request. Follows the pool's end, and precedes `close`."""
+        """End tasks and connections that outlive their request. Call it after the pool has ended and before `close`."""
         await self.backend.close()
         await self.services.tasks.finish(timeout_s)
         await self.services.fleet.close()
         await self.services.upstreams.close()
 
     def close(self) -> None:
-        """Finish writing files. The last call."""
+        """Finish writing files. No method may be called after this."""
         self._responses.close()
         self.services.close()
 
 
 def _guarded(app: ASGIApp, services: Services, backend: Backend) -> ASGIApp:
-    """Wrap the public app in its middleware: the page's own, or authentication and CORS."""
+    """Wrap the public app in its middleware: the web page's, and authentication and CORS for the rest."""
     # The address cannot change in a running daemon.
     is_local = is_loopback(services.config.server.host)
 
@@ -104,7 +104,7 @@ def _tracer(endpoint: str) -> SpanTracer | None:
 def create_admin_app(
     public: App, reloader: Reloader, url: str, drain: Callable[[float | None], Awaitable[int]]
 ) -> ASGIApp:
-    """Make the admin app of a public one that listens at `url`. Clients of its socket may do everything."""
+    """Make the admin app for a public app that listens at `url`. Clients of the admin socket may do everything."""
     router = Router(admin_routes(public, reloader, url, drain), redirect_slashes=False)
     services = public.services
     return EntryMiddleware(TrustedClient(AuditedCommand(router, services.audit)), services, is_public=False)

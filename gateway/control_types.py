@@ -8,7 +8,7 @@ from protocol.stats import StatusStats
 
 
 class Speeds(Struct, frozen=True):
-    """Measured speeds of a model on this machine. `decode` has tokens a second by number of rows.
+    """Measured speeds of a model on this machine. `decode` maps numbers of rows to tokens per second.
 
     `calibrated_at` is a Unix time, 0 without a calibration. Only a calibration finds `max_running`.
     """
@@ -21,7 +21,7 @@ class Speeds(Struct, frozen=True):
 
 
 class RankStatus(Struct, frozen=True):
-    """One rank of a model's group. `active_bytes` are allocated by MLX in its process."""
+    """One rank of a model's group. `active_bytes` is the memory that MLX has allocated in the rank's process."""
 
     rank: int
     node: str
@@ -42,7 +42,7 @@ class GroupStatus(Struct, frozen=True):
 
 
 class ModelStatus(StatusStats, frozen=True):
-    """One model with the statistics of its worker. Numbers are 0 and texts empty while no worker runs."""
+    """One model with its worker's statistics. Numbers are 0 and texts empty while no worker runs."""
 
     name: str
     path: str
@@ -65,28 +65,30 @@ class ModelStatus(StatusStats, frozen=True):
     prompt_tokens_cached: int
     last_failure: str
     retry_after_s: float
-    # Granted part of the memory budget, the least that the model needs, and the measured memory of its process.
+    # `share_bytes` is the granted part of the memory budget, `floor_bytes` the minimum that the model needs, and
+    # `footprint_bytes` the measured memory of its process.
     share_bytes: int = 0
     floor_bytes: int = 0
     footprint_bytes: int = 0
     is_pinned: bool = False
-    # Seconds since the newest request; None while the model is not loaded.
+    # `idle_s` counts seconds since the newest request; None while the model is not loaded.
     idle_s: float | None = None
     # A gated model accepts no requests while it makes room; a waiting model waits for memory.
     is_gated: bool = False
     is_waiting: bool = False
-    # Batch mode, and the reason for a slower mode that exact tokens require.
+    # `batch_mode_reason` says why exact tokens require a slower mode.
     batch_mode: str = field(default="", name="lane")
     batch_mode_reason: str = field(default="", name="lane_reason")
-    # Modalities of a loaded model other than text, bytes of its towers, and the reason for missing modalities.
+    # `modalities` lists what a loaded model accepts besides text, `tower_bytes` is the size of its towers, and
+    # `media_reason` says why a modality is missing.
     modalities: tuple[str, ...] = ()
     tower_bytes: int = 0
     media_reason: str = ""
-    # State of drafting: `auto`, or `off` with the reason.
+    # `speculation` is `auto`, or `off` with the reason.
     speculation: str = ""
-    # Attention of few tokens a row: `kernel`, or `mlx` with the reason.
+    # `attention` is how steps with few tokens per row compute attention: `kernel`, or `mlx` with the reason.
     attention: str = ""
-    # Kind of a loaded model (`text`, `embed`, `rerank` or `audio`), and the length of its embeddings.
+    # `kind` of a loaded model is `text`, `embed`, `rerank` or `audio`; `dimensions` is the length of its embeddings.
     kind: str = ""
     dimensions: int = 0
     measured: Speeds | None = None
@@ -94,9 +96,9 @@ class ModelStatus(StatusStats, frozen=True):
 
 
 class AdapterStatus(Struct, frozen=True):
-    """An adapter of a model: `loaded`, `failed`, or `unloaded` like its model.
+    """An adapter of a model. Its state is `loaded`, `failed`, or `unloaded` while its model is.
 
-    `base` is the model that its files name as its base; `requests` counts the sequences that used it.
+    `base` is the base model that the adapter's files name; `requests` counts the sequences that used the adapter.
     """
 
     name: str
@@ -133,7 +135,7 @@ class AdapterRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemoryStatus(Struct, frozen=True):
-    """Memory of all models together. `waiting` models are in the order in which they will get memory."""
+    """Memory of all models together. `waiting` lists models in the order in which they will get memory."""
 
     budget_bytes: int
     granted_bytes: int
@@ -160,7 +162,7 @@ class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
 class PlaceView(Struct, frozen=True):
     """A daemon that could serve a request: a peer, or this daemon, whose name is empty. Times are in seconds.
 
-    `objection` is the reason why it is not eligible; its numbers are 0 then.
+    `objection` says why the daemon is not eligible; the other numbers are 0 then.
     """
 
     name: str
@@ -175,7 +177,10 @@ class PlaceView(Struct, frozen=True):
 
 
 class RouteView(Struct, frozen=True):
-    """Places that could serve a model, and the reason for the choice: `only`, `cost` or `affinity`; else all peers."""
+    """Places that could serve a model. `reason` explains the choice: `only`, `cost` or `affinity`.
+
+    Without a model, the places are all peers.
+    """
 
     model: str
     reason: str
@@ -188,9 +193,9 @@ class CommandDone(Struct, frozen=True):
 
 
 class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """`timeout_s` is the time for running requests; None is the configured time.
+    """`timeout_s` is the time that running requests get; None means the configured time.
 
-    A daemon that `stays` refuses new requests until `undrain`, and does not end.
+    With `stays`, the daemon refuses new requests until `undrain`, and does not end.
     """
 
     timeout_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
@@ -198,13 +203,15 @@ class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DrainResult(Struct, frozen=True):
-    """Number of requests that had not finished at the drain's deadline."""
+    """`cut_off` counts the requests that had not finished at the drain's deadline."""
 
     cut_off: int
 
 
 class KeyUsage(Struct, frozen=True):
-    """Usage of one API key. `rejections` are counted by reason; `last_used` is a Unix time, or 0 for never."""
+    """Usage of one API key. `rejections` maps reasons to counts; `last_used` is a Unix time, or 0 if the key was never
+    used.
+    """
 
     name: str
     requests: int
@@ -216,7 +223,9 @@ class KeyUsage(Struct, frozen=True):
 
 
 class UsageReport(Struct, frozen=True):
-    """`since` is the Unix time at which counting began; `failures` are requests without a valid key."""
+    """Usage of all API keys. `since` is the Unix time when counting began; `failures` counts requests without a valid
+    key.
+    """
 
     since: float
     keys: list[KeyUsage]
@@ -224,7 +233,7 @@ class UsageReport(Struct, frozen=True):
 
 
 class UsageLine(Struct, frozen=True):
-    """Sums of usage; columns that they are not grouped by are None. `requests` are sequences."""
+    """Sums of usage. A column is None if the sums are not grouped by it. `requests` counts sequences."""
 
     day: str | None
     key: str | None
@@ -236,7 +245,7 @@ class UsageLine(Struct, frozen=True):
 
 
 class UsageLines(Struct, frozen=True):
-    """Usage from the first to the last day, both included."""
+    """Usage from the first day to the last, both included."""
 
     first: str
     last: str
@@ -245,7 +254,7 @@ class UsageLines(Struct, frozen=True):
 
 
 class RequestView(Struct, frozen=True, kw_only=True):
-    """One running request. Its id is the `x-request-id` header, which the gateway makes if the client sends none."""
+    """One running request. Its id is the `x-request-id` header; the gateway makes an id if the client sends none."""
 
     id: str
     model: str
@@ -260,7 +269,7 @@ class RequestView(Struct, frozen=True, kw_only=True):
     generated_tokens: int
     tokens_per_s: float
     ttft_s: float | None
-    # Tokens of the prompt that are in the KV cache, including cached ones; 0 before prefill.
+    # Prompt tokens that are in the KV cache, including those that were cached before; 0 before prefill.
     prefilled_tokens: int = 0
 
 
@@ -296,7 +305,7 @@ class CancelResult(Struct, frozen=True):
 
 
 class CapturedRequest(CapturedLine, frozen=True, kw_only=True):
-    """One request with its bodies. Headers that may hold secrets have no value."""
+    """One captured request with its bodies. Headers that may contain secrets have no value."""
 
     request_headers: list[tuple[str, str]]
     request_body: str
@@ -307,7 +316,7 @@ class CapturedRequest(CapturedLine, frozen=True, kw_only=True):
 
 
 class RequestDetail(Struct, frozen=True):
-    """A running request, a captured one, or both of the same id."""
+    """A running request, a captured request, or both if they have the same id."""
 
     live: RequestView | None = None
     captured: CapturedRequest | None = None
@@ -320,7 +329,7 @@ class ClearedCaptures(Struct, frozen=True):
 
 
 class Probe(Struct, frozen=True):
-    """Result of a probe for one token. In state `busy`, other requests kept the probe from being served."""
+    """Result of generating one token as a probe. In state `busy`, other requests kept the model from serving it."""
 
     model: str
     ok: bool
@@ -330,14 +339,16 @@ class Probe(Struct, frozen=True):
 
 
 class DeepHealth(Struct, frozen=True):
-    """`status` is `healthy` if every probe succeeded, and `draining` if no model was probed."""
+    """Result of all probes. `status` is `healthy` if each succeeded, and `draining` if none was sent because the daemon
+    drains.
+    """
 
     status: str
     models: list[Probe] = []
 
 
 class UiCode(Struct, frozen=True):
-    """Link of the page with a code that logs in once, within `expires_s`."""
+    """Link to the web page with a code that logs in once, within `expires_s`."""
 
     url: str
     code: str
@@ -345,7 +356,7 @@ class UiCode(Struct, frozen=True):
 
 
 class UiRevoked(Struct, frozen=True):
-    """Number of sessions of the page that were ended."""
+    """Number of the web page's sessions that were ended."""
 
     sessions: int
 

@@ -32,30 +32,33 @@ from gateway.workers.supervisor.state import State
 
 log = logging.getLogger(__name__)
 
-# Allocations between two collections of young objects. Python's default of 700 is reached every few dozen tokens.
+# Number of allocations between two collections of young objects. Python's default of 700 is reached every few dozen
+# tokens.
 GC_ALLOCATIONS: Final = 20_000
-# Interval after which a thread that works on a large body yields to the event loop. Python's default of 5 ms adds up.
+# A thread that works on a large body yields to the event loop after this time. Python's default is 5 ms, and several
+# such delays add up.
 THREAD_SWITCH_S: Final = 0.001
-# Answers that are still being written when every worker has stopped get this long.
+# Once every worker has stopped, answers that are still being written get this much time.
 FLUSH_S: Final = 5
-# This exceeds the idle time of clients' connection pools, so that the server never closes a connection as they send.
+# This is longer than the idle time of clients' connection pools, so the server never closes a connection while a client
+# sends on it.
 KEEP_ALIVE_S: Final = 75
 
 _LOADING: Final = frozenset({State.STARTING, State.LOADING})
-# During a drain, requests of models in these states run until the deadline. All others are cut off at once.
+# During a drain, requests for models in these states run until the deadline. All others are cut off immediately.
 _RUNNING: Final = frozenset({State.READY, State.DRAINING})
 _WAITING: Final = frozenset(State) - _RUNNING
 
 
 class Daemon:
-    """One daemon in a locked home. SIGTERM or SIGINT drains it; a second one ends it at once.
+    """One daemon in a locked home. SIGTERM or SIGINT drains it; a second such signal ends it immediately.
 
-    SIGHUP reloads the configuration, unless it comes because the terminal closes that the daemon was started from.
-    SIGUSR2 hands over: running requests finish, and the workers stay, with their models loaded, for the next daemon.
+    SIGHUP reloads the configuration. It is ignored if it comes because the daemon's own terminal closes. SIGUSR2 hands
+    over: running requests finish, and the workers stay, with their models loaded, for the next daemon.
     """
 
     def __init__(self, config: Config, read: Callable[[], Config], *, command: Command = default_command) -> None:
-        """Open all sockets. `read` reads the file for a reload.
+        """Open all sockets. `read` reads the configuration file again for a reload.
 
         Raises `PathTooLong`, `CannotListen`, `TooFewFiles`, `KeysUnusable` and `CertificateUnusable`.
         """
@@ -79,7 +82,7 @@ class Daemon:
         protocols = listener_protocol(clients, self._app.services.tls), listener_protocol(owners, None)
         self._servers = [_Server(_settings(*each)) for each in zip((self._app, admin), protocols, strict=True)]
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-        # The deadline that the drain command gave, if any.
+        # The deadline of the drain command in seconds; None if the command gave none.
         self._drain_s: float | None = None
         self._drained = asyncio.Event()
         self._cut_off = 0
@@ -90,8 +93,8 @@ class Daemon:
         return url_of(self._app.services.config.server, host, port)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """End as SIGTERM does, with another deadline for running requests. Returns how many were cut off."""
-        # A second command does not end the drain at once, as a second signal does.
+        """End as after SIGTERM, with another deadline for running requests. Returns how many requests were cut off."""
+        # A second command, unlike a second signal, does not end the daemon immediately.
         if not self._app.services.admission.is_draining:
             self._app.drain()
             self._drain_s = timeout_s
@@ -171,10 +174,10 @@ class Daemon:
         try:
             facts = facts_of(await self._reloader.reload())
         except ConfigError:
-            outcome = "bad_config"  # logged
+            outcome = "bad_config"  # `reload` has logged the error.
         except Unavailable:
             outcome = "draining"
-        except Exception:  # the root of a signal's work, whose result nothing awaits
+        except Exception:  # Nothing awaits this task, so the error is logged here.
             outcome = "internal"
             self._app.services.metrics.unhandled_errors += 1
             log.exception("the configuration could not be reloaded")
@@ -215,7 +218,7 @@ class Daemon:
         self._app.leave()
         impatience = asyncio.create_task(self._next_end())
         services = self._app.services
-        # Only this process can relay the answers of other machines to clients.
+        # Answers that come from other machines must finish first, because only this process can relay them to clients.
         elsewhere = asyncio.gather(services.fleet.drain(drain_s), services.upstreams.drain(drain_s))
         try:
             await self._pool.release(drain_s, impatience)
@@ -235,7 +238,7 @@ class Daemon:
         await self._pool.stop_now()
 
     async def _next_end(self) -> signal.Signals:
-        """Wait for the next signal other than SIGHUP, since an ending daemon does not reload."""
+        """Wait for the next signal other than SIGHUP. A daemon that is ending does not reload."""
         while (signum := await self._signals.get()) is signal.SIGHUP:
             log.info("SIGHUP while ending: the configuration is not reloaded")
         return signum
@@ -254,7 +257,7 @@ def _listen(server: ServerConfig) -> list[socket.socket]:
 
 
 class _Server(uvicorn.Server):
-    """Server that leaves signals to the daemon."""
+    """Server that does not handle signals: the daemon does."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -288,7 +291,7 @@ def _has_terminal() -> bool:
 
 
 def _settle_garbage_collector() -> None:
-    """Collect garbage rarely, and never the present objects, which live as long as the daemon."""
+    """Make garbage collection rare and exempt all existing objects, which live as long as the daemon."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 20)

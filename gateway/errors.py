@@ -36,7 +36,7 @@ LISTED_MODELS_MAX: Final = 50
 
 
 class ApiError(Exception):
-    """Error answer. `message` is for the client, and `retry_after_s` becomes a Retry-After header."""
+    """Error that is sent as an answer. `message` is for the client; `retry_after_s` becomes a Retry-After header."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ApiError(Exception):
 
     @property
     def outcome(self) -> str:
-        """Outcome of the request in the logs."""
+        """Outcome of the request as the logs name it."""
         return self.code or "error"
 
 
@@ -80,13 +80,13 @@ def missing_parameter(param: str) -> BadRequest:
 
 
 def invalid_choice(value: str, known: Iterable[str], param: str) -> BadRequest:
-    """Return the error of a parameter whose value is none of the known words."""
+    """Return the error for a parameter whose value is not in `known`."""
     message = f"Invalid value for '{param}': {value[:40]!r} is none of {', '.join(known)}."
     return BadRequest(message, param, "invalid_value")
 
 
 class InternalError(ApiError):
-    """A bug of the server failed the request; the log has its traceback."""
+    """The request failed because of a bug in the server; the log has the traceback."""
 
     def __init__(self) -> None:
         super().__init__(500, "Internal error.", type=SERVER, code="internal")
@@ -112,14 +112,14 @@ class Misdirected(ApiError):
 
 
 class RateLimited(ApiError):
-    """`kind` is OpenAI's type of this error: `requests` or `tokens`."""
+    """A rate limit is reached. `kind` is OpenAI's type of this error, `requests` or `tokens`."""
 
     def __init__(self, message: str, kind: str, retry_after_s: float) -> None:
         super().__init__(429, message, type=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 class BudgetSpent(ApiError):
-    """The daily or monthly budget of a key is spent; OpenAI calls this an insufficient quota."""
+    """The key's daily or monthly budget is spent. OpenAI calls this error an insufficient quota."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         kind = "insufficient_quota"
@@ -164,9 +164,9 @@ class Unavailable(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class HttpStatus:
-    """HTTP form of a failure code. `retry_after_s` is the least wait before a client retries.
+    """HTTP answer for a failure code. `retry_after_s` is the minimum time before a client retries.
 
-    `public` replaces the message of a failure of the server, which may hold its paths, for clients that are no admins.
+    A failure's message may include paths of the server; `public` replaces it for clients that are not admins.
     """
 
     status: int
@@ -219,13 +219,13 @@ TABLE: Final[dict[Code, HttpStatus]] = {
 
 
 def message_of(failure: Failure, is_operator: bool) -> str:
-    """Return the message of a failure that a client may see. A failure with a `param` is about the request itself."""
+    """Return the failure's message for a client. A failure with a `param` is about the request itself."""
     public = TABLE[failure.code].public
     return failure.message if is_operator or failure.param is not None or not public else public
 
 
 def from_failure(failure: Failure, retry_after_s: float = 0.0, *, is_operator: bool = False) -> ApiError:
-    """Translate a worker's failure. Its `detail` is for the log, and is not sent."""
+    """Translate a worker's failure to an error. The failure's `detail` is only for the log."""
     answer = TABLE[failure.code]
     return ApiError(
         answer.status,
@@ -239,7 +239,7 @@ def from_failure(failure: Failure, retry_after_s: float = 0.0, *, is_operator: b
 
 
 def from_unsendable(error: Unsendable) -> ApiError:
-    """Translate the error of a request that cannot be encoded as messages to its worker."""
+    """Translate the error of a request that is too large for its worker, or contains a value that cannot be sent."""
     if isinstance(error, FrameTooLarge):
         message = f"The request is too large: with all of its choices, a worker takes {MAX_FRAME_BYTES} bytes."
         return ApiError(413, message, code="request_too_large")
@@ -261,14 +261,15 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def openai_body(error: ApiError) -> bytes:
-    """Encode the JSON body of an error answer, which is also the data of an error event in a stream."""
+    """Encode an error as a JSON body. A stream sends the same JSON in an error event."""
     return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
 
 
 def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
-    """Return `www-authenticate` for a 401, or Retry-After in whole seconds, rounded up, where waiting can help.
+    """Return the headers of an error: `www-authenticate` for a 401, or Retry-After in seconds, rounded up, if a retry
+    can help.
 
-    SDKs retry a 429 unless `x-should-retry` is false, which it is for a budget that is spent for hours or days.
+    SDKs retry a 429 unless `x-should-retry` is false. It is false if a budget is spent for hours or days.
     """
     if error.status == 401:
         return [(b"www-authenticate", b'Bearer realm="mlxd"')]

@@ -2,7 +2,7 @@
 
 
 class CommandFailed(Exception):
-    """A failed command, with a sentence for the operator; `status` is the exit status of `mlxctl`."""
+    """A command has failed. The message is for the operator; `status` is the exit status of `mlxctl`."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 # None means JSON unless stderr is a terminal.
 _FORMATS: Final[dict[str, bool | None]] = {"auto": None, "json": True, "console": False}
-# Errors that end the daemon with CANNOT_USE.
+# These errors end the daemon with exit status CANNOT_USE.
 UNUSABLE: Final = (HomeUnusable, CannotListen, TooFewFiles, PathTooLong, KeysUnusable, CertificateUnusable)
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the console script, which never returns."""
     options = _parser().parse_args(argv)
     status = run(options.config, options.host, options.port, options.log_level)
-    # launchd would restart a failed job forever, which repairs no configuration file.
+    # launchd would restart a failed job forever, which repairs no configuration file, so the status is OK here.
     sys.exit(DaemonExit.OK if options.launchd and status == DaemonExit.BAD_CONFIG else status)
 
 
@@ -67,7 +67,9 @@ def run(
 
 
 def serve(read: Callable[[], Config], *, command: Command = default_command) -> int:
-    """Serve the configuration that `read` returns, now and at each reload, until stopped. Returns the exit status."""
+    """Serve the configuration that `read` returns until stopped. Each reload calls `read` again. Returns the exit
+    status.
+    """
     try:
         config = read()
     except ConfigError as error:
@@ -85,7 +87,8 @@ async def _serve(config: Config, read: Callable[[], Config], command: Command) -
     daemon = Daemon(config, read, command=command)
     try:
         await daemon.run()
-    except Exception:  # the root of the process; running workers outlive it, and the next daemon adopts them
+    # This is the outermost frame of the process. Workers that still run are adopted by the next daemon.
+    except Exception:
         log.exception("mlxd ends after an internal error")
         return DaemonExit.FAULT
     return DaemonExit.OK

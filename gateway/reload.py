@@ -1,4 +1,4 @@
-"""Reload of the configuration file. It is read and checked as a whole, and an invalid file changes nothing."""
+"""Reload of the configuration file. The whole file is read and checked first; an invalid file changes nothing."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ FIXED: Final = (
 
 
 class ReloadTarget(Protocol):
-    """Port to the app that a new configuration is applied to."""
+    """The part of the app that a reload uses: it applies a new configuration."""
 
     @property
     def services(self) -> Services: ...
@@ -40,7 +40,7 @@ class ReloadTarget(Protocol):
 
 
 class Reloader:
-    """Applies changes of the configuration, one reload at a time. `read` reads the file, and raises `ConfigError`."""
+    """Applies changes of the configuration, one reload at a time. `read` reads the file and may raise `ConfigError`."""
 
     def __init__(self, app: ReloadTarget, read: Callable[[], Config]) -> None:
         self._app = app
@@ -49,9 +49,9 @@ class Reloader:
         self.adapter_loads = AdapterLoads()
 
     async def reload(self) -> ReloadResult:
-        """Apply the file, and return the changes. Restarted and removed models may not have ended yet.
+        """Read and apply the file, and return the changes. Restarted and removed models may not have ended yet.
 
-        Raises `ConfigError`, logged, and `Unavailable` if the daemon is ending.
+        Raises `ConfigError`, which is also logged, and `Unavailable` if the daemon is ending.
         """
         async with self._lock:
             try:
@@ -68,7 +68,9 @@ class Reloader:
             return done
 
     async def load_adapter(self, model: str, name: str, path: str) -> None:
-        """Add an adapter until the daemon ends. Raises `NotAllowed`, and `Unavailable` if the daemon is ending."""
+        """Add an adapter that stays until the daemon ends. Raises `NotAllowed`, and `Unavailable` if the daemon is
+        ending.
+        """
         async with self._lock:
             services = self._app.services
             if services.admission.is_draining:
@@ -114,7 +116,7 @@ class Reloader:
 
 
 def with_fixed(wanted: Config, old: Config) -> Config:
-    """Return `wanted` with the present values of the keys that cannot change in a running daemon."""
+    """Return `wanted`, but with the current values of the keys that cannot change in a running daemon."""
     server = structs.replace(wanted.server, **{name: getattr(old.server, name) for name in FIXED})
     return structs.replace(wanted, server=server)
 
@@ -130,7 +132,9 @@ def _result(old: Config, new: Config, wanted: Config, applied: AppliedConfig) ->
 
 
 def changes(old: Config, new: Config) -> Iterator[str]:
-    """Yield the keys that differ, such as `server.drain` and `models.NAME.sampling`, for models that both have."""
+    """Yield the keys with different values, such as `server.drain`. Models are compared only if both configurations
+    have them.
+    """
     for name in ("server", "memory", "media", "audio", "ui"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
     for table in ("peers", "upstreams"):
@@ -149,7 +153,7 @@ def describe(done: ReloadResult) -> str:
 
 
 def facts_of(done: ReloadResult) -> dict[str, list[str]]:
-    """Return the changes of a reload by kind, without empty kinds, for the audit log."""
+    """Return the changes of a reload by type, without empty types, for the audit log."""
     return {what: names for what, names in structs.asdict(done).items() if names}
 
 

@@ -35,7 +35,7 @@ from gateway.workers.pool.pool import Pool
 
 
 class SpanTracer(Protocol):
-    """Port to `otel.OtelTracer`, which exports spans of requests."""
+    """The part of `otel.OtelTracer` that the services use. It exports spans of requests."""
 
     def export(self, record: RequestRecord) -> str:
         """Queue the spans of an ended request, and return the id of its trace."""
@@ -50,7 +50,7 @@ class Services(Runtime):
 
     bodies: Bodies
     media: InFlightBytes
-    # Fetches media by URL.
+    # `fetch` gets an image, video or audio by its URL.
     fetch: Fetch
     keyring: Keyring
     audit: AuditTrail
@@ -62,7 +62,7 @@ class Services(Runtime):
     tracer: SpanTracer | None
     tls: Tls | None
     tasks: TaskSet
-    # Measures the load of this daemon's models, by which peers choose a daemon.
+    # `meter` measures the load of this daemon's models. Peers use it to choose a daemon.
     meter: LoadMeter
     upstreams: Clients
 
@@ -70,7 +70,7 @@ class Services(Runtime):
     def make(
         cls, config: Config, pool: Pool, link: WorkerLink, metrics: Metrics, tracer: SpanTracer | None = None
     ) -> "Services":
-        """Make the services of a configuration. Raises `KeysUnusable` and `CertificateUnusable`."""
+        """Make the services for a configuration. Raises `KeysUnusable` and `CertificateUnusable`."""
         metrics.declare(config.models)
         metrics.unacked_aborts = lambda: link.unacked_aborts
         live = LiveConfig(config)
@@ -121,7 +121,7 @@ class Services(Runtime):
         )
 
     def close(self) -> None:
-        """Finish writing and sending. The last call."""
+        """Finish writing files and sending spans. No method may be called after this."""
         self.sample.log_counts()
         self.bodies.close()
         self.usage.close()

@@ -1,4 +1,4 @@
-"""Tasks that outlive the request that started them, and their end with the daemon."""
+"""Tasks that outlive the request that started them. They end with the daemon."""
 
 import asyncio
 import logging
@@ -19,14 +19,14 @@ class TaskSet:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as a task, which `finish` cancels if it has not ended."""
+        """Run `work` as a task. `finish` cancels it if it has not ended."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for the tasks, and cancel the rest. The last call."""
+        """Wait up to `timeout_s` for the tasks, then cancel the rest. No task may be started after this."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         for task in (left := list(self._tasks)):

@@ -1,19 +1,20 @@
-"""Wall clock for the ages of stored files. It follows a jump forward only after the jump has lasted."""
+"""Wall clock for the ages of stored files. After a jump forward, it waits for a time before it follows."""
 
 import time
 from collections.abc import Callable
 from typing import Final
 
-# A longer step of the wall clock against the monotonic clock is a jump.
+# A difference of more than this between the wall clock and the monotonic clock is a jump.
 JUMP_S: Final = 3600.0
-# A jump is followed after this time, as the monotonic clock counts it.
+# The clock follows a jump after this time on the monotonic clock.
 TRUST_S: Final = 3600.0
 
 
 class WallClock:
-    """Seconds since the epoch. It is not thread-safe: each owner has its own.
+    """Returns seconds since the epoch. It is not thread-safe, so each owner needs its own instance.
 
-    A clock that is wrongly set to next year, for example at boot, must not expire every stored file at once.
+    If the system's clock is wrongly set to next year, for example at boot, stored files must not all expire
+    immediately.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -24,7 +25,7 @@ class WallClock:
         self._jumped_at: float | None = None
 
     def resume(self, newest: float) -> None:
-        """Continue from the newest time that an earlier process has recorded."""
+        """Continue from `newest`, the newest time that an earlier process has recorded."""
         self._newest = min(self._newest, newest)
 
     def __call__(self) -> float:

@@ -17,7 +17,7 @@ _ANSWER_MAX: Final = 8192
 
 
 class Endpoint(Struct, frozen=True):
-    """Address of mlxd, a model and a key, which may be empty. `takes_images` holds for a vision model."""
+    """Address of mlxd with a model and a key. The key may be empty. `takes_images` is true for a vision model."""
 
     url: str
     model: str
@@ -35,17 +35,17 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def inputs(self) -> list[str]:
-        """Kinds of input that a client may send."""
+        """Modalities that the client may send."""
         return ["text", "image"] if self.takes_images else ["text"]
 
     @property
     def max_answer_tokens(self) -> int:
-        """Maximum tokens of an answer; the prompt has the rest of the context."""
+        """Maximum tokens of an answer, at most a quarter of the context."""
         return min(_ANSWER_MAX, self.context // 4)
 
 
 class Setup(Struct, frozen=True):
-    """Settings of one client: changes of its files, and the command that starts it with them."""
+    """Settings of one client: edits of its configuration files, and the command that starts the client."""
 
     client: str
     edits: tuple[ConfigEdit, ...]
@@ -54,7 +54,7 @@ class Setup(Struct, frozen=True):
 
 
 def setup(client: str, endpoint: Endpoint) -> Setup:
-    """Make the settings of a named client. Raises `CommandFailed` for an unknown one."""
+    """Make the settings for a client. Raises `CommandFailed` if the name is unknown."""
     try:
         make = CLIENTS[client]
     except KeyError:
@@ -202,6 +202,6 @@ CLIENTS: Final[Mapping[str, Callable[[Endpoint], Setup]]] = {
 
 
 def as_data(setup: Setup) -> dict[str, Any]:
-    """Convert to JSON: each file with the text that is merged into it."""
+    """Convert the settings to JSON. Each file has the text that is to be merged into it."""
     files = [{"path": edit.path, "form": edit.form, "text": edit.fragment()} for edit in setup.edits]
     return {"client": setup.client, "files": files, "command": setup.command, "note": setup.note}

@@ -1,4 +1,4 @@
-"""Merge of settings into a configuration file, which keeps its other content, and comments if the format has them."""
+"""Merge of settings into a configuration file. The file keeps its other content, and its comments if it has any."""
 
 import io
 import json
@@ -28,14 +28,14 @@ class FileFormat(StrEnum):
 
 
 class NotEditable(Exception):
-    """A file's content does not fit its format; the message gives its owner the reason."""
+    """The file's content does not suit its format; the message tells the file's owner the reason."""
 
 
 class ConfigEdit(Struct, frozen=True):
-    """Change of one file. Mappings are merged at any depth; other values are replaced.
+    """Edit of one file. Mappings are merged at any depth; other values are replaced.
 
-    Items of a list replace those of equal `item_key`, or are appended. `defaults` are set only if their key is missing.
-    `has_key` means that the content has an API key, so that only the owner may read the file.
+    A list item is merged into the item with the same `item_key`, or appended. An entry of `defaults` is set only if the
+    file lacks its key. `has_key` means that the content includes an API key, so only the owner may read the file.
     """
 
     path: str
@@ -46,11 +46,13 @@ class ConfigEdit(Struct, frozen=True):
     has_key: bool = False
 
     def fragment(self) -> str:
-        """Return the text of a file with this content alone."""
+        """Return the text that the edit makes of an empty file."""
         return self.merged("")
 
     def merged(self, text: str) -> str:
-        """Return the file's text after the change; `text` itself if nothing changes. Raises `NotEditable`."""
+        """Apply the edit to a file's text and return the result; equal to `text` if nothing changes. Raises
+        `NotEditable`.
+        """
         match self.form:
             case FileFormat.JSON:
                 return self._json(text)
@@ -115,7 +117,7 @@ class ConfigEdit(Struct, frozen=True):
         return [] if isinstance(self.content, list) else {}
 
     def _changed(self, data: Any, text: str, dump: Any) -> str:
-        """Merge into `data`, and dump it if anything changed. Raises `NotEditable`."""
+        """Merge the edit into `data`; return `dump()` if anything has changed, else `text`. Raises `NotEditable`."""
         if not isinstance(data, list if isinstance(self.content, list) else dict):
             raise NotEditable("it holds something else at its top")
         is_changed = False
@@ -151,7 +153,7 @@ def _set(data: Any, name: str, value: Any, item_key: str) -> bool:
 
 
 def _put(data: Any, item: dict[str, Any], item_key: str) -> bool:
-    """Replace the list item of equal key, or append the item."""
+    """Merge `item` into the list item with the same key, or append it. Returns whether anything has changed."""
     for own in data:
         if isinstance(own, Mapping) and own.get(item_key) == item[item_key]:  # type: ignore[reportUnknownMemberType]
             return _merge(own, item, item_key)
@@ -170,7 +172,7 @@ def _indent(text: str) -> int | str:
 
 
 def _yaml_indents(text: str) -> tuple[int, int | None]:
-    """Detect a YAML file's indentation of keys and of list dashes; None for dashes without a list."""
+    """Detect the indentation of keys and of list dashes in a YAML file; the second is None if it has no list."""
     step = offset = None
     last = 0
     for line in text.splitlines():
@@ -180,7 +182,7 @@ def _yaml_indents(text: str) -> tuple[int, int | None]:
         depth = len(line) - len(content)
         if content.startswith("- "):
             offset = depth - last if offset is None and depth >= last else offset
-            # An item's keys are indented behind its dash.
+            # The keys of a list item are indented further than its dash.
             depth += _INDENT
         elif depth > last and step is None:
             step = depth - last

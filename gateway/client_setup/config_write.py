@@ -1,4 +1,4 @@
-"""Atomic write of an edit to a client's file, with a backup of its previous text."""
+"""Atomic write of an edit to a client's configuration file, with a backup of the old text."""
 
 import os
 import tempfile
@@ -16,7 +16,7 @@ _OWNERS: Final = 0o700
 
 
 class WrittenFile(Struct, frozen=True):
-    """One file. `backup` is empty for a new file; nothing was written if `is_unchanged`."""
+    """Result of a write. `backup` is empty if the file is new; `is_unchanged` means that nothing was written."""
 
     path: str
     backup: str
@@ -24,16 +24,16 @@ class WrittenFile(Struct, frozen=True):
 
 
 def write(edit: ConfigEdit) -> WrittenFile:
-    """Merge an edit into its file. Raises `CommandFailed`, and leaves the file as it was."""
+    """Merge an edit into its file. If this fails, raises `CommandFailed`, and the file stays as it was."""
     return rewrite(Path(edit.path), edit.merged, is_private=edit.has_key)
 
 
 def rewrite(file: Path, change: Callable[[str], str], *, is_private: bool = False) -> WrittenFile:
-    """Replace a file's text by what `change` returns for it; `is_private` removes others' permissions.
+    """Replace a file's text by what `change` returns for it; `is_private` removes other users' permissions.
 
-    Raises `CommandFailed`, and leaves the file as it was.
+    If this fails, raises `CommandFailed`, and the file stays as it was.
     """
-    # The target of a symbolic link is written, as it may be in a folder of dot files.
+    # A symbolic link is followed, because it may point into a folder of dot files, and only its target is replaced.
     path = file.expanduser().resolve()
     try:
         kept = path.read_bytes() if path.exists() else None
@@ -58,7 +58,9 @@ def rewrite(file: Path, change: Callable[[str], str], *, is_private: bool = Fals
 
 
 def _keep(path: Path, data: bytes) -> str:
-    """Copy the old text to a file with the time in its name, readable by its owner alone as it may have keys."""
+    """Back up the old text in a file with the time in its name. Only its owner may read it, because the text may
+    include keys.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     backup = path.with_name(f"{path.name}.before-mlxd-{stamp}")
     number = 1
@@ -71,7 +73,7 @@ def _keep(path: Path, data: bytes) -> str:
 
 
 def _replace(path: Path, data: bytes, mask: int) -> None:
-    """Write a file with its old permissions within `mask`; a new file is private to its owner."""
+    """Write a file. Its new permissions are its old ones, limited by `mask`; a new file is private to its owner."""
     mode = path.stat().st_mode & mask if path.exists() else 0o600
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

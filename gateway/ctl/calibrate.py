@@ -69,7 +69,7 @@ def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Cal
 
 @contextmanager
 def spec_input(spec: WorkerSpec) -> Generator[IO[bytes], None, None]:
-    """Yield a specification as the input of a worker's tool."""
+    """Yield a file that contains the specification as JSON, to be the standard input of a worker's tool."""
     with tempfile.TemporaryFile() as stdin:
         stdin.write(msgspec.json.encode(spec))
         stdin.seek(0)

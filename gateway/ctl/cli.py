@@ -143,7 +143,9 @@ def chat(
 
 
 def _model_verb(verb: str, help: str, state: str = "") -> None:
-    """Add a verb that orders something for one model; `state` replaces the state that the daemon reports."""
+    """Add a verb that sends a command for one model. `state`, if given, is printed in place of the state that the
+    daemon reports.
+    """
 
     def command(model: Model, json: Json = False) -> None:
         done = client.post(f"/v1/models/{verb}", {"model": model}, CommandDone)
@@ -176,7 +178,7 @@ def parse(context: typer.Context) -> None:
 
     Example: mlxctl parse --parser hermes --tools tools.json output.txt
     """
-    # The parsers belong to the worker, which mlxctl does not import; the process answers `--help` as well.
+    # The parsers belong to the worker, which mlxctl does not import. The child process answers `--help` too.
     command = [sys.executable, "-P", "-m", "worker.output.parsers.cli", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=msgspec.Struct)
 
 NOT_RUNNING: Final = 3
-# A load may take long; the daemon reports its own timeout.
+# Loading a model may take long. The daemon applies and reports its own timeout.
 COMMAND_TIMEOUT_S: Final = 3600.0
 STATUS_TIMEOUT_S: Final = 10.0
 # The daemon's own deadline for the probe token is shorter.
@@ -42,7 +42,7 @@ def status() -> DaemonStatus:
 
 
 def deep_health() -> DeepHealth:
-    """Have each loaded model generate one token. A model that fails is in the result, and raises nothing."""
+    """Ask the daemon to generate one token with each loaded model. A model that fails is reported in the result."""
     with _admin(PROBE_TIMEOUT_S) as client:
         return _read(client.get("/healthz?deep=1"), DeepHealth, (200, 503))
 

@@ -19,7 +19,7 @@ def complete_models(incomplete: str) -> list[str]:
 
 
 def complete_downloaded(incomplete: str) -> list[str]:
-    """Complete names of the configuration and repositories in the Hugging Face cache."""
+    """Complete names and aliases of configured models, and repositories in the Hugging Face cache."""
     names = [*complete_models(incomplete), *(name for name in cached_models() if name.startswith(incomplete))]
     return list(dict.fromkeys(names))
 
@@ -27,7 +27,7 @@ def complete_downloaded(incomplete: str) -> list[str]:
 def model_argument(
     help: str, metavar: str | None = None, complete: Callable[[str], list[str]] = complete_models
 ) -> Any:
-    """Declare an argument that names a model."""
+    """Make a command-line argument that names a model."""
     return typer.Argument(help=help, show_default=False, metavar=metavar, autocompletion=complete)
 
 

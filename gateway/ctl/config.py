@@ -95,7 +95,10 @@ def schema() -> None:
 
 
 def _absent(config: Config) -> dict[str, str]:
-    """Models that are not on this machine, and why. That is no error: a pull may come before the first request."""
+    """Return the models that are not on this machine, each with the reason.
+
+    An absent model is no error, because it can be pulled before its first request.
+    """
     absent: dict[str, str] = {}
     for name, model in config.models.items():
         try:

@@ -126,13 +126,13 @@ def _chosen(models: Sequence[ServedModel], wanted: str | None) -> ServedModel:
         raise CommandFailed(f"there is no model {wanted!r}; models here: {names or 'none'}")
     if not models:
         raise CommandFailed("no model is configured or downloaded: mlxctl recommend lists some that fit")
-    # The demo has the alias `default` as long as there is no configuration, even if other models are downloaded.
+    # Without a configuration, the demo has the alias `default` even if other models are downloaded.
     real = [model for model in models if model.name not in _DEMOS] or models
     return next((model for model in real if "default" in model.aliases), real[0])
 
 
 def _context(model: ServedModel) -> int:
-    """Return the context length as loaded, as configured or from the model's files; 0 if it is unknown."""
+    """Return the context length of the loaded or configured model, or else the one in its files; 0 if unknown."""
     if model.context:
         return model.context
     try:

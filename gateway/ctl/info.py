@@ -83,7 +83,7 @@ def print_info(name: str, info: ModelMetadata, echo: Callable[[str], None] = typ
 
 
 def _look(model: ModelConfig) -> ModelMetadata:
-    """Inspect the model's files here, or else on the hub. Raises `CommandFailed`."""
+    """Inspect the model's files on this machine, or else on the hub. Raises `CommandFailed`."""
     try:
         cache = -1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes
         folder = folder_of(model.path)

@@ -45,13 +45,13 @@ def _percent(text: str) -> object:
     return typer.Option(min=0, max=100, help=text, show_default=False)
 
 
-# A change gets the key's name, the fields of `Key` that its options set, whether the key shares the prefix cache, and
-# whether to print JSON.
+# A function that carries out a verb. Its arguments are the key's name, the fields of `Key` that the options set,
+# whether the key shares the prefix cache, and whether to print JSON.
 _Change = Callable[[str, dict[str, Any], bool | None, bool], None]
 
 
 def _add_verb(verb: str, change: _Change) -> None:
-    """Make a function a verb with the options of a key."""
+    """Register `change` as a verb that takes the options of a key."""
 
     def command(
         name: Name,
@@ -197,7 +197,7 @@ def _file() -> KeyFile:
 
 
 def _last_used() -> dict[str, float]:
-    """Return the time of each key's last use, from a running daemon or else from the usage file."""
+    """Return the time of each key's last use, from the running daemon or else from the usage file."""
     from gateway.access.usage import last_used
 
     used = last_used(usage_path(default_home()))
@@ -246,7 +246,7 @@ def _show_secret(key: Key, secret: str, json: bool) -> None:
 
 
 def _public(key: Key) -> dict[str, object]:
-    """The public fields of a key."""
+    """Return the fields of a key that may be printed."""
     fields: dict[str, object] = msgspec.to_builtins(key)
     return {name: value for name, value in fields.items() if name not in ("salt", "hash", "cache_salt")} | {
         "shares_cache": not key.cache_salt

@@ -46,7 +46,8 @@ def logs(
                 shown += 1
         return shown
 
-    # Following starts before the last lines are read: a line written in between is shown twice rather than never.
+    # Following starts before the last lines are read, so that a line written in between is shown twice rather than
+    # never.
     newer = log_file.follow(path, lambda: time.sleep(POLL_S))
     shown = show(log_file.last_lines(path, lines, lambda line: model is None or is_about(line, model)))
     if model is not None and not shown and lines and not follow:

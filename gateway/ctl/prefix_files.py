@@ -1,8 +1,9 @@
 """The prefix cache's folder on disk, measured and emptied while workers may be using it.
 
-The layout is the worker's (`worker/prefix_cache/disk.py`): `<key>/<edge>.safetensors` for each form of a model,
-`<key>/.model` with the path of that model, `quarantine/`, and `.total`, which holds the bytes of all files and is
-the lock for names.
+The worker defines the layout (`worker/prefix_cache/disk.py`). Each folder `<key>` belongs to one form of a model and
+contains `<edge>.safetensors` files and `.model`, which holds the model's path. Beside these folders are `quarantine/`
+and `.total`, which holds the size of all files in bytes; locking it stops other processes from adding or removing
+files.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ LEDGER: Final = ".total"
 
 
 class PrefixFolder(Struct, frozen=True):
-    """The files of one model in one form. Another version of mlx, or other weights, have a folder of their own."""
+    """The prefix files of one model. Another version of mlx, or of the weights, has another folder."""
 
     key: str
     # `model` is the path that the model was loaded from, or empty if it was not recorded.
@@ -31,20 +32,20 @@ class PrefixFolder(Struct, frozen=True):
 
 
 class DeletedFiles(Struct, frozen=True):
-    """Counts of deleted files."""
+    """Number and size of the deleted files."""
 
     files: int
     size_bytes: int
 
 
 def measure(root: Path) -> list[PrefixFolder]:
-    """Measure every folder that holds files, the largest first."""
+    """Measure every folder that contains prefix files, and return the largest first."""
     folders = [_measure(folder) for folder in _folders(root)]
     return sorted((folder for folder in folders if folder.files), key=lambda folder: -folder.size_bytes)
 
 
 def clear(root: Path, model: str | None = None) -> DeletedFiles:
-    """Delete the files of the model with this path, or all files. Running workers notice and continue."""
+    """Delete the files of the model with path `model`, or all files if it is None. Running workers tolerate this."""
     with _locked(root) as ledger:
         files = size_bytes = 0
         for folder in _folders(root):
@@ -63,7 +64,9 @@ def clear(root: Path, model: str | None = None) -> DeletedFiles:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Generator[int | None]:
-    """Lock names against changes, and yield the ledger's descriptor; None when there is no cache yet."""
+    """Lock the cache's files against other processes. Yields the descriptor of `.total`, or None if there is no cache
+    yet.
+    """
     try:
         ledger = os.open(root / LEDGER, os.O_RDWR)
     except FileNotFoundError:

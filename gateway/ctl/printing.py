@@ -31,7 +31,9 @@ def print_result(value: object, text: str, json: bool) -> None:
 
 
 def records(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
-    """Decode the records that a child process prints, one a line. Other lines, from a model's code, go to stderr."""
+    """Decode the records that a child process prints, one per line. Other lines come from a model's code and go to
+    stderr.
+    """
     for line in lines:
         try:
             yield decoder.decode(line)
@@ -40,7 +42,9 @@ def records(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterato
 
 
 def console() -> Console:
-    """Return a console on which all text is data, never markup. A pipe gets a wide one, so that nothing is cut off."""
+    """Return a console that treats all text as data, never as markup. For a pipe it is wide, so that no text is cut
+    off.
+    """
     return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 240)
 
 

@@ -1,4 +1,4 @@
-"""Running models and their speed, sampled twice a short while apart. Used by `ps` and `top`."""
+"""Running models and their speed, computed from two samples a short while apart. `ps` and `top` use it."""
 
 import time
 from collections.abc import Callable
@@ -12,9 +12,10 @@ SPAN_S: Final = 0.5
 
 
 class ModelSample(Struct, frozen=True):
-    """One model with a process, in the names of `ModelStatus`.
+    """A model with a process. Fields are named as in `ModelStatus`.
 
-    The hit rate is of prompt tokens since the daemon started, and None without any.
+    `cache_hit_rate` is the fraction of prompt tokens since the daemon's start that were cached; None if there were
+    none.
     """
 
     name: str
@@ -32,25 +33,26 @@ class ModelSample(Struct, frozen=True):
     cache_hit_rate: float | None
     # `loaded` is the progress of a load, from 0 to 1.
     loaded: float
-    # `batch_mode_reason` is the reason for a slower batch mode, which keeps results exact; empty for the fastest.
+    # `batch_mode_reason` says why the model uses a slower batch mode, which keeps results exact; empty for the fastest
+    # mode.
     batch_mode_reason: str = field(name="lane_reason")
     # `speculation` is the state of drafting, `auto` or `off`; `draft_gain` is its measured speed-up.
     speculation: str
     drafted_tokens: int
     accepted_tokens: int
     draft_gain: float
-    # Sparse prefills are counted in prompts, in their tokens, and in the tokens that were kept.
+    # Sparse prefills are counted by prompt, by the tokens of these prompts, and by the tokens that were kept.
     sparse_prompts: int
     sparse_prompt_tokens: int
     sparse_kept_tokens: int
     # `measured` holds the speeds that the model's workers have measured on this machine.
     measured: Speeds | None = None
-    # `kernel`, or `mlx` with the reason.
+    # `attention` is `kernel`, or `mlx` with the reason why the kernel is not used.
     attention: str = ""
 
 
 class RateSample(Struct, frozen=True):
-    """All running models. `waiting` also counts requests for models without a process."""
+    """All running models and their sums. `waiting` also counts requests for models without a process."""
 
     version: str
     url: str
@@ -66,7 +68,7 @@ class RateSample(Struct, frozen=True):
 
 
 def sample_rates(look: Callable[[], DaemonStatus], span_s: float) -> RateSample:
-    """Take two samples, or only one when no model has a request."""
+    """Sample the daemon twice and compute rates, or sample it once if no model has a request."""
     before = look()
     if not any(model.inside for model in before.models):
         return compare(before, before, 0.0)
@@ -95,17 +97,17 @@ def compare(before: DaemonStatus, after: DaemonStatus, span_s: float) -> RateSam
 
 
 def waiting(model: ModelStatus) -> int:
-    """Count the requests that wait inside the worker or for it."""
+    """Count the requests that wait, inside the worker or for the worker."""
     return max(model.waiting, model.inside - model.running)
 
 
 def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> ModelSample:
-    # The counter belongs to the gateway, so it survives a worker's restart.
+    # The gateway keeps this counter, so a worker's restart does not reset it.
     tokens = max(0, after.generation_tokens - (before or after).generation_tokens)
     own: dict[str, Any] = {
         "uptime_s": _uptime_s(after.pid),
         "waiting": waiting(after),
-        # The measured memory of the process, if it could be measured.
+        # The footprint is the measured memory of the process; 0 if it could not be measured.
         "memory_bytes": after.footprint_bytes or after.memory_bytes,
         "tokens_per_s": round(tokens / span_s, 1) if span_s else 0.0,
         "cache_hit_rate": round(after.prompt_tokens_cached / after.prompt_tokens, 4) if after.prompt_tokens else None,

@@ -135,7 +135,7 @@ def _print(captured: CapturedRequest) -> None:
 def _message(headers: list[tuple[str, str]], body: str, is_cut: bool) -> None:
     for name, value in headers:
         typer.echo(harmless(f"{name}: {value}"))
-    # Event streams and truncated bodies are printed unformatted.
+    # An event stream or a truncated body is no valid JSON and is printed as it is.
     with suppress(msgspec.DecodeError):
         body = msgspec.json.format(body, indent=2)
     typer.echo("\n" + harmless(body) + ("\n[cut here]" if is_cut else ""))

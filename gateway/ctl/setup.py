@@ -71,7 +71,7 @@ def _install(part: str, library: str, advice: str, find: str, *, show: bool) -> 
 
 
 def command_of(python: str, uv: str | None, find: str, part: str = "vision") -> list[str]:
-    """Build the install command: uv's if uv is there, because an environment made by uv has no pip."""
+    """Build the install command. It uses uv if uv is installed, because an environment made by uv has no pip."""
     has_pip = importlib.util.find_spec("pip") is not None
     if uv is not None:
         command = [uv, "pip", "install", "--quiet", "--python", python]

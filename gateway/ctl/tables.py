@@ -65,7 +65,7 @@ def ranks(name: str, group: GroupStatus) -> None:
 
 
 def notes(models: Sequence[ModelStatus | ModelSample]) -> None:
-    """Print lost batch modes, the state and gain of drafting, and measured speeds of models."""
+    """Print notes about models: slower batch modes, the state and gain of drafting, and measured speeds."""
     out = console()
     for model in models:
         if model.batch_mode_reason:
@@ -141,7 +141,7 @@ def _row(model: ModelStatus) -> tuple[object, ...]:
 
 
 def state_text(state: str, text: str = "") -> Text:
-    """Colour a state, or the text that replaces it."""
+    """Colour a state. `text`, if given, is shown in place of its name."""
     return Text(text or state, style=STATE_COLORS.get(state, "red"))
 
 
@@ -150,7 +150,7 @@ def size_or_dash(count: int) -> str:
 
 
 def size(count: float) -> str:
-    """Format bytes in binary units with three figures."""
+    """Format a number of bytes in binary units with three figures."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
@@ -159,7 +159,7 @@ def size(count: float) -> str:
 
 
 def bar(part: int, whole: int, width: int = 30) -> str:
-    """Draw a share as blocks. A share above zero gets at least one block."""
+    """Draw the ratio of `part` to `whole` as a bar of blocks. Any part above zero gets at least one block."""
     full = min(width, -(-part * width // whole)) if part > 0 and whole > 0 else 0
     return "█" * full + "░" * (width - full)
 
@@ -176,7 +176,7 @@ def duration(seconds: float) -> str:
 
 
 def keys(found: Sequence[Key], used: Mapping[str, float], now: float) -> None:
-    """Print one row for each API key; rarer limits are listed below the table."""
+    """Print one row for each API key. Limits that few keys have are listed below the table."""
     out = console()
     numbers = ("RPM", "TPM", "AT ONCE", "PRIORITY", "STATE", "EXPIRES", "AGE", "LAST USED")
     out.print(table(("NAME", "KEY", "MODELS"), numbers, (_key_row(key, used.get(key.name), now) for key in found)))
@@ -236,7 +236,7 @@ def _more_limits(key: Key) -> str:
 
 
 def usage(report: UsageReport) -> None:
-    """Print one row for each API key that was in force since the daemon started."""
+    """Print the usage of each API key that was valid at some time since the daemon started."""
     out = console()
     rows = (
         (key.name, key.requests, key.running, key.prompt_tokens, key.completion_tokens, _counts(key.rejections) or "-")
@@ -287,7 +287,9 @@ def cache(folders: Sequence[PrefixFolder], now: float) -> None:
 def table(
     texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[object]], more: Sequence[str] = ()
 ) -> Table:
-    """Make a table with columns of text, of numbers, and of text again. A cell is styled `Text` or plain."""
+    """Make a table: columns of text, then of numbers, then of text again. A cell is a `Text` with a style, or a plain
+    string.
+    """
     result = Table(box=None, pad_edge=False, header_style="bold")
     for name in texts:
         result.add_column(name, overflow="fold")

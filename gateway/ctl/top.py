@@ -51,7 +51,7 @@ def top(
     elif once or not sys.stdout.isatty():
         console().print(render(look(interval)))
     else:
-        # Ctrl-C may come at any moment and ends the view as q does.
+        # Ctrl-C may come at any moment and, like q, ends the view.
         with suppress(KeyboardInterrupt):
             _live(interval)
 
@@ -113,7 +113,7 @@ def _live(interval: float) -> None:
 
 @contextmanager
 def _keys() -> Generator[Callable[[float], bool], None, None]:
-    """Yield a function that waits for a number of seconds or for q, and returns whether q was pressed."""
+    """Yield a function that waits for some seconds or until q is pressed, and returns whether q was pressed."""
     if not sys.stdin.isatty():
         yield _unpressed
         return

@@ -34,7 +34,7 @@ def ui(
 
 
 def _is_opened(url: str) -> bool:
-    """Whether a browser was opened. In a pipe, or over SSH, there is no person to see one."""
+    """Open a browser if a person can see it, and return whether it opened. In a pipe or over SSH nobody can."""
     import webbrowser
 
     if not sys.stdout.isatty() or "SSH_CONNECTION" in os.environ:

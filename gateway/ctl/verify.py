@@ -26,9 +26,9 @@ from protocol.verify import Difference, VerifyCheck
 
 STREAMS: Final = 6
 STREAM_TOKENS: Final = 256
-# Longer streams are used if all streams ended before their worker could be killed.
+# Answers are made this long if shorter ones had all ended before their worker could be killed.
 LONGER_TOKENS: Final = 1536
-# Output that a stopped worker had sent arrives within this time.
+# After a worker is stopped, output that it has already sent arrives within this time.
 SETTLE_S: Final = 1.0
 FIRST_DELTA_TIMEOUT_S: Final = 600.0
 # The other ranks have this long to exit after a verification.
@@ -46,7 +46,7 @@ def checks(config: Config, model: ModelConfig, tokens: int, *, kill: bool) -> Ge
 
 
 def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[VerifyCheck, None, None]:
-    """Load the model once more, beside the daemon's, and compare its outputs. Raises `CommandFailed`."""
+    """Load the model once more, in addition to the daemon's, and compare its outputs. Raises `CommandFailed`."""
     if set(model.group.ranks) - {LOCAL}:
         raise CommandFailed("a model with ranks on other machines cannot be verified by a process beside the daemon")
     spec = worker_spec(config, model)
@@ -83,7 +83,7 @@ def _following(spec: WorkerSpec) -> Generator[None, None, None]:
 
 
 def through_daemon(name: str) -> VerifyCheck:
-    """Kill the model's worker in the running daemon during streams, which must resume. Raises `CommandFailed`."""
+    """Kill the model's worker in the running daemon during streams; check that they resume. Raises `CommandFailed`."""
     check = _killed(name, STREAM_TOKENS)
     return _killed(name, LONGER_TOKENS) if check.note and not check.differences else check
 
@@ -126,7 +126,7 @@ def _answer(name: str, index: int, tokens: int, has_begun: Event) -> str:
             if text:
                 has_begun.set()
     finally:
-        # The event is set after a failure too, so that its waiter is never left hanging.
+        # The event is set after a failure too, so that no thread waits for it forever.
         has_begun.set()
     return text
 
@@ -137,7 +137,10 @@ def _pid(name: str) -> int:
 
 
 def _kill_amid(pid: int, answers: Sequence[Future[str]]) -> bool:
-    """Kill a worker unless all answers are complete. It is stopped first, so that what it has sent can arrive."""
+    """Kill a worker unless all answers are complete; return whether it was killed.
+
+    The worker is stopped first, so that output that it has already sent can arrive before the decision.
+    """
     if not pid:
         return False
     with suppress(ProcessLookupError):

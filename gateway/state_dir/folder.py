@@ -20,14 +20,16 @@ from gateway.failed import CommandFailed
 LOCK: Final = "lock"
 LOCK_TIMEOUT_S: Final = 10.0
 _LOCK_POLL_S: Final = 0.02
-# The kernel follows as many links in one path.
+# Linux follows at most this many symbolic links in one path.
 LINKS_MAX: Final = 40
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE: Final = os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class FolderRefused(CommandFailed):
-    """The folder, or a file in it, has another owner, type or mode than the home's owner would give it."""
+    """The folder, or a file in it, is refused: it is a symbolic link, has the wrong owner or type, or another name
+    elsewhere.
+    """
 
 
 class HomeFolder:
@@ -38,7 +40,7 @@ class HomeFolder:
 
     @contextlib.contextmanager
     def open_existing(self) -> Generator[int, None, None]:
-        """Yield the open folder. Raises `OSError`, `FolderRefused`."""
+        """Open the folder and yield its descriptor. Raises `OSError`, `FolderRefused`."""
         with _closing(open_folder(self.path.parent)) as home:
             folder = self._open(home)
         with _closing(folder):
@@ -46,7 +48,7 @@ class HomeFolder:
 
     @contextlib.contextmanager
     def open_or_create(self) -> Generator[int, None, None]:
-        """Yield the open folder, made if need be. Raises `OSError`, `FolderRefused`."""
+        """Open the folder, create it if it is missing, and yield its descriptor. Raises `OSError`, `FolderRefused`."""
         with _closing(open_folder(self.path.parent, make=True)) as home:
             folder = self._open_or_create(home)
         with _closing(folder):
@@ -54,13 +56,15 @@ class HomeFolder:
 
     @contextlib.contextmanager
     def open_locked(self) -> Generator[int, None, None]:
-        """Yield the open folder, made if need be, locked against other changes. Raises `OSError`, `FolderRefused`."""
+        """Open or create the folder, lock it against other changes, and yield its descriptor. Raises `OSError`,
+        `FolderRefused`.
+        """
         with self.open_or_create() as folder, _closing(self.file(folder, LOCK, os.O_RDWR)) as lock:
             self._acquire(lock)
             yield folder
 
     def file(self, folder: int, name: str, flags: int) -> int:
-        """Open a file in the open folder, made if need be. Raises `OSError`, `FolderRefused`."""
+        """Open a file in the open folder, and create it if it is missing. Raises `OSError`, `FolderRefused`."""
         flags |= os.O_NOFOLLOW | _FILE
         try:
             file = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
@@ -89,7 +93,7 @@ class HomeFolder:
         try:
             folder = os.open(self.path.name, _FOLDER | (os.O_NOFOLLOW if _is_foreign(owner) else 0), dir_fd=home)
         except OSError as error:
-            # Opening a link that is not followed fails with ENOTDIR on Linux and with ELOOP on macOS.
+            # Opening a symbolic link with O_NOFOLLOW fails with ENOTDIR on Linux and with ELOOP on macOS.
             if error.errno in (errno.ELOOP, errno.ENOTDIR) and self.path.is_symlink():
                 raise FolderRefused(f"{self.path} is a symbolic link, which root does not follow") from None
             raise
@@ -106,7 +110,8 @@ class HomeFolder:
         owner = os.fstat(home)
         if _is_foreign(owner):
             with _closing(os.open(self.path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=home)) as folder:
-                # The folder may have been swapped since, so only an empty folder of root's is given away.
+                # The folder may have been replaced since `mkdir`, so its owner is changed only if it is empty and
+                # belongs to root.
                 if os.fstat(folder).st_uid == 0 and not os.listdir(folder):
                     os.fchown(folder, owner.st_uid, owner.st_gid)
         return self._open(home)
@@ -135,7 +140,8 @@ class HomeFolder:
 
 
 def open_folder(path: Path, *, make: bool = False) -> int:
-    """Open a folder, made if need be. Root follows only links of root's own in folders of root's.
+    """Open a folder, and create it with `make`. Root follows a symbolic link only if root owns it and the folder it is
+    in.
 
     Raises `OSError`, `FolderRefused`.
     """
@@ -146,7 +152,7 @@ def open_folder(path: Path, *, make: bool = False) -> int:
     at, left = Path("/"), list(path.absolute().parts[1:])
     folder, links = os.open(at, _FOLDER), 0
     with contextlib.ExitStack() as undo:
-        undo.callback(lambda: os.close(folder))  # closes the folder that is open at the end
+        undo.callback(lambda: os.close(folder))  # The lambda closes whichever folder is open when an error occurs.
         while left:
             name = left.pop(0)
             if (target := _root_link(folder, at, name)) is not None:
@@ -167,9 +173,9 @@ def open_folder(path: Path, *, make: bool = False) -> int:
 
 
 def private_folder(path: Path, uid: int, gid: int) -> None:
-    """Make `path` a folder that only `uid` may enter. An existing one must belong to that user, and be no link.
+    """Create the folder `path`, or check an existing one, and let only `uid` enter it.
 
-    Raises `OSError`, `FolderRefused`.
+    An existing folder must belong to that user and must not be a symbolic link. Raises `OSError`, `FolderRefused`.
     """
     with _closing(open_folder(path.parent, make=True)) as parent:
         is_new = True
@@ -182,7 +188,8 @@ def private_folder(path: Path, uid: int, gid: int) -> None:
         folder = os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
     with _closing(folder):
         owner = os.fstat(folder).st_uid
-        # The folder may have been swapped since, so only an empty folder of root's is given away.
+        # The folder may have been replaced since `mkdir`, so its owner is changed only if it is empty and belongs to
+        # root.
         if is_new and owner == 0 == os.geteuid() and not os.listdir(folder):
             os.fchown(folder, uid, gid)
         elif owner != uid:
@@ -191,7 +198,9 @@ def private_folder(path: Path, uid: int, gid: int) -> None:
 
 
 def _root_link(folder: int, at: Path, name: str) -> Path | None:
-    """Return the target of a symbolic link that root has made in a folder of its own; None if it is no link."""
+    """Return the target of a symbolic link; None if `name` is no link. Raises `FolderRefused` unless root owns link and
+    folder.
+    """
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -205,7 +214,7 @@ def _root_link(folder: int, at: Path, name: str) -> Path | None:
 
 
 def _is_foreign(owner: os.stat_result) -> bool:
-    """Whether this process is root, and the owner is another user."""
+    """Whether this process runs as root and the owner is another user."""
     return os.geteuid() == 0 and owner.st_uid != 0
 
 

@@ -19,25 +19,25 @@ def run_dir(home: Path) -> Path:
 
 
 def admin_socket(home: Path) -> Path:
-    """Return the unix socket on which a home's daemon listens for mlxctl."""
+    """Return the path of the unix socket on which the daemon of a home listens for mlxctl."""
     return run_dir(home) / "admin.sock"
 
 
 def keys_path(home: Path) -> Path:
-    """Return the file of a home's API keys."""
+    """Return the path of the file with a home's API keys."""
     return home / "keys" / "keys.json"
 
 
 def usage_path(home: Path) -> Path:
-    """Return the file of the usage of a home's API keys."""
+    """Return the path of the file with the usage of a home's API keys."""
     return home / "state" / "usage.json"
 
 
 def log_path(home: Path) -> Path:
-    """Return the log file of a home, next to older ones."""
+    """Return the path of a home's log file. Rotated files are next to it."""
     return home / "logs" / "mlxd.log"
 
 
 def audit_path(home: Path) -> Path:
-    """Return the audit log of a home, next to older ones."""
+    """Return the path of a home's audit log. Rotated files are next to it."""
     return home / "logs" / "audit.log"

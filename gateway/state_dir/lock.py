@@ -1,4 +1,4 @@
-"""Lock of a home, which makes it private while a daemon runs in it."""
+"""Lock of a home. It ensures that only one daemon runs in a home, and makes the home private."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,9 @@ class HomeUnusable(Exception):
 
 
 class RunDir:
-    """`home/run`, mode 0700, with a lock that only one daemon can hold. The kernel releases it at the process's end."""
+    """The folder `run` of a home, mode 0700, with a lock that only one daemon can hold. The kernel releases the lock
+    when the process ends.
+    """
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -47,7 +49,7 @@ class RunDir:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The file stays: if it were removed, two daemons could lock two files of the same name.
+        # The file stays: if it were removed, two daemons could each lock a different file of the same name.
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock_fd, 0)
         self._close()

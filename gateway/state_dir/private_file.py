@@ -16,15 +16,17 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def write_private_in(folder: int, name: str, data: bytes) -> None:
-    """Write a file atomically in an open folder, so that a swapped path has no effect. Raises `OSError`."""
+    """Write a file atomically in an open folder. It does not matter if the folder's path is replaced meanwhile. Raises
+    `OSError`.
+    """
     new = f".{name.partition('.')[0]}-{secrets.token_hex(8)}"
-    # The file is created private: between open and chmod any user could read it.
+    # The mode is set at creation, because any user could read the file between `open` and a later `chmod`.
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     with ExitStack() as undo:
-        undo.callback(_remove, new, folder)  # no partial file is left behind, even on Ctrl-C
+        undo.callback(_remove, new, folder)  # A partial file is removed, even after Ctrl-C.
         with open(file, "wb") as out:
             if os.geteuid() == 0:
-                # Root may work in another user's home, and the folder's owner must be able to read the file.
+                # Root may work in another user's home, where the folder's owner must be able to read the file.
                 owner = os.fstat(folder)
                 os.fchown(file, owner.st_uid, owner.st_gid)
             out.write(data)
@@ -32,7 +34,7 @@ def write_private_in(folder: int, name: str, data: bytes) -> None:
             os.fsync(out.fileno())
         os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
         undo.pop_all()
-    # This makes the rename survive a power cut.
+    # The folder is synced too, so that the rename survives a power cut.
     os.fsync(folder)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of counters in a private file, written by several threads in order."""
+"""Snapshots of counters, written to a private file by several threads. A newer snapshot always wins."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class WriteOrder:
-    """Numbers snapshots, so that a late thread never overwrites a newer one."""
+    """Gives each snapshot a number, so that a late thread never overwrites a newer snapshot."""
 
     def __init__(self, path: Path, written: bytes = b"") -> None:
         self.path = path
@@ -22,12 +22,14 @@ class WriteOrder:
         self._newest = 0
 
     def take(self) -> int:
-        """Return the number of the next snapshot. Only the counting thread may call it."""
+        """Return the number of the next snapshot. Only the thread that counts may call it."""
         self._taken += 1
         return self._taken
 
     def write(self, number: int, data: bytes) -> None:
-        """Replace the file, unless it is newer. A failure is logged once and otherwise ignored."""
+        """Replace the file's content, unless a newer snapshot is written or nothing has changed. Never raises
+        `OSError`.
+        """
         with self._lock:
             if number <= self._newest or data == self.written:
                 return
@@ -36,7 +38,7 @@ class WriteOrder:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_private(self.path, data)
             except OSError as error:
-                # A failure is logged once, not every half minute; the counters stay in memory.
+                # A failure is logged once, not at each write; the counters stay in memory.
                 if not self._is_failing:
                     log.warning("usage is not kept: %s: %s", self.path, error.strerror or error)
                 self._is_failing = True

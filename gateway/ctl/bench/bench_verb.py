@@ -51,7 +51,7 @@ def bench(
 
 
 def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requests: int) -> "list[Report]":
-    """Measure one report for each of `rounds`. Raises `CommandFailed`."""
+    """Run the benchmark once for each number of clients in `rounds` and return the reports. Raises `CommandFailed`."""
     from gateway.ctl.bench.client import Target, run
     from gateway.ctl.bench.closed_loop import CHAT, EMBEDDING, BenchLoad, BenchRequest, sweep
     from gateway.ctl.bench.words import Prompts
@@ -75,7 +75,7 @@ def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requ
 
 
 def _kind(status: DaemonStatus, name: str) -> str:
-    """Return the kind of a model, from its worker or its files; empty for an unknown name."""
+    """Return a model's kind, as its worker reports it or as its files show; empty for an unknown name."""
     base = name.partition(":")[0]
     for model in status.models:
         if {name, base} & {model.name, *model.aliases}:
@@ -84,7 +84,7 @@ def _kind(status: DaemonStatus, name: str) -> str:
 
 
 async def _tokens_per_word(load: "BenchLoad", tokens: int) -> float:
-    """Measure tokens per word with a first request, which also warms the model up. Raises `CommandFailed`."""
+    """Send a first request to measure the tokens per word. It also warms the model up. Raises `CommandFailed`."""
     from gateway.ctl.bench.closed_loop import BenchRequest, closed_loop, report
     from gateway.ctl.bench.words import Prompts
 

@@ -1,8 +1,9 @@
-"""A small HTTP/1.1 client for streams, cheap enough to load a server on the same two cores.
+"""A small HTTP/1.1 client for streams. It uses so little CPU time that it can share two cores with the server it
+measures.
 
-One `BenchConnection` carries one request at a time. Everything that happens per event happens in the socket's
-callback: no task is woken before the answer is complete. A general client costs as much per token as the gateway
-that it measures.
+One `BenchConnection` carries one request at a time. Everything that happens per event happens in the socket's callback:
+no task is woken before the answer is complete. A general client costs as much per token as the gateway that it
+measures.
 """
 
 import asyncio
@@ -55,7 +56,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Reply:
-    """The answer to one request. Times are `time.perf_counter` seconds; the connection owns it until `ended`."""
+    """Answer to one request. Times are seconds of `time.perf_counter`. The connection changes it until `ended`."""
 
     sent: float = 0.0
     ended: float = 0.0
@@ -102,7 +103,7 @@ class Target:
 
 
 class BenchConnection(asyncio.Protocol):
-    """One socket, kept alive between requests and opened again when the server has closed it.
+    """A socket that is kept open between requests, and opened again if the server has closed it.
 
     `reply` belongs to the current or last request and fills as the answer arrives.
     """
@@ -157,7 +158,8 @@ class BenchConnection(asyncio.Protocol):
         await self._lost.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
+        # The cast is needed because uvloop's transport does not inherit from `asyncio.Transport`.
+        self._transport = cast(asyncio.Transport, transport)
         self._lost.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -210,7 +212,7 @@ class BenchConnection(asyncio.Protocol):
     def _on_event(self, event: bytes, now: float) -> None:
         if not event.startswith(_DATA):
             if b"\n" + _DATA not in event:
-                return  # a keep-alive comment
+                return  # A line without data only keeps the connection open.
             event = event[event.index(b"\n" + _DATA) + 1 :]
         data = event[len(_DATA) :].strip()
         reply = self.reply

@@ -20,7 +20,7 @@ _PATHS: Final = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions", EM
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request of a load."""
+    """One request of a benchmark."""
 
     prompt: str
     max_tokens: int
@@ -28,7 +28,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BenchLoad:
-    """Load of a measurement: target, model and kind of request. `extra` is added to each body unchanged."""
+    """Settings that all requests of a benchmark share. `extra` is added to each request's body unchanged."""
 
     target: Target
     model: str
@@ -41,7 +41,7 @@ class BenchLoad:
         return _PATHS[self.endpoint]
 
     def body(self, job: BenchRequest) -> bytes:
-        """Encode one streaming greedy request, or one text to embed, as JSON."""
+        """Encode one streaming greedy request, or one request to embed a text, as JSON."""
         if self.endpoint == EMBEDDING:
             body = {"model": self.model, "input": job.prompt, "encoding_format": "base64"}
             return msgspec.json.encode(body | (self.extra or {}))
@@ -53,8 +53,9 @@ class BenchLoad:
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One measurement. `tokens_per_s` counts output tokens by the server's usage over the whole wall time; embeddings
-    have no output, so their prompt tokens count."""
+    """Result of one measurement. `tokens_per_s` divides the output tokens, as the server reports them, by the wall
+    time. Embeddings have no output, so their prompt tokens are counted instead.
+    """
 
     concurrency: int
     requests: int
@@ -73,7 +74,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 async def closed_loop(load: BenchLoad, jobs: Sequence[BenchRequest], concurrency: int) -> tuple[float, list[Reply]]:
-    """Return the wall time from the first request to the last answer, and the replies in the order of `jobs`."""
+    """Send all `jobs` and return the time from the first request to the last answer, and the replies in order."""
     replies: list[Reply | None] = [None] * len(jobs)
     bodies = [load.body(job) for job in jobs]
     todo = iter(range(len(jobs)))
@@ -98,7 +99,7 @@ async def closed_loop(load: BenchLoad, jobs: Sequence[BenchRequest], concurrency
 async def sweep(
     load: BenchLoad, concurrencies: Sequence[int], jobs: Callable[[int], Sequence[BenchRequest]]
 ) -> list[Report]:
-    """Measure one report for each concurrency, with the requests that `jobs` returns for it."""
+    """Run `closed_loop` once for each concurrency, with the requests that `jobs` returns, and return the reports."""
     reports: list[Report] = []
     for concurrency in concurrencies:
         wall_s, replies = await closed_loop(load, jobs(concurrency), concurrency)
@@ -107,7 +108,9 @@ async def sweep(
 
 
 def report(concurrency: int, wall_s: float, replies: Sequence[Reply], *, load_generates: bool = True) -> Report:
-    """Summarize replies. Failed requests' tokens do not count; inter-token times are gaps between events with text."""
+    """Summarize replies. Tokens of failed requests do not count. An inter-token time is the gap between two events with
+    text.
+    """
     good = [reply for reply in replies if reply.ok]
     tokens = sum(reply.completion_tokens for reply in good)
     prompt_tokens = sum(reply.prompt_tokens for reply in good)

@@ -19,7 +19,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the nearest-rank percentile, which is always one of the values. Raises ValueError if there are none."""
+    """Return the nearest-rank percentile, which is always one of `values`. Raises ValueError if `values` is empty."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)

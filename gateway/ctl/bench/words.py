@@ -10,7 +10,7 @@ _ONSETS: Final = (
 _VOWELS: Final = ("a", "e", "i", "o", "u", "ai", "ea", "io", "ou")
 _CODAS: Final = ("", "", "", "l", "n", "r", "s", "t", "nd", "st")
 _WORDS: Final = 6000
-# Common models' vocabularies need about this many tokens for an invented word.
+# Approximate number of tokens that a common model's vocabulary needs for one invented word.
 TOKENS_PER_WORD: Final = 1.5
 
 
@@ -28,7 +28,7 @@ def vocabulary() -> list[str]:
 
 
 class Prompts:
-    """Prompts of about a given number of tokens. No two share a prefix, so no prefix cache helps."""
+    """Makes prompts of about a given number of tokens. No two prompts share a prefix, so no prefix cache helps."""
 
     def __init__(self, seed: int, tokens_per_word: float = TOKENS_PER_WORD) -> None:
         # The seed is text: Python seeds with an integer's absolute value, so -1 would give the prompts of 1.
@@ -37,5 +37,5 @@ class Prompts:
         self._tokens_per_word = tokens_per_word
 
     def make(self, tokens: int) -> str:
-        """Make one prompt, whose length follows from `tokens_per_word`."""
+        """Make one prompt of about `tokens` tokens, using `tokens_per_word`."""
         return " ".join(self.random.choices(self.words, k=max(1, round(tokens / self._tokens_per_word))))

@@ -21,7 +21,9 @@ Level = Literal["ok", "warn", "bad", "skip"]
 
 
 class DoctorFinding(Struct, frozen=True):
-    """One check. `bad` will not work, `warn` may fail later, `skip` could not be examined."""
+    """Result of one check. `bad` will not work, `warn` may fail later, and `skip` means that the check could not be
+    made.
+    """
 
     name: str
     level: Level
@@ -38,7 +40,7 @@ def versions(found: Mapping[str, str | None]) -> DoctorFinding:
 
 
 def vision(version: str | None, models: Sequence[str]) -> DoctorFinding:
-    """Check mlx-vlm. `version` is its version; `models` are the configured ones whose files have towers."""
+    """Check mlx-vlm. `version` is its version; `models` are the configured models whose files have media towers."""
     if version is not None:
         return DoctorFinding("vision", "ok", f"mlx-vlm {version}, without the dependencies that pip check misses")
     if models:
@@ -105,7 +107,9 @@ def port(number: int, *, is_taken: bool, is_ours: bool) -> DoctorFinding:
 
 
 def certificate(expires: float, now: float, exposed: str) -> DoctorFinding:
-    """Check the TLS certificate. `expires` and `now` are Unix times; `exposed` is a key that all users can read."""
+    """Check the TLS certificate. `expires` and `now` are Unix times; `exposed` is a private key file that all users can
+    read.
+    """
     text = f"valid until {date(expires)}"
     if expires - now < CERTIFICATE_LOW_S:
         return DoctorFinding("certificate", "warn", text, "renew it; mlxd takes new files by itself")
@@ -115,14 +119,16 @@ def certificate(expires: float, now: float, exposed: str) -> DoctorFinding:
 
 
 def files(hard: int) -> DoctorFinding:
-    """Check the limit of open files. `hard` is the hard limit, to which mlxd raises its own; negative means none."""
+    """Check the limit of open files. `hard` is the hard limit, up to which mlxd raises its own; negative means no
+    limit.
+    """
     if 0 <= hard < FILES:
         return DoctorFinding("open files", "warn", f"at most {hard}", f"raise the hard limit to {FILES}: ulimit -Hn")
     return DoctorFinding("open files", "ok", "no limit" if hard < 0 else f"up to {hard}")
 
 
 def wired_max(ram_bytes: int) -> int:
-    """Return the most memory that the GPU may hold without leaving the system too little."""
+    """Return the maximum memory that the GPU may wire without leaving the system too little."""
     return max(0, ram_bytes - max(8 * 1024**3, ram_bytes // 16))
 
 

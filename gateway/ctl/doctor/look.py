@@ -32,7 +32,7 @@ from protocol import __version__
 DISTRIBUTIONS: Final = ("mlxd", "mlx", "mlx-lm", "pyzmq", "msgspec", "uvicorn")
 TIMEOUT_S: Final = 10.0
 
-# The output is None if the command cannot be run.
+# Runs a command and returns its output, or None if the command fails.
 CommandRunner = Callable[[tuple[str, ...]], str | None]
 
 
@@ -63,7 +63,7 @@ def machine(home: Path, run_command: CommandRunner, platform: str = sys.platform
 
 
 def daemon(server: ServerConfig) -> Iterator[DoctorFinding]:
-    """Yield findings about the daemon: whether it runs, and whether it works."""
+    """Yield findings about the daemon: whether it runs and whether it answers."""
     status = offline.daemon()
     # The port may differ from the configuration, through the command line or a later edit of the file.
     number = (urlsplit(status.url).port if status else None) or server.port
@@ -77,7 +77,7 @@ def daemon(server: ServerConfig) -> Iterator[DoctorFinding]:
 
 
 def media(status: DaemonStatus) -> Iterator[DoctorFinding]:
-    """Check the modalities of loaded models, if any model accepts media or should."""
+    """Check the modalities of loaded models, if a model has any or reports that some are missing."""
     models = {each.name: (each.modalities, each.media_reason) for each in status.models}
     if reported := {name: facts for name, facts in models.items() if any(facts)}:
         yield doctor.media(reported)
@@ -106,7 +106,7 @@ def run_command(argv: tuple[str, ...]) -> str | None:
 
 
 def completion(status: DaemonStatus) -> DoctorFinding:
-    """Have each loaded model generate one token."""
+    """Check that each loaded model can generate one token."""
     # No model is loaded for a check: a load may take minutes, and memory that other models need.
     if not any(model.state == "ready" for model in status.models):
         return DoctorFinding("completion", "skip", "no model is loaded", "mlxctl load MODEL")
@@ -151,7 +151,8 @@ def _is_taken(host: str, port: int) -> bool:
 
 
 def _livez(url: str) -> int | None:
-    # Any HTTP status will do. The certificate may be for another address, and no secret is sent.
+    # Any HTTP status shows that the daemon answers. The certificate is not verified, because it may be for another
+    # address and the request contains no secret.
     try:
         return httpx.get(f"{url}/livez", timeout=TIMEOUT_S, trust_env=False, verify=False).status_code
     except httpx.HTTPError:

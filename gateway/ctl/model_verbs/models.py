@@ -45,10 +45,12 @@ def ps(
 
 
 def _list() -> list[ListedModel]:
-    """List the daemon's or the configured models, and those found only in the cache. Raises `CommandFailed`."""
+    """List the models of the daemon, or else of the configuration, and those that are only in the cache. Raises
+    `CommandFailed`.
+    """
     running, available = running_models(), available_bytes()
     if running is not None:
-        # The running daemon knows best: the file may have changed since it was read.
+        # The daemon's list is preferred, because the file may have changed since the daemon read it.
         known = [
             ConfiguredModel(model.name, model.path, model.aliases, "auto", model.context, model.state, model.pid != 0)
             for model in running
@@ -79,7 +81,9 @@ def _models_table(found: list[ListedModel]) -> Table:
 
 
 def ps_table(found: RateSample, budget_bytes: int = 0) -> Table:
-    """Make one row for each process, with its part of the budget as a bar if there is a budget."""
+    """Make a table with one row for each model process. If there is a memory budget, a bar shows the process's part of
+    it.
+    """
     bars = ("OF BUDGET",) if budget_bytes else ()
     rows = (
         (

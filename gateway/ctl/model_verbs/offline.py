@@ -17,12 +17,12 @@ from gateway.state_dir.home_paths import default_home
 GIB: Final = 1 << 30
 
 
-# A model of the daemon or of the configuration.
+# A model as the daemon reports it, or as the configuration has it.
 ServedModel = ModelStatus | ModelConfig
 
 
 def read_config(file: Path | None = None, home: Path | None = None) -> Config:
-    """Read the configuration of a home, or another file, as the daemon would now. Raises `ConfigError`."""
+    """Read the configuration file of a home, or another file, as the daemon would read it now. Raises `ConfigError`."""
     from gateway.config.load import load_config
 
     return load_config(home or default_home(), file, has_keys=has_keys)
@@ -37,7 +37,7 @@ def readable_config() -> Config | None:
 
 
 def model_of(config: Config, name: str) -> ModelConfig:
-    """Return the model of that name, or a model made from the folder or repository of that name."""
+    """Return the configured model of that name, or one made for the folder or repository of that name."""
     try:
         return Names(config.models).locate(name).model
     except ModelNotFound:
@@ -45,7 +45,9 @@ def model_of(config: Config, name: str) -> ModelConfig:
 
 
 def folder_of(path: str) -> Path:
-    """Return a model's folder. Raises `Unreadable`, which advises a download only if the hub may have the name."""
+    """Return a model's folder. Raises `Unreadable`, which advises a download only if the path could be a repository's
+    name.
+    """
     try:
         return find(path)
     except Unreadable:
@@ -75,7 +77,7 @@ def running_models() -> list[ModelStatus] | None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs. A zombie does not."""
+    """Whether the process runs. A zombie process does not count as running."""
     import psutil
 
     try:
@@ -85,7 +87,7 @@ def is_running(pid: int) -> bool:
 
 
 def budget_bytes(status: DaemonStatus | None) -> int:
-    """Return the memory budget of all models, of the running daemon or as it would be."""
+    """Return the running daemon's memory budget for all models, or else the budget that a daemon would have."""
     from gateway.workers.memory.host import ThisMachine
 
     if status is not None and status.memory is not None:
@@ -96,7 +98,7 @@ def budget_bytes(status: DaemonStatus | None) -> int:
 
 
 def check_room(model: ModelConfig) -> None:
-    """Raises `CommandFailed` if loading a model a second time would make the machine swap."""
+    """Check that a model can be loaded a second time without making the machine swap. Raises `CommandFailed`."""
     from gateway.workers.memory.estimate import estimate
     from gateway.workers.memory.host import ThisMachine
 

@@ -70,14 +70,15 @@ class PullResult(NamedTuple):
     path: Path
 
 
-# A `Progress` is given a plan and yields a callback, which several threads call with the number of bytes received.
+# A `Progress` takes a plan and returns a context manager. It yields a callback for the number of bytes received, which
+# several threads call.
 Progress = Callable[["DownloadPlan"], AbstractContextManager[Callable[[int], None]]]
 
 
 def download(
     name: str, include: list[str] | None, yes: bool, echo: Callable[[str], None], progress: Progress | None = None
 ) -> PullResult:
-    """Download a model after printing whether it fits, in memory and on the disk. Raises `CommandFailed`."""
+    """Print whether a model fits in memory and on the disk, then download it. Raises `CommandFailed`."""
     plan, found, obstacles = _plan(name, include)
     if found is not None:
         print_info(name, found, echo)
@@ -92,7 +93,7 @@ def download(
 
 
 def _silent(_: str) -> None:
-    """Print nothing, since JSON output has no place for these lines."""
+    """Print nothing, because JSON output has no place for text."""
 
 
 def _plan(name: str, include: list[str] | None) -> "tuple[DownloadPlan, ModelMetadata | None, list[str]]":
@@ -107,7 +108,7 @@ def _plan(name: str, include: list[str] | None) -> "tuple[DownloadPlan, ModelMet
 
 
 def _check_space(plan: "DownloadPlan", echo: Callable[[str], None]) -> None:
-    """Raises `CommandFailed` if the disk has too little space."""
+    """Check that the disk has enough free space. Raises `CommandFailed`."""
     from gateway.model_files.download import RESERVE_BYTES, space
 
     disk = space(plan)
@@ -153,7 +154,7 @@ def _fetch(plan: "DownloadPlan", arrived: Callable[[int], None]) -> Path:
 
 @contextmanager
 def _progress(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, None]:
-    """Show a progress bar on stderr, for people only."""
+    """Show a progress bar on stderr if it is a terminal."""
     from rich.progress import TimeRemainingColumn, TransferSpeedColumn
 
     with progress_bar(TransferSpeedColumn(), TimeRemainingColumn()) as bar:
@@ -163,7 +164,7 @@ def _progress(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, No
 
 @contextmanager
 def _progress_lines(plan: "DownloadPlan") -> Generator[Callable[[int], None], None, None]:
-    """Print JSON lines on stdout, which the daemon shows on its page."""
+    """Print progress as JSON lines on stdout. The daemon runs such a process and shows its progress on the web page."""
     lock, done, printed_at = Lock(), plan.here_bytes, 0.0
     _print_line(done, plan.total_bytes)
 

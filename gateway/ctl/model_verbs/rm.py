@@ -37,13 +37,13 @@ def rm(
     print_result(
         {"repository": repository, "freed_bytes": freed}, f"{repository} is removed: {size(freed)} are free again", json
     )
-    # The configuration is read again, because a model that was served only from the cache is in no file.
+    # The configuration is read again: a model that was in it only because it was in the cache is no longer in it.
     if not json and (named := [one.name for one in read_config().models.values() if one.path == repository]):
         typer.echo(f"{config.config_path} still has it as {', '.join(named)}", err=True)
 
 
 def _find(config: Config, name: str) -> str:
-    """Return the repository behind a name, which the cache must hold. Raises `CommandFailed`."""
+    """Return the repository that a name stands for, which must be in the cache. Raises `CommandFailed`."""
     path = model_of(config, name).path
     if path in DEMOS:
         raise CommandFailed("the demo models are part of mlxd and cannot be removed")
@@ -57,7 +57,7 @@ def _find(config: Config, name: str) -> str:
 
 
 def _repository(path: str) -> str | None:
-    """Return the repository of a model's path, which is its name or the folder of a snapshot."""
+    """Return the repository of a model's path. The path is the repository's name or the folder of a snapshot."""
     folder, hub = Path(path).expanduser(), cache_dir()
     if folder.is_relative_to(hub) and folder != hub:
         return repository_of(folder.relative_to(hub).parts[0])
@@ -66,7 +66,9 @@ def _repository(path: str) -> str | None:
 
 
 def _refuse_loaded(repository: str) -> None:
-    """Raises `CommandFailed` if the repository is loaded: its files are mapped, and a restart reads them again."""
+    """Check that the repository is not loaded. Its files are mapped, and a restart reads them again. Raises
+    `CommandFailed`.
+    """
     for model in running_models() or ():
         if model.pid and _repository(model.path) == repository:
             raise CommandFailed(f"{repository} is loaded as {model.name}; first: mlxctl unload {model.name}")

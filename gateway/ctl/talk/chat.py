@@ -19,7 +19,7 @@ RESET = "\x1b[0m"
 
 
 class ChatAnswer(Struct, frozen=True):
-    """One answer. `reasoning` is empty for a model without reasoning output."""
+    """One answer of a model. `reasoning` is empty for a model without reasoning output."""
 
     content: str
     reasoning: str
@@ -60,10 +60,10 @@ def whole(request: dict[str, Any]) -> ChatAnswer:
 
 
 def answer(request: dict[str, Any], out: TextIO) -> str:
-    """Stream one answer to `out` and return its text. Ctrl-C ends the answer, not the conversation."""
+    """Stream one answer to `out` and return its text. Ctrl-C ends the answer but not the conversation."""
     text: list[str] = []
     shown = harmless if out.isatty() else str
-    # Reasoning is shown on a terminal only: a pipe gets the answer alone.
+    # Reasoning is shown only on a terminal; a pipe gets only the answer.
     shows_reasoning = out.isatty()
     is_dim = False
     try:

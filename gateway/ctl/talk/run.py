@@ -63,7 +63,9 @@ def run(
 
 
 def _resolved(name: str, yes: bool) -> str:
-    """Return the path of a model on this machine, or the name of a served one. Raises `CommandFailed`."""
+    """Return the path of a model on this machine, or the name of a model that the daemon serves. Raises
+    `CommandFailed`.
+    """
     if name.startswith((".", "/", "~")) and _served(name) is None:
         return str(_checked_folder(name, yes))
     if _served(name) is None and not is_repository(name):
@@ -76,14 +78,16 @@ def _resolved(name: str, yes: bool) -> str:
 
 
 def _known_here(word: str) -> str | None:
-    """Return the only served or downloaded repository whose name ends with a word, without asking the hub."""
+    """Return the served or downloaded repository whose name ends with `word`, if there is exactly one. Does not ask the
+    hub.
+    """
     paths = {model.path for model in served_models()} | set(cached_models())
     found = [path for path in paths if path.rpartition("/")[2].lower() == word.lower()]
     return found[0] if len(found) == 1 else None
 
 
 def _served(model: str) -> ServedModel | None:
-    """Return the model of that name, alias or path, as the daemon serves it or would serve it."""
+    """Return the model with that name, alias or path, as the daemon serves it or would serve it."""
     models = served_models()
     return next((served for served in models if model in (served.name, served.path, *served.aliases)), None)
 
@@ -96,7 +100,7 @@ def _is_here(path: str) -> bool:
 
 
 def _checked_folder(name: str, yes: bool) -> Path:
-    """Return a folder whose model fits. Raises `CommandFailed`."""
+    """Return the folder of a model and check that the model fits. Raises `CommandFailed`."""
     try:
         folder = folder_of(name)
         info = inspect(folder, "auto", 0, available_bytes())
@@ -109,7 +113,7 @@ def _checked_folder(name: str, yes: bool) -> Path:
 
 
 def _searched(word: str) -> str:
-    """Search the hub for the repository whose name ends with a word. Raises `CommandFailed` with similar names."""
+    """Search the hub for the repository whose name ends with `word`. Raises `CommandFailed` with similar names."""
     from gateway.model_files.search import search
 
     found = [model.repository for model in search([word], available_bytes()) if model.is_usable]
@@ -131,10 +135,12 @@ def _downloaded(name: str, yes: bool) -> str:
 
 
 def _made_known(path: str, yes: bool) -> str:
-    """Return the name under which the daemon serves a path, after configuring it if need be. Raises `CommandFailed`."""
+    """Return the name under which the daemon serves `path`. Adds it to the configuration if needed. Raises
+    `CommandFailed`.
+    """
     if (served := _served(path)) is not None:
         return served.name
-    # If no model is configured the daemon serves downloaded ones, which a reload finds.
+    # Without configured models the daemon serves all downloaded ones, and a reload finds the new one.
     client.post("/v1/config/reload", {}, ReloadResult)
     if (served := _served(path)) is not None:
         return served.name
@@ -144,7 +150,7 @@ def _made_known(path: str, yes: bool) -> str:
 
 
 def _agreed(question: str) -> None:
-    """Raises `CommandFailed` if the user declines, or if there is no terminal."""
+    """Ask the user to confirm. Exits if the user declines. Raises `CommandFailed` if there is no terminal."""
     if not sys.stdin.isatty():
         raise CommandFailed(f"{question} Not without --yes.")
     if not typer.confirm(question, default=True, err=True):
@@ -159,7 +165,7 @@ def _echo_stderr(line: str) -> None:
 def _add_table(config_path: str, path: str, agree: Callable[[str], None]) -> str:
     """Append `[models.NAME]` for a path and return the name. The old file is kept as `.bak`. Raises `CommandFailed`.
 
-    `agree` is called before anything is written, and raises to prevent it.
+    `agree` is called before the file is written; by raising, it prevents the write.
     """
     file = Path(config_path)
     before = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -183,7 +189,7 @@ def _add_table(config_path: str, path: str, agree: Callable[[str], None]) -> str
 
 
 def _free_name(path: str, taken: Collection[str]) -> str:
-    """Return the path's last part in lower case, numbered if another model has that name."""
+    """Return the path's last part in lower case, with a number appended if another model has that name."""
     base = split_revision(path)[0].rstrip("/").rpartition("/")[2].lower()
     name, number = base, 2
     while name in taken:
@@ -205,13 +211,15 @@ def _load(model: str) -> None:
 
 
 def _start_load(model: str) -> Future[CommandDone]:
-    """Order the load on a daemon thread, which Ctrl-C does not wait for: the load continues in the daemon."""
+    """Send the load command from a daemon thread, so that Ctrl-C does not wait for it. The load continues in the
+    daemon.
+    """
     done: Future[CommandDone] = Future()
 
     def ask() -> None:
         try:
             done.set_result(client.post("/v1/models/load", {"model": model}, CommandDone))
-        except Exception as error:  # root of the thread: its reader raises it
+        except Exception as error:  # The reader of the future raises the error.
             done.set_exception(error)
 
     threading.Thread(target=ask, name="load", daemon=True).start()

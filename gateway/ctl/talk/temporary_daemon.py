@@ -1,4 +1,4 @@
-"""A daemon that runs for as long as a verb needs it, started if none runs."""
+"""A daemon that a verb starts if none runs, and that ends with the verb."""
 
 import signal
 import subprocess
@@ -15,7 +15,7 @@ from gateway.ctl.model_verbs import offline
 from gateway.failed import CommandFailed
 
 START_TIMEOUT_S: Final = 60.0
-# The daemon drains first, and its workers must release their memory.
+# This is long, because the daemon drains first and its workers must release their memory.
 END_TIMEOUT_S: Final = 120.0
 _POLL_S: Final = 0.1
 
@@ -28,7 +28,7 @@ def running_daemon(echo: Callable[[str], None]) -> Generator[None, None, None]:
         return
     with tempfile.TemporaryFile() as output:
         _end_with_signals()
-        # Ctrl-C is meant for the conversation, and does not reach another session.
+        # The daemon gets its own session, so that Ctrl-C reaches only the conversation.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gateway.main"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output, start_new_session=True,
@@ -46,7 +46,9 @@ def running_daemon(echo: Callable[[str], None]) -> Generator[None, None, None]:
 
 
 def _end_with_signals() -> None:
-    """Make a closed terminal or SIGTERM leave the block, which ends the daemon, instead of killing this process."""
+    """Let SIGHUP from a closed terminal, or SIGTERM, leave the `with` block and so end the daemon, instead of killing
+    this process.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGHUP, signal.SIGTERM):
@@ -59,7 +61,7 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
-    """Wait for the daemon. Raises `CommandFailed` with its last line of output if it exits."""
+    """Wait until the daemon is ready. If it exits, raises `CommandFailed` with its last line of output."""
     end = time.monotonic() + START_TIMEOUT_S
     while offline.daemon() is None:
         if process.poll() is not None:
