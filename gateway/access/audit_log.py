@@ -53,7 +53,7 @@ Fact = str | int | float | bool | list[str] | None
 
 
 class AuditActor(Struct, frozen=True):
-    """Process that gave an order. `sudo_uid` is the account that used sudo."""
+    """Process that gave a command. `sudo_uid` is the account that used sudo."""
 
     uid: int | None = None
     pid: int | None = None
@@ -61,7 +61,9 @@ class AuditActor(Struct, frozen=True):
 
 
 class AuditEntry(Struct, frozen=True, kw_only=True):
-    """One line. `target` is a key, model or request; `client` an address or `unix`; `outcome` ok or an error code."""
+    """One line. `target` is a key, model or request; `client` is an address or `unix`; `outcome` is `ok` or an error
+    code.
+    """
 
     time: str
     action: Action
@@ -87,7 +89,7 @@ class Audit:
         self._max_bytes = max_bytes
 
     def record(self, entry: AuditEntry) -> None:
-        """Append one line, which is on the disk when this returns. Raises `AuditUnwritable`."""
+        """Append one line and sync it to the disk. Raises `AuditUnwritable`."""
         line = msgspec.json.encode(entry) + b"\n"
         try:
             with self._folder.open_or_create() as folder:
@@ -106,7 +108,7 @@ class Audit:
                 os.close(full)
                 size = os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":
-                line = b"\n" + line  # ends the partial line that a full disk left
+                line = b"\n" + line  # The newline ends the partial line that was written when the disk was full.
             written = os.write(file, line)
             os.fsync(file)
         finally:
@@ -141,7 +143,9 @@ def entry(
 
 
 def _rotate(folder: int, name: str, file: int) -> bool:
-    """Rename the full `file` and older ones, unless another process did; False if one is doing so."""
+    """Rename the full `file` and the older ones, unless another process did. Returns False if another process is doing
+    so.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -160,6 +164,6 @@ def _rotate(folder: int, name: str, file: int) -> bool:
 
 
 def this_process() -> AuditActor:
-    """Return the user of this program, and the account behind sudo."""
+    """Return this process, its user, and the account that used sudo."""
     sudo_uid = os.environ.get("SUDO_UID", "") if os.geteuid() == 0 else ""
     return AuditActor(os.getuid(), os.getpid(), int(sudo_uid) if sudo_uid.isdecimal() else None)

@@ -1,4 +1,4 @@
-"""Audit trail of the daemon, written by a thread, so that neither requests nor the event loop wait for the disk."""
+"""Audit log of the daemon. A thread writes it, so that neither requests nor the event loop wait for the disk."""
 
 import logging
 import threading
@@ -9,12 +9,14 @@ from gateway.access.audit_log import Audit, AuditEntry, AuditUnwritable
 
 log = logging.getLogger(__name__)
 
-# Maximum number of pending lines; further lines are lost and counted.
+# Maximum number of pending lines. Further lines are lost and counted.
 PENDING_MAX: Final = 1000
 
 
 class AuditTrail:
-    """Lines in the order in which they were recorded. A lost line is counted, and is written to the daemon's log."""
+    """Queue of audit lines, written in order. A line that is lost is counted and written to the daemon's
+    log instead.
+    """
 
     def __init__(self, audit: Audit) -> None:
         self._audit = audit
@@ -30,7 +32,7 @@ class AuditTrail:
             self._lose(entry, "the disk does not keep up")
 
     def close(self) -> None:
-        """Write all pending lines. Must be the last call."""
+        """Write all pending lines. No method may be called after this."""
         self._thread.shutdown()
 
     def _write(self, entry: AuditEntry) -> None:

@@ -15,7 +15,9 @@ from protocol.to_worker import Generate
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller. `key` is the name of its key, which owns what its requests store; `models` None means all."""
+    """A caller. `key` is the name of its API key, which owns what its requests store. `models` None means
+    all models.
+    """
 
     key: str | None = None
     models: tuple[Pattern, ...] | None = None
@@ -24,23 +26,24 @@ class Caller:
     priority: int = 0
     cache_salt: str = ""
     meter: Meter | None = None
-    # The digest of the key's name, by which the worker lets keys take turns without knowing them.
+    # `tenant` is a digest of the key's name. The worker uses it to let keys take turns, without learning their names.
     tenant: str = ""
     # Percent of a model's queue that the key may fill; 0 uses the server's setting, and 100 is the whole queue.
     queue_share: int = 100
-    # Maximum tokens of an answer; 0 is no limit.
+    # Maximum tokens of an answer; 0 means no limit.
     max_tokens: int = 0
-    # The caller is another mlxd, whose requests are served here and never forwarded.
+    # `is_peer` means that the caller is another mlxd. Its requests are served here and never forwarded.
     is_peer: bool = False
-    # Requests may be sent to an upstream.
+    # `may_leave` allows requests to be sent to an upstream.
     may_leave: bool = False
-    # The caller has neither a key nor a session.
+    # `is_anonymous` means that the caller has neither a key nor a session.
     is_anonymous: bool = False
 
     def may_use(self, model: ModelConfig) -> bool:
-        """Whether a pattern of the key matches a name of the model, or of the requested adapter.
+        """Whether the key allows the model, or the adapter that the request names.
 
-        A key for a model has its adapters only if a pattern matches them too, and a key for an adapter lacks the model.
+        A key for a model may use the model's adapters only if its patterns match them too. A key for an adapter may not
+        use the model alone.
         """
         if self.is_metrics_only:
             return False
@@ -49,8 +52,10 @@ class Caller:
         return any(pattern.matches(name) for pattern in self.models for name in model.names)
 
     def bind(self, generate: Generate) -> Generate:
-        """Apply the key to a request. A request can only lower its key's priority. Cached prefixes are shared within
-        the key, and within the request's own salt if it has one. The key's limit bounds the answer."""
+        """Apply the key's rights and limits to a request. A request can only lower its key's priority, and the key's
+        limit bounds the answer. Cached prefixes are shared only within the key, and within the request's own salt if it
+        has one.
+        """
         priority = generate.priority if self.key is None else self.priority + max(0, generate.priority)
         salt = f"{self.cache_salt}\0{generate.cache_salt}" if generate.cache_salt else self.cache_salt
         max_tokens = generate.max_tokens
@@ -59,18 +64,18 @@ class Caller:
         return structs.replace(generate, priority=priority, cache_salt=salt, tenant=self.tenant, max_tokens=max_tokens)
 
     def usable(self, models: Iterable[ModelConfig]) -> list[ModelConfig]:
-        """Return the models that exist for this caller."""
+        """Return the models that this caller may use."""
         return [model for model in models if self.may_use(model)]
 
 
 def tenant_of(key: str) -> str:
-    """Return the tenant of a key: its name, hashed, as workers see it."""
+    """Return the hash of a key's name, by which workers tell keys apart."""
     return hashlib.blake2b(key.encode(), digest_size=8, person=b"mlxd-tenant").hexdigest()
 
 
-# A client of the unix socket, or with a session of the page, is the owner.
+# A client of the unix socket, or with a session of the web page, is the owner.
 OWNER: Final = Caller(is_admin=True, may_leave=True)
-# Other clients on the loopback are anonymous owners as long as there is no key.
+# While there is no key, every other client on the loopback is an anonymous owner.
 ANONYMOUS: Final = Caller(is_admin=True, may_leave=True, is_anonymous=True)
-# The caller of endpoints that need no key, when there is none.
+# Endpoints that need no key have this caller for a request without one.
 NOBODY: Final = Caller(models=())

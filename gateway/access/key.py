@@ -15,7 +15,7 @@ Expiry = Annotated[float, Meta(ge=0, le=EXPIRY_MAX_S)]
 
 
 class KeyLimits(Struct, frozen=True, kw_only=True):
-    """Limits of a key; 0 means none. A request counts as its sequences: prompts times choices."""
+    """Limits of a key; 0 means no limit. A request counts as its number of sequences: prompts times choices."""
 
     rpm: Limit = 0
     tpm: Limit = 0
@@ -29,7 +29,7 @@ class KeyLimits(Struct, frozen=True, kw_only=True):
     tokens_per_day: Limit = 0
     requests_per_month: Limit = 0
     tokens_per_month: Limit = 0
-    # Percentage of a daily or monthly budget from which its use is logged; 0 logs only a spent budget.
+    # A daily or monthly budget is logged once this percentage is used; 0 logs only a spent budget.
     alert_at: Percent = 80
 
     @property
@@ -41,11 +41,10 @@ _LIMITS: Final = frozenset(KeyLimits.__struct_fields__) - {"alert_at"}
 
 
 class Key(KeyLimits, frozen=True, kw_only=True):
-    """One key. `models` empty means all; times are Unix times.
+    """One API key. Empty `models` means all models; times are Unix times.
 
-    Requests of a lower `priority` run first. `cache_salt`
-    separates a key's prefix cache from the others', who could otherwise infer earlier prompts from response times;
-    empty means the common cache.
+    Requests of a lower `priority` run first. `cache_salt` separates the key's prefix cache from other keys', who could
+    otherwise infer earlier prompts from response times. An empty salt means the common cache.
 
     Fields of a later mlxd are ignored here and preserved by every change. If ignoring a field would extend a key's
     rights, that mlxd lists it in `requires`: a key that requires an unknown field grants nothing.
@@ -58,13 +57,13 @@ class Key(KeyLimits, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
     expires: float | None = None
     is_admin: bool = False
-    # This key may read `/metrics`, and nothing else.
+    # A metrics key may read `/metrics` and nothing else.
     is_metrics_only: bool = False
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     cache_salt: str = ""
     created: float = 0.0
     is_disabled: bool = False
-    # The key of another mlxd that forwards its clients' requests: opens `/internal/`, and nothing else.
+    # A peer key belongs to another mlxd that forwards its clients' requests. It opens `/internal/` and nothing else.
     is_peer: bool = False
     # Whether the key's requests may be sent to an upstream if their model allows it.
     may_leave: bool = False
@@ -76,7 +75,7 @@ class Key(KeyLimits, frozen=True, kw_only=True):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the key grants anything, apart from its expiry."""
+        """Whether the key grants anything. Does not check its expiry."""
         return not self.is_disabled and KNOWN.issuperset(self.requires)
 
     @property
@@ -84,11 +83,11 @@ class Key(KeyLimits, frozen=True, kw_only=True):
         return "admin" if self.is_admin else "metrics" if self.is_metrics_only else "peer" if self.is_peer else "user"
 
     def is_opened_by(self, secret: bytes) -> bool:
-        """Whether this is the key's secret, compared in constant time."""
+        """Whether `secret` is the key's secret, compared in constant time."""
         return hmac.compare_digest(digest(self.salt, secret), self.hash)
 
 
-# Fields that this version knows.
+# Names of the fields that this version knows.
 KNOWN: Final = frozenset(Key.__struct_fields__)
 
 

@@ -1,4 +1,6 @@
-"""Addresses that API keys are used from, each recorded in the audit log at its first use and reloaded from there."""
+"""Addresses that API keys are used from. The first use from each is recorded in the audit log and read back at the
+start.
+"""
 
 import logging
 from collections import defaultdict
@@ -17,17 +19,17 @@ log = logging.getLogger(__name__)
 
 # Maximum number of addresses recorded for one secret, so that its holder cannot fill the audit log.
 ADDRESSES_MAX: Final = 256
-# Maximum lines that are read at the start.
+# Maximum number of lines of the audit log that are read at the start.
 _LINES_MAX: Final = 100_000
 
 _decoder = msgspec.json.Decoder(AuditEntry)
 
 
 class KeyAddresses:
-    """Addresses by the secret's prefix, so that a new secret starts without any. Owned by the event loop."""
+    """Addresses by the prefix of a secret, so that a new secret starts without any. Used on the event loop only."""
 
     def __init__(self, trail: AuditTrail, path: Path, prefixes: Collection[str]) -> None:
-        """`path` is the audit log, `prefixes` are those of the keys in force."""
+        """`path` is the audit log; `prefixes` are the prefixes of the valid keys' secrets."""
         self._trail = trail
         self._seen: defaultdict[str, set[str]] = defaultdict(set)
         for line in _lines(path):
@@ -41,7 +43,7 @@ class KeyAddresses:
                 self._seen[prefix].add(network)
 
     def use(self, key: str, prefix: str, address: Address) -> None:
-        """Record a use of a key in the audit log if it is the first from its address."""
+        """Record a use of a key in the audit log if it is the key's first use from this address."""
         seen = self._seen[prefix]
         network = address.network
         if network in seen or not address.host or len(seen) > ADDRESSES_MAX:

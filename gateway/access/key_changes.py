@@ -1,4 +1,4 @@
-"""Changes of API keys as lines of the audit log, derived from the keys before and after, so that none is missed."""
+"""Changes of API keys as lines of the audit log. Comparing all keys before and after finds every change."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -8,7 +8,7 @@ import msgspec
 from gateway.access.audit_log import AuditEntry, Fact, entry
 from gateway.access.key import Key
 
-# These fields could identify a secret, or follow from other fields or from the line's time.
+# These fields are never recorded: they could identify a secret, or follow from other fields or from the line's time.
 _HIDDEN: Final = frozenset({"name", "salt", "hash", "cache_salt", "requires", "created"})
 # These fields change with the secret.
 _SECRET: Final = frozenset({"prefix", "hash"})

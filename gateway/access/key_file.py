@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 # Some clients require the prefix `sk-`.
 SECRET_START: Final = "sk-mlxd-"
 SECRET_BYTES: Final = 32
-# These characters are stored in the clear to recognise a secret by; 208 random bits remain.
+# This many characters of a secret are stored unhashed, to recognise it by; 208 random bits remain.
 PREFIX_CHARS: Final = len(SECRET_START) + 8
 SECRET_CHARS_MAX: Final = 256
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 FILE_VERSION: Final = 1
 
 _DEFAULTS: Final[dict[str, Any]] = msgspec.to_builtins(Key(name="", prefix="", salt="", hash=""))
-# A mlxd that does not know these fields would grant the key more rights.
+# A mlxd that ignored one of these fields would grant the key more rights.
 _RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only", "is_peer"})
 
 
@@ -48,7 +48,7 @@ class _Contents(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The parsed file: its keys, and its raw content with fields of other versions."""
+    """The parsed file: its keys, and its raw content including fields of other versions."""
 
     keys: tuple[Key, ...] = ()
     raw: dict[str, Any] | None = None
@@ -62,7 +62,7 @@ class KeyRefused(CommandFailed):
     """A key cannot be created or found."""
 
 
-# The stamp changes with the file, because a replaced file has another inode.
+# A replaced file has another inode, so a changed stamp means that the file has changed.
 Stamp = tuple[int, int, int]
 
 _decoder = msgspec.json.Decoder(_Contents)
@@ -74,10 +74,12 @@ def has_keys(path: Path) -> bool:
 
 
 class KeyFile:
-    """The keys of one home. Without a file there has never been a key; with one, even empty, keys are required."""
+    """The API keys of one home. A missing file means that no key was ever made. If the file exists, even empty, keys
+    are required.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time, client: str = "") -> None:
-        """`client` is recorded in the audit log, with the process, as the author of changes."""
+        """`client` and this process are recorded in the audit log as the author of changes."""
         self.path = path
         self._client = client
         self._folder = HomeFolder(path.parent)
@@ -85,7 +87,7 @@ class KeyFile:
         self._clock = clock
 
     def stamp(self) -> Stamp | None:
-        """Return the file's stamp; None without a file. Raises `OSError` if that is unknown."""
+        """Return the file's stamp; None if there is no file. Raises `OSError` if the stamp cannot be read."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -93,17 +95,17 @@ class KeyFile:
         return (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def read(self) -> tuple[Key, ...]:
-        """Return all keys; none without a file. Raises `KeysUnusable`."""
+        """Return all keys, none if there is no file. Raises `KeysUnusable`."""
         return self._read().keys
 
     def unknown(self) -> list[str]:
-        """Return the fields of other versions, which this one ignores. Raises `KeysUnusable`."""
+        """Return the names of fields that this version does not know and ignores. Raises `KeysUnusable`."""
         raw = self._read().raw or {}
         of_keys = {name for key in raw.get("keys", ()) for name in key}
         return sorted((of_keys - KNOWN) | (raw.keys() - set(_Contents.__struct_fields__)))
 
     def _read(self, folder: int | None = None) -> _Read:
-        """Read the file from an open folder, or open the folder for it."""
+        """Read the file from `folder`, or open its folder if that is None."""
         try:
             if folder is None:
                 with self._folder.open_existing() as opened:
@@ -121,7 +123,9 @@ class KeyFile:
             raise KeysUnusable(f"{self.path}: {error}") from None
 
     def create(self, key: Key, *, shares_cache: bool = False) -> tuple[Key, str]:
-        """Store a key like `key` with a new secret, and return both. Raises `KeyRefused`, `KeysUnusable`."""
+        """Store a copy of `key` with a new secret. Returns that key and the secret. Raises `KeyRefused`,
+        `KeysUnusable`.
+        """
         with self._changing() as keys:
             if key.name in keys:
                 raise KeyRefused(f"there is a key {key.name!r} already; revoke or rotate it, or choose another name")
@@ -161,7 +165,7 @@ class KeyFile:
 
     @contextmanager
     def _changing(self) -> Generator[dict[str, Key], None, None]:
-        """Yield the keys by name, and write them at the end unless there is an exception."""
+        """Yield the keys by name for changes in the block, then write them unless the block raises."""
         try:
             with self._folder.open_locked() as folder:
                 before = self._read(folder)
@@ -174,7 +178,9 @@ class KeyFile:
             raise self._unusable(error) from None
 
     def _record(self, before: Iterable[Key], after: Iterable[Key]) -> None:
-        """Write the audit log. A failure does not undo the change, since a key must be revocable on a full disk."""
+        """Write the changes to the audit log. A failure does not undo them, since a key must be revocable on a full
+        disk.
+        """
         try:
             for entry in key_changes(before, after):
                 self._audit.record(msgspec.structs.replace(entry, client=self._client))
@@ -200,7 +206,7 @@ def _decode(data: bytes) -> tuple[Key, ...]:
 
 
 def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
-    """Encode the file with these keys, preserving the keys' and the file's fields of other versions."""
+    """Encode the file with these keys. Fields of other versions, in keys and in the file, are preserved."""
     others = {raw["name"]: {name: raw[name] for name in raw.keys() - KNOWN} for raw in before.get("keys", ())}
     written = [_written(key) | others.get(key.name, {}) for key in keys]
     whole = before | {"keys": written, "version": FILE_VERSION}
@@ -208,7 +214,7 @@ def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
 
 
 def _written(key: Key) -> dict[str, Any]:
-    """Return the fields of a key that differ from their defaults; an older mlxd need not know the others."""
+    """Return the fields of a key that differ from their defaults. An older mlxd need not know the other fields."""
     return {name: value for name, value in msgspec.to_builtins(key).items() if value != _DEFAULTS[name]}
 
 
@@ -259,6 +265,8 @@ def _check(key: Key) -> None:
 
 
 def _check_expiry(key: Key) -> None:
-    """Check an expiry at its change only, as older versions wrote files with any expiry."""
+    """Check the expiry of a key that is being changed. Unchanged keys may have any expiry, because older versions
+    allowed it.
+    """
     if key.expires is not None and not key.expires <= EXPIRY_MAX_S:
         raise KeyRefused(f"key {key.name!r}: it would expire after the year 5138; let it never expire")

@@ -1,4 +1,4 @@
-"""API keys in force, each with the caller that it authenticates."""
+"""Valid API keys, each with the caller that it authenticates."""
 
 import logging
 import time
@@ -26,16 +26,17 @@ UNKNOWN: Final[Stamp] = (-1, -1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A key in force, with its caller."""
+    """A valid key with its caller."""
 
     key: Key
     caller: Caller
 
 
 class Keyring:
-    """Keys in force. The file's stamp is checked before each request, so that a change applies to the next one.
+    """Valid keys. The file's stamp is checked before each request, so a change applies to the next request.
 
-    An unreadable file leaves the last good keys in force; without any, every request is refused.
+    If the file becomes unreadable, the last keys that were read stay valid; if there are none, every request is
+    refused.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class Keyring:
         self._by_prefix: dict[bytes, list[Account]] = {}
         # Meters are kept by name, so that a rotated or recreated key keeps its usage.
         self.meters: dict[str, Meter] = {}
-        # Set while there has never been a key.
+        # `is_open` is true while no key was ever made.
         self.is_open = True
-        # Set if several keys may send requests.
+        # `has_others` is true if several keys may send requests.
         self.has_others = False
         self._apply(self._current_stamp())
 
@@ -75,7 +76,7 @@ class Keyring:
         try:
             self._apply(stamp)
         except KeysUnusable as error:
-            # The file exists but is unreadable, so there may be a key: an open daemon is closed.
+            # The unreadable file may contain a key, so requests without a key are refused from now on.
             self.is_open = False
             log.error("API keys not reloaded, the previous ones stay in force: %s", error)
 
@@ -95,7 +96,9 @@ class Keyring:
         return account.caller
 
     def named(self, name: str | None) -> Caller | None:
-        """Return the caller of a named key in force, or the owner for None, for requests of an earlier daemon."""
+        """Return the caller for the key with this name, or the owner if it is None. Resumed requests of an earlier
+        daemon need it.
+        """
         if name is None:
             return OWNER
         for accounts in self._by_prefix.values():
@@ -109,7 +112,7 @@ class Keyring:
         accounts = self._by_prefix.get(secret[:PREFIX_CHARS], ()) if len(secret) <= SECRET_CHARS_MAX else ()
         opened = [account for account in accounts if account.key.is_opened_by(secret)]
         if not accounts:
-            # This takes as long as comparing with a key of this prefix.
+            # An unknown prefix must take as long as a known one, so a hash is computed here too.
             digest(_NO_SALT, secret[:SECRET_CHARS_MAX])
         return opened[0] if opened else None
 
@@ -117,7 +120,7 @@ class Keyring:
         try:
             return self._file.stamp()
         except OSError:
-            return UNKNOWN  # reading the file will report the error
+            return UNKNOWN  # Reading the file will report the error.
 
     def _apply(self, stamp: Stamp | None) -> None:
         # The stamp is stored first, so that an unusable file is logged once, not at each request.

@@ -21,13 +21,15 @@ from gateway.state_dir.snapshot import WriteOrder
 
 log = logging.getLogger(__name__)
 
-# A crash loses at most the usage of this time.
+# A crash loses at most the usage of this period.
 PERIOD_S: Final = 30.0
 DIMENSIONS: Final = ("day", "key", "model")
 
 
 class LedgerLine(Struct, array_like=True):
-    """Usage of one day, key and model; `requests` counts sequences. The key is empty for requests without one."""
+    """Usage of one key and model on one day. `requests` counts sequences; the key is empty for requests
+    without a key.
+    """
 
     day: str
     key: str
@@ -64,7 +66,7 @@ class _Month:
 
 
 class Ledger:
-    """Usage of all keys. Owned by the event loop."""
+    """Usage of all keys. Used on the event loop only."""
 
     def __init__(
         self,
@@ -77,14 +79,14 @@ class Ledger:
         self._zone = zone
         self._keep_months = keep_months
         self._clock = clock
-        # Expired files that could not be removed, which was logged.
+        # Expired files that could not be removed. The failure was logged.
         self._kept: set[Path] = set()
         self._begins = self._ends = 0.0
         self._day = date.min
         self._by_day: dict[str, LedgerSpending] = {}
         self._by_month: dict[str, LedgerSpending] = {}
         self._month = _Month("", WriteOrder(folder))
-        # Ended months that are not yet written for the last time.
+        # Ended months whose last changes are not written yet.
         self._past: list[_Month] = []
         self._roll()
 
@@ -107,13 +109,13 @@ class Ledger:
         return self._by_month.get(key) or LedgerSpending()
 
     def left_s(self, period: str) -> float:
-        """Return the seconds until the `day` or the `month` ends."""
+        """Return the seconds until the current day or month ends; `period` is `day` or `month`."""
         self._roll()
         first = next_day(self._day) if period == "day" else next_month(self._day)
         return max(1.0, begin_of(first, self._zone()) - self._clock())
 
     def _roll(self) -> None:
-        """Begin another day or month by the clock, even if the clock was set back."""
+        """Switch to the clock's day and month if they have changed, even if the clock was set back."""
         now, zone = self._clock(), self._zone()
         if self._begins <= now < self._ends:
             return
@@ -145,7 +147,7 @@ class Ledger:
         return month
 
     async def lines(self, first: date, last: date, by: Sequence[str]) -> list[LedgerLine]:
-        """Return the usage of the days from `first` to `last`, grouped by the dimensions in `by`."""
+        """Return the usage from the day `first` to the day `last`, grouped by the dimensions in `by`."""
         self._roll()
         held = [*self._past, self._month]
         lines = [msgspec.structs.replace(line) for month in held for line in month.lines.values()]
@@ -168,7 +170,7 @@ class Ledger:
             await asyncio.to_thread(self._forget)
 
     def close(self) -> None:
-        """Write all changes now."""
+        """Write all changes immediately."""
         for file, number, data in self._changed():
             file.write(number, data)
 
@@ -182,7 +184,7 @@ class Ledger:
         return sorted(self._folder.glob("[0-9][0-9][0-9][0-9]-[0-9][0-9].json"))
 
     def _forget(self) -> None:
-        """Delete old months, counted by number and not by date, so that a wrong clock costs one month at most."""
+        """Delete the oldest months beyond the number to keep. A wrong clock thus costs at most one month."""
         for path in self._older()[: -self._keep_months()]:
             try:
                 path.unlink(missing_ok=True)
@@ -193,7 +195,7 @@ class Ledger:
 
 
 def grouped(lines: Iterable[LedgerLine], by: Sequence[str]) -> list[LedgerLine]:
-    """Sum up lines that agree in the dimensions of `by`, in its order; other dimensions are empty."""
+    """Sum up lines that agree in the dimensions of `by`, and sort by them. Other dimensions are empty."""
     sums: dict[tuple[str, ...], LedgerLine] = {}
     for line in lines:
         day, key, model = (getattr(line, name) if name in by else "" for name in DIMENSIONS)
@@ -209,7 +211,7 @@ def _spend(spent: dict[str, LedgerSpending], line: LedgerLine) -> None:
 
 
 def _read(path: Path, *, is_kept: bool = False) -> list[LedgerLine]:
-    """Read a month's file; a damaged one has no lines, and is set aside if it will be overwritten."""
+    """Read a month's file. A damaged file yields no lines, and is moved aside if it would be overwritten."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[LedgerLine])
     except FileNotFoundError:

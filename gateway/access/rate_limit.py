@@ -25,29 +25,31 @@ log = logging.getLogger(__name__)
 Header = tuple[bytes, bytes]
 
 BUSY_RETRY_AFTER_S: Final = 1.0
-# Completion tokens that a sequence is expected to use, before any of this key has ended.
+# Until a sequence of the key has ended, a sequence is expected to use this many completion tokens.
 EXPECTED_COMPLETION: Final = 256.0
-# The largest debt of a bucket refills in this time, which is also the longest Retry-After.
+# The largest debt of a bucket refills in this time. It is also the longest Retry-After.
 DEBT_MAX_S: Final = 86400.0
-# Counting tokens takes this part of them from the tokens per minute, because it costs less than processing them.
+# Counting a prompt's tokens charges this fraction of them to the rate limit, because it costs less than processing
+# them.
 COUNTING_PART: Final = 0.1
-# Weight of the newest sequence in the expected length.
+# Weight of the newest sequence in the moving average of completion tokens.
 SMOOTHING: Final = 0.1
 
 
 class Budget:
-    """Daily and monthly budgets of a key, compared with its usage in the ledger."""
+    """Daily and monthly budgets of a key. The ledger has the key's usage."""
 
     def __init__(self, name: str, limits: KeyLimits, ledger: Ledger) -> None:
         self._name = name
         self.limits = limits
         self._ledger = ledger
-        # Logged budgets, each with its period and the percent that was reached.
+        # For each budget, the period and the percentage that were last logged.
         self._logged: dict[tuple[str, str], tuple[str, int]] = {}
 
     def check(self, running: int, sequences: int, reserved: float) -> None:
-        """Raises `BudgetSpent` if a budget has no room for `sequences` more, or for any token beyond those reserved by
-        running requests."""
+        """Raises `BudgetSpent` if a budget has no room for `sequences` more sequences, or has no token left after the
+        reservations of running requests.
+        """
         for period, kind, limit, spent in self._budgets():
             used = spent + (running + sequences if kind == "requests" else reserved)
             if used > limit or (kind == "tokens" and used >= limit):
@@ -56,11 +58,11 @@ class Budget:
                 )
 
     def used(self) -> list[tuple[str, str, float]]:
-        """Return the period, the kind and the used part of each budget."""
+        """Return the period, the kind and the used fraction of each budget."""
         return [(period, kind, spent / limit) for period, kind, limit, spent in self._budgets()]
 
     def log_use(self) -> None:
-        """Log once per period that a budget has reached its alert level, and once that it is spent."""
+        """Log that a budget has reached its alert level, and later that it is spent, each once per period."""
         today = self._ledger.today()
         for period, kind, limit, spent in self._budgets():
             begun = today.isoformat() if period == "day" else f"{today:%Y-%m}"
@@ -111,7 +113,7 @@ class TokenBucket:
         self._level = min(float(self.capacity), self.level(now) - amount)
 
     def settle(self, amount: float, now: float) -> None:
-        """Take usage beyond a reservation. The debt is bounded, as the number may be wrong."""
+        """Take usage beyond a reservation. The debt is bounded, because the reported usage may be wrong."""
         self.take(amount, now)
         self._level = max(self._level, -DEBT_MAX_S * self._rate)
 
@@ -124,7 +126,7 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class UsageCharge:
-    """Tokens of one request: those reserved, and in the end those used. Owned by its generation."""
+    """Tokens of one request: its reservation, and at the end its usage. Its generation owns and changes it."""
 
     reserved: float
     sequences: int = 1
@@ -133,7 +135,7 @@ class UsageCharge:
 
 
 class Meter:
-    """One key's use, checked against its limits. All calls are on the event loop and never wait."""
+    """Usage of one key, checked against its limits. Used on the event loop only; no call waits."""
 
     def __init__(
         self,
@@ -150,7 +152,7 @@ class Meter:
         self._requests = _bucket(limits.rpm, clock())
         self._tokens = _bucket(limits.tpm, clock())
         self._expected_completion = EXPECTED_COMPLETION
-        # Requests whose body is being received.
+        # Number of requests whose body is being received.
         self._receiving = 0
         # Tokens that running requests are expected to use.
         self._reserved = 0.0
@@ -159,7 +161,7 @@ class Meter:
             numbers.budget = self._budget.used
 
     def limit(self, limits: KeyLimits) -> None:
-        """Replace the limits. Usage of a limit counts against its replacement."""
+        """Replace the limits. What was used of an old limit counts against the new one."""
         now = self._clock()
         if limits.rpm != self._limits.rpm:
             self._requests = _resized(self._requests, limits.rpm, now)
@@ -170,13 +172,13 @@ class Meter:
             self._budget.limits = limits
 
     def missing(self) -> dict[str, float]:
-        """Return the amounts missing from buckets that are not full."""
+        """Return how much is missing from each bucket that is not full."""
         now = self._clock()
         missing = {kind: bucket.capacity - bucket.level(now) for kind, bucket in self._buckets()}
         return {kind: amount for kind, amount in missing.items() if amount > 0}
 
     def restore(self, missing: dict[str, float], ago_s: float) -> None:
-        """Restore the levels from the amounts that were missing `ago_s` seconds ago."""
+        """Restore the buckets' levels from the amounts that were missing `ago_s` seconds ago."""
         now = self._clock()
         for kind, bucket in self._buckets():
             bucket.settle(max(0.0, missing.get(kind, 0.0) - ago_s * bucket.capacity / 60), now)
@@ -190,7 +192,7 @@ class Meter:
         self._admit_requests(1)
 
     def check(self, sequences: int) -> None:
-        """Raises `BadRequest` for a request of more sequences than the key may ever run."""
+        """Raises `BadRequest` if the request has more sequences than the key may ever run."""
         for limit, text in (
             (self._limits.max_sequences, "in one request"),
             (self._limits.concurrency, "at once"),
@@ -212,7 +214,9 @@ class Meter:
         self._requests.take(count, now)
 
     def check_concurrency(self, sequences: int = 1) -> None:
-        """Raises `RateLimited` if `sequences` more may not start. One is checked before the body is read."""
+        """Raises `RateLimited` if `sequences` more may not start. A request is checked for one sequence before its body
+        is read.
+        """
         concurrency, running = self._limits.concurrency, self._numbers.sequences
         if concurrency and running + sequences > concurrency:
             self._reject("concurrency")
@@ -221,7 +225,9 @@ class Meter:
 
     @contextmanager
     def receiving(self) -> Generator[None, None, None]:
-        """Count a request whose body is being received; as many may be as may run. Raises `RateLimited`."""
+        """Count a request while its body is received. The key's concurrency limits these requests too. Raises
+        `RateLimited`.
+        """
         concurrency = self._limits.concurrency
         if concurrency and self._receiving >= concurrency:
             self._reject("concurrency")
@@ -234,16 +240,17 @@ class Meter:
             self._receiving -= 1
 
     def expected(self, max_tokens: int | None) -> float:
-        """Return the expected completion tokens of a sequence; clients request far more than they use."""
+        """Return the expected completion tokens of a sequence. Most clients set `max_tokens` far above what
+        they use.
+        """
         return self._expected_completion if max_tokens is None else min(max_tokens, self._expected_completion)
 
     @contextmanager
     def hold(self, estimate: float, sequences: int = 1) -> Generator[UsageCharge, None, None]:
-        """Count running sequences, and reserve `estimate` tokens.
+        """Count running sequences, and reserve `estimate` tokens until the block ends.
 
-        Raises `BadRequest`, `RateLimited` and `BudgetSpent`.
-
-        The usage in the charge replaces the estimate at the end.
+        The usage that the block stores in the charge then replaces the estimate. Raises `BadRequest`, `RateLimited` and
+        `BudgetSpent`.
         """
         self.check(sequences)
         self.check_concurrency(sequences)
@@ -266,10 +273,10 @@ class Meter:
 
     @contextmanager
     def question(self, estimate: float) -> Generator[UsageCharge, None, None]:
-        """Charge a part of `estimate` for counting tokens. Raises `RateLimited`, `BudgetSpent`.
+        """Charge a fraction of `estimate` for counting a prompt's tokens. Raises `RateLimited`, `BudgetSpent`.
 
-        A failed request is charged its estimate, as its tokens may have been counted all the same. Counting uses no
-        budget, but a key with a spent budget may not even count.
+        A failed request is charged for its estimate, because its tokens may have been counted nevertheless. Counting
+        uses no budget, but a key with a spent budget may not even count.
         """
         self._check_budget(0, 1, 0.0)
         self._check_tokens(estimate * COUNTING_PART)
@@ -316,7 +323,7 @@ class Meter:
         return self._headers("x-ratelimit-{part}-{kind}", _duration)
 
     def anthropic_headers(self) -> list[Header]:
-        """Return the headers `anthropic-ratelimit-*`, which have points in time instead of OpenAI's durations."""
+        """Return the headers `anthropic-ratelimit-*`. Their reset is a point in time, not a duration as OpenAI's."""
         return self._headers("anthropic-ratelimit-{kind}-{part}", _time_after)
 
     def _headers(self, name: str, format_reset: Callable[[float], str]) -> list[Header]:
@@ -343,7 +350,7 @@ def _bucket(per_minute: int, now: float) -> TokenBucket | None:
 
 
 def _resized(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBucket | None:
-    """Return a bucket of another size with the same missing amount."""
+    """Return a bucket of another size from which the same amount is missing."""
     fresh = _bucket(per_minute, now)
     if fresh is not None and bucket is not None:
         fresh.settle(bucket.capacity - bucket.level(now), now)
@@ -351,7 +358,7 @@ def _resized(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBu
 
 
 def _whole(level: float) -> int:
-    # A refill in floating point may end slightly below a whole number.
+    # Because of rounding errors, a refilled level may be slightly below a whole number.
     return max(0, int(level + 1e-6))
 
 

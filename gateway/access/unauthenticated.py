@@ -1,5 +1,5 @@
-"""Requests without a valid key, by their client's address. Failed attempts are rate-limited and their log lines are
-sampled, so that neither memory nor the log grows with them.
+"""Requests without a valid key, by their client's address. Failed attempts are rate-limited and only some are logged,
+so that neither memory nor the log grows with them.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from gateway.errors import RateLimited
 
 log = logging.getLogger(__name__)
 
-# Addresses with remembered failures; a new one replaces the one that failed longest ago.
+# Maximum number of addresses with a bucket. A new address replaces the one that failed longest ago.
 ADDRESSES_MAX: Final = 4096
 PERIOD_S: Final = 60.0
-# Bounds for one period: lines of one address, lines of all, and addresses that are counted separately.
+# Limits of one period: lines per address, lines in total, and addresses that are counted separately.
 LINES_BY_ADDRESS: Final = 3
 LINES_IN_ALL: Final = 60
 COUNTED_ADDRESSES_MAX: Final = 1024
-# Addresses whose counts are logged separately at the end of a period.
+# At the end of a period, the counts of this many addresses are logged separately.
 LOGGED_ADDRESSES_MAX: Final = 20
 
 
 class Throttle:
-    """Failed attempts of each address, in a bucket that refills evenly. Requests with a valid key never use it."""
+    """Rate limit of failed attempts per address. Requests with a valid key are not counted."""
 
     def __init__(self, settings: Callable[[], ServerConfig], clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -58,7 +58,7 @@ class Throttle:
 
 
 class LogSample:
-    """Sample of log lines: a few per minute of each address, and then the number of others."""
+    """Selects requests to log: a few per minute and address. The others are only counted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -70,7 +70,7 @@ class LogSample:
         self._others = 0
 
     def takes(self, address: Address) -> bool:
-        """Whether this request is logged; otherwise it is counted."""
+        """Return whether to log this request. A request that is not logged is counted."""
         if self._clock() - self._began >= PERIOD_S:
             self.log_counts()
         network = address.network

@@ -1,4 +1,4 @@
-"""Usage counters of each key, kept over restarts in a small file that is written periodically and at the end."""
+"""Usage counters of each key. They survive restarts in a small file that is written periodically and at the end."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from gateway.telemetry.metrics import KeyMetrics, Metrics
 
 log = logging.getLogger(__name__)
 
-# A crash loses at most the counts of this time.
+# A crash loses at most the counts of this period.
 PERIOD_S: Final = 30.0
 
 
@@ -28,22 +28,22 @@ class KeyTotals(Struct, frozen=True):
     rejections: dict[str, int] = {}
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    # Unix time of the last use; 0 is never.
+    # Unix time of the last use; 0 if the key was never used.
     last_used: float = 0.0
-    # Amounts missing from the buckets of its limits, as of the Unix time `as_of`.
+    # Amounts that were missing from the key's token buckets at the Unix time `as_of`.
     missing: dict[str, float] = {}
     as_of: float = 0.0
 
 
 class Totals(Struct, frozen=True):
-    """The file. `since` is the Unix time at which counting began."""
+    """Content of the usage file. `since` is the Unix time when counting began."""
 
     since: float
     keys: dict[str, KeyTotals] = {}
 
 
 def last_used(path: Path) -> dict[str, float]:
-    """Return the time of each key's last use, as of the newest write of the file; empty without a usable file."""
+    """Return the time of each key's last use, as last written to the file; empty if the file is unusable."""
     try:
         totals = msgspec.json.decode(path.read_bytes(), type=Totals)
     except (OSError, msgspec.DecodeError):
@@ -52,7 +52,7 @@ def last_used(path: Path) -> dict[str, float]:
 
 
 class UsageFile:
-    """Counters of the keys in `metrics`, with their file. Owned by the event loop."""
+    """Counters of the keys in `metrics`, with their file. Used on the event loop only."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class UsageFile:
                 await asyncio.to_thread(self._file.write, number, data)
 
     def close(self) -> None:
-        """Write now."""
+        """Write the file immediately."""
         self._file.write(self._file.take(), self._encoded())
 
     def _encoded(self) -> bytes:

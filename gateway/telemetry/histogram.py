@@ -1,9 +1,9 @@
-"""Histogram whose observations cost a bisection and two additions; `prometheus.py` exposes it."""
+"""Histogram. An observation costs a bisection and two additions; `prometheus.py` exposes the counts."""
 
 from bisect import bisect_left
 from typing import Final
 
-# Seconds, from one decode step on a fast machine to a cold load.
+# Bounds in seconds, from one decode step on a fast machine to a load of a model from a cold disk.
 LATENCY_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
@@ -15,7 +15,7 @@ BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Histogram:
-    """Counts by inclusive upper bound. Used on the event loop only."""
+    """Counts of observations by inclusive upper bound. Used on the event loop only."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -33,7 +33,7 @@ class Histogram:
         return sum(self.counts)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Pairs of `le` and the count of observations up to it, ending with +Inf."""
+        """Return pairs of `le` and the number of observations up to it. The last pair is for +Inf."""
         buckets: list[tuple[str, float]] = []
         total = 0
         for bound, count in zip((*self.bounds, None), self.counts, strict=True):

@@ -11,10 +11,10 @@ _READ_BYTES: Final = 64 * 1024
 
 
 class RotatingFile:
-    """Log file written by one thread of the process that holds the home's lock.
+    """Log file of the process that holds the home's lock. Only one thread writes to it.
 
-    Unlike the standard library's handler it has no buffer, which would grow while the disk is full, and it raises, so
-    that lost lines can be counted.
+    Unlike the standard library's handler, it has no buffer, which would grow while the disk is full, and it raises
+    errors, so that lost lines can be counted.
     """
 
     def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
@@ -52,14 +52,14 @@ class RotatingFile:
                 rotated_path(self._path, number).rename(rotated_path(self._path, number + 1))
         if self._keep == 0:
             self._path.unlink(missing_ok=True)
-        # The new file is opened before the old one is closed, so that a failure leaves one to write to.
+        # The new file is opened before the old one is closed, so that after a failure the old one can still be written.
         fresh = self._open()
         os.close(self._fd)
         self._fd = fresh
         self._size = os.fstat(fresh).st_size
 
     def _delete_surplus(self) -> None:
-        """Delete rotated files of an earlier, larger `keep`."""
+        """Delete the rotated files that exceed `keep`, which may have been larger before."""
         for path in self._path.parent.glob(f"{self._path.name}.*"):
             number = path.name.removeprefix(f"{self._path.name}.")
             if number.isdecimal() and int(number) > self._keep:
@@ -72,7 +72,7 @@ def rotated_path(path: Path, number: int) -> Path:
 
 
 def last_lines(path: Path, count: int, wanted: Callable[[str], bool] = lambda _: True) -> list[str]:
-    """Return the last `count` wanted lines of all files."""
+    """Return the last `count` lines of all files for which `wanted` is true."""
     newest: deque[str] = deque(maxlen=count)
     for file in reversed(_files(path)):
         with suppress(FileNotFoundError), file.open(encoding="utf-8", errors="replace") as lines:
@@ -81,8 +81,8 @@ def last_lines(path: Path, count: int, wanted: Callable[[str], bool] = lambda _:
 
 
 def follow(path: Path, wait: Callable[[], None]) -> Iterator[str]:
-    """Yield lines that are written from now on, across rotations. Calls `wait` when there is none."""
-    return _follow(_Follower(path), wait)  # opened now, and not when the first line is taken
+    """Yield lines that are written from now on, across rotations. Calls `wait` whenever there is no new line."""
+    return _follow(_Follower(path), wait)  # The file is opened by this call, not when the first line is requested.
 
 
 def _follow(reader: "_Follower", wait: Callable[[], None]) -> Iterator[str]:
@@ -101,7 +101,7 @@ def _follow(reader: "_Follower", wait: Callable[[], None]) -> Iterator[str]:
 
 
 class _Follower:
-    """Reader of one file, also after that is renamed, until `open_next`."""
+    """Reader of one file. It continues after the file is renamed, until `open_next`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -124,7 +124,8 @@ class _Follower:
         """Open the next newer file. Return False if a rotation is not complete."""
         number = self._number()
         if number is None and self._exists():
-            return False  # the newest log file is being renamed: the next call finds it
+            # Our file is gone from its path because a rotation is renaming it; the next call will find it.
+            return False
         files = _files(self._path)
         if number is None and not files:
             return False
@@ -134,7 +135,7 @@ class _Follower:
         except FileNotFoundError:
             return False
         if self._number() != number:
-            # The files were rotated meanwhile, so the opened one may not be the next.
+            # The files were rotated meanwhile, so the opened file may not be the next one.
             os.close(fresh)
             return False
         self.close()
@@ -164,7 +165,7 @@ def _number_of(file: Path) -> int:
 
 
 def _files(path: Path) -> list[Path]:
-    """Existing files, the newest first. The current one may be missing during a rotation."""
+    """Return the existing files, the newest first. The current file may be missing during a rotation."""
     older: list[Path] = []
     while (file := rotated_path(path, len(older) + 1)).exists():
         older.append(file)

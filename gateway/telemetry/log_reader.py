@@ -6,7 +6,7 @@ import msgspec
 
 
 def read_line(line: str) -> dict[str, Any] | None:
-    """Decode the fields of a line; None if it is no JSON object."""
+    """Decode a line into its fields; None if the line is no JSON object."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError:

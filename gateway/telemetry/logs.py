@@ -1,4 +1,4 @@
-"""Logs to stderr, as JSON lines or for a console, and to a file. Each has a thread, so that no caller waits for a pipe.
+"""Logs to stderr, as JSON lines or as text for a console, and to a file. A thread writes each, so that no caller waits.
 
 Only the loggers of this project are configured, not those of libraries.
 """
@@ -16,7 +16,7 @@ import msgspec
 OURS: Final = ("gateway", "worker", "mlxd")
 QUEUE_MAX: Final = 10_000
 FLUSH_S: Final = 2.0
-# Loggers of start, reload and end, which also write to stderr if it is no terminal and there is a file.
+# These loggers report start, reload and end. They also write to stderr if it is no terminal and there is a log file.
 LIFECYCLE_LOGGERS: Final = ("gateway.daemon", "gateway.main", "gateway.workers.pool.pool", "gateway.reload")
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
@@ -65,7 +65,9 @@ class Sink(Protocol):
 
 
 class LogWriter(logging.Handler):
-    """Handler with a queue and a thread that writes it. When the queue is full, new lines are dropped and counted."""
+    """Handler with a queue, which a thread writes to a sink. When the queue is full, new lines are dropped
+    and counted.
+    """
 
     def __init__(self, stream: Sink, formatter: logging.Formatter, queue_max: int = QUEUE_MAX) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class LogWriter(logging.Handler):
             self.dropped += 1
 
     def stop(self, timeout_s: float = FLUSH_S) -> None:
-        """Write the queued records, for at most about `timeout_s`: a pipe may have no reader."""
+        """Write the queued records, but stop after about `timeout_s`, because a pipe may have no reader."""
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -97,24 +99,26 @@ class LogWriter(logging.Handler):
                 self._stream.write(self.format(record) + "\n")
                 if self._queue.empty():
                     self._stream.flush()
-            except Exception:  # The root of this thread, which must go on after a failed write.
+            except Exception:  # The thread must go on after a failed write.
                 self.dropped += 1
 
 
 def dropped_records() -> int:
-    """Number of lines dropped since the logs were configured."""
+    """Return the number of lines that were dropped since the logs were configured."""
     handlers = logging.getLogger(OURS[0]).handlers
     return sum(handler.dropped for handler in handlers if isinstance(handler, LogWriter))
 
 
 class LogSinks:
-    """Configured logs. A context manager that restores the loggers at its end."""
+    """Context manager that configures the logs and restores the loggers at its end."""
 
     def __init__(
         self, level: str = "info", *, json: bool | None = None, stream: TextIO | None = None, file: Sink | None = None
     ) -> None:
-        """Configure the logs. `json` None means JSON unless stderr is a terminal. With a `file`, all lines go there,
-        and to stderr only if it is a terminal. Raises `ValueError`."""
+        """Configure the logs. `json` None means JSON unless stderr is a terminal. With a `file`, all lines go to the
+        file; stderr gets them only if it is a terminal, and else only lines about start, reload and end. Raises
+        `ValueError`.
+        """
         if level.lower() not in LEVELS:
             raise ValueError(f"unknown log level {level!r}; one of {', '.join(LEVELS)}")
         target = stream or sys.stderr
@@ -164,7 +168,7 @@ def _is_lifecycle_or_critical(record: logging.LogRecord) -> bool:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Fields passed as `extra={"fields": …}`."""
+    """Return the fields that were passed as `extra={"fields": …}`."""
     return getattr(record, "fields", None) or {}
 
 
@@ -174,5 +178,5 @@ def _plain(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    # Text of a client or a worker must not look like another log line.
+    # Newlines are escaped or indented, because text of a client or a worker must not look like another log line.
     return text.replace("\r", "\\r").replace("\n", "\n    ")

@@ -20,7 +20,7 @@ PREFILL_DECAY: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class ModelSeries:
-    """Series of a field of `ModelMetrics`: a histogram, a counter by `label`, or a plain counter."""
+    """Describes a field of `ModelMetrics` as a series: a histogram, a counter by `label`, or a plain counter."""
 
     name: str
     help: str
@@ -43,12 +43,12 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKET
 
 @dataclass(slots=True)
 class ModelMetrics:
-    """Metrics of one model. Updated by its requests and by events of its worker, on the event loop."""
+    """Metrics of one model. The model's requests and its worker's events update them on the event loop."""
 
-    # Sequences that wait for the model; `stats.waiting` counts those in the worker's queue.
+    # Number of sequences that wait for the model. `stats.waiting` counts those in the worker's queue.
     opening: int = 0
     stats: Stats | None = None
-    # How its rows share a forward pass; empty if unknown.
+    # Batch mode of the worker, which is how rows share a forward pass; empty if unknown.
     batch_mode: str = ""
     state: str = "stopped"
     requests: Counter[str] = field(default_factory=Counter[str])
@@ -104,10 +104,10 @@ class ModelMetrics:
         "model_swap_seconds",
         "Time from the request for a model until it is ready, where others were unloaded for it.",
     )
-    # Decaying sums of prompt tokens processed by local workers, and the time of it.
+    # Decaying sums of the prompt tokens that local workers processed, and of the time that this took.
     prefilled_tokens: float = 0.0
     prefilled_s: float = 0.0
-    # Fraction of the process's memory that was free again in time after the newest unload.
+    # After the newest unload, the fraction of the process's memory that was free again before a deadline.
     returned_part: float | None = None
 
     def sequence_ended(self, reason: str, usage: Usage | None) -> None:
@@ -131,7 +131,7 @@ class ModelMetrics:
         return self.prefilled_tokens / self.prefilled_s if self.prefilled_s > 0 else 0.0
 
     def note_prefill(self, usage: Usage) -> None:
-        """Update the prefill rate with a sequence that a local worker has ended."""
+        """Update the prefill rate with the usage of a sequence that has ended on a local worker."""
         computed = usage.prompt - usage.cached
         if computed < PREFILL_TOKENS_MIN or usage.prefill_ms <= 0:
             return
@@ -139,7 +139,7 @@ class ModelMetrics:
         self.prefilled_s = PREFILL_DECAY * self.prefilled_s + usage.prefill_ms / 1000
 
 
-# Series by the name of their field in `ModelMetrics`.
+# Maps the names of fields of `ModelMetrics` to their series.
 MODEL_SERIES: Final[dict[str, ModelSeries]] = {
     each.name: each.metadata["series"] for each in fields(ModelMetrics) if "series" in each.metadata
 }
@@ -147,18 +147,18 @@ MODEL_SERIES: Final[dict[str, ModelSeries]] = {
 
 @dataclass(slots=True)
 class KeyMetrics:
-    """Metrics of one API key, on the event loop."""
+    """Metrics of one API key. Updated on the event loop."""
 
-    # Requests and sequences that run.
+    # Numbers of running requests and sequences.
     running: int = 0
     sequences: int = 0
     requests: Counter[str] = field(default_factory=Counter[str])
     rejections: Counter[str] = field(default_factory=Counter[str])
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    # Seconds since 1970; 0 for never.
+    # Unix time of the last use; 0 if the key was never used.
     last_used: float = 0.0
-    # Returns period, kind and used part of each of its budgets.
+    # Returns the period, the kind and the used fraction of each of the key's budgets.
     budget: Callable[[], list[tuple[str, str, float]]] = list
 
 
@@ -167,7 +167,7 @@ class BodyNumbers:
     """Metrics of request bodies. Updated on the event loop."""
 
     used_bytes: int = 0
-    # How many requests were refused for lack of room, and how many bodies were processed in the thread.
+    # Numbers of requests that were refused for lack of memory, and of bodies that were processed in the thread.
     refused: int = 0
     offloaded: int = 0
 
@@ -177,17 +177,17 @@ class MediaNumbers:
     """Metrics of the images, video and audio of requests. Updated on the event loop."""
 
     used_bytes: int = 0
-    # How many requests were refused for lack of room.
+    # Number of requests that were refused for lack of memory.
     refused: int = 0
-    # Running fetches by URL.
+    # Number of running fetches by URL.
     fetching: int = 0
 
 
 class Metrics:
     """All metrics of one gateway. The pool and the link report through the `Events` methods.
 
-    Model names are resolved, never those that clients send, so the configuration bounds the number of series. Callables
-    are called when the metrics are scraped.
+    Series are labelled with resolved model names, never with names that clients send, so the configuration bounds their
+    number. Fields that are callables are called when the metrics are scraped.
     """
 
     def __init__(self) -> None:
@@ -196,35 +196,36 @@ class Metrics:
         self.keys: defaultdict[str, KeyMetrics] = defaultdict(KeyMetrics)
         # Requests without a valid key, by reason.
         self.auth_failures: Counter[str] = Counter()
-        # Requests that ended before their model was known (invalid bodies, unknown names and paths), by status.
+        # Number of requests that ended before their model was known, because of an invalid body, name or path, by
+        # status.
         self.requests_without_model: Counter[str] = Counter()
         self.memory_view: MemoryView | None = None
         self.stale_messages = 0
         self.malformed_frames = 0
         self.unhandled_errors = 0
-        # Failures of the response store by kind, see `prometheus.STORE_PROBLEMS`.
+        # Number of failures of the response store by kind; see `prometheus.STORE_PROBLEMS`.
         self.store_problems: Counter[str] = Counter()
-        # Open connections and their limit, by listener.
+        # For each listener, the number of open connections and its limit.
         self.connections: dict[str, Callable[[], int]] = {}
         self.connections_max: dict[str, Callable[[], int]] = {}
-        # Connections refused at once, by listener and reason, and closed later, by reason.
+        # Connections refused immediately, by listener and reason, and connections closed later, by reason.
         self.connections_refused: Counter[tuple[str, str]] = Counter()
         self.connections_dropped: Counter[str] = Counter()
-        # Expiry of the TLS certificate in seconds since 1970, and reloads of its files by outcome.
+        # Unix time at which the TLS certificate expires, and reloads of its files by outcome.
         self.certificate_expiry: Callable[[], float] | None = None
         self.certificate_loads: Counter[str] = Counter()
         self.body_numbers = BodyNumbers()
         self.media_numbers = MediaNumbers()
-        # Called with model and state at once, for the page's feed.
+        # Called with the model and its new state immediately, for the web page's feed.
         self.on_state: Callable[[str, str], None] | None = None
-        # Requests sent to peers by peer and reason, and sequences lost by peer.
+        # Requests sent to peers, by peer and reason, and sequences lost, by peer.
         self.forwarded: Counter[tuple[str, str]] = Counter()
         self.reroutes: Counter[str] = Counter()
         # Requests sent to upstreams, by upstream, model and status or failure.
         self.upstream_requests: Counter[tuple[str, str, str]] = Counter()
-        # Returns name, availability and failures by reason of each peer.
+        # Returns the name, the availability and the failures by reason of each peer.
         self.peers: Callable[[], Iterable[tuple[str, bool, dict[str, int]]]] = tuple
-        # Returns name, waiting prompt tokens and estimated wait in seconds of each local model.
+        # Returns, for each local model, its name, its waiting prompt tokens and its estimated wait in seconds.
         self.loads: Callable[[], Iterable[tuple[str, int, float]]] = tuple
         self.pace_duty: Callable[[], float] = lambda: 1.0
         self.unacked_aborts: Callable[[], int] = int
@@ -232,11 +233,11 @@ class Metrics:
         self.has_vllm_names: Callable[[], bool] = bool
 
     def model(self, name: str) -> ModelMetrics:
-        """Metrics of a model, by its resolved name."""
+        """Return the metrics of a model by its resolved name."""
         return self.models[name]
 
     def key(self, name: str) -> KeyMetrics:
-        """Metrics of an API key, by its name."""
+        """Return the metrics of an API key by its name."""
         return self.keys[name]
 
     def declare(self, names: Iterable[str]) -> None:
@@ -261,7 +262,7 @@ class Metrics:
         self.model(model).stats = pong.stats
 
     def worker_exit(self, model: str, status: int) -> None:
-        """Count an exit; status 0 is an ordered stop."""
+        """Count a worker's exit. Status 0 means that its stop was ordered."""
         if status != 0:
             self.model(model).restarts[str(status)] += 1
 
@@ -301,20 +302,20 @@ class Metrics:
         self.model(model).quarantined += 1
 
     def memory_granted(self, model: str, wait_s: float, reason: str) -> None:
-        """Count a grant; `reason` is `room`, or `swap` if other models were evicted for it."""
+        """Count a memory grant. `reason` is `room`, or `swap` if other models were evicted for it."""
         numbers = self.model(model)
         numbers.loads[reason] += 1
         numbers.load_wait.observe(wait_s)
 
     def model_swapped_in(self, model: str, s: float) -> None:
-        """Record the time from request to Ready of a model for which others were evicted."""
+        """Record how long a model took from the request to Ready when others were evicted for it."""
         self.model(model).swap.observe(s)
 
     def model_evicted(self, model: str, reason: str) -> None:
         self.model(model).evictions[reason] += 1
 
     def memory_returned(self, model: str, part: float) -> None:
-        """Record the part of an ended process's memory that came back in time."""
+        """Record the fraction of an ended process's memory that was free again before the deadline."""
         self.model(model).returned_part = part
 
     def memory_trimmed(self, model: str) -> None:

@@ -17,7 +17,7 @@ from gateway.telemetry.vllm_names import cache_config, lora_requests, with_vllm_
 from gateway.workers.supervisor.state import MemoryView
 from protocol.stats import DraftStats, Exported, Stats, series
 
-# Label values and number of each sample of a family.
+# Samples of a family, each with its label values and its number.
 Samples = Iterable[tuple[list[str], float]]
 L = TypeVar("L", bound=str | tuple[str, ...])
 
@@ -28,7 +28,7 @@ STATES: Final = (
 CERTIFICATE_LOADS: Final = ("ok", "failed")
 STORE_PROBLEMS: Final = ("damaged", "failed", "dropped", "journal")
 
-# Series of the statistics that workers send.
+# Declarations of the series that workers' statistics have.
 _OF_WORKERS: Final = series(Stats)
 _OF_DRAFTS: Final = series(DraftStats)
 _GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] = (
@@ -47,7 +47,7 @@ _GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] =
 
 
 class Exposition:
-    """Text of `/metrics`: the gateway's metrics and those of its process, read when scraped."""
+    """Renderer of `/metrics`. A scrape reads the current metrics of the gateway and of its process."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._registry = CollectorRegistry()
@@ -59,13 +59,13 @@ class Exposition:
         return b"".join(self.families())
 
     def families(self) -> Iterator[bytes]:
-        """Render one family at a time."""
+        """Render the families one at a time."""
         for family in self._registry.collect():
             yield generate_latest(_Family(family))
 
 
 class _OfMetrics(Collector):
-    """Collector that reads `Metrics` when scraped."""
+    """Collector that reads `Metrics` at each scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -79,7 +79,7 @@ class _OfMetrics(Collector):
         )
 
     def describe(self) -> Iterable[Metric]:
-        # Registration must not collect.
+        # An empty description keeps the registry from collecting when this collector is registered.
         return []
 
     def _families(self) -> Iterator[Metric]:
@@ -173,7 +173,7 @@ def _of_tls(metrics: Metrics) -> Iterator[Metric]:
 
 
 def _of_loads(metrics: Metrics) -> Iterator[Metric]:
-    """Load metrics, by which a router can choose among daemons."""
+    """Yield the load metrics by which a router can choose among daemons."""
     loads = list(metrics.loads())
     backlog = [([model], tokens) for model, tokens, _ in loads]
     yield _gauge(
@@ -241,7 +241,7 @@ def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
 
 
 def _of_workers(workers: Mapping[str, Stats]) -> Iterator[Metric]:
-    """Series that the statistics declare, and those derived from several statistics."""
+    """Yield the series that the statistics declare, and those that are computed from several statistics."""
     yield from _declared(_OF_WORKERS, ["model"], [([model], stats) for model, stats in workers.items()])
     used = [([model], stats.kv_bytes / max(stats.kv_limit, 1)) for model, stats in workers.items()]
     yield _gauge("kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", ["model"], used)
@@ -255,7 +255,7 @@ def _of_workers(workers: Mapping[str, Stats]) -> Iterator[Metric]:
 def _declared(
     families: Iterable[list[tuple[str, Exported]]], labels: list[str], structs: Sequence[tuple[list[str], Struct]]
 ) -> Iterator[Metric]:
-    """A family for each series of the declaration, with a sample of each struct, whose labels stand before it."""
+    """Yield a family for each declared series, with one sample per struct. Each struct comes with its label values."""
     for fields in families:
         declared = fields[0][1]
         kinds = ["kind"] if declared.kind else []
@@ -269,7 +269,7 @@ def _declared(
 
 
 def _of_memory(view: MemoryView) -> Iterator[Metric]:
-    """Memory metrics of the newest measurement, at most about a second old."""
+    """Yield the memory metrics of the newest measurement, which is at most about a second old."""
     for name, text, value in (
         ("budget", "Memory budget of all models together.", view.budget_bytes),
         ("granted", "Memory granted to models, with what ended processes still hold.", view.granted_bytes),
@@ -300,12 +300,12 @@ _KEY_FAMILIES: Final[tuple[tuple[Callable[..., Metric], str, str, Callable[[KeyM
 
 
 def _samples(counts: Mapping[L, int]) -> Samples:
-    """Samples of counts by one label, or by several."""
+    """Return samples of counts with one label or several."""
     return [([labels] if isinstance(labels, str) else [*labels], count) for labels, count in counts.items()]
 
 
 def _samples_by(counts: Mapping[str, Mapping[str, int]]) -> Samples:
-    """Samples of counts by two labels."""
+    """Return samples of counts with two labels."""
     return [([outer, inner], count) for outer, own in counts.items() for inner, count in own.items()]
 
 

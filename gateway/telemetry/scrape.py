@@ -1,4 +1,4 @@
-"""Text of `/metrics`, rendered in steps between which the event loop runs, and with a rate limit."""
+"""Text of `/metrics`. It is rendered in steps, between which the event loop runs, and with a rate limit."""
 
 import asyncio
 import time
@@ -9,29 +9,29 @@ from gateway.errors import SERVER, ApiError
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 
-# Token bucket of renderings: a burst for several scrapers, and one per period.
+# Renderings are limited by a token bucket: BURST at first, for several scrapers, then one per period.
 BURST: Final = 5.0
 PERIOD_S: Final = 1.0
 
 
 class ScrapeText:
-    """Renderer of `/metrics`. One scrape renders, on the event loop, and concurrent ones wait.
+    """Renderer of `/metrics` on the event loop. One scrape renders at a time; concurrent scrapes wait.
 
-    With many models and keys a rendering takes tens of milliseconds, so the loop runs after each family.
+    With many models and keys a rendering takes tens of milliseconds, so the loop runs other tasks after each family.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._exposition = Exposition(metrics)
         self._clock = clock
         self._lock = asyncio.Lock()
-        # None after a failed rendering.
+        # `_text` is None after a failed rendering.
         self._text: bytes | None = None
         self._allowance = BURST
         self._at = clock()
         self.renderings = 0
 
     async def read(self) -> bytes:
-        """Return the current text, or one less than `PERIOD_S` old when the rate limit is reached.
+        """Return the current text. When the rate limit is reached, the text may be up to `PERIOD_S` old.
 
         Raises the exception of a failed rendering, and then `ApiError` until the next rendering.
         """
@@ -43,7 +43,7 @@ class ScrapeText:
                 self._allowance -= 1.0
                 try:
                     self._text = await self._render()
-                except Exception:  # Raised again. An old text must not hide the failure.
+                except Exception:  # The exception is raised again, because an old text must not hide the failure.
                     self._text = None
                     raise
             if self._text is None:

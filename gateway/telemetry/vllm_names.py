@@ -12,7 +12,7 @@ from protocol.spec import ADAPTERS_MAX
 from protocol.stats import BLOCK
 
 OURS: Final = "mlxd_"
-# Series that vLLM has with the same meaning and unit, and vLLM's names for them.
+# Maps our series to vLLM's names for series with the same meaning and unit.
 NAMES: Final = {
     name: name
     for name in (
@@ -37,7 +37,7 @@ def with_vllm_names(families: Iterable[Metric]) -> Iterator[Metric]:
 
 
 def lora_requests(models: Mapping[str, ModelMetrics]) -> Metric:
-    """Adapters of running requests, in the labels that routers for vLLM read; the value is the time."""
+    """Return the adapters of running requests with the labels that routers for vLLM read. The value is the time."""
     family = Metric("vllm:lora_requests_info", "Adapters of running requests.", "gauge")
     for model, numbers in models.items():
         if numbers.adapters:
@@ -49,9 +49,9 @@ def lora_requests(models: Mapping[str, ModelMetrics]) -> Metric:
 
 
 def cache_config(models: Mapping[str, ModelMetrics]) -> Metric:
-    """KV capacity of loaded models in blocks, the unit of their KV events; the value is 1.
+    """Return the KV capacity of loaded models in blocks, which are the unit of KV events. The value is 1.
 
-    A model whose KV does not grow with the context has no blocks, and no sample.
+    A model whose KV does not grow with the context has no blocks and no sample.
     """
     family = Metric("vllm:cache_config_info", "KV that a model has room for, in blocks of tokens.", "gauge")
     for model, numbers in models.items():
