@@ -1,9 +1,10 @@
-"""Downloads into the Hugging Face cache, resumed where an earlier attempt stopped.
+"""Downloads into the Hugging Face cache that resume where an earlier attempt stopped.
 
 The hub's own library restarts each file in a new process, which costs hours for a large model: huggingface_hub 2.4
-names its partial files anew, and hf_xet 1.8, whose cache of chunks is off, transfers all of it. So large files are
-fetched here to where that library would put them (`blobs/SHA256`), and are verified by their checksum. The library then
-finds them there and adds the small files, links and references. Until then no process sees an incomplete model.
+gives its partial files new names, and hf_xet 1.8, whose cache of chunks is off, transfers the whole file again. So
+large files are downloaded here to where that library would put them (`blobs/SHA256`) and verified by their checksum.
+The library then finds them there and adds the small files, links and references. Until then no process sees an
+incomplete model.
 """
 
 import fcntl
@@ -27,7 +28,7 @@ from gateway.model_files.hub import HubFailed, RemoteFile, Repository, token, tr
 from gateway.model_files.hub_cache import cache_dir, folder_of
 
 TRANSFERS_MAX: Final = 4
-# A transfer is given up after this many failures in a row without a byte between them.
+# A transfer is given up after this many consecutive failures without a byte received between them.
 ATTEMPTS: Final = 6
 RETRY_DELAY_S: Final = 1.0
 # This much disk space must stay free, because a full disk breaks more than the download.
@@ -36,7 +37,7 @@ _TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class DownloadPlan(Struct, frozen=True):
-    """Plan of a download. `here_bytes` counts files that are present already, in whole or in part."""
+    """Plan of a download. `here_bytes` counts the bytes that are on this machine already, including partial files."""
 
     repository: Repository
     files: tuple[RemoteFile, ...]
@@ -50,7 +51,7 @@ class DownloadPlan(Struct, frozen=True):
 
 
 class Space(Struct, frozen=True):
-    """Free space on the disk that holds the cache."""
+    """Needed and free space on the disk that has the cache."""
 
     folder: str
     free_bytes: int
@@ -62,12 +63,14 @@ class Space(Struct, frozen=True):
 
 
 def plan(repository: Repository, patterns: Sequence[str]) -> DownloadPlan:
-    """Select the wanted files of a repository and those that the cache lacks. Raises `HubFailed`."""
+    """Select the files of a repository that match `patterns`, and those of them that the cache lacks. Raises
+    `HubFailed`.
+    """
     files = repository.matching(patterns)
     if not files:
         raise HubFailed(f"no file of {repository.id} matches {', '.join(patterns)}")
     lacking = [file for file in files if not _is_here(repository, file)]
-    # Complete large files that were not yet verified are included.
+    # A large file that is complete but not yet verified is included.
     large = tuple(filter(_is_ours, lacking))
     total = sum(file.size_bytes for file in files)
     to_come = sum(file.size_bytes for file in lacking) - sum(_size_so_far(repository, file) for file in large)
@@ -82,7 +85,9 @@ def space(plan: DownloadPlan) -> Space:
 
 
 def fetch(plan: DownloadPlan, arrived: Callable[[int], None]) -> Path:
-    """Download all files and return the snapshot. Raises `HubFailed`. `arrived` gets byte counts on several threads."""
+    """Download all files and return the snapshot's folder. Raises `HubFailed`. Several threads call `arrived` with
+    numbers of bytes.
+    """
     disable_progress_bars()
     stop = threading.Event()
     pool = ThreadPoolExecutor(TRANSFERS_MAX, "pull")
@@ -94,7 +99,7 @@ def fetch(plan: DownloadPlan, arrived: Callable[[int], None]) -> Path:
         for transfer in done:
             transfer.result()
     finally:
-        # An interrupt also stops the transfers; partial files stay.
+        # An interrupt also stops the transfers. Partial files stay.
         stop.set()
         pool.shutdown(cancel_futures=True)
     return _complete(plan)
@@ -105,7 +110,7 @@ def _complete(plan: DownloadPlan) -> Path:
     repository = plan.repository
     names = [glob.escape(file.name) for file in plan.files]
     path = ""
-    # The commit is downloaded first, since that moves no reference; the reference moves last, to a complete snapshot.
+    # The commit is completed first, which moves no reference. The reference is moved last, to a complete snapshot.
     for revision in dict.fromkeys((repository.commit, repository.revision)):
         with translated_errors(repository.id, repository.revision), _translated_disk_errors():
             path = snapshot_download(
@@ -115,14 +120,14 @@ def _complete(plan: DownloadPlan) -> Path:
 
 
 def _transfer(repository: Repository, file: RemoteFile, arrived: Callable[[int], None], stop: threading.Event) -> None:
-    """Download a file to its place in the cache, from where an earlier attempt stopped. Raises `HubFailed`."""
+    """Download a file to its place in the cache, continuing an earlier attempt. Raises `HubFailed`."""
     blob = _blob(repository, file)
     part = _part(blob)
     with _translated_disk_errors():
         blob.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as out:
             _lock(out, file)
-            if blob.exists():  # another process has just finished it
+            if blob.exists():  # Another process has just finished the file.
                 part.unlink(missing_ok=True)
                 return
             if out.tell() > file.size_bytes:
@@ -158,7 +163,7 @@ def _receive(
 def _stream(url: str, size: int, out: BinaryIO, arrived: Callable[[int], None], stop: threading.Event) -> None:
     """Send one request for the missing bytes."""
     have = out.tell()
-    # A compressed answer's bytes could not be counted.
+    # The bytes of a compressed answer could not be counted.
     headers = build_hf_headers(token=token()) | {"accept-encoding": "identity"}
     if have:
         headers["range"] = f"bytes={have}-"
@@ -166,7 +171,7 @@ def _stream(url: str, size: int, out: BinaryIO, arrived: Callable[[int], None], 
     with get_session().stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=True) as response:
         hf_raise_for_status(response)
         if have and response.status_code != 206:
-            # The server does not support ranges.
+            # The server has sent the whole file, because it does not support ranges.
             _empty(out)
             arrived(-have)
         for chunk in response.iter_bytes():
@@ -193,7 +198,7 @@ def _lock(out: BinaryIO, file: RemoteFile) -> None:
 
 
 def _empty(out: BinaryIO) -> None:
-    # Truncating alone leaves the file position, which counts the received bytes.
+    # Truncating does not change the file position, which counts the received bytes.
     out.seek(0)
     out.truncate()
 
@@ -203,14 +208,17 @@ def _translated_disk_errors() -> Generator[None, None, None]:
     """Translate errors of a full or read-only disk. Raises `HubFailed`."""
     try:
         yield
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled):  # OSErrors, but not the disk's
+    # These errors are subclasses of OSError, but do not come from the disk.
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled):
         raise
     except OSError as error:
         raise HubFailed(f"the cache {cache_dir()} cannot be written: {error.strerror or error}") from None
 
 
 def _is_ours(file: RemoteFile) -> bool:
-    """Whether a file is downloaded here. The hub serves larger files only through its library's own protocol."""
+    """Whether this module downloads the file. Small files, and those too large for HTTP, are left to the
+    hub's library.
+    """
     return bool(file.sha256) and file.size_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
@@ -233,5 +241,5 @@ def _blob(repository: Repository, file: RemoteFile) -> Path:
 
 
 def _part(blob: Path) -> Path:
-    """Name a partial file as the hub's tools do, so that they find it and clean it up."""
+    """Return the path of a partial file, named so that the hub's own tools find it and clean it up."""
     return blob.with_name(f"{blob.name}.incomplete")

@@ -1,4 +1,4 @@
-"""Facts about a model that clients request: parameters, size, context, quantization, template."""
+"""Facts about a model that clients ask for: parameters, size, context, quantization, template."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gateway.model_files.metadata import TensorEntry, Unreadable, find, own_context, read_config, read_tensors
 
-# Each mark is the first token of one prompt format for filling in the middle; workers know the whole formats.
+# Each prompt format for filling in the middle begins with one of these tokens. Workers know the whole formats.
 FILL_MARKS: Final = ("<|fim_prefix|>", "<fim_prefix>", "▁<PRE>", "<｜fim▁begin｜>", "<[fim-suffix]>", "[SUFFIX]")
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _PACKED: Final = "U32"
@@ -20,7 +20,9 @@ _BITS: Final = frozenset({2, 3, 4, 5, 6, 8})
 
 
 class ModelFacts(Struct, frozen=True):
-    """Facts of one model; None or empty if its files lack them. `bits` are those of most quantized weights."""
+    """Facts of one model. A fact is None or empty if the files lack it. `bits` is the width of most
+    quantized weights.
+    """
 
     architecture: str = ""
     context: int | None = None
@@ -35,13 +37,13 @@ class ModelFacts(Struct, frozen=True):
 
 
 class FactsReader:
-    """Reader of model folders. The headers of weights are read once for each version of a folder."""
+    """Reads facts from model folders. The headers of weights are read again only when the folder has changed."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[int, ModelFacts]] = {}
 
     def read(self, path: str) -> ModelFacts:
-        """Read a model's facts, all None for a model that is not on this machine. Blocks on files."""
+        """Return a model's facts, all None if the model is not on this machine. Blocks while reading files."""
         try:
             folder = find(path)
             stamp = (folder / "config.json").stat().st_mtime_ns
@@ -51,7 +53,7 @@ class FactsReader:
             facts = replace(_read(folder), modified_s=stamp / 1e9)
         except (Unreadable, OSError):
             return ModelFacts()
-        # Facts without a size are not cached, since a download may still bring the weights.
+        # Facts without a size are not cached, because a download may still add the weights.
         if facts.size_bytes is not None:
             self._known[folder] = (stamp, facts)
         return facts
@@ -77,7 +79,7 @@ def _read(folder: Path) -> ModelFacts:
 
 
 def parameters(tensors: Mapping[str, TensorEntry], quantization: Mapping[str, Any]) -> int | None:
-    """Count parameters. MLX's quantized layers count unpacked; the result is None for other packed formats."""
+    """Count the parameters. In MLX's quantized layers, the unpacked ones are counted. None for other packed formats."""
     total = 0
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")

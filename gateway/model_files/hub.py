@@ -34,8 +34,8 @@ from gateway.model_files.metadata import ModelMetadata, TensorEntry, Weights, es
 from gateway.model_files.support import is_weights
 from protocol.checkpoint import is_head, is_tower
 
-# These are the files that mlx-lm and the tokenizers read, the dense layers of embedding models, and the audio decoder
-# of speech models.
+# These are the files that mlx-lm and the tokenizers read. They include the dense layers of embedding models and the
+# audio decoder of speech models.
 WANTED: Final = (
     "*.json", "model*.safetensors", "mtp.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model",
     "*.txt", "*.jsonl", "*.jinja", "*_Dense/model.safetensors", "speech_tokenizer/*.safetensors",
@@ -50,7 +50,7 @@ class HubFailed(CommandFailed):
 
 
 class RemoteFile(Struct, frozen=True):
-    """A file in a repository. `sha256` is empty for a small file, which the hub keeps in git itself."""
+    """A file in a repository. `sha256` is empty for a small file, which the hub stores in git."""
 
     name: str
     size_bytes: int
@@ -58,7 +58,7 @@ class RemoteFile(Struct, frozen=True):
 
 
 class Repository(Struct, frozen=True):
-    """One revision of a repository. `revision` is as requested, `commit` as the hub resolved it."""
+    """One revision of a repository. `revision` is the requested name, and `commit` is what the hub resolved it to."""
 
     id: str
     revision: str
@@ -75,7 +75,7 @@ class Repository(Struct, frozen=True):
 
 
 def token() -> str | bool:
-    """Return `HF_TOKEN`, or False, which makes requests without any token."""
+    """Return `HF_TOKEN`; or False, which makes the library send no token at all."""
     return os.environ.get("HF_TOKEN", "").strip() or False
 
 
@@ -91,7 +91,7 @@ def fetch_repository(repository: str, revision: str = MAIN) -> Repository:
 
 
 def read_config(repository: Repository) -> dict[str, Any] | None:
-    """Fetch config.json; None without one. Raises `HubFailed`."""
+    """Fetch config.json. Returns None if the repository has none. Raises `HubFailed`."""
     file = repository.file("config.json")
     if file is None or file.size_bytes > _CONFIG_BYTES_MAX:
         return None
@@ -109,7 +109,7 @@ def read_config(repository: Repository) -> dict[str, Any] | None:
 
 
 def read_weights(repository: Repository, dtype: str) -> Weights:
-    """Measure weights from the headers of the safetensors files, without downloading more. Raises `HubFailed`."""
+    """Measure the weights. Only the headers of the safetensors files are downloaded. Raises `HubFailed`."""
     names = sorted(file.name for file in repository.files if is_weights(file.name))
     if not names:
         raise HubFailed(f"{repository.id} holds no model*.safetensors file")
@@ -150,7 +150,7 @@ def obstacles(repository: Repository, config: dict[str, Any] | None = None) -> l
 
 @contextmanager
 def translated_errors(repository: str, revision: str = MAIN) -> Generator[None, None, None]:
-    """Translate the errors of the hub's libraries into one sentence each. Raises `HubFailed`."""
+    """Translate each error of the hub's libraries into one sentence. Raises `HubFailed`."""
     endpoint = constants.ENDPOINT
     try:
         yield

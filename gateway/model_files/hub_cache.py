@@ -1,4 +1,4 @@
-"""Models in the local Hugging Face cache, found in its folders without any network request."""
+"""Models in the local Hugging Face cache. They are found by looking at its folders, without network requests."""
 
 import json
 import os
@@ -10,7 +10,7 @@ MAIN: Final = "main"
 
 
 def cached_models(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """List the ids of repositories, sorted, whose config and safetensors weights are both in the cache."""
+    """Return the sorted ids of the repositories whose config and safetensors weights are in the cache."""
     hub = cache_dir(environ)
     if not hub.is_dir():
         return []
@@ -18,7 +18,7 @@ def cached_models(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the hub cache's folder, found as huggingface_hub finds it."""
+    """Return the folder of the hub cache, as huggingface_hub determines it."""
     if hub := environ.get("HF_HUB_CACHE"):
         return Path(hub).expanduser()
     default = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -46,7 +46,7 @@ def is_cached(repository: str) -> bool:
 
 
 def repository_bytes(repository: str) -> int:
-    """Count a repository's bytes on the disk, including remains of broken downloads."""
+    """Return the bytes that a repository takes on the disk, including those of broken downloads."""
     return sum(_blobs(repository).values())
 
 
@@ -55,7 +55,7 @@ def remove(repository: str) -> int:
     from huggingface_hub import DeleteCacheStrategy
 
     blobs, nothing = _blobs(repository), frozenset[Path]()
-    # Deleting by commit would also delete another repository with the same commit.
+    # Deletion by commit hash would also delete another repository's revision with the same hash.
     DeleteCacheStrategy(
         expected_freed_size=sum(blobs.values()),
         blobs=nothing,
@@ -64,7 +64,7 @@ def remove(repository: str) -> int:
         snapshots=nothing,
         cache_dir=cache_dir(),
     ).execute()
-    # Blobs that another repository shares still exist.
+    # A blob that another repository shares still exists and is not counted.
     return sum(size for blob, size in blobs.items() if not blob.exists())
 
 
@@ -75,7 +75,7 @@ def _blobs(repository: str) -> dict[Path, int]:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether the snapshot of `main`, which a loader uses, is a text model."""
+    """Whether the snapshot of `main`, which loaders use, is a text model."""
     try:
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         config = json.loads((snapshot / "config.json").read_bytes())

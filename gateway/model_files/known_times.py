@@ -1,4 +1,4 @@
-"""Timing profiles that workers have measured on this machine, read for estimates before a model is loaded."""
+"""Timing profiles that workers have measured on this machine. They give estimates before a model is loaded."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ _SHORT_BAND: Final = 0
 
 
 class KnownTimes:
-    """Reader of one folder's profiles. Callable on the event loop and on threads: an answer is replaced as a whole.
+    """Reads the profiles of one folder. The event loop and threads may use it: results are replaced, never changed.
 
     An unusable file is logged once and ignored.
     """
@@ -44,13 +44,13 @@ class KnownTimes:
         return answer
 
     def load_s(self, model: str, path: str) -> float:
-        """Return how many seconds the newest load of a model took; 0 if unknown."""
+        """Return the seconds that the newest load of a model took; 0 if unknown."""
         profile = self.of(model, path)
         return profile.load.seconds if profile is not None and profile.load is not None else 0.0
 
 
 def speeds(profile: TimingProfile | None) -> Speeds | None:
-    """Summarize speeds for people, from a calibration or else from measurements at short contexts."""
+    """Summarize speeds: from a calibration, or else from measurements at short contexts. None if there are neither."""
     if profile is None:
         return None
     load_s = profile.load.seconds if profile.load is not None else 0.0

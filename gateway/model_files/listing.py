@@ -9,7 +9,9 @@ NOT_CONFIGURED = "not configured"
 
 
 class ListedModel(Struct, frozen=True):
-    """One model. `state` is `stopped` without a daemon, and `not configured` for one that is only in the cache."""
+    """One listed model. `state` is `stopped` if no daemon runs, and `not configured` if the model is only
+    in the cache.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -23,7 +25,7 @@ class ListedModel(Struct, frozen=True):
 
 
 class ConfiguredModel(Struct, frozen=True):
-    """The settings of a configured model that its listing needs."""
+    """The settings of a configured model that the listing uses."""
 
     name: str
     path: str
@@ -35,7 +37,7 @@ class ConfiguredModel(Struct, frozen=True):
 
 
 def list_models(known: list[ConfiguredModel], available_bytes: int) -> list[ListedModel]:
-    """List the known models, then those that are only in the cache. Blocks on files."""
+    """List the known models, then those that are only in the cache. Blocks while reading files."""
     paths = {model.path for model in known}
     more = (ConfiguredModel(name, name, state=NOT_CONFIGURED) for name in cached_models() if name not in paths)
     return [_listed(model, available_bytes) for model in (*known, *more)]

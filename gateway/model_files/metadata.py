@@ -23,14 +23,14 @@ from protocol.experts import has_index, read_index
 from protocol.kinds import kind_of
 from protocol.quantized_kv import group_of, number_bits, obstacle
 
-# mlx-lm's loader uses the same pattern.
+# mlx-lm's loader reads the files that match this pattern.
 WEIGHTS: Final = "model*.safetensors"
-# The weights of a head for multi-token prediction may be in a file of their own.
+# A head for multi-token prediction may have its weights in this separate file.
 HEAD: Final = "mtp.safetensors"
 METADATA: Final = "__metadata__"
 # These models come with mlxd, in folders of the worker's package.
 DEMOS: Final = {"demo": "demo_model", "demo-vision": "demo_vision"}
-# An adapter of the demo model, in such a folder too.
+# The demo model's adapter has a folder in the worker's package too.
 DEMO_ADAPTER: Final = "demo-adapter"
 _BUILT_IN: Final = DEMOS | {DEMO_ADAPTER: "demo_adapter"}
 _ADAPTER_FILES: Final = ("adapters.safetensors", "adapter_model.safetensors")
@@ -53,7 +53,8 @@ class TensorEntry(Struct, frozen=True):
 
 
 class Weights(Struct, frozen=True):
-    """Sizes of all weight files: bytes on disk, bytes once loaded, bytes of one number of the KV, bytes of towers.
+    """Sizes of all weight files. `loaded_bytes` is the size in memory, `number_bytes` the size of one number of the KV
+    cache.
 
     `has_head` is set if there is a head for multi-token prediction.
     """
@@ -66,18 +67,20 @@ class Weights(Struct, frozen=True):
 
 
 class Attention(Struct, frozen=True):
-    """KV bytes of one sequence: `token_bytes` for each token, and `window_bytes` once its windows are full."""
+    """KV bytes of one sequence: `token_bytes` per token, and in addition `window_bytes` once all sliding windows are
+    full.
+    """
 
     token_bytes: int
     window_bytes: int = 0
 
     def tokens(self, budget: int) -> int | None:
-        """Return how many tokens fit into a budget; None if it does not limit them."""
+        """Return how many tokens fit into `budget` bytes; None if tokens take no memory."""
         return max(0, budget - self.window_bytes) // self.token_bytes if self.token_bytes else None
 
 
 class ModelMetadata(Struct, frozen=True):
-    """The output of `mlxctl info`. `kv_1k_bytes` is None if the formula for this attention is unknown."""
+    """Output of `mlxctl info`. `kv_1k_bytes` is None if it is unknown how to compute the KV of this attention."""
 
     path: str
     model_type: str
@@ -86,30 +89,32 @@ class ModelMetadata(Struct, frozen=True):
     kv_1k_bytes: int | None
     context: int | None
     available_bytes: int
-    # Maximum tokens of one sequence that has half of the memory left by the weights.
+    # Maximum tokens of one sequence that may use half of the memory that the weights leave.
     tokens_max: int | None
     fits: bool
     verdict: str
     is_downloaded: bool = True
-    # Reasons why it cannot be loaded, whatever the memory.
+    # Reasons why the model cannot be loaded even with enough memory.
     obstacles: tuple[str, ...] = ()
-    # KV bytes of full sliding windows in one sequence, in addition to the KV that grows.
+    # KV bytes of one sequence's sliding windows when full. They are additional to the KV that grows with each token.
     kv_window_bytes: int = 0
-    # Modalities other than text, by the model's files, and the bytes of their towers, a part of `weights_bytes`.
+    # `modalities` other than text for which the files have towers; `tower_bytes` is a part of `weights_bytes`.
     modalities: tuple[str, ...] = ()
     tower_bytes: int = 0
-    # One of `protocol.kinds`.
+    # `kind` is one of `protocol.kinds`.
     kind: str = ""
-    # State of the head for multi-token prediction: `run`, the reason why it is not run, or empty without a head.
+    # `head` describes the head for multi-token prediction: `run`, the reason why it is not run, or empty without a
+    # head.
     head: str = ""
     # Speeds that workers have measured on this machine.
     measured: Speeds | None = None
-    # Configured bits of the quantized KV cache; 0 leaves it unquantized.
+    # Bits per number of the quantized KV cache; 0 means that it is not quantized.
     kv_bits: int = 0
-    # Bytes of experts that stay on disk: the cache's part of `weights_bytes`, and the experts' part of `disk_bytes`.
+    # Experts on disk: `expert_cache_bytes` is their cache's part of `weights_bytes`, `expert_bytes` their part of
+    # `disk_bytes`.
     expert_cache_bytes: int = 0
     expert_bytes: int = 0
-    # Bytes of each adapter's file by name; 0 for a missing file.
+    # Size of each adapter's file in bytes, by the adapter's name; 0 if the file is missing.
     adapters: dict[str, int] = {}
 
 
@@ -134,7 +139,7 @@ def find(path: str) -> Path:
 
 
 def adapter_sizes(paths: Mapping[str, str]) -> dict[str, int]:
-    """Return the bytes of each adapter's file by name; 0 for a missing file."""
+    """Return the size of each adapter's file in bytes, by the adapter's name; 0 if the file is missing."""
     return {name: _adapter_size(path) for name, path in paths.items()}
 
 
@@ -146,7 +151,7 @@ def _adapter_size(path: str) -> int:
 
 
 def kind_of_files(path: str) -> str:
-    """Return the kind of a model by its files; empty if they cannot be read."""
+    """Return the kind of a model as its files show it; empty if they cannot be read."""
     try:
         folder = find(path)
         return kind_of(read_config(folder), {file.name for file in folder.iterdir()}, path)
@@ -157,7 +162,9 @@ def kind_of_files(path: str) -> str:
 def inspect(
     folder: Path, dtype: str, context: int, available_bytes: int, kv_bits: int = 0, expert_cache_bytes: int = -1
 ) -> ModelMetadata:
-    """Inspect a model's folder under its configured settings. Raises `Unreadable`."""
+    """Inspect a model's folder. The other arguments are the model's settings and the free memory. Raises
+    `Unreadable`.
+    """
     config, weights = read_config(folder), read_weights(folder, dtype)
     files = [file.name for file in folder.iterdir()]
     if not has_index(folder):
@@ -181,7 +188,9 @@ def estimate(
     files: Container[str] = (),
     kv_bits: int = 0,
 ) -> ModelMetadata:
-    """Estimate memory from a configuration and its weights. `files` are the names of the files next to config.json."""
+    """Estimate a model's memory from its configuration and weights. `files` are the names of the files beside
+    config.json.
+    """
     kv = attention(config, weights.number_bytes, kv_bits)
     own = own_context(config)
     longest = min(own, context) if own and context else own or context or None
@@ -211,26 +220,28 @@ def estimate(
 
 
 def _head(config: dict[str, Any], weights: Weights, files: Container[str]) -> str:
-    """Return the value of `ModelMetadata.head`. A head in a file of its own runs with any model."""
+    """Return the value of `ModelMetadata.head`. A head in a separate file runs with any model."""
     if not weights.has_head:
         return ""
     return (HEAD not in files and unused(str(config.get("model_type", "")))) or "run"
 
 
 def declared_modalities(config: dict[str, Any]) -> tuple[str, ...]:
-    """List the modalities other than text that a configuration has towers for; a load may be able to serve fewer."""
+    """List the modalities other than text for which a configuration declares towers. A loaded model may
+    support fewer.
+    """
     seen = ("image", "video") if has_section(config, VISION_SECTIONS) else ()
     return (*seen, "audio") if has_section(config, AUDIO_SECTIONS) else seen
 
 
 def read_weights(folder: Path, dtype: str) -> Weights:
-    """Measure the weights by their headers, including a separate head file. Raises `Unreadable`."""
+    """Measure the weights, including a separate head file, by reading only headers. Raises `Unreadable`."""
     head = folder / HEAD
     return measure([*read_tensors(folder).values(), *(_header(head).values() if head.exists() else ())], dtype)
 
 
 def read_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """Read the headers of all tensors of a model by name. Raises `Unreadable`."""
+    """Read the headers of a model's weight files, and return the entry of each tensor by name. Raises `Unreadable`."""
     files = sorted(file for file in folder.glob(WEIGHTS) if file.exists())
     if not files:
         raise Unreadable(f"{folder} holds no {WEIGHTS} file")
@@ -238,7 +249,7 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
 
 
 def measure(tensors: Iterable[TensorEntry], dtype: str) -> Weights:
-    """Sum up tensors of all files of a model."""
+    """Sum up the sizes of all tensors of a model."""
     target = _target(dtype)
     disk = loaded = tower = 0
     has_head = False
@@ -258,9 +269,10 @@ def measure(tensors: Iterable[TensorEntry], dtype: str) -> Weights:
 
 
 def attention(config: dict[str, Any], number_bytes: int, kv_bits: int = 0) -> Attention | None:
-    """Compute KV bytes: full attention grows with each token, sliding windows stop growing; None for other attention.
+    """Compute the KV bytes of a sequence; None for a type of attention that is not known here.
 
-    Only layers that grow are quantized.
+    Full attention grows with each token; a sliding window stops growing when it is full. Only layers that grow are
+    quantized.
     """
     text = _text(config)
     layers, heads = _first(text, ("num_hidden_layers", "n_layer")), _first(text, ("num_attention_heads", "n_head"))
@@ -274,7 +286,7 @@ def attention(config: dict[str, Any], number_bytes: int, kv_bits: int = 0) -> At
     kinds: list[str] = text.get("layer_types") or []
     window = _first(text, ("sliding_window",))
     if not kinds:
-        # A window without a list of layers may apply to all, to some, or to none of them.
+        # A window without a list of layers may apply to all layers, to some, or to none.
         if window and text.get("use_sliding_window") is not False:
             return None
         return Attention(layers * whole)
@@ -308,7 +320,7 @@ def _gib(count: int) -> str:
 
 
 def _target(dtype: str) -> str | None:
-    """Return the dtype that floats are loaded in; None keeps theirs. MLX on a CPU computes in float32."""
+    """Return the dtype in which floats are loaded; None keeps the file's dtype. MLX on a CPU computes in float32."""
     if dtype == "auto":
         return "F32" if sys.platform != "darwin" and not _has_cuda() else None
     return _DTYPES[dtype]

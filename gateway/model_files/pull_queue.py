@@ -1,4 +1,4 @@
-"""Queue of downloads: child processes `mlxctl pull`, one at a time, which resume partial files."""
+"""Queue of downloads. Each runs `mlxctl pull` in a child process, one at a time, and resumes partial files."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ COMMAND: Final = (sys.executable, "-P", "-c", "from gateway.ctl import main; mai
 WAITING_MAX: Final = 16
 ENDED_LISTED_MAX: Final = 20
 SIGTERM_GRACE_S: Final = 5.0
-# The rate is measured over this time.
+# The download rate is averaged over this time.
 RATE_SPAN_S: Final = 10.0
 _ERROR_BYTES_MAX: Final = 4096
 
@@ -29,9 +29,11 @@ State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class PullStatus(Struct, frozen=True):
-    """One download. `waiting` follows another; `failed` and `cancelled` keep partial files, resumed by a new order.
+    """One download. A `waiting` one is behind another. A `failed` or `cancelled` one keeps its partial files, which a
+    new order resumes.
 
-    `left_s` is None while the rate is unknown. `message` describes the end, and `path` is the finished folder.
+    `left_s` is None while the rate is unknown. `message` says how the download ended, and `path` is the finished
+    folder.
     """
 
     id: str
@@ -50,7 +52,7 @@ class PullStatus(Struct, frozen=True):
 
 
 class PullEvent(Struct, frozen=True):
-    """One line of the child's output: its progress, and at the end the model's folder."""
+    """One line of the child's output: the progress, or at the end the model's folder."""
 
     downloaded_bytes: int = 0
     total_bytes: int = 0
@@ -63,7 +65,7 @@ _event: Final = msgspec.json.Decoder(PullEvent)
 
 @dataclass(slots=True)
 class _Download:
-    """One ordered download. Owned by `PullQueue`."""
+    """One ordered download. Only `PullQueue` changes it."""
 
     repository: str
     id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -72,7 +74,7 @@ class _Download:
     message: str = ""
     is_cancelled: bool = False
     process: Process | None = None
-    # Time and bytes of the newest events, for the rate.
+    # Times and received bytes of the newest events, from which the rate is computed.
     marks: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     @property
@@ -109,7 +111,7 @@ class _Download:
 
 
 class PullQueue:
-    """Queue of downloads in the order in which they were ordered, of which the first unfinished one runs."""
+    """Queue of downloads, first in, first out. Only the first unfinished download runs."""
 
     def __init__(self, tasks: TaskSet, home: Path) -> None:
         self._tasks = tasks
@@ -139,7 +141,7 @@ class PullQueue:
         return download.view()
 
     def cancel(self, pull_id: str) -> PullStatus:
-        """Stop a download, and keep its partial files. Raises `ApiError`."""
+        """Stop a download. Its partial files stay. Raises `ApiError`."""
         download = next((each for each in self._all if each.id == pull_id), None)
         if download is None:
             raise ApiError(404, f"There is no download {pull_id[:40]!r}.", code="pull_not_found")
@@ -197,7 +199,7 @@ class PullQueue:
 
 
 async def _follow(process: Process, download: _Download) -> tuple[int, str]:
-    """Return the child's exit status and the end of its stderr."""
+    """Follow the child's output to its end; return its exit status and the end of its stderr."""
     assert process.stdout is not None
     assert process.stderr is not None
     saying = asyncio.create_task(_tail(process.stderr))
@@ -206,7 +208,7 @@ async def _follow(process: Process, download: _Download) -> tuple[int, str]:
             try:
                 download.add(_event.decode(line))
             except msgspec.DecodeError:
-                continue  # output of a library
+                continue  # A library has written this line.
         status = await process.wait()
         said = await saying
     finally:
@@ -215,7 +217,7 @@ async def _follow(process: Process, download: _Download) -> tuple[int, str]:
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """Return the end of a stream, which is read to its end so that its writer never blocks."""
+    """Return the last part of a stream. All of it is read, so that the writer never blocks."""
     end = b""
     while chunk := await stream.read(_ERROR_BYTES_MAX):
         end = (end + chunk)[-_ERROR_BYTES_MAX:]

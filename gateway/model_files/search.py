@@ -1,4 +1,4 @@
-"""Search of the hub for models that MLX loads and that fit this machine, each judged as `mlxctl info` judges it."""
+"""Search of the hub for models that MLX can load and that fit this machine. The verdicts are those of `mlxctl info`."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +20,9 @@ DEFAULT_LIMIT: Final = 10
 # Repositories of MLX models have this tag.
 _TAG: Final = "mlx"
 _PUBLISHER: Final = "mlx-community"
-# This is one page of the hub's list.
+# Number of models in one page of the hub's list.
 _LISTED_MAX: Final = 100
-# A list inspects at most this many times its limit to find usable models.
+# To find `limit` usable models, at most this many times `limit` models are inspected.
 _JUDGED_MAX: Final = 3
 _AT_ONCE: Final = 8
 # A recommended model must leave memory for the long prompts of agents.
@@ -31,9 +31,10 @@ _WEIGHTS_PART: Final = 0.8
 
 
 class FoundRepository(Struct, frozen=True):
-    """One repository. `downloads` are those of the last month, or None if the hub was not queried.
+    """One repository. `downloads` counts last month's downloads; None if the hub was not queried.
 
-    `is_usable` holds if it fits and can be loaded (`mlxctl info` exits with 0). `reason` explains the verdict.
+    `is_usable` means that the model fits and can be loaded, so `mlxctl info` exits with 0. `reason` explains the
+    verdict.
     """
 
     repository: str
@@ -47,7 +48,7 @@ class FoundRepository(Struct, frozen=True):
 
 
 class Recommendation(Struct, frozen=True):
-    """Models that can be used here. `offline` is the reason why the hub was not queried, or empty."""
+    """Models that this machine can use. `offline` says why the hub was not queried; empty if it was."""
 
     candidates: list[FoundRepository]
     offline: str = ""
@@ -62,9 +63,9 @@ class _Listed(Struct, frozen=True):
 
 
 def search(words: Sequence[str], available_bytes: int, limit: int = DEFAULT_LIMIT) -> list[FoundRepository]:
-    """Find repositories whose name has all of `words`, the most downloaded first. Raises `HubFailed`.
+    """Find repositories whose names contain all of `words`, the most downloaded first. Raises `HubFailed`.
 
-    The list has up to `limit` usable ones, and the unusable ones between them with their reasons.
+    The result has up to `limit` usable repositories, and the unusable ones between them with their reasons.
     """
     listed = _list(max(words, key=len, default=""))
     named = [model for model in listed if all(word.lower() in model.repository.lower() for word in words)]
@@ -78,7 +79,7 @@ def search_shortlist(words: Sequence[str], available_bytes: int) -> list[FoundRe
 
 
 def recommend(available_bytes: int, limit: int = DEFAULT_LIMIT) -> Recommendation:
-    """Recommend models for this machine: mlxd's own list, the largest first, then the hub's most downloaded."""
+    """Recommend models for this machine: first mlxd's own list, the largest first, then the hub's most downloaded."""
     try:
         popular = _list("", _PUBLISHER)
     except HubFailed as error:
@@ -96,13 +97,13 @@ def recommend(available_bytes: int, limit: int = DEFAULT_LIMIT) -> Recommendatio
 
 
 def inspect_one(repository: str, available_bytes: int) -> FoundRepository:
-    """Judge one repository by its name."""
+    """Inspect one repository by its name."""
     return _judge(_Listed(repository), available_bytes)
 
 
 def _list(word: str, author: str = "") -> list[_Listed]:
     """Fetch the hub's list of MLX models, the most downloaded first. Raises `HubFailed`."""
-    # The request does not use the hub's library, which would retry for half a minute without a network.
+    # The hub's library is not used here, because it would retry for half a minute without a network.
     parameters = {"filter": _TAG, "sort": "downloads", "limit": str(_LISTED_MAX)}
     parameters |= {name: value for name, value in (("search", word), ("author", author)) if value}
     with hub.translated_errors("the list of models"):
@@ -120,7 +121,7 @@ def _list(word: str, author: str = "") -> list[_Listed]:
 
 
 def _judged(listed: Sequence[_Listed], available_bytes: int, limit: int) -> list[FoundRepository]:
-    """Judge models in order, until `limit` are usable or enough were judged."""
+    """Inspect models in order, until `limit` of them are usable or the maximum number was inspected."""
     judged: list[FoundRepository] = []
     for first in range(0, min(len(listed), limit * _JUDGED_MAX), limit):
         judged += _judge_all(listed[first : first + limit], available_bytes)
@@ -135,12 +136,12 @@ def _judge_all(listed: Iterable[_Listed], available_bytes: int) -> list[FoundRep
 
 
 def _judge(listed: _Listed, available_bytes: int) -> FoundRepository:
-    """Judge a model by its files here, or else by those on the hub."""
+    """Inspect a model by its files on this machine, or else by those on the hub."""
     name = listed.repository
     try:
         info = metadata.inspect(metadata.find(name), "auto", 0, available_bytes)
     except metadata.Unreadable:
-        # The list includes parts of config.json, so that an unsupported architecture needs no further request.
+        # The hub's list includes parts of config.json, which suffice to reject an unsupported architecture.
         known = listed.config or {}
         if "model_type" in known and (reasons := support.architecture_obstacles(known)):
             return FoundRepository(name, False, f"cannot be loaded: {'; '.join(reasons)}", listed.downloads)

@@ -1,4 +1,6 @@
-"""Form of a served model: one digest of all that its answers depend on, equal on hosts that serve the same model."""
+"""Form of a served model: a digest of everything that its answers depend on. Hosts with equal forms give
+equal answers.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,20 +12,21 @@ from protocol.model_digest import PROCESSOR_FILES, TOKENIZER_FILES, digest, file
 
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 
-# A stamp holds the name, size and time of each file of a folder; a changed stamp means that it must be read again.
+# A stamp lists the name, size and time of each file in a folder. The folder is read again when its stamp changes.
 _Stamp = tuple[tuple[str, int, int], ...]
 
 
 class FormReader:
-    """Reader of forms. A folder is read again when the size or time of a file has changed."""
+    """Computes the forms of models. A folder is read again only when the size or time of a file has changed."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, tuple[str, ...]], tuple[_Stamp, str]] = {}
 
     def read(self, path: str, settings: Iterable[str]) -> str:
-        """Return the form of the model at `path`; empty if it is not on this machine. Blocks on files.
+        """Return the form of the model at `path`; empty if the model is not on this machine. Blocks while reading
+        files.
 
-        `settings` are the configured ones that an answer depends on.
+        `settings` are the configured settings that an answer depends on.
         """
         key = path, tuple(settings)
         try:

@@ -1,6 +1,6 @@
-"""Short list of models that mlxd recommends without a network, with their sizes.
+"""Short list of models, with their sizes, that mlxd recommends without a network.
 
-Bytes are as published by the repositories, shapes as in their config.json.
+Sizes in bytes are those that the repositories publish; shapes are those of their config.json.
 """
 
 from typing import Any, Final
@@ -11,7 +11,7 @@ from gateway.model_files.metadata import ModelMetadata, TensorEntry, estimate, m
 
 
 class HubEntry(Struct, frozen=True):
-    """One repository. `config` has what the estimate of its KV reads."""
+    """One repository. `config` has the fields from which the size of the KV is estimated."""
 
     repository: str
     purpose: str
@@ -19,8 +19,9 @@ class HubEntry(Struct, frozen=True):
     config: dict[str, Any]
 
     def inspect(self, available_bytes: int) -> ModelMetadata:
-        """Estimate the needs and fit of a model, as `mlxctl info` does from files."""
-        # A ninth of a model with four bits in groups of 64 is scales and biases, the floats that a dtype changes.
+        """Estimate the model's memory and whether it fits, as `mlxctl info` does from files."""
+        # With four bits in groups of 64, scales and biases are a ninth of the model. They are the floats that a dtype
+        # changes.
         floats = self.disk_bytes // 9
         packed = self.disk_bytes - floats
         tensors = (
@@ -38,7 +39,7 @@ def _config(model_type: str, layers: int, heads: int, kv_heads: int, width: int,
 
 
 def _hybrid(model_type: str, context: int) -> dict[str, Any]:
-    """Configuration of a model with recurrent and attention layers, whose KV is not computed."""
+    """Return the configuration of a model with recurrent and attention layers, for which no KV size is computed."""
     return {"model_type": model_type, "max_position_embeddings": context}
 
 

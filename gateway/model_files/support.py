@@ -1,4 +1,6 @@
-"""Architectures that the installed MLX libraries can load, found by file names without importing the libraries."""
+"""Architectures that the installed MLX libraries can load. They are found by file names, without importing the
+libraries.
+"""
 
 import ast
 import importlib.util
@@ -9,12 +11,12 @@ from typing import Any, Final
 from protocol.kinds import ENCODERS, audio_family
 
 LIBRARIES: Final = ("mlx_lm", "mlx_vlm")
-# mlx-lm's loader knows these methods besides MLX's own quantization.
+# Besides MLX's own quantization, mlx-lm's loader supports these methods.
 _QUANT_METHODS: Final = frozenset({"awq", "bitnet", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8"})
 
 
 def obstacles(config: dict[str, Any] | None, files: Sequence[str]) -> list[str]:
-    """List the reasons why a repository cannot be loaded, as clauses. `files` are its files' names."""
+    """List the reasons why a repository cannot be loaded, each as a clause. `files` are the names of its files."""
     if config is None:
         return ["it holds no config.json"]
     reasons: list[str] = []
@@ -30,7 +32,7 @@ def obstacles(config: dict[str, Any] | None, files: Sequence[str]) -> list[str]:
 
 
 def architecture_obstacles(config: dict[str, Any]) -> list[str]:
-    """List the reasons that an architecture cannot be loaded, as clauses."""
+    """List the reasons why an architecture cannot be loaded, each as a clause."""
     if audio_family(config, ""):
         has_library = importlib.util.find_spec("mlx_audio") is not None
         return [] if has_library else ["mlx-audio, which hears and speaks, is not installed: mlxctl setup audio"]
@@ -60,7 +62,9 @@ def _without_weights(files: Sequence[str]) -> str:
 
 
 def _is_known(model_type: str) -> bool:
-    """Whether an installed library has an architecture; also True if no library is installed."""
+    """Whether an installed library supports an architecture. True if no library is installed, so that nothing is
+    rejected.
+    """
     specs = filter(None, map(importlib.util.find_spec, LIBRARIES))
     folders = [Path(spec.origin).parent for spec in specs if spec.origin]
     for folder in folders:
@@ -71,7 +75,7 @@ def _is_known(model_type: str) -> bool:
 
 
 def _renamed(folder: Path, model_type: str) -> str:
-    """Resolve `MODEL_REMAPPING` of the library's utils.py, read as text."""
+    """Look up a model type in `MODEL_REMAPPING` of the library's utils.py, which is read as text."""
     try:
         tree = ast.parse((folder / "utils.py").read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError):
