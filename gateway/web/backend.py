@@ -1,4 +1,4 @@
-"""Server side of the page: its gate, its routes, its feed and its downloads, made once for an app."""
+"""Server side of the web page: its gate, its routes, its feed and its downloads. Each app has one."""
 
 from functools import partial
 from typing import Final
@@ -33,7 +33,7 @@ PREFIX: Final = "/ui/api"
 
 
 class Backend:
-    """Part of the public app that serves the page. `routes` are all routes of `/ui/api`."""
+    """The part of the public app that serves the web page. `routes` are all routes of `/ui/api`."""
 
     def __init__(self, services: Services) -> None:
         self.gate = Gate(Sessions(), services.live, services.throttle, services.metrics)
@@ -64,7 +64,7 @@ class Backend:
         self.api: ASGIApp = AuditedCommand(router, services.audit, lambda scope: session_of(scope).id)
 
     def read_with(self, reloader: Reloader) -> None:
-        """Enable the page to check and reload the configuration."""
+        """Set the reloader with which the page checks and reloads the configuration."""
         self._configuration.reloader = reloader
 
     async def close(self) -> None:

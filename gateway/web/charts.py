@@ -1,4 +1,4 @@
-"""Ten minutes of one sample per second of each model, so that charts are full as soon as the page is opened."""
+"""One sample per second of each model for ten minutes, so that charts are full as soon as the page is opened."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ POINTS: Final = 600
 
 @dataclass(slots=True)
 class _Series:
-    """One model's samples, and its counters at the newest. Owned by `Sampler`."""
+    """One model's samples, and the values of its counters at the newest sample. Only `Sampler` changes it."""
 
     generated: int
     prompted: int
@@ -25,7 +25,7 @@ class _Series:
 
 
 class Sampler:
-    """Samples models while the daemon runs. Its cost does not depend on requests or viewers."""
+    """Samples models as long as the daemon runs. The cost does not depend on the number of requests or viewers."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -52,12 +52,12 @@ class Sampler:
             del self._series[removed]
 
     def rates(self, model: str) -> tuple[float, float]:
-        """Return a model's newest rates: generated and prompt tokens per second."""
+        """Return generated and prompt tokens per second of a model, from its newest sample."""
         series = self._series.get(model)
         return (0.0, 0.0) if series is None else (series.chart.tokens_per_s[-1], series.chart.prompt_tokens_per_s[-1])
 
     def charts(self) -> Charts:
-        """Return all samples. A new model has fewer."""
+        """Return the samples of all models. A model that was added recently has fewer."""
         return Charts(self._until, INTERVAL_S, {name: series.chart for name, series in self._series.items()})
 
     def _add(self, view: WorkerView, span_s: float, footprint_bytes: int) -> None:
@@ -66,7 +66,7 @@ class Sampler:
         if series is None:
             series = self._series[view.name] = _Series(numbers.generation_tokens, numbers.prompt_tokens)
         chart = series.chart
-        # Counters restart if a model was removed and added again.
+        # A counter restarts at 0 if its model was removed and added again.
         chart.tokens_per_s.append(round(max(0, numbers.generation_tokens - series.generated) / span_s, 1))
         chart.prompt_tokens_per_s.append(round(max(0, numbers.prompt_tokens - series.prompted) / span_s, 1))
         series.generated, series.prompted = numbers.generation_tokens, numbers.prompt_tokens

@@ -1,4 +1,4 @@
-"""The configuration on the page: shown, checked and reloaded, with its difference. The page never writes it."""
+"""The configuration on the web page, which can show, check and reload it but never write it."""
 
 import difflib
 

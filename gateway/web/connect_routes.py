@@ -1,4 +1,4 @@
-"""Settings of clients for this mlxd, shown on the page as by `mlxctl connect`. Nothing is written."""
+"""Settings of clients for this mlxd, shown on the web page as `mlxctl connect` prints them. No file is written."""
 
 import asyncio
 from typing import Final
@@ -15,7 +15,7 @@ from gateway.http.exchange import json_response
 from gateway.services import Services
 from gateway.web.schemas import ClientSetup
 
-# This placeholder stands for a key, whose secret only its owner has.
+# Shown in place of a key, because mlxd does not know the secrets of keys.
 YOUR_KEY: Final = "YOUR-KEY"
 
 
@@ -37,7 +37,7 @@ async def client_setup(services: Services, request: Request) -> Response:
 
 
 def _setup(client: str, url: str, model: str, context: int, key: str) -> ClientSetup:
-    # The libraries that preserve comments of TOML and YAML are slow to import.
+    # This import is slow, because it loads the libraries that preserve comments of TOML and YAML.
     from gateway.client_setup.client_setups import CLIENTS, DEFAULT_CONTEXT, Endpoint, as_data, setup
 
     data = as_data(setup(client or next(iter(CLIENTS)), Endpoint(url, model, context or DEFAULT_CONTEXT, key)))

@@ -1,4 +1,4 @@
-"""Login and logout of the page, the visitor's identity, and login codes made over the unix socket."""
+"""Login and logout of the web page, the visitor's identity, and login codes, which are made over the unix socket."""
 
 from collections.abc import Callable
 from typing import Final
@@ -27,14 +27,14 @@ _log_in: Final = msgspec.json.Decoder(LogIn)
 
 
 class Entrance:
-    """Endpoints of sessions on the page, and of their codes on the unix socket."""
+    """Endpoints for sessions on the web page, and for login codes on the unix socket."""
 
     def __init__(self, services: Services, gate: Gate) -> None:
         self._services = services
         self._gate = gate
 
     def socket_routes(self, url: Callable[[], str]) -> list[Route]:
-        """Return the routes of the admin app; `url` returns the daemon's address."""
+        """Return the routes for the admin app. `url` is a function that returns the daemon's address."""
 
         async def make_code(request: Request) -> Response:
             return self._make_code(request, f"{from_here(url())}/ui/")
@@ -45,11 +45,11 @@ class Entrance:
         ]
 
     async def log_in(self, request: Request) -> Response:
-        """Exchange a code for a session."""
+        """Exchange a login code for a session."""
         record = record_of(request.scope)
         opened = self._gate.sessions.redeem((await read_order(request.scope, request.receive, _log_in)).code)
         if opened is None:
-            # Wrong codes are not logged, so that unauthenticated clients cannot roll the audit log.
+            # Wrong codes are not logged, so that unauthenticated clients cannot fill the audit log.
             self._gate.fail(request.scope)
             raise ApiError(
                 403, "The link is not valid any more: run 'mlxctl ui' again.", code="bad_code", type="permission_error"
@@ -100,7 +100,7 @@ class Entrance:
 
 
 def session_of(scope: Scope) -> WebSession:
-    """Return the session that the gate has set."""
+    """Return the session that the gate has stored in the scope."""
     session = scope["mlxd.session"]
     assert isinstance(session, WebSession)
     return session

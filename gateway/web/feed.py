@@ -1,6 +1,6 @@
-"""Feed of the page: the daemon's state once a second, as server-sent events encoded once for all viewers.
+"""Feed of the web page: the daemon's state once a second, as server-sent events that are encoded once for all viewers.
 
-It runs only while there are viewers. Its cost grows with models and requests, never with tokens.
+The feed runs only while there are viewers. Its cost grows with models and requests, never with tokens.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from gateway.web.session import Sessions, WebSession
 INTERVAL_S: Final = 1.0
 PING_S: Final = 15.0
 VIEWERS_MAX: Final = 32
-# Maximum number of pending events of one viewer; a viewer with more gets a snapshot instead.
+# Maximum number of pending events of a viewer. A viewer that falls further behind gets a snapshot instead.
 QUEUE_MAX: Final = 4
 REQUESTS_MAX: Final = 50
-# Minimum interval between lists of requests that differ only in counters; below two ticks, since ticks vary.
+# If only counters of requests change, their list is sent at this interval. It is below two ticks, since ticks vary.
 REQUEST_LIST_INTERVAL_S: Final = 1.5
 _OWN: Final = frozenset({"tokens_per_s", "prompt_tokens_per_s"})
 _TICK_FIELDS: Final = tuple(name for name in ModelTick.__struct_fields__ if name not in _OWN)
@@ -42,23 +42,24 @@ _encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 
 @dataclass(slots=True, eq=False)
 class _Viewer:
-    """One open stream. Owned by its request's task; the feed adds events."""
+    """One open stream. The task of its request owns it; the feed adds events."""
 
     session: WebSession
     wants_log: bool
-    # Writes straight to the connection while the task waits, which saves waking a task for each viewer and event.
+    # `writer` writes directly to the connection while the task waits. This saves waking a task per viewer and event.
     writer: ChunkWriter | None
     queue: list[bytes] = field(default_factory=list[bytes])
     needs_snapshot: bool = True
     is_over: bool = False
-    # Whether the first bytes are sent and the viewer's task waits for events.
+    # True once the first bytes are sent, while the viewer's task waits for events.
     is_idle: bool = False
     wrote_at: float = 0.0
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def offer(self, event: bytes) -> None:
-        """Send an event at once to a viewer that reads. One that does not loses its pending events, and restarts from a
-        snapshot."""
+        """Send an event immediately to a viewer that keeps up. A viewer that does not loses its pending events and
+        continues from a snapshot.
+        """
         if self.is_idle and self.writer is not None and self.writer.is_open:
             self.writer.write(event)
             self.wrote_at = time.monotonic()
@@ -75,14 +76,14 @@ class _Viewer:
         self._wake()
 
     def _wake(self) -> None:
-        # Later events must be queued behind those that now wait.
+        # Later events must be queued after those that now wait.
         self.is_idle = False
         self.news.set()
 
 
 @dataclass(slots=True)
 class _Seen:
-    """State at the newest tick, with which the next one is compared."""
+    """State at the newest tick. The next state is compared with it."""
 
     models: dict[str, ModelTick] = field(default_factory=dict[str, ModelTick])
     memory: MemoryStatus | None = None
@@ -114,7 +115,7 @@ class Feed:
         self._snapshot: bytes | None = None
         self._task: asyncio.Task[None] | None = None
         self._ui = services.config.ui
-        # The state whose requests were sent last, and when.
+        # The state whose requests were last sent, and the time of that.
         self._sent = self._seen
         self._sent_at = 0.0
 
@@ -203,7 +204,7 @@ class Feed:
                         viewer.offer(event)
 
     def _end_some(self) -> None:
-        """End streams of ended sessions, or all streams if a reload changes who may have a session."""
+        """End the streams whose session has ended, or all streams if a reload has changed who may have a session."""
         ui = self._services.config.ui
         for viewer in self._viewers:
             if ui != self._ui or not self._sessions.is_alive(viewer.session):
@@ -242,7 +243,9 @@ class Feed:
         return tick, seen
 
     def _has_new_requests(self, seen: _Seen) -> bool:
-        """Whether to send requests: at once if one starts, ends or changes state, later if only counters differ."""
+        """Whether to send the list of requests: immediately if a request starts, ends or changes state; after a while
+        if only counters differ.
+        """
         sent, now = self._sent, time.monotonic()
         is_other = seen.requests_in_all != sent.requests_in_all or _states(seen.requests) != _states(sent.requests)
         if is_other or (seen.requests != sent.requests and now - self._sent_at >= REQUEST_LIST_INTERVAL_S):
@@ -256,7 +259,7 @@ class Feed:
         return ModelTick(tokens_per_s=generated, prompt_tokens_per_s=prompted, **fields)
 
     def _newest_snapshot(self) -> bytes:
-        """Return the snapshot, made once per tick and from the same state as the tick."""
+        """Return a snapshot of the same state as the newest tick. It is made at most once per tick."""
         if self._snapshot is None:
             status, seen = self._status(), self._seen
             assert status.memory is not None

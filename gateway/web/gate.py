@@ -1,4 +1,4 @@
-"""Checks of the page's requests: host, origin, address and session."""
+"""Checks of requests of the web page: host, origin, address and session."""
 
 import socket
 from typing import Final
@@ -16,13 +16,15 @@ from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 from gateway.web.session import TOKEN_START, Sessions, WebSession
 
-# The page's own requests carry these values of Sec-Fetch-Site; `none` is a request without a page.
+# Requests of the page itself have one of these values in Sec-Fetch-Site; `none` means that no page made the request.
 _OWN_SITE: Final = ("same-origin", "none")
 NOT_A_SESSION: Final = "Open the page with 'mlxctl ui': its session has ended, or there is none."
 
 
 class Gate:
-    """Gate of the page. Every check but the last raises before the token is read."""
+    """Checks requests of the web page. All checks but that of the token come first, so the token of a refused request
+    is not read.
+    """
 
     def __init__(self, sessions: Sessions, live: LiveConfig, throttle: Throttle, metrics: Metrics) -> None:
         self.sessions = sessions
@@ -34,9 +36,9 @@ class Gate:
         self._names = frozenset({name, bare, f"{bare}.local"})
 
     def check_host(self, scope: Scope) -> None:
-        """Refuse a foreign host name, which an attacker may resolve to this machine. Raises `Misdirected`.
+        """Check the `Host` header: an attacker may resolve a foreign host name to this machine. Raises `Misdirected`.
 
-        Addresses need no check, as they cannot be made to resolve to another.
+        IP addresses need no check, because they cannot be made to resolve to another machine.
         """
         server = self._live.config.server
         names = (*server.hosts, server.host, *self._names)
@@ -48,7 +50,7 @@ class Gate:
                 )
 
     def check_visitor(self, scope: Scope) -> None:
-        """Refuse if administration is off, other machines unless they are allowed, and other origins.
+        """Check that administration is on, that the client's machine is allowed, and the host and origin.
 
         Raises `Forbidden` or `Misdirected`.
         """
@@ -75,7 +77,7 @@ class Gate:
         return session
 
     def opens(self, scope: Scope) -> bool:
-        """Whether the request has a session; False without a session token. Raises as `session` does."""
+        """Whether the request has a valid session token; False if it has none. Raises as `session` does."""
         if not has_session_token(scope):
             return False
         self.session(scope)
@@ -99,7 +101,9 @@ class Gate:
 
 
 def _is_here(client: Address, scope: Scope) -> bool:
-    """Whether the client is on this machine: on the loopback, or connected from the address it connected to."""
+    """Whether the client is on this machine: its address is on the loopback, or equal to the address that it connected
+    to.
+    """
     if client.is_hidden:
         return False
     server = scope.get("server")

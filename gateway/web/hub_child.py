@@ -1,7 +1,7 @@
-"""Child process that queries the hub: one order as JSON on its standard input, one answer on its output.
+"""Child process that queries the hub. It reads one order as JSON from its standard input and writes one answer.
 
-It is a process of its own, because the hub's library and the headers of weights block the interpreter for long.
-The daemon does not import it either, as that would make its start half as long again.
+A separate process is used because the hub's library and the headers of weights block the interpreter for long. The
+daemon does not import that library, which would make its start half as long again.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Models on the page: those of this machine, downloads, and those of the hub, which a child process queries."""
+"""Models on the web page: those on this machine, downloads, and those on the hub, which a child process queries."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from gateway.workers.memory.host import ThisMachine
 
 CHILD: Final = (sys.executable, "-P", "-m", "gateway.web.hub_child")
 TIMEOUT_S: Final = 90.0
-# Maximum number of concurrent queries of the hub; further queries are refused.
+# Maximum number of concurrent queries to the hub. Further queries are refused.
 QUERIES_MAX: Final = 2
 WORDS_MAX: Final = 16
 _TEXT_MAX: Final = 200
@@ -32,8 +32,9 @@ _order: Final = msgspec.json.Decoder(PullOrder)
 
 
 class ModelFinder:
-    """Endpoints of models on this machine and on the hub, and of downloads. At most `QUERIES_MAX` child processes query
-    the hub."""
+    """Endpoints for models on this machine, models on the hub, and downloads. At most `QUERIES_MAX` child processes
+    query the hub.
+    """
 
     def __init__(self, services: Services, downloads: PullQueue) -> None:
         self._services = services
@@ -107,7 +108,7 @@ class ModelFinder:
         return min(memory.budget_bytes, ThisMachine().available() + memory.footprint_bytes)
 
     async def _query(self, order: HubOrder) -> HubModels:
-        """Run one query. Raises `ApiError` with the hub's error."""
+        """Run one query in a child process. Raises `ApiError` with the hub's error."""
         if self._running >= QUERIES_MAX:
             raise Overloaded("Other questions to the hub are running. Try again in a moment.", 1.0)
         self._running += 1

@@ -1,4 +1,4 @@
-"""API keys on the page: list, create, rotate, revoke. Admin keys are changed by the command line only."""
+"""API keys on the web page: list, create, rotate, revoke. Only the command line changes admin keys."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _ref: Final = msgspec.json.Decoder(KeyRef)
 
 
 class Keys:
-    """Endpoints on the key file, which is read and changed in a thread because locks and disks block."""
+    """Endpoints for the key file. A thread reads and changes the file, because locks and disks block."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -76,7 +76,7 @@ class Keys:
         return await _carry_out(change)
 
     def _file(self, scope: Scope) -> KeyFile:
-        """Return the key file, which records its changes in the audit log as this visitor's."""
+        """Return the key file. It records changes in the audit log as made by this visitor."""
         return KeyFile(self._services.config.keys_path, client=f"ui {session_of(scope).id} {record_of(scope).client}")
 
     def _view(self, key: Key) -> KeyView:

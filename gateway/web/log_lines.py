@@ -1,4 +1,6 @@
-"""Lines of the daemon's log on the page: the last lines of its files, and new ones for watching viewers."""
+"""Lines of the daemon's log on the web page: the last lines of the files, and new lines for viewers who
+watch the log.
+"""
 
 import asyncio
 import logging
@@ -37,7 +39,7 @@ async def list_log_lines(services: Services, request: Request) -> Response:
 
 
 def _filter(query: QueryParams) -> Callable[[str], bool]:
-    """Return the filter of lines that a query asks for. Raises `BadRequest`."""
+    """Return a function that selects the lines that a query asks for. Raises `BadRequest`."""
     level, model, text = query.get("level", "debug"), query.get("model", ""), query.get("text", "")[:_TEXT_MAX].lower()
     if level not in LEVELS:
         raise BadRequest(f"'level' is one of {', '.join(LEVELS)}.", "level", "invalid_value")
@@ -53,7 +55,8 @@ def _filter(query: QueryParams) -> Callable[[str], bool]:
 
 
 class LogTail(logging.Handler):
-    """New lines of all threads for the next event of the feed; lines beyond its size are only counted.
+    """Collects new log lines of all threads for the next event of the feed. Lines beyond an event's size are only
+    counted.
 
     The handler is installed only while a viewer watches the log.
     """
@@ -65,14 +68,14 @@ class LogTail(logging.Handler):
         self._viewers = 0
 
     def watch(self) -> None:
-        """Add a viewer."""
+        """Count one more viewer who watches the log."""
         self._viewers += 1
         if self._viewers == 1:
             for name in OURS:
                 logging.getLogger(name).addHandler(self)
 
     def leave(self) -> None:
-        """Remove a viewer."""
+        """Count one viewer less."""
         self._viewers -= 1
         if self._viewers == 0:
             for name in OURS:
@@ -80,7 +83,7 @@ class LogTail(logging.Handler):
             self.take()
 
     def take(self) -> LogLines | None:
-        """Return the lines since the last call; None without any."""
+        """Return the lines since the last call; None if there are none."""
         self.acquire()
         try:
             lines, self._lines = list(self._lines), deque[LogLine]()
@@ -90,7 +93,7 @@ class LogTail(logging.Handler):
         return LogLines(lines, dropped) if lines else None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add a record. Runs under the handler's lock, on the logging thread."""
+        """Add a record. Runs in the thread that logs, under the handler's lock."""
         if len(self._lines) >= EVENT_LINES_MAX:
             self._dropped += 1
             return

@@ -1,4 +1,4 @@
-"""Orders for models from the page, which are accepted at once and carried out by a task."""
+"""Commands for models from the web page. They are accepted immediately and carried out by a task."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -42,7 +42,7 @@ def routes(services: Services, prefix: str) -> list[Route]:
 
 
 class ModelOrders:
-    """Orders in progress; a repeated order joins the running one."""
+    """Commands that are being carried out. A repeated command joins the running one."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -51,7 +51,7 @@ class ModelOrders:
     async def accept(
         self, verb: Verb, action: Action, run: Callable[[str], Awaitable[None]], request: Request
     ) -> Response:
-        """Answer `POST /ui/api/models/VERB`. A failure of the order is shown as the model's `last_failure`."""
+        """Answer `POST /ui/api/models/VERB`. If the command fails, the model's `last_failure` shows it."""
         ref = await read_order(request.scope, request.receive, _model_ref)
         order = note(request.scope, Command(action, ref.model))
         order.target = model = self._services.router.resolve(ref.model, OWNER).name
@@ -65,6 +65,6 @@ class ModelOrders:
         try:
             await run(model)
         except ModelUnavailable:
-            pass  # the model's state machine has logged it, and reports it to all viewers
+            pass  # The model's state machine has logged the error and reports it to all viewers.
         finally:
             self._running.discard(key)

@@ -1,6 +1,6 @@
-"""Files of the page, served from memory and compressed once, under headers that forbid foreign code.
+"""Files of the web page. They are compressed once and served from memory, with headers that forbid foreign code.
 
-Unchanged files cost no further work, because clients without a key must not be able to load the event loop.
+A request for an unchanged file costs little, because clients without a key must not be able to load the event loop.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from gateway.request.record import Header, record_of
 
 FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"
-# The name of a file in the folder or below it; no part begins with a dot.
+# The path of a file below the folder. No part of it begins with a dot.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*){0,7}")
 _NAME_MAX: Final = 200
 _TYPES: Final = {
@@ -39,7 +39,7 @@ _POLICY: Final = (
     "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-# Every answer below `/ui` has these headers, refusals included.
+# Every answer below `/ui` has these headers, including refusals.
 HEADERS: Final[tuple[Header, ...]] = (
     (b"content-security-policy", _POLICY.encode()),
     (b"referrer-policy", b"no-referrer"),
@@ -52,18 +52,18 @@ _CACHE: Final[Header] = (b"cache-control", b"no-cache")
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file as it is sent. `stamp` identifies its version on the disk."""
+    """One file as it is sent. `stamp` identifies the version of the file on the disk."""
 
     stamp: tuple[int, int]
     etag: bytes
     kind: bytes
     plain: bytes
-    # The compressed form is empty if compression gains nothing.
+    # `compressed` is empty if compression makes the file no smaller.
     compressed: bytes
 
 
 class Page:
-    """ASGI app for files below a prefix. They are public and contain nothing of this machine."""
+    """ASGI app for the files of the web page. They are public and contain nothing about this machine."""
 
     def __init__(self, prefix: str, folder: Path = FOLDER) -> None:
         self._prefix = prefix

@@ -1,4 +1,4 @@
-"""Bodies of `/ui/api`, and events of its feed. Those that `mlxctl` also reads are in `gateway.control_types`."""
+"""Bodies of `/ui/api`, and events of its feed. Bodies that `mlxctl` also reads are in `gateway.control_types`."""
 
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,7 @@ class LogIn(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoggedIn(Struct, frozen=True):
-    """Answer to a login. `token` is a bearer token for `/ui/api` and `/v1`, which expires if unused for `idle_s`."""
+    """Answer to a login. `token` is a bearer token for `/ui/api` and `/v1`. It expires if it is unused for `idle_s`."""
 
     token: str
     idle_s: float
@@ -43,11 +43,11 @@ class OwnUsage(Struct, frozen=True):
 
 
 class Me(Struct, frozen=True):
-    """`GET me`. `visitor` is `session`, `key`, or `open` on a loopback without keys; only a session administers."""
+    """`GET me`. `visitor` is `session`, `key`, or `open` on a loopback without keys. Only a session may administer."""
 
     visitor: Literal["session", "key", "open"]
     may_administer: bool
-    # The configured [ui] admin.
+    # The value of `admin` in the `[ui]` table of the configuration.
     admin: Literal["loopback", "network", "off"]
     version: str
     models: list[str]
@@ -56,7 +56,7 @@ class Me(Struct, frozen=True):
 
 
 class OrderAccepted(Struct, frozen=True):
-    """202: the order was accepted. The feed has its progress, and the model's `last_failure` its failure."""
+    """Answer 202: the command was accepted. The feed shows its progress, and the model's `last_failure` its failure."""
 
     model: str
     order: Literal["load", "unload", "restart", "pin", "unpin"]
@@ -70,7 +70,7 @@ class ModelFilesList(Struct, frozen=True):
 
 
 class HubModel(Struct, frozen=True):
-    """A repository of the hub; unknown facts are None. `obstacles` are the reasons why it cannot be loaded."""
+    """A repository on the hub. Unknown facts are None. `obstacles` are the reasons why it cannot be loaded."""
 
     repository: str
     downloads: int | None
@@ -85,7 +85,9 @@ class HubModel(Struct, frozen=True):
 
 
 class HubModels(Struct, frozen=True):
-    """`GET hub/search` and `GET hub/recommend`. `is_offline`: this is mlxd's own list, as the hub was not reached."""
+    """`GET hub/search` and `GET hub/recommend`. `is_offline` means that the hub was not reached and this is mlxd's own
+    list.
+    """
 
     models: list[HubModel]
     available_bytes: int
@@ -93,7 +95,7 @@ class HubModels(Struct, frozen=True):
 
 
 class HubOrder(Struct, frozen=True):
-    """A query for the process `gateway.web.hub_child`: words to search for, or a repository."""
+    """A query for the child process `gateway.web.hub_child`: words to search for, or a repository."""
 
     verb: Literal["search", "recommend", "info"]
     available_bytes: int
@@ -115,13 +117,13 @@ class PullOrder(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pulls(Struct, frozen=True):
-    """`GET pulls`: all downloads, the newest last, ended ones included."""
+    """`GET pulls`: all downloads, including ended ones, the newest last."""
 
     pulls: list[PullStatus]
 
 
 class ConfigShown(Struct, frozen=True):
-    """`GET config`: the configuration in force with every default, as TOML and as values (bytes, seconds)."""
+    """`GET config`: the current configuration with all defaults, as TOML and as values (bytes, seconds)."""
 
     file: str
     toml: str
@@ -130,7 +132,8 @@ class ConfigShown(Struct, frozen=True):
 
 class ConfigChecked(Struct, frozen=True):
     """`POST config/check`: whether the file is valid, and what a reload would change. `diff` is a unified diff of the
-    effective configurations, empty without changes."""
+    current configuration and the file's; empty if they are equal.
+    """
 
     ok: bool
     error: str = ""
@@ -147,11 +150,11 @@ class ConfigReloaded(Struct, frozen=True):
 
 
 class KeyFields(KeyLimits, frozen=True, kw_only=True):
-    """Limits of a key, as in `mlxctl keys create`. 0 is no limit; empty `models` allows all."""
+    """Limits of a key, as in `mlxctl keys create`. 0 means no limit; empty `models` means all models."""
 
     models: tuple[Name, ...] = ()
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    # None never expires.
+    # `expires` None means that the key never expires.
     expires: Expiry | None = None
 
 
@@ -170,7 +173,7 @@ class KeyRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyView(KeyFields, frozen=True, kw_only=True):
-    """A key without its secret. Usage counts since counting began; times are Unix times, 0 for never."""
+    """A key without its secret. Its usage is that since counting began; times are Unix times, 0 for never."""
 
     name: str
     prefix: str
@@ -187,21 +190,21 @@ class KeyView(KeyFields, frozen=True, kw_only=True):
 
 
 class KeyList(Struct, frozen=True):
-    """`GET keys`. `is_open`: there has never been a key, so every program of this machine may use mlxd."""
+    """`GET keys`. `is_open` means that no key was ever made, so every program on this machine may use mlxd."""
 
     keys: list[KeyView]
     is_open: bool
 
 
 class KeySecret(Struct, frozen=True):
-    """Answer to `keys/create` and `keys/rotate`, which shows the secret this once."""
+    """Answer to `keys/create` and `keys/rotate`. Only this answer shows the secret."""
 
     key: KeyView
     secret: str
 
 
 class KeyRevoked(Struct, frozen=True):
-    """Answer to `keys/revoke`. If no key is left, every request without a session is refused until one is made."""
+    """Answer to `keys/revoke`. If no key is left, requests without a session are refused until a key is made."""
 
     name: str
     left: int
@@ -226,7 +229,7 @@ class ClientSetup(Struct, frozen=True):
 
 
 class Chart(Struct, frozen=True):
-    """One model's samples, one per `interval_s`, the newest last; all lists have the same length."""
+    """Samples of one model, one per `interval_s`, the newest last. All lists have the same length."""
 
     tokens_per_s: list[float]
     prompt_tokens_per_s: list[float]
@@ -236,7 +239,7 @@ class Chart(Struct, frozen=True):
 
 
 class Charts(Struct, frozen=True):
-    """`GET history`: up to ten minutes. `until` is the Unix time of the newest sample."""
+    """`GET history`: samples of up to ten minutes. `until` is the Unix time of the newest sample."""
 
     until: float
     interval_s: float
@@ -244,7 +247,7 @@ class Charts(Struct, frozen=True):
 
 
 class LogLine(Struct, frozen=True):
-    """One line of the log; `fields` are the additional ones of its line in the file."""
+    """One line of the log. `fields` are its additional fields in the log file."""
 
     time: str
     level: str
@@ -255,14 +258,16 @@ class LogLine(Struct, frozen=True):
 
 
 class LogLines(Struct, frozen=True):
-    """`GET logs`, and the feed's event `log`: the oldest first. `dropped` counts lines beyond the size of an event."""
+    """`GET logs`, and the feed's event `log`: lines, the oldest first. `dropped` counts lines that an event had no room
+    for.
+    """
 
     lines: list[LogLine]
     dropped: int = 0
 
 
 class ModelTick(Struct, frozen=True):
-    """Changing numbers of a model, named as in `ModelStatus`. Rates are those of the last second."""
+    """Numbers of a model that change, named as in `ModelStatus`. Rates are those of the last second."""
 
     name: str
     state: str
@@ -292,7 +297,7 @@ class ModelTick(Struct, frozen=True):
 
 
 class FeedSnapshot(Struct, frozen=True):
-    """Event `snapshot`: the first event, repeated for a viewer that has missed some."""
+    """Event `snapshot`: the first event of a stream. It is sent again to a viewer that has missed events."""
 
     time: float
     version: str
@@ -308,10 +313,11 @@ class FeedSnapshot(Struct, frozen=True):
 
 
 class FeedTick(Struct, frozen=True, omit_defaults=True):
-    """Event `tick`, once a second, with changes only.
+    """Event `tick`: changes, sent once a second.
 
-    `models` have changed numbers, `removed` are names of removed models. `requests` are the oldest 50, sent as soon as
-    one starts, ends or changes state, and every other second if only counters change; `pulls` as soon as one differs.
+    `models` are those with changed numbers, `removed` the names of removed models. `requests` are the oldest 50; they
+    are sent at the next tick if a request starts, ends or changes state, and every other second if only counters
+    change. `pulls` are sent if a download differs.
     """
 
     time: float
@@ -325,7 +331,7 @@ class FeedTick(Struct, frozen=True, omit_defaults=True):
 
 
 class StateChange(Struct, frozen=True):
-    """Event `state`, sent at once: a model's new state; `time` is a Unix time."""
+    """Event `state`, sent immediately: a model's new state. `time` is a Unix time."""
 
     time: float
     model: str
@@ -333,6 +339,6 @@ class StateChange(Struct, frozen=True):
 
 
 class FeedPing(Struct, frozen=True):
-    """Event `ping`, sent when nothing else was sent for 15 s."""
+    """Event `ping`, sent if nothing else was sent for 15 s."""
 
     time: float

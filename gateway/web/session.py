@@ -1,4 +1,4 @@
-"""Sessions of the page: one-time codes from the unix socket, exchanged for bearer tokens.
+"""Sessions of the web page. A one-time code from the unix socket is exchanged for a bearer token.
 
 Codes and tokens have 256 random bits. Only their hashes are kept, in memory, so sessions end with the daemon.
 """
@@ -19,18 +19,18 @@ CODES_MAX: Final = 8
 IDLE_S: Final = 12 * 3600.0
 SESSIONS_MAX: Final = 32
 _SECRET_CHARS_MAX: Final = 128
-# The clock counts while the machine sleeps, so that sessions expire overnight.
+# This clock continues while the machine sleeps, so that sessions expire overnight.
 _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def boot_time() -> float:
-    """Return the seconds since the boot, including sleep."""
+    """Return the seconds since the machine's boot, including sleep."""
     return time.clock_gettime(_CLOCK)
 
 
 @dataclass(slots=True)
 class WebSession:
-    """One login. `id` identifies it in the audit log, and grants no access. Owned by `Sessions`."""
+    """One login. `id` identifies it in the audit log and grants no access."""
 
     id: str
     used: float
@@ -38,13 +38,13 @@ class WebSession:
 
 
 class Sessions:
-    """Valid codes and sessions. Both are bounded: a new one replaces the oldest."""
+    """Valid codes and sessions. The number of each is bounded; a new one replaces the oldest."""
 
     def __init__(self, clock: Callable[[], float] = boot_time) -> None:
         self._clock = clock
-        # The hash of each code maps to its expiry.
+        # Maps the hash of each code to its expiry.
         self._codes: OrderedDict[bytes, float] = OrderedDict()
-        # The hash of each token maps to its session, the least recently used first.
+        # Maps the hash of each token to its session, the least recently used first.
         self._sessions: OrderedDict[bytes, WebSession] = OrderedDict()
 
     def make_code(self) -> str:
@@ -57,7 +57,7 @@ class Sessions:
         return code
 
     def redeem(self, code: str) -> tuple[str, WebSession] | None:
-        """Exchange a code for a token and session; None for a code that is unknown, used or expired."""
+        """Exchange a code for a token and a session. None if the code is unknown, used or expired."""
         self._forget_old()
         if len(code) > _SECRET_CHARS_MAX or self._codes.pop(_digest(code), None) is None:
             return None
@@ -88,7 +88,7 @@ class Sessions:
         self._sessions = OrderedDict((key, kept) for key, kept in self._sessions.items() if kept is not session)
 
     def revoke(self) -> int:
-        """End every session and code. Returns the number of sessions."""
+        """End every session and code. Returns the number of sessions that ended."""
         self._forget_old()
         count = len(self._sessions)
         for session in self._sessions.values():

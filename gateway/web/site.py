@@ -1,4 +1,4 @@
-"""Routing of the page in the public app: `/ui/`, `/ui/api/`, and a redirect from `/`."""
+"""Routing of the web page in the public app: `/ui/`, `/ui/api/`, and a redirect from `/`."""
 
 from typing import Final
 
@@ -23,8 +23,9 @@ _BODIES: Final = ("POST", "PUT", "PATCH")
 
 
 class Site:
-    """ASGI app. `app` gets all requests outside of `/ui`, `api` those with a session. `me` also serves clients with an
-    API key, and those of an open loopback."""
+    """ASGI app of the web page. `app` gets the requests outside of `/ui`, and `api` those with a session. `me` also
+    serves clients with an API key, and clients on the loopback while no key was ever made.
+    """
 
     def __init__(self, app: ASGIApp, api: ASGIApp, me: ASGIApp, gate: Gate, live: LiveConfig) -> None:
         self._live = live

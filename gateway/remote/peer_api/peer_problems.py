@@ -1,4 +1,4 @@
-"""Validation of a peer's request against the limits that the dialects' decoders check for other requests."""
+"""Validation of a peer's request. Other requests are checked against the same limits by the dialects' decoders."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def problems(asked: list[Generate]) -> Iterator[str]:
     for each in asked:
         yield from _problems_of(each)
     for medium in {id(medium): medium for medium in media_of(asked)}.values():
-        # Other clients share the features and prefixes that are cached under this digest.
+        # The digest must be right, because other clients share the features and prefixes that are cached under it.
         if digest_of(medium.data) != medium.digest:
             yield f"the digest of {medium.param} is not that of its bytes"
 
@@ -101,7 +101,7 @@ def _problems_of_sampling(sampling: Sampling) -> Iterator[str]:
 
 
 def media_of(asked: list[Generate]) -> Iterator[Media]:
-    """Yield the media of all sequences; those of several choices are repeated."""
+    """Yield the media of all sequences. Media that several choices share are repeated."""
     for each in asked:
         if isinstance(each.prompt, ChatPrompt):
             yield from each.prompt.media

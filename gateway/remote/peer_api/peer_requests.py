@@ -1,7 +1,7 @@
 """`/internal/`: requests of other mlxd daemons, as messages of the protocol. They are never forwarded.
 
-Only keys of role `peer` are admitted. The guarantees of the dialects' decoders are checked here, because a peer may be
-of another version, or malicious.
+Only keys of role `peer` are admitted. What the dialects' decoders guarantee is checked here, because a peer may have
+another version or be malicious.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,7 +88,7 @@ class StatusForPeers:
             model.aliases,
             services.fleet.forms.known(model),
             str(load.state),
-            # Local paths must not be disclosed, and adapters are not served to peers.
+            # The local path must not be disclosed, and adapters are not offered to peers.
             None if ready is None else replace(ready, model_path="", adapters=()),
             model.context,
             load.inside,
@@ -162,7 +162,7 @@ class GenerateForPeers:
 
 
 class PeerStreamEncoder:
-    """Encoder of a stream to a peer. It replaces this daemon's rids by the peer's."""
+    """Encoder of a stream to a peer. It replaces this daemon's request ids (rids) by the peer's."""
 
     def __init__(self, theirs: Sequence[int]) -> None:
         self._theirs = theirs
@@ -188,7 +188,7 @@ class PeerStreamEncoder:
         return accepted + frame(Step(0, self._steps, named))
 
     def keepalive(self) -> bytes:
-        """Encode new facts about the prompts, or `PeerAlive`."""
+        """Encode news about the prompts, or `PeerAlive` if there is none."""
         return self._acceptance() + self._progress() or frame(PeerAlive())
 
     def error(self, error: ApiError) -> bytes:
@@ -232,7 +232,7 @@ def _decoded(body: bytes) -> PeerRequest:
 
 
 def _prepared(asked: list[Generate], next_rid: Callable[[], int]) -> list[Generate]:
-    """Check the sequences, and return them with rids of this daemon. Raises `BadRequest`."""
+    """Check the sequences and return copies with request ids of this daemon. Raises `BadRequest`."""
     problem = next(problems(asked), "")
     if problem:
         raise BadRequest(f"The peer's request is not valid: {problem}.")

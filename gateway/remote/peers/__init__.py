@@ -1,1 +1,1 @@
-"""Other daemons whose models are served here, the choice among them, and failover of their streams."""
+"""Other daemons whose models this daemon serves, the choice among them, and failover of their streams."""

@@ -16,13 +16,13 @@ import msgspec
 from protocol.codec import BYTES_PER_TOKEN, UNREADABLE
 
 KEYS_MAX: Final = 50_000
-# A prefix expires after this time without a request: by then, caches have probably evicted it.
+# A prefix that no request has used for this time expires, because caches have probably evicted it.
 EXPIRY_S: Final = 3600.0
-# Only the first BYTES_MAX of a prompt are hashed; text and token ids are cut into pieces of PIECE_BYTES.
+# Only the first BYTES_MAX of a prompt are hashed. Text and token ids are cut into pieces of PIECE_BYTES.
 BYTES_MAX: Final = 1 << 20
 PIECE_BYTES: Final = 2048
 DIGEST_BYTES: Final = 12
-# Sizes of the headers of msgpack's longer lists, which contain their length and are no part of a prefix.
+# msgpack's longer lists have a header of this size with their length. It is skipped, as it is no part of a prefix.
 _HEADER_BYTES: Final = {0xDC: 3, 0xDD: 5}
 
 
@@ -54,7 +54,7 @@ def prefixes_of(prompt: msgspec.Raw, *scope: str) -> list[Prefix]:
     """Return the prefixes of an encoded prompt, the shortest first. Their keys depend on `scope`."""
     try:
         decoded = _prompts.decode(prompt)
-    except UNREADABLE:  # other kinds of prompts have no prefixes
+    except UNREADABLE:  # Only chats, texts and token ids have prefixes.
         return []
     chain = hashlib.blake2b("\0".join(scope).encode(), digest_size=DIGEST_BYTES)
     size, prefixes = 0, list[Prefix]()
@@ -83,7 +83,7 @@ def _pieces(prompt: _Chat | _Text | _Tokens) -> Iterator[Any]:
 
 
 def _cut(data: bytes) -> Iterator[bytes]:
-    """Cut `data` into pieces of equal size, and omit the rest, so that a longer prompt has the same pieces."""
+    """Cut `data` into pieces of equal size. The rest is left out, so that a longer prompt has the same pieces."""
     for at in range(0, len(data) - PIECE_BYTES + 1, PIECE_BYTES):
         yield data[at : at + PIECE_BYTES]
 

@@ -8,7 +8,7 @@ from gateway.remote.peers.placement import PlacementChoice, choose, cost_s, usua
 
 
 def explain(fleet: Fleet, model: ModelConfig | None, tokens: float) -> RouteView:
-    """Explain the choice for an uncached prompt of `tokens`; without a model, only list the peers."""
+    """Explain the choice for an uncached prompt of `tokens` tokens. Without a model, only list the peers."""
     nodes = fleet.nodes.items()
     if model is None:
         places = [PlaceView(name, node.state, objection="" if node.is_up else node.state) for name, node in nodes]
@@ -41,7 +41,7 @@ def _choice(candidate: RouteCandidate, choice: PlacementChoice | None, cost_s: f
 
 
 def _objection(node: PeerNode, name: str) -> str:
-    """Return why a peer that is no candidate for a model cannot serve it."""
+    """Return the reason why a peer cannot serve a model."""
     if not node.is_up:
         return node.state
     model = node.model(name)

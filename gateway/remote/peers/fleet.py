@@ -35,7 +35,7 @@ D = TypeVar("D", SamplingDefaults, ThinkingDefaults)
 DRAIN_POLL_S: Final = 0.02
 # Assumed duration of a model's load if none was measured.
 UNKNOWN_LOAD_S: Final = 15.0
-# At most this many peers are tried for one tokenize call.
+# One tokenize call is tried at no more than this number of peers.
 CALL_ATTEMPTS_MAX: Final = 2
 RETRY_AFTER_S: Final = 2.0
 # This name stands for this daemon in places.
@@ -76,7 +76,7 @@ class Fleet:
         self._tasks = tasks
         self._here = here
         self._affinity = Affinity()
-        # Epochs of workers are positive.
+        # Epochs of streams at peers are negative, because those of workers are positive.
         self._epochs = itertools.count(-1, -1)
         self._streams = 0
         # Peers that were removed from the configuration, to be closed when no stream runs at them.
@@ -146,7 +146,7 @@ class Fleet:
     # -- names -------------------------------------------------------------------------------------------------------
 
     def find(self, name: str) -> ModelConfig | None:
-        """Find a peer's model for a name that is none of this daemon's: `PEER/NAME`, or a name at a peer."""
+        """Find a peer's model by `PEER/NAME` or by its name at a peer. No model of this daemon may have that name."""
         pinned, _, rest = name.partition("/")
         node = self.nodes.get(pinned)
         if node is not None and rest and (model := node.model(rest)) is not None:
@@ -166,7 +166,7 @@ class Fleet:
                     yield _as_model(model.name, model, model.aliases), _view(model)
 
     def view(self, name: str) -> WorkerView:
-        """Return the state of a model that only peers have: `stopped` if no peer has it now."""
+        """Return the state of a model that only peers have; `stopped` if no peer has it now."""
         entries = list(self._served(name))
         return _view(entries[0][1]) if entries else WorkerView(name=name, path="", state=State.STOPPED)
 
@@ -191,12 +191,14 @@ class Fleet:
     # -- places ------------------------------------------------------------------------------------------------------
 
     def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[RouteCandidate]:
-        """Return the places of a model, this daemon first. All have the first place's form, or `form` if given."""
+        """Return the places of a model, this daemon first. All have the same form as the first place, or `form` if it
+        is given.
+        """
         candidates: list[RouteCandidate] = []
         if self.serves(model.name):
             candidates.append(RouteCandidate(self._here(model), self.forms.known(model)))
         for node, peer_model in self._served(model.name):
-            # Unknown forms are never equal.
+            # An unknown form is empty, and equals no other form.
             is_alike = not candidates or (peer_model.form and peer_model.form == candidates[0].form)
             if is_alike if form is None else peer_model.form == form:
                 candidates.append(RouteCandidate(_place(node, peer_model), peer_model.form, node, peer_model))
@@ -206,7 +208,7 @@ class Fleet:
         return [replace(each, place=replace(each.place, warm=warm.get(each.place.name, 0.0))) for each in candidates]
 
     def has(self, model: ModelConfig, form: str | None) -> bool:
-        """Whether a place has the model now, in `form` if that is given."""
+        """Whether some place has the model now. If `form` is given, the place must have that form."""
         return bool(self.candidates(model, [], form))
 
     def open(
@@ -231,7 +233,7 @@ class Fleet:
     def note_choice(
         self, model: str, choice: PlacementChoice, reason: str, prefixes: list[Prefix], tokens: float
     ) -> None:
-        """Record the place of a request; `model` is the name there."""
+        """Record the place of a request. `model` is the model's name at that place."""
         name = choice.place.name
         self._affinity.note(prefixes, name)
         if name != HERE:
@@ -274,13 +276,13 @@ class Fleet:
 
 
 def no_peer(model: str) -> Unavailable:
-    """Make the error for a model that only peers have, while none of them is available."""
+    """Make the error for a model that only peers have while no such peer is available."""
     return Unavailable(f"No peer that serves {model} is available now.", RETRY_AFTER_S, "no_peer_available")
 
 
 def _place(node: PeerNode, model: PeerModel) -> CandidatePlace:
     load_s = 0.0 if model.state == State.READY else model.load_s or UNKNOWN_LOAD_S
-    # The peer's status does not include prompts that were sent to it since.
+    # The peer's status does not include prompts that were sent since the peer reported it.
     unreported_s = node.unreported_tokens[model.name] / model.prefill_rate if model.prefill_rate else 0.0
     return CandidatePlace(node.name, model.wait_s + unreported_s, model.prefill_rate, load_s)
 

@@ -10,9 +10,9 @@ KEPT_CONNECTIONS: Final = 32
 
 
 def make_client(ca: str, silence_s: float, connect_s: float, base_url: str = "") -> httpx.AsyncClient:
-    """Make a client for the requests of all API keys. `ca` is a PEM file, or empty for the system's authorities.
+    """Make an HTTP client, which the requests of all API keys share. `ca` is a PEM file, or empty for the system's.
 
-    Cookies are disabled because the server could link the requests of different keys by them.
+    Cookies are disabled, because with them the server could link the requests of different keys.
     """
     return httpx.AsyncClient(
         base_url=base_url,
@@ -20,7 +20,7 @@ def make_client(ca: str, silence_s: float, connect_s: float, base_url: str = "")
         trust_env=False,
         follow_redirects=False,
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-        # Responses are read raw and never decompressed.
+        # Responses are read as raw bytes and are never decompressed.
         headers={"accept-encoding": "identity"},
         timeout=httpx.Timeout(silence_s, connect=connect_s),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),

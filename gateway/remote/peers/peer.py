@@ -1,4 +1,6 @@
-"""Peer node: the HTTP client to one other daemon, its status once a second, and its failures."""
+"""Peer node: the HTTP client for one other daemon. It polls the daemon's status every second and records
+its failures.
+"""
 
 import asyncio
 import logging
@@ -24,18 +26,18 @@ log = logging.getLogger(__name__)
 POLL_S: Final = 1.0
 CONNECT_S: Final = 1.0
 STATUS_S: Final = 2.0
-# Time-out from the end of the request to the first byte of the response, and time-out between bytes of the response.
+# Time-outs: ACCEPT_S from the end of the request to the first byte of the response, then SILENCE_S between bytes.
 ACCEPT_S: Final = 2.0
 SILENCE_S: Final = 5.0
-# Time-outs are extended as for an upload of this speed.
+# Time-outs are extended by the time that an upload takes at this speed.
 UPLOAD_BYTES_PER_S: Final = 4_000_000
-# A status of a peer is ignored when it is older.
+# An older status of a peer is ignored.
 STALE_S: Final = 4.0
 STATUS_BYTES_MAX: Final = 256 << 10
 MODELS_MAX: Final = 1000
-# Maximum bytes that are logged of a response with another status than 200.
+# If a response has another status than 200, at most this many bytes of it are logged.
 REFUSAL_BYTES_MAX: Final = 4 << 10
-# Back-off after failures: the first pause, which doubles with each consecutive failure, and the longest.
+# Back-off after failures in seconds: the first pause, which doubles with each consecutive failure, and the longest.
 PAUSE_S: Final = (1.0, 30.0)
 # A peer gets no requests for a model for this time after it refused the key, lacked the model, or was full.
 KEY_REFUSED_S: Final = 30.0
@@ -55,21 +57,23 @@ class PeerNode:
     """One peer. Its fleet polls it, on the fleet's event loop."""
 
     def __init__(self, config: PeerConfig, boot: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Set up the peer. `boot` is this gateway's boot number, which reveals a peer that is this daemon itself."""
+        """Set up the peer. `boot` is the number of this gateway's boot. A peer that reports the same number is this
+        daemon itself.
+        """
         self.config = config
         self.name = config.name
         self.status: PeerStatus | None = None
         # Reason why no requests may be sent to this peer; empty if there is none.
         self.problem = "not heard of yet"
         self.failures: Counter[str] = Counter()
-        # By model: prompt tokens sent to the peer since its newest status, which does not include them.
+        # Maps models to the prompt tokens that were sent to the peer since it reported its newest status.
         self.unreported_tokens: Counter[str] = Counter()
         self._boot = boot
         self._clock = clock
         self._status_at = -STALE_S
         self._consecutive_failures = 0
         self._paused_until = 0.0
-        # By model: the time until which the peer gets no requests.
+        # Maps models to the time until which the peer gets no requests for them.
         self._blocked_until: dict[str, float] = {}
         self._client = make_client(config.ca, SILENCE_S, CONNECT_S, config.url)
 
@@ -98,14 +102,14 @@ class PeerNode:
         return None if model is None or self._blocked_until.get(model.name, 0.0) > self._clock() else model
 
     def block(self, name: str, pause_s: float) -> None:
-        """Send no requests for a model during `pause_s`. `name` is the model's name at the peer."""
+        """Send the peer no requests for a model for `pause_s`. `name` is the model's name at the peer."""
         self._blocked_until[name] = self._clock() + pause_s
 
     def note_failure(self, reason: str) -> None:
-        """Count a failure of the peer itself, and send it no requests for a pause."""
+        """Count a failure of the peer itself, and send it no requests for a while."""
         self.failures[reason] += 1
         if self._clock() < self._paused_until:
-            return  # already paused: further failures do not lengthen the pause
+            return  # Failures during a pause do not lengthen it.
         self._consecutive_failures += 1
         first_s, longest_s = PAUSE_S
         self._paused_until = self._clock() + min(longest_s, first_s * 2 ** min(self._consecutive_failures - 1, 10))
@@ -115,7 +119,7 @@ class PeerNode:
         self._consecutive_failures = 0
 
     async def poll(self) -> bool:
-        """Update the peer's status. Return whether the peer's gateway has restarted since the previous status."""
+        """Update the peer's status. Returns whether the peer's gateway has restarted since the previous status."""
         boot = None if self.status is None else self.status.boot
         try:
             status = await self._fetch_status()
@@ -166,7 +170,9 @@ class PeerNode:
 
     @property
     def secret(self) -> str:
-        """Read the key for this peer, each time anew so that a new key takes effect. Raises `OSError`, `ValueError`."""
+        """Read the key for this peer. The file is read each time, so that a new key takes effect. Raises `OSError`,
+        `ValueError`.
+        """
         return read_secret(Path(self.config.key_file))
 
     def _objection(self, status: PeerStatus) -> str:
@@ -184,7 +190,7 @@ class PeerNode:
 
 
 async def _refusal(response: httpx.Response) -> str:
-    """Read the beginning of a response's text."""
+    """Read the first characters of a response."""
     data = b""
     async for piece in response.aiter_raw(REFUSAL_BYTES_MAX):
         data += piece

@@ -1,4 +1,4 @@
-"""Forms of this daemon's models: models of two daemons with the same form generate the same tokens."""
+"""Forms of this daemon's models. Two models with the same form generate the same tokens, even on different daemons."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ REFRESH_INTERVAL_S: Final = 10.0
 
 
 class Forms:
-    """Digests of models ("forms") by model, as of the newest refresh. Owned by the fleet."""
+    """Forms (digests) of this daemon's models as of the newest refresh. The fleet owns them."""
 
     def __init__(self) -> None:
         self._reader = FormReader()
@@ -25,7 +25,7 @@ class Forms:
         return self._known.get(model.name, "")
 
     async def refresh(self, models: Iterable[ModelConfig]) -> None:
-        """Read the files of these models, unless that was done a moment ago."""
+        """Read the files of these models, unless they were read recently."""
         current, now = tuple(models), time.monotonic()
         if current == self._models and now - self._refreshed_at < REFRESH_INTERVAL_S:
             return

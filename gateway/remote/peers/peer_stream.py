@@ -1,7 +1,7 @@
-"""Stream at a peer: the sequences of one request, or a tokenize call, in one HTTP request.
+"""Stream at a peer: the sequences of one request, or one tokenize call, in one HTTP request.
 
-For the link it is a runner like a worker, with an epoch of its own. Sequences that are lost with the connection, or
-that the peer cannot serve, are parked, so that another place resumes them.
+The link treats a stream like a worker; each stream has its own epoch. If the connection is lost, or the peer cannot
+serve a sequence, the sequence is parked, so that another place can resume it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from protocol.to_worker import Abort, Detokenize, Down, Generate, Tokenize
 log = logging.getLogger(__name__)
 
 LOST: Final = "The peer that served this request was lost. Try again."
-# Failures of the peer or its worker: another place may serve the request.
+# These failures are of the peer or its worker, so another place may be able to serve the request.
 PLACE_FAILURES: Final = frozenset(
     {
         Code.BUSY,
@@ -46,13 +46,13 @@ PLACE_FAILURES: Final = frozenset(
     }
 )
 
-# After these statuses no other peer is tried: the request is invalid, too large, or has passed this daemon before.
+# A request that was answered with such a status is sent to no other peer: it is invalid, too large, or in a loop.
 _FINAL_STATUSES: Final = (400, 413, 508)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Parked sequences of a stream that has ended, and their failure if no other place can resume them."""
+    """Parked sequences of a stream that has ended, and the failure to report if no other place can resume them."""
 
     stream: "PeerStream"
     sequences: list[Sequence]
@@ -66,7 +66,7 @@ OnLoss = Callable[[PeerLost], None]
 class PeerStream:
     """`Runner` and `FrameSender` of one HTTP request, which contains all messages sent in one turn of the event loop.
 
-    `name` is the model's name here, and `peer_model` its name at the peer.
+    `name` is the model's name on this daemon, and `peer_model` its name at the peer.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class PeerStream:
         on_end: Callable[[], None],
         headers: dict[str, str],
     ) -> None:
-        """Set up an unsent stream. Raises `OSError` or `ValueError` if the peer's key cannot be read."""
+        """Make a stream that has sent nothing yet. Raises `OSError` or `ValueError` if the peer's key
+        cannot be read.
+        """
         self.node = node
         self.name = name
         self.peer_model = model.name
@@ -93,11 +95,11 @@ class PeerStream:
         self._on_loss = on_loss
         self._headers = headers | {VIA_HEADER: str(link.boot)}
         self._frames: list[bytes] = []
-        # Encoded tokenize or detokenize call.
+        # The encoded tokenize or detokenize call, if the stream is for one.
         self._call = b""
         self._open: set[int] = set()
         self._parked: list[Sequence] = []
-        # By rid: the number of prompt tokens. A sequence must have the same number at each place.
+        # Maps request ids to prompt tokens. A sequence must have the same number of them at each place.
         self.prompt_tokens: dict[int, int] = {}
         self._failure: Failure | None = None
         self._task: asyncio.Task[None] | None = None
@@ -121,9 +123,9 @@ class PeerStream:
     # -- FrameSender -------------------------------------------------------------------------------------------------
 
     def prepare(self, request: Generate) -> Generate:
-        """Return the request for the peer: without the tenant, and with a keyed hash of the cache salt.
+        """Return the request for the peer. It has no tenant, and a keyed hash in place of the cache salt.
 
-        The request always asks for progress, so that a peer in a long prefill is not taken for lost.
+        The request always asks for progress, so that a peer in a long prefill is not considered lost.
         """
         self.claims.expect(request)
         salt = request.cache_salt
@@ -156,7 +158,7 @@ class PeerStream:
     def _abort(self, rids: tuple[int, ...]) -> None:
         self._open.difference_update(rids)
         if not self._open and self._task is not None:
-            # This closes the connection, at which the peer aborts the sequences.
+            # Cancelling the task closes the connection, and the peer then aborts the sequences.
             self._task.cancel()
 
     # -- the connection ----------------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ class PeerStream:
         return delta if delta.failure is None else replace(delta, failure=self._parkable_failure(delta.failure))
 
     def _parkable_failure(self, failure: Failure) -> Failure:
-        """Turn a failure of the place into a lost worker, at which the link parks the sequence."""
+        """Return a failure of a lost worker in place of a failure of the place, so that the link parks the sequence."""
         if failure.code not in PLACE_FAILURES:
             return failure
         self._failure = failure

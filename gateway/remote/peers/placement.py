@@ -1,8 +1,8 @@
 """Choice of the daemon that serves a request, by cost and by prefix-cache affinity.
 
 The cost of a place is the time to the first token: the wait in its queue, a load of the model, and the prefill of the
-prompt's uncached part. A conversation moves to another place only if that saves more time than its prefill there
-takes. With a lower threshold, under overload, every place would process every conversation.
+prompt's uncached part. A conversation moves to another place only if this saves more time than its prefill at that
+place takes. With a lower threshold, an overload would make every place process every conversation.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ Reason = Literal["only", "affinity", "cost"]
 
 # Assumed prefill rate, in tokens per second, if no place has measured its own.
 UNKNOWN_RATE: Final = 500.0
-# A conversation leaves the place that has it cached only if that saves at least this time.
+# A conversation leaves the place that has cached it only if this saves at least this much time.
 GAIN_MIN_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class CandidatePlace:
-    """Daemon that has the model. `name` is the peer's, empty for this daemon.
+    """A daemon that has the model. `name` is the peer's name, empty for this daemon.
 
     `rate` is its prefill rate in tokens per second, 0 if unknown. `load_s` is 0 if the model is loaded. `warm` is the
-    number of tokens of this prompt that it has probably cached.
+    number of tokens of this prompt that the daemon has probably cached.
     """
 
     name: str
@@ -34,7 +34,7 @@ class CandidatePlace:
 
 @dataclass(frozen=True, slots=True)
 class PlacementChoice:
-    """The chosen place, its cost in seconds, and why it was chosen."""
+    """The chosen place, its cost in seconds, and the reason for the choice."""
 
     place: CandidatePlace
     cost_s: float
@@ -42,7 +42,7 @@ class PlacementChoice:
 
 
 def choose(places: Sequence[CandidatePlace], tokens: float) -> PlacementChoice:
-    """Choose the place for a prompt of about `tokens`, the first among equals. `places` must not be empty."""
+    """Choose the place for a prompt of about `tokens` tokens; the first of equal places. `places` must not be empty."""
     usual = usual_rate(places)
     costs = {place.name: cost_s(place, tokens, usual) for place in places}
     if len(places) == 1:
@@ -57,13 +57,15 @@ def choose(places: Sequence[CandidatePlace], tokens: float) -> PlacementChoice:
 
 
 def usual_rate(places: Sequence[CandidatePlace]) -> float:
-    """Return the rate to assume for places that have not measured theirs: the mean of the other places."""
+    """Return the prefill rate to assume for a place that has not measured its own: the mean of the others, if any."""
     known = [place.rate for place in places if place.rate > 0]
     return sum(known) / len(known) if known else UNKNOWN_RATE
 
 
 def cost_s(place: CandidatePlace, tokens: float, usual: float) -> float:
-    """Seconds to the first token of a prompt at a place, whose rate is `usual` if it has not measured its own."""
+    """Return the seconds until a place generates the first token. `usual` is the prefill rate of a place without its
+    own.
+    """
     return place.wait_s + place.load_s + _prefill_s(place, tokens, usual)
 
 

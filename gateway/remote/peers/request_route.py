@@ -1,4 +1,4 @@
-"""Route of one request over daemons: its first place, and the failover of its sequences when a place is lost."""
+"""Route of one request: its first place, and the failover of its sequences when a place is lost."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from protocol.to_worker import Generate
 
 log = logging.getLogger(__name__)
 
-# Lost sequences wait at most FAILOVER_TIMEOUT_S for another place, sought every FAILOVER_POLL_S.
+# Lost sequences wait at most FAILOVER_TIMEOUT_S for another place. One is sought every FAILOVER_POLL_S.
 FAILOVER_TIMEOUT_S: Final = 30.0
 FAILOVER_POLL_S: Final = 0.2
 # Maximum number of moves of one sequence.
@@ -31,10 +31,10 @@ MOVES_MAX: Final = 20
 
 @dataclass(slots=True)
 class RequestRoute:
-    """Places of one request. Owned by its generation; a task of the fleet moves lost sequences.
+    """Places of one request. Its generation owns the route; a task of the fleet moves lost sequences.
 
-    `served_by` is the peer that serves it, or empty. After tokens were generated or scored, all further places must
-    have the same `form`, because others would generate other tokens.
+    `served_by` is the peer that serves the request, or empty. Once tokens were generated or scored, all further places
+    must have the same `form`, because others would generate other tokens.
     """
 
     fleet: Fleet
@@ -45,10 +45,10 @@ class RequestRoute:
     on_move: Callable[[str], None]
     served_by: str = HERE
     form: str = ""
-    # Whether this daemon could not load the model.
+    # True if this daemon could not load the model.
     is_refused_here: bool = False
     _prompt_tokens: dict[int, int] = field(default_factory=dict[int, int])
-    # By rid: the index of the sequence's open tool call.
+    # Maps request ids to the index of the sequence's open tool call.
     _calls: dict[int, int] = field(default_factory=dict[int, int])
 
     def begin(self) -> PeerStream | None:
@@ -59,12 +59,12 @@ class RequestRoute:
         raise no_peer(self.model.name)
 
     def begin_at_peer(self) -> PeerStream | None:
-        """Choose a peer because this daemon cannot serve the model; None if no peer has it."""
+        """Choose a peer, because this daemon cannot serve the model. None if no peer has the model."""
         self.is_refused_here = True
         return self._next("unavailable")
 
     async def resume_lost(self, loss: PeerLost) -> None:
-        """Resume lost sequences at a peer or here, waiting for a place; after the time-out they fail."""
+        """Resume lost sequences at a peer or on this daemon. Waits for a place; after a time-out the sequences fail."""
         loop = asyncio.get_running_loop()
         end, link = loop.time() + FAILOVER_TIMEOUT_S, self.fleet.link
         left = loss.sequences
@@ -78,14 +78,14 @@ class RequestRoute:
                 return
             if await self._move(left):
                 return
-            # The other sequences run on a local worker, whose own failover resumes them if the worker is lost.
+            # Sequences that are no longer parked run on a local worker. If it is lost, its own failover resumes them.
             left = [sequence for sequence in left if sequence.epoch == PARKED]
             for sequence in left:
                 sequence.collector.note_activity()
             await asyncio.sleep(FAILOVER_POLL_S)
 
     async def _move(self, left: list[Sequence]) -> bool:
-        """Resume the sequences at another place. Return False if there is none now."""
+        """Resume the sequences at another place. Returns False if there is no place now."""
         needs_form = any(sequence.token_ids or sequence.prompt_scored or sequence.echo_scored for sequence in left)
         stream = self._next("failover", self.form if needs_form else None)
         link = self.fleet.link
@@ -93,7 +93,7 @@ class RequestRoute:
             for sequence in left:
                 link.resume(stream.epoch, sequence)
             if not any(sequence.epoch == stream.epoch for sequence in left):
-                # All sequences have ended, because their deadline has passed or they are too large.
+                # No sequence is left to move: their deadline has passed, or they are too large.
                 stream.discard()
             return True
         if self.served_by != HERE:
@@ -113,7 +113,9 @@ class RequestRoute:
         return True
 
     def _next(self, reason: str, form: str | None = None) -> PeerStream | None:
-        """Move to the best place now: a stream at a peer, or None. `served_by` becomes `-` if there is no place."""
+        """Move to the place that is best now. Returns a stream at a peer, or None. `served_by` becomes `-` if there is
+        no place.
+        """
         candidates = self.fleet.candidates(self.model, self.prefixes, form)
         if self.is_refused_here:
             candidates = [each for each in candidates if each.node is not None]
@@ -150,13 +152,13 @@ def make_route(
 ) -> RequestRoute | None:
     """Make the route of a request; None if only this daemon can serve it. `form` restricts its first place.
 
-    A request that resumes an earlier response stays here, because only this daemon surely has the form that generated
-    it.
+    A request that resumes an earlier response stays on this daemon, because only this daemon certainly has the form
+    that generated it.
     """
     if not fleet.nodes or (fleet.serves(model.name) and any(each.resume for each in generates)):
         return None
     tokens = sum(prompt_bytes(each) for each in generates[:1]) / BYTES_PER_TOKEN
-    # The prompt is encoded, as in every message that is ready to send.
+    # The prompt is already encoded, like that of every message that is ready to be sent.
     prompt = cast("Prompt | msgspec.Raw", generates[0].prompt)
     scope = model.name, generates[0].cache_salt
     prefixes = prefixes_of(prompt, *scope) if isinstance(prompt, msgspec.Raw) else []

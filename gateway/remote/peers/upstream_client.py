@@ -25,24 +25,25 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DRAIN_POLL_S: Final = 0.02
 CONNECT_S: Final = 5.0
-# Time-out for the logged text of a refusal.
+# Reading the text of a refusal, which is only logged, takes at most this time.
 EXCERPT_TIMEOUT_S: Final = 5.0
 BODY_BYTES_MAX: Final = 64 << 20
-# So many bytes of a stream's end are kept, because they contain the usage.
+# The last TAIL_BYTES of a stream are kept, because they contain the usage.
 TAIL_BYTES: Final = 16 * 1024
-# Reported prompt tokens may exceed the bytes of the body by this number, for the upstream's own instructions and
-# template, and for media given by URL.
+# An upstream may report more prompt tokens than the body has bytes, by up to this number. It adds its own instructions
+# and template, and downloads media given by URL.
 UNSEEN_TOKENS_MAX: Final = 1 << 16
-# Maximum reported tokens of a sequence without `max_tokens`. The size of the text is no limit, because reasoning may be
-# counted without being sent.
+# An upstream may report up to this many tokens of a sequence without `max_tokens`. The size of the text is no limit,
+# because reasoning may be counted without being sent.
 COMPLETION_TOKENS_MAX: Final = 1 << 18
-# Headers passed from clients to upstreams, and from upstreams to clients.
+# Headers that are passed from clients to upstreams, and from upstreams to clients.
 _REQUEST_HEADERS: Final = ("anthropic-version", "anthropic-beta")
 _RESPONSE_HEADERS: Final = (b"retry-after",)
-# Statuses that mean a problem of the upstream or of this daemon's key, not of the request; and those of the key alone.
+# Statuses that mean a problem of the upstream or of this daemon's key rather than of the request; then those of the
+# key.
 _UPSTREAM_STATUSES: Final = frozenset({401, 402, 403, 404, 408, 429, 500, 502, 503, 504, 529})
 _KEY_STATUSES: Final = frozenset({401, 402, 403})
-# Maximum characters that are logged of a refusal, and of an unexpected media type.
+# At most this many characters of a refusal are logged, and of an unexpected media type.
 _EXCERPT_CHARS: Final = 500
 _KIND_CHARS: Final = 100
 
@@ -70,16 +71,18 @@ _counted: Final = msgspec.json.Decoder(_Counted)
 
 
 class Clients:
-    """HTTP clients by upstream, made at the first request. All on the event loop."""
+    """HTTP clients of upstreams. Each is made at its first request. Used on the event loop only."""
 
     def __init__(self) -> None:
-        # By upstream: the client, and the configuration for which it was made.
+        # Maps upstreams to their client and the configuration for which the client was made.
         self._clients: dict[str, tuple[UpstreamConfig, httpx.AsyncClient]] = {}
         self._replaced: list[httpx.AsyncClient] = []
         self._running = 0
 
     async def send(self, upstream: UpstreamConfig, scope: Scope, body: bytes) -> "UpstreamResponse":
-        """Send a request, and return the beginning of the response, whatever its status. Raises `Unreachable`."""
+        """Send a request and return the response as soon as its header has arrived, whatever its status. Raises
+        `Unreachable`.
+        """
         path = scope["path"]
         suffix = path.removeprefix("/v1") if upstream.dialect == "openai" else path
         try:
@@ -146,12 +149,12 @@ class UpstreamResponse:
 
     @property
     def is_of_api(self) -> bool:
-        """Whether its media type is one of the API, unlike an error page of a proxy."""
+        """Whether the response has a media type of the API. An error page of a proxy has not."""
         return self.kind in (JSON, EVENTS)
 
     @property
     def fault(self) -> str:
-        """Why it is neither a response of the API nor a refusal, or empty."""
+        """Reason why this is neither a response of the API nor a refusal; empty if it is one of these."""
         if not (200 <= self.status < 300 or 400 <= self.status < 600):
             return f"its answer has status {self.status}"
         if self._response.headers.get("content-encoding", "identity") != "identity":
@@ -162,12 +165,12 @@ class UpstreamResponse:
 
     @property
     def is_its_own(self) -> bool:
-        """Whether a refusal is about the upstream or the key, so that another upstream may serve the request."""
+        """Whether a refusal is because of the upstream or the key, so that another upstream may serve the request."""
         return self.status in _UPSTREAM_STATUSES
 
     @property
     def is_about_key(self) -> bool:
-        """Whether a refusal is about this daemon's key, which must not be shown to clients."""
+        """Whether a refusal is because of this daemon's key. Such a refusal must not be shown to clients."""
         return self.status in _KEY_STATUSES
 
     async def excerpt(self) -> str:
@@ -211,8 +214,9 @@ class UpstreamResponse:
         await self._response.aclose()
 
     def usage(self, body_bytes: int, sequences: int, max_tokens: int | None) -> tuple[int, int]:
-        """Return the prompt and completion tokens that the upstream reports. Missing or impossible counts are replaced
-        by estimates from the sizes. `max_tokens` is the limit of each sequence."""
+        """Return the prompt and completion tokens that the upstream reports. A missing or impossible count is replaced
+        by an estimate from the sizes. `max_tokens` is the limit of each sequence.
+        """
         if self.status >= 400:
             return 0, 0
         prompt = completion = 0
@@ -237,11 +241,11 @@ class UpstreamResponse:
 
 
 def _headers(upstream: UpstreamConfig, client: Headers) -> list[Header]:
-    """Headers for an upstream, without the client's key and address. Raises `OSError`, `ValueError`."""
+    """Return the headers for an upstream, without the client's key and address. Raises `OSError`, `ValueError`."""
     headers = {"content-type": JSON, "user-agent": "mlxd"}
     headers |= {name: client[name] for name in _REQUEST_HEADERS if name in client}
     if upstream.key_file:
         secret = read_secret(Path(upstream.key_file))
         headers |= {"x-api-key": secret} if upstream.dialect == "anthropic" else {"authorization": f"Bearer {secret}"}
-    # Values beyond ASCII are passed unchanged, for the upstream to refuse.
+    # Non-ASCII values are passed unchanged; the upstream may refuse them.
     return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

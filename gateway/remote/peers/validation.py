@@ -1,4 +1,4 @@
-"""Validation of a peer's messages: wrong numbers must not reach clients, the usage of keys, or metrics."""
+"""Validation of a peer's messages. Wrong numbers must not reach clients, the usage of keys, or metrics."""
 
 import math
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from protocol.to_worker import Generate
 
 # Maximum value of every count and time that a peer sends.
 NUMBER_MAX: Final = 1 << 53
-# Assumed context of a peer's model that does not report one.
+# Assumed context length of a peer's model if the peer does not report it.
 CONTEXT_MAX: Final = 1 << 24
 ID_MAX: Final = (1 << 31) - 1
-# A sequence's text may have TOKEN_CHARS_MAX characters per token on average, plus CHARS_MIN.
+# The text of a sequence may have TOKEN_CHARS_MAX characters per token on average, and CHARS_MIN more.
 TOKEN_CHARS_MAX: Final = 1024
 CHARS_MIN: Final = 1 << 16
-# Maximum number of tokens whose text is held back, for instance because it may begin a stop string.
+# Text of at most this many tokens is held back, for instance because it may be the beginning of a stop string.
 HELD_TOKENS_MAX: Final = 4096
-# A frame may have FRAME_BYTES, plus on average TOKEN_BYTES for each token and each alternative.
+# A frame may have FRAME_BYTES, and on average TOKEN_BYTES more for each token and each alternative.
 FRAME_BYTES: Final = 1 << 20
 TOKEN_BYTES: Final = 64
-# Values in `PeerClaims.calls` for a sequence that is in no tool call, and in a tool call whose index is unknown.
+# Values in `PeerClaims.calls`: NO_CALL if the sequence is in no tool call, then the value for an unknown index.
 NO_CALL: Final = -1
 _UNKNOWN_CALL: Final = -2
 
@@ -40,7 +40,7 @@ def check_model(model: PeerModel) -> None:
 
 
 def _numbers(ready: Ready) -> list[object]:
-    """Fields of a loaded model, without its epoch, which may be negative."""
+    """Return the fields of a loaded model to check. The epoch is left out, because it may be negative."""
     media = () if ready.media is None else astuple(ready.media)
     embedding = () if ready.embedding is None else astuple(ready.embedding)
     audio = () if ready.audio is None else astuple(ready.audio)
@@ -49,24 +49,24 @@ def _numbers(ready: Ready) -> list[object]:
 
 @dataclass(slots=True)
 class _Expected:
-    """Limits of one sequence, and what the peer has sent of it."""
+    """Limits of one sequence, and what the peer has sent for it so far."""
 
     resumed_tokens: int
     tokens_max: int
     chars_max: int
     tokens: int
-    # How many log-probability entries of the prompt may still be sent, and how many alternatives one entry may have.
+    # Number of the prompt's log-probability entries that may still be sent, and of alternatives that an entry may have.
     prompt_entries: int = 0
     prompt_top: int = 0
-    # Whether the prompt's token ids may still be sent.
+    # True until the prompt's token ids are sent, if they were requested.
     allows_prompt_ids: bool = False
     chars: int = 0
 
 
 class PeerClaims:
-    """Checks of what one stream sends about its sequences. Each check raises `MalformedFrame`.
+    """Checks what one stream sends about its sequences. Each check raises `MalformedFrame`.
 
-    `calls` is the index of each sequence's open tool call, which a stream that resumes the sequence needs.
+    `calls` has the index of each sequence's open tool call, which a stream that resumes the sequence needs.
     """
 
     def __init__(self, model: PeerModel) -> None:
@@ -74,7 +74,7 @@ class PeerClaims:
         self._context = max(model.context, ready) or CONTEXT_MAX
         self._sequences: dict[int, _Expected] = {}
         self.calls: dict[int, int] = {}
-        # Maximum bytes of a frame of this stream.
+        # Maximum size of a frame of this stream.
         self.frame_bytes = FRAME_BYTES
 
     def expect(self, request: Generate) -> None:
@@ -85,7 +85,7 @@ class PeerClaims:
         alternatives = 0 if request.top_logprobs is None else 1 + request.top_logprobs
         self.frame_bytes += TOKEN_BYTES * (1 + alternatives) * most
         if request.echo:
-            # An echo returns the prompt.
+            # The text of an echo includes the prompt.
             chars += prompt_bytes(request)
         if request.echo or request.prompt_ids or request.prompt_logprobs is not None:
             self.frame_bytes = MAX_FRAME_BYTES
@@ -109,7 +109,7 @@ class PeerClaims:
         """Check the next delta of the stream."""
         expected = self._sequences.get(delta.rid)
         if expected is None:
-            return  # the link drops deltas of unknown sequences
+            return  # The link drops deltas of unknown sequences.
         ids = (*delta.token_ids, *delta.ending_ids) if delta.ending_ids else delta.token_ids
         expected.tokens += len(ids)
         _must(expected.tokens <= expected.tokens_max, "more tokens than were asked for")
@@ -144,7 +144,7 @@ class PeerClaims:
         media = usage.image_tokens + usage.video_tokens + usage.audio_tokens
         _must(usage.kept <= usage.prompt, "its usage has more kept tokens than the prompt has")
         _must(max(usage.prompt, media) <= self._context, "its usage is of a prompt longer than the context")
-        # Resumed tokens are processed with the prompt.
+        # Tokens of a resumed sequence are processed together with its prompt, so they can be cached too.
         cached_max = usage.prompt + expected.resumed_tokens
         _must(usage.cached <= cached_max, "its usage has more cached tokens than the prompt has")
         completion_max = min(expected.tokens_max, expected.tokens + HELD_TOKENS_MAX)
@@ -152,7 +152,7 @@ class PeerClaims:
 
 
 def _check_prompt(expected: _Expected, delta: Delta, part: PromptPart, context: int) -> None:
-    """Check a part of the prompt, which must be requested, sent once, and without output."""
+    """Check a part of the prompt. It must have been requested, be sent once, and come before any output."""
     _must(not (delta.text or delta.token_ids or delta.finish), "a part of its prompt comes with output")
     _must(bool(part.ids or part.logprobs), "an empty part of its prompt")
     _must(not part.ids or expected.allows_prompt_ids, "ids of its prompt, which were not asked for or came before")

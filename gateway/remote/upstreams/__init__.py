@@ -1,1 +1,1 @@
-"""Fallback of a request to an OpenAI-compatible server."""
+"""Fallback of requests to OpenAI-compatible servers."""

@@ -42,12 +42,14 @@ from protocol.codec import BYTES_PER_TOKEN
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 5.0
-# Errors of this daemon for which a request is never sent to an upstream.
+# A request that fails with one of these codes is never sent to an upstream.
 _NO_FALLBACK_CODES: Final = frozenset({"draining", "cancelled", "body_memory_full"})
 
 
 class UpstreamFallback:
-    """ASGI wrapper of an endpoint of `dialect`. Without `[upstreams]` it only calls the endpoint."""
+    """ASGI wrapper of an endpoint of `dialect`. Without `[upstreams]` in the configuration, it only calls
+    the endpoint.
+    """
 
     def __init__(self, endpoint: ASGIApp, services: Services, dialect: str) -> None:
         self._endpoint = endpoint
@@ -79,7 +81,7 @@ class UpstreamFallback:
             await self._forward(forwarding, scope, receive, send)
 
     def _local(self, name: str, caller: Caller) -> ModelConfig | None:
-        """Find the model of this daemon or its peers; None if this caller has none of that name."""
+        """Find a model of this daemon or its peers. None if the caller may use no model of that name."""
         try:
             return self._services.router.locate(name, caller).model
         except (ModelNotFound, BadRequest):
@@ -88,7 +90,7 @@ class UpstreamFallback:
     def _fallback(
         self, model: ModelConfig | None, body: bytes, is_stream: bool, error: ApiError, caller: Caller
     ) -> "_Forwarding | None":
-        # Upstreams do not have the weights of adapters.
+        # Upstreams do not have the weights of this daemon's adapters.
         if model is None or model.adapter or not caller.may_leave or not _is_fallback_case(model.fallback, error):
             return None
         named = [self._services.config.upstreams[name] for name in model.fallback.to]
@@ -97,7 +99,7 @@ class UpstreamFallback:
         return _Forwarding(model.name, body, is_stream, same, error) if same else None
 
     async def _forward(self, forwarding: "_Forwarding", scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond with the first upstream's response. Raises `ApiError` if no upstream responds."""
+        """Send the response of the first upstream that responds. Raises `ApiError` if none does."""
         services, record = self._services, record_of(scope)
         caller = record.caller
         record.model, record.stream = forwarding.name, forwarding.is_stream
@@ -149,7 +151,7 @@ class UpstreamFallback:
     ) -> None:
         prompt, completion = answer.usage(len(forwarding.body), body.sequences, body.max_tokens)
         record.prompt_tokens, record.completion_tokens = prompt, completion
-        # A request that started in this gateway and then failed was counted there.
+        # If the request started and then failed in this gateway, it was already counted.
         requests = 0 if record.is_booked else body.sequences
         self._services.ledger.book(record.caller.key or "", forwarding.name, requests, prompt, 0, completion)
         if bill is not None:
@@ -158,7 +160,7 @@ class UpstreamFallback:
     async def _request(
         self, forwarding: "_Forwarding", body: UpstreamBody, upstreams: Sequence[UpstreamConfig], scope: Scope
     ) -> UpstreamResponse:
-        """Return the response of the first upstream that serves the request, or the refusal of the last."""
+        """Return the response of the first upstream that serves the request, or else the last upstream's refusal."""
         services, record = self._services, record_of(scope)
         metrics = services.metrics
         refusal: UpstreamResponse | None = None
@@ -194,7 +196,7 @@ class UpstreamFallback:
         if refusal is None:
             message = f"The upstream of {forwarding.name} gave no valid answer."
             raise Unavailable(message, RETRY_AFTER_S, "upstream_unavailable")
-        # The refusal's text is only logged: it is about this daemon's key, or a page of a proxy.
+        # The refusal's text is only logged, because it is about this daemon's key or is a page of a proxy.
         problem = "does not serve this daemon" if refusal.is_about_key else f"answered with HTTP {refusal.status}"
         raise Unavailable(f"The upstream of {forwarding.name} {problem}.", code="upstream_unavailable")
 
@@ -228,7 +230,7 @@ class UpstreamFallback:
 
 @dataclass(frozen=True, slots=True)
 class _Forwarding:
-    """Request for upstreams. `error` is why this daemon could not serve it, None for a model of upstreams alone."""
+    """Request for upstreams. `error` is why this daemon could not serve it; None if only upstreams have the model."""
 
     name: str
     body: bytes
@@ -238,7 +240,7 @@ class _Forwarding:
 
 
 class _StartedSend:
-    """`send` that records whether the response has started."""
+    """A `send` that records whether the response has started."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -250,7 +252,7 @@ class _StartedSend:
 
 
 class _WatchedSend(_StartedSend):
-    """`send` that reports to the watch for clients that do not read."""
+    """A `send` that reports each write to the watch for clients that do not read."""
 
     def __init__(self, send: Send, watch: StreamWatch) -> None:
         super().__init__(send)
@@ -266,7 +268,7 @@ class _WatchedSend(_StartedSend):
 
 
 class _UpstreamRequest:
-    """Request at an upstream, for the list of running requests. Its tokens are known at its end."""
+    """Request at an upstream, as the list of running requests shows it. Its tokens are known only at its end."""
 
     state = "upstream"
     prompt_tokens = cached_tokens = prefilled_tokens = generated_tokens = 0
@@ -278,14 +280,14 @@ class _UpstreamRequest:
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """Cancel it for an operator."""
+        """Cancel the request by order of an operator."""
         if not self._is_cancelled:
             self._is_cancelled = True
             self._patience.reschedule(0.0)
 
     @asynccontextmanager
     async def until_cancelled(self) -> AsyncGenerator[None]:
-        """Run the block until its end or `cancel`, which raises `Cancelled`."""
+        """Run the block until it ends, or until `cancel`, which makes it raise `Cancelled`."""
         try:
             async with self._patience:
                 yield
@@ -300,7 +302,7 @@ def _is_for_client(refusal: UpstreamResponse) -> bool:
 
 
 def _is_fallback_case(fallback: FallbackConfig, error: ApiError) -> bool:
-    """Whether the model's requests may be sent to an upstream after this error."""
+    """Whether a request for the model may be sent to an upstream after this error."""
     if error.code in _NO_FALLBACK_CODES:
         return False
     is_queue = isinstance(error, Overloaded) or error.code == "queue_timeout"
@@ -313,12 +315,12 @@ def _is_fallback_case(fallback: FallbackConfig, error: ApiError) -> bool:
 
 
 def _estimate(forwarding: _Forwarding, body: UpstreamBody, meter: Meter) -> float:
-    """Estimated tokens to be charged."""
+    """Return the estimated tokens to charge."""
     return len(forwarding.body) / BYTES_PER_TOKEN + body.sequences * meter.expected(body.max_tokens)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Make a `receive` that returns a body that was already read."""
+    """Make a `receive` that first returns a body that was already read."""
     is_read = False
 
     async def replay() -> Message:

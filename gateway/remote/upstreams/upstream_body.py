@@ -1,4 +1,4 @@
-"""Body of a request to an upstream: the fields that decide its destination and its cost."""
+"""Body of a request for an upstream: the fields that decide its destination and its cost."""
 
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -10,7 +10,7 @@ from gateway.api.common.structure import check_json
 from gateway.errors import BadRequest
 from protocol.codec import UNREADABLE
 
-# Default `max_tokens` of OpenAI's completions. Chats have no default.
+# OpenAI's completions generate this many tokens if `max_tokens` is missing. Chats have no default.
 _COMPLETION_TOKENS: Final = 16
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 
@@ -36,7 +36,7 @@ class _CostFields(msgspec.Struct, frozen=True):
 
     @property
     def sequences(self) -> int:
-        """Number of sequences: the prompts times their choices."""
+        """Number of sequences: prompts times choices."""
         prompts = 1
         if isinstance(self.prompt, list) and self.prompt and bytes(self.prompt[0])[:1] in (b'"', b"["):
             prompts = len(self.prompt)
@@ -50,19 +50,19 @@ _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class UpstreamBody:
-    """Body within its key's limits. `max_tokens` is the limit of each sequence, None for no limit."""
+    """A body that is within its key's limits. `max_tokens` is the limit of each sequence; None means no limit."""
 
     sequences: int
     max_tokens: int | None
     fields: dict[str, msgspec.Raw]
 
     def with_model(self, model: str) -> bytes:
-        """Encode the body with the model's name at the upstream, and all other fields unchanged."""
+        """Encode the body with the model's name at the upstream. All other fields stay unchanged."""
         return msgspec.json.encode(self.fields | {"model": msgspec.Raw(msgspec.json.encode(model))})
 
 
 def read_routed_fields(body: bytes) -> RoutedFields:
-    """Decode the fields; empty ones for an invalid body, which the endpoint refuses."""
+    """Decode the fields. They are empty if the body is invalid, which the endpoint will refuse."""
     try:
         return _routed_fields.decode(body)
     except UNREADABLE:
@@ -70,7 +70,7 @@ def read_routed_fields(body: bytes) -> RoutedFields:
 
 
 def bounded_body(body: bytes, tokens_max: int) -> UpstreamBody:
-    """Limit the sequences of a body to `tokens_max`, 0 for no limit. Raises `BadRequest`."""
+    """Limit the tokens of each sequence of a body to `tokens_max`; 0 means no limit. Raises `BadRequest`."""
     check_json(body)
     try:
         cost, fields = _cost_fields.decode(body), _fields.decode(body)
