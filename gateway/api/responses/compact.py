@@ -36,7 +36,9 @@ def summary_request(request: InputTokensRequest) -> ResponsesRequest:
 
 
 class SummaryFold:
-    """`Fold` that collects a summary, and answers with it and the user's messages of the conversation."""
+    """`Fold` that collects the model's summary. The answer has the summary and the user's messages of the
+    conversation.
+    """
 
     def __init__(self, conversation: Sequence[InputItem]) -> None:
         self._conversation = conversation

@@ -1,4 +1,6 @@
-"""Decoder of a free-form tool call's text, read from the JSON arguments `{"input": "…"}` while they are generated."""
+"""Decoder of the text of a free-form tool call, read from the JSON arguments `{"input": "…"}` while they
+are generated.
+"""
 
 import json
 import re
@@ -6,7 +8,7 @@ from typing import Final
 
 from gateway.api.responses.tools import INPUT
 
-# JSON before the value of `input`. Arguments of another shape are parsed once they are complete.
+# Matches the JSON before the value of `input`. Arguments of another shape are parsed once they are complete.
 _HEAD: Final = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
 # Matches a run of plain characters, an escape, or a surrogate pair of escapes.
 _PIECE: Final = re.compile(
@@ -18,7 +20,7 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class InputReader:
-    """Incremental decoder that takes pieces of JSON and returns pieces of text, which are final."""
+    """Incremental decoder. It takes pieces of JSON and returns pieces of text, which never change later."""
 
     def __init__(self) -> None:
         self._raw: list[str] = []
@@ -29,11 +31,11 @@ class InputReader:
 
     @property
     def value(self) -> str:
-        """Text returned so far."""
+        """Text that was returned so far."""
         return "".join(self._parts)
 
     def feed(self, text: str) -> str:
-        """Return the text that these arguments add."""
+        """Take a piece of the arguments and return the text that it adds."""
         self._raw.append(text)
         if self._is_over:
             return ""
@@ -47,7 +49,7 @@ class InputReader:
         return self._emit(self._read(is_end=False))
 
     def finish(self) -> str:
-        """Return the remaining text; for arguments of another shape, the whole text."""
+        """Return the rest of the text. If the arguments have another shape, that is the whole text."""
         if self._is_over:
             return ""
         if self._is_inside:
@@ -72,7 +74,7 @@ class InputReader:
                 self._is_over = True
                 break
             piece = _PIECE.match(pending, position)
-            if piece is None:  # A lone backslash ends the input.
+            if piece is None:  # What remains is a lone backslash, with which the input ends.
                 break
             decoded.append(_decode(piece.group()))
             position = piece.end()
@@ -93,7 +95,7 @@ def _decode(piece: str) -> str:
 
 
 def _salvage(raw: str) -> str:
-    """Return the text in arguments of another shape: the only string in them, or all of them unchanged."""
+    """Return the text of arguments of another shape: the only string in them, or all of them unchanged."""
     try:
         arguments = json.loads(raw, strict=False)
     except (ValueError, RecursionError):

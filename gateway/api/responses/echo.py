@@ -1,4 +1,4 @@
-"""The state of a response before its generation: the request's fields, with defaults filled in."""
+"""State of a response before its generation: the fields of the request with defaults filled in."""
 
 import msgspec
 from msgspec import UNSET

@@ -12,7 +12,7 @@ from gateway.errors import ApiError
 from gateway.request.body_memory import LARGE_BYTES
 from protocol.from_worker import Delta, Finish
 
-# Approximate size of the text of a delta, which is about a word.
+# Approximate size of a delta's text, which is about a word.
 DELTA_BYTES: Final = 8
 
 _encode = msgspec.json.Encoder().encode
@@ -20,10 +20,10 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class ResponseRun:
-    """Run of one response, from its request to its last state. Owned by its request; another request may `cancel` it.
+    """Run of one response, from its request to its last state. Its request owns it; another request may `cancel` it.
 
-    `keep` stores a state. `stop` ends the sequences. `request_bytes` is the size of the request's body, which the
-    response echoes in part. `last` is the last state; None until the response has ended.
+    `keep` stores a state. `stop` ends the sequences. `request_bytes` is the size of the request's body, a part of which
+    the response repeats. `last` is the last state; None until the response has ended.
     """
 
     response: out.Response
@@ -48,18 +48,18 @@ class ResponseRun:
 
     @property
     def size_bytes(self) -> int:
-        """Approximate size of a snapshot as JSON."""
+        """Approximate size of the response as JSON."""
         return self.request_bytes + DELTA_BYTES * self.output.deltas
 
     def cancel(self) -> out.Response:
-        """Cancel the response, and return its state after that."""
+        """Cancel the response and return its new state."""
         self.is_cancelled = True
         if self._rids:
             self.stop(self._rids)
         return self._state("cancelled")
 
     def complete(self) -> out.Response:
-        """Return the last state of a response whose sequence reached its end."""
+        """Return the last state of a response whose sequence has ended without a failure."""
         usage = None if self.output.usage is None else out.ResponseUsage.of(self.output.usage)
         if self.output.finish is Finish.LENGTH:
             last = msgspec.structs.replace(
@@ -76,7 +76,7 @@ class ResponseRun:
         if not self.is_cancelled:
             last = msgspec.structs.replace(last, error=out.ErrorInfo.of(error))
             if not self.output.deltas and self.request_bytes >= LARGE_BYTES:
-                # The stored error of a refused request lacks the request's large fields.
+                # If the request was refused, its large fields are not stored with the error.
                 last = msgspec.structs.replace(last, instructions=None, tools=[])
         self._end(last)
         return last
@@ -94,7 +94,7 @@ class ResponseEncoder:
 
     def __init__(self, run: ResponseRun) -> None:
         self._run = run
-        # `begin` writes the events 0 and 1, and may run after the first `encode`.
+        # The first number is 2: `begin` writes the events 0 and 1, and may run after the first `encode`.
         self._number = 2
 
     def bind(self, rids: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ class ResponseEncoder:
         return self._write([event for delta in deltas for event in add(delta)])
 
     def keepalive(self) -> bytes:
-        # Codex's idle timer is reset by events, not by comments.
+        # An event is sent, because Codex's idle timer is reset by events but not by comments.
         return self._write([out.InProgress(self._run.response)])
 
     def error(self, error: ApiError) -> bytes:
@@ -139,7 +139,7 @@ class QueuedStream(ResponseEncoder):
     """Encoder of a background response's events, the first of which reports that it is queued."""
 
     def skip(self, count: int) -> int:
-        """Skip event numbers, and return the next number."""
+        """Leave out `count` event numbers and return the next number."""
         self._number += count
         return self._number
 

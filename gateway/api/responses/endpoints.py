@@ -72,17 +72,17 @@ class Responses:
             self._store, lambda: services.config.server.max_body_bytes, self._backgrounds.is_running
         )
         self._retrieval = Retrieval(services, self._history)
-        # Streams that are being written, by id, with their tenants.
+        # Maps the ids of streams that are being written to their tenant and run.
         self._running: dict[str, tuple[str, ResponseRun]] = {}
-        # An existing database is checked now, so that the first client who returns need not wait.
+        # An existing database is checked now, so that the first client that needs it does not wait.
         self.apply(server)
 
     async def resume(self) -> None:
-        """Resume the responses that an earlier daemon left. Called before any request is served."""
+        """Resume the responses that an earlier daemon left. Call it before any request is served."""
         await Resumption(self._services, self._history, self._journals, self._backgrounds).run()
 
     def leave(self) -> None:
-        """Leave background responses to the next daemon, at once."""
+        """Leave background responses to the next daemon immediately."""
         self._backgrounds.leave()
 
     def apply(self, server: ServerConfig) -> None:
@@ -90,7 +90,7 @@ class Responses:
         self._store.limit(server.response_store_bytes, server.response_store_age_s)
 
     def close(self) -> None:
-        """Finish writing to the disk. No other call may follow."""
+        """Finish writing to the disk. No method may be called after this."""
         self._journals.close()
         self._store.close()
 
@@ -123,7 +123,7 @@ class Responses:
         request, ignored = await serve.read(services, record, scope, receive, decode_count)
         request, before = await self._resolved(record, request)
         conversation = [*before, *request.items]
-        # A conversation that could not be continued is refused instead of summarized.
+        # The request is lowered only to refuse a conversation that could not be continued.
         await services.bodies.work(record.body_bytes, lower_prompt, request, toolbox(request), before)
         asking = summary_request(request)
         model, seed, prompt = await self._begin(record, asking, conversation, toolbox(asking), ignored)
@@ -181,7 +181,9 @@ class Responses:
         await self._retrieval.send_items(_path_id(scope), query, _limit(query), record_of(scope), send)
 
     def _find(self, tenant: str, response_id: str) -> tuple[Background | None, ResponseRun | None]:
-        """Return a tenant's background response and its run, or the run of a stream that is being written."""
+        """Return the tenant's background response and its run, or None and the run of a stream that is
+        being written.
+        """
         background = self._backgrounds.find(tenant, response_id)
         if background is not None:
             return background, background.run
@@ -219,7 +221,7 @@ class Responses:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Start a background response, and answer with its state, or with its events if the request is for a stream."""
+        """Start a background response. Answer with its state, or with its events if the request asks for a stream."""
         record = job.record
         if not self._history.is_on:
             raise BadRequest("'background' needs [server] response_store, which is off.", "background")
@@ -230,14 +232,14 @@ class Responses:
             else:
                 await self._retrieval.send_state(run, run.snapshot(), record, send, record.headers)
         except ApiError:
-            # The client cannot know the response's id, and sends its request again.
+            # The client has not learned the response's id and will send its request again.
             await self._backgrounds.forget(background)
             raise
 
     def _run(
         self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: RequestRecord, media: Sequence[Media]
     ) -> tuple[ResponseRun, list[InputItem]]:
-        """Return the run of the response, and the response's input items as they are stored."""
+        """Return the run of the response, and the response's input items in the form in which they are stored."""
         stem = secrets.token_hex(20)
         is_stored = self._history.is_on and request.store is not False
         response = echo(request, box, model, id_of(stem), serve.now(), is_stored)
@@ -269,7 +271,9 @@ def _journaled(run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputI
 
 
 def _starting_after(query: QueryParams) -> int | None:
-    """Return the number of the client's last event, -1 for none; None for no stream. Raises `BadRequest`."""
+    """Return the number of the last event that the client has, -1 for none; None if it asks for no stream. Raises
+    `BadRequest`.
+    """
     given = query.get("starting_after")
     if query.get("stream", "").lower() != "true":
         if given is not None:

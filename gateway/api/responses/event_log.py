@@ -6,17 +6,17 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-# Limit of one response's log: about 40,000 tokens. At the limit, the older half is dropped.
+# Maximum size of one response's log, about 40,000 tokens. When it is reached, the older half is dropped.
 LOG_BYTES_MAX: Final = 8 * 1024 * 1024
-# Limit of one read, which makes a copy for its reader.
+# Maximum size of one read, which copies the bytes for its reader.
 READ_BYTES_MAX: Final = 64 * 1024
-# Values of at least this size that the events repeat are left out of the kept events.
+# If the events repeat a value of at least this size, the log does not store it.
 REPEATED_MIN_BYTES: Final = 64 * 1024
 _END: Final = b"\n\n"
 
 
 class EventsGone(Exception):
-    """Raised when the next events of a reader were dropped."""
+    """Raised when events that a reader has not read yet were dropped."""
 
 
 class ReaderPosition(NamedTuple):
@@ -27,7 +27,7 @@ class ReaderPosition(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """Position in the kept bytes where a repeated value was left out, and the value's range in the echo."""
+    """Position in the stored bytes where a repeated value was left out, and the value's range in the echo."""
 
     at: int
     begin: int
@@ -37,13 +37,15 @@ class _Gap(NamedTuple):
 class EventLog:
     """Log of events in order, numbered from 0, with one writer and any number of readers.
 
-    Two flat buffers hold the bytes and the end of each event; a token takes no other memory. Several events repeat
-    values of the request, which may be most of a large body. These values are left out of the kept bytes; a reader
-    passes them to `read`, one after the other, as the echo.
+    Two flat buffers hold the events' bytes and the offset where each event ends, so there is no object per event. Some
+    events repeat ("echo") values of the request, which can be most of a large body. The log does not store these
+    values; a reader passes all of them to `read`, concatenated, as the echo.
     """
 
     def __init__(self, max_bytes: int = LOG_BYTES_MAX, repeated: Sequence[Callable[[], bytes]] = ()) -> None:
-        """Each function in `repeated` returns a value as events contain it, always the same."""
+        """Each function in `repeated` returns one repeated value as the events contain it. It must always return the
+        same bytes.
+        """
         self._max_bytes = max_bytes
         self._repeated: list[Callable[[], bytes]] = []
         self.echo_bytes = 0
@@ -53,7 +55,7 @@ class EventLog:
                 self.echo_bytes += size
         self._gaps: list[_Gap] = []
         self._data = bytearray()
-        # Ends of the events in `_data`; the first event has the number `_first`.
+        # Offsets in `_data` where the events end. The first event has the number `_first`.
         self._ends = array("Q")
         self._first = 0
         self._new_events: asyncio.Future[None] | None = None
@@ -64,7 +66,7 @@ class EventLog:
         return len(self._data) + self._ends.itemsize * len(self._ends)
 
     def add(self, data: bytes) -> None:
-        """Append whole events, possibly none, and wake the readers."""
+        """Append whole events, or none if `data` is empty, and wake the readers."""
         if not data:
             return
         begin, place = len(self._data), 0
@@ -91,7 +93,7 @@ class EventLog:
         self._wake()
 
     def check(self, place: ReaderPosition) -> None:
-        """Raises `EventsGone` if the next event of a reader was dropped."""
+        """Raises `EventsGone` if the reader's next event was dropped."""
         if place.number < self._first:
             raise EventsGone
 
@@ -102,8 +104,8 @@ class EventLog:
     async def read(self, place: ReaderPosition, timeout_s: float, echo: bytes = b"") -> tuple[bytes, ReaderPosition]:
         """Return the events that follow `place`, and the position after them.
 
-        Returns no bytes on timeout, and at the end. Only an event that is larger than a read comes in pieces. Raises
-        `EventsGone` for a reader that is too slow.
+        Returns no bytes on timeout and at the end of the log. Only an event that is larger than a read comes in pieces.
+        Raises `EventsGone` if the reader is too slow.
         """
         self.check(place)
         if place.number - self._first >= len(self._ends) and not self.is_over:
@@ -122,7 +124,9 @@ class EventLog:
         return self._ends[index - 1] if index else 0
 
     def _whole_events(self, index: int, begin: int) -> int:
-        """Return the index after the last whole event without a gap that fits into one read; `index` if none does."""
+        """Return the index after the last whole event that fits into one read and has no gap; `index` if
+        there is none.
+        """
         end = begin + READ_BYTES_MAX
         if gap := self._gaps_of(begin, end)[:1]:
             end = gap[0].at
@@ -144,7 +148,7 @@ class EventLog:
         return piece, place._replace(offset=place.offset + len(piece))
 
     def _parts(self, index: int, echo: bytes) -> list[tuple[bytes | bytearray, int, int]]:
-        """Return the slices of buffers that make up an event."""
+        """Return the slices of `_data` and of the echo that make up an event."""
         begin, end = self._begin(index), self._ends[index]
         parts: list[tuple[bytes | bytearray, int, int]] = []
         for gap in self._gaps_of(begin, end):
@@ -153,7 +157,7 @@ class EventLog:
         return [*parts, (self._data, begin, end)]
 
     def _gaps_of(self, begin: int, end: int) -> list[_Gap]:
-        """Return the gaps between two positions in the kept bytes."""
+        """Return the gaps between two positions in the stored bytes."""
         return [gap for gap in self._gaps if begin <= gap.at < end]
 
     def _leave_out(self, data: bytes) -> bytes:
@@ -188,7 +192,9 @@ class EventLog:
             self._new_events = None
 
     def _drop_older_half(self) -> None:
-        """Drop the older half of the events, at least one if there are two; the newest stays, however large it is."""
+        """Drop the older half of the events, at least one if there are two. The newest event stays, however large it
+        is.
+        """
         count = min(max(1, bisect_left(self._ends, len(self._data) // 2)), len(self._ends) - 1)
         if count <= 0:
             return

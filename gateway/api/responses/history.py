@@ -1,4 +1,4 @@
-"""History of a response: the stored responses that it continues, and the items in them."""
+"""History of a response: the stored responses that it continues, and their items."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 CONVERSATION_ITEMS_MAX: Final = 20_000
 
-# The `param` of media in a request's own input begins so, unlike that of media in the conversation before it.
+# The `param` of media in the request's own input begins with this; that of media in the earlier conversation does not.
 OWN_MEDIA: Final = "input["
 _RESPONSE: Final = "resp_"
 _PREFIXES: Final = {
@@ -60,9 +60,9 @@ class ResponseNotFound(ApiError):
 
 
 def numbered(items: Sequence[InputItem], stem: str) -> list[InputItem]:
-    """Return input items as they are listed: each has the client's id or one that is made here.
+    """Return input items as they are listed. Each has the client's id, or an id that is made here from `stem`.
 
-    Items that are never shown to a model here are listed without their content.
+    Items that no model here ever sees are listed without their content.
     """
     return [
         msgspec.structs.replace(
@@ -113,8 +113,8 @@ def _by_digest(part: ContentPart, digest: bytes | None) -> ContentPart:
 class ResponseHistory:
     """Access to the store for this API. Methods raise `ApiError`.
 
-    `limit_bytes` is the maximum size of the stored items that one request may read: a conversation is no larger than a
-    body. Stored JSON is decoded in the store's thread.
+    `limit_bytes` is the maximum size of the stored items that one request may read, because a conversation may be no
+    larger than a body. Stored JSON is decoded in the store's thread.
     """
 
     def __init__(self, store: Store, limit_bytes: Callable[[], int], is_running: Callable[[str], bool]) -> None:
@@ -130,7 +130,7 @@ class ResponseHistory:
     def keeper(
         self, tenant: str, inputs: Sequence[InputItem], media: Sequence[Media], about_bytes: int
     ) -> Callable[[out.Response], None]:
-        """Return a function that stores a state of one response, with the response's input items and their media."""
+        """Return a function that stores a state of the response, together with its input items and their media."""
         own = {each.digest: each.data for each in media if each.param.startswith(OWN_MEDIA)}
         size = about_bytes + sum(map(len, own.values()))
 
@@ -147,7 +147,7 @@ class ResponseHistory:
         return keep
 
     def media(self, record: RequestRecord) -> Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]:
-        """Return a function that loads stored media of the request's tenant by digest. It raises `ApiError`."""
+        """Return a function that loads the tenant's stored media by digest. That function raises `ApiError`."""
 
         async def load(digests: Sequence[bytes]) -> dict[bytes, bytes]:
             try:
@@ -159,21 +159,21 @@ class ResponseHistory:
         return load
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
-        """Raises `ResponseNotFound`."""
+        """Return a stored response. Raises `ResponseNotFound`."""
         stored = await self._read(lambda database: database.get(tenant, response_id))
         if stored is None:
             raise ResponseNotFound(response_id)
         return stored
 
     async def sizes(self, tenant: str, response_id: str) -> StoredSizes:
-        """Raises `ResponseNotFound`."""
+        """Return the sizes of a stored response. Raises `ResponseNotFound`."""
         sizes = await self._read(lambda database: database.sizes(tenant, response_id))
         if sizes is None:
             raise ResponseNotFound(response_id)
         return sizes
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """Raises `ResponseNotFound`."""
+        """Delete a stored response. Raises `ResponseNotFound`."""
         if not await self._read(lambda database: database.delete(tenant, response_id)):
             raise ResponseNotFound(response_id)
 
@@ -190,7 +190,7 @@ class ResponseHistory:
         except StoredTooLarge:
             raise self._too_large("previous_response_id") from None
         except NotContinued as error:
-            # A response never ends if the daemon that was generating it has ended.
+            # A response that is stored as running has failed if no task generates it any more.
             has_failed = error.status == "failed" or not self._is_running(previous)
             what, code = ("failed", "failed") if has_failed else ("not ended", "not_ended")
             message = f"Response {previous[:100]!r} has {what}: a conversation cannot go on from it."
@@ -208,7 +208,7 @@ class ResponseHistory:
         return items
 
     async def resolved(self, record: RequestRecord, items: Sequence[InputItem]) -> list[InputItem]:
-        """Replace each reference by the item to which it refers. References to unknown items stay."""
+        """Replace each reference by the item that it names. References to unknown items stay."""
         references = [item.id for item in items if item.id and item.kind == "item_reference"]
         if not references:
             return list(items)
@@ -218,7 +218,7 @@ class ResponseHistory:
         except StoredTooLarge:
             raise self._too_large("input") from None
         owned = {item.id: item for item in owners}
-        # An item counts once for each reference to it.
+        # An item is counted once for each reference to it.
         sizes = {item_id: len(_encode(owned[item_id])) for item_id in dict.fromkeys(references) if item_id in owned}
         size = sum(sizes.get(item_id, 0) for item_id in references)
         if size > room:
@@ -261,7 +261,7 @@ def tenant_of(record: RequestRecord) -> str:
 
 
 def has_ended(stored: StoredResponse) -> bool:
-    """Whether the generation of a response had ended when the response was stored."""
+    """Whether the response had ended when it was stored."""
     return _status.decode(stored.body).status not in UNENDED
 
 
@@ -271,7 +271,7 @@ def inputs_of(stored: StoredResponse) -> list[InputItem]:
 
 
 def _turns(stored: StoredResponse) -> list[InputItem]:
-    """Return the items with which a conversation continues. Runs in the store's thread."""
+    """Return the items that a conversation continues after. Runs in the store's thread."""
     answer = _output.decode(stored.body)
     if answer.status == "failed" or answer.status in UNENDED:
         raise NotContinued(answer.status)
@@ -284,6 +284,6 @@ def _all_items(stored: StoredResponse) -> list[InputItem]:
 
 
 async def _reserve_more(record: RequestRecord, size_bytes: int) -> None:
-    """Count stored items that are read as a part of the request's body."""
+    """Reserve memory for stored items, which are counted as a part of the request's body."""
     record.body_bytes += size_bytes
     await reserve(record, record.body_bytes)

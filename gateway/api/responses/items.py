@@ -1,4 +1,4 @@
-"""Output items of a response from canonical events, with the stream events of each step."""
+"""Output items of a response, made from canonical events, with the stream events of each step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ INCOMPLETE: Final = "incomplete"
 
 
 class ResponseOutput:
-    """Items of one response so far. Owned by its encoder. Item ids are derived from the response's `stem`.
+    """Items of one response so far. The response's encoder owns them. Item ids are derived from the response's `stem`.
 
     With `is_sealed`, reasoning is also sent as `encrypted_content`.
     """
@@ -35,13 +35,13 @@ class ResponseOutput:
         self._open: _Message | _Reasoning | _Call | None = None
         # Log-probabilities of text that the parser still holds back.
         self._early_logprobs: list[ContentLogprob] = []
-        # Number of deltas so far.
+        # Number of deltas added so far.
         self.deltas = 0
         self.finish: Finish | None = None
         self.usage: Usage | None = None
 
     def add(self, delta: Delta) -> Events:
-        """Return the events for a delta."""
+        """Add a delta and return its events."""
         self.deltas += 1
         events = self._add(delta)
         if delta.finish is not None:
@@ -49,7 +49,7 @@ class ResponseOutput:
         return events
 
     def close(self) -> Events:
-        """Return the events that end the last item, with status incomplete if the tokens ran out."""
+        """End the last item and return the events for that. The item is incomplete if the token limit was reached."""
         status = INCOMPLETE if self.finish is Finish.LENGTH else COMPLETED
         if self._open is None and not self._done:
             # Clients expect a message, even if it is empty.
@@ -195,7 +195,7 @@ class _Call:
 
     @property
     def has_json(self) -> bool:
-        """Whether the arguments are valid JSON. A call that broke off must not look executable."""
+        """Whether the arguments are valid JSON. A call that was cut off must not look executable."""
         try:
             msgspec.json.decode("".join(self.texts), type=msgspec.Raw)
         except msgspec.DecodeError:

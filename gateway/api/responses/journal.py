@@ -1,4 +1,4 @@
-"""Journals: one file for each running background response, from which the next daemon resumes the response.
+"""Journals. Each running background response has a file from which the next daemon can resume it.
 
 Events are published to clients only after their tokens were written, so no client ever has more than the file.
 """
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SUFFIX: Final = ".journal"
-# Minimum time between two writes of the journals. It is about a frame of a screen, and several tokens of a fast model.
+# Minimum time between two writes of the journals: about a frame of a screen, and several tokens of a fast model.
 WRITE_INTERVAL_S: Final = 0.02
-# Events wait at most this long for the disk; so does the creation of a file, which holds a large request. After that
-# the journal is abandoned, and its response ends with the daemon.
+# Events wait at most this long for the disk, and so does the creation of a file, which contains a large request. After
+# this time the journal is abandoned, and its response ends with the daemon.
 WRITE_TIMEOUT_S: Final = 2.0
 CREATE_TIMEOUT_S: Final = 10.0
 _JOURNALS_FULL: Final = "the journals of all, or those of its key, fill [server] response_journal"
@@ -46,7 +46,7 @@ _BOOT_ID_TIMEOUT_S: Final = 5.0
 
 @cache
 def boot_id() -> str:
-    """Return the id of this boot of the machine; empty if the system has none."""
+    """Return the id of the machine's current boot; empty if the system has none."""
     try:
         if _BOOT_ID_FILE.exists():
             return _BOOT_ID_FILE.read_text().strip()
@@ -58,11 +58,11 @@ def boot_id() -> str:
 
 
 class ResponseJournal:
-    """Journal of one response. Except for the work on the file, it is used on the event loop only.
+    """Journal of one response. Except for work on the file, it is used on the event loop only.
 
     `is_sound` is true while the file has everything that was published to clients. A file that can no longer be written
-    is deleted, and events are published without it. `owner` is the key against whose share of the limit the file
-    counts. `file` is open for appending; it is None while the file is being created, and once it is closed.
+    is deleted, and events are then published without it. `owner` is the key whose share of the size limit the file
+    uses. `file` is the file open for appending; None while it is being created, and after it is closed.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class ResponseJournal:
         self._journals = journals
         self._show = show
         self._records: list[bytes] = []
-        # Events that wait for their records to be written. The writing thread has the first `_writing` of them.
+        # Events that wait for their records to be written. The thread is now writing the records of the first
+        # `_writing` events.
         self._unshown: list[bytes] = []
         self._writing = 0
         self._settled: asyncio.Future[None] | None = None
@@ -97,7 +98,7 @@ class ResponseJournal:
         self._journals.wake(self)
 
     async def settle(self) -> None:
-        """Return once all earlier events are published, at the latest after WRITE_TIMEOUT_S."""
+        """Return once all earlier events are published, after at most WRITE_TIMEOUT_S."""
         if self._unshown:
             if self._settled is None:
                 self._settled = asyncio.get_running_loop().create_future()
@@ -111,14 +112,14 @@ class ResponseJournal:
             await self._journals.close_file(self, is_kept=True)
 
     async def remove(self) -> None:
-        """Delete the file of a response that is stored, or that is not to be stored."""
+        """Delete the file, because the response is stored or is not to be stored."""
         await self.settle()
         if self.is_sound:
             self._show_all()
             await self._journals.close_file(self, is_kept=False)
 
     def abandon(self, reason: str) -> None:
-        """Continue without the file."""
+        """Give the file up and continue without it."""
         if self.is_sound:
             self._journals.note_loss(self, reason)
             self._show_all()
@@ -133,7 +134,7 @@ class ResponseJournal:
         self._note_settled()
 
     def begin_write(self) -> bytes:
-        """Return the frames for the writing thread."""
+        """Return the records that the thread is to write now, encoded as frames."""
         data, self._records, self._writing = b"".join(self._records), [], len(self._unshown)
         return data
 
@@ -157,9 +158,9 @@ class ResponseJournal:
 class ResponseJournals:
     """Folder of the journals. Used on the event loop only; threads work on the files.
 
-    One thread writes the records of all journals, one batch after the other, so that a loaded disk gets larger batches.
-    Another thread creates, reads and deletes files, so that a large request does not delay the tokens of others.
-    `limit_bytes` is for all files; 0 turns journals off. One key may fill half of it while `has_others`.
+    One thread writes the records of all journals, batch after batch, so that a slow disk gets larger batches. Another
+    thread creates, reads and deletes files, so that a large request does not delay the tokens of others. `limit_bytes`
+    is for all files together; 0 turns journals off. While `has_others`, one key may use half of it.
     """
 
     def __init__(
@@ -185,7 +186,9 @@ class ResponseJournals:
     def create(
         self, response_id: str, request: JournaledRequest, about_bytes: int, show: Callable[[bytes], None]
     ) -> ResponseJournal:
-        """Create the journal of a new response, of about `size_bytes`. Without room, the journal is not sound."""
+        """Create the journal of a new response, of about `about_bytes`. If there is no room, the journal is
+        not sound.
+        """
         journal = ResponseJournal(self, self._folder / f"{response_id}{SUFFIX}", show, request.key or "")
         if not self.is_on:
             journal.is_sound = False
@@ -211,7 +214,7 @@ class ResponseJournals:
         return await self._on_files(lambda: _paths(self._folder))
 
     async def read(self, path: Path) -> ContentRecord:
-        """Raises `NotUnderstood` and `OSError`."""
+        """Read a file. Raises `NotUnderstood` and `OSError`."""
         return await self._on_files(lambda: parsed(path.read_bytes()))
 
     async def discard(self, path: Path) -> None:
@@ -220,7 +223,7 @@ class ResponseJournals:
             await self._on_files(lambda: path.unlink(missing_ok=True))
 
     def close(self) -> None:
-        """Finish pending work. No other call may follow."""
+        """Finish pending work. No method may be called after this."""
         for timer in (self._timer, self._next):
             if timer is not None:
                 timer.cancel()
@@ -228,7 +231,7 @@ class ResponseJournals:
         self._writer.shutdown()
 
     def reserve(self, journal: ResponseJournal, size_bytes: int) -> bool:
-        """Reserve `size_bytes` more. Returns False if there is no room."""
+        """Reserve `size_bytes` more for a journal. Returns False if there is no room."""
         limit = self._limit_bytes()
         is_within_share = self._held[journal.owner] + size_bytes <= share_bytes(limit, self._has_others())
         has_room = self._held.total() + size_bytes <= limit and is_within_share
@@ -237,7 +240,7 @@ class ResponseJournals:
         return has_room
 
     def wake(self, journal: ResponseJournal) -> None:
-        """Schedule a write for a journal with records or events."""
+        """Schedule a write for a journal that has records or events waiting."""
         if journal.file is not None:
             self._dirty[journal] = None
             self._schedule()
@@ -261,7 +264,7 @@ class ResponseJournals:
         journal.size_bytes += size_bytes
 
     def _detach(self, journal: ResponseJournal) -> int | None:
-        """Remove a journal, free its bytes, and return its file."""
+        """Remove a journal from the folder's accounts, free its bytes, and return its open file."""
         self._dirty.pop(journal, None)
         self._held[journal.owner] -= journal.size_bytes
         if not self._held[journal.owner]:
@@ -323,7 +326,7 @@ class ResponseJournals:
             self._schedule()
 
     def _check(self) -> None:
-        # One timer serves many writes: when it fires, it checks the newest write.
+        # The timer is not restarted for each write: when it fires, it checks the newest write.
         loop = asyncio.get_running_loop()
         self._timer = None
         if not self._writing:
@@ -332,7 +335,7 @@ class ResponseJournals:
         if left_s <= 0:
             for journal in [*self._writing, *self._dirty]:
                 journal.abandon("the disk does not keep up")
-        # Records that arrive while the thread is still writing wait no longer than this either.
+        # Records that arrive while the thread is still writing also wait at most this long.
         self._timer = loop.call_later(left_s if left_s > 0 else WRITE_TIMEOUT_S, self._check)
 
     async def _on_files(self, action: Callable[[], T]) -> T:
@@ -340,7 +343,7 @@ class ResponseJournals:
 
 
 def _call_back(call: Future[T], note: Callable[[Future[T]], None]) -> None:
-    """Call `note` on the event loop once a thread's call has ended, unless the loop ends first."""
+    """Call `note` on the event loop when a thread's call has ended, unless the loop has ended before."""
     loop = asyncio.get_running_loop()
 
     def done(call: Future[T]) -> None:

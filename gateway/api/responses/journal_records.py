@@ -1,6 +1,4 @@
-"""Records of a journal: the request, then each piece of the output, framed so that a damaged end of the file is
-detected.
-"""
+"""Records of a journal: the request, then each piece of the output. Their framing reveals a damaged end of the file."""
 
 import struct
 import zlib
@@ -18,7 +16,7 @@ from protocol.codec import UNREADABLE
 from protocol.from_worker import Delta
 from protocol.to_worker import Generate
 
-# First line of a file, different for each format, so that no version reads a format that it does not know.
+# First line of a file. Each format has its own, so that no version reads a format that it does not know.
 MAGIC: Final = b"mlxd-journal 1\n"
 # Each record is preceded by its length and its CRC-32.
 _HEAD: Final = struct.Struct("<II")
@@ -27,8 +25,8 @@ _HEAD: Final = struct.Struct("<II")
 class JournaledRequest(Struct, frozen=True, omit_defaults=True):
     """First record of a journal: a background response before its first token, with all that its generation needs.
 
-    `key` is the name of the caller's key; `path` is the path of the model's weights. `began` is wall-clock time, and a
-    `limit_s` of 0 means no limit. `inputs` are the response's input items as they are stored. `is_everybodys` is set if
+    `key` is the name of the caller's key; `path` is the path of the model's weights. `began` is wall-clock time;
+    `limit_s` 0 means no limit. `inputs` are the response's input items as they are stored. `is_everybodys` is set if
     the caller was anonymous.
     """
 
@@ -48,7 +46,7 @@ class JournaledRequest(Struct, frozen=True, omit_defaults=True):
 
 
 class BeginRecord(Struct, frozen=True, array_like=True, tag=1):
-    """Start of the records of one daemon. `boot` is the id of the machine's boot; empty if it is not known."""
+    """Record with which each daemon begins its part. `boot` is the id of the machine's boot; empty if unknown."""
 
     boot: str
 
@@ -58,9 +56,9 @@ class StartRecord(Struct, frozen=True, array_like=True, tag=2):
 
 
 class DeltaRecord(Struct, frozen=True, array_like=True, tag=3):
-    """Deltas that were encoded together. If they are encoded together again, their events get the same numbers.
+    """Deltas that were encoded together. Encoding them together again gives their events the same numbers.
 
-    `left_out` are the numbers of turns and tokens that were left out of the prompt.
+    `left_out` has the numbers of turns and of tokens that were left out of the prompt.
     """
 
     deltas: list[Delta]
@@ -72,7 +70,9 @@ class ShutdownRecord(Struct, frozen=True, array_like=True, tag=4):
 
 
 class PlacementRecord(Struct, frozen=True, array_like=True, tag=5):
-    """Form of the model, here or at a peer, that generates the following deltas."""
+    """Record of a new place, here or at a peer. `form` is the model's form there, which generates the
+    following deltas.
+    """
 
     form: str
 
@@ -82,7 +82,7 @@ Record = BeginRecord | StartRecord | DeltaRecord | ShutdownRecord | PlacementRec
 
 @dataclass(frozen=True, slots=True)
 class ContentRecord:
-    """Content of a journal. `whole_bytes` is the position after its last complete record."""
+    """Content of a journal. `whole_bytes` is the position after the last complete record."""
 
     request: JournaledRequest
     records: list[Record]
@@ -90,7 +90,7 @@ class ContentRecord:
 
 
 class NotUnderstood(Exception):
-    """Raised for a file that is no journal, or a journal of another version."""
+    """Raised if the file is no journal, or a journal of another version."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -99,13 +99,13 @@ _record: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def framed(record: Record | JournaledRequest) -> bytes:
-    """Return a record as it is written in the file."""
+    """Encode a record with its frame."""
     payload = _encode(record)
     return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def parsed(data: bytes) -> ContentRecord:
-    """Return the content of a file, up to the first record that is cut off or damaged. Raises `NotUnderstood`."""
+    """Return the content of a file up to the first record that is cut off or damaged. Raises `NotUnderstood`."""
     if not data.startswith(MAGIC):
         raise NotUnderstood("its first line is another")
     first, place = _payload(data, len(MAGIC))
@@ -124,7 +124,7 @@ def parsed(data: bytes) -> ContentRecord:
 
 
 def _payload(data: bytes, place: int) -> tuple[memoryview, int]:
-    """Return the record that begins at `place`, empty if there is none, and the position of its end."""
+    """Return the payload of the record that begins at `place`, empty if there is none, and the position of its end."""
     begin = place + _HEAD.size
     if begin > len(data):
         return memoryview(b""), place

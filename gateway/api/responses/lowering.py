@@ -1,4 +1,4 @@
-"""Lowering of a Responses request, with the conversation before it, to one `protocol.Generate`."""
+"""Lowering of a Responses request, with the earlier conversation, to one `protocol.Generate`."""
 
 import base64
 import binascii
@@ -34,10 +34,10 @@ from protocol.to_worker import Constraint, Generate, Sampling
 T = TypeVar("T")
 
 TEXT_SEPARATOR: Final = "\n\n"
-# `encrypted_content` that begins so is reasoning that mlxd sealed, for clients that send no other form back.
+# `encrypted_content` with this prefix is reasoning that mlxd sealed. Some clients send reasoning back in no other form.
 SEAL: Final = "mlxd1."
 SUMMARY_PREFIX: Final = "Summary of the conversation so far:\n"
-# Calls that other servers ran in earlier turns, which cannot be shown to a model here.
+# Items of calls that other servers ran in earlier turns. Models here cannot be shown such calls.
 FOREIGN_ITEMS: Final = frozenset(
     {
         "web_search_call",
@@ -64,12 +64,12 @@ FOREIGN_ITEMS: Final = frozenset(
 
 
 def seal(reasoning: str) -> str:
-    """Encode reasoning as an opaque text. It is not encrypted, because it belongs to the client anyway."""
+    """Encode reasoning as opaque text. It is not encrypted, because the client may read it anyway."""
     return SEAL + base64.b64encode(reasoning.encode()).decode()
 
 
 def unseal(sealed: str | None) -> str | None:
-    """Decode a text made by `seal`. Returns None for other texts, and for one that was damaged in transit."""
+    """Decode a text made by `seal`. Returns None for any other text, and for one that was damaged in transit."""
     if sealed is None or not sealed.startswith(SEAL):
         return None
     try:
@@ -81,9 +81,9 @@ def unseal(sealed: str | None) -> str | None:
 def lower_prompt(
     request: InputTokensRequest, box: Toolbox, history: Iterable[InputItem]
 ) -> tuple[ChatPrompt, list[str]]:
-    """Return the prompt, and the names of the input items that were left out. References must be resolved.
+    """Return the prompt and the names of the input items that were left out. References must be resolved before.
 
-    The model is not known yet, so `with_thinking` adds its configuration later. Raises `BadRequest`.
+    The model is not known yet; `with_thinking` applies its configuration later. Raises `BadRequest`.
     """
     turns = _Turns()
     if isinstance(request.instructions, str):
@@ -96,7 +96,7 @@ def lower_prompt(
     if not messages:
         raise missing_parameter("input")
     kwargs = template_kwargs(request.chat_template_kwargs)
-    # A request that cannot be answered is refused here, even if only its tokens are counted.
+    # A request that cannot be answered is refused here, even if it only asks to count its tokens.
     _constraint(request)
     messages = canonical.named_results(messages)
     return canonical.chat_prompt(messages, box.policy, lower_thinking(request), kwargs), turns.ignored
@@ -158,7 +158,7 @@ def _as_chat(format: TextFormat) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Turns:
-    """Builder of turns from items in order.
+    """Builds the turns of the prompt from items in order.
 
     Reasoning, texts and calls between two turns of other roles form one assistant turn.
     """
@@ -242,7 +242,7 @@ def _call(item: InputItem, where: str) -> Call:
 
 
 def _reasoning(item: InputItem) -> str:
-    """Return the text of a reasoning item: its content, else the sealed text, else its summary."""
+    """Return the text of a reasoning item: its content if there is any, else the sealed text, else its summary."""
     content = item.content if isinstance(item.content, list) else []
     if text := "".join(part.text or "" for part in content):
         return text

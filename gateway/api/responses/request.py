@@ -1,4 +1,6 @@
-"""Request bodies of OpenAI's Responses API. Items of all types are one struct: their `type` selects its fields."""
+"""Request bodies of OpenAI's Responses API. One struct represents items of all types; `type` decides which fields
+apply.
+"""
 
 from typing import Annotated, Any, ClassVar, Final
 
@@ -24,9 +26,9 @@ from gateway.api.openai.request import (
 from gateway.errors import BadRequest, Unsupported, invalid_choice
 from gateway.media.reference import DETAILS
 
-# These fields are accepted with any value, because they request nothing from a local server.
+# Any value of these fields is accepted, because they request nothing from a local server.
 NO_ACTION: Final = frozenset({"client_metadata", "prompt_cache_retention", "stream_options", "service_tier"})
-# Schemas for the OpenAPI document. Tools of OpenAI's own are accepted and left out of the prompt.
+# Schemas for the OpenAPI document. Tools that only OpenAI has are accepted and left out of the prompt.
 TOOL: Final = typed(
     "function",
     "custom",
@@ -70,9 +72,9 @@ class ContentPart(Struct, frozen=True, omit_defaults=True):
 
 
 class InputItem(Struct, frozen=True, omit_defaults=True):
-    """An input item of any type, or an output item that is sent back. Without a type it is a message or a reference.
+    """Input item of any type, or output item that is sent back. An item without a type is a message or a reference.
 
-    It is also listed to clients, so fields that were not given are left out.
+    Input items are also listed to clients, so fields that were not given are left out.
     """
 
     hint: ClassVar = {
@@ -114,7 +116,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
 
     @property
     def kind(self) -> str:
-        """Type of the item, deduced if the client left it out."""
+        """Type of the item. If the client left it out, it is derived from the item's fields."""
         if self.type is not None:
             return self.type
         return "item_reference" if self.role is None and self.content is None else "message"
@@ -164,7 +166,7 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
     reasoning: SummarizedReasoning | None = None
     text: TextSpec | None = None
     truncation: Annotated[str, words(*TRUNCATIONS)] | None = None
-    # These fields are the spellings of the effort in chat completions and on other servers.
+    # Chat completions, and other servers, use these fields for the effort.
     reasoning_effort: Effort | None = None
     thinking: AnthropicThinking | None = None
     enable_thinking: bool | None = None
@@ -201,12 +203,12 @@ class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     top_k: TopK | None = None
     min_p: Unit | None = None
     seed: Seed | None = None
-    # mlxd's own fields.
+    # These fields are mlxd's own.
     speculate: Speculate | None = None
     sparse_prefill: SparsePrefill | None = None
 
     def includes(self, what: str) -> bool:
-        """Whether `include` requests this addition."""
+        """Whether `include` contains `what`."""
         return what in (self.include or ())
 
 
@@ -217,7 +219,7 @@ _count = Schema(InputTokensRequest, NO_ACTION | frozenset(ResponsesRequest.__str
 
 
 def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
-    """Return the request, and the names of fields that are unknown or without effect. Raises `BadRequest`."""
+    """Return the request, and the names of the fields that are unknown or have no effect. Raises `BadRequest`."""
     request, unknown = _responses.decode(body)
     if request.background and request.store is False:
         raise BadRequest("'background' needs 'store': a response is found by its id.", "background", "invalid_value")
@@ -226,9 +228,9 @@ def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
 
 
 def decode_count(body: bytes) -> tuple[InputTokensRequest, list[str]]:
-    """Return the request to count, and the names of ignored fields. All fields of a response's request are accepted.
+    """Return the request whose tokens are to be counted, and the names of ignored fields. Raises `BadRequest`.
 
-    Raises `BadRequest`.
+    All fields that a request for a response may have are accepted.
     """
     request, unknown = _count.decode(body)
     _refuse_unserved(request)

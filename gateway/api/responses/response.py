@@ -1,4 +1,4 @@
-"""Answers of the Responses API: the response, its items and its stream events. The tag of a struct is its `type`."""
+"""Answers of the Responses API: the response, its items and its stream events. A struct's tag is its `type`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -64,7 +64,7 @@ Item = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 
 class InputDetails(Struct, frozen=True):
-    """Parts of the input tokens. Counts of media, and of a sparse prefill, are left out where they are 0."""
+    """Details of the input tokens. Counts of media and of a sparse prefill are left out if they are 0."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -107,7 +107,7 @@ class ErrorInfo(Struct, frozen=True):
 
     @classmethod
     def of(cls, error: ApiError) -> "ErrorInfo":
-        """Map an error to the published codes, or to an additional code that Codex reads."""
+        """Map an error to a published code, or to one of the additional codes that Codex understands."""
         if error.code == "context_length_exceeded":
             return cls(error.code, error.message)
         if error.status == 429:
@@ -140,7 +140,7 @@ class TextEcho(Struct, frozen=True):
 
 
 class Response(Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
-    """State of a response. `user` is left out where it was not given, because null is not allowed there."""
+    """State of a response. `user` is left out if it was not given, because null is not allowed there."""
 
     id: str
     created_at: int
@@ -181,7 +181,7 @@ class DeletedResponse(Struct, frozen=True, tag_field="object", tag="response"):
 
 
 class CompactedResponse(Struct, frozen=True, tag_field="object", tag="response.compaction"):
-    """A compacted conversation: user messages, and an item of type `compaction` for the rest."""
+    """Compacted conversation: user messages, and an item of type `compaction` in place of the rest."""
 
     id: str
     created_at: int
@@ -216,27 +216,27 @@ class _InContent(_InItem, frozen=True):
 
 
 class ResponseCreated(_ResponseEvent, frozen=True, tag="response.created"):
-    """The response exists."""
+    """Event: the response exists."""
 
 
 class ResponseQueued(_ResponseEvent, frozen=True, tag="response.queued"):
-    """A background response waits for its start."""
+    """Event: the background response waits for its start."""
 
 
 class InProgress(_ResponseEvent, frozen=True, tag="response.in_progress"):
-    """The response is being generated."""
+    """Event: the response is being generated."""
 
 
 class ResponseCompleted(_ResponseEvent, frozen=True, tag="response.completed"):
-    """The response has ended."""
+    """Event: the response has ended."""
 
 
 class IncompleteEvent(_ResponseEvent, frozen=True, tag="response.incomplete"):
-    """The response was cut off or cancelled."""
+    """Event: the response was cut off or cancelled."""
 
 
 class ResponseFailed(_ResponseEvent, frozen=True, tag="response.failed"):
-    """The response has failed."""
+    """Event: the response has failed."""
 
 
 class ItemAdded(Struct, frozen=True, tag="response.output_item.added"):
@@ -314,14 +314,14 @@ Event = (
 )
 
 _encode: Final = msgspec.json.Encoder().encode
-# Fields of a response that repeat the request, and whose size only the body's limit bounds.
+# Fields of a response that repeat the request. Their size is limited only by the limit of the body.
 _ECHOED: Final = (
     "instructions", "tools", "tool_choice", "text", "metadata", "user", "prompt_cache_key", "safety_identifier",
 )  # fmt: skip
 
 
 def echoes(response: Response) -> list[Callable[[], bytes]]:
-    """Return functions that encode the echoed fields, each exactly as all events of the response contain it."""
+    """Return a function for each repeated field that encodes it exactly as all events of the response contain it."""
     return [partial(_field, name, getattr(response, name)) for name in _ECHOED]
 
 
@@ -330,13 +330,13 @@ def _field(name: str, value: object) -> bytes:
 
 
 def error_bytes(code: str, message: str, sequence_number: int) -> bytes:
-    """Return the event that ends a stream but not its response."""
+    """Encode the event that ends a stream but not its response."""
     fields = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": sequence_number}
     return b"event: error\ndata: %b\n\n" % _encode(fields)
 
 
 def stream_bytes(events: Iterable[Event], sequence_number: int) -> tuple[bytes, int]:
-    """Return server-sent events numbered from `sequence_number`, and the next number."""
+    """Encode server-sent events, numbered from `sequence_number`, and return the bytes and the next number."""
     parts: list[bytes] = []
     for event in events:
         tag = str(type(event).__struct_config__.tag).encode()

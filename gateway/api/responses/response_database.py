@@ -13,11 +13,11 @@ from gateway.wall_clock import WallClock
 
 T = TypeVar("T")
 
-# A longer conversation is most likely a loop in a client's program.
+# Maximum responses of a conversation. A longer one is most likely caused by a loop in a client's program.
 CONVERSATION_RESPONSES_MAX: Final = 10_000
 _WAL_BYTES: Final = 4 * 1024 * 1024
 _DAMAGE_CODES: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-# Files of older versions lack the table `said`. The size of a response without a row there is that of all its columns.
+# Files of older versions have no table `said`. Without a row in it, a response's size is that of all its columns.
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL,
@@ -47,7 +47,7 @@ END;
 """
 _RESPONSES: Final = "(responses LEFT JOIN said ON said.response = responses.id)"
 _ITEMS_BYTES: Final = "COALESCE(said.size, responses.size)"
-# An update, because replacing the row would delete its media and insert them again.
+# The row is updated, because replacing it would delete its media and insert them again.
 _UPSERT: Final = """
 INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET
     used = excluded.used, size = excluded.size, body = excluded.body, inputs = excluded.inputs
@@ -58,7 +58,7 @@ class StoredResponse(Struct, frozen=True):
     """One response. `body` is its JSON; `inputs` is the JSON list of its own input items.
 
     Only `tenant` may read it. `item_ids` are the ids by which requests can refer to its input and output items,
-    `items_bytes` is the size of these items, and `media` are the bytes that its input refers to, by digest.
+    `items_bytes` is the total size of these items, and `media` maps digests to the bytes that its input refers to.
     """
 
     id: str
@@ -72,7 +72,7 @@ class StoredResponse(Struct, frozen=True):
 
 
 class StoredSizes(Struct, frozen=True):
-    """Sizes of a stored response, known before it is read."""
+    """Sizes of a stored response. They are read before the response itself."""
 
     previous: str | None
     body_bytes: int
@@ -80,7 +80,7 @@ class StoredSizes(Struct, frozen=True):
 
 
 class StoredTooLarge(Exception):
-    """Raised when the stored items or media to read exceed the caller's limit."""
+    """Raised when the stored items or media to be read exceed the caller's limit."""
 
 
 class Damaged(sqlite3.DatabaseError):
@@ -88,9 +88,9 @@ class Damaged(sqlite3.DatabaseError):
 
 
 class ResponseDatabase:
-    """Database of the stored responses of all tenants, opened at the first use.
+    """Database of the stored responses of all tenants. It is opened at the first use.
 
-    Methods raise `sqlite3.Error` and `OSError`. Each tenant has `max_bytes`; at the limit, its least recently used
+    Methods raise `sqlite3.Error` and `OSError`. Each tenant may store `max_bytes`; beyond that, its least recently used
     responses are evicted. Continuing a conversation counts as a use of all its responses. `has_traces` is set while
     deleted text may still be in the write-ahead log.
     """
@@ -114,7 +114,8 @@ class ResponseDatabase:
     def conversation(
         self, tenant: str, response_id: str, max_bytes: int, read: Callable[[StoredResponse], list[T]]
     ) -> tuple[int, list[T]] | None:
-        """Return the total size of a response and its predecessors, and the results of `read` for each, oldest first.
+        """Return two things for a response and its predecessors: their total size, and the result of `read` for each,
+        oldest first.
 
         Returns None if any of them is gone. Raises `StoredTooLarge` before any is read.
         """
@@ -137,8 +138,9 @@ class ResponseDatabase:
     def owners(
         self, tenant: str, item_ids: Sequence[str], max_bytes: int, read: Callable[[StoredResponse], list[T]]
     ) -> list[T]:
-        """Return the results of `read` for the newest response that has each of these item ids, each response once.
+        """Return the results of `read` for the responses that have these item ids.
 
+        If several responses have the same item id, the most recently used one counts. Each response is read once.
         Raises `StoredTooLarge` before any is read.
         """
         sql = (
@@ -201,12 +203,14 @@ class ResponseDatabase:
             self._connection = None
 
     def _row(self, columns: str, tenant: str, response_id: str) -> tuple[Any, ...] | None:
-        """Return columns of a tenant's response; None if there is no such response, or if it is too old."""
+        """Return columns of a tenant's response. None if there is no such response or it is too old."""
         sql = f"SELECT {columns} FROM {_RESPONSES} WHERE id = ? AND tenant = ? AND used >= ?"
         return self._open().execute(sql, (response_id, tenant, self._now() - self.max_age_s)).fetchone()
 
     def _checked_sizes(self, sql: str, tenant: str, keys: Sequence[str | bytes], max_bytes: int) -> dict[Any, int]:
-        """Return sizes by id, from the row that `sql` finds for a tenant and each key. Raises `StoredTooLarge`."""
+        """Return sizes by id. `sql` finds the row for a tenant and a key. Raises `StoredTooLarge` if their sum is too
+        large.
+        """
         database = self._open()
         rows = (database.execute(sql, (tenant, key)).fetchone() for key in dict.fromkeys(keys))
         sizes = dict(row for row in rows if row is not None)
@@ -217,14 +221,14 @@ class ResponseDatabase:
     def _read_each(
         self, tenant: str, response_ids: Iterable[str], read: Callable[[StoredResponse], list[T]]
     ) -> list[T]:
-        """Return the results of `read` for these responses, loaded one at a time, because each may be as large as a
-        body.
+        """Return the result of `read` for each response. They are loaded one at a time, because each may be as large as
+        a body.
         """
         responses = (self.get(tenant, response_id) for response_id in response_ids)
         return [item for stored in responses if stored is not None for item in read(stored)]
 
     def _evict(self, database: sqlite3.Connection, tenant: str) -> None:
-        """Delete responses that are too old, and the least recently used responses of this tenant beyond its limit."""
+        """Delete responses that are too old, and this tenant's least recently used responses beyond its limit."""
         cursor = database.execute("DELETE FROM responses WHERE used < ?", (self._now() - self.max_age_s,))
         self.has_traces |= cursor.rowcount > 0
         sql = "SELECT COALESCE(SUM(size), 0) FROM responses WHERE tenant = ?"
@@ -250,7 +254,7 @@ class ResponseDatabase:
         return self._connection
 
     def _connect(self) -> sqlite3.Connection:
-        # SQLite gives its additional files the mode of this file.
+        # SQLite creates its additional files with the mode of this file.
         os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
         self.path.chmod(0o600)
         database = sqlite3.connect(self.path, isolation_level=None)
@@ -261,8 +265,8 @@ class ResponseDatabase:
             database.execute("PRAGMA secure_delete = ON")
             database.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
             database.executescript(_SCHEMA)
-            # SQLite 3.40 reports errors in an intact `items` table, so only `responses` is checked, which is nearly all
-            # of the file.
+            # Only `responses` is checked, which is nearly all of the file: SQLite 3.40 reports errors in an intact
+            # `items` table.
             (verdict,) = database.execute("PRAGMA quick_check(responses)").fetchone()
             if verdict != "ok":
                 raise Damaged(verdict)
@@ -276,7 +280,7 @@ class ResponseDatabase:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error means that the file is damaged, for example that content does not decode.
+    """Whether an error means that the file is damaged, for example because its content cannot be decoded.
 
     A file that is locked, full or not permitted is not damaged.
     """

@@ -1,4 +1,4 @@
-"""Resumption of background responses that an earlier daemon left, at the start of this one."""
+"""Resumption of the background responses that an earlier daemon left. It happens when this daemon starts."""
 
 import asyncio
 import logging
@@ -44,20 +44,21 @@ from protocol.to_worker import Generate
 PATH: Final = "/v1/responses"
 log = logging.getLogger(__name__)
 
-# If this number of daemons in a row ended without generating a token of a response, the response may be the cause.
+# If this many consecutive daemons ended without generating a token of a response, the response may be the cause.
 FRUITLESS_DAEMONS_MAX: Final = 5
-# Maximum wait for a model that only peers have.
+# A response whose model only peers have waits at most this long for a peer.
 PEERS_TIMEOUT_S: Final = 30.0
 PEERS_POLL_S: Final = 0.2
-# Number of event numbers to skip if clients may have had events that the journal lost; more than can have been lost.
+# If the journal may have lost events that clients received, this many event numbers are skipped. It cannot have lost
+# more.
 LOST_EVENTS_MAX: Final = 1 << 24
 
 
 @dataclass(slots=True)
 class ReplayedResponse:
-    """Result of replaying a journal: the tokens so far, and how many of the latest daemons in a row generated none.
+    """Result of replaying a journal: the tokens so far, and how many of the latest consecutive daemons generated none.
 
-    `left_out` are the numbers of turns and tokens that were left out of the prompt.
+    `left_out` has the numbers of turns and of tokens that were left out of the prompt.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -65,7 +66,7 @@ class ReplayedResponse:
     left_out: tuple[int, int] = (0, 0)
 
     def rest_of(self, generate: Generate, rid: int, deadline_ms: int) -> Generate:
-        """Return the request for the missing tokens."""
+        """Return the request for the tokens that are still missing."""
         is_cut = generate.truncate != 0 and len(self.token_ids) > 0
         return msgspec.structs.replace(
             generate,
@@ -77,7 +78,7 @@ class ReplayedResponse:
 
 
 class Resumption:
-    """Resumption of each journal, once, before the daemon serves requests."""
+    """Resumes the response of each journal, once, before the daemon serves requests."""
 
     def __init__(
         self, services: Services, history: ResponseHistory, journals: ResponseJournals, backgrounds: Backgrounds
@@ -92,7 +93,7 @@ class Resumption:
         for path in await self._journals.paths():
             try:
                 await self._resume(path)
-            except Exception:  # The root of the work for one file.
+            except Exception:  # An error must not affect the responses of other files.
                 self._services.metrics.unhandled_errors += 1
                 log.exception("journal %s: its response does not go on", path.name)
 
@@ -121,7 +122,7 @@ class Resumption:
             return None
 
     async def _has_ended(self, request: JournaledRequest) -> bool:
-        """Whether the response's end is stored. A daemon that was killed may not even have stored the beginning."""
+        """Whether the response is stored as ended. If its daemon was killed, it may not be stored at all."""
         try:
             stored = await self._history.get(request.key or "", request.response.id)
         except ResponseNotFound:
@@ -154,7 +155,7 @@ class Resumption:
     async def _enter(
         self, background: Background, request: JournaledRequest, replayed: ReplayedResponse, held: ExitStack
     ) -> Generation:
-        """Enter the generation of the response, which is admitted like any request. Raises `ApiError`."""
+        """Start the generation of the response, which is admitted like any request. Raises `ApiError`."""
         services = self._services
         if replayed.fruitless > FRUITLESS_DAEMONS_MAX:
             raise Unavailable("The server was restarted too often while it was generating this response.")
@@ -211,7 +212,7 @@ class Resumption:
 
 
 def replay(background: Background, records: list[JournalRecord]) -> ReplayedResponse:
-    """Replay a journal to restore the response's events with their numbers. May run in any thread."""
+    """Replay a journal: restore the response's events with their numbers. May run in any thread."""
     encoder, events = background.encoder, background.events
     events.add(encoder.queued())
     replayed = ReplayedResponse()
@@ -220,7 +221,7 @@ def replay(background: Background, records: list[JournalRecord]) -> ReplayedResp
     for record in records:
         match record:
             case BeginRecord():
-                # Clients may have had events that a power cut removed from the disk.
+                # A power cut may have removed events from the disk that clients received.
                 if boot is not None and not is_certain and not (boot and record.boot == boot):
                     events.skip(encoder.skip(LOST_EVENTS_MAX))
                 boot = record.boot

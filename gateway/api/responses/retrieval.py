@@ -1,4 +1,4 @@
-"""Answers with responses and their input items, each encoded once for all clients that read it."""
+"""Answers with responses and their input items. Each answer is encoded once for all clients that read it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Retrieval:
-    """Answers with a response or its items. Methods raise `Unavailable` if there is no memory for the answer."""
+    """Sends responses or their items. Methods raise `Unavailable` if there is no memory for the answer."""
 
     def __init__(self, services: Services, history: ResponseHistory) -> None:
         self._services = services
@@ -34,7 +34,7 @@ class Retrieval:
     async def send_state(
         self, run: ResponseRun, state: out.Response, record: RequestRecord, send: Send, headers: Sequence[Header] = ()
     ) -> None:
-        """Answer with the current state of a response."""
+        """Send the current state of a response."""
         size = run.size_bytes
         make = partial(self._services.bodies.work, size, _encode, state)
         key = (state.id, state.status, run.output.deltas)
@@ -42,7 +42,7 @@ class Retrieval:
             await send_body(send, 200, body, [*headers])
 
     async def send_stored(self, response_id: str, record: RequestRecord, send: Send) -> None:
-        """Answer with a stored response. Raises `ResponseNotFound`."""
+        """Send a stored response. Raises `ResponseNotFound`."""
         tenant = tenant_of(record)
         size = (await self._history.sizes(tenant, response_id)).body_bytes
 
@@ -54,7 +54,7 @@ class Retrieval:
             await send_body(send, 200, body)
 
     async def send_events(self, background: Background, after: int, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the events that follow event `after`. Raises `BadRequest`."""
+        """Send the events after event number `after`. Raises `BadRequest`."""
         record, events = record_of(scope), background.events
         write_timeout_s = self._services.config.server.write_timeout_s
         make = partial(self._services.bodies.work, events.echo_bytes, events.echo)
@@ -64,7 +64,7 @@ class Retrieval:
     async def send_items(
         self, response_id: str, query: QueryParams, limit: int, record: RequestRecord, send: Send
     ) -> None:
-        """Answer with a page of the input items, including the conversation before the response.
+        """Send a page of the input items, including the conversation before the response.
 
         Raises `ResponseNotFound` and `BadRequest`.
         """
@@ -78,7 +78,7 @@ class Retrieval:
             stored = await history.get(tenant, response_id)
             page = await work(record.body_bytes, _page, before, stored, query, limit)
             assert record.lease is not None, "the middleware makes one for each request"
-            # The items are freed here; the page has a lease of its own.
+            # The memory of the items is freed here; the page has its own reservation.
             record.lease.close()
             return page
 

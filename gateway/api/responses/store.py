@@ -1,4 +1,6 @@
-"""Store of responses that clients may come back to: one thread with a SQLite database, limited by size and age."""
+"""Store of responses that clients may retrieve or continue. One thread uses an SQLite database, limited by size and
+age.
+"""
 
 import asyncio
 import logging
@@ -20,7 +22,7 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 T = TypeVar("T")
 
-# Maximum number of calls, and maximum bytes of responses, that wait for the disk. Beyond them, responses are not stored
+# Maximum number of calls, and maximum size of responses, that wait for the disk. Beyond that, responses are not stored
 # and reads are refused.
 PENDING_MAX: Final = 512
 PENDING_BYTES_MAX: Final = 128 * 1024 * 1024
@@ -31,10 +33,10 @@ class StoreBroken(Exception):
 
 
 class Store:
-    """Queue of calls to the database, run in order: a stored response is visible to the next call.
+    """Queue of calls to the database. They run in order, so a response that was stored is visible to the next call.
 
-    A damaged file is moved aside, and a new one created. `problems` counts calls that were dropped or failed, and
-    damaged files.
+    A damaged file is moved aside and a new one is created. `problems` counts damaged files, and calls that were dropped
+    or failed.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Store:
         self._problems: Counter[str] = Counter() if problems is None else problems
         self._thread = ThreadPoolExecutor(1, "store")
         self._is_closed = False
-        # Protects the number of waiting calls, and the number of bytes that they keep.
+        # Protects the number of waiting calls and the size of their data.
         self._lock = threading.Lock()
         self._pending = 0
         self._pending_bytes = 0
@@ -60,15 +62,15 @@ class Store:
         return self._database.max_bytes > 0
 
     def limit(self, max_bytes: int, max_age_s: float) -> None:
-        """Change the limits, and delete responses that exceed them soon after."""
+        """Change the limits. Responses that exceed them are deleted soon afterwards."""
         self._database.max_bytes, self._database.max_age_s = max_bytes, max_age_s
         if not self._is_closed:
             self._thread.submit(self._shrink_or_log)
 
     def keep(self, about_bytes: int, make: Callable[[], StoredResponse]) -> None:
-        """Queue a response of about `about_bytes` for storing. `make`, called in the thread, returns the response.
+        """Queue a response of about `about_bytes` for storing. The thread calls `make`, which returns the response.
 
-        A response that cannot be stored is logged and counted; its client has it anyway.
+        A response that cannot be stored is logged and counted; its client has received it anyway.
         """
         if not self.is_on or self._is_closed:
             return
@@ -79,7 +81,7 @@ class Store:
         self._submit(about_bytes, self._keep_or_log, make)
 
     async def read(self, action: Callable[[ResponseDatabase], T]) -> T:
-        """Return the result of `action`, called in the thread. Raises `StoreBroken`, and any error of `action`."""
+        """Call `action` in the thread and return its result. Raises `StoreBroken`, and any error of `action`."""
         if not self._enter(0):
             self._problems["dropped"] += 1
             raise StoreBroken("too many calls wait")
@@ -92,7 +94,7 @@ class Store:
             raise StoreBroken from error
 
     async def settle(self) -> None:
-        """Return once all earlier responses are stored, or have failed. Raises `StoreBroken`."""
+        """Return once all responses that were queued before are stored or have failed. Raises `StoreBroken`."""
         await self.read(lambda _: None)
 
     def close(self) -> None:
@@ -102,7 +104,7 @@ class Store:
         self._thread.shutdown()
 
     def _enter(self, size: int) -> bool:
-        """Count a call, unless too many calls are waiting."""
+        """Count a waiting call. Returns False if too many calls are waiting."""
         with self._lock:
             has_room = self._pending < PENDING_MAX and (
                 not self._pending_bytes or self._pending_bytes + size <= PENDING_BYTES_MAX
@@ -113,7 +115,7 @@ class Store:
             return has_room
 
     def _submit(self, size: int, run: Callable[[A], T], argument: A) -> Future[T]:
-        """Queue `run` for the thread. The call stops counting once it has ended or was cancelled."""
+        """Queue `run` for the thread. The call is counted as waiting until it has ended or was cancelled."""
 
         def leave(_: Future[T]) -> None:
             with self._lock:
@@ -130,12 +132,12 @@ class Store:
         try:
             return self._healed(action)
         finally:
-            # The write-ahead log is emptied after the last waiting call.
+            # Deleted text is removed from the write-ahead log when no other call is waiting.
             if self._database.has_traces and self._pending <= 1:
                 self._truncate_log()
 
     def _healed(self, action: Callable[[ResponseDatabase], T]) -> T:
-        """Return the result of the action. If the file is damaged, the action is repeated on a new file."""
+        """Return the result of `action`. If the file is damaged, repeat the action on a new file."""
         try:
             return action(self._database)
         except (sqlite3.DatabaseError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -159,7 +161,7 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
             log.error("response not stored: %s", error)
-        except Exception:  # The root of a call in this thread.
+        except Exception:  # No task awaits this call, so its error is logged here.
             self._problems["failed"] += 1
             log.exception("response not stored")
 

@@ -1,4 +1,4 @@
-"""Tools of a Responses request, in the forms of the prompt and of the client."""
+"""Tools of a Responses request, as the prompt has them and as the client has them."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,11 +10,12 @@ from gateway.api.common.decode import converted
 from gateway.api.responses.request import InputTokensRequest
 from gateway.errors import BadRequest, missing_parameter
 
-# Separator of a namespace and the name of a function in it. Names contain only letters, digits, `_` and `-`.
+# Separates a namespace from the name of a function in it. Names contain only letters, digits, `_` and `-`.
 NAMESPACE_SEPARATOR: Final = "__"
-# Name of the only parameter, a string, of the function that stands for a custom tool.
+# A function with one string parameter of this name represents a custom tool.
 INPUT: Final = "input"
-# Tools that OpenAI's servers run or only OpenAI's models know. They are left out, and reported in `x-mlxd-ignored`.
+# These tools run on OpenAI's servers, or only OpenAI's models know them. They are left out and reported in
+# `x-mlxd-ignored`.
 FOREIGN: Final = frozenset(
     {
         "web_search",
@@ -38,7 +39,7 @@ _CHOICES: Final = {"auto": ToolMode.AUTO, "none": ToolMode.NONE, "required": Too
 
 
 class InputGrammar(Struct, frozen=True):
-    """Format of a custom tool's input, which the prompt describes and nothing enforces."""
+    """Format of a custom tool's input. The prompt describes it; nothing enforces it."""
 
     type: str = "text"
     syntax: str = ""
@@ -78,8 +79,8 @@ class ToolIdentity:
 
 @dataclass(slots=True)
 class Toolbox:
-    """Tools of one request: the tools in the prompt, their client names by the model's names, the echo, and ignored
-    tools.
+    """Tools of one request: those in the prompt, a map from the model's names to the client's, the tools to repeat in
+    the response, and the names of ignored tools.
     """
 
     policy: ToolPolicy
@@ -137,7 +138,7 @@ def _function(spec: ResponseTool, namespace: str, where: str) -> FunctionTool:
 
 
 def _custom(spec: ResponseTool, namespace: str) -> FunctionTool:
-    """Return a function whose only parameter is the free-form text; its description contains the grammar."""
+    """Return a function with one parameter, the free-form text. Its description contains the grammar."""
     description = spec.description or ""
     if spec.format is not None and spec.format.definition:
         grammar = f"The {INPUT} must match this {spec.format.syntax or 'lark'} grammar:\n{spec.format.definition}"
