@@ -10,20 +10,20 @@ from typing import Final
 from starlette.types import Scope
 
 FORWARDED: Final = b"x-forwarded-for"
-# At most this many consecutive proxies in a header are followed.
+# Maximum number of consecutive proxies of a header that are followed.
 HOPS_MAX: Final = 16
 # An IPv6 provider assigns a prefix of this length to each customer.
 _CUSTOMER_BITS: Final = 64
 _WITH_PORT: Final = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}")
-# A proxy may serve mlxd below a path, so one is allowed. No allowed character has a meaning in clients' settings files.
+# A proxy may serve mlxd below a path, so a path is allowed. No allowed character is special in clients' settings files.
 _DAEMON_URL: Final = re.compile(r"https?://[A-Za-z0-9._~\[\]:-]{1,255}(?:/[A-Za-z0-9._~/-]{0,200})?")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a client. `host` is an IP address, `unix` or, if unknown, empty. A forwarded address has no port.
+    """Address of a client. `host` is an IP address, `unix`, or empty if unknown. A forwarded address has no port.
 
-    `is_hidden` marks the address of a trusted proxy whose header gives no address of the client.
+    `is_hidden` means that `host` is a trusted proxy, whose header gives no address of the client.
     """
 
     host: str
@@ -69,7 +69,8 @@ class Proxies:
         self._networks = tuple(ipaddress.ip_network(address) for address in addresses)
 
     def client(self, scope: Scope) -> Address:
-        """Return the client of a request: the peer or, behind trusted proxies, the last address before them.
+        """Return the client of a request: the connected peer or, if that is a trusted proxy, the last address before
+        the proxies.
 
         Headers of untrusted peers are ignored. The client is hidden if the header has a value that is no address.
         """
@@ -97,14 +98,16 @@ class Proxies:
 
 
 def from_here(url: str) -> str:
-    """Rewrite a URL for programs of this machine: a wildcard address, which accepts no connection, becomes loopback."""
+    """Rewrite a URL for programs on this machine: a wildcard address, to which nothing can connect, becomes the
+    loopback.
+    """
     for every in ("//0.0.0.0:", "//[::]:"):
         url = url.replace(every, "//127.0.0.1:")
     return url
 
 
 def bad_proxy(address: str) -> str | None:
-    """Return the error of an address in `[server] trusted_proxies`, if any."""
+    """Return what is wrong with an address in `[server] trusted_proxies`; None if it is valid."""
     try:
         ipaddress.ip_network(address)
     except ValueError:
@@ -122,7 +125,7 @@ def _last_hops(scope: Scope) -> list[str]:
 
 
 def _ip(hop: str) -> str | None:
-    """Parse a hop's address, which some proxies write with its port; None if it is invalid."""
+    """Parse the address of a hop; None if it is invalid. Some proxies write it with its port."""
     match = _WITH_PORT.fullmatch(hop)
     try:
         address = ipaddress.ip_address(hop if match is None else match[1] or match[2])

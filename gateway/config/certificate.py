@@ -1,4 +1,4 @@
-"""TLS certificate and its key, read from PEM files, checked, and loaded into the context of new connections."""
+"""TLS certificate and its key: they are read from PEM files, checked, and loaded into an SSL context."""
 
 import ssl
 import stat
@@ -10,7 +10,7 @@ from typing import Final
 
 ALPN: Final = ("http/1.1",)
 
-# Tags of DER. https://www.rfc-editor.org/rfc/rfc5280#section-4.1
+# Tags of the DER encoding. https://www.rfc-editor.org/rfc/rfc5280#section-4.1
 _VERSION: Final = 0xA0
 _UTC_TIME: Final = 0x17
 _FORMATS: Final = {_UTC_TIME: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
@@ -22,14 +22,16 @@ class CertificateUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A checked certificate: the context of new connections, and the Unix time at which it expires."""
+    """A checked certificate: the SSL context for new connections, and the Unix time when it expires."""
 
     context: ssl.SSLContext
     expires: float
 
 
 def load(certificate: Path, key: Path) -> Certificate:
-    """Load both files, and check them against each other and the clock. Raises `CertificateUnusable`."""
+    """Load both files, check that they belong together and that the certificate is valid now. Raises
+    `CertificateUnusable`.
+    """
     begins, expires = _validity(_read(certificate), certificate)
     _read(key)
     context = _context(certificate, key)
@@ -86,7 +88,9 @@ def _read(path: Path) -> str:
 
 
 def _validity(pem: str, path: Path) -> tuple[float, float]:
-    """Return when the first certificate of a file, which is the server's own, becomes valid and when it expires."""
+    """Return when the first certificate of a file becomes valid and when it expires. It is the server's own
+    certificate.
+    """
     begin, end = pem.find(ssl.PEM_HEADER), pem.find(ssl.PEM_FOOTER)
     try:
         der = ssl.PEM_cert_to_DER_cert(pem[begin : end + len(ssl.PEM_FOOTER)] if 0 <= begin < end else "")
@@ -102,7 +106,7 @@ def _validity(pem: str, path: Path) -> tuple[float, float]:
 
 
 def _value(der: bytes) -> tuple[int, bytes, bytes]:
-    """Split off the first value: its tag, its content, and the bytes after it."""
+    """Split off the first DER value: return its tag, its content, and the bytes after it."""
     tag, size, at = der[0], der[1], 2
     if size & 0x80:
         at += size & 0x7F

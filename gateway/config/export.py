@@ -17,8 +17,8 @@ _SIZE_PATTERN: Final = r"^\s*\d+(\.\d+)?\s*([Bb]|[KkMmGgTt][Ii]?[Bb])?\s*$"
 
 
 def to_toml(config: Config) -> str:
-    """Format the effective configuration as TOML, which reads back as the same configuration."""
-    import tomlkit  # slow to import, and the page imports this module at the daemon's start
+    """Format the effective configuration as TOML. Reading the TOML gives the same configuration."""
+    import tomlkit  # The import is slow, and the web page imports this module when the daemon starts.
 
     return tomlkit.dumps(toml_value(config))
 
@@ -54,11 +54,11 @@ def _fields(struct: type[Struct]) -> list[str]:
 
 
 def toml_value(value: object, field: str = "") -> Any:
-    """Convert to values of TOML, with durations and sizes as text with their largest whole unit."""
+    """Convert a value for TOML. Durations and sizes become text in the largest unit that gives a whole number."""
     match value:
         case Struct():
             items = {file_key(name): toml_value(getattr(value, name), name) for name in _fields(type(value))}
-            # TOML has no null, so a missing key stands for None. A missing table stands for an empty one.
+            # TOML has no null, so None is written as a missing key. A missing table means an empty one.
             return {key: item for key, item in items.items() if item not in (None, {})}
         case dict():
             return {str(key): toml_value(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

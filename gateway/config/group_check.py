@@ -1,4 +1,4 @@
-"""Checks of a model's `group` and its host file. A group that cannot work by its settings and files is refused."""
+"""Checks of a model's `group` and its host file. A group that cannot work with its settings and files is refused."""
 
 from msgspec import structs
 
@@ -15,7 +15,7 @@ RANKS_MAX = 64
 
 
 def check_groups(source: ConfigSource, models: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
-    """Return the models with the host files of their groups. Raises `ConfigError`."""
+    """Check all groups, and return the models with the content of their host files. Raises `ConfigError`."""
     return {
         name: model if model.group == GroupConfig() else _checked(source, model, ("models", name, "group"))
         for name, model in models.items()
@@ -31,7 +31,7 @@ def _checked(source: ConfigSource, model: ModelConfig, where: tuple[str, ...]) -
 
 
 def _with_hosts(source: ConfigSource, group: GroupConfig, where: tuple[str, ...]) -> GroupConfig:
-    """Read the host file of a group. Its backend is used if the group names none. Raises `ConfigError`."""
+    """Return the group with the content of its host file, whose backend is the default. Raises `ConfigError`."""
     path = source.path_of(group.hosts)
     try:
         file = read_hosts(path)
@@ -78,7 +78,7 @@ def _missing_link(group: GroupConfig) -> str:
 
 
 def _conflict(model: ModelConfig) -> str:
-    """Return a setting that a group does not support."""
+    """Return which setting of the model a group does not support; empty if there is none."""
     conflicts = {
         "draft": bool(model.draft),
         "deterministic": model.deterministic,
@@ -95,7 +95,9 @@ def _conflict(model: ModelConfig) -> str:
 
 
 def model_problem(model: ModelConfig) -> str:
-    """Return the reason why a model's files cannot be split this way; empty if they can, or are not here."""
+    """Return why a model's files cannot be split among the group's ranks; empty if they can, or are not on this
+    machine.
+    """
     try:
         folder = find(model.path)
         config = read_config(folder)

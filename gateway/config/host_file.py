@@ -1,4 +1,4 @@
-"""Host file of a group over several machines: the JSON that mlx.launch reads and mlx.distributed_config writes."""
+"""Host file of a group over several machines: the JSON that `mlx.distributed_config` writes for `mlx.launch`."""
 
 import ipaddress
 import re
@@ -14,7 +14,7 @@ from protocol.spec import LOCAL
 FILE_BYTES_MAX: Final = 1 << 20
 # All environment variables of a rank must fit into one write to its pipe.
 ENVS_BYTES_MAX: Final = 4096
-# mlx.launch's name for a ring over RDMA. JACCL makes a ring if some pairs of hosts have no cable.
+# mlx.launch's name for a ring over RDMA. The JACCL backend makes a ring if some pairs of hosts have no cable.
 JACCL_RING: Final = "jaccl-ring"
 _VARIABLE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=[^\n\0]*")
 
@@ -40,7 +40,7 @@ def read_hosts(path: Path) -> HostFile:
 
 
 def devices_of(host: HostConfig) -> tuple[str, ...]:
-    """Return the RDMA devices of a host towards each rank, in the format of `protocol.collectives`."""
+    """Return the RDMA devices that connect a host to each rank, in the format of `protocol.collectives`."""
     return tuple(each or "" if isinstance(each, str | None) else SEPARATOR.join(each) for each in host.rdma)
 
 

@@ -1,4 +1,4 @@
-"""Reader of the configuration file, checked into a `Config`. Errors are `ConfigError`s with their line."""
+"""Reads the configuration file into a checked `Config`. Each error is a `ConfigError` with its line in the file."""
 
 import importlib.util
 import re
@@ -44,10 +44,10 @@ from gateway.state_dir.home_paths import keys_path
 from protocol.experts import RUNNING_MAX
 from protocol.spec import ADAPTERS_MAX
 
-# A chat template is stored in the configuration and in a worker's state file. The longest known have 20 KiB.
+# The chat template is copied into the configuration and a worker's state file. The longest known templates have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
 _KV_EVENTS_ADDRESS: Final = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5})")
-# Packages that sending traces needs.
+# Traces can be sent only if these packages are installed.
 _OTEL_PACKAGES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
 
@@ -62,8 +62,8 @@ def load_config(
 ) -> Config:
     """Read `path` (default: `home/mlxd.toml`, which may be absent) and apply the command line's overrides.
 
-    `has_keys` returns whether the folder of keys has any: a daemon that other machines can reach needs one.
-    Raises `ConfigError`. If no model is configured, there are `demo` and every model in the Hugging Face cache.
+    `has_keys` returns whether a key file has any key: a daemon that other machines can reach needs one. Without
+    configured models, the result has `demo` and every model in the Hugging Face cache. Raises `ConfigError`.
     """
     source = ConfigSource(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
@@ -93,7 +93,9 @@ def load_config(
 
 
 def _refuse_nodes(source: ConfigSource, raw: dict[str, Any]) -> None:
-    """Refuse the tables of an earlier version's agents. Raises `ConfigError`."""
+    """Refuse the tables `[node]` and `[nodes]`, with which an earlier version configured agents. Raises
+    `ConfigError`.
+    """
     for key in ("node", "nodes"):
         if key in raw:
             why = "ranks on other machines are started over ssh, and there are no agents and no keys of nodes any more"
@@ -136,7 +138,7 @@ def _server(source: ConfigSource, raw: Any, overrides: dict[str, Any]) -> Server
 
 
 def bad_endpoint(endpoint: str) -> str | None:
-    """Return the error of an OTLP endpoint of traces, if any."""
+    """Return what is wrong with an OTLP endpoint for traces; None if it is valid."""
     if not endpoint:
         return None
     try:
@@ -154,7 +156,7 @@ def bad_endpoint(endpoint: str) -> str | None:
 
 
 def _tls(source: ConfigSource, tls: TlsConfig) -> TlsConfig:
-    """Check the files of `tls`, and make their paths absolute. Raises `ConfigError`."""
+    """Check the certificate and key files of `tls`, and make their paths absolute. Raises `ConfigError`."""
     where = ("server", "tls")
     if not tls.certificate and not tls.key:
         return tls
@@ -169,7 +171,7 @@ def _tls(source: ConfigSource, tls: TlsConfig) -> TlsConfig:
 
 
 def _need_keys(source: ConfigSource, host: str, has_keys: Callable[[], bool], *, is_override: bool) -> None:
-    """Require an API key of a daemon that other machines can reach. Raises `ConfigError`."""
+    """Check that there is an API key if other machines can reach the daemon. Raises `ConfigError`."""
     try:
         has_one = has_keys()
     except CommandFailed as error:
@@ -237,7 +239,7 @@ def _bad_kv_events(config: KvEventsConfig) -> str:
         match = _KV_EVENTS_ADDRESS.fullmatch(address)
         if match is None or not 0 < int(match[2]) < 1 << 16:
             return f"{key}: {address!r} is no address such as tcp://127.0.0.1:5557"
-        # ZeroMQ does not resolve `localhost` for a socket that binds.
+        # ZeroMQ cannot bind a socket to the name `localhost`.
         is_local = match[1] != "localhost" and is_loopback(match[1].strip("[]"))
         if not is_local and not config.plain:
             return f"{key}: events tell prompts to all that connect to {address}; plain = true allows it"
@@ -276,7 +278,7 @@ def _profiles(source: ConfigSource, raw: Any, where: tuple[str, ...]) -> dict[st
 
 
 def _adapters(source: ConfigSource, raw: Any, kind: str, where: tuple[str, ...]) -> dict[str, str]:
-    """Read paths of adapters by name. The worker checks the folders' content against the model."""
+    """Read the paths of adapters by name. The worker checks later whether they suit the model."""
     if not isinstance(raw, dict):
         raise source.error('adapters must be a table: write [models.NAME.adapters] and ADAPTER = "path"', where)
     if raw and kind not in ("auto", "text"):
@@ -360,7 +362,9 @@ def bad_adapter_name(name: str) -> str | None:
 
 
 def taken_name(models: Mapping[str, ModelConfig]) -> tuple[str, str, str] | None:
-    """Return a model, its adapter whose name is not unique, and that name's other owner; None if all are unique."""
+    """Return a model, its adapter whose name is not unique, and the other owner of that name; None if all names are
+    unique.
+    """
     owners = {name: f"the model {model.name!r}" for model in models.values() for name in model.names}
     owners |= {
         f"{model.name}:{name}": f"a profile of {model.name!r}" for model in models.values() for name in model.profiles

@@ -1,9 +1,9 @@
-"""Names of models: a client's name is resolved to a model, with its adapter and the requested profile.
+"""Names of models. A client's name is resolved to a model, with its adapter and the requested profile.
 
 An exact name comes first, then an alias, then an adapter's name or `NAME:ADAPTER`, then `NAME:PROFILE`, where NAME is
-any of these, then the most specific pattern: that with the longest text before its first `*`, then the most text.
-`NAME:latest`, which Ollama's clients send, is NAME. `[server] small` has patterns of its own for the small models of
-vendors; if one is as specific as a model's alias, the alias wins.
+any of these. Patterns come last; the most specific pattern has the longest text before its first `*`, then the most
+text. `NAME:latest`, which Ollama's clients send, is NAME. `[server] small` has patterns of its own for the small models
+of vendors; if one is as specific as a model's alias, the alias wins.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,9 +33,9 @@ LATEST: Final = "latest"
 
 @dataclass(frozen=True, slots=True)
 class ResolvedName:
-    """A model, with the adapter if the name includes one, and the requested profile, empty without one.
+    """A model, with its adapter if the name includes one, and the requested profile, which is empty if there is none.
 
-    The model may lack that profile.
+    The model may not have that profile.
     """
 
     model: ModelConfig
@@ -46,10 +46,10 @@ class Names:
     """Lookup of the names of one configuration."""
 
     def __init__(self, models: Mapping[str, ModelConfig], default: str = "", small: str = "") -> None:
-        """`default` and `small` are empty or names that `find` resolves."""
+        """`default` and `small` are names that `find` resolves, or empty."""
         self._models = models
         self._aliases: dict[str, ModelConfig] = {}
-        # Names of adapters map to the model with that adapter.
+        # Maps the names of adapters to the model with that adapter.
         self._adapted = {name: each for model in models.values() for each in model.adapted for name in each.names}
         patterns: list[tuple[Pattern, ResolvedName]] = []
         for model in models.values():
@@ -68,7 +68,8 @@ class Names:
     def locate(self, name: str, may_use: Callable[[ModelConfig], bool] = lambda _: True) -> ResolvedName:
         """Resolve a client's `name` to a model that `may_use` allows, and a profile.
 
-        Raises `ModelNotFound`, alike for an unknown and for a forbidden model, and `BadRequest` without a name.
+        Raises `ModelNotFound`, which is the same for an unknown and a forbidden model, and `BadRequest` if the name is
+        missing.
         """
         match = self.find(name)
         if match is None and not name:
@@ -107,5 +108,5 @@ class Names:
 
 
 def _ordered(patterns: list[tuple[Pattern, ResolvedName]]) -> list[tuple[Pattern, ResolvedName]]:
-    """Sort patterns, the most specific first, otherwise in their given order."""
+    """Sort patterns by specificity, the most specific first. Equally specific patterns keep their order."""
     return sorted(patterns, key=lambda item: item[0].specificity, reverse=True)

@@ -25,13 +25,13 @@ def is_loopback(host: str) -> bool:
 
 
 def is_served(host: str, names: Collection[str]) -> bool:
-    """Whether a `Host` header names this machine: its loopback, or one of `names`, with any port."""
+    """Whether a `Host` header names this machine: a loopback name, or one of `names`, with any port."""
     name = _name_of(host).removesuffix(".")
     return bool(name) and (name in names or is_loopback(name.strip("[]")))
 
 
 def is_address(host: str) -> bool:
-    """Whether a `Host` header is an IP address, with any port, and no name."""
+    """Whether the `Host` header is an IP address, with or without a port, instead of a name."""
     try:
         ipaddress.ip_address(_name_of(host).strip("[]"))
     except ValueError:
@@ -46,7 +46,7 @@ def _name_of(host: str) -> str:
 
 
 def bad_host(host: str) -> str | None:
-    """Return the error of a name in `[server] hosts`, if any."""
+    """Return what is wrong with a name in `[server] hosts`; None if it is valid."""
     if "*" in host:
         return "must not contain '*': list the names"
     if not _HOST_NAME.fullmatch(host):
@@ -55,7 +55,7 @@ def bad_host(host: str) -> str | None:
 
 
 def is_own(origin: str) -> bool:
-    """Whether an origin is a page of this machine, or an app or extension instead of a page."""
+    """Whether an origin is a page on this machine, or is an app or extension and no page."""
     try:
         parts = urlsplit(origin)
         host = parts.hostname
@@ -63,18 +63,18 @@ def is_own(origin: str) -> bool:
         return False
     if parts.scheme in ("http", "https"):
         return host is not None and is_loopback(host)
-    # Pages in sandboxed frames send `null`.
+    # The origin `null`, which pages in sandboxed frames send, has no scheme.
     return bool(parts.scheme)
 
 
 def is_same(origin: str, host: str) -> bool:
-    """Whether an origin is the very host and port that a `Host` header names."""
+    """Whether an origin has exactly the host and port of a `Host` header."""
     scheme, _, rest = origin.partition("://")
     return bool(rest) and scheme.lower() in _DEFAULT_PORTS and rest.lower() == host.strip().lower()
 
 
 def bad_origin(origin: str) -> str | None:
-    """Return the error of an origin in the configuration, if any."""
+    """Return what is wrong with an origin in the configuration; None if it is valid."""
     if "*" in origin:
         return "must not contain '*': list the origins"
     if not _ORIGIN.fullmatch(origin):

@@ -1,4 +1,4 @@
-"""Names of the worker's parsers, so that a wrong one is reported before a worker starts."""
+"""Names of the worker's parsers. With them, a wrong name is reported before a worker starts."""
 
 import difflib
 from typing import Final
@@ -23,7 +23,7 @@ PARSERS: Final = frozenset({
 
 
 def bad_parser(name: str) -> str | None:
-    """Return the error of a parser's name, if any; an empty name selects the model's own parser."""
+    """Return what is wrong with a parser's name; None if it is valid. An empty name selects the model's own parser."""
     plain = name.strip().lower().replace("-", "_")
     if not plain or plain in PARSERS or plain.replace(".", "_") in PARSERS:
         return None

@@ -1,8 +1,8 @@
-"""Patterns with `*` for any text, used for aliases of models and for the models of a key."""
+"""Patterns in which `*` stands for any text. They are used for aliases of models and for the models of a key."""
 
 
 class Pattern:
-    """A pattern. Matching is linear in the name's length, so that no pattern can make a request slow."""
+    """A pattern. Matching takes time linear in the name's length, so no pattern can make a request slow."""
 
     __slots__ = ("_pieces", "specificity", "text")
 
@@ -13,7 +13,7 @@ class Pattern:
         self.specificity = (len(self._pieces[0]), sum(map(len, self._pieces)))
 
     def matches(self, name: str) -> bool:
-        """Whether `name` is the pattern's text with anything in place of each `*`."""
+        """Whether `name` equals the pattern with some text in place of each `*`."""
         if len(self._pieces) == 1:
             return name == self.text
         first, *middle, last = self._pieces

@@ -1,4 +1,6 @@
-"""The tables `[peers.NAME]` and `[upstreams.NAME]`: other daemons and endpoints, checked with their files."""
+"""Reads the tables `[peers.NAME]` and `[upstreams.NAME]`, which configure other daemons and endpoints, and
+their files.
+"""
 
 import ssl
 from collections.abc import Callable, Container, Mapping
@@ -19,7 +21,7 @@ T = TypeVar("T", PeerConfig, UpstreamConfig)
 def read_peers(
     source: ConfigSource, raw: Any, models: Container[str], bad_name: Callable[[str], str | None]
 ) -> dict[str, PeerConfig]:
-    """Read all peers, with absolute paths. Raises `ConfigError`."""
+    """Read all peers and make their paths absolute. Raises `ConfigError`."""
     if not isinstance(raw, dict):
         raise source.error("peers must be a table: write [peers.NAME]", ("peers",))
     peers: dict[str, PeerConfig] = {}
@@ -35,7 +37,7 @@ def read_peers(
 
 
 def read_upstreams(source: ConfigSource, raw: Any, models: Mapping[str, ModelConfig]) -> dict[str, UpstreamConfig]:
-    """Read all upstreams, with absolute paths, and check the models' fallbacks. Raises `ConfigError`."""
+    """Read all upstreams, make their paths absolute, and check the models' fallbacks. Raises `ConfigError`."""
     if not isinstance(raw, dict):
         raise source.error("upstreams must be a table: write [upstreams.NAME]", ("upstreams",))
     upstreams = {name: _remote(source, name, body, UpstreamConfig, ("upstreams", name)) for name, body in raw.items()}
@@ -50,7 +52,7 @@ def read_upstreams(source: ConfigSource, raw: Any, models: Mapping[str, ModelCon
 
 
 def _remote(source: ConfigSource, name: str, body: Any, struct: type[T], where: tuple[str, ...]) -> T:
-    """Read one peer or upstream, with absolute paths. Raises `ConfigError`."""
+    """Read one peer or upstream and make its paths absolute. Raises `ConfigError`."""
     is_peer = struct is PeerConfig
     table = source.table(body, struct, where)
     for field in fields(struct):
@@ -86,7 +88,7 @@ def read_secret(path: Path) -> str:
 
 
 def _bad_url(peer: PeerConfig | UpstreamConfig, *, has_path: bool) -> str:
-    """Return the reason why the URL is not that of a daemon or endpoint, or must not be used."""
+    """Return why the URL of a daemon or endpoint is invalid or must not be used; empty if it is good."""
     try:
         url = urlsplit(peer.url)
         port = url.port

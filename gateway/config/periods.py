@@ -1,11 +1,11 @@
-"""Days and months in a time zone, the periods of budgets and usage."""
+"""Days and months in a time zone. Budgets and usage are counted in these periods."""
 
 from datetime import date, datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo
 
 
 def zone_of(name: str) -> tzinfo | None:
-    """Look up an IANA time zone; an empty name gives None, the machine's own. Raises `ValueError`."""
+    """Look up an IANA time zone. An empty name gives None, which means the machine's own. Raises `ValueError`."""
     if not name:
         return None
     try:
@@ -20,7 +20,7 @@ def day_of(now: float, zone: tzinfo | None) -> date:
 
 
 def begin_of(day: date, zone: tzinfo | None) -> float:
-    """Return the Unix time at which a day starts, correct also when clocks change on that day."""
+    """Return the Unix time when a day starts. The result is right even if clocks change on that day."""
     return datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()
 
 

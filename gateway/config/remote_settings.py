@@ -31,7 +31,7 @@ class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     key_file: str = ""
     # Maps local names of models to the upstream's names.
     models: dict[str, str] = {}
-    # Maximum waits for the first byte of an answer, and between two of its parts.
+    # Maximum waits for the first byte of an answer, and from one part of it to the next.
     first_byte_s: Seconds = 60.0
     silence_s: Seconds = 120.0
     ca: str = ""
@@ -39,8 +39,9 @@ class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class HostConfig(Struct, frozen=True):
-    """A host in a file of mlx.launch: its destination for ssh, its addresses for ranks, and its RDMA device, or
-    several, towards each host of the file in order."""
+    """A host in a host file: its destination for ssh, the addresses of its ranks, and its RDMA devices. There is one
+    device, or several, for each host of the file in order.
+    """
 
     ssh: str
     ips: tuple[str, ...] = ()
@@ -48,7 +49,7 @@ class HostConfig(Struct, frozen=True):
 
 
 class HostFile(Struct, frozen=True):
-    """A file of mlx.launch. `envs` are variables of all ranks, as NAME=VALUE."""
+    """A host file of mlx.launch. `envs` are environment variables of all ranks, as NAME=VALUE."""
 
     hosts: tuple[HostConfig, ...] = ()
     backend: str = ""

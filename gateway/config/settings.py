@@ -28,9 +28,9 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PreventSleep = Literal["busy", "always", "never"]
 # Whether workers leave GPU time to the display. With `auto` they do so while a person uses the machine.
 Desktop = Literal["auto"] | bool
-# Only macOS has `ioreg` and `pmset`, with which the use of the desktop is detected.
+# The use of the desktop is detected with `ioreg` and `pmset`, which only macOS has.
 CAN_SEE_DESKTOP: Final = sys.platform == "darwin"
-# Only macOS has `caffeinate`, with which the machine is kept awake.
+# The machine is kept awake with `caffeinate`, which only macOS has.
 CAN_HOLD_AWAKE: Final = sys.platform == "darwin"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -46,7 +46,7 @@ class ConfigError(CommandFailed):
 
 
 class TlsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`tls` of the server: PEM files of the certificate with its chain, and of its key. Empty means plain HTTP."""
+    """`tls` of the server: PEM files with the certificate and its chain, and with its key. Empty means plain HTTP."""
 
     certificate: str = ""
     key: str = ""
@@ -57,13 +57,13 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8484
-    # A second port with the same API, where Ollama's clients look for it; 0 opens none.
+    # Ollama's clients may use this second port, which has the same API; 0 opens none.
     ollama_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     tls: TlsConfig = TlsConfig()
     log_level: LogLevel = "info"
     # Format of stderr. `auto` means text for people on a terminal, and JSON elsewhere. The log file is always JSON.
     log_format: Literal["auto", "json", "console"] = "auto"
-    # Whether to write a log file in `home/logs`, its maximum size, and how many rotated files are kept.
+    # Whether to write a log file in `home/logs`, its maximum size, and the number of rotated files to keep.
     log_file: bool = True
     log_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 16 * 1024 * 1024
     log_keep: Annotated[int, Meta(ge=0, le=1000)] = 8
@@ -85,36 +85,38 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     usage_months: Annotated[int, Meta(ge=1, le=1200)] = 13
     # While there are several keys, one key may fill this percentage of a model's queue.
     queue_share: Annotated[int, Meta(ge=1, le=100)] = 50
-    # Limits of the answers of the Responses API that are stored for each key, so that clients can continue from them.
-    # With 0 bytes no answer is stored.
+    # Limits of the stored answers of the Responses API, for each key. Clients can continue from a stored answer. With 0
+    # bytes no answer is stored.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     response_store_age_s: Seconds = 30 * 86400.0
-    # Limit of the journal from which a restarted daemon continues background responses. With 0 bytes there is no
+    # Maximum size of the journal from which a restarted daemon continues background responses. With 0 there is no
     # journal.
     response_journal_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     # Proxies whose X-Forwarded-For header is trusted.
     trusted_proxies: tuple[str, ...] = ()
-    # Limit of requests without a valid key, per minute and client address. Further ones get status 429. 0 is no limit.
+    # Maximum requests without a valid key per minute and client address. Further requests get status 429. 0 means no
+    # limit.
     unauthorized_rpm: Annotated[int, Meta(ge=0, le=1_000_000)] = 300
     # Maximum number of connections in total, and from one address. `auto` derives the total from the limit of open
     # files, and allows one address half of it.
     max_connections: Connections = "auto"
     max_connections_per_address: Connections = "auto"
     cors: tuple[str, ...] = ()
-    # Host names under which clients may reach this machine, in addition to the loopback names. If there are any, every
-    # `Host` header is checked.
+    # Host names under which clients may reach this machine, in addition to the loopback names. If the list is not
+    # empty, every `Host` header is checked.
     hosts: tuple[str, ...] = ()
-    # Whether `/metrics` requires a key with that right, once there are keys.
+    # Whether `/metrics` requires a key that may read it, once any key exists.
     metrics_auth: bool = True
     # `vllm` also exports metrics under vLLM's names.
     metrics_compat: Literal["", "vllm"] = ""
-    # Model for requests that name no model, and model for requests of a vendor's small model. If empty, those requests
-    # are refused.
+    # `default` is the model for requests that name no model, and `small` that for requests of a vendor's small model.
+    # If empty, those requests are refused.
     default: str = ""
     small: str = ""
     # A request that takes longer is logged as a warning with the time of each phase. 0 disables this.
     slow_request_s: Seconds = 30.0
-    # For debugging, this many of the newest requests are kept with their answers in `home/captures`. 0 disables this.
+    # For debugging, the newest requests and their answers are kept in `home/captures`, up to this number. 0 disables
+    # this.
     capture: Annotated[int, Meta(ge=0, le=10_000)] = 0
     capture_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 64 * 1024 * 1024
     capture_age_s: Seconds = 86400.0
@@ -131,7 +133,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Sampling defaults of requests. None means the model's own default, or else the API's."""
+    """Sampling defaults of requests. None means the model's own default, or the API's if the model has none."""
 
     temperature: Temperature | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -152,16 +154,17 @@ class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[models.NAME.profiles.PROFILE]`, requested as `NAME:PROFILE`; other settings are the model's."""
+    """`[models.NAME.profiles.PROFILE]`. Requests name it as `NAME:PROFILE`; all other settings are the model's."""
 
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()
 
 
 class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`cache` of a model: bytes of prefix cache in memory and on disk. 0 is off, None a fraction of its memory share.
+    """`cache` of a model: bytes of its prefix cache in memory and on disk. 0 means off, None a fraction of its memory
+    share.
 
-    All models share one folder on disk. Its limit is the largest that any model sets. Prefixes of fewer tokens than
+    All models share one folder on disk; its limit is the largest that any model sets. Prefixes of fewer tokens than
     `disk_min_tokens` are not written: reading them would save no time, and every write wears the disk.
     """
 
@@ -171,8 +174,9 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SparsePrefillConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`sparse_prefill` of a model: the fraction of a long prompt that is computed for requests that ask for it. The
-    draft model chooses the tokens. 0 is off."""
+    """`sparse_prefill` of a model: the fraction of a long prompt that is computed if the request asks for it. The draft
+    model chooses the tokens. 0 means off.
+    """
 
     keep: Annotated[float, Meta(ge=0, le=1)] = 0.0
     from_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 8192
@@ -181,7 +185,8 @@ class SparsePrefillConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class KvEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`kv_events` of a model: addresses at which its worker publishes changes of its prefix cache, for routers.
 
-    Events reveal prompts as token ids to every subscriber, so `plain` must allow addresses beyond this machine.
+    Events reveal prompts as token ids to every subscriber. Addresses that other machines can reach therefore need
+    `plain`.
     """
 
     endpoint: str = ""
@@ -199,14 +204,16 @@ class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`group` of a model: processes that run it together, each with a part; without ranks it is one process."""
+    """`group` of a model: processes that run it together, each with a part of it. Without ranks, one
+    process runs it.
+    """
 
-    # One entry `local` for each rank, if the group runs on this machine alone.
+    # For a group on this machine alone, one entry `local` for each rank.
     nodes: tuple[str, ...] = ()
-    # `tensor` gives each rank a part of every layer, `pipeline` gives each rank some whole layers.
+    # With `tensor`, each rank has a part of every layer; with `pipeline`, each rank has some whole layers.
     parallel: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
-    # How many layers each rank of a pipeline has.
+    # Number of layers of each rank of a pipeline.
     split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     # Host file of mlx.launch, for a group over several machines. Its path is relative to the configuration file, and
     # its first host is this machine.
@@ -218,8 +225,8 @@ class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """Node of each rank: `local`, or the ssh destination of the rank's host."""
-        # mlx.launch starts ranks at 127.0.0.1 without ssh.
+        """Location of each rank: `local`, or the ssh destination of its host."""
+        # mlx.launch uses no ssh for ranks at 127.0.0.1.
         names = (LOCAL if host.ssh == "127.0.0.1" else host.ssh for host in self.launch.hosts[1:])
         return (LOCAL, *names) if self.launch.hosts else self.nodes
 
@@ -233,42 +240,44 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     preload: bool = False
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     context: Annotated[int, Meta(ge=0)] = 0
-    # Maximum number of sequences that are generated at once; `auto` is the best number that a calibration found.
+    # Maximum number of concurrently generated sequences; `auto` is the best number that a calibration found.
     max_running: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = DEFAULT_MAX_RUNNING
     max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024
     prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
-    # How rows share a forward pass; `auto` is the mode that the self-check at load found to be exact.
+    # Batch mode: how rows share a forward pass. `auto` is the mode that the self-check at load found to be exact.
     batching: Literal["auto", "together", "equal", "single"] = "auto"
-    # Whether a request computes the same shapes in every run: alone, in chunks by position, from its first token.
+    # Whether a request computes the same shapes in every run: it runs alone, in chunks by position, from its first
+    # token.
     deterministic: bool = False
     # Whether tokens are drafted from earlier text where measurements show that this is faster.
     speculate: Literal["auto", "off"] = "auto"
-    # Folder or repository of a smaller model with the same tokenizer, or of a drafter for this model; empty means none.
+    # Folder or repository of a draft model: a smaller model with the same tokenizer, or a drafter made for this model.
+    # Empty means none.
     draft: str = ""
     sparse_prefill: SparsePrefillConfig = SparsePrefillConfig()
     # Task of the model: text generation, embeddings, scores of text pairs, or audio. `auto` derives the task from the
     # files.
     kind: Literal["auto", "text", "embed", "rerank", "audio"] = "auto"
-    # Whether embeddings may be shortened even if the model's files do not declare it as trained for that.
+    # Whether embeddings may be shortened even if the model's files do not declare that it was trained for this.
     matryoshka: bool = False
     load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()
     profiles: dict[str, ProfileConfig] = {}
-    # Folders or repositories of LoRA adapters by name, requested as `NAME:ADAPTER` or by the adapter's name alone.
+    # Maps names to folders or repositories of LoRA adapters. Requests use `NAME:ADAPTER` or the adapter's name alone.
     adapters: dict[str, str] = {}
     trust_remote_code: bool = False
-    # Parser for the model's reasoning and tool calls, named by model family. Empty detects it by template and
-    # vocabulary.
+    # Model family whose parser reads the model's reasoning and tool calls. Empty detects it by template and vocabulary.
     parser: str = ""
     # Jinja template that replaces the model's own. In the configuration file, this may also be the path of a template.
     chat_template: str = ""
     cache: CacheConfig = CacheConfig()
-    # Bytes of KV for running requests; None means a fixed fraction of the memory share beyond the weights.
+    # Bytes of KV for running requests. None means a fixed fraction of the memory share that the weights leave.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None
-    # Bits of a quantized KV cache; None keeps the model's own precision. Quantization changes answers, which report it.
+    # Bits of a quantized KV cache; None keeps the model's own precision. Quantization changes answers, and their
+    # headers say so.
     kv_bits: Literal[8, 4] | None = None
-    # Log level of the model's worker; None is the server's.
+    # Log level of the model's worker; None uses the server's.
     log_level: LogLevel | None = None
     # The model's share of the memory budget.
     memory_bytes: Bytes = "auto"
@@ -283,17 +292,17 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     fallback: FallbackConfig = FallbackConfig()
     group: GroupConfig = GroupConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
-    # Adapter that a request names; this field is never in the file.
+    # Adapter that a request names. This field is never in the file.
     adapter: str = ""
 
     @property
     def full_name(self) -> str:
-        """The model's name, or the full name of the requested adapter."""
+        """Name of the model, or full name of the requested adapter."""
         return f"{self.name}:{self.adapter}" if self.adapter else self.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the model and its aliases, or of the requested adapter."""
+        """Name and aliases of the model, or all names of the requested adapter."""
         own = (self.name, *self.aliases)
         return (self.full_name, self.adapter, *(f"{name}:{self.adapter}" for name in own[1:])) if self.adapter else own
 
@@ -304,29 +313,29 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def adapted(self) -> "list[ModelConfig]":
-        """Copies of this configuration, one for each adapter, with `adapter` set."""
+        """Copies of this configuration, one per adapter, with `adapter` set."""
         return [structs.replace(self, adapter=name) for name in self.adapters]
 
     @property
     def slots(self) -> int:
-        """Expected maximum number of concurrent sequences, before the worker reports its own."""
+        """Expected maximum number of concurrent sequences, used until the worker has reported its own."""
         return DEFAULT_MAX_RUNNING if self.max_running == "auto" else self.max_running
 
 
 class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[memory]`: the budget of all models together, and when one may replace another."""
+    """`[memory]`: the memory budget of all models together, and when one model may replace another."""
 
     budget_bytes: Bytes = "auto"
-    # Maximum number of models in memory at once; 0 is no limit.
+    # Maximum number of models in memory at the same time; 0 means no limit.
     max_loaded: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    # A loaded model stays at least this long, whatever other models are requested.
+    # A loaded model stays in memory at least this long, even if other models are requested.
     min_residency_s: Seconds = 10.0
 
 
 class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[media]`: bounds of images, video and audio in requests, and the sources they may be fetched from."""
+    """`[media]`: limits of images, video and audio in requests, and the sources from which they may be fetched."""
 
-    # Maximum bytes of one medium, and maximum number of media in a request.
+    # Maximum bytes of one image, video or audio clip, and maximum number of them in a request.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
     max_count: Annotated[int, Meta(ge=0, le=4096)] = 64
     # Maximum pixels of an image, according to its header. A larger image is never decoded.
@@ -341,7 +350,7 @@ class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AudioConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[audio]`: bounds of transcriptions, translations and speech."""
+    """`[audio]`: limits of transcriptions, translations and speech."""
 
     # Maximum bytes and maximum duration of an uploaded file.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 25 * 1024 * 1024
@@ -352,13 +361,13 @@ class AudioConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[ui]`: from where a session of the page may administer. The page itself, with its chat, is always served."""
+    """`[ui]`: which clients may administer mlxd on the web page. The page itself, with its chat, is always served."""
 
     admin: Literal["loopback", "network", "off"] = "loopback"
 
 
 class Config(Struct, frozen=True):
-    """The whole configuration, checked. `models` keeps the order of the file."""
+    """The whole checked configuration. `models` has the order of the file."""
 
     home: Path
     server: ServerConfig
@@ -381,7 +390,7 @@ class Config(Struct, frozen=True):
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Limit of the cache folder that all models share."""
+        """Maximum size of the cache folder that all models share."""
         return max((model.cache.disk_bytes for model in self.models.values()), default=0)
 
     @property
@@ -423,12 +432,12 @@ class Config(Struct, frozen=True):
 
 
 def url_of(server: ServerConfig, host: str = "", port: int = 0) -> str:
-    """Return the base URL of a server, as configured, or for the given address that it listens on."""
+    """Return the base URL of a server: the configured one, or the one for an address on which the server listens."""
     host = host or server.host
     scheme = "https" if server.tls.certificate else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or server.port}"
 
 
 def file_key(field: str) -> str:
-    """Return a field's preferred key in the file: its name without the unit."""
+    """Return a field's usual key in the file, which is its name without the unit."""
     return field.removesuffix("_s").removesuffix("_bytes") if field.endswith(("_s", "_bytes")) else field

@@ -1,4 +1,4 @@
-"""A TOML file as tables with the fields of structs; errors have the line of the wrong key."""
+"""Reads tables of a TOML file into structs. Errors have the line of the wrong key."""
 
 import difflib
 import os
@@ -60,8 +60,9 @@ class ConfigSource:
         return self.convert(self.table(raw, struct, where), struct, where)
 
     def table(self, raw: Any, struct: type[Struct], where: tuple[str, ...]) -> dict[str, Any]:
-        """Rename the keys of `raw`, and of tables inside of it, to the fields of `struct`. Durations and sizes become
-        numbers."""
+        """Rename the keys of `raw`, and of its inner tables, to the fields of `struct`. Durations and sizes become
+        numbers.
+        """
         if not isinstance(raw, dict):
             raise self.error(f"{'.'.join(where)} must be a table", where)
         types = {field.name: field.type for field in fields(struct) if field.name not in NOT_IN_FILE}
@@ -108,7 +109,7 @@ class ConfigSource:
             raise ConfigError(f"{file_key(field)}: {_sentence(what)}", self.path, line) from None
 
     def path_of(self, path: str) -> Path:
-        """Resolve a path in the file, relative to the file's folder."""
+        """Return a path that the file contains, relative to the file's folder."""
         return self.path.absolute().parent / Path(path).expanduser()
 
     def text(self, path: str, where: tuple[str, ...]) -> str:
@@ -121,7 +122,7 @@ class ConfigSource:
             raise self.error(f"{where[-1]}: cannot read {file}: {reason}", where) from None
 
     def model_path(self, path: Any) -> Any:
-        """Make a folder absolute, relative to the file's folder; a repository id stays as it is."""
+        """Make a folder absolute, relative to the file's folder. A repository id stays as it is."""
         if not isinstance(path, str):
             return path
         if path.startswith("~"):
@@ -136,7 +137,9 @@ def _is_struct(kind: Any) -> TypeGuard[type[Struct]]:
 
 
 def _all_tables(struct: type[Struct] = Config, prefix: str = "") -> Iterator[tuple[str, type[Struct]]]:
-    """Yield each table of the file and its struct. NAME stands for a name that the file chooses."""
+    """Yield each table that the file may have, with its struct. NAME stands for a name that the file's
+    author chooses.
+    """
     for field in fields(struct):
         name, kind = f"{prefix}{field.name}", field.type
         if get_origin(kind) is dict and not prefix:
@@ -147,7 +150,7 @@ def _all_tables(struct: type[Struct] = Config, prefix: str = "") -> Iterator[tup
 
 
 def _hint(key: str, known: tuple[str, ...]) -> str:
-    """Suggest a correction for a key that is unknown in its table."""
+    """Suggest the key that was probably meant by an unknown one."""
     homes = [
         f"[{table}]"
         for table, struct in _all_tables()

@@ -37,7 +37,7 @@ def parse_size(text: str) -> int:
 
 
 class Locator:
-    """Lines of the keys of a TOML text, good enough for error messages; multi-line strings may mislead it."""
+    """Finds the lines of keys in a TOML text. It serves for error messages; multi-line strings may mislead it."""
 
     def __init__(self, text: str) -> None:
         self._lines: dict[tuple[str, ...], int] = {}
@@ -57,7 +57,7 @@ class Locator:
             self._lines.setdefault(key[:length], number)
 
     def line(self, *spellings: tuple[str, ...]) -> int | None:
-        """Return the line of the first of `spellings` that exists, else of the nearest table around the last."""
+        """Return the line of the first of `spellings` that exists, or else of the nearest table around the last."""
         for key in spellings:
             if key in self._lines:
                 return self._lines[key]
@@ -68,7 +68,7 @@ class Locator:
 
     @staticmethod
     def syntax_error(error: tomllib.TOMLDecodeError) -> tuple[str, int | None]:
-        """Split a message of `tomllib` into the error and its line."""
+        """Split an error message of `tomllib` into the error and its line."""
         text = str(error)
         match = _AT_LINE.search(text)
         return (text[: match.start()], int(match[1])) if match else (text, None)

@@ -1,4 +1,4 @@
-"""Specification of a worker, made from the settings of its model."""
+"""Specification of a worker, made from its model's settings."""
 
 from typing import Final
 
@@ -8,16 +8,16 @@ from gateway.config.host_file import devices_of
 from gateway.config.settings import Config, ModelConfig
 from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
 
-# The gateway bounds admission. A new worker gets all running and waiting sequences at once, so its bound is loose.
+# This limit is loose: the gateway bounds admission, and a new worker gets all running and waiting sequences together.
 WAITING_MAX: Final = 1 << 20
 
 
 def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = "") -> WorkerSpec:
-    """Return the specification of a model's worker; without addresses, that of a process that only loads the model.
+    """Return the specification of a model's worker. A process that only loads the model gets no addresses.
 
     The supervisor sets epoch, memory share and rank at each start.
     """
-    # Ranks of a group have other parts of a prefix, which no file holds together.
+    # Each rank of a group has its own part of a prefix, and no file holds all parts.
     has_disk = not model.group.ranks and model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
     return WorkerSpec(
         name=model.name,
@@ -62,10 +62,10 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
 
 
 def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
-    """Whether a worker of one configuration serves the other without a restart.
+    """Whether a worker that runs with one configuration can serve the other without a restart.
 
-    The log level and the cap of the shared cache folder may differ: they count from its next start. Adapters are loaded
-    and unloaded while it runs.
+    The log level and the limit of the shared cache folder may differ; they apply from the worker's next start. Adapters
+    are loaded and unloaded while the worker runs.
     """
     changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0, "adapters": ()}
     return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)

@@ -91,7 +91,7 @@ class _AdapterEndpoints:
         return status_of(services, model, name, is_configured=False)
 
     def _model(self, order: AdapterLoad) -> str:
-        """Return the name of the model that an adapter is for. Raises `BadRequest` if several are possible."""
+        """Return the name of the model to which an adapter belongs. Raises `BadRequest` if several are possible."""
         models = self._services.config.models
         if not order.model and len(models) == 1:
             return next(iter(models))
@@ -119,10 +119,11 @@ class _AdapterEndpoints:
 
 
 async def _until(services: Services, model: str, name: str, path: str | None) -> AdapterInfo | None:
-    """Wait until a worker reports an adapter from this path, and return it; with no path, until it has gone.
+    """Wait until the worker reports an adapter from `path`, and return it. If `path` is None, wait until the adapter is
+    gone.
 
-    Returns None as well when a reload or another command has removed the adapter, the model is not loaded any more, or
-    the time is over.
+    Also returns None when a reload or another command has removed the adapter, when the model is no longer loaded, and
+    after a time-out.
     """
     end = time.monotonic() + CHANGE_TIMEOUT_S
     while time.monotonic() < end and path in (None, _path_of(services.config, model, name)):
@@ -137,7 +138,7 @@ async def _until(services: Services, model: str, name: str, path: str | None) ->
 
 
 def _path_of(config: Config, model: str, name: str) -> str | None:
-    """Return the folder of an adapter; None if the configuration lacks it or its model."""
+    """Return the folder of an adapter. None if the configuration has no such adapter or model."""
     known = config.models.get(model)
     return None if known is None else known.adapters.get(name)
 

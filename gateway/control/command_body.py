@@ -1,4 +1,4 @@
-"""Bodies of commands of the control socket and of the page."""
+"""Bodies of commands on the control socket and the web page."""
 
 from typing import Final, TypeVar
 
@@ -17,7 +17,7 @@ BODY_BYTES_MAX: Final = 64 * 1024
 async def read_order(
     scope: Scope, receive: Receive, decoder: "msgspec.json.Decoder[T]", expected: str = "The body cannot be read"
 ) -> T:
-    """Decode the body of a request. Raises `BadRequest` with the expected form and the error."""
+    """Decode the body of a command. Raises `BadRequest` with the error and what was expected."""
     body = await read_body(scope, receive, BODY_BYTES_MAX)
     try:
         return decoder.decode(body)

@@ -1,4 +1,4 @@
-"""Commands of the operator, over the unix socket or from the page, and their lines in the audit log."""
+"""Commands of the operator, over the unix socket or from the web page, and their lines in the audit log."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _SCOPE_KEY: Final = "mlxd.command"
 
 @dataclass(slots=True)
 class Command:
-    """Command of a request. Its endpoint notes it before the execution, and may add `facts` afterwards."""
+    """Command of a request. Its endpoint notes the command before carrying it out, and may add `facts` afterwards."""
 
     action: Action
     target: str = ""
@@ -38,7 +38,7 @@ class AuditedCommand:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outlet = outlet_of(scope)
-        # The credentials are read first, because a client may disconnect before its command has ended.
+        # The credentials are read first, because a client may disconnect while its command is carried out.
         actor = AuditActor() if outlet is None or self._session is not None else peer_of(outlet.socket)
         outcome = "interrupted"
         try:

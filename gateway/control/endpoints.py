@@ -57,7 +57,7 @@ _drain_order = msgspec.json.Decoder(DrainRequest)
 def routes(
     services: Services, reloader: Reloader, url: str, drain: Callable[[float | None], Awaitable[int]]
 ) -> list[Route]:
-    """Return the routes of the unix socket. `drain` ends the daemon, and returns the number of requests cut off."""
+    """Return the routes of the unix socket. `drain` ends the daemon and returns how many requests were cut off."""
     endpoints, pool = DaemonEndpoints(services, url), services.pool
     return [
         get("/v1/status", endpoints.show_status),
@@ -88,7 +88,7 @@ class DaemonEndpoints:
         return self.status()
 
     def status(self) -> DaemonStatus:
-        """Return the present status of the daemon and of every model."""
+        """Return the current status of the daemon and of every model."""
         services = self._services
         memory = services.pool.memory()
         return DaemonStatus(
@@ -203,7 +203,9 @@ class DaemonEndpoints:
         return handler
 
     async def _pause(self, timeout_s: float | None) -> int:
-        """Refuse new requests, and return how many are still running when all have ended or the time is over."""
+        """Refuse new requests, and wait until the running ones have ended, at most `timeout_s`. Returns how many still
+        run.
+        """
         services = self._services
         services.admission.is_paused = True
         limit_s = services.config.server.drain_s if timeout_s is None else timeout_s
@@ -238,7 +240,7 @@ def _reload_with(reloader: Reloader) -> JsonHandler:
 
 
 def _carried(source: object | None, names: Iterable[str]) -> dict[str, Any]:
-    """Return the named fields of `source`; without a source nothing, so that the defaults hold."""
+    """Return the named fields of `source`; empty if `source` is None, so that the defaults apply."""
     return {} if source is None else {name: getattr(source, name) for name in names}
 
 
@@ -248,7 +250,7 @@ def _of_memory(own: ModelMemory | None) -> dict[str, Any]:
 
 
 def _of_ready(ready: Ready | None, model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that a loaded model reports, or else those that its configuration knows."""
+    """Return the fields that the loaded model reports or, if it is not loaded, those that its configuration has."""
     if ready is None:
         return {"slots": model.slots, "context": model.context, "weights_bytes": 0}
     media, embedding = ready.media, ready.embedding
@@ -263,7 +265,7 @@ def _of_ready(ready: Ready | None, model: ModelConfig) -> dict[str, Any]:
 
 
 def _group(view: WorkerView) -> GroupStatus | None:
-    """Return the ranks of a model. Rank 0 does not report its pid, which the gateway knows."""
+    """Return the ranks of a model. The gateway fills in the pid of rank 0, which does not report it."""
     group = view.ready.group if view.ready is not None else None
     if group is None:
         return None

@@ -13,7 +13,7 @@ JsonHandler = Callable[[Scope, Receive], Awaitable[msgspec.Struct]]
 
 
 class JsonEndpoint:
-    """ASGI app of one handler. It is an object because starlette calls functions with a `Request` instead."""
+    """ASGI app of one handler. It is an object, because starlette would call a function with a `Request` instead."""
 
     def __init__(self, handler: JsonHandler) -> None:
         self._handler = handler

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The limit applies to a request's body, and separately to its answer's body.
+# This limit applies separately to a request's body and to its answer's body.
 BODY_BYTES_MAX: Final = 4 * 1024 * 1024
 # Maximum number of captures that wait for the disk; further captures are dropped.
 PENDING_MAX: Final = 64
@@ -72,7 +72,7 @@ class Recorder:
         await self._send(message)
 
     def captured(self, record: RequestRecord) -> CapturedRequest:
-        """Return the complete capture, once the request has ended."""
+        """Return the capture of a request that has ended."""
         elapsed_s = time.perf_counter() - record.started
         return CapturedRequest(
             id=record.id,
@@ -94,7 +94,7 @@ class Recorder:
 
 
 class _Body:
-    """Recorder of the beginning of a body. With `media`, base64 data in the body is replaced by digests."""
+    """Records the beginning of a body. With `media`, base64 data in the body is replaced by digests."""
 
     def __init__(self, media: MediaDigests | None = None) -> None:
         self._media = media
@@ -113,14 +113,14 @@ class _Body:
             self._size += len(self._chunks[-1])
 
     def text(self) -> str:
-        """Return the recorded text. No other call may follow."""
+        """Return the recorded text. No method may be called after this."""
         if self._media is not None:
             self._keep(self._media.finish())
         return b"".join(self._chunks).decode(errors="replace")
 
 
 class _Bytes:
-    """Recorder of size and digest of a body that is not text: a form with a file, or an audio file."""
+    """Records the size and digest of a body that is not text: a form with a file, or an audio file."""
 
     is_cut = False
 
@@ -133,7 +133,7 @@ class _Bytes:
         self._size += len(chunk)
 
     def text(self) -> str:
-        """Format size and digest. No other call may follow."""
+        """Return size and digest as text. No method may be called after this."""
         return f"[{self._size} bytes, {self._digest.hexdigest()[:16]}]"
 
 
@@ -145,7 +145,7 @@ def _redacted(headers: list[Header]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Stored capture file. Owned by the thread of its `Captures`."""
+    """A stored capture file. Only the thread of `Captures` uses it."""
 
     path: Path
     size: int
@@ -153,7 +153,7 @@ class _Kept:
 
 
 class Captures:
-    """Ring of captures, one file for each request. One thread does all work on files, in the order of the calls."""
+    """Ring of captures, with one file per request. One thread does all work on files, in the order of the calls."""
 
     def __init__(self, folder: Path, settings: Callable[[], ServerConfig], clock: WallClock | None = None) -> None:
         self._folder = folder
@@ -162,7 +162,7 @@ class Captures:
         self._thread = ThreadPoolExecutor(1, "captures")
         self._room = threading.Semaphore(PENDING_MAX)
         self._is_failing = False
-        # List of the stored files, the oldest first; None until the folder was read. Owned by the thread.
+        # Stored files, the oldest first; None until the folder was read. Only the thread uses the list.
         self._ring: list[_Kept] | None = None
 
     @property
@@ -170,7 +170,7 @@ class Captures:
         return self._settings().capture > 0
 
     def put(self, captured: CapturedRequest) -> None:
-        """Queue a request to be stored. A failure is logged."""
+        """Queue a request for storing. A failure is logged."""
         if self._room.acquire(blocking=False):
             self._thread.submit(self._put, captured)
         else:
@@ -191,7 +191,7 @@ class Captures:
             await asyncio.sleep(SWEEP_INTERVAL_S)
 
     async def sweep(self) -> None:
-        """Delete captures that exceed the bounds."""
+        """Delete captures that exceed the limits."""
         await self._call(self._swept)
 
     async def clear(self) -> int:
@@ -199,7 +199,7 @@ class Captures:
         return await self._call(self._clear)
 
     def close(self) -> None:
-        """Finish the queued work, and end the thread."""
+        """Finish the queued work and end the thread."""
         self._thread.shutdown()
 
     async def _call(self, action: Callable[[], T]) -> T:
@@ -246,7 +246,7 @@ class Captures:
         return count
 
     def _swept(self) -> list[_Kept]:
-        """Delete captures that exceed the bounds, and return the others."""
+        """Delete captures that exceed the limits, and return those that are left."""
         settings = self._settings()
         kept = self._load()
         oldest = self._now() - settings.capture_age_s
@@ -274,7 +274,7 @@ class Captures:
                     data = path.read_bytes()
                     self._ring.append(_Kept(path, len(data), _line.decode(data)))
                 except (OSError, msgspec.DecodeError):
-                    # A power cut may leave a partial file, which is deleted, as is any file that is not a capture.
+                    # Any file that is no capture is deleted. A power cut may have left a partial file.
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
             if self._ring:

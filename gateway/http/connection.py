@@ -28,31 +28,31 @@ from gateway.http.connection_limits import Connections, Opening
 from gateway.http.direct_write import KEY, CloseDelimited, DirectWriter, outlet_of, queued_bytes
 
 log = logging.getLogger(__name__)
-# uvicorn warns of each malformed request: any client that can connect could fill the log.
+# uvicorn warns of each malformed request, so any client that can connect could fill the log.
 log.setLevel(logging.ERROR)
 
-# The limit is generous: Claude Code and Codex send about 4 KiB.
+# This is generous: Claude Code and Codex send headers of about 4 KiB.
 HEAD_BYTES_MAX: Final = 64 * 1024
 TRAILER_BYTES_MAX: Final = 8 * 1024
 # The overhead of a header field in addition to its text, as HTTP/2 counts it.
 # https://www.rfc-editor.org/rfc/rfc9113#section-6.5.2
 FIELD_BYTES: Final = 32
-# This time runs from the connection or the previous answer to the last header.
+# This time starts with the connection or the previous answer, and ends with the last header.
 HEAD_TIMEOUT_S: Final = 75.0
-# The rest of a body may arrive after its answer: many clients read the answer only once all is sent.
+# After the answer, the rest of the request's body may still arrive: many clients read the answer only once all is sent.
 LINGER_S: Final = 10.0
 LATE_BYTES_MAX: Final = 256 * 1024
 DROPPED_BYTES_MAX: Final = 64 * 1024 * 1024
 PIPELINED_MAX: Final = 100
 PIPELINED_BYTES_MAX: Final = 64 * 1024
 
-# Delays between probes whether a half-closed client is still there; the last delay repeats.
+# Delays between probes that check whether a half-closed client is still there. The last delay repeats.
 PROBES_S: Final = (0.01, 0.05, 0.25, 1.0, 5.0)
-# A client is stalled after this many checks in a row at which it has read nothing.
+# A client is stalled if it has read nothing at this many consecutive checks.
 STALLS_MAX: Final = 2
 READ_BYTES: Final = 65536
 
-# Clients skip any number of 100s before an answer, whereas http.client would take a 102 for the answer.
+# Clients skip any number of 100s before an answer, but Python's http.client would take a 102 for the answer.
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT: Final = b"3\r\n:\n\n\r\n"
 
@@ -79,9 +79,9 @@ _NO_TUNNEL: Final = _answer(ApiError(405, "CONNECT is not allowed here.", code="
 
 
 class RefusedConnection(Exception):
-    """Raised to end the parsing of a connection.
+    """Raised to stop parsing the input of a connection.
 
-    It holds the reason, and the answer to send unless another answer is in progress.
+    It has the reason, and the answer to send unless another answer is being sent.
     """
 
     def __init__(self, answer: bytes, reason: str) -> None:
@@ -96,8 +96,8 @@ _HEAD_TOO_LARGE: Final = (_TOO_LARGE, "headers")
 class GuardedProtocol(HttpToolsProtocol):
     """Protocol of one connection.
 
-    Its parser keeps an unfinished head in memory, so the bytes fed to the parser are counted. There is only one timer
-    at a time, which never ends a connection while an answer is being written.
+    Its parser keeps an unfinished head in memory, so the bytes fed to the parser are counted. At most one timer runs at
+    a time, and it never ends a connection while an answer is being written.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -116,10 +116,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.logger = log
         self._registry = connections
-        # The handshake is None on plain TCP and on the unix socket.
+        # `_handshake` is None on plain TCP and on the unix socket.
         self._handshake = handshake
         self._is_in_head = True
-        # Number of bytes that a head, or trailers, may still take.
+        # Number of bytes that the current head, or trailers, may still have.
         self._field_bytes_left = HEAD_BYTES_MAX
         # Whether the last input completed a head or a part of a body, and the number of bytes fed since such an input.
         self._has_progressed = False
@@ -127,11 +127,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refused: RefusedConnection | None = None
         # Whether the head that was just parsed offers an upgrade to another protocol.
         self._is_offered = False
-        # Request that is being answered while newer requests wait; uvicorn only keeps the newest.
+        # The request that is being answered. uvicorn only keeps the newest request, and newer ones may be waiting.
         self._answered: RequestResponseCycle | None = None
         self._pipelined_bytes = 0
         self._late_bytes = 0
-        # Whether all further input is dropped without being parsed.
+        # If true, all further input is dropped without being parsed.
         self._drops_input = False
         self._dropped_bytes = 0
         self._prober: asyncio.TimerHandle | None = None
@@ -182,13 +182,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def check_stalled(self) -> None:
         size = self._unsent()
-        # A growing buffer does not mean that the client is stalled, so it is judged only once it is full.
+        # Data that is still being added to the buffer does not mean a stalled client. The client is judged once the
+        # buffer is full.
         is_growing = self._is_answering and not self.flow.write_paused and not self.transport.is_closing()
         self._stalls = self._stalls + 1 if 0 < self._unsent_bytes <= size and not is_growing else 0
         self._unsent_bytes = size
         self._full_checks = self._full_checks + 1 if self.flow.write_paused else 0
         if self._full_checks == STALLS_MAX:
-            # The connection counts as idle now, so that a slow reader does not keep new clients out.
+            # A slow reader must not keep new clients out, so its connection counts as idle from now on.
             self._registry.mark_idle(self)
         if self._stalls == STALLS_MAX:
             self._drop("write_timeout")
@@ -197,7 +198,8 @@ class GuardedProtocol(HttpToolsProtocol):
         size = self.transport.get_write_buffer_size()
         if self._handshake is not None:
             size += self._handshake.unsent()
-        # The system reports writability only when a third of its buffer, which may be megabytes, is free.
+        # The system's own buffer counts too: a socket becomes writable only when a third of it is free, which may be
+        # megabytes.
         return size and size + queued_bytes(self.transport.get_extra_info("socket"))
 
     def resume_writing(self) -> None:
@@ -207,7 +209,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._registry.mark_busy(self)
 
     def _turn_away(self) -> None:
-        # The answer is written to the socket directly: the transport would write it later, and keep the descriptor
+        # The answer is written directly to the socket. The transport would write it later, and keep the descriptor
         # until then.
         if self.scheme == "http":
             descriptor = self.transport.get_extra_info("socket").fileno()
@@ -226,7 +228,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.write(_CONTINUE)
         elif cycle.chunked_encoding:
             outlet = outlet_of(cycle.scope)  # type: ignore[reportArgumentType]  # uvicorn's type is narrower
-            # Only event streams are chunked.
+            # Only the answers that are event streams are chunked.
             if outlet is not None and not outlet.is_within_event:
                 self.transport.write(_COMMENT)
         delay_s = PROBES_S[min(number, len(PROBES_S) - 1)]
@@ -261,10 +263,10 @@ class GuardedProtocol(HttpToolsProtocol):
                 return
 
     def _decline(self, rest: bytes) -> bytes:
-        """Parse the request again without its upgrade offer (RFC 9110 7.8 allows that). Returns the bytes to parse.
+        """Parse the request again without its upgrade offer, which RFC 9110 7.8 allows. Returns the bytes to parse.
 
-        With the offer, the parser leaves everything after the head to the other protocol, and it cannot be configured
-        otherwise.
+        With the offer, the parser would leave everything after the head to the other protocol. This cannot be
+        configured.
         """
         version = self.parser.get_http_version().encode()
         head = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
@@ -275,7 +277,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return b"".join([*head, b"\r\n", rest])
 
     def _count(self, size: int, was_pipelined: bool) -> None:
-        """Limit input that never ends or was not requested. Raises `RefusedConnection`."""
+        """Count input that never ends or was not requested. Raises `RefusedConnection` beyond a limit."""
         self._bytes_without_progress = 0 if self._has_progressed else self._bytes_without_progress + size
         if self._bytes_without_progress > HEAD_BYTES_MAX:
             raise RefusedConnection(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
@@ -291,14 +293,14 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self.cycle.response_complete:
             self._late_bytes += size
             if self._late_bytes > LATE_BYTES_MAX:
-                # The write side is closed, so that a client which checks its connection before reusing it sees that it
-                # is closed.
+                # Closing the write side shows clients that check a connection before reusing it that this one is
+                # closed.
                 self._drops_input = True
                 if self.transport.can_write_eof():
                     self.transport.write_eof()
 
     def _refuse(self, refused: RefusedConnection) -> None:
-        """Stop parsing, and send the refusal unless a request would get two answers or answers would change order."""
+        """Stop parsing. Send the refusal, unless a request would get two answers or answers would come out of order."""
         self._registry.dropped(refused.reason)
         if self._is_answering and (self._is_in_head or self.pipeline):
             self._stop_listening()
@@ -314,10 +316,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def _stop_listening(self) -> None:
         """Answer the requests that have arrived completely, then close.
 
-        Further input is dropped, and read only to notice that the client leaves.
+        Further input is read only to notice that the client leaves, and is dropped.
         """
         if self.pipeline and not self._is_in_head:
-            # The last request is incomplete, and no answer to it has begun.
+            # The last request is incomplete and has no answer yet.
             self.pipeline.popleft()
             assert self._answered is not None
             self.cycle = self.pipeline[0][0] if self.pipeline else self._answered
@@ -373,7 +375,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._is_in_head = self._has_progressed = True
         if self.cycle.response_complete:
-            # The bytes of this late body ended uvicorn's own timer for idle connections.
+            # When the rest of this body arrived, it ended uvicorn's own timer for idle connections.
             self._arm(self.head_timeout_s)
 
     def _use_field_bytes(self, size: int) -> None:

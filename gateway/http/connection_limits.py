@@ -1,5 +1,5 @@
-"""Limits of one listener's open connections, in all and per address, and the choice of the connection to close for a
-new one.
+"""Limits of the open connections of one listener, in total and per address. At a limit, an idle connection is closed
+for a new one.
 """
 
 import logging
@@ -16,25 +16,24 @@ from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# File descriptors reserved for sockets, logs, databases and admin clients, and for each worker: two ZeroMQ connections,
-# a pipe, a process descriptor, and some while it starts. libzmq ends the process if it has no descriptor left to accept
-# a connection.
+# File descriptors that are reserved. RESERVED_FILES are for sockets, logs, databases and admin clients.
+# FILES_PER_WORKER are for two ZeroMQ connections, a pipe, a process descriptor, and some while the worker starts.
+# libzmq ends the process if it has no descriptor left to accept a connection.
 RESERVED_FILES: Final = 128
 FILES_PER_WORKER: Final = 8
 WORKERS_COUNTED: Final = 16
-# The reserve is at least the limit divided by this number: a large limit can spare it, since nothing else needs the
-# descriptors.
+# At least this fraction (1/16) of the limit is reserved. A large limit can spare it, as nothing else needs descriptors.
 RESERVED_FILES_PART: Final = 16
-# A daemon for fewer clients than this would be useless.
+# A daemon for fewer clients than this would be useless, so it refuses to start.
 CLIENTS_MIN: Final = 64
 # Admin connections are part of the reserve.
 ADMIN_MAX: Final = 32
 
 REFUSAL_LOG_INTERVAL_S: Final = 60.0
-# This interval applies if the write timeout is switched off.
+# Interval of checks if the write timeout is switched off.
 CHECK_INTERVAL_S: Final = 15.0
 CHECK_INTERVAL_MIN_S: Final = 0.01
-# A batch of this size takes about a millisecond.
+# Checking a batch of this size takes about a millisecond.
 CHECKS_PER_TURN: Final = 1000
 
 PUBLIC: Final = "public"
@@ -42,26 +41,28 @@ ADMIN: Final = "admin"
 
 
 class TooFewFiles(Exception):
-    """Raised when the limit of open files leaves too few for clients; the message explains it."""
+    """Raised when the limit of open files leaves too few for clients; the message explains this."""
 
 
 class LimitedConnection(Protocol):
-    """Port to a connection that the registry may end."""
+    """The part of a connection that the registry uses to end it."""
 
     def close_idle(self) -> None:
-        """End the connection, which is idle."""
+        """End the connection, which must be idle."""
         ...
 
     def check_stalled(self) -> None:
-        """End the connection if its client is stalled: it has read no pending data since previous checks."""
+        """End the connection if its client is stalled, which means that it has read no pending data since earlier
+        checks.
+        """
         ...
 
 
 class Opening(LimitedConnection, Protocol):
-    """Port to a TLS handshake, which is replaced by another connection when it is done."""
+    """A TLS handshake as the registry sees it. Another connection takes its place when it is done."""
 
     def finish(self, transport: Transport) -> None:
-        """Hand the place in the registry over to the protocol of `transport`."""
+        """Give the place in the registry to the protocol of `transport`."""
         ...
 
     def unsent(self) -> int:
@@ -71,7 +72,7 @@ class Opening(LimitedConnection, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of connections in all and per address, and how long an answer may stay unread (0: forever)."""
+    """Limits of connections in total and per address, and how long an answer may stay unread (0 means forever)."""
 
     total: int
     per_address: int
@@ -80,7 +81,7 @@ class Bounds:
 
 @dataclass(slots=True)
 class _Peer:
-    """Address with open connections."""
+    """Open connections of one address."""
 
     count: int = 0
     # The connection that has been idle for longest comes first.
@@ -90,9 +91,9 @@ class _Peer:
 class Connections:
     """Registry of one listener's connections, used on the event loop only.
 
-    At the limit, the connection that has been idle for longest is closed for a new one: an idle client will connect
-    again for its next request. A new connection is refused only if every other has a request and a client that reads
-    its answer.
+    At the limit, the connection that has been idle longest is closed for a new one, because an idle client can connect
+    again for its next request. A new connection is refused only if every other connection has a request and a client
+    that reads its answer.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Connections:
         is_shared: Callable[[str], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_shared` returns whether many clients share an address, which then has no limit of its own."""
+        """`is_shared` returns whether many clients share an address. Such an address has no limit of its own."""
         self._listener = listener
         self._bounds = bounds
         self._metrics = metrics
@@ -137,7 +138,7 @@ class Connections:
         return True
 
     def remove(self, connection: LimitedConnection) -> None:
-        """Remove a connection that has ended, or that was refused."""
+        """Remove a connection that has ended or was refused."""
         address = self._open.pop(connection, None)
         if address is None:
             return
@@ -149,7 +150,7 @@ class Connections:
             del self._peers[address]
 
     def mark_busy(self, connection: LimitedConnection) -> None:
-        """Mark a connection as busy, so that it is not closed for another."""
+        """Mark a connection as busy, so that it is not closed for a new one."""
         if connection in self._idle:
             del self._idle[connection]
             del self._peers[self._open[connection]].idle[connection]
@@ -161,7 +162,7 @@ class Connections:
             self._idle[connection] = self._peers[address].idle[connection] = None
 
     def dropped(self, reason: str) -> None:
-        """Count a connection that was ended for its client's behaviour."""
+        """Count a connection that was ended because of its client's behaviour."""
         self._metrics.connections_dropped[reason] += 1
 
     def _make_room(self, idle: dict[LimitedConnection, None]) -> bool:
@@ -203,7 +204,7 @@ class Connections:
 
 
 def public_connections(live: LiveConfig, metrics: Metrics, files: int) -> Connections:
-    """Make the registry of the API's connections for a process with a limit of `files`. Raises `TooFewFiles`."""
+    """Make the registry for connections of the public API. `files` is the limit of open files. Raises `TooFewFiles`."""
     room = room_for_clients(files, len(live.config.models))
     if room < CLIENTS_MIN:
         raise TooFewFiles(
@@ -221,18 +222,18 @@ def public_connections(live: LiveConfig, metrics: Metrics, files: int) -> Connec
 
 
 def admin_connections(live: LiveConfig, metrics: Metrics) -> Connections:
-    """Make the registry of the admin socket's connections: few, and without addresses to count by."""
+    """Make the registry for connections of the admin socket: few, and not counted by address."""
     return Connections(ADMIN, lambda: Bounds(ADMIN_MAX, ADMIN_MAX, live.config.server.write_timeout_s), metrics)
 
 
 def room_for_clients(files: int, models: int) -> int:
-    """Return the number of connections that a limit of open files leaves for clients."""
+    """Return how many connections of clients a limit of open files leaves room for."""
     return files - max(RESERVED_FILES + FILES_PER_WORKER * min(models, WORKERS_COUNTED), files // RESERVED_FILES_PART)
 
 
 def _bounds(server: ServerConfig, models: int, files: int) -> Bounds:
     room = room_for_clients(files, models)
     total = room if server.max_connections == "auto" else min(room, server.max_connections)
-    # One address must not shut out all others.
+    # One address must not be able to shut out all others.
     own = total // 2 if server.max_connections_per_address == "auto" else server.max_connections_per_address
     return Bounds(total, own, server.write_timeout_s)

@@ -1,4 +1,4 @@
-"""Direct writes to the transport, for pieces of streams, and for HTTP/1.0 bodies, which have no chunks."""
+"""Direct writes to the transport, used for pieces of streams and for HTTP/1.0 bodies, which have no chunks."""
 
 import fcntl
 import socket
@@ -16,7 +16,7 @@ SO_NWRITE: Final = 0x1024
 
 
 class DirectWriter:
-    """Writer of pieces of a chunked body by a plain call instead of ASGI's `send`. Made by the connection's protocol.
+    """Writes pieces of a chunked body by a plain call instead of ASGI's `send`. The connection's protocol makes it.
 
     It may be used only while no task waits in `send`, and after the first piece has gone through `send`.
     """
@@ -27,7 +27,7 @@ class DirectWriter:
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
-        # Whether a part of an event was written, so that only the rest of this event may follow.
+        # True if only a part of an event was written, so that nothing but the rest of this event may follow.
         self.is_within_event = False
 
     @property
@@ -37,7 +37,7 @@ class DirectWriter:
 
     @property
     def is_open(self) -> bool:
-        """False if the client has left, or if a write would have to wait for it; use `send` then."""
+        """False if the client has left, or if a write would have to wait for the client; use `send` then."""
         cycle = self._cycle
         return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete) and bool(
             cycle.chunked_encoding
@@ -53,7 +53,7 @@ class DirectWriter:
         self._transport.close()
 
     def write_plainly(self) -> None:
-        """Send the body without chunks. Must be called before its first piece."""
+        """Send the body without chunks. Call it before the body's first piece."""
         self._cycle.chunked_encoding = False
 
     def expect(self, size: int) -> None:
@@ -88,7 +88,7 @@ class CloseDelimited:
 
 
 def outlet_of(scope: Scope) -> DirectWriter | None:
-    """Return the connection's direct writer; None under another server."""
+    """Return the connection's direct writer; None if another server than ours runs the app."""
     return scope.get(KEY)
 
 

@@ -1,4 +1,4 @@
-"""Ports between a generation and a dialect, whose encoders turn events into the dialect's bytes."""
+"""Interfaces between a generation and a dialect. The dialect's encoders turn events into bytes."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ class StreamEncoder(Protocol):
     """Encoder of a request's stream. It never gets deltas that ended in ERROR or ABORT: `error` is called instead."""
 
     def bind(self, rids: Sequence[int]) -> None:
-        """Map rids to choices. Called before `encode`, and again if the request moves to another worker."""
+        """Map request ids to choices. Called before `encode`, and again if the request moves to another worker."""
         ...
 
     def begin(self, prompt_tokens: int) -> bytes:
@@ -27,7 +27,9 @@ class StreamEncoder(Protocol):
         ...
 
     def error(self, error: ApiError) -> bytes | None:
-        """Return the last event of a failed stream; None if the dialect has none, and the stream must be cut off."""
+        """Return the last event of a failed stream. None if the dialect has no such event, and the stream must be cut
+        off.
+        """
         ...
 
     def end(self) -> bytes:
@@ -36,7 +38,7 @@ class StreamEncoder(Protocol):
 
 
 class Fold(Protocol):
-    """Encoder of a request's whole answer, from the same deltas."""
+    """Encoder of a request's whole answer, made from the deltas of which a stream would consist."""
 
     def bind(self, rids: Sequence[int]) -> None:
         """Map rids to choices."""

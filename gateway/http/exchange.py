@@ -9,11 +9,11 @@ from starlette.types import Message, Scope, Send
 from gateway.request.record import Dialect, Header, RequestRecord
 
 JSON: Final = b"application/json"
-# Browsers must not treat an answer as a page, whatever text it quotes.
+# With this header, browsers do not treat an answer as a page, whatever text it quotes.
 _NO_SNIFF: Final[Header] = (b"x-content-type-options", b"nosniff")
-# The transport buffers all that its client has not read, so a large answer is sent in slices of this size.
+# The transport buffers whatever the client has not read, so a large answer is sent in slices of this size.
 SLICE_BYTES: Final = 64 * 1024
-# nginx's status for a client that has left before its answer.
+# nginx uses this status if a client leaves before it gets its answer.
 CLIENT_CLOSED: Final = 499
 
 
@@ -49,7 +49,7 @@ def came_to(scope: Scope, port: int) -> bool:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Return a JSON response, for an endpoint that returns responses; ASGI endpoints use `send_body`."""
+    """Return a JSON response. Only for endpoints that return responses; ASGI endpoints use `send_body`."""
     return Response(msgspec.json.encode(value), status, media_type=JSON.decode())
 
 

@@ -1,4 +1,4 @@
-"""TLS handshake of a new connection, counted as a connection from its first moment and ended at its deadline."""
+"""TLS handshake of a new connection. It counts as a connection from its first moment and ends at its deadline."""
 
 import asyncio
 import ssl
@@ -9,8 +9,8 @@ from typing import Any, Final
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-# uvloop itself puts this class between socket and protocol. Its `start_tls` cannot be used: data that was read before
-# its first step would be lost.
+# uvloop itself uses this class between socket and protocol. Its `start_tls` would lose data that was read before its
+# first step.
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # its stub leaves it out
 
 from gateway.http.connection import GuardedProtocol
@@ -24,7 +24,7 @@ UNSENT_BYTES: Final = 64 * 1024
 
 
 class Handshake(asyncio.Protocol):
-    """Protocol of a new TCP connection, which is replaced by TLS and `GuardedProtocol` above it.
+    """Protocol of a new TCP connection. TLS, with `GuardedProtocol` on top, replaces it when the handshake is done.
 
     A handshake that fails or exceeds the deadline ends the connection and is counted, but not logged.
     """
@@ -73,12 +73,12 @@ class Handshake(asyncio.Protocol):
         secured.connection_made(transport)
 
     def finish(self, transport: asyncio.Transport) -> None:
-        """Hand the place in the registry over to the protocol above `transport`, which is TLS."""
+        """Give the place in the registry to the protocol on top of `transport`, which is TLS."""
         self._leave()
         transport.set_write_buffer_limits(UNSENT_BYTES)
 
     def unsent(self) -> int:
-        """Return the number of bytes that TLS has written and the system has not accepted yet."""
+        """Return how many bytes TLS has written that the system has not accepted yet."""
         return self._transport.get_write_buffer_size()
 
     def close_idle(self) -> None:

@@ -1,4 +1,4 @@
-"""The daemon's listening sockets, with readable errors if one cannot be opened."""
+"""The daemon's listening sockets. If a socket cannot be opened, the error is readable."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         try:
             listener = socket.socket(family, kind, protocol)
         except OSError:
-            continue  # this machine lacks the address family
+            continue  # This machine lacks the address family.
         sockets.append(listener)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,7 +38,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         except OSError as error:
             close_all(sockets)
             raise CannotListen(_why(error, host, port)) from error
-        # The system chooses a port for 0 on the first address; the other addresses use the same port.
+        # If the port is 0, the system chooses one for the first address, and the other addresses use the same.
         port = listener.getsockname()[1]
     if not sockets:
         raise CannotListen(f"no address of {host!r} is available on this machine")

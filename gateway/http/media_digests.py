@@ -1,4 +1,4 @@
-"""Filter that replaces long runs of base64 in a body by their decoded size and the digest of the decoded bytes.
+"""Replaces long runs of base64 in a body by their decoded size and the digest of the decoded bytes.
 
 A body is filtered in pieces. Logs and caches identify a request's media by the same digest.
 """
@@ -8,9 +8,9 @@ import hashlib
 import re
 from typing import Final
 
-# Shorter runs of base64 characters, such as keys, hashes and words, stay unchanged.
+# Only runs of at least this many base64 characters are replaced. Keys, hashes and words are shorter.
 RUN_MIN: Final = 1024
-# A match must begin where a run does; otherwise the work would grow with the square of its length.
+# A match must begin where a run begins; otherwise the time would grow with the square of the run's length.
 _TAIL: Final = re.compile(rb"(?<![A-Za-z0-9+/_=-])[A-Za-z0-9+/_=-]*\Z")
 _RUN: Final = re.compile(rb"(?<![A-Za-z0-9+/_=-])[A-Za-z0-9+/_=-]{%d,}" % RUN_MIN)
 _HEAD: Final = re.compile(rb"[A-Za-z0-9+/_=-]*")

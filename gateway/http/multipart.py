@@ -1,4 +1,4 @@
-"""Parser of `multipart/form-data` (RFC 7578): plain fields, and one file as bytes."""
+"""Parser of `multipart/form-data` (RFC 7578). It returns plain fields, and one file as bytes."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +11,7 @@ from gateway.errors import BadRequest
 FORM: Final = b"multipart/form-data"
 PARTS_MAX: Final = 64
 FIELD_BYTES_MAX: Final = 256 * 1024
-# Maximum size of everything in the body except the file: the other fields, and the bytes between parts.
+# Maximum size of the body without the file: the other fields, and the bytes between parts.
 ROOM_BYTES: Final = 1024 * 1024
 _HEADERS_MAX: Final = 8
 _HEADER_BYTES_MAX: Final = 4096
@@ -26,7 +26,7 @@ class MultipartForm:
 
 
 def read_form(body: bytes, content_type: str, file_field: str) -> MultipartForm:
-    """Parse a body, in which `file_field` names the file. Raises `BadRequest`."""
+    """Parse a body. `file_field` is the name of the field that has the file. Raises `BadRequest`."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
     if kind != FORM or not boundary:

@@ -1,4 +1,4 @@
-"""Reading of request bodies: size limit, time limit, and reservation of their memory."""
+"""Reading of request bodies, with a size limit, a time limit, and a reservation of their memory."""
 
 import asyncio
 from contextlib import nullcontext
@@ -12,14 +12,13 @@ from gateway.request.body_memory import LARGE_BYTES
 from gateway.request.record import ClientLeft, RequestRecord, record_of
 
 BODY_TIMEOUT_S: Final = 120.0
-# A request reserves memory for at most this much of its announced body in advance; small bodies are reserved
-# completely.
+# Memory is reserved in advance for at most this much of an announced body. Small bodies are reserved completely.
 ADVANCE_RESERVE_BYTES: Final = LARGE_BYTES
 _LENGTH_DIGITS: Final = 18
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Read the whole body. Memory is reserved as the body arrives, and for `ADVANCE_RESERVE_BYTES` of it in advance.
+    """Read the whole body. Its first `ADVANCE_RESERVE_BYTES` are reserved in advance, and the rest as it arrives.
 
     Raises `BodyTooLarge` as soon as the size is known to exceed the limit, `ClientLeft`, `ApiError` 408, `RateLimited`
     or `Unavailable`.
@@ -28,7 +27,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     length = Headers(scope=scope).get("content-length", "")
     announced = 0
     if length.isdigit():
-        # Python refuses to parse a number of thousands of digits.
+        # The number of digits is checked, because Python refuses to parse a number of thousands of digits.
         if len(length) > _LENGTH_DIGITS or int(length) > limit_bytes:
             raise BodyTooLarge(limit_bytes)
         announced = int(length)

@@ -1,4 +1,4 @@
-"""Stored answers that many clients may read at once: one copy of each, in the memory for bodies."""
+"""Stored answers that many clients may read concurrently. There is one copy of each, in the memory for bodies."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
@@ -12,13 +12,13 @@ from gateway.http.request_body import reserve
 from gateway.request.body_memory import Bodies, BodyLease
 from gateway.request.record import RequestRecord
 
-# A reader has two slices in the transport, whose high-water mark is one slice, and holds the next slice.
+# Per reader, the transport buffers two slices (its high-water mark is one slice), and the reader has the next slice.
 READER_BYTES: Final = 3 * SLICE_BYTES
 
 
 @dataclass(slots=True)
 class _SharedAnswer:
-    """One answer, made by its first reader. Owned by its `SharedAnswers`."""
+    """One answer. Its first reader makes it."""
 
     lease: BodyLease
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -30,9 +30,9 @@ class _SharedAnswer:
 class SharedAnswers:
     """Registry of the answers that are being read.
 
-    An answer is made once for all its readers, and leased while it has any. A reader leases memory for its slices with
-    its request, so readers are bounded by the memory for bodies and by the share of their key. Used on the event loop
-    only.
+    An answer is made once for all its readers, and its memory is leased while it has any reader. Each reader leases
+    memory for its slices with its request, so the memory for bodies and the share of the reader's key bound the number
+    of readers. Used on the event loop only.
     """
 
     def __init__(self, bodies: Bodies) -> None:
@@ -43,7 +43,8 @@ class SharedAnswers:
     async def reading(
         self, record: RequestRecord, key: Hashable, size_bytes: int, make: Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[bytes]:
-        """Yield the answer of this key, which takes about `size_bytes`. Answers with equal keys must have equal bytes.
+        """Yield the answer with this key, which takes about `size_bytes`. Answers with equal keys must have equal
+        bytes.
 
         Raises `Unavailable` if there is no memory, and any error of `make`.
         """
@@ -63,9 +64,9 @@ class SharedAnswers:
                 answer.lease.close()
 
     async def _body(self, answer: _SharedAnswer, size_bytes: int, make: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Make the answer in the first reader that does not leave.
+        """Make the answer in the first reader that does not leave meanwhile.
 
-        If this fails, all waiting readers get the same error.
+        If making it fails, all waiting readers get the same error.
         """
         async with answer.lock:
             if answer.failure is not None:
@@ -81,6 +82,5 @@ class SharedAnswers:
             return answer.body
 
     async def _reach(self, lease: BodyLease, size_bytes: int) -> None:
-        # An answer holds more than its request, so it may be larger than all memory for bodies; it is served
-        # nevertheless.
+        # An answer includes more than its request. If it is larger than all memory for bodies, it is sent nevertheless.
         await lease.reach(min(size_bytes, self._bodies.largest_bytes()))

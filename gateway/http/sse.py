@@ -1,5 +1,6 @@
-"""Streams over raw ASGI, as server-sent events or lines of JSON, with detection of clients that leave or stall, and
-keep-alives for idle ones."""
+"""Streams over raw ASGI, as server-sent events or lines of JSON. Idle streams get keep-alives; clients that leave or
+stall are detected.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -29,9 +30,9 @@ HEADERS: Final[tuple[Header, ...]] = ((b"content-type", EVENTS), *_UNBUFFERED)
 
 @dataclass(frozen=True, slots=True)
 class StreamTiming:
-    """Timing of a stream, in seconds.
+    """Timing of a stream in seconds.
 
-    The status line waits up to `hold_s` for the first event, so that a refusal can have an error status. `keepalive_s`
+    The status line waits for the first event up to `hold_s`, so that a refusal can have an error status. `keepalive_s`
     is the interval of keep-alives.
     """
 
@@ -46,18 +47,17 @@ class StreamWatch:
     """Context that cancels its task when the client leaves, or reads nothing for `write_timeout_s`.
 
     uvicorn's `send` returns silently after a disconnect, so `receive` is watched. The context swallows only its own
-    cancellation; `reason` is the cause.
+    cancellation; `reason` says why it cancelled.
     """
 
     def __init__(self, receive: Receive, write_timeout_s: float) -> None:
         self.reason: str | None = None
         self._receive = receive
         self._write_timeout_s = write_timeout_s
-        # Whether the task is in `send`, which blocks while the client does not read.
+        # True while the task is in `send`, which blocks if the client does not read.
         self.is_sending = False
         self.sent = 0
-        # Whether everything was sent. From then on, a disconnect means nothing; it may arrive before this task
-        # continues.
+        # True once everything was sent. A disconnect that is reported afterwards means nothing.
         self.is_over = False
         self._sent_before = -1
         self._stalls = 0
@@ -95,14 +95,14 @@ class StreamWatch:
         self.is_over = not more
 
     async def _watch(self) -> None:
-        # The rest of the request's body is dropped.
+        # What is left of the request's body is dropped.
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._cut("disconnect")
 
     def _arm(self) -> None:
-        # One timer serves the whole stream, instead of one per event: a `send` found unchanged at two checks in a row
-        # has blocked for at least the limit.
+        # The stream has one timer instead of one per event. If two checks in a row find the same `send` still running,
+        # it has blocked for at least the limit.
         self._timer = self._loop.call_later(self._write_timeout_s / 2, self._check)
 
     def _check(self) -> None:
@@ -148,7 +148,7 @@ class _Stream:
         """Write the whole stream.
 
         Raises `ApiError` if nothing was written yet; returns an error that was sent in the stream. An internal error is
-        raised after its event was sent: without an event, the stream could look complete.
+        raised after its event was sent: without the event, the stream could look complete.
         """
         try:
             while not self._generation.is_done:
@@ -160,7 +160,7 @@ class _Stream:
                 raise
             await self._end_with(error)
             return error
-        except Exception:  # root of a stream's task: raised after the stream's last event
+        except Exception:  # The exception is raised again after the stream's last event.
             if self._is_started and not self._watch.is_over:
                 await self._end_with(InternalError())
             raise
@@ -172,7 +172,7 @@ class _Stream:
             await self._write(last, more=False)
 
     async def _open(self) -> None:
-        """Wait until a cold model is loaded, while the client gets keep-alives."""
+        """Wait until a model that is not loaded is ready. Meanwhile the client gets keep-alives."""
         if self._generation.open_now():
             return
         opening = asyncio.create_task(self._generation.open())
@@ -184,7 +184,7 @@ class _Stream:
             opening.cancel()
 
     async def _flow(self) -> None:
-        """Forward new text until something else happens. Every token passes through this loop."""
+        """Write new text until something else happens. Every token passes through this loop."""
         generation, encode, watch = self._generation, self._encoder.encode, self._watch
         while True:
             on_unread = self._write_unread if self._is_started and self._writer is not None else None
@@ -209,7 +209,7 @@ class _Stream:
         return True
 
     async def _turn(self, data: bytes, is_silent: bool) -> None:
-        """Handle what ends the loop of `_flow`: a beginning, an end, a failure, or silence."""
+        """Handle what has ended the loop of `_flow`: the beginning or end of a sequence, a failure, or silence."""
         generation = self._generation
         if generation.failure is not None:
             # A failure before the first byte becomes an error status; a later failure follows the text generated so
@@ -235,9 +235,9 @@ class _Stream:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             data = self._encoder.begin(self._generation.prompt_tokens) + data
             if not data and more:
-                # A client that reads events does not reset its idle timer for headers alone.
+                # Clients that read events do not reset their idle timer when only headers arrive.
                 data = self._encoder.keepalive()
-            # No middleware inspects the body, so events bypass this wrapper.
+            # No middleware inspects the body, so events need not pass through the wrapper.
             if isinstance(self._send, ResponseSender):
                 self._send = self._send.inner
         if data or not more:
@@ -254,13 +254,13 @@ async def respond_stream(
     pace: StreamTiming = DEFAULT_PACE,
     kind: bytes = EVENTS,
 ) -> ApiError | None:
-    """Answer with the events of `generation`, as a stream of this content type.
+    """Answer with the events of `generation`, as a stream of the content type `kind`.
 
     Raises `ApiError` only before the status is sent; returns a later error.
     """
     error: ApiError | None = None
     async with cut_off(record, receive, write_timeout_s) as watch:
-        # The stream runs in a task of its own, so that each token wakes a few frames instead of the whole app.
+        # The stream runs in a separate task, so that each token wakes a few frames instead of the whole app.
         stream = _Stream(generation, encoder, send, watch, pace, record.writer, kind)
         error = await asyncio.create_task(stream.run())
         if error is not None:
@@ -295,9 +295,7 @@ async def folded(generation: Generation, fold: Fold) -> bytes:
 
 @asynccontextmanager
 async def cut_off(record: RequestRecord, receive: Receive, write_timeout_s: float = 0) -> AsyncGenerator[StreamWatch]:
-    """Cancel the body of the context when its client leaves or stalls, record the cause, and continue after the
-    context.
-    """
+    """Cancel the block if its client leaves or stalls, record the cause, and continue after the block."""
     async with StreamWatch(receive, write_timeout_s) as watch:
         yield watch
     if watch.reason is not None:

@@ -1,4 +1,4 @@
-"""TLS of the public listener, with a certificate that is reloaded when its files change."""
+"""TLS of the public listener. The certificate is reloaded when its files change."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S: Final = 60.0
 
-# Identifies a version of a file by device, inode, size and modification time.
+# Device, inode, size and modification time of a file, which identify its version.
 Stamp = tuple[int, int, int, int] | None
 
 
@@ -44,9 +44,11 @@ class Tls:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Load changed files. Unusable files leave the certificate unchanged, and are logged and counted once."""
+        """Load the files if they have changed. If they are unusable, the old certificate stays, and this is logged
+        once.
+        """
         async with self._lock:
-            # Stamps are taken before the files are read, so that the next check finds a change in between.
+            # Stamps are taken before the files are read, so that the next check finds a change made in between.
             stamps = await asyncio.to_thread(self._current_stamps)
             if stamps == self._stamps:
                 return
@@ -74,7 +76,7 @@ class Tls:
 
 def _stamp(path: Path) -> Stamp:
     try:
-        # Links are followed: renewing a certificate often changes only their target.
+        # Links are followed, because renewing a certificate often changes only the target of a link.
         facts = os.stat(path)
     except OSError:
         return None
