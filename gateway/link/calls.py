@@ -19,14 +19,14 @@ class CallRefused(Exception):
 
 
 class PendingCalls:
-    """Futures of pending calls by rid, each with the epoch of the call's worker. Owned by the link."""
+    """Futures of pending calls by request id, each with the epoch of the call's worker. The link owns them."""
 
     def __init__(self) -> None:
         self._pending: dict[int, tuple[int, CallResult]] = {}
 
     @contextmanager
     def open(self, epoch: int, rid: int) -> Generator[CallResult, None, None]:
-        """Yield the future of a call's result, which raises `CallRefused`."""
+        """Yield the future for the result of a call. The future raises `CallRefused` if the call fails."""
         result: CallResult = asyncio.get_running_loop().create_future()
         self._pending[rid] = (epoch, result)
         try:

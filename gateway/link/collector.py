@@ -1,4 +1,4 @@
-"""Collector of a worker's messages about the sequences of one HTTP request, merged while the client is slow."""
+"""Collector of a worker's messages about the sequences of one HTTP request. It merges them while the client is slow."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,10 +6,10 @@ from typing import Final, cast
 
 from protocol.from_worker import Delta, DeltaKind
 
-# TOOL_BEGIN and TOOL_END are events, not text: two of them are never merged.
+# TOOL_BEGIN and TOOL_END are events, not text, so two of them are never merged.
 _MERGEABLE: Final = frozenset({DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_ARGS})
 
-# A function that reads a collector's unread deltas, and returns False if it cannot take them now.
+# Reads a collector's unread deltas. Returns False if it cannot take them now.
 Relay = Callable[[], bool]
 
 
@@ -17,8 +17,9 @@ class Collector:
     """Deltas and prompt facts of the sequences of one request, for one reader.
 
     The link calls `append_delta`, `wake_reader`, `send_delta` and the `note_` methods; one task calls `read_deltas`. No
-    delta is dropped, and each rid's deltas stay in order. Consecutive unread deltas of one rid and kind are merged, so
-    the memory for a slow reader is bounded by its prompt and `max_tokens`. Each rid has exactly one terminal delta.
+    delta is dropped, and the deltas of each request id (rid) stay in order. Consecutive unread deltas of one rid and
+    kind are merged, so the memory for a slow reader is bounded by its prompt and `max_tokens`. Each rid has exactly one
+    terminal delta.
     """
 
     __slots__ = (
@@ -51,22 +52,22 @@ class Collector:
         self.accepted: dict[int, int] = {}
         # Parts of the request's JSON schema that the grammar does not enforce; the same for all of its sequences.
         self.relaxed: tuple[str, ...] = ()
-        # Turns and tokens left out of the prompt, for the sequence from which most was left out.
+        # Numbers of turns and of tokens that were left out of the prompt; of all sequences, the one that lost most.
         self.left_out = (0, 0)
         # Number of cached prompt tokens by rid.
         self.cached: dict[int, int] = {}
-        # These times are on the event loop's clock.
+        # Times on the event loop's clock.
         self.prefill_began_at: float | None = None
         self.progress: tuple[int, int] | None = None
         self.last_activity = self._loop.time()
-        # `on_accepted` is called with a rid and its number of prompt tokens; it may end the request.
+        # Called with a rid and its number of prompt tokens. It may end the request.
         self.on_accepted: Callable[[int, int], None] | None = None
         self._unfinished = set(rids)
-        # A list is a run of deltas that are merged when they are read.
+        # An entry that is a list contains deltas that are merged when they are read.
         self._unread: list[Delta | list[Delta]] = []
-        # By rid: the index of its newest entry in `_unread`.
+        # Maps each rid to the index of its newest entry in `_unread`.
         self._newest: dict[int, int] = {}
-        # Whether `_unread` contains a terminal delta, and whether it contains a run.
+        # Whether `_unread` contains a terminal delta, and whether it contains a list.
         self._has_end = self._has_runs = False
         self._waiter: asyncio.Future[None] | None = None
         self._relay: Relay | None = None
@@ -110,7 +111,7 @@ class Collector:
                 if self._relay():
                     self._deadline = self.last_activity + self._patience_s
                     return
-            except Exception as error:  # the relay is the reader's, so its exception is raised there
+            except Exception as error:  # The relay belongs to the reader, so its exception is raised there.
                 waiter.set_exception(error)
                 return
         waiter.set_result(None)
@@ -133,7 +134,7 @@ class Collector:
         self.cached[rid] = cached
 
     def note_activity(self) -> None:
-        """Record that the worker is working on this request, though there is no delta to read."""
+        """Record that the worker is working on this request, even if there is no delta to read."""
         self.last_activity = self._loop.time()
 
     def stop_timer(self) -> None:
@@ -144,10 +145,10 @@ class Collector:
     # -- called by the reader ----------------------------------------------------------------------------------------
 
     async def read_deltas(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
-        """Wait for a delta, and return all unread ones. The list is empty on timeout, and at once if `is_done`.
+        """Wait for a delta and return all unread deltas. The list is empty on timeout, and immediately if `is_done`.
 
-        During the wait, `relay` is called in the link's callback to read all deltas but terminal ones, which saves a
-        task switch per token and restarts the timeout. Deltas that `relay` does not take are returned here, and its
+        During the wait, the link's callback calls `relay` to read all deltas except terminal ones. This saves a task
+        switch per token and restarts the timeout. Deltas that `relay` does not take are returned here, and its
         exception is raised here.
         """
         if not self._unread and self._unfinished:
@@ -199,7 +200,7 @@ class Collector:
         self._timer = self._loop.call_at(self._deadline, self._on_timer)
 
     def _on_timer(self) -> None:
-        # One timer serves many waits: if the deadline has moved when it fires, a new timer is started.
+        # One timer serves many waits. If the deadline has moved when the timer fires, a new timer is started.
         self._timer = None
         waiter = self._waiter
         if waiter is None or waiter.done() or self._deadline == float("inf"):

@@ -6,7 +6,7 @@ from protocol.from_worker import Pong, Step
 
 
 class LinkEvents(Protocol):
-    """Receiver of the link's events. Called on the event loop: methods are cheap and never raise."""
+    """Receiver of the link's events. Called on the event loop, so methods must be cheap and never raise."""
 
     def step(self, model: str, step: Step) -> None: ...
     def pong(self, model: str, pong: Pong) -> None: ...

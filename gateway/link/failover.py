@@ -1,13 +1,12 @@
-"""Failover: sequences that lost their worker, parked until its successor resumes them.
+"""Failover: sequences that have lost their worker are parked until its successor resumes them.
 
-The gateway cannot see which request crashed a worker. So each crash has suspects: the sequences that had no token from
-that worker yet, because they were waiting or in their prefill.
+The gateway cannot see which request crashed a worker. Therefore each crash has suspects: the sequences that had no
+token from that worker yet, because they were waiting or in their prefill.
 
-- Most crashes are not a request's fault, so sequences that are not suspicious are resumed at once.
-- A sequence is suspicious if it was the only suspect of a crash, or had no token from two workers in a row.
-  Suspicious sequences are resumed last, one after another, each when all sequences before it have a token. New
-  requests wait until then. So the next crash has one suspect.
-- A request that was the only suspect of two crashes in a row is quarantined.
+- Most crashes are not a request's fault, so sequences that are not suspicious are resumed immediately. - A sequence is
+suspicious if it was the only suspect of a crash, or had no token from two workers in a row.   Suspicious sequences are
+resumed last, one after another, each when all sequences before it have a token. New   requests wait until then. So the
+next crash has one suspect. - A request that was the only suspect of two crashes in a row is quarantined.
 """
 
 import logging
@@ -25,19 +24,19 @@ from protocol.to_worker import Generate
 
 log = logging.getLogger(__name__)
 
-# A sequence is suspicious after so many consecutive workers were lost before they sent a token of it.
+# A sequence becomes suspicious when this many consecutive workers were lost before they sent a token of it.
 SUSPICIOUS_RESUMES: Final = 2
-# A worker that is still alive this long after it lost sequences had only lost its connection. It gets them back.
+# If a worker is still alive this long after it lost sequences, it had only lost its connection and gets them back.
 RETURN_AFTER_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeLimits:
-    """Limits of resumes of one sequence: consecutive ones without a new token, and all."""
+    """Limits for one sequence: consecutive resumes without a new token, and resumes in total."""
 
     fruitless: int = 8
     total: int = 20
-    # Other sequences wait at most this long for the first token of a suspicious one.
+    # The other sequences wait at most this long for a suspicious sequence's first token.
     trial_s: float = 30.0
 
 
@@ -45,7 +44,7 @@ class ParkedSequences:
     """Parked sequences of one model, and the suspicion of those that may crash its workers.
 
     The link calls `park`. The worker's state machine reports the end of the worker (`on_crash`, `on_replacement` or
-    `fail_all`), and calls `resume` when the next one serves.
+    `fail_all`), and calls `resume` when the next worker is ready.
     """
 
     def __init__(
@@ -56,12 +55,12 @@ class ParkedSequences:
         self._events = events
         self._limits = limits
         self._now = now
-        # `_lost` has the sequences of a worker whose exit is not known yet, `_waiting` those that wait for the next
+        # `_lost` has the sequences of a worker whose exit is not known yet; `_waiting` has those that wait for the next
         # worker.
         self._lost: list[Sequence] = []
         self._lost_at = 0.0
         self._waiting: list[Sequence] = []
-        # Resumed sequences that have no token yet, while a suspicious one is among them or waits for them.
+        # Resumed sequences without a token yet, if one of them is suspicious or a suspicious sequence waits for them.
         self._watched: list[Sequence] = []
         self._watch_ends = 0.0
         # Fingerprint of the only suspect of the newest crash.
@@ -75,7 +74,7 @@ class ParkedSequences:
 
     @property
     def is_isolating(self) -> bool:
-        """Whether new requests must wait, so that a crash has one suspect."""
+        """Whether new requests must wait, so that the next crash has one suspect."""
         return bool(self._waiting) or any(sequence.is_watched for sequence in self._watched)
 
     def refusal(self, request: Generate) -> Failure | None:
@@ -90,13 +89,17 @@ class ParkedSequences:
     # -- end of a worker ---------------------------------------------------------------------------------------------
 
     def on_replacement(self) -> None:
-        """Queue the lost sequences for the next worker, without suspicion: their worker did not crash."""
+        """Queue the lost sequences for the next worker. They do not become suspicious, because their worker did not
+        crash.
+        """
         self._waiting += [sequence for sequence in self._lost if not sequence.is_over]
         self._lost = []
         self._unwatch()
 
     def on_crash(self, failure: Failure) -> None:
-        """Queue the lost sequences for the next worker; fail those resumed too often and the suspect of two crashes."""
+        """Queue the lost sequences for the next worker. Fail those that were resumed too often, and the suspect of two
+        crashes.
+        """
         lost = [sequence for sequence in self._lost if not sequence.is_over]
         suspects = [sequence for sequence in lost if sequence.is_fresh]
         previous, self._crash_suspect = self._crash_suspect, _shared_fingerprint(suspects)
@@ -114,7 +117,7 @@ class ParkedSequences:
         self.on_replacement()
 
     def fail_all(self, failure: Failure) -> None:
-        """End all parked sequences: there is no next worker."""
+        """Fail all parked sequences, because there is no next worker."""
         self._link.fail((*self._lost, *self._waiting), failure)
         self._lost, self._waiting = [], []
         self._unwatch()
@@ -143,8 +146,9 @@ class ParkedSequences:
             self._events.sequences_resumed(self._model, sent)
 
     def expire(self) -> None:
-        """End what has expired, once per heartbeat: deadlines and trials. Parked sequences count as active
-        because their model is loading."""
+        """End parked sequences whose deadline has passed, and a trial that took too long. Called once per heartbeat.
+        The other parked sequences count as active, because their model is loading.
+        """
         if self._watched and self._now() >= self._watch_ends:
             self._unwatch()
         if parked := [*self._lost, *self._waiting]:
@@ -181,6 +185,6 @@ class ParkedSequences:
 
 
 def _shared_fingerprint(sequences: list[Sequence]) -> bytes | None:
-    """Return the fingerprint that all sequences share, as the choices of one request do; None if they differ."""
+    """Return the fingerprint that all sequences have, as the choices of one request do; None if they differ."""
     digests = {fingerprint(sequence.generate) for sequence in sequences}
     return digests.pop() if len(digests) == 1 else None

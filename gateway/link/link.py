@@ -1,4 +1,4 @@
-"""Link to the workers: the table of running sequences, and the fence against messages of old epochs."""
+"""Link to the workers: the table of running sequences. It drops messages of old epochs."""
 
 import asyncio
 import itertools
@@ -41,23 +41,23 @@ from protocol.to_worker import Abort, Detokenize, Down, Drain, Generate, Ping, S
 log = logging.getLogger(__name__)
 
 MALFORMED_LOG_INTERVAL_S: Final = 1.0
-# The bits of a rid above these are the gateway's boot number, which tells rids of an earlier gateway apart.
+# The higher bits of a rid are the gateway's boot number, by which rids of an earlier gateway are recognised.
 RID_BITS: Final = 32
-# The bits of a Ping's seq above these are the epoch, because a Pong does not name its worker.
+# The higher bits of a Ping's seq are the epoch, because a Pong does not name its worker.
 SEQ_BITS: Final = 24
 _LOST: Final = Failure(Code.WORKER_DIED, "the model's worker was lost; try again")
-# The gateway ends a sequence this long after its deadline, if its worker has not ended it.
+# If a worker has not ended a sequence this long after its deadline, the gateway does.
 LATE_GRACE_S: Final = 1.0
 LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
 UNSENDABLE: Final = Failure(Code.INVALID_REQUEST, "the request cannot be sent to the model's worker")
 
 
 class WorkerLink:
-    """Sends messages to workers, and passes their messages to the collectors of the sequences.
+    """Sends messages to workers, and passes the workers' messages to the collectors of the sequences.
 
     The transport owns the sockets; everything here runs on its loop. An epoch is never reused: messages of an epoch
-    that is not attached are dropped and counted. Every sequence belongs to an attached epoch, or is parked by `_park`
-    until `resume` or its end.
+    that is not attached are dropped and counted. Every sequence belongs to an attached epoch, or is parked until
+    `resume` or its end.
     """
 
     def __init__(self, run_dir: Path, events: LinkEvents, *, boot: int | None = None) -> None:
@@ -68,11 +68,13 @@ class WorkerLink:
         self._connections: dict[int, Connection] = {}
         self._sequences: dict[int, Sequence] = {}
         self._calls = PendingCalls()
-        # Threads that lower requests use this counter too: `next` of a count is atomic in the interpreter.
+        # Threads that lower requests use this counter too. That is safe, because `next` of a count is atomic in
+        # CPython.
         self._rids = itertools.count((self.boot << RID_BITS) + 1)
         self._seq = 0
         self._next_malformed_log = 0.0
-        # Collectors whose readers must be woken because deltas were appended, in that order; the values are unused.
+        # Ordered set of the collectors to which deltas were appended, whose readers must be woken. The values are
+        # unused.
         self._appended: dict[Collector, None] = {}
 
     # -- start and end -----------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class WorkerLink:
         await self._transport.run()
 
     def close(self) -> None:
-        """Close the sockets at once. Unsent messages are dropped."""
+        """Close the sockets immediately. Unsent messages are dropped."""
         self._transport.close()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -110,7 +112,7 @@ class WorkerLink:
     def submit(self, worker: Runner, requests: list[Generate]) -> Collector:
         """Start the sequences of one request on `worker`.
 
-        Raises `WorkerGone` or `Unsendable`; then no sequence has started.
+        Raises `WorkerGone` or `Unsendable`. In that case no sequence has started.
         """
         connection = self._connections.get(worker.epoch)
         if not worker.is_ready or connection is None:
@@ -141,9 +143,9 @@ class WorkerLink:
         return collector
 
     def resume(self, epoch: int, sequence: Sequence) -> None:
-        """Resume a parked sequence on the worker of `epoch`. Raises `WorkerGone`; then the sequence stays parked.
+        """Resume a parked sequence on the worker of `epoch`. Raises `WorkerGone`; the sequence then stays parked.
 
-        The sequence is ended instead if its deadline has passed, or if its generated tokens made it too large to send.
+        If the sequence's deadline has passed, or its generated tokens made it too large to send, it is ended instead.
         """
         now = asyncio.get_running_loop().time()
         if sequence.deadline is not None and now >= sequence.deadline:
@@ -164,7 +166,9 @@ class WorkerLink:
         sequence.resumes += 1
 
     async def call(self, epoch: int, request: Tokenize | Detokenize) -> Tokenized:
-        """Call a worker. Raises `CallRefused`, also when the worker is lost, `WorkerGone` and `Unsendable`."""
+        """Call a worker. Raises `CallRefused`, for example if the worker is lost meanwhile, `WorkerGone` and
+        `Unsendable`.
+        """
         connection = self._attached(epoch)
         with self._calls.open(epoch, request.rid) as result:
             self.send(connection, request)
@@ -175,7 +179,7 @@ class WorkerLink:
                 raise
 
     def abort(self, rids: Iterable[int], reason: str) -> None:
-        """Abort sequences whose reader is gone. Unknown and finished rids are ignored."""
+        """Abort sequences whose reader is gone. Unknown and ended rids are ignored."""
         by_epoch: defaultdict[int, list[int]] = defaultdict(list)
         for rid in rids:
             sequence = self._sequences.get(rid)
@@ -190,7 +194,7 @@ class WorkerLink:
                 self._transport.try_send(connection, Abort(tuple(own), reason))
 
     def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
-        """Abort sequences whose reader still reads. The reader gets terminal deltas, with `failure` if given."""
+        """Abort sequences that still have a reader. The reader gets terminal deltas, with `failure` if it is given."""
         running = [sequence for rid in rids if (sequence := self._sequences.get(rid)) is not None]
         self.abort([sequence.rid for sequence in running], reason)
         finish = Finish.ABORT if failure is None else Finish.ERROR
@@ -207,7 +211,7 @@ class WorkerLink:
         park: Callable[[Sequence], None],
         sender: FrameSender | None = None,
     ) -> Connection:
-        """Accept the messages of an epoch. Messages to it are sent by `sender`, by default over ZeroMQ."""
+        """Accept the messages of an epoch. `sender` sends messages to it; the default is ZeroMQ."""
         connection = self._connections[epoch] = Connection(name, epoch, post, park, sender)
         return connection
 
@@ -225,14 +229,14 @@ class WorkerLink:
         connection.park(sequence)
 
     def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None:
-        """End those of the sequences that are unfinished with a failure."""
+        """End the unfinished ones of these sequences with a failure."""
         for sequence in sequences:
             if not sequence.is_over:
                 self._end(sequence)
                 sequence.collector.send_delta(Delta(sequence.rid, finish=Finish.ERROR, failure=failure))
 
     def abandon(self, failure: Failure) -> None:
-        """End all sequences with a failure, and abort them on the workers, which the next gateway adopts."""
+        """End all sequences with a failure. The workers, which the next gateway adopts, must abort them."""
         sequences = list(self._sequences.values())
         for epoch, connection in self._connections.items():
             if rids := tuple(sequence.rid for sequence in sequences if sequence.epoch == epoch):
@@ -247,7 +251,9 @@ class WorkerLink:
         )
 
     def send(self, connection: Connection, message: Down) -> None:
-        """Send at once, also to a detached epoch. Raises `WorkerGone` if it is not connected, and `Unsendable`."""
+        """Send a message immediately, even to a detached epoch. Raises `WorkerGone` if it is not connected, and
+        `Unsendable`.
+        """
         if isinstance(message, Shutdown) or (isinstance(message, Drain) and message.deadline_s > 0):
             connection.is_ending = True
         self._transport.send(connection, message)
@@ -270,7 +276,7 @@ class WorkerLink:
     # -- messages of peers -------------------------------------------------------------------------------------------
 
     def receive_from_peer(self, epoch: int, message: Accepted | Rejected | Progress | Step | Tokenized) -> None:
-        """Process a message of the runner of `epoch`, about its own sequences only. `wake_readers` must follow."""
+        """Process a message that the runner of `epoch` sent about its own sequences. Call `wake_readers` afterwards."""
         if isinstance(message, Step):
             self._on_step(replace(message, epoch=epoch, stats=None))
             return
@@ -283,13 +289,15 @@ class WorkerLink:
     # -- messages of workers -----------------------------------------------------------------------------------------
 
     def wake_readers(self) -> None:
-        """Wake the readers of appended deltas. Called once after a batch, so that a reader gets merged deltas."""
+        """Wake the readers of the collectors that have new deltas. Called once per batch, so that readers get merged
+        deltas.
+        """
         appended, self._appended = self._appended, {}
         for collector in appended:
             collector.wake_reader()
 
     def _handle(self, frame: bytes) -> int:
-        """Dispatch one frame. Return how many deltas it counts as, which bounds a batch."""
+        """Dispatch one frame. Returns how many deltas the frame counts as; a batch has a maximum number of deltas."""
         try:
             message = decode_up(frame)
         except MalformedFrame as error:
@@ -317,7 +325,8 @@ class WorkerLink:
                 if delta.finish is not None:
                     connection.unacked_aborts.discard(rid)
                 elif rid >> RID_BITS != self.boot:
-                    # An earlier gateway started this sequence. Unless it is aborted here, it runs to its end.
+                    # An earlier gateway started this sequence. It is aborted, because it would otherwise run to its
+                    # end.
                     unknown.append(rid)
                 continue
             if delta.finish is not None:
@@ -422,9 +431,9 @@ class WorkerLink:
 
 
 def _is_lost_by_worker(connection: Connection, failure: Failure | None) -> bool:
-    """Whether a sequence ended only because its worker is ending, so that the next worker must resume it."""
+    """Whether a sequence ended only because its worker is ending. The next worker must resume it."""
     if failure is None:
         return False
-    # A worker that drains without a command got a signal from another process, or lost its connection to this gateway.
+    # If a worker drains without a command, another process sent it a signal, or it lost its connection to this gateway.
     is_draining_itself = failure.code is Code.DRAINING and not connection.is_ending
     return failure.code is Code.WORKER_DIED or is_draining_itself

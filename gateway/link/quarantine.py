@@ -1,4 +1,6 @@
-"""Quarantine of requests that crash workers, refused by their fingerprints until these expire."""
+"""Quarantine of requests that crash workers. Requests with the same fingerprint are refused until the fingerprint
+expires.
+"""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -19,7 +21,9 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def fingerprint(request: Generate) -> bytes:
-    """Digest of the fields that decide what a worker computes, without the seed, which differs between retries."""
+    """Return a digest of the fields that decide what a worker computes. The seed is left out, because it differs in
+    retries.
+    """
     computed = Generate(
         0,
         request.prompt,
@@ -39,14 +43,14 @@ def fingerprint(request: Generate) -> bytes:
 
 @dataclass(slots=True)
 class Quarantine:
-    """Refused fingerprints with their expiry in monotonic seconds. Owned by one model's `ParkedSequences`."""
+    """Refused fingerprints with their expiry in monotonic seconds. One model's `ParkedSequences` owns them."""
 
     _expiry: dict[bytes, float] = field(default_factory=dict[bytes, float])
 
     def add(self, digest: bytes, now: float) -> None:
         self._expiry.pop(digest, None)
         if len(self._expiry) >= SIZE_MAX:
-            # Dicts keep their order: the first entry expires first.
+            # A dict keeps its order, so the first entry is the one that expires first.
             del self._expiry[next(iter(self._expiry))]
         self._expiry[digest] = now + EXPIRY_S
 

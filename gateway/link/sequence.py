@@ -1,4 +1,4 @@
-"""Record of a running or parked sequence: the output that its client was sent, and the state for its next worker."""
+"""Record of a running or parked sequence: what its client has received, and what its next worker needs."""
 
 from asyncio import TimerHandle
 from dataclasses import dataclass, field
@@ -10,45 +10,44 @@ from gateway.link.collector import Collector
 from protocol.from_worker import PromptPart
 from protocol.to_worker import Generate
 
-# Epoch of a sequence without a worker. Epochs of workers count up from 1, those of peer streams down from -1.
+# Epoch of a sequence that has no worker. Workers have epochs from 1 upwards, peer streams from -1 downwards.
 PARKED: Final = 0
 
 
 @dataclass(slots=True)
 class Sequence:
-    """Sequence between its Generate and its terminal event. Owned by the link.
+    """Sequence from its `Generate` to its terminal event. The link owns it.
 
-    Its next worker needs `generate` and `token_ids`, which are all tokens that the client was sent. While `epoch` is
-    `PARKED`, messages about the sequence are ignored.
+    Its next worker needs `generate` and `token_ids`, which are all tokens that the client has received. While `epoch`
+    is `PARKED`, messages about the sequence are ignored.
     """
 
     generate: Generate
     epoch: int
     collector: Collector
-    # Deadline on the event loop's clock, and the timer that ends the sequence if its worker does not.
+    # Deadline on the event loop's clock, and the timer that ends the sequence if its worker does not end it.
     deadline: float | None = None
     timer: TimerHandle | None = None
     token_ids: list[int] = field(init=False)
-    # Whether the client was sent any output; if so, an echo of the prompt must not be repeated.
+    # Whether the client has received any output. If so, an echo of the prompt must not be repeated.
     has_output: bool = field(init=False)
-    # Whether the client was sent the prompt's token ids, and how many of the prompt's log-probability entries it was
-    # sent.
+    # Whether the client has received the prompt's token ids, and how many log-probability entries of the prompt.
     has_prompt_ids: bool = False
     prompt_scored: int = field(init=False)
-    # How many of the echo's log-probability entries the client was sent.
+    # Number of log-probability entries of the echo that the client has received.
     echo_scored: int = field(init=False)
     # Whether the sequence has ended or was aborted.
     is_over: bool = False
-    # Whether `SequenceProgressed` must be reported at the sequence's next token or end.
+    # Whether `SequenceProgressed` must be reported when the sequence has its next token or ends.
     is_watched: bool = False
     # Length of `token_ids` when the current worker started the sequence.
     resumed_tokens: int = field(init=False)
     resumes: int = 0
-    # How many workers in a row were lost before they sent a token of this sequence.
+    # Number of consecutive workers that were lost before they sent a token of this sequence.
     fruitless_resumes: int = 0
-    # Turns and tokens that the worker left out of the prompt. The next worker must leave out the same.
+    # Numbers of turns and of tokens that the worker left out of the prompt. The next worker must leave out the same.
     left_out: tuple[int, int] | None = None
-    # Whether this sequence may have crashed its workers.
+    # Whether this sequence is suspected of crashing its workers.
     is_suspicious: bool = False
 
     def __post_init__(self) -> None:
@@ -66,7 +65,9 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the current worker has sent no token of this sequence, which is still queued or in prefill there."""
+        """Whether the current worker has sent no token of this sequence yet. The sequence is queued or in prefill
+        there.
+        """
         return len(self.token_ids) == self.resumed_tokens
 
     def note_prompt(self, part: PromptPart) -> None:

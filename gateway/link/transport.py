@@ -17,7 +17,7 @@ from protocol.to_worker import Down, Generate, Shutdown
 
 log = logging.getLogger(__name__)
 
-# After so many deltas, other tasks of the event loop get a turn.
+# After this many deltas, other tasks of the event loop get a turn.
 BATCH_DELTAS: Final = 128
 # Frames above this size are sent without a copy.
 COPY_BYTES_MAX: Final = 256 * 1024
@@ -30,7 +30,7 @@ class WorkerGone(Exception):
 
 
 class Transport:
-    """Owner of both sockets, on one event loop.
+    """Owner of the gateway's two ZeroMQ sockets, on one event loop.
 
     `handle` processes a frame and returns how many deltas it counts as. `end_batch` is called when no frame is left to
     read, or after `BATCH_DELTAS`.
@@ -53,7 +53,7 @@ class Transport:
         self._pull = sockets.bind_pull(self._context, self.up)
 
     def close(self) -> None:
-        """Close the sockets at once. Unsent frames are dropped."""
+        """Close the sockets immediately. Unsent frames are dropped."""
         for socket in (self._router, self._pull):
             if socket is not None:
                 socket.close(0)
@@ -71,7 +71,7 @@ class Transport:
         self._failure = loop.create_future()
         loop.add_reader(descriptor, self._read)
         try:
-            # Frames that have already arrived are not signalled by ZeroMQ's descriptor.
+            # ZeroMQ's descriptor does not signal frames that have already arrived, so they are read now.
             self._read()
             await self._failure
         finally:
@@ -93,11 +93,11 @@ class Transport:
             if deltas >= BATCH_DELTAS:
                 asyncio.get_running_loop().call_soon(self._read)
             self._end_batch()
-        except Exception as error:  # the root of the callback; `run` raises the exception
+        except Exception as error:  # `run` raises the exception, because a callback cannot.
             failure.set_exception(error)
 
     def drop_greetings(self) -> None:
-        """Discard frames received on the ROUTER: a worker sends one there, which makes its identity routable."""
+        """Discard frames on the ROUTER. Each worker sends one there to make its identity routable."""
         if self._router is not None:
             while sockets.receive_now(self._router) is not None:
                 pass
@@ -105,7 +105,7 @@ class Transport:
     # -- to workers --------------------------------------------------------------------------------------------------
 
     def send(self, connection: Connection, message: Down) -> None:
-        """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
+        """Send a message immediately. Raises `WorkerGone` if the worker is not connected, and `Unsendable`."""
         self.send_encoded(connection, message, encode(message))
 
     def try_send(self, connection: Connection, message: Down) -> None:
@@ -114,16 +114,18 @@ class Transport:
             self.send(connection, message)
 
     def send_encoded(self, connection: Connection, message: Down, frame: bytes) -> None:
-        """Send a message encoded as `frame`, by the connection's own sender if it has one. Raises `WorkerGone`."""
+        """Send a message. `frame` is its encoding. The connection's own sender is used if it has one. Raises
+        `WorkerGone`.
+        """
         if connection.sender is not None:
             connection.sender.send(message, frame)
         else:
             self._post(connection.name, connection.epoch, frame)
 
     def dismiss(self, hello: Hello, is_wanted: Callable[[Hello], bool]) -> None:
-        """Shut down a worker that this gateway did not start: its memory is not counted.
+        """Shut down a worker that this gateway did not start, because its memory is not counted.
 
-        Its Hello may arrive before its ROUTER connection, so sending is retried.
+        Its Hello may arrive before its connection to the ROUTER, so sending is retried.
         """
         log.warning("refused worker %s#%d (pid %d): not an expected incarnation", hello.worker, hello.epoch, hello.pid)
         self._dismiss(hello, is_wanted, DISMISS_ATTEMPTS)
@@ -148,7 +150,8 @@ class Transport:
 
 
 def frames_of(requests: list[Generate]) -> list[bytes]:
-    """Encode the sequences of one request. libzmq queues them all, so their sum is limited to one frame's maximum.
+    """Encode the sequences of one request. libzmq queues all frames, so their total size is limited to one frame's
+    maximum.
 
     Raises `Unsendable`.
     """

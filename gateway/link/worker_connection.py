@@ -13,27 +13,29 @@ from protocol.to_worker import Down, Generate
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """Report that a request could not be sent to the worker of this epoch, which is gone or has a full queue."""
+    """Report: a request could not be sent to the worker of this epoch, because the worker is gone or its
+    queue is full.
+    """
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceProgressed:
-    """Report that a watched sequence of this epoch has its first token, or has ended."""
+    """Report: a watched sequence of this epoch has its first token or has ended."""
 
     epoch: int
 
 
-# Messages that a worker sends about itself, and observations of the link about the worker.
+# Messages that a worker sends about itself, and what the link observes about the worker.
 Report = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet | SendFailed | SequenceProgressed
 
 
 class FrameSender(Protocol):
-    """Transport to a runner that is not a worker of this gateway."""
+    """Transport to a runner that is no worker of this gateway."""
 
     def prepare(self, request: Generate) -> Generate:
-        """Return the request as this transport sends it."""
+        """Return the request in the version that this transport sends."""
         ...
 
     def send(self, message: Down, frame: bytes) -> None:
@@ -43,7 +45,7 @@ class FrameSender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """State of one attached epoch, still readable after the epoch is detached. Only the link writes it.
+    """State of one attached epoch. It can still be read after the epoch is detached. Only the link writes it.
 
     `post` puts a report into the supervisor's queue, and `park` receives each sequence that the worker has lost.
     Neither calls the link.
@@ -55,12 +57,13 @@ class Connection:
     park: Callable[[Sequence], None]
     sender: FrameSender | None = None
     stats: Stats | None = None
-    # Whether sending a request has failed. Then no more requests are submitted to this epoch.
+    # True once a request could not be sent. No more requests are then submitted to this epoch.
     is_unreachable: bool = False
-    # Whether the worker was sent a Drain with a deadline, or a Shutdown. Sequences that it ends afterwards are not
+    # True once the worker was sent a Drain with a deadline, or a Shutdown. Sequences that it ends afterwards are not
     # resumed.
     is_ending: bool = False
-    # Rids whose Abort was sent, and whose end the worker has not confirmed. If their number grows, the worker is stuck.
+    # Rids that were aborted and whose end the worker has not confirmed. If they become more and more, the worker is
+    # stuck.
     unacked_aborts: set[int] = field(default_factory=set[int])
 
     def prepare(self, request: Generate) -> Generate:

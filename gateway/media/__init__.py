@@ -1,1 +1,1 @@
-"""Images, video and audio of a request, turned from references into bytes with a digest, within their bounds."""
+"""Images, video and audio of a request: references are turned into bytes with a digest, within limits."""

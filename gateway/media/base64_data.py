@@ -1,4 +1,4 @@
-"""Media in the request itself, as base64 or data URIs, decoded in a thread if they are large."""
+"""Media that the request itself contains, as base64 or data URIs. Large ones are decoded in a thread."""
 
 import binascii
 from typing import Final
@@ -16,19 +16,19 @@ _SHOWN_MAX: Final = 40
 
 
 def invalid(reference: Reference, reason: str) -> BadRequest:
-    """Return the error of a medium that is invalid."""
+    """Return the error for an invalid image, video or audio clip."""
     kind = reference.kind if reference.kind in (IMAGE, AUDIO) else "video"
     return BadRequest(f"'{reference.param}': {reason}.", reference.param, f"invalid_{kind}")
 
 
 def too_large(reference: Reference, limit_bytes: int) -> BadRequest:
-    """Return the error of a medium with too many bytes."""
+    """Return the error for an image, video or audio clip that is too large."""
     code = "image_too_large" if reference.kind == IMAGE else f"invalid_{reference.kind}"
     return BadRequest(f"'{reference.param}' is larger than {limit_bytes} bytes.", reference.param, code)
 
 
 def decode(reference: Reference, limit_bytes: int) -> tuple[bytes, int]:
-    """Return the bytes of a medium, and the number of frames if the bytes are a list of frames (else 0).
+    """Return the bytes of a medium, and the number of frames if the bytes are a list of video frames, else 0.
 
     Raises `BadRequest`.
     """
@@ -72,7 +72,7 @@ def _bytes(reference: Reference, encoded: str, limit_bytes: int) -> bytes:
 
 
 def _strict(encoded: str) -> bytes:
-    """Decode base64. Encoders differ, so it is retried without line ends, with padding and with the URL-safe alphabet.
+    """Decode base64. Encoders differ, so line ends, missing padding and the URL-safe alphabet are accepted.
 
     Raises `ValueError`.
     """

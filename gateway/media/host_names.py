@@ -1,7 +1,7 @@
-"""DNS lookups of the hosts of media URLs, in daemon threads of their own.
+"""DNS lookups of the hosts of media URLs, each in a daemon thread.
 
 The event loop's own lookups share a few threads with those of upstreams and peers, cannot be cancelled, and delay the
-daemon's exit: a client could block them with names whose servers never answer.
+daemon's exit. Clients could block those threads with names whose servers never answer.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from typing import Final
 from gateway.errors import Unavailable
 from gateway.media.reference import FetchFailed
 
-# Maximum concurrent lookups of all keys, and of one key; further lookups of that key wait.
+# Maximum concurrent lookups in total, and for one key. Further lookups for that key wait.
 LOOKUPS_MAX: Final = 16
 LOOKUPS_OF_KEY_MAX: Final = 2
-# A request waits this long for a place, and again this long for its lookup. A slower lookup runs until the system gives
-# up, and its name is refused for `UNANSWERED_S`.
+# A request waits at most this long for its turn, and again this long for its lookup. A slower lookup runs until the
+# system gives up, and its name is refused for `UNANSWERED_S`.
 LOOKUP_TIMEOUT_S: Final = 5.0
 UNANSWERED_S: Final = 60.0
 RETRY_AFTER_S: Final = 2.0
@@ -29,15 +29,15 @@ Lookup = Callable[[str, int], list[str]]
 
 
 def look_up(host: str, port: int) -> list[str]:
-    """Return all addresses of a name from the system's resolver. Blocks. Raises `OSError` and `UnicodeError`."""
+    """Return all addresses of a host name from the system's resolver. Blocks. Raises `OSError` and `UnicodeError`."""
     entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 class HostNames:
-    """Registry of running lookups, and of names whose servers do not answer. Owned by the event loop.
+    """Running lookups, and host names whose servers do not answer. Used on the event loop only.
 
-    A lookup keeps its place until it ends, even if its request no longer waits.
+    A lookup counts until it ends, even if its request no longer waits.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class HostNames:
         self._clock = clock
         self._running = 0
         self._places: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(LOOKUPS_OF_KEY_MAX))
-        # Refused names, each with the time when its refusal ends.
+        # Maps each refused name to the time when its refusal ends.
         self._unanswered: dict[str, float] = {}
 
     async def resolve(self, owner: str, host: str, port: int) -> list[str]:
@@ -61,7 +61,8 @@ class HostNames:
         except TimeoutError:
             raise _full("Names of hosts of this key's media are being looked up, without an answer yet.") from None
         with ExitStack() as undo:
-            undo.callback(place.release)  # until a thread has started, which then releases the place
+            # The place is released on an error; once a thread has started, the thread releases it.
+            undo.callback(place.release)
             if self._unanswered.get(host, 0.0) > self._clock():
                 raise self._no_answer()
             if self._running >= LOOKUPS_MAX:
@@ -79,7 +80,7 @@ class HostNames:
             place.release()
             overdue.cancel()
             if addresses.done():
-                return  # timed out, or the request has ended
+                return  # The lookup has timed out, or its request has ended.
             if isinstance(outcome, Exception):
                 addresses.set_exception(outcome)
             else:
@@ -88,9 +89,9 @@ class HostNames:
         def run() -> None:
             try:
                 outcome = self._look_up(host, port)
-            except Exception as error:  # root of a thread; the waiting request gets it
+            except Exception as error:  # The waiting request gets the error.
                 outcome = error
-            # A closed loop means that the daemon has exited without waiting for this thread.
+            # The loop is closed if the daemon has exited without waiting for this thread.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(finish, outcome)
 

@@ -12,17 +12,17 @@ RETRY_AFTER_S: Final = 2.0
 
 
 def share_bytes(limit_bytes: int, has_others: bool) -> int:
-    """Return the limit of one key: half of the bytes if there are other keys, but at least as much as one request may
-    send.
+    """Return the limit for one key. If there are other keys, it is half of the bytes, but at least as many as one
+    request may send.
     """
     return max(limit_bytes // 2, min(limit_bytes, MAX_FRAME_BYTES)) if has_others else limit_bytes
 
 
 class InFlightBytes:
-    """Counter with limits for all keys and for each key. Owned by the event loop."""
+    """Counter of bytes with a limit for all keys together and one for each key. Used on the event loop only."""
 
     def __init__(self, limit_bytes: Callable[[], int], has_others: Callable[[], bool] = bool) -> None:
-        """`limit_bytes` is for all owners; `has_others` returns whether several owners share it."""
+        """`limit_bytes` is for all owners together; `has_others` returns whether there are several owners."""
         self._limit_bytes = limit_bytes
         self._has_others = has_others
         self._held: Counter[str] = Counter()
@@ -32,7 +32,7 @@ class InFlightBytes:
         return MediaLease(self)
 
     def take(self, owner: str, size_bytes: int) -> None:
-        """Count bytes of an owner. Raises `Unavailable` if they exceed a limit."""
+        """Count more bytes of an owner. Raises `Unavailable` if a limit would be exceeded."""
         limit = self._limit_bytes()
         if self.numbers.used_bytes + size_bytes > limit:
             self._refuse("The media of the requests that run fill the memory set aside for them. Try again later.")
@@ -53,13 +53,15 @@ class InFlightBytes:
 
 
 class MediaLease:
-    """Lease for the media bytes of one request. Owned by the request's record; closed when the request has ended."""
+    """Counts the media bytes of one request. The request's record owns the lease and closes it when the request has
+    ended.
+    """
 
     __slots__ = ("_counted", "owner", "size_bytes")
 
     def __init__(self, counted: InFlightBytes) -> None:
         self._counted = counted
-        # Key against whose share the bytes count, set before the first byte.
+        # Key to whose share the bytes count. It is set before the first byte.
         self.owner = ""
         self.size_bytes = 0
 

@@ -1,4 +1,4 @@
-"""Modalities of a model other than text, as reported by its worker, or before a load as found in its files."""
+"""Modalities of a model other than text. The worker reports them; before the model is loaded, its files show them."""
 
 import importlib.util
 import json
@@ -12,15 +12,15 @@ from protocol.prompts import Media
 
 TEXT: Final = "text"
 SETUP: Final = "mlxctl setup vision"
-# Estimated tokens of one medium for rate limits, until the worker has counted them.
+# Until the worker has counted the tokens of a medium, rate limits use these estimates.
 TOKENS: Final = {"image": 1024, "video": 4096, "audio": 512}
 _PLURALS: Final = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def expected(path: str) -> tuple[str, ...] | None:
-    """Return the modalities for which a model's files have towers; the worker may serve fewer.
+    """Return the modalities for which a model's files have towers. The worker may support fewer.
 
-    None if they are unreadable.
+    Returns None if the files cannot be read.
     """
     try:
         config: Any = json.loads((find(path) / "config.json").read_bytes())
@@ -32,8 +32,8 @@ def expected(path: str) -> tuple[str, ...] | None:
 
 
 def modalities(path: str, ready: Ready | None) -> tuple[str, ...]:
-    """Return the modalities that prompts may have: those the worker reports, or before a load those in the files that
-    can be served.
+    """Return the modalities that prompts may have. The worker reports them; before the model is loaded, they are those
+    in its files that can be served.
     """
     if ready is not None:
         return (TEXT, *ready.modalities)
@@ -41,7 +41,7 @@ def modalities(path: str, ready: Ready | None) -> tuple[str, ...]:
 
 
 def has_towers_library() -> bool:
-    """Whether mlx-vlm is installed, which has the encoders of all modalities."""
+    """Whether mlx-vlm is installed. It has the encoders of all modalities."""
     return importlib.util.find_spec("mlx_vlm") is not None
 
 
@@ -51,7 +51,7 @@ def likely_tokens(media: Iterable[Media]) -> int:
 
 
 def check(name: str, path: str, ready: Ready | None, media: Iterable[Media]) -> None:
-    """Raises `BadRequest` for a medium that the model does not take; before a load, not everything is known."""
+    """Raises `BadRequest` for a medium that the model does not accept. Before the model is loaded, not all is known."""
     first = {each.kind: each.param for each in reversed(list(media))}
     if not first:
         return

@@ -1,8 +1,7 @@
-"""Guarded fetches of media by URL: only public addresses, each redirect checked, bytes and time limited.
+"""Guarded fetches of media by URL: only from public addresses, with each redirect checked and bytes and time limited.
 
-A name is resolved once, and the connection uses one of the checked addresses, so a later answer of the name's DNS
-server cannot change the target. Proxies from the environment, cookies and credentials are not used. Errors contain no
-address.
+A name is resolved once, and the connection uses one of the checked addresses, so a later DNS answer cannot change the
+target. Proxies from the environment, cookies and credentials are not used. Error messages contain no address.
 """
 
 import asyncio
@@ -26,12 +25,12 @@ URL_CHARS_MAX: Final = 8192
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _HEADERS: Final = [
     ("accept", "image/*, video/*, audio/*, */*;q=0.5"),
-    # A compressed answer could grow beyond every bound.
+    # A compressed answer could grow beyond every limit.
     ("accept-encoding", "identity"),
     ("user-agent", "mlxd"),
 ]
 _NAT64: Final = IPv6Network("64:ff9b::/96")
-# All global unicast addresses are in this range; other ranges embed IPv4 addresses in various ways.
+# All global unicast addresses are in this range. Other ranges embed IPv4 addresses in various ways.
 _GLOBAL: Final = IPv6Network("2000::/3")
 
 IPAddress = IPv4Address | IPv6Address
@@ -40,7 +39,7 @@ Resolver = Callable[[str, int], Awaitable[Iterable[str]]]
 
 
 def is_public(address: IPAddress) -> bool:
-    """Whether an address is public, and so is the IPv4 address that it may embed."""
+    """Whether an address is public. An embedded IPv4 address must be public too."""
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address in _NAT64:
@@ -53,7 +52,7 @@ def is_public(address: IPAddress) -> bool:
 
 
 def is_own(address: IPAddress, interfaces: Interfaces = psutil.net_if_addrs) -> bool:
-    """Whether an address is on a network of this machine, which may have public addresses."""
+    """Whether an address is on one of this machine's own networks, which may have public addresses."""
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     for entries in interfaces().values():
@@ -68,31 +67,32 @@ def is_own(address: IPAddress, interfaces: Interfaces = psutil.net_if_addrs) -> 
 
 
 def _prefix(netmask: str | None) -> str:
-    """Convert a mask to a prefix length. An address without a mask, as in a tunnel, is a network of its own."""
+    """Convert a netmask to a prefix length. An address without a mask, as that of a tunnel, is a network of its own."""
     if not netmask:
         return ""
     return f"/{int(ip_address(netmask)).bit_count()}"
 
 
 def may_dial(address: IPAddress) -> bool:
-    """Whether an address may be dialled for a client."""
+    """Whether mlxd may connect to an address on behalf of a client."""
     return is_public(address) and not is_own(address)
 
 
 class Fetcher:
-    """Fetcher with connections of its own. Tests replace `resolve` and `may_dial`."""
+    """Fetches media over its own connections. Tests replace `resolve` and `may_dial`."""
 
     def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool] = may_dial) -> None:
         self._backend = _Guarded(resolve, may_dial)
 
     async def fetch(self, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
-        """Fetch the body of a URL. `take` is called with the size of each piece before it is kept, and may raise.
+        """Fetch the body of a URL. `take` is called with the size of each piece before the piece is kept, and may
+        raise.
 
         Raises `FetchFailed` or its subclass `TooManyBytes`.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                # The first call reads the certificate authorities from disk.
+                # The first call of `_tls` reads the certificate authorities from the disk.
                 tls = await asyncio.to_thread(_tls)
                 async with httpcore.AsyncConnectionPool(ssl_context=tls, network_backend=self._backend) as pool:
                     return await self._follow(pool, url, limit_bytes, take)
@@ -120,12 +120,12 @@ class Fetcher:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the TLS context that all fetches share, because making one takes 50 ms."""
+    """Return the TLS context that all fetches share. Making one takes 50 ms."""
     return ssl.create_default_context(cafile=certifi.where())
 
 
 def check_url(url: str) -> None:
-    """Raises `FetchFailed` unless a URL is a plain web URL."""
+    """Raises `FetchFailed` unless the URL is a plain web URL."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -171,7 +171,7 @@ def _header(answer: httpcore.Response, name: bytes) -> str:
 
 
 class _Guarded(httpcore.AsyncNetworkBackend):
-    """Network backend that connects only to permitted addresses, and only to addresses of the checked name."""
+    """Network backend that connects only to permitted addresses of the host name that was checked."""
 
     def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool]) -> None:
         self._resolve = resolve

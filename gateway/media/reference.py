@@ -1,4 +1,4 @@
-"""References to media in a request's parts: base64, data URIs and URLs, whose bytes are read later."""
+"""References to media in a request's parts: base64, data URIs and URLs. Their bytes are read later."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -6,12 +6,12 @@ from typing import Any, Final
 from gateway.errors import invalid_choice
 from protocol.prompts import Media
 
-# URLs of this scheme refer to media that an earlier response of the same tenant stored, by digest in hexadecimal.
+# URLs of this scheme name media that an earlier response of the same tenant stored, by their digest in hexadecimal.
 STORED: Final = "mlxd-media:"
 IMAGE: Final = "image"
 VIDEO: Final = "video"
 AUDIO: Final = "audio"
-# OpenAI's `detail` limits pixels: `low` is a square of 512; the others keep the model's own size.
+# OpenAI's `detail` limits an image's pixels. `low` means a square of 512; the other values keep the model's own limit.
 DETAILS: Final[dict[str, dict[str, int | float]]] = {
     "low": {"max_pixels": 512 * 512},
     "auto": {},
@@ -25,11 +25,11 @@ class FetchFailed(Exception):
 
 
 class TooManyBytes(FetchFailed):
-    """Raised when the body of a URL is larger than a medium may be."""
+    """Raised when the body of a URL is larger than one medium may be."""
 
 
 class Reference(Media, frozen=True, array_like=True):
-    """Reference to a medium whose bytes are not read yet.
+    """Reference to an image, video or audio clip whose bytes are not read yet.
 
     Either `url` is set, which may be a data URI, or `encoded`, which is plain base64.
     """
@@ -39,19 +39,19 @@ class Reference(Media, frozen=True, array_like=True):
 
 
 def by_url(kind: str, url: str, param: str, options: Mapping[str, int | float] | None = None) -> dict[str, Any]:
-    """Return the message part of the medium at a URL."""
+    """Return a message part that refers to the medium at a URL."""
     return {"type": kind, "media": Reference(kind, b"", b"", dict(options or {}), param, url=url)}
 
 
 def by_base64(kind: str, encoded: str, param: str) -> dict[str, Any]:
-    """Return the message part of a medium with these bytes."""
+    """Return a message part that contains a medium as base64."""
     if not encoded or encoded.startswith(STORED):
         return by_url(kind, encoded, param)
     return {"type": kind, "media": Reference(kind, b"", b"", {}, param, encoded=encoded)}
 
 
 def stored_url(digest: bytes) -> str:
-    """Return the URL by which a request of the same tenant may refer to stored bytes."""
+    """Return the URL by which requests of the same tenant may refer to stored bytes."""
     return STORED + digest.hex()
 
 
@@ -65,8 +65,8 @@ def detail_options(detail: str | None, param: str) -> dict[str, int | float]:
 
 
 def merged(own: Mapping[str, int | float], general: Mapping[str, int | float]) -> dict[str, int | float]:
-    """Merge one medium's options into the request's options, which they override; of two pixel limits, the lower
-    applies.
+    """Merge the options of one medium with the request's general options. The medium's options win, but of two pixel
+    limits the lower applies.
     """
     options = {**general, **own}
     if "max_pixels" in own and "max_pixels" in general:

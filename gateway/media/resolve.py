@@ -1,4 +1,4 @@
-"""Resolution of media references to bytes with a digest: decoded, fetched or read, within configured bounds."""
+"""Turns media references into bytes with a digest. The bytes are decoded, fetched or read, within configured limits."""
 
 import asyncio
 import hashlib
@@ -25,19 +25,20 @@ from protocol.prompts import ChatPrompt, Media
 
 # Maximum concurrent fetches of one request.
 FETCHES_MAX: Final = 4
-# Maximum concurrent fetches of all keys, and of one key; each fetch needs a file descriptor.
+# Maximum concurrent fetches in total, and for one key. Each fetch needs a file descriptor.
 FETCHES_OF_ALL_MAX: Final = 32
 FETCHES_OF_KEY_MAX: Final = 8
 DIGEST_BYTES: Final = 32
 _FILE: Final = "file:"
 
 Stored = Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]
-# The arguments are key, URL, maximum bytes, seconds, and a callback for the size of each piece.
+# The arguments are the key, the URL, the maximum bytes, the time limit in seconds, and a callback for each piece's
+# size.
 Fetch = Callable[[str, str, int, float, Callable[[int], None]], Awaitable[bytes]]
 
 
 def digest_of(data: bytes) -> bytes:
-    """Return the BLAKE2b-256 digest, the key of prefixes, features and stored media."""
+    """Return the BLAKE2b-256 digest of `data`, under which prefixes, features and stored media are kept."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
@@ -46,7 +47,7 @@ def fetch_public() -> Fetch:
     names = HostNames()
 
     async def fetch(owner: str, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
-        # Most daemons fetch nothing, so the HTTP client is imported at the first fetch.
+        # The HTTP client is imported at the first fetch, because most daemons fetch nothing.
         from gateway.media.public_url import Fetcher
 
         return await Fetcher(partial(names.resolve, owner)).fetch(url, limit_bytes, timeout_s, take)
@@ -57,7 +58,7 @@ def fetch_public() -> Fetch:
 def bounded(
     fetch: Fetch, numbers: MediaNumbers, of_all: int = FETCHES_OF_ALL_MAX, of_key: int = FETCHES_OF_KEY_MAX
 ) -> Fetch:
-    """Wrap `fetch` to count and limit concurrent fetches; further fetches wait as long as their requests do."""
+    """Wrap `fetch` to count and limit concurrent fetches. Further fetches wait as long as their requests do."""
     places = asyncio.Semaphore(of_all)
     places_of: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(of_key))
 
@@ -76,9 +77,9 @@ def bounded(
 
 @dataclass(frozen=True, slots=True)
 class MediaReader:
-    """Bounds and means of reading one request's media. `offload` runs expensive work in a thread.
+    """Limits and functions for reading one request's media. `offload` runs expensive work in a thread.
 
-    `stored` returns the bytes that the request's tenant has stored, by digest; None if media are not stored.
+    `stored` returns stored bytes of the request's tenant by digest; None if media are not stored.
     """
 
     settings: MediaConfig
@@ -99,7 +100,7 @@ async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
     kept = await _stored(references, reading)
     fetched = await _fetched(references, reading)
     media: list[Media] = []
-    # Digests of stored media that were already verified, since a prompt may refer to the same medium often.
+    # Digests of stored media that are already verified. A prompt may refer to the same medium often.
     hashed: set[bytes] = set()
     # Media are read one by one and counted as their bytes arrive, so that a request that exceeds a limit ends early.
     for index, reference in enumerate(references):
@@ -111,7 +112,7 @@ async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
 
 
 def is_inline(reference: Reference) -> bool:
-    """Whether a medium's bytes are in the request itself."""
+    """Whether the request itself contains the medium's bytes."""
     return bool(reference.encoded) or reference.url[: len(DATA)].lower() == DATA
 
 
@@ -197,14 +198,14 @@ async def _fetch(reference: Reference, reading: MediaReader) -> bytes:
 
 
 def _file(reference: Reference, folders: Sequence[str], limit_bytes: int) -> bytes:
-    """Read a local file that is below one of `folders` after links are resolved."""
+    """Read a local file, which must be below one of `folders` after links are resolved."""
     try:
         parts = urlsplit(reference.url)
         path = Path(unquote(parts.path)).resolve(strict=True)
         is_below = any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
         if parts.netloc not in ("", "localhost") or not is_below:
             raise PermissionError
-        # Opening a pipe without O_NONBLOCK would block until the pipe has a writer.
+        # Without O_NONBLOCK, opening a pipe would block until the pipe has a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -219,12 +220,12 @@ def _file(reference: Reference, folders: Sequence[str], limit_bytes: int) -> byt
 
 
 async def _stored(references: Sequence[Reference], reading: MediaReader) -> dict[bytes, bytes]:
-    """Read stored media of earlier responses; their digests are verified like all others."""
+    """Read media that earlier responses stored. Their digests are verified like those of all other media."""
     wanted = [digest for reference in references if (digest := _digest(reference)) is not None]
     if not wanted or reading.stored is None:
         return {}
     kept = await reading.stored(wanted)
-    # Every reference counts, since the prompt contains the bytes once for each.
+    # Each reference counts, because the prompt contains the bytes once per reference.
     reading.lease.grow(sum(len(kept.get(digest, b"")) for digest in wanted))
     return kept
 

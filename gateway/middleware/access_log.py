@@ -11,16 +11,16 @@ from protocol.peering import STATUS_PATH
 
 log = logging.getLogger(__name__)
 
-# Machines poll these paths, and a log line for each poll would drown the other lines.
+# Machines poll these paths, and a line for each poll would hide the other lines.
 QUIET: Final = frozenset(
     {"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/", STATUS_PATH}
 )
 
 
 def write(record: RequestRecord, slow_s: float, sample: LogSample, trace_id: str = "") -> None:
-    """Log a request that has ended. `sample` decides which requests of unauthenticated clients are logged.
+    """Log a request that has ended. `sample` selects the requests of unauthenticated clients that are logged.
 
-    `slow_s` 0 disables warnings; `trace_id` is the id of the request's exported trace.
+    `slow_s` 0 disables warnings of slow requests; `trace_id` is the id of the request's exported trace.
     """
     elapsed_s = time.perf_counter() - record.started
     if slow_s and elapsed_s >= slow_s and record.model is not None:
@@ -58,7 +58,7 @@ def _fields(record: RequestRecord, elapsed_s: float, trace_id: str) -> dict[str,
             "completion_tokens": record.completion_tokens,
         }
         if record.media:
-            # Media are logged by digest, since a picture does not belong in a log any more than a prompt.
+            # Media are logged as digests: like a prompt, a picture does not belong in a log.
             fields["media"] = [f"{each.kind}:{each.digest.hex()[:16]}" for each in record.media]
             fields["media_bytes"] = record.media_bytes
         if record.finishes:

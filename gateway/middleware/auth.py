@@ -31,12 +31,12 @@ HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 METRICS: Final = "/metrics"
 # Paths that daemons use among themselves.
 INTERNAL: Final = "/internal/"
-# Clients may send two secrets, one from their settings and one from their environment; more than this number are
+# Clients may send two secrets, one from their settings and one from their environment. Secrets beyond this number are
 # ignored.
 SECRETS_MAX: Final = 4
 # Requests to these paths only count tokens, and do not count against a key's concurrency.
 _TOKEN_COUNTING: Final = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
-# Browsers send these values for pages of other sites, ports and names; the other values are `same-origin` and `none`.
+# Browsers send these values for requests from pages of other sites, ports and names.
 _CROSS_SITE: Final = ("cross-site", "same-site")
 _REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired", DISABLED: "disabled"}
 _SCRAPERS: Final = (
@@ -93,7 +93,7 @@ class Auth:
             return OWNER
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)
-        # A remote client behind a proxy on this machine must not become the owner.
+        # The daemon must not take a remote client behind a proxy on this machine for the owner.
         is_local = self._is_loopback and record.client.is_own
         is_open_to_all = keyring.is_open and is_local and not is_internal
         if is_open_to_all or self._live.config.server.hosts:
@@ -121,9 +121,9 @@ class Auth:
         return caller
 
     def _refuse(self, error: Unauthorized, record: RequestRecord) -> NoReturn:
-        """Count a failure.
+        """Count a refused request and raise its error.
 
-        Only requests without a valid key count, so that others behind the same address are not slowed.
+        Only requests without a valid key count, so that other clients at the same address are not slowed.
         """
         try:
             self._throttle.fail(record.client)
@@ -148,9 +148,9 @@ class Auth:
         raise Unauthorized("An API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.", None)
 
     def _check_host(self, headers: Headers, is_open_to_all: bool) -> None:
-        """Refuse foreign host names. Raises `Misdirected`.
+        """Refuse requests for foreign host names. Raises `Misdirected`.
 
-        An attacker may resolve such a name to this machine; to the browser, the attacker's page then has the daemon's
+        An attacker may resolve such a name to this machine. To the browser, the attacker's page then has the daemon's
         origin.
         """
         server = self._live.config.server
@@ -166,7 +166,7 @@ class Auth:
         """Refuse web pages, because an open loopback is meant for programs. Raises `Forbidden`."""
         origin = headers.get("origin")
         if origin is not None:
-            # A page of the requested host is this daemon's own, because the host's name was checked before.
+            # A page at the requested host is this daemon's own, because the host's name was checked before.
             is_ours = is_own(origin) or is_same(origin, headers.get("host", ""))
             is_foreign = origin not in self._live.config.server.cors and not is_ours
         else:

@@ -1,4 +1,4 @@
-"""CORS for the web origins in `[server] cors`; without any, no answer has CORS headers.
+"""CORS for the web origins in `[server] cors`. If the list is empty, no answer has CORS headers.
 
 Keys are sent in headers, never in cookies, so credentials are never allowed, and origins are listed one by one.
 """
@@ -23,7 +23,7 @@ _HEADER_NAMES: Final = re.compile(r"[A-Za-z0-9_\-, ]{0,2000}")
 
 
 class Cors:
-    """ASGI app that answers preflights before authentication, since browsers send no key with them."""
+    """ASGI app that answers preflight requests before authentication, because browsers send no key with them."""
 
     def __init__(self, app: ASGIApp, live: LiveConfig) -> None:
         self._app = app

@@ -29,7 +29,9 @@ _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 class EntryMiddleware:
-    """ASGI app below which code may raise `ApiError`; any other exception becomes a 500, logged once and counted."""
+    """ASGI app that handles the exceptions of the app inside it. An `ApiError` becomes its answer; any other exception
+    becomes a 500, which is logged once and counted.
+    """
 
     def __init__(self, app: ASGIApp, services: Services, is_public: bool) -> None:
         self._app = app
@@ -57,7 +59,7 @@ class EntryMiddleware:
         record.lease = self._services.bodies.lease()
         record.media_lease = self._services.media.lease()
         scope["mlxd.record"] = record
-        # starlette raises HTTPException instead of answering in plain text if this is set.
+        # If `app` is set, starlette raises HTTPException instead of answering in plain text.
         scope["app"] = self
         recorder = None
         if self._is_public and self._services.captures.is_on and is_of_api(record.method, record.path):
@@ -79,7 +81,7 @@ class EntryMiddleware:
         except ClientLeft:
             record.status = CLIENT_CLOSED
             record.outcome = "disconnect"
-        except Exception as error:  # root of a request's task
+        except Exception as error:  # This is the outermost frame of a request's task.
             self._services.metrics.unhandled_errors += 1
             log.error("request failed", exc_info=error, extra={"fields": {"request": record.id, "path": record.path}})
             await self._refuse(answer, record, InternalError())
@@ -101,7 +103,7 @@ class EntryMiddleware:
         tracer = services.tracer
         trace_id = tracer.export(record) if tracer is not None and record.model is not None else ""
         access_log.write(record, services.config.server.slow_request_s, services.sample, trace_id)
-        # Unauthenticated requests must not evict captured ones.
+        # Captures of unauthenticated requests could evict those of other requests.
         if recorder is not None and record.caller is not NOBODY:
             services.captures.put(recorder.captured(record))
 
@@ -135,7 +137,7 @@ def _from_http(error: HTTPException, scope: Scope) -> ApiError:
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Complete lifespan events without effect; the daemon starts and stops its own parts."""
+    """Answer lifespan events without doing anything; the daemon starts and stops its own parts."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 TRACES_PATH: Final = "/v1/traces"
 EXPORT_TIMEOUT_S: Final = 5.0
-# Export pauses for this long after a collector did not answer; spans that end during the pause are lost.
+# If a collector does not answer, export pauses for this long. Spans that end during the pause are lost.
 PAUSE_S: Final = 60.0
 
 _OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
@@ -45,7 +45,7 @@ class OtelTracer:
     """Tracer that makes spans of ended requests; OpenTelemetry's thread sends the spans."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` may lack the traces' path. The environment may add headers (`OTEL_EXPORTER_OTLP_HEADERS`)."""
+        """If `endpoint` has no path, the path for traces is added. OTEL_EXPORTER_OTLP_HEADERS may add headers."""
         url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
         exporter = PatientExporter(OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S), url)
         resource = Resource.create({"service.name": "mlxd", "service.version": protocol.__version__})
@@ -78,7 +78,7 @@ class OtelTracer:
 
 
 class PatientExporter(SpanExporter):
-    """Exporter that pauses after a failure, and logs it once. Owned by the exporting thread."""
+    """Exporter that pauses after a failure and logs the failure once. Only the exporting thread uses it."""
 
     def __init__(self, inner: SpanExporter, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Classification of the public API's paths: the dialect of their errors, and whether requests to them are counted."""
+"""Classes of the public API's paths: the dialect of their errors, and whether requests to them are counted."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ from protocol.peering import GENERATE_PATH
 METHOD: Final = "POST"
 PREFIX: Final = "/v1/"
 ANTHROPIC: Final = "/v1/messages"
-# Anthropic's clients send this header, also to paths that other dialects share.
+# Anthropic's clients send this header, even to paths that other dialects share.
 ANTHROPIC_HEADER: Final = "anthropic-version"
 OLLAMA: Final = "/api/"
 # The lists of models below these paths have LM Studio's form; LM Studio's clients read OpenAI's errors.
@@ -26,17 +26,17 @@ _SCORES: Final = frozenset({"/rerank", "/v2/rerank", "/score"})
 _MORE: Final = OLLAMA_REQUESTS | _SCORES | {INFILL}
 # Cancelling is never counted, because a client must always be able to stop what it started.
 _UNCOUNTED: Final = "/cancel"
-# Tokenizing is no part of any API in the metrics.
+# The metrics do not count tokenizing as a request of any API.
 _QUESTIONS: Final = frozenset({"/tokenize", "/detokenize"})
 
 
 def versioned(path: str) -> str:
-    """Return the routed path, with its version added if a client's base URL lacks it."""
+    """Return the path as it is routed. If a client's base URL lacks the version, the version is added."""
     return f"{PREFIX.rstrip('/')}{path}" if path.startswith(_UNVERSIONED) else path
 
 
 def dialect_of(path: str, headers: Headers) -> Dialect:
-    """Return the dialect of a request's errors."""
+    """Return the dialect in which errors of a request are written."""
     if path.startswith(ANTHROPIC) or ANTHROPIC_HEADER in headers:
         return Dialect.ANTHROPIC
     return Dialect.OLLAMA if path.startswith(OLLAMA) and not path.startswith(LM_STUDIO) else Dialect.OPENAI

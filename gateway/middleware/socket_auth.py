@@ -7,7 +7,7 @@ from gateway.request.record import record_of
 
 
 class TrustedClient:
-    """ASGI app used instead of `Auth` on the unix socket, whose every client is the owner."""
+    """ASGI app that replaces `Auth` on the unix socket, where every client is the owner."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
