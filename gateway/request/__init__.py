@@ -1,1 +1,1 @@
-"""Requests: names to models, admission, defaults, bodies and generation."""
+"""Requests to models: names, admission, defaults, bodies and generation."""

@@ -1,6 +1,4 @@
-"""Accounting of a request's tokens, times and ends: in its record, its model's metrics, the ledger and its key's
-charge.
-"""
+"""Accounting of a request's tokens and times, in its record, its model's metrics, the ledger and its key's charge."""
 
 import asyncio
 import time
@@ -31,7 +29,7 @@ _FINISHES: Final = {
 
 
 class TokenAccounting:
-    """Counts the output of one request's sequences. Owned by its generation, which passes every delta through it."""
+    """Counts the output of one request's sequences. The request's generation passes every delta through it."""
 
     def __init__(
         self, runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], record: RequestRecord
@@ -44,21 +42,21 @@ class TokenAccounting:
         if model.adapter:
             self._numbers.adapters[model.adapter] += len(generates)
         self._observe_gap = self._numbers.itl.observe
-        # An earlier daemon generated these tokens of a resumed request, and has not charged them.
+        # Number of tokens of a resumed request that an earlier daemon generated and has not charged.
         self._resumed_tokens = sum(len(generate.resume) for generate in generates)
         self._newest_token: dict[int, float] = {}
         # Number of sequences whose usage the worker has reported.
         self._reported = 0
         self.tokens = 0
         self.ended: set[int] = set()
-        # Error for the client of a request that was cancelled or has no memory for its scores; it replaces the worker's
-        # failure.
+        # Error for the client if the request was cancelled or there was no memory for its scores. It replaces the
+        # worker's failure.
         self.cancelled: ApiError | None = None
-        # Error of a failed request, set once all output that precedes the failure has been returned.
+        # Error of a failed request. It is set once all output before the failure has been returned.
         self.failure: ApiError | None = None
 
     def book(self, deltas: list[Delta]) -> list[Delta]:
-        """Count new deltas, and return those for the client.
+        """Count new deltas and return those that the client gets.
 
         A delta that ends in ERROR or ABORT becomes `failure` instead.
         """
@@ -78,7 +76,7 @@ class TokenAccounting:
         return deltas
 
     def close(self, collector: Collector, unfinished: Sequence[int]) -> None:
-        """Count sequences whose usage the worker did not report. The `unfinished` sequences among them were aborted."""
+        """Count the sequences whose usage the worker did not report. `unfinished` of them were aborted."""
         record = self._record
         for _ in unfinished:
             self._numbers.sequence_ended("abort", None)
@@ -89,7 +87,7 @@ class TokenAccounting:
             self._cut_phases(collector)
 
     def charge(self, collector: Collector, usage: UsageCharge | None) -> None:
-        """Charge the reported usage, and the known tokens of sequences that did not end."""
+        """Charge the reported usage. For sequences that did not end, charge the tokens that are known."""
         record = self._record
         prompt, cached, completion = self._known(collector)
         self._ledger.book(record.caller.key or "", self._model.name, self._sequences, prompt, cached, completion)
@@ -150,7 +148,7 @@ class TokenAccounting:
         """Estimate the phases of a request that ended before its worker reported them."""
         record = self._record
         began = collector.prefill_began_at
-        # The collector's clock is the loop's.
+        # The collector's times are on the event loop's clock.
         ago = 0.0 if began is None else asyncio.get_running_loop().time() - began
         now = time.perf_counter() - record.started
         record.phases.cut(now, None if began is None else now - ago, record.first_token_s)

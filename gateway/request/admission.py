@@ -1,4 +1,4 @@
-"""Admission to a model's queue: at most `max_running + max_waiting` sequences at once, within each key's share."""
+"""Admission to a model's queue: at most `max_running + max_waiting` concurrent sequences, within each key's share."""
 
 import math
 import time
@@ -14,29 +14,29 @@ from gateway.errors import BadRequest, Overloaded, Unavailable
 RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
 DRAIN_RETRY_AFTER_S: Final = 5.0
-# Limits of concurrent requests that count or decode tokens, over all models.
+# Maximum concurrent requests that count or decode tokens, of all models together.
 QUESTIONS_PER_KEY_MAX: Final = 8
 QUESTIONS_MAX: Final = 64
-# Weight of the newest request in the running mean of durations.
+# Weight of the newest request in the moving average of durations.
 MEAN_WEIGHT: Final = 0.1
 
 
 @dataclass(slots=True)
 class _Queue:
-    """Number of one model's admitted sequences; `by_key` has them by API key. Owned by `Admission`."""
+    """Number of one model's admitted sequences, in total and by API key. `Admission` owns it."""
 
     inside: int = 0
     mean_s: float = 0.0
     by_key: Counter[str] = field(default_factory=Counter[str])
 
     def retry_after_s(self, slots: int) -> float:
-        """Estimate the seconds until there is room for one more sequence, within limits."""
+        """Estimate the seconds until there is room for one more sequence. The result is within fixed limits."""
         expected = self.mean_s * self.inside / slots / 2
         return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, math.ceil(expected)))
 
 
 class Admission:
-    """Counts leases per model, on the event loop only. A full queue refuses at once."""
+    """Counts the leases of each model, on the event loop only. If a queue is full, a request is refused immediately."""
 
     def __init__(
         self, on_rejection: Callable[[str, str], None] | None = None, clock: Callable[[], float] = time.monotonic
@@ -45,9 +45,9 @@ class Admission:
         self._clock = clock
         self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
         self._questions: Counter[str] = Counter()
-        # Set when the daemon begins to shut down.
+        # True once the daemon has begun to shut down.
         self.is_draining = False
-        # Set and reset by an operator.
+        # True while an operator has paused the daemon.
         self.is_paused = False
 
     @property
@@ -59,7 +59,8 @@ class Admission:
     def lease(
         self, model: ModelConfig, sequences: int = 1, key: str | None = None, share: int = 100
     ) -> Generator[None, None, None]:
-        """Hold room for `sequences` of `model`, within the key's `share` percent of its queue.
+        """Lease room for `sequences` of `model` within this context. The key may use `share` percent of the model's
+        queue.
 
         Raises `BadRequest`, `Overloaded` or `Unavailable`.
         """
@@ -74,7 +75,7 @@ class Admission:
 
     @contextmanager
     def question(self, model: ModelConfig, key: str | None = None, share: int = 100) -> Generator[None, None, None]:
-        """Hold a place in the queue of `model` to count or decode tokens. Raises `Overloaded` or `Unavailable`."""
+        """Lease a place in the queue of `model` to count or decode tokens. Raises `Overloaded` or `Unavailable`."""
         questions = self._questions
         if questions.total() >= QUESTIONS_MAX or (key is not None and questions[key] >= QUESTIONS_PER_KEY_MAX):
             self._reject(model.name, "questions")
@@ -83,7 +84,7 @@ class Admission:
                 f"Too many concurrent requests to count or decode tokens, of {whose}. Try again.", RETRY_AFTER_MIN_S
             )
         name = key or ""
-        # The duration is not counted in the mean, which covers generations only.
+        # The duration does not change the average, which covers only generations.
         with self._inside(self._admit(model, 1, name, share), 1, name):
             questions[name] += 1
             try:
@@ -94,15 +95,15 @@ class Admission:
                     del questions[name]
 
     def check_open(self, model: str) -> None:
-        """Raises `Unavailable` while new requests are refused."""
+        """Raises `Unavailable` if new requests are refused now."""
         if self.takes_none:
             self._reject(model, "draining")
             reason = "The server is shutting down." if self.is_draining else "The server was drained by its operator."
             raise Unavailable(reason, DRAIN_RETRY_AFTER_S, "draining")
 
     def check(self, model: ModelConfig, sequences: int, share: int = 100) -> None:
-        """Raises `BadRequest` for more sequences than the model's queue, or one key's share of the queue, can ever
-        hold.
+        """Raises `BadRequest` if the request has more sequences than the model's queue, or the key's share of it, can
+        ever hold.
         """
         most = _part(model.slots + model.max_waiting, share)
         if sequences > most:
@@ -115,7 +116,7 @@ class Admission:
         return self._queues[model].inside
 
     def mean_s(self, model: str) -> float:
-        """Return the mean duration of recent requests of `model`; 0 before any has ended."""
+        """Return the mean duration of recent requests of `model`; 0 if none has ended."""
         return self._queues[model].mean_s
 
     @contextmanager

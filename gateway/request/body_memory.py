@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 # Work on a smaller body takes less time than its transfer to a thread.
 LARGE_BYTES: Final = 64 * 1024
-# A request waits at most this long for memory for its body; then it is refused.
+# A request waits at most this long for memory for its body. After that it is refused.
 MEMORY_WAIT_S: Final = 5.0
 RETRY_AFTER_S: Final = 2.0
-# Divisor of the machine's memory that gives the limit for `auto`.
+# For `auto`, the limit is the machine's memory divided by this.
 _AUTO_DIVISOR: Final = 64
 _AUTO_MIN_BYTES: Final = 256 * 1024 * 1024
 
 
 def memory_bytes(server: ServerConfig) -> int:
-    """Return the memory limit of all bodies together."""
+    """Return the memory limit of all request bodies together."""
     if server.body_memory_bytes != "auto":
         return server.body_memory_bytes
     return max(psutil.virtual_memory().total // _AUTO_DIVISOR, _AUTO_MIN_BYTES, server.max_body_bytes)
@@ -35,7 +35,7 @@ def memory_bytes(server: ServerConfig) -> int:
 def share_bytes(server: ServerConfig, has_others: bool) -> int:
     """Return the memory limit of one key's bodies.
 
-    While there are other keys, it is half of the limit of all bodies, but at least two bodies of the maximum size.
+    If there are other keys, it is half of the limit of all bodies, but at least two bodies of the maximum size.
     """
     limit = memory_bytes(server)
     return max(limit // 2, min(limit, 2 * server.max_body_bytes)) if has_others else limit
@@ -43,7 +43,7 @@ def share_bytes(server: ServerConfig, has_others: bool) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A request that waits for memory, and the size that it waits for."""
+    """A request that waits for memory, and how much it waits for."""
 
     owner: str
     size_bytes: int
@@ -51,15 +51,15 @@ class _Wait:
 
 
 class Bodies:
-    """Memory for request bodies. Only the action of `work` runs outside of the event loop.
+    """Memory for request bodies. Only the action passed to `work` runs outside of the event loop.
 
     The received part of a body is counted until the body's request has ended, because the decoded body lives as long.
-    Requests without memory wait in order of arrival, small bodies before large ones. A request whose key has used up
-    its share does not delay those of other keys.
+    Requests that must wait for memory get it in order of arrival, small bodies before large ones. A request whose key
+    has used up its share does not delay the requests of other keys.
     """
 
     def __init__(self, limit_bytes: Callable[[], int], share_bytes: Callable[[], int] | None = None) -> None:
-        """`limit_bytes` returns the limit of all owners together, `share_bytes` that of one owner."""
+        """`limit_bytes` returns the limit of all owners together; `share_bytes` returns that of one owner."""
         self._limit_bytes = limit_bytes
         self._share_bytes = share_bytes or limit_bytes
         self._thread = ThreadPoolExecutor(1, "bodies")
@@ -72,9 +72,9 @@ class Bodies:
         return BodyLease(self)
 
     async def work(self, size_bytes: int, action: Callable[..., T], *arguments: Any) -> T:
-        """Run `action` and return its result. Actions on large bodies run in the thread, one after the other.
+        """Run `action` and return its result. Actions on large bodies run in a thread, one after the other.
 
-        A call into native code holds the interpreter's lock, so every such call must be short.
+        A call into native code holds the interpreter's lock, so each such call must be short.
         """
         if size_bytes <= LARGE_BYTES:
             return action(*arguments)
@@ -94,7 +94,7 @@ class Bodies:
         return has_room
 
     async def wait(self, owner: str, size_bytes: int, *, is_small: bool) -> None:
-        """Wait for memory and reserve it. Raises `Unavailable` if there is not enough in time."""
+        """Wait for memory and reserve it. Raises `Unavailable` if not enough becomes free in time."""
         entry = _Wait(owner, size_bytes, asyncio.get_running_loop().create_future())
         waiting = self._small if is_small else self._large
         waiting.append(entry)
@@ -104,7 +104,7 @@ class Bodies:
                 await entry.room
         except TimeoutError:
             if not entry.room.cancelled():
-                return  # Memory was granted in the same turn of the loop.
+                return  # The memory was granted in the same turn of the loop as the timeout.
             self.numbers.refused += 1
             message = "The bodies of the requests that run fill the memory set aside for them."
             if not self._may_hold(owner, size_bytes):
@@ -120,7 +120,7 @@ class Bodies:
                 self._admit()
 
     def check(self, size_bytes: int) -> None:
-        """Raises `BodyTooLarge` for a body that exceeds every owner's limit."""
+        """Raises `BodyTooLarge` if the body exceeds the limit of every owner."""
         if size_bytes > (limit := self.largest_bytes()):
             raise BodyTooLarge(limit)
 
@@ -162,18 +162,20 @@ class Bodies:
 
 
 class BodyLease:
-    """Memory lease of one request's body. Owned by the request's record; closed when the request has ended."""
+    """Memory lease for one request's body. The request's record owns the lease and closes it when the request has
+    ended.
+    """
 
     __slots__ = ("_bodies", "owner", "size_bytes")
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
-        # Key against whose share the memory counts, set before the first byte.
+        # Key to whose share the memory counts. It is set before the first byte.
         self.owner = ""
         self.size_bytes = 0
 
     async def reach(self, size_bytes: int) -> None:
-        """Increase the reservation to `size_bytes`, after a wait if needed. Raises `Unavailable` or `BodyTooLarge`."""
+        """Increase the reservation to `size_bytes`, waiting if needed. Raises `Unavailable` or `BodyTooLarge`."""
         more = size_bytes - self.size_bytes
         if more <= 0:
             return
@@ -184,7 +186,7 @@ class BodyLease:
         self.size_bytes = size_bytes
 
     def may_ever_hold(self, more_bytes: int) -> bool:
-        """Whether the reservation may grow by `more_bytes` within the limits, regardless of other requests."""
+        """Whether the limits allow `more_bytes` more, apart from what other requests use."""
         return self.size_bytes + more_bytes <= self._bodies.largest_bytes()
 
     def hold(self, more_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Sampling and thinking defaults of a request: of its profile, then of the model's table, then of
+"""Sampling and thinking defaults of a request. The profile's come first, then those of the model's table, then those of
 `generation_config.json`.
 """
 
@@ -18,15 +18,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Struct)
 
-# Sampling fields that are read from `generation_config.json`, the same that vLLM reads.
+# These sampling fields are read from `generation_config.json`; vLLM reads the same.
 SAMPLING_FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Defaults of a model without files are read again after this time, because the model may have been downloaded.
+# If a model has no files, its defaults are read again after this time, because it may have been downloaded meanwhile.
 MISSING_RETRY_S: Final = 5.0
 _NO_PROFILE: Final = ProfileConfig()
 
 
 class Defaults:
-    """Cache of models with their defaults. Values from a model's folder are kept until the next configuration."""
+    """Caches models with their defaults. Values from a model's folder are kept until the next configuration."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -55,7 +55,7 @@ class Defaults:
 
 
 def recommended(path: str) -> SamplingDefaults | None:
-    """Return the sampling in a model's `generation_config.json`; None for a model that is not on this machine."""
+    """Return the sampling in a model's `generation_config.json`. None if the model is not on this machine."""
     try:
         folder = find(path)
     except Unreadable:
@@ -82,6 +82,6 @@ def _usable(content: dict[str, Any], folder: str) -> SamplingDefaults:
 
 
 def over(stronger: T, weaker: T) -> T:
-    """Return `stronger`, with each field that is None taken from `weaker`."""
+    """Return `stronger`, but with fields that are None taken from `weaker`."""
     pairs = ((name, getattr(stronger, name), getattr(weaker, name)) for name in stronger.__struct_fields__)
     return msgspec.structs.replace(stronger, **{name: other for name, own, other in pairs if own is None})

@@ -1,4 +1,4 @@
-"""One request from admission to its last event: its output, its abort, and its state for operators."""
+"""One request from admission to its last event: its output, its abort, and its state as operators see it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ from protocol.to_worker import Generate
 
 
 class Generation:
-    """Context for the sequences of one request: entering takes the request's leases, leaving releases them.
+    """Context for the sequences of one request. Entering it takes the request's leases; leaving it releases them.
 
-    Entering raises `Overloaded`, `RateLimited` or `Unavailable`. Leaving aborts unfinished sequences at once.
+    Entering raises `Overloaded`, `RateLimited` or `Unavailable`. Leaving aborts unfinished sequences immediately.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Generation:
         form: str = "",
         repeats: int = 1,
     ) -> None:
-        """`kind` is the kind of model that the request needs; the answer repeats each prompt's log-probabilities
+        """`kind` is the kind of model that the request needs. The answer contains each prompt's log-probabilities
         `repeats` times.
 
-        A request that `stays_here`, is not for text or names an adapter is sent to no peer. With `form`, the request
-        begins at a peer that has the model in that form.
+        A request that `stays_here`, is not for text or names an adapter is not sent to peers. If `form` is given, the
+        request begins at a peer that has the model in that form.
         """
         self._runtime = runtime
         self._model = model
@@ -66,7 +66,7 @@ class Generation:
         self._numbers = runtime.metrics.model(model.name)
         self._seen_activity = 0.0
         self._seen_step = 0
-        # Whether the next daemon resumes the request.
+        # True if the next daemon is to resume the request.
         self._is_left = False
 
     def __enter__(self) -> Self:
@@ -78,7 +78,7 @@ class Generation:
     ) -> None:
         collector = self._collector
         if collector is not None and not self._is_left:
-            # A request that is left to the next daemon is charged by that daemon when it ends.
+            # If the request is left to the next daemon, that daemon charges it.
             self._accounting.charge(collector, self._charge)
         self._held.close()
         if collector is not None:
@@ -91,7 +91,7 @@ class Generation:
     def open_now(self) -> bool:
         """Start the request at a peer or on a ready worker.
 
-        Returns False if there is neither; then `open` waits for a worker. Raises `ApiError`.
+        Returns False if there is neither; `open` then waits for a worker. Raises `ApiError`.
         """
         self._begin(self._opener.open_now())
         return self.is_open
@@ -108,7 +108,7 @@ class Generation:
 
     @property
     def is_open(self) -> bool:
-        """Whether the request was given to a worker. From then on, the request survives the loss of a worker."""
+        """Whether the request was given to a worker. If so, it survives the loss of that worker."""
         return self._collector is not None
 
     @property
@@ -122,28 +122,28 @@ class Generation:
 
     @property
     def failure(self) -> ApiError | None:
-        """Error of a failed request, set once all output that precedes the failure was read."""
+        """Error of a failed request. It is set once all output before the failure was read."""
         return self._accounting.failure
 
     @property
     def form(self) -> str:
-        """Form of the model that generates the request, if peers may serve it; empty if it is not known."""
+        """Form of the model that generates the request, if peers may serve it; empty if unknown."""
         return self._opener.form
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens, as far as known."""
+        """Number of prompt tokens that is known so far."""
         return sum(self._collector.accepted.values()) if self._collector is not None else 0
 
     @property
     def headers(self) -> list[Header]:
-        """Headers of the answer, as far as known."""
+        """Headers of the answer that are known so far."""
         named = [*relaxed_header(self.relaxed), *truncated_header(self.left_out)]
         return [*self.record.headers, *named, *served_by_header(self.record.served_by)]
 
     @property
     def left_out(self) -> tuple[int, int]:
-        """Numbers of turns and tokens that were left out of the prompt, as far as known."""
+        """Numbers of turns and of tokens that were left out of the prompt, as far as known."""
         return (0, 0) if self._collector is None else self._collector.left_out
 
     @property
@@ -167,12 +167,12 @@ class Generation:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Numbers of processed and of all prompt tokens, for the sequence that reported last."""
+        """Numbers of processed and of all prompt tokens, of the sequence that reported last."""
         return None if self._collector is None else self._collector.progress
 
     @property
     def prefilled_tokens(self) -> int:
-        """Number of prompt tokens processed so far, for the sequence that reported last."""
+        """Number of processed prompt tokens of the sequence that reported last."""
         return 0 if self.progress is None else self.progress[0]
 
     @property
@@ -193,7 +193,7 @@ class Generation:
         return "queued" if self.progress is None else "prefill"
 
     def cancel(self) -> None:
-        """Cancel the request on behalf of an operator. The client gets an error that names this cause."""
+        """Cancel the request by order of an operator. The client gets an error that says so."""
         if self.is_done or self._accounting.cancelled is not None:
             return
         self._accounting.cancelled = Cancelled()
@@ -209,7 +209,7 @@ class Generation:
                 self._runtime.link.stop(self._opened().rids, "no room for the scores of its prompt")
 
     def leave(self) -> None:
-        """Stop the request here, and leave it to the next daemon, which resumes it and charges all of it."""
+        """Stop the request here. The next daemon resumes it and charges all of it."""
         self._is_left = True
         self._stop("left to the next daemon")
 
@@ -225,13 +225,13 @@ class Generation:
         return self._accounting.book(await self._opened().read_deltas(timeout_s, on_unread))
 
     def read_now(self) -> list[Delta]:
-        """Return new output without waiting, for an `on_unread`."""
+        """Return new output without waiting. Used by an `on_unread`."""
         return self._accounting.book(self._opened().read_deltas_nowait())
 
     def shows_life(self) -> bool:
-        """Whether the worker was active since the last call of this method.
+        """Whether the worker has been active since the last call of this method.
 
-        A step for other requests counts: this request may wait behind them, or have output that the parser holds back.
+        A step for other requests counts too: this request may wait behind them, or the parser may hold back its output.
         """
         newest, step = self._opened().last_activity, self._newest_step()
         is_new = newest > self._seen_activity or step != self._seen_step

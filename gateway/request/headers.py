@@ -1,4 +1,4 @@
-"""Headers of an answer that name ignored and relaxed parts of the request."""
+"""Headers of an answer that name parts of the request which were ignored or not followed exactly."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -10,32 +10,32 @@ IGNORED_NAME_CHARS: Final = 40
 
 
 def ignored_header(names: Sequence[str]) -> list[Header]:
-    """Return the header `x-mlxd-ignored`: fields of the request without effect."""
+    """Return the header `x-mlxd-ignored`, which lists fields of the request that have no effect."""
     return _names_header(b"x-mlxd-ignored", names)
 
 
 def relaxed_header(names: Sequence[str]) -> list[Header]:
-    """Return the header `x-mlxd-relaxed`: deviations from the request.
+    """Return the header `x-mlxd-relaxed`, which lists how the answer deviates from the request.
 
-    These are keywords of a schema that were not enforced, a video shown as images, and approximations of the model,
-    such as `kv-bits-8` or a sparse prefill.
+    It names keywords of a schema that were not enforced, a video shown as images, and approximations of the model, such
+    as `kv-bits-8` or a sparse prefill.
     """
     return _names_header(b"x-mlxd-relaxed", names)
 
 
 def truncated_header(left_out: tuple[int, int]) -> list[Header]:
-    """Return the header `x-mlxd-truncated`: turns and tokens that were left out of a prompt that was too long."""
+    """Return the header `x-mlxd-truncated`: how many turns and tokens were left out of a prompt that was too long."""
     turns, tokens = left_out
     return [(b"x-mlxd-truncated", f"{turns};{tokens}".encode())] if tokens else []
 
 
 def served_by_header(peer: str) -> list[Header]:
-    """Return the header `x-mlxd-served-by`: the peer that serves the request, if it is not this daemon."""
+    """Return the header `x-mlxd-served-by`, which names the peer that serves the request, if one does."""
     return [(b"x-mlxd-served-by", _header_safe(peer).encode())] if peer else []
 
 
 def _names_header(header: bytes, names: Sequence[str]) -> list[Header]:
-    """Return a header of limited length, with unsafe characters replaced."""
+    """Return a header with these names. Its length is limited and unsafe characters are replaced."""
     if not names:
         return []
     shown = [_header_safe(name) for name in names[:IGNORED_NAMES_MAX]]

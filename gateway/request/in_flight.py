@@ -13,7 +13,7 @@ DUPLICATE_MARK: Final = "~"
 
 
 class InFlightRequest(Protocol):
-    """Request as the registry lists it: a `Generation` of this daemon, or a request that an upstream answers."""
+    """Request as the registry lists it: a `Generation` of this daemon, or a request that an upstream serves."""
 
     record: RequestRecord
 
@@ -34,7 +34,7 @@ class InFlightRequest(Protocol):
 
 
 class Requests:
-    """Requests by id. A request whose id is in use is listed as `ID~2`, `ID~3`, and so on."""
+    """Running requests by id. If a request's id is already in use, it is listed as `ID~2`, `ID~3`, and so on."""
 
     def __init__(self) -> None:
         self._served: dict[str, InFlightRequest] = {}
@@ -66,7 +66,7 @@ class Requests:
         return None if served is None else _view(name, served)
 
     def cancel(self, name: str) -> bool:
-        """Cancel a request, whose client gets an error. Returns False if no request has this id."""
+        """Cancel a request; its client gets an error. Returns False if no request has this id."""
         served = self._served.get(name)
         if served is None:
             return False

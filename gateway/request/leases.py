@@ -17,9 +17,10 @@ from protocol.to_worker import Generate
 def leases(
     runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: InFlightRequest
 ) -> Generator[UsageCharge | None, None, None]:
-    """Hold all leases, and yield the charge of the caller's key, which the request fills in at its end.
+    """Take all leases for the duration of the block. Yields the charge of the caller's key, to which the usage is added
+    at the end.
 
-    If it raises `Overloaded`, `RateLimited` or `Unavailable`, no lease is held.
+    If this raises `Overloaded`, `RateLimited` or `Unavailable`, no lease is taken.
     """
     record, count = served.record, len(generates)
     caller = record.caller
@@ -41,11 +42,13 @@ def leases(
 
 
 def _estimate(meter: Meter, generates: Sequence[Generate], record: RequestRecord) -> float:
-    """Estimate the tokens that will be charged. Prompts are estimated by size, because they are not tokenized here."""
+    """Estimate the tokens that will be charged. A prompt's tokens are estimated by its size, because it is not
+    tokenized here.
+    """
     if not meter.is_limited:
         return 0.0
-    # Each sequence is charged for its prompt, which includes the stored conversation that it continues. Media have far
-    # more bytes than tokens.
+    # Each sequence is charged for its prompt, including a stored conversation that it continues. Media are estimated
+    # separately, because they have far more bytes than tokens.
     media_tokens = likely_tokens(record.media)
     return sum(
         (prompt_bytes(each) - record.media_bytes) / BYTES_PER_TOKEN + media_tokens + meter.expected(each.max_tokens)

@@ -1,4 +1,4 @@
-"""Kind of a model, from its worker, settings or files, and the refusal of requests that need another kind."""
+"""Kind of a model, found in its worker, settings or files. Requests that need another kind are refused."""
 
 from typing import Final
 
@@ -17,8 +17,8 @@ _ABILITIES: Final = {
 
 
 def kind_of_model(model: ModelConfig, ready: Ready | None) -> str:
-    """Return the kind of a model from its worker, or before a load from its settings or files; empty if these are
-    unreadable.
+    """Return the kind of a model as its worker reports it or, before it is loaded, as its settings or files show it.
+    Empty if the files cannot be read.
     """
     if ready is not None:
         return ready.kind or TEXT
@@ -26,7 +26,7 @@ def kind_of_model(model: ModelConfig, ready: Ready | None) -> str:
 
 
 def check_kind(model: ModelConfig, ready: Ready | None, needed: str) -> None:
-    """Raises `BadRequest` for a request that needs another kind of model."""
+    """Raises `BadRequest` if the request needs another kind of model."""
     kind = kind_of_model(model, ready)
     if kind and kind != needed:
         message = f"The model '{model.name}' {_ABILITIES[kind]}."

@@ -1,4 +1,6 @@
-"""Load of a model at this daemon, by which peers and routers score it. Computed on demand, from other counts."""
+"""Load (utilization) of a model at this daemon. Peers and routers use it to choose a daemon. It is computed
+on demand.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,7 +12,8 @@ from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
 from gateway.workers.supervisor.state import State
 
-# Estimated load time of a model that was never loaded, and the time reported after a failed load, to keep routers away.
+# DEFAULT_LOAD_S is assumed for a model that was never loaded. FAILED_LOAD_S is reported after a failed load, to keep
+# routers away.
 DEFAULT_LOAD_S: Final = 15.0
 FAILED_LOAD_S: Final = 3600.0
 _FAILED: Final = frozenset({State.FAILED, State.INCOMPATIBLE})
@@ -18,10 +21,10 @@ _FAILED: Final = frozenset({State.FAILED, State.INCOMPATIBLE})
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """Load of one model: `inside` sequences run or wait here, with `backlog_tokens` of unprocessed prompts.
+    """Utilization of one model: `inside` sequences run or wait here; their prompts have `backlog_tokens` to process.
 
-    `prefill_rate` is in tokens per second, 0 before any was measured. `wait_s` is about the time until a new request's
-    prompt is processed, and `load_s` about the time to load the model, 0 if it is loaded.
+    `prefill_rate` is in tokens per second, 0 if none was measured. `wait_s` is the approximate time until a new
+    request's prompt is processed, and `load_s` the approximate time to load the model, 0 if it is loaded.
     """
 
     state: State
@@ -33,7 +36,7 @@ class ModelLoad:
 
 
 class LoadMeter:
-    """Computes loads from requests, admission and metrics."""
+    """Computes the utilization of models from requests, admission and metrics."""
 
     def __init__(self, pool: Pool, requests: Requests, admission: Admission, metrics: Metrics) -> None:
         self._pool = pool
@@ -42,7 +45,7 @@ class LoadMeter:
         self._metrics = metrics
 
     def read(self, model: ModelConfig) -> ModelLoad:
-        """Compute the load of a configured model."""
+        """Compute the utilization of a configured model."""
         inside = backlog = 0
         for served in self._requests.of(model.name):
             if served.record.served_by:

@@ -1,4 +1,4 @@
-"""Start of a request's sequences: on a worker that is ready, at a peer, or once the model is loaded."""
+"""Start of a request's sequences: at a peer, on a worker that is ready, or on a worker once it has loaded the model."""
 
 import asyncio
 import math
@@ -33,12 +33,12 @@ LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.
 
 
 def retry_after_s(pool: Pool, model: ModelConfig) -> float:
-    """Estimate the seconds until a model is ready from its earlier load times, within limits."""
+    """Estimate the seconds until a model is ready, from its earlier load times. The result is within fixed limits."""
     return min(QUEUE_RETRY_AFTER_MAX_S, max(QUEUE_RETRY_AFTER_S, pool.load_left_s(model.name)))
 
 
 class Opener:
-    """Gives the sequences of one request to a worker or a peer. Owned by its generation."""
+    """Gives the sequences of one request to a worker or a peer. The request's generation owns it."""
 
     def __init__(
         self,
@@ -59,14 +59,15 @@ class Opener:
         self._bind = bind
         self._numbers = runtime.metrics.model(model.name)
         self._kind = kind
-        # The worker is kept because a reload may remove the model from the pool. None for a model that only peers have.
+        # The worker is looked up now, because a reload may remove the model from the pool. None if only peers have the
+        # model.
         self._worker = runtime.pool.find(model.name)
         self._route = (
             None
             if stays_here or kind != TEXT or model.adapter
             else make_route(runtime.fleet, model, generates, record.id, self._note_place, form)
         )
-        # The deadline counts from the request's arrival and includes the load of the model.
+        # The deadline counts from the request's arrival, so it includes the time to load the model.
         limit_ms = generates[0].deadline_ms
         self._deadline = record.started + limit_ms / 1000 if limit_ms else math.inf
         self._timeout: asyncio.Timeout | None = None
@@ -88,7 +89,7 @@ class Opener:
         return "" if self._route is None else self._route.form
 
     def interrupt(self, reason: Cancelled | None) -> bool:
-        """End the wait in `open`, which then raises `reason` unless that is None.
+        """End the wait in `open`. `open` then raises `reason`, if it is not None.
 
         Returns False if `open` is not waiting.
         """
@@ -101,7 +102,7 @@ class Opener:
     def open_now(self) -> Collector | None:
         """Start the request at a peer or on a ready worker.
 
-        Returns None if there is neither; then `open` waits for a worker. Raises `ApiError`.
+        Returns None if there is neither; `open` then waits for a worker. Raises `ApiError`.
         """
         stream = None if self._route is None else self._route.begin()
         if stream is not None:
@@ -121,7 +122,9 @@ class Opener:
             phases.load = (phases.sent_at or self._elapsed()) - phases.loading_from
 
     def _check_before_load(self) -> None:
-        """Raises `BadRequest` for a request that needs another kind of model, before the model is loaded in vain."""
+        """Raises `BadRequest` if the request needs another kind of model. Checked first, so that no model is loaded in
+        vain.
+        """
         if self._worker is None and self._kind != TEXT:
             message = f"The model '{self._model.name}' is a peer's: peers are asked for text alone."
             raise BadRequest(message, "model", "unsupported_model_kind")
@@ -136,8 +139,8 @@ class Opener:
                 losses = 0
                 while losses < 2:
                     worker = await self._runtime.pool.ensure_ready(self._model.name)
-                    # A worker that lost its memory to another model in the meantime is waited for, and not counted as
-                    # lost.
+                    # Only the loss of a ready worker counts. A worker that gave its memory to another model meanwhile
+                    # is waited for.
                     losses += worker.is_ready
                     if (collector := self._submit(worker)) is not None:
                         return collector
@@ -159,9 +162,9 @@ class Opener:
             self._timeout = None
 
     def _submit(self, worker: WorkerHandle | PeerStream) -> Collector | None:
-        """Send the sequences to a worker or peer. Returns None if the worker is gone.
+        """Send the sequences to a worker or a peer. Returns None if the worker is gone.
 
-        An unused stream of a peer is discarded.
+        A stream of a peer that was not used is discarded.
         """
         collector: Collector | None = None
         try:
@@ -195,7 +198,7 @@ class Opener:
             check(self._model.name, self._model.path, self._runtime.view(self._model).ready, self._record.media)
 
     def _timed(self) -> list[Generate]:
-        """Return the sequences with the time left until their deadline."""
+        """Return the sequences with the time that is left until their deadline."""
         if self._deadline == math.inf:
             return self._generates
         left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))

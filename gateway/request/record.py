@@ -1,4 +1,4 @@
-"""Record of one HTTP request: facts for the access log and traces, the caller, and the headers of the answer."""
+"""Record of one HTTP request: facts for the access log and traces, the caller, and headers for the answer."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Header = tuple[bytes, bytes]
 
 
 class ChunkWriter(Protocol):
-    """Writer of a streamed body's pieces to the connection."""
+    """Writes pieces of a streamed body to the connection."""
 
     @property
     def is_open(self) -> bool: ...
@@ -37,12 +37,12 @@ class Dialect(StrEnum):
 
 
 class ClientLeft(Exception):
-    """Raised when the client closed the connection before it had its answer."""
+    """Raised if the client closes the connection before it gets its answer."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Facts about one request for logs and traces, and its leases. Owned by the request's task."""
+    """Facts about one request for logs and traces, and its leases. Only the request's task changes the record."""
 
     id: str
     method: str
@@ -52,13 +52,13 @@ class RequestRecord:
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     model: str | None = None
-    # Peer that serves the request, or served it last; empty for this daemon.
+    # Peer that serves the request or served it last; empty if this daemon does.
     served_by: str = ""
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    # Ids of the request's sequences, and the finish reasons of those that have ended.
+    # Ids of the request's sequences, and the finish reasons of the sequences that have ended.
     rids: tuple[int, ...] = ()
     finishes: list[str] = field(default_factory=list[str])
     phases: Phases = field(default_factory=Phases)
@@ -69,31 +69,35 @@ class RequestRecord:
     is_booked: bool = False
     detail: str = ""
     caller: Caller = NOBODY
-    # Size of the request's body including the stored items that it continues, and the lease on their memory.
+    # Size of the request's body, including stored items that the request continues, and the lease for that memory.
     body_bytes: int = 0
     lease: BodyLease | None = None
-    # Images, video and audio without their bytes, the size of these, their part of the body, and the lease on memory.
+    # `media` lists images, video and audio without their bytes. `media_bytes` is the size of those bytes,
+    # `encoded_bytes` their encoded size in the body, and `media_lease` the lease for them.
     media: tuple[Media, ...] = ()
     media_bytes: int = 0
     encoded_bytes: int = 0
     media_lease: MediaLease | None = None
-    # Headers of the endpoint's answer, and of its refusal if the endpoint had set them before.
+    # Headers for the endpoint's answer. They are also sent with a refusal if the endpoint had set them before.
     headers: list[Header] = field(default_factory=list[Header])
-    # Middleware's headers on every answer: some are known in advance, others are computed when the answer is sent.
+    # Headers that middleware adds to every answer: `always` is known in advance, the others are computed when it is
+    # sent.
     always: list[Header] = field(default_factory=list[Header])
     late_headers: Callable[[], list[Header]] | None = None
-    # Writer that bypasses ASGI's `send`; None if the stream is captured or the server offers none.
+    # Writes to the connection without ASGI's `send`. None if the stream is captured or the server has no such writer.
     writer: ChunkWriter | None = None
 
     def detached(self, lease: BodyLease, media_lease: MediaLease) -> "RequestRecord":
-        """Return a record that outlives the request and takes over its leases; the request gets those passed in."""
+        """Return a copy that outlives the request and takes over its leases. The request gets the given
+        leases instead.
+        """
         own = replace(self, phases=Phases(), finishes=[], headers=list(self.headers), writer=None)
         self.lease, self.media_lease = lease, media_lease
         return own
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """Return the record that the middleware made."""
+    """Return the record of a request, which the middleware has stored in its scope."""
     record = scope["mlxd.record"]
     assert isinstance(record, RequestRecord)
     return record

@@ -1,5 +1,5 @@
-"""Routing: resolves the model name in a request to a model, with defaults from a profile and from the model's own
-files.
+"""Routing: resolves the model name in a request to a model, with defaults from the profile and the model's
+own files.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,12 +11,12 @@ from gateway.config.settings import Config, ModelConfig
 from gateway.errors import ModelNotFound
 from gateway.request.defaults import Defaults
 
-# Function that finds a model of peers by its name.
+# Finds a model of the peers by its name.
 PeerLookup = Callable[[str], ModelConfig | None]
 
 
 class Router:
-    """Resolver of the model names in one configuration."""
+    """Resolves model names by one configuration."""
 
     def __init__(
         self,
@@ -33,18 +33,20 @@ class Router:
     def resolve(self, name: str, caller: Caller) -> ModelConfig:
         """Return the model with this name, with defaults from the profile and the model's own files.
 
-        Raises `ModelNotFound`, also for a model that `caller` may not use, and `BadRequest` without a name.
+        Raises `ModelNotFound`, also if `caller` may not use the model, and `BadRequest` if the name is missing.
         """
         return self.filled(self.locate(name, caller))
 
     def filled(self, target: ResolvedName) -> ModelConfig:
-        """Return a model with the defaults of the name's profile. A model of a peer already has its defaults."""
+        """Return a model with the defaults of the profile in its name. A peer's model already has its defaults."""
         if not target.model.path:
             return target.model
         return self._defaults.of(target.model, target.profile)
 
     def locate(self, name: str, caller: Caller) -> ResolvedName:
-        """Resolve a name without defaults. A name of this daemon takes precedence over one of a peer."""
+        """Resolve a name, without adding defaults. Names of this daemon's models take precedence over names
+        at peers.
+        """
         try:
             return self.locate_here(name, caller)
         except ModelNotFound:
@@ -54,16 +56,16 @@ class Router:
             return ResolvedName(model)
 
     def resolve_here(self, name: str, caller: Caller) -> ModelConfig:
-        """Resolve a name of this daemon's models only."""
+        """Resolve the name of a model of this daemon."""
         return self.filled(self.locate_here(name, caller))
 
     def locate_here(self, name: str, caller: Caller) -> ResolvedName:
-        """Resolve a name of this daemon's models only, without defaults."""
+        """Resolve the name of a model of this daemon, without adding defaults."""
         return self._names.locate(name, caller.may_use)
 
 
 class LiveConfig:
-    """Configuration in force, with its router. A reload replaces both at once, between two steps of the event loop.
+    """Current configuration with its router. A reload replaces both together, between two steps of the event loop.
 
     A request reads each value only once, so that a reload does not change the value midway.
     """
@@ -75,7 +77,7 @@ class LiveConfig:
         self.apply(config)
 
     def find_at_peers(self, find: PeerLookup) -> None:
-        """Use `find` for names that no model of the configuration has."""
+        """Use `find` for names that the configuration does not have."""
         self._find_at_peers = find
         self.apply(self.config)
 

@@ -16,7 +16,7 @@ from gateway.workers.supervisor.state import WorkerView
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Parts that a generation uses. Made once per app, as the first part of its `Services`."""
+    """Parts of the gateway that a generation uses. They are made once per app, as the first part of its `Services`."""
 
     live: LiveConfig
     pool: Pool
@@ -29,15 +29,15 @@ class Runtime:
 
     @property
     def config(self) -> Config:
-        """Configuration in force."""
+        """The current configuration."""
         return self.live.config
 
     def view(self, model: ModelConfig) -> WorkerView:
-        """Return the state of a resolved model, which may be a peer's."""
+        """Return the state of a resolved model, which may be a model of peers."""
         worker = self.pool.find(model.name)
         return self.fleet.view(model.name) if worker is None else worker.view()
 
     @property
     def router(self) -> Router:
-        """Router of the configuration in force."""
+        """Router of the current configuration."""
         return self.live.router

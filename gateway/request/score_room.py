@@ -1,4 +1,4 @@
-"""Memory for the log-probabilities of a request's prompts, which may be a thousand times as large as the prompts."""
+"""Memory for the log-probabilities of a request's prompts. They may be a thousand times as large as the prompts."""
 
 from typing import Final
 
@@ -6,33 +6,31 @@ from gateway.errors import BadRequest, Unavailable
 from gateway.request.body_memory import RETRY_AFTER_S, BodyLease
 from protocol.to_worker import Generate
 
-# Maximum size of the log-probabilities in one answer, including repetitions.
+# Maximum size of the log-probabilities in one answer. Repeated ones count each time.
 SCORES_BYTES_MAX: Final = 256 << 20
-# Approximate size of one token as JSON, with its text. As objects that wait for a slow reader, a token takes twice as
-# much.
+# Approximate size of one token with its text as JSON. The objects that wait for a slow reader take twice as much.
 TOKEN_JSON_BYTES: Final = 80
 
 
 class ScoreRoom:
-    """Memory for the prompt scores of one request until its end, taken from the memory for request bodies.
+    """Memory for the prompt scores of one request until its end. It is a part of the memory for request bodies.
 
     Scores count twice, as objects and in the answer. All are reserved before the first is computed, so that some of
     several concurrent requests finish; if memory was reserved bit by bit, all could fail.
     """
 
     def __init__(self, lease: BodyLease | None, repeats: int) -> None:
-        """`repeats` is how often the answer repeats the `prompt_logprobs` of each prompt."""
+        """The answer contains the `prompt_logprobs` of each prompt `repeats` times."""
         self._lease = lease
         self._repeats = repeats
         self._answer_bytes = 0
-        # Sequences with a reservation. A worker that takes over a request accepts its sequences a second time.
+        # Sequences that have a reservation. When another worker takes over a request, it accepts the sequences again.
         self._held: set[int] = set()
 
     def hold(self, generate: Generate, tokens: int) -> None:
         """Reserve memory for the requested scores of a prompt of `tokens` tokens.
 
-        Raises `BadRequest` if an answer or the caller may never have so much, and `Unavailable` if there is no memory
-        now.
+        Raises `BadRequest` if the limits never allow so much, and `Unavailable` if there is not enough memory now.
         """
         if generate.rid in self._held:
             return
@@ -55,5 +53,5 @@ class ScoreRoom:
 
 
 def scores_bytes(tokens: int, top: int | None) -> int:
-    """Estimate the size of log-probabilities as JSON, for tokens with `top` likeliest alternatives each."""
+    """Estimate the size as JSON of the log-probabilities of `tokens` tokens, each with `top` alternatives."""
     return 0 if top is None else tokens * (1 + top) * TOKEN_JSON_BYTES

@@ -8,10 +8,10 @@ from protocol.from_worker import Usage
 
 @dataclass(slots=True)
 class Phases:
-    """Durations of a request's phases in seconds; of several sequences, the longest counts. Owned by the generation.
+    """Durations of a request's phases in seconds. Of several sequences, the longest duration counts.
 
-    `loading_from` and `sent_at` are times after the request's arrival, None before these events. `load` is any wait for
-    the model: a load, memory or a new worker. The worker reports `queue`, `prefill` and `decode`.
+    `loading_from` and `sent_at` are seconds after the request's arrival, None before these events. `load` is any wait
+    for the model: for a load, for memory or for a new worker. The worker reports `queue`, `prefill` and `decode`.
     """
 
     loading_from: float | None = None
@@ -30,7 +30,7 @@ class Phases:
     def cut(self, now: float, prefill_from: float | None, first_token: float | None) -> None:
         """Estimate the phases of a request that ended before its worker reported them.
 
-        All arguments are times after the request's arrival.
+        All arguments are seconds after the request's arrival.
         """
         if self.sent_at is None:
             return
@@ -42,7 +42,7 @@ class Phases:
             self.decode = max(self.decode, now - first_token)
 
     def spans(self) -> Iterator[tuple[str, float, float]]:
-        """Return each phase that took time, with its start and its duration."""
+        """Yield the name, the start and the duration of each phase that took time."""
         if self.loading_from is not None and self.load > 0:
             yield "load", self.loading_from, self.load
         start = self.sent_at or 0.0
@@ -52,6 +52,6 @@ class Phases:
             start += length
 
     def fields(self) -> dict[str, float]:
-        """Return the fields of a log line, in milliseconds."""
+        """Return the durations as fields of a log line, in milliseconds."""
         named = {"load": self.load, "queue": self.queue, "prefill": self.prefill, "decode": self.decode}
         return {f"{name}_ms": round(length * 1000, 1) for name, length in named.items() if length > 0}

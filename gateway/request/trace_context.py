@@ -1,4 +1,4 @@
-"""Trace context in a client's headers: https://www.w3.org/TR/trace-context/"""
+"""Trace context, as clients send it in headers: https://www.w3.org/TR/trace-context/"""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class TraceContext:
 
 
 def read_context(parents: Sequence[str], states: Sequence[str] = ()) -> TraceContext | None:
-    """Parse the `traceparent` and `tracestate` headers. Return None if they are missing or invalid."""
+    """Parse the `traceparent` and `tracestate` headers. Returns None if they are missing or invalid."""
     match = _PARENT.fullmatch(parents[0].strip()) if len(parents) == 1 else None
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Description of a service, and the actions that install, start and end it. Pure: it does not touch the machine."""
+"""Description of a service, and the actions that install, start and end it. Nothing here touches the machine."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -8,25 +8,25 @@ from msgspec import Struct
 
 # A few dozen clients use up launchd's own default of 256.
 FILES: Final = 8192
-# Ending a large worker may take this long; killing it may leave wired memory allocated until the next boot.
+# A large worker may take this long to end. Killing it earlier may leave wired memory allocated until the next boot.
 TEARDOWN_S: Final = 90
 STOP_S_MIN: Final = 120
 COMMAND_TIMEOUT_S: Final = 300.0
-# Prefix of the system service. It is not in the home, where the service's user could change what root installs.
+# Prefix of the system service. It is outside of the home, where the service's user could change what root installs.
 SYSTEM_PREFIX: Final = Path("/opt/mlxd")
-# /usr/sbin has sysctl; a service reads no shell profile.
+# /usr/sbin is included for sysctl. A service reads no shell profile.
 PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
 
 class Scope(StrEnum):
-    """Owner of the service: the machine (runs before any login), or the logged-in user."""
+    """Owner of the service: the machine, which runs it before any login, or the logged-in user."""
 
     SYSTEM = "system"
     USER = "user"
 
 
 class Service(Struct, frozen=True):
-    """One installation. It holds no secrets, because every user can read the files rendered from it."""
+    """One installation. It contains no secrets, because every user can read the files that are made from it."""
 
     program: tuple[str, ...]
     home: Path
@@ -43,24 +43,24 @@ class Service(Struct, frozen=True):
 
     @property
     def prefix(self) -> Path:
-        """Folder of the link to the installed environment, and of the file that records the owner."""
+        """Folder with the link to the installed environment, and with the file that records the owner."""
         return SYSTEM_PREFIX if self.scope is Scope.SYSTEM else self.home
 
     @property
     def environment(self) -> dict[str, str]:
-        """The complete environment; every other setting belongs in the configuration file."""
+        """All environment variables of the service. Every other setting belongs in the configuration file."""
         return {"HOME": str(self.user_home), "PATH": PATH, "MLXD_HOME": str(self.home)}
 
 
 class WriteFile(Struct, frozen=True, tag="Write"):
-    """A file that every user can read."""
+    """Action: write a file that every user can read."""
 
     path: Path
     content: str
 
 
 class PrivateFolder(Struct, frozen=True, tag="Folder"):
-    """A folder that only `user` may enter."""
+    """Action: create a folder that only `user` may enter."""
 
     path: Path
     user: str
@@ -71,21 +71,21 @@ class RemovePath(Struct, frozen=True, tag="Remove"):
 
 
 class SymbolicLink(Struct, frozen=True, tag="Link"):
-    """A symbolic link that exists at every moment: an older one is replaced atomically."""
+    """Action: make a symbolic link. An older link is replaced atomically, so that there is a link at every moment."""
 
     path: Path
     target: Path
 
 
 class RunCommand(Struct, frozen=True, tag="Run"):
-    """A command. With `may_fail` its exit status does not matter."""
+    """Action: run a command. With `may_fail`, its exit status is ignored."""
 
     argv: tuple[str, ...]
     may_fail: bool = False
 
 
 class WaitUntil(Struct, frozen=True, tag="Wait"):
-    """Wait until a command's output no longer matches."""
+    """Action: wait until a command's output no longer matches."""
 
     argv: tuple[str, ...]
     pattern: str
@@ -105,14 +105,14 @@ class HostFacts(Struct, frozen=True):
 
 
 class ServiceState(HostFacts, frozen=True):
-    """State with versions: of the installed environment, and of the running daemon."""
+    """State of the service, with the versions of the installed environment and of the running daemon."""
 
     version: str = ""
     running: str = ""
 
 
 class ServiceManager(Protocol):
-    """Port to the module of launchd or systemd."""
+    """What the module for launchd or the one for systemd provides."""
 
     def install(self, service: Service) -> list[Action]: ...
     def uninstall(self, service: Service) -> list[Action]: ...

@@ -1,4 +1,4 @@
-"""Execution of actions, or their description for a dry run. Only this module touches the machine."""
+"""Carries out actions, or describes them for a dry run. Only this module touches the machine."""
 
 import pwd
 import re
@@ -25,11 +25,11 @@ POLL_S: Final = 0.2
 
 
 class ServiceFailed(CommandFailed):
-    """An action on the machine, or the purpose of one, failed."""
+    """An action on the machine failed."""
 
 
 class InstallMachine(Protocol):
-    """Port of the install actions to the machine; tests implement it, since they have no launchd."""
+    """What actions need of the machine. Tests implement it, because they have no launchd."""
 
     def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
         """Run a command, and return its exit status and output."""
@@ -80,7 +80,7 @@ def _carry_out(action: Action, machine: InstallMachine) -> None:
 
 
 def describe(actions: Iterable[Action]) -> str:
-    """Describe the actions as a person would do them."""
+    """Describe the actions as a person would carry them out."""
     lines: list[str] = []
     for action in actions:
         match action:

@@ -1,6 +1,6 @@
 """Environment of the installed service: the link to it, the service's owner, and the users who can change it.
 
-`PREFIX/current` is a link to the Python environment that `mlxctl service install` ran from.
+`PREFIX/current` is a link to the Python environment from which `mlxctl service install` was run.
 """
 
 import stat
@@ -18,14 +18,14 @@ EVERYBODY: Final = -1
 
 
 class Owner(Struct, frozen=True):
-    """Owner of the service installed at a prefix, recorded for the verbs that follow `install`."""
+    """Owner of the service that is installed at a prefix. It is recorded for the verbs that follow `install`."""
 
     home: str
     user: str
 
 
 class Installation:
-    """Link and owner of the service at one prefix. It reads folders and changes nothing."""
+    """Link and owner of the service at one prefix. This class reads folders and changes nothing."""
 
     def __init__(self, prefix: Path) -> None:
         self._owner_file = prefix / SERVICE_FILE
@@ -43,35 +43,35 @@ class Installation:
             return None
 
     def link(self, env: Path, owner: Owner) -> list[Action]:
-        """Return the actions that make this environment the service's."""
+        """Return the actions that make the service use this environment."""
         return [
             WriteFile(self._owner_file, json.encode(owner).decode() + "\n"),
             SymbolicLink(self._link, env.resolve()),
         ]
 
     def unlink(self) -> list[Action]:
-        """Remove what `link` wrote, but not the environment."""
+        """Return the actions that remove what `link` wrote. The environment stays."""
         return [RemovePath(self._link), RemovePath(self._owner_file)]
 
 
 def launcher(prefix: Path) -> tuple[str, ...]:
-    """Return the program that a service manager starts: the linked environment's own python, by its real path.
+    """Return the command with which a service manager starts the linked environment's own python, by its real path.
 
-    A running daemon keeps its own modules when another `install` moves the link. A missing link exits with the status
-    of a bad configuration, which is not restarted.
+    So a running daemon keeps its own modules when another `install` moves the link. If the link is missing, the command
+    exits with the status of a bad configuration, after which it is not restarted.
     """
     script = 'home=$(cd -P "$0" && pwd -P) || exit 78; exec "$home/bin/python3" -P -m gateway.main "$@"'
     return ("/bin/sh", "-c", script, str(prefix / "current"))
 
 
 def version_of(env: Path | None) -> str:
-    """Return the version of mlxd in an environment, by its installer's metadata; empty if there is none."""
+    """Return the version of mlxd in an environment, from its package metadata; empty if there is none."""
     folders = sorted(env.glob(f"lib*/python3*/site-packages/{PACKAGE}-*.dist-info")) if env is not None else []
     return folders[-1].name.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info") if folders else ""
 
 
 def writers(env: Path) -> set[int]:
-    """Return the users other than root who can change code of an environment; `EVERYBODY` if all can."""
+    """Return the users other than root who can change the code of an environment; `EVERYBODY` if all users can."""
     program = (env / "bin" / "python3").resolve()
     sites = env.glob("lib*/python3*/site-packages")
     owners: set[int] = set()
@@ -89,7 +89,7 @@ def writers(env: Path) -> set[int]:
 
 
 def check_writers(env: Path, uid: int) -> str:
-    """Return a warning if another user can change what root runs as `mlxctl`; empty if only root can.
+    """Return a warning if another user can change the code that root runs as `mlxctl`; empty if only root can.
 
     Raises `CommandFailed` if the service's own user, `uid`, can: that user would be root at the next `sudo mlxctl`.
     """

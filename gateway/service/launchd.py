@@ -30,7 +30,7 @@ def render(service: Service) -> str:
         "Label": LABEL,
         "ProgramArguments": [*service.program, "--launchd"],
         "EnvironmentVariables": service.environment,
-        # KeepAlive implies RunAtLoad. A daemon that was stopped, or has a bad configuration, stays stopped.
+        # KeepAlive implies RunAtLoad. A daemon that was stopped, or has a bad configuration, is not restarted.
         "KeepAlive": {"SuccessfulExit": False},
         "ExitTimeOut": service.stop_s,
         # The default type, Standard, has light limits on processor time and disk throughput; Interactive has none.
@@ -57,7 +57,7 @@ def path(service: Service) -> Path:
 
 
 def install(service: Service) -> list[Action]:
-    """Return the actions that install the service, which replace an older installation."""
+    """Return the actions that install the service in place of an older installation."""
     return [
         PrivateFolder(service.home, service.user),
         PrivateFolder(service.home / "logs", service.user),
@@ -73,18 +73,22 @@ def uninstall(service: Service) -> list[Action]:
 
 
 def start(service: Service) -> list[Action]:
-    """Return the actions that start the service. One that exited is still loaded, so `bootstrap` may fail."""
+    """Return the actions that start the service. `bootstrap` may fail, because a service that has exited is still
+    loaded.
+    """
     return [_bootstrap(service, may_fail=True), RunCommand(("launchctl", "kickstart", _target(service)))]
 
 
 def stop(service: Service, *, may_fail: bool = False) -> list[Action]:
-    """Return the actions that stop the service. They wait, as `bootout` returns before the daemon has exited."""
+    """Return the actions that stop the service. They include a wait, because `bootout` returns before the daemon has
+    exited.
+    """
     gone = WaitUntil(("launchctl", "print", _target(service)), r"state = ", service.stop_s + 10)
     return [RunCommand(("launchctl", "bootout", _target(service)), may_fail), gone]
 
 
 def restart(service: Service) -> list[Action]:
-    """Return the actions that restart the daemon, which hands its workers and their models to the next one."""
+    """Return the actions that restart the daemon. It hands its workers, with their models, to the next daemon."""
     return [
         # A daemon that has already exited has no workers to hand over.
         RunCommand(("launchctl", "kill", "SIGUSR2", _target(service)), may_fail=True),
@@ -94,7 +98,7 @@ def restart(service: Service) -> list[Action]:
 
 
 def set_wired_limit(megabytes: int) -> list[Action]:
-    """Return the actions that set the GPU's share of memory, now and at each boot, which resets it."""
+    """Return the actions that set the GPU's memory limit, now and at each boot (a boot resets it)."""
     body = {
         "Label": WIRED_LABEL,
         "ProgramArguments": ["/usr/sbin/sysctl", f"iogpu.wired_limit_mb={megabytes}"],
@@ -108,7 +112,7 @@ def set_wired_limit(megabytes: int) -> list[Action]:
 
 
 def drop_wired_limit() -> list[Action]:
-    """Return the actions that restore the system's own share."""
+    """Return the actions that restore the system's own limit."""
     return [
         RunCommand(("launchctl", "bootout", f"system/{WIRED_LABEL}"), may_fail=True),
         RemovePath(WIRED_PATH),
@@ -121,7 +125,7 @@ def status_command(service: Service) -> tuple[str, ...]:
 
 
 def facts(output: str) -> HostFacts:
-    """Parse the output of `launchctl print`; it is empty if there is no service."""
+    """Parse the output of `launchctl print`, which is empty if there is no service."""
     state = re.search(r"^\s*state = (.+)$", output, re.MULTILINE)
     pid = re.search(r"^\s*pid = (\d+)$", output, re.MULTILINE)
     last = re.search(r"^\s*last exit code = (.+)$", output, re.MULTILINE)

@@ -45,8 +45,8 @@ NoNewPrivileges=true
 WantedBy={target}
 """
 
-# The unit omits ProtectClock and PrivateDevices, which hide the GPU, and MemoryDenyWriteExecute, since MLX compiles
-# kernels at run time.
+# ProtectClock and PrivateDevices are left out, because they would hide the GPU; MemoryDenyWriteExecute is left out,
+# because MLX compiles kernels at run time.
 _SANDBOX: Final = """\
 # No rights of root's, and no file to write but these. Workers that outlive the daemon would lose a private /tmp when it
 # ends, so that theirs is in the home. A drop-in with ReadWritePaths= adds folders.
@@ -74,7 +74,7 @@ SystemCallErrorNumber=EPERM
 
 
 def render(service: Service) -> str:
-    """Render the unit for the system's manager or the user's."""
+    """Render the unit for the system's service manager or the user's."""
     is_system = service.scope is Scope.SYSTEM
     return _TEMPLATE.format(
         program=" ".join(_quote(word).replace("$", "$$") for word in service.program),
@@ -82,7 +82,7 @@ def render(service: Service) -> str:
         environment="\n".join(f"Environment={_quote(f'{key}={value}')}" for key, value in service.environment.items()),
         stop_s=service.stop_s,
         files=FILES,
-        # The user's manager may not set up most of the sandbox.
+        # The user's service manager is not allowed to set up most of the sandbox.
         sandbox=_sandbox(service) if is_system else "",
         target="multi-user.target" if is_system else "default.target",
     )
@@ -91,7 +91,7 @@ def render(service: Service) -> str:
 def _sandbox(service: Service) -> str:
     return _SANDBOX.format(
         home=_quote(str(service.home)),
-        # The cache holds models and their remote code. `-` makes it optional.
+        # The cache has models and their remote code. With `-`, the folder may be missing.
         cache=_quote(f"-{service.user_home / '.cache'}"),
         tmp=_quote(f"TMPDIR={_tmp(service)}"),
     )
@@ -107,7 +107,7 @@ def path(service: Service) -> Path:
 
 
 def install(service: Service) -> list[Action]:
-    """Return the actions that install the service, which replace an older installation."""
+    """Return the actions that install the service in place of an older installation."""
     is_system = service.scope is Scope.SYSTEM
     return [
         PrivateFolder(service.home, service.user),
@@ -136,7 +136,7 @@ def stop(service: Service) -> list[Action]:
 
 
 def restart(service: Service) -> list[Action]:
-    """Return the actions that restart the daemon, which hands its workers and their models to the next one."""
+    """Return the actions that restart the daemon. It hands its workers, with their models, to the next daemon."""
     return [
         # A daemon that has already exited has no workers to hand over.
         RunCommand(_systemctl(service, "kill", "--kill-who=main", "--signal=SIGUSR2", UNIT), may_fail=True),
@@ -165,6 +165,6 @@ def _systemctl(service: Service, *words: str) -> tuple[str, ...]:
 
 
 def _quote(word: str) -> str:
-    # `%` begins a specifier; the other characters need systemd's C-style quoting.
+    # `%` begins a specifier of systemd; the other characters need its C-style quoting.
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"' if any(c in word for c in " \t\"'\\=;") else escaped
