@@ -1,1 +1,1 @@
-"""API for clients: routes that belong to no dialect, and the table of the dialects' operations."""
+"""API for clients: the table of the dialects' operations, and routes that belong to no dialect."""

@@ -155,7 +155,7 @@ _PAGE: Final = (
     Parameter("after", "query", {"type": "string"}, "The page starts after the item with this id."),
     Parameter("limit", "query", _LIMIT, "Most items in a page."),
 )
-# Both methods of this path share one maker, and so one route, whose 405 answer lists them.
+# Both methods of this path have the same maker and therefore one route, whose 405 answer lists both.
 _one_response = on_responses(Responses.get_or_delete)
 _stored = partial(Operation, errors=(*ALWAYS, 400, 404, 503))
 _RESPONSES: Final = (

@@ -1,4 +1,4 @@
-"""Messages of Anthropic's conversations, and the blocks of their content."""
+"""Messages of an Anthropic conversation, and the blocks of their content."""
 
 from typing import Annotated, Any, Final
 
@@ -13,7 +13,7 @@ BLOCKS: Final = (
 
 
 class Block(Struct, frozen=True):
-    """A content block of any type. The type determines the fields that the block has."""
+    """Content block of any type. Its `type` decides which of the fields apply."""
 
     # Unknown types are an error in user messages, and are skipped in assistant messages.
     type: Annotated[str, known(*BLOCKS)]

@@ -23,7 +23,7 @@ class ThinkingTurns(Struct, frozen=True):
 
 
 class ContextEdit(Struct, frozen=True):
-    """An edit that removes thinking. Without `keep`, the thinking of the newest turn is kept."""
+    """Edit that removes thinking. Without `keep`, only the thinking of the newest turn is kept."""
 
     type: Annotated[str, words(_EDIT)]
     keep: ThinkingTurns | Annotated[str, words(_ALL)] | None = None
@@ -57,7 +57,9 @@ def _kept_turns(edit: ContextEdit, where: str) -> int | None:
 
 
 def _thinking_turns(messages: Sequence[MessageParam]) -> Iterator[list[int]]:
-    """Yield the messages with thinking by turn. A turn continues over tool results, until another user message."""
+    """Yield, for each turn, the indices of its messages with thinking. A user message with more than tool results ends
+    a turn.
+    """
     turn: list[int] = []
     for at, message in enumerate(messages):
         if _types(message) & _THINKING:

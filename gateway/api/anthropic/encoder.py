@@ -16,7 +16,9 @@ _EMPTY: Final = Usage(0, 0, 0)
 
 
 class MessageStream:
-    """`StreamEncoder` of one sequence as content blocks, each opened, filled and closed in order."""
+    """`StreamEncoder` of one sequence. The answer consists of content blocks, each of which is opened, filled and
+    closed.
+    """
 
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id
@@ -46,7 +48,7 @@ class MessageStream:
 
     def end(self) -> bytes:
         events = self._close()
-        if not self._blocks:  # clients require at least one block
+        if not self._blocks:  # Clients require at least one block.
             events += self._start(DeltaKind.TEXT, out.TextBlock("")) + self._close()
         return (
             events + _sse(out.MessageDelta(self._ending, out.AnthropicUsage.of(self._usage))) + _sse(out.MessageStop())
@@ -177,7 +179,8 @@ def _content(kind: DeltaKind, text: str, call_id: str, name: str) -> out.Content
         return out.ThinkingBlock(text, signature(hashlib.blake2b(text.encode(), digest_size=32)))
     try:
         return out.ToolUseBlock(call_id, name, msgspec.json.decode(text or "{}", type=dict))
-    except msgspec.DecodeError:  # cut off by max_tokens; a client that folds the stream gets no more either
+    # The input was cut off by max_tokens. A client that collects the stream gets no more either.
+    except msgspec.DecodeError:
         return out.ToolUseBlock(call_id, name, {})
 
 

@@ -56,6 +56,6 @@ class CountTokens:
 
 
 def _betas(scope: Scope) -> list[str]:
-    """List the betas that a client requests. Fields that they add to the body are accepted even without them."""
+    """List the betas that a client asks for. Fields that a beta adds to the body are accepted even without the beta."""
     names = ",".join(Headers(scope=scope).getlist("anthropic-beta")).split(",")
     return [f"beta.{name.strip()}" for name in names[:BETAS_MAX] if name.strip()]

@@ -33,14 +33,14 @@ from gateway.media.reference import IMAGE, by_base64, by_url
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 
-# Claude Code's first system block begins with this text. Its value changes with every session, which would defeat the
-# prefix cache.
+# Claude Code's first system block begins with this text, followed by a value that changes with every session. The value
+# would defeat the prefix cache, so the line is removed.
 VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
-# Separator of blocks and messages, so that a list and a string give the same prompt.
+# Joins blocks and messages, so that a list of texts gives the same prompt as one string.
 JOINT: Final = "\n\n"
 CHOICES: Final = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}
 
-# These fields are accepted because they request nothing from a local server.
+# Any value of these fields is accepted, because they request nothing from a local server.
 NO_ACTION: Final = frozenset(
     {
         "metadata",
@@ -58,7 +58,7 @@ StopSequence = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 
 
 class ToolParam(Struct, frozen=True):
-    """A client tool, or a tool of Anthropic's servers, which `type` names."""
+    """A tool of the client, or a tool that Anthropic's servers run, which `type` names."""
 
     hint: ClassVar = {"required": ["name"], "properties": {"name": TEXT}}
 
@@ -114,9 +114,9 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    # mlxd's own field: whether tokens are drafted, and the maximum number of tokens in a draft.
+    # Whether tokens are drafted, and the maximum number of tokens in a draft. This field is mlxd's own.
     speculate: Speculate | None = None
-    # mlxd's own field: whether a long prompt is prefilled sparsely, and the share of the prompt that is kept.
+    # Whether a long prompt is prefilled sparsely, and the fraction of it that is kept. This field is mlxd's own.
     sparse_prefill: SparsePrefill | None = None
 
 
@@ -132,7 +132,7 @@ _REFUSED: Final = (
     }
 )
 _messages = Schema(MessagesRequest, NO_ACTION, "messages", MessageParam, refused=_REFUSED)
-# Clients also send a whole Messages request to be counted.
+# For counting, clients also send whole requests for messages, so their other fields are accepted.
 decode_count: Final = Schema(
     CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fields__), "messages", MessageParam
 ).decode
@@ -199,12 +199,12 @@ def _system(system: str | list[Block] | None) -> str:
 
 
 def _lasting(text: str) -> str:
-    """Remove the first line if it differs between sessions."""
+    """Remove the first line of the system text if it differs between sessions."""
     return text.partition("\n")[2].lstrip("\n") if text.startswith(VOLATILE_SYSTEM) else text
 
 
 def _turns(message: MessageParam, where: str) -> list[dict[str, Any]]:
-    """Lower one message to turns: tool results become turns of their own."""
+    """Lower one message to turns. Each tool result becomes a turn."""
     blocks = [Block("text", message.content)] if isinstance(message.content, str) else message.content
     match message.role:
         case "user":
@@ -212,7 +212,7 @@ def _turns(message: MessageParam, where: str) -> list[dict[str, Any]]:
         case "assistant":
             return [_assistant_turn(blocks)]
         case "system":
-            # Blocks of other types announce changes of tools, which the request's list of tools also contains.
+            # Blocks of other types announce changes of tools, which are also in the request's list of tools.
             texts = [block.text or "" for block in blocks if block.type == "text"]
             return [canonical.system(JOINT.join(texts))]
         case role:
@@ -250,7 +250,7 @@ def _assistant_turn(blocks: list[Block]) -> dict[str, Any]:
             case "text":
                 texts.append(block.text or "")
             case _:
-                pass  # other servers' own thinking and tool use cannot be shown to the model
+                pass  # The model cannot be shown thinking and tool use of other servers.
     return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
 
 
@@ -273,7 +273,7 @@ def _content(block: Block, where: str) -> Content:
 
 
 def _part(block: Block, where: str) -> str | dict[str, Any]:
-    """Lower a block to its text, or to the part of its image."""
+    """Lower a block to its text or to an image part."""
     return _image(block, where) if block.type == "image" else _text(block, where)
 
 
@@ -326,14 +326,14 @@ def _tool_use(request: CountRequest) -> ToolPolicy:
 
 
 def _shown(request: CountRequest) -> list[ToolParam]:
-    """Return the tools to show.
+    """Return the tools that the prompt shows.
 
-    Deferred tools are shown once the model found them, and last, so that the others stay cached.
+    Deferred tools are shown once the model has found them. They come last, so that the other tools stay cached.
     """
     specs = [spec for spec in request.tools or () if not _is_skipped(spec)]
     waiting = {spec.name: spec for spec in specs if spec.defer_loading}
     if len(specs) < len(request.tools or ()) or not waiting:
-        # The model cannot find deferred tools if the search tool itself was skipped, so all are shown.
+        # All tools are shown: the search tool itself was skipped, so the model could not find deferred ones.
         return specs
     names = dict.fromkeys(name for message in request.messages for name in _referenced_tools(message))
     if request.tool_choice is not None and request.tool_choice.name:
@@ -354,7 +354,7 @@ def _referenced_tools(message: MessageParam) -> Iterator[str]:
 def _is_skipped(spec: ToolParam) -> bool:
     """Whether a tool is skipped because it runs on Anthropic's servers.
 
-    Without a schema, the model could not call it anyway.
+    Such a tool has no schema, so the model could not call it anyway.
     """
     return spec.input_schema is None and spec.type not in (None, "custom", "function")
 
@@ -368,8 +368,8 @@ def _thinking(request: CountRequest, default: ThinkingBudget) -> ThinkingBudget:
     if request.output_config is not None and request.output_config.effort is not None:
         wanted = ThinkingBudget.of_effort(request.output_config.effort, "output_config.effort")
     if request.thinking is None:
-        # Thinking must be requested, as in the real API: other clients read the answer from the first block. An effort
-        # without thinking does not request it.
+        # As in the real API, thinking must be requested, because other clients read the answer from the first block. An
+        # effort alone does not request it.
         return ThinkingBudget(default.is_enabled or False, wanted.effort).under(default)
     match request.thinking.type:
         case "enabled":

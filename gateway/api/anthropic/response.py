@@ -161,7 +161,7 @@ def anthropic_body(error: ApiError, request_id: str) -> bytes:
 
 
 def error_body(error: ApiError) -> AnthropicErrorBody:
-    """Return the data of an in-band `error` event."""
+    """Return the data of an `error` event, which is sent within a stream."""
     message = error.message
     if error.code == "context_length_exceeded" and len(error.numbers) == 2:
         # Claude Code recognises this text, and offers to compact the conversation.

@@ -1,1 +1,1 @@
-"""Parts of every dialect: decoding, constraints, reasoning, and the way of a generating request."""
+"""Parts that every dialect uses: decoding, constraints, reasoning, and the steps of a generating request."""

@@ -1,6 +1,6 @@
 """Dialect-independent parts of a request: turns, tools, tool choice and thinking budget.
 
-Each dialect's lowering builds these; from here to `protocol.Generate` there is one way.
+Each dialect's lowering makes these; the way from them to `protocol.Generate` is the same for all dialects.
 """
 
 import json
@@ -17,14 +17,14 @@ from protocol.prompts import ChatPrompt, Media
 
 T = TypeVar("T")
 
-# A value is checked at this additional depth of nested lists, because it is encoded inside of a message.
+# A value must allow this many more levels of nesting, because it is encoded inside a message.
 _SPARE_DEPTH: Final = 50
 
 TOOLS_MAX: Final = 512
 # The worker searches every sequence of a request for each stop string.
 STOPS_MAX: Final = 16
 STOP_CHARS_MAX: Final = 1024
-# Efforts of OpenAI and other servers, each with the effort that templates know; an empty one turns thinking off.
+# Maps the efforts of OpenAI and other servers to those that templates know. An empty effort turns thinking off.
 EFFORTS: Final[dict[str, str]] = {
     "none": "",
     "minimal": "",
@@ -72,7 +72,7 @@ class ToolMode(StrEnum):
 
 
 class ToolPolicy(Struct, frozen=True):
-    """Tools of a request, and how the model may use them; `name` is set for NAMED."""
+    """Tools of a request, and how the model may use them. `name` is the tool to call if the mode is NAMED."""
 
     tools: tuple[FunctionTool, ...] = ()
     choice: ToolMode = ToolMode.AUTO
@@ -81,11 +81,11 @@ class ToolPolicy(Struct, frozen=True):
 
     @property
     def offered(self) -> tuple[FunctionTool, ...]:
-        """Return the tools that the prompt offers to the model: none if the model must not call tools."""
+        """Return the tools that the prompt offers to the model. There are none if the model must not call tools."""
         return () if self.choice is ToolMode.NONE else self.tools
 
     def check(self, param: str) -> "ToolPolicy":
-        """Raises `BadRequest` for a policy that no model could follow."""
+        """Return this policy. Raises `BadRequest` if no model could follow it."""
         names = [tool.name for tool in self.tools]
         if len(names) > TOOLS_MAX:
             raise BadRequest(f"At most {TOOLS_MAX} tools in one request.", param, "invalid_value")
@@ -97,7 +97,7 @@ class ToolPolicy(Struct, frozen=True):
 
 
 class ThinkingBudget(Struct, frozen=True):
-    """Thinking effort and budget of a request; None leaves a choice to the model. `budget` is in tokens."""
+    """Thinking effort and budget (in tokens) of a request. None leaves the choice to the model."""
 
     is_enabled: bool | None = None
     effort: str = ""
@@ -105,7 +105,7 @@ class ThinkingBudget(Struct, frozen=True):
 
     @classmethod
     def of_effort(cls, effort: str, param: str) -> "ThinkingBudget":
-        """Return the budget of an effort. Raises `BadRequest`."""
+        """Return the budget for an effort. Raises `BadRequest`."""
         if effort not in EFFORTS:
             raise invalid_choice(effort, EFFORTS, param)
         return cls(is_enabled=bool(EFFORTS[effort]), effort=EFFORTS[effort])
@@ -146,7 +146,7 @@ def _is_sendable(value: object) -> bool:
     return True
 
 
-# Content of a turn: a text, or texts and media in order, each as a part of a message.
+# Content of a turn: a text, or a list of texts and media in order, each as a message part.
 Content = str | list[dict[str, Any]]
 
 
@@ -169,7 +169,7 @@ def _text_part(texts: list[str], joint: str) -> list[dict[str, Any]]:
 
 
 def only_text(content: Content, where: str) -> str:
-    """Return the text of a turn that may not have media. Raises `BadRequest`."""
+    """Return the text of a turn that must not have media. Raises `BadRequest`."""
     if isinstance(content, str):
         return content
     param = next((part["media"].param for part in content if "media" in part), where)
@@ -223,7 +223,7 @@ def chat_prompt(
         thinking.effort,
         must_call=choice in (ToolMode.REQUIRED, ToolMode.NAMED),
         callable_tools=(tool_use.name,) if choice is ToolMode.NAMED else (),
-        # Only one call of a named tool is allowed, as by OpenAI.
+        # If a tool is named, only one call of it is allowed, as in OpenAI's API.
         one_call=bool(offered) and (choice is ToolMode.NAMED or not tool_use.is_parallel),
         strict_tools=tuple(tool.name for tool in offered if tool.is_strict),
         media=media,
@@ -231,7 +231,7 @@ def chat_prompt(
 
 
 def _numbered(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[Media, ...]]:
-    """Return the messages with each medium replaced by its index in a list, and that list."""
+    """Return the messages, with each medium replaced by its index, and the list of media."""
     media: list[Reference] = []
 
     def number(part: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _numbered(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tup
 
 
 def named_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the called tool's name to each tool result without a name."""
+    """Add the name of the called tool to each tool result that has no name."""
     names = {call["id"]: call["function"]["name"] for turn in messages for call in turn.get("tool_calls", ())}
     return [
         {**turn, "name": names[turn["tool_call_id"]]}
@@ -259,7 +259,7 @@ def named_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """Return arguments as an object, which templates need, even if the model's text is not a JSON object."""
+    """Return a call's arguments as an object, which templates need. The model's text may not be a JSON object."""
     try:
         decoded = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):

@@ -1,6 +1,4 @@
-"""Catalog of configured models with their workers' states and facts from their files, for the model lists of all
-dialects.
-"""
+"""Catalog of the configured models for the model lists of all dialects: workers' states, and facts from the files."""
 
 import asyncio
 import time
@@ -21,9 +19,9 @@ from protocol.kinds import TEXT
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """Entry of a list of models: a model, or a profile or an adapter of one.
+    """Entry of a list of models: a model, or a profile or adapter of a model.
 
-    `modalities` and `kind` (one of `protocol.kinds`) are reported by the worker; before a load, they are found in the
+    The worker reports `modalities` and `kind` (one of `protocol.kinds`); before the model is loaded, they come from its
     files.
     """
 
@@ -41,12 +39,12 @@ class CatalogEntry:
 
     @property
     def parent(self) -> str:
-        """Model to which this profile or adapter belongs; empty for a model."""
+        """Name of the model to which this profile or adapter belongs; empty if this is a model."""
         return self.model.name if self.profile or self.model.adapter else ""
 
     def source(self, caller: Caller) -> str:
-        """Path of the weights, if the caller is an operator or the path is a repository's name; otherwise the model's
-        name.
+        """Path of the weights, if the caller is an operator or the path is a repository's name; otherwise the name of
+        the model.
         """
         is_local = self.model.root.startswith((".", "/", "~"))
         return self.model.root if caller.is_admin or not is_local else self.parent or self.model.name
@@ -59,12 +57,14 @@ class CatalogEntry:
 
     @property
     def context(self) -> int | None:
-        """Context length that the worker serves, or before a load the configured one; None while neither is known."""
+        """Context length that the worker serves, or the configured one if the model is not loaded; None if neither is
+        known.
+        """
         return self.view.ready.max_context if self.view.ready is not None else self.model.context or None
 
     @property
     def longest_context(self) -> int | None:
-        """Context length that the worker serves, or before a load the maximum that the configuration and the files
+        """Context length that the worker serves. Before the model is loaded, the maximum that configuration and files
         allow.
         """
         if self.view.ready is not None:
@@ -74,7 +74,7 @@ class CatalogEntry:
 
     @property
     def kv_bits(self) -> int:
-        """Bits per value of the model's KV, before a load as configured; 0 if the KV is not quantized."""
+        """Bits per value of the model's KV, as configured if the model is not loaded; 0 if the KV is not quantized."""
         return self.view.ready.kv_bits if self.view.ready is not None else self.model.kv_bits or 0
 
     @property
@@ -88,7 +88,7 @@ class CatalogEntry:
 
 
 class Catalog:
-    """Models of the configuration in force and of peers, as far as a caller may see them."""
+    """Models of the configuration and of peers that a caller may see."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
@@ -96,8 +96,8 @@ class Catalog:
         self._facts = FactsReader()
 
     async def list(self, caller: Caller) -> list[CatalogEntry]:
-        """Return the models that `caller` may use: configured models in order, with profiles and adapters; then peers'
-        models.
+        """Return the models that `caller` may use: configured models in order, each with its profiles and adapters,
+        then peers'.
         """
         services = self.services
         views = {view.name: view for view in services.pool.workers()}
@@ -126,7 +126,7 @@ class Catalog:
     async def find(self, name: str, caller: Caller) -> CatalogEntry:
         """Return the entry for a name.
 
-        Raises `ModelNotFound`, and `BadRequest` if there is neither a name nor a default model.
+        Raises `ModelNotFound`; raises `BadRequest` if the name is missing and there is no default model.
         """
         router = self.services.router
         target = router.locate(name, caller)

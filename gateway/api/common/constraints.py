@@ -1,5 +1,5 @@
-"""Lowering of constraints on an answer's form, in the fields of OpenAI and of other servers, to one
-`protocol.Constraint`.
+"""Lowering of constraints on an answer's form to one `protocol.Constraint`. OpenAI and other servers have different
+fields for them.
 """
 
 import json
@@ -58,7 +58,7 @@ STRUCTURED_OUTPUTS: Final = {
 }
 
 
-# Each field of vLLM's older clients, llama.cpp and SGLang has its kind of constraint.
+# Maps the fields of vLLM's older clients, llama.cpp and SGLang to kinds of constraints.
 _KIND_OF_FIELD: Final = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -89,7 +89,7 @@ class FormatFields(Struct, frozen=True, kw_only=True):
 
 
 def lower_constraint(request: FormatFields, *, after_reasoning: bool) -> Constraint | None:
-    """Return the constraint of a request, or None. Raises `BadRequest`, also for two constraints at once."""
+    """Return the constraint of a request, or None. Raises `BadRequest`, also if there are two constraints."""
     given = [response_format(request.response_format), _structured_outputs(request.structured_outputs)]
     for name, kind in _KIND_OF_FIELD.items():
         value = getattr(request, name)
@@ -133,7 +133,7 @@ def response_format(value: Any) -> Constraint | None:
 
 
 def _structured_outputs(value: Any) -> Constraint | None:
-    """Lower vLLM's field: exactly one of json, regex, grammar, choice and json_object."""
+    """Lower vLLM's `structured_outputs`, which has exactly one of json, regex, grammar, choice and json_object."""
     if value is None:
         return None
     fields = {name: each for name, each in _object(value, "structured_outputs").items() if each not in (None, False)}
@@ -167,7 +167,7 @@ def _guided(name: str, value: Any, param: str) -> Constraint | None:
 
 
 def _schema(value: Any, param: str, *, is_strict: bool = True) -> Constraint:
-    """Lower a schema, given as an object or, as vLLM accepts it, as its JSON text."""
+    """Lower a schema, which is an object or, as in vLLM, the JSON text of an object."""
     if isinstance(value, str) and not param.startswith("response_format"):
         return Constraint(ConstraintKind.JSON_SCHEMA, value, param=param, is_strict=is_strict)
     try:

@@ -1,7 +1,7 @@
 """Decoding of bodies to structs for all dialects. Errors become a `BadRequest`, and unknown fields are reported.
 
-The decoder holds the interpreter's lock during a call, and streams continue while a large body is decoded. Such a body
-is therefore decoded in pieces, after its structure was found to be no larger than any conversation's.
+A call of the decoder holds the interpreter's lock. So that streams continue while a large body is decoded, such a body
+is decoded in pieces, after its structure was found to be no larger than any conversation's.
 """
 
 import re
@@ -18,10 +18,9 @@ from gateway.errors import BadRequest, missing_parameter
 
 T = TypeVar("T", bound=Struct)
 
-# Bodies up to this size are decoded in one call, larger ones in pieces of about this size.
+# A body up to this size is decoded in one call; a larger one is decoded in pieces of about this size.
 PIECE_BYTES: Final = 128 * 1024
-# Maximum bytes of the unknown fields of one object: the name of each is checked, and there may be almost as many as
-# bytes.
+# Maximum size of the unknown fields of one object. The name of each is checked, and a body may be almost only names.
 UNKNOWN_BYTES_MAX: Final = 256 * 1024
 _BIAS: Final = "logit_bias"
 BIAS_BYTES_MAX: Final = 512 * 1024
@@ -30,9 +29,9 @@ _keys = msgspec.json.Decoder(dict[str, Raw])
 _raws = msgspec.json.Decoder(list[Raw])
 _message_keys = msgspec.json.Decoder(list[dict[str, Raw]])
 _raw = msgspec.json.Decoder(Raw)
-# A body's depth is checked with this many additional levels, because its values are encoded from deeper calls.
+# A body must allow this many more levels of nesting, because its values are encoded from deeper calls.
 _SPARE_DEPTH: Final = 50
-# A body with fewer brackets cannot be too deep; Python's own limit is 1000.
+# A body with fewer brackets cannot be nested too deeply; Python's own limit is 1000 levels.
 _BRACKETS_MIN: Final = 500
 _MISSING: Final = "missing required field `"
 _ITEM_PATH: Final = re.compile(r" - at `\$\[(\d+)\]")
@@ -41,9 +40,9 @@ _ITEM_PATH: Final = re.compile(r" - at `\$\[(\d+)\]")
 class Schema(Generic[T]):
     """Decoder of one endpoint's bodies.
 
-    `no_action` has the fields that are accepted without effect. `listed` is the field that holds the conversation,
-    which may be a list of `item`s; with `item_fields`, other fields of the items are reported as unknown too. A field
-    in `refused` is a `BadRequest` if its value would have an effect.
+    `no_action` names fields that are accepted without effect. `listed` is the field with the conversation, which may be
+    a list of `item`s; with `item_fields`, other fields of the items are reported as unknown too. A field in `refused`
+    is a `BadRequest` if its value would have an effect.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Schema(Generic[T]):
         self._refused: FieldTable = refused or {}
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """Return the request, and the names of its unknown fields. Raises `BadRequest`."""
+        """Return the request and the names of its unknown fields. Raises `BadRequest`."""
         try:
             # msgspec skips fields that the struct lacks without checking their text.
             body.decode("utf-8")
@@ -115,7 +114,7 @@ class Schema(Generic[T]):
             seen |= self._names(piece)
         if self._item_fields is not None:
             unknown += [f"{self._listed}.{key}" for key in sorted(seen - self._item_fields)]
-        # The other fields are decoded with only the first item.
+        # The other fields are decoded with a list of only the first item.
         rest = _object(fields | {self._listed: b"[" + bytes(raws[0]) + b"]"})
         request = self._decoder.decode(rest)
         return msgspec.structs.replace(request, **{self._listed: items}), unknown
@@ -131,7 +130,7 @@ class Schema(Generic[T]):
             raise msgspec.ValidationError(path) from None
 
     def _names(self, piece: bytes) -> set[str]:
-        """Return the names of the fields that occur in the items."""
+        """Return the names of the fields that the items have."""
         if self._item_parts is None:
             return set()
         if len(piece) > UNKNOWN_BYTES_MAX:
@@ -141,7 +140,7 @@ class Schema(Generic[T]):
 
 
 def converted(raw: dict[str, Any], struct: type[T], where: str, *, strict: bool = True) -> T:
-    """Convert a part of a body to a type; unless `strict`, texts are also converted to numbers. Raises `BadRequest`."""
+    """Convert a part of a body to a type. Unless `strict`, texts are also converted to numbers. Raises `BadRequest`."""
     try:
         return msgspec.convert(raw, struct, strict=strict)
     except msgspec.ValidationError as error:
@@ -151,14 +150,14 @@ def converted(raw: dict[str, Any], struct: type[T], where: str, *, strict: bool 
 
 
 def _parts(known: AbstractSet[str]) -> msgspec.json.Decoder[Any]:
-    """Return a decoder that locates each known field of an object, and skips all other fields."""
+    """Return a decoder that finds the text of each known field of an object and skips all other fields."""
     ordered = sorted(known)
     fields = [(f"f{at}", Raw, msgspec.field(name=name, default=Raw())) for at, name in enumerate(ordered)]
     return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, frozen=True, gc=False))
 
 
 def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[str, bytes]:
-    """Return all fields of an object. Raises `BadRequest` if unknown fields take too many bytes."""
+    """Return the text of each field of an object. Raises `BadRequest` if unknown fields take too many bytes."""
     known = parts.decode(text)
     known_bytes = sum(len(bytes(getattr(known, name))) for name in known.__struct_fields__)
     if len(text) - known_bytes > UNKNOWN_BYTES_MAX:
@@ -167,7 +166,7 @@ def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[st
 
 
 def _pieces(raws: list[Raw]) -> Iterator[bytes]:
-    """Yield lists of items that take at most about `PIECE_BYTES`; a larger item has a list of its own."""
+    """Yield lists of items of at most about `PIECE_BYTES`. A larger item is alone in its list."""
     piece: list[bytes] = []
     size = 0
     for raw in raws:
@@ -185,13 +184,13 @@ def _object(fields: dict[str, bytes]) -> bytes:
 
 
 def _check_depth(body: bytes) -> None:
-    """Raises `RecursionError`."""
+    """Raises `RecursionError` if the body is nested too deeply."""
     if body.count(b"{") + body.count(b"[") > _BRACKETS_MIN:
         _raw.decode(b"[" * _SPARE_DEPTH + body + b"]" * _SPARE_DEPTH)
 
 
 def _validation(text: str) -> BadRequest:
-    """Return msgspec's message in OpenAI's form: the parameter, and what was expected of it."""
+    """Return msgspec's error in OpenAI's form: the parameter, and what was expected there."""
     what, _, path = text.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if _MISSING in what:

@@ -1,5 +1,4 @@
-"""Hints for the schemas of the OpenAPI document: constraints on a field beyond its type, which decoding does not
-enforce.
+"""Hints in the schemas of the OpenAPI document: constraints on a field that decoding does not enforce.
 
 The lowering refuses invalid values with its own messages; hints inform clients in advance. A struct's class variable
 `hint` is added to its schema, for constraints on several fields.
@@ -16,7 +15,9 @@ def words(*known: str) -> Meta:
 
 
 def known(*likely: str) -> Meta:
-    """Return the hint for a text that is usually one of these words. Others have no effect or are refused on use."""
+    """Return the hint for a text that is usually one of these words. Other words have no effect or are refused when
+    used.
+    """
     return Meta(extra_json_schema={"anyOf": [{"enum": list(likely)}, {"type": "string"}]})
 
 

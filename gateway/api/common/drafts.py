@@ -6,27 +6,27 @@ from msgspec import Meta, Struct
 
 
 class DraftSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """Limit of the number of tokens in a draft."""
+    """Limits the number of tokens in a draft."""
 
     most: Annotated[int, Meta(ge=0, le=1024)]
 
 
-# False turns drafts off; true, or no value, uses the model's settings.
+# False turns drafts off. True, or no value, uses the model's settings.
 Speculate = bool | DraftSpec
 
 
 class SparseSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """The share of the prompt's tokens to keep."""
+    """The fraction of the prompt's tokens to keep."""
 
     keep: Annotated[float, Meta(gt=0, le=1)]
 
 
-# True keeps the share in the model's settings; false, or no value, prefills the whole prompt.
+# True keeps the fraction in the model's settings. False, or no value, prefills the whole prompt.
 SparsePrefill = bool | SparseSpec
 
 
 def sparse_keep(spec: SparsePrefill | None) -> float | None:
-    """Return the share of the prompt to keep: 0 means the share in the model's settings, None the whole prompt."""
+    """Return the fraction of the prompt to keep. 0 means the one in the model's settings, None the whole prompt."""
     if isinstance(spec, SparseSpec):
         return spec.keep
     return 0.0 if spec else None

@@ -1,7 +1,7 @@
-"""Known fields of other servers that would change an answer but are not supported: a 400, unless their value is
-neutral.
+"""Known fields of other servers that would change an answer but are not supported. They are answered with a 400, unless
+their value is neutral.
 
-Other unknown fields of a body are taken for hints, and reported in `x-mlxd-ignored`.
+Other unknown fields of a body are treated as hints and reported in `x-mlxd-ignored`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from gateway.errors import Unsupported
 
 
 class RefusedField(NamedTuple):
-    """Field, or a `member` of it, that is refused unless its value is empty or one of `neutral`."""
+    """Field, or its `member`, that is refused unless its value is empty or one of `neutral`."""
 
     advice: str = ""
     neutral: tuple[Any, ...] = ()
@@ -103,9 +103,7 @@ SAMPLER_FIELDS: Final[FieldTable] = {
 
 
 def constraint_fields(form: str, length: str, stop: str = "") -> FieldTable:
-    """Return the constraint fields of chat completions, for a dialect with other names for form, length and stop
-    strings.
-    """
+    """Return the constraint fields of chat completions, to be refused by a dialect that has other names for them."""
     return {
         **_each(f"set '{form}'", names="response_format grammar json_schema regex ebnf structured_outputs"),
         **_each(f"set '{form}'", names="guided_json guided_regex guided_grammar guided_choice"),
@@ -120,7 +118,7 @@ def constraint_fields(form: str, length: str, stop: str = "") -> FieldTable:
 
 
 def refuse(fields: Mapping[str, Any], table: FieldTable, prefix: str = "") -> None:
-    """Raises `Unsupported` for the first of these fields that the table has and whose value is not neutral."""
+    """Raises `Unsupported` for the first of these fields that is in the table and has no neutral value."""
     for name, value in fields.items():
         if (entry := table.get(name)) is None:
             continue

@@ -1,4 +1,6 @@
-"""Sampling parameters that all dialects have, from the request, the model's configuration or the API's default."""
+"""Sampling parameters that all dialects have. They come from the request, the model's configuration or the API's
+default.
+"""
 
 from typing import Any, Final
 
@@ -23,9 +25,9 @@ def first(asked: float | None, configured: float | None, default: float) -> Any:
 
 
 def sampling_values(request: object, defaults: SamplingDefaults) -> dict[str, Any]:
-    """Return the values of these parameters, as fields of `protocol.Sampling`.
+    """Return the values of these parameters as fields of `protocol.Sampling`.
 
-    A field that `request` lacks counts as not set.
+    A field that `request` does not have counts as not set.
     """
     values = {
         name: first(getattr(request, name, None), getattr(defaults, name), neutral)

@@ -44,7 +44,8 @@ async def read(
     decode: Callable[[bytes], tuple[T, list[str]]],
     limit_bytes: int | None = None,
 ) -> tuple[T, list[str]]:
-    """Read and decode the body, of at most `max_body` or `limit_bytes`. Returns the request and its unknown fields.
+    """Read and decode the body, of at most `max_body` or `limit_bytes`. Returns the request and the names of unknown
+    fields.
 
     Raises `ApiError`.
     """
@@ -55,7 +56,9 @@ async def read(
 async def with_media(
     services: Services, record: RequestRecord, model: ModelConfig, prompt: ChatPrompt, stored: Stored | None = None
 ) -> ChatPrompt:
-    """Add the bytes of a prompt's media; `stored` loads the media of stored responses. Raises `ApiError`."""
+    """Return the prompt with the bytes of its media. `stored` loads the media of stored responses. Raises
+    `ApiError`.
+    """
     references = [each for each in prompt.media if isinstance(each, Reference)]
     if not references:
         return prompt
@@ -86,9 +89,9 @@ def begin(
     unknown: list[str],
     sequences: int = 1,
 ) -> tuple[ModelConfig, int]:
-    """Resolve the model of a request, choose its seed, and note both on the record.
+    """Resolve the model of a request, choose its seed, and store both in the record.
 
-    Raises `ModelNotFound`, and `BadRequest` for more sequences than can ever run.
+    Raises `ModelNotFound`, and `BadRequest` if the request has more sequences than can ever run.
     """
     model = begin_reading(services, record, name, unknown, sequences)
     # The seed is always reported, so that any answer can be reproduced.
@@ -101,7 +104,7 @@ def begin(
 def begin_reading(
     services: Services, record: RequestRecord, name: str, unknown: list[str], sequences: int = 1
 ) -> ModelConfig:
-    """Resolve the model of a request without a seed, and note it on the record. Raises the same errors as `begin`."""
+    """Resolve the model of a request without a seed, and store it in the record. Raises the same errors as `begin`."""
     model = services.router.resolve(name, record.caller)
     record.model = model.name
     record.headers = ignored_header(unknown)
@@ -116,9 +119,9 @@ def begin_reading(
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """Request that is lowered and ready to run on a model of `kind`.
+    """Request that is ready to run on a model of `kind`.
 
-    The answer repeats the log-probabilities of each prompt `repeats` times.
+    The answer contains the log-probabilities of each prompt `repeats` times.
     """
 
     services: Services
@@ -136,9 +139,9 @@ class PreparedRequest:
         kind: bytes = EVENTS,
         pace: StreamTiming = DEFAULT_PACE,
     ) -> ApiError | None:
-        """Generate, and answer with a stream of this content type.
+        """Generate, and answer with a stream of the content type `kind`.
 
-        Raises an `ApiError` before the status is sent; returns a later one.
+        Raises an `ApiError` before the status is sent; returns a later error.
         """
         write_timeout_s = self.services.config.server.write_timeout_s
         with self.generation(encoder.bind) as generation:
@@ -166,7 +169,7 @@ async def prepare(
     kind: str = TEXT,
     repeats: int = 1,
 ) -> PreparedRequest:
-    """Lower a decoded request by calling `make` with a source of rids and the deadline. Raises `ApiError`."""
+    """Lower a decoded request: `make` gets a source of request ids and the deadline. Raises `ApiError`."""
     work, deadline_ms = services.bodies.work, int(services.config.server.request_timeout_s * 1000)
     lowered = await work(record.body_bytes, make, services.link.next_rid, deadline_ms)
     generates = lowered if isinstance(lowered, list) else [lowered]
@@ -185,7 +188,7 @@ async def prepare(
 async def tokenize(
     services: Services, record: RequestRecord, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False
 ) -> Tokenized:
-    """Tokenize a prompt by the model's worker. Raises `ApiError`."""
+    """Have the model's worker tokenize a prompt. Raises `ApiError`."""
     if isinstance(prompt, ChatPrompt):
         prompt = await with_media(services, record, model, prompt)
     estimate = (record.body_bytes - record.encoded_bytes) / BYTES_PER_TOKEN + likely_tokens(record.media)
@@ -193,7 +196,7 @@ async def tokenize(
 
 
 async def detokenize(services: Services, record: RequestRecord, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
-    """Decode token ids to text by the model's worker. Raises `ApiError`."""
+    """Have the model's worker decode token ids to text. Raises `ApiError`."""
     return await call_worker(services, record, model, len(ids), lambda rid: Detokenize(rid, ids))
 
 
@@ -204,7 +207,7 @@ async def call_worker(
     estimate: float,
     question: Callable[[int], Tokenize | Detokenize],
 ) -> Tokenized:
-    """Send a call about approximately `estimate` tokens to the model's worker. Raises `ApiError`."""
+    """Send a tokenize or detokenize call of about `estimate` tokens to the model's worker. Raises `ApiError`."""
     caller = record.caller
     share = caller.queue_share or services.config.server.queue_share
     with ExitStack() as held:

@@ -1,4 +1,4 @@
-"""Structure of a body, counted before the body is decoded: its containers, values and keys."""
+"""Structure of a body: the numbers of its containers, values and keys. They are counted before the body is decoded."""
 
 from typing import Final, NamedTuple
 
@@ -6,7 +6,7 @@ from gateway.errors import BadRequest
 
 
 class Structure(NamedTuple):
-    """Number of containers (objects and lists), of values, and of keys in a body; or the limits of these numbers."""
+    """Numbers of containers (objects and lists), of values, and of keys in a body; or limits of these numbers."""
 
     containers: int
     values: int
@@ -16,23 +16,22 @@ class Structure(NamedTuple):
 # A container takes hundreds of bytes and the garbage collector's time, a plain value takes tens of bytes, and each key
 # of an object is compared with the known keys.
 JSON_MAX: Final = Structure(50_000, 1 << 20, 250_000)
-# The limits are larger, because a peer's request holds a copy of the conversation for each sequence. Keys count as
-# values.
+# These limits are larger, because a peer's request contains the conversation once per sequence. Keys count as values.
 MSGPACK_MAX: Final = Structure(250_000, 1 << 22)
 WINDOW_BYTES: Final = 256 * 1024
-# Number of bytes that follow the first byte of a msgpack value: a length, or a number.
+# Maps the first byte of a msgpack value to the number of bytes of the length, or the number, that follows.
 _CONTAINERS: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 _TEXTS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _NUMBERS: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 
 
 def check_json(body: bytes) -> None:
-    """Raises `BadRequest` for a body of more containers, values or keys than any conversation has."""
+    """Raises `BadRequest` if a body has more containers, values or keys than any conversation."""
     _check(count_json(body), JSON_MAX)
 
 
 def check_msgpack(body: bytes) -> None:
-    """Raises `BadRequest` for a body of more containers or values than any request of a peer has."""
+    """Raises `BadRequest` if a body has more containers or values than any request of a peer."""
     _check(count_msgpack(body), MSGPACK_MAX)
 
 
@@ -48,7 +47,7 @@ def _check(counted: Structure, most: Structure) -> None:
 def count_json(body: bytes, window_bytes: int = WINDOW_BYTES) -> Structure:
     """Count the objects and lists of a body, the commas between values, and the keys.
 
-    The counts are exact up to the first byte that is not JSON, at which the decoder stops too.
+    The counts are exact up to the first byte that is no JSON, where the decoder stops too.
     """
     containers = values = keys = 0
     is_in_string = is_escaped = False
@@ -86,8 +85,8 @@ def count_msgpack(body: bytes) -> Structure:
 
 
 def _head(head: int) -> tuple[int, int, bool]:
-    """Decode the first byte of a value: return the distance to the next value without text, the size of the length
-    field of a text, and whether the value is a container.
+    """Decode the first byte of a value. Returns the distance to the next value (not counting a text), the size of the
+    length field of a text, and whether the value is a container.
     """
     if head in _CONTAINERS:
         return 1 + _CONTAINERS[head], 0, True

@@ -1,4 +1,4 @@
-"""Lowering of thinking effort and budget, in all spellings of chat clients, to one `ThinkingBudget`."""
+"""Lowering of thinking effort and budget to one `ThinkingBudget`. Chat clients have many fields for them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Protocol
@@ -11,12 +11,12 @@ from gateway.config.settings import ThinkingDefaults
 from gateway.errors import invalid_choice
 
 Budget = Annotated[int, Meta(ge=0, le=1 << 40)]
-# Types of Anthropic's `thinking`; the last two leave the decision to the model.
+# Types of Anthropic's `thinking`. With the last two, the model decides.
 _TYPES: Final[dict[str, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 
 class ReasoningSpec(Struct, frozen=True):
-    """OpenRouter's and the Responses API's `reasoning`."""
+    """`reasoning` of OpenRouter and the Responses API."""
 
     effort: Annotated[str, Meta(max_length=32), words(*EFFORTS)] | None = None
     max_tokens: Budget | None = None
@@ -61,8 +61,8 @@ def of_config(defaults: ThinkingDefaults | None) -> ThinkingBudget:
 def lower_thinking(request: ThinkingFields, default: ThinkingDefaults | None = None) -> ThinkingBudget:
     """Merge all fields into one budget. Raises `BadRequest`.
 
-    Their precedence, from the strongest: `chat_template_kwargs`, `enable_thinking` and `thinking_budget`, `thinking`,
-    `reasoning`, `reasoning_effort`, and the configured default.
+    The fields in order of precedence, the strongest first: `chat_template_kwargs`, `enable_thinking` and
+    `thinking_budget`, `thinking`, `reasoning`, `reasoning_effort`, and the configured default.
     """
     plain = ThinkingBudget(request.enable_thinking, budget=request.thinking_budget)
     thinking = _of_template(request.chat_template_kwargs or {}).over(plain)
@@ -76,7 +76,7 @@ def lower_thinking(request: ThinkingFields, default: ThinkingDefaults | None = N
 
 
 def _of_template(kwargs: Mapping[str, Any]) -> ThinkingBudget:
-    """Return the budget in the template's arguments. Values that only the template knows are omitted."""
+    """Return the budget in the template's arguments. Values that only the template understands are left out."""
     switches = [kwargs.get("enable_thinking"), kwargs.get("thinking")]
     is_enabled = next((switch for switch in switches if isinstance(switch, bool)), None)
     budget, effort = kwargs.get("thinking_budget"), kwargs.get("reasoning_effort")

@@ -1,4 +1,4 @@
-"""Vectors or scores of a request, computed by a generation and sent as one answer."""
+"""Vectors or scores of a request. A generation computes them, and they are sent as one answer."""
 
 import base64
 import sys
@@ -17,7 +17,7 @@ from protocol.from_worker import Delta
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Numbers of an answer. `data` has `count` rows of equal length, float32 and little-endian."""
+    """Numbers of an answer. `data` has `count` rows of equal length, in float32, little-endian."""
 
     data: bytes
     count: int
@@ -51,7 +51,7 @@ class VectorFold:
         self.prompt_tokens = 0
 
     def bind(self, rids: Sequence[int]) -> None:
-        """Ignore the rids, as a request has only one."""
+        """Ignore the request ids, because a request has only one."""
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -66,7 +66,7 @@ class VectorFold:
 async def respond_vectors(
     job: PreparedRequest, count: int, render: Callable[[Vectors], bytes], receive: Receive, send: Send
 ) -> None:
-    """Answer with the numbers, encoded by `render`; many numbers are encoded in the thread for large bodies."""
+    """Answer with the numbers, encoded by `render`. If there are many, the thread for large bodies encodes them."""
     fold = VectorFold()
     async with cut_off(job.record, receive):
         with job.generation(fold.bind) as generation:

@@ -1,4 +1,4 @@
-"""`POST /infill`: fill in the middle of a text, in the form of llama.cpp's server."""
+"""`POST /infill`: fill in the middle of a text, as in llama.cpp's server."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final
@@ -22,17 +22,16 @@ from protocol.prompts import Infill, TextPrompt
 from protocol.to_worker import Generate
 
 EXTRA_FILES_MAX: Final = 256
-# Fields for llama.cpp's cache, slots and truncation. Here every prefix is cached, and a prompt that is too long is a
-# 400.
+# Fields for llama.cpp's cache, slots and truncation. Here every prefix is cached, and too long a prompt is a 400.
 NO_ACTION: Final = frozenset({"cache_prompt", "id_slot", "n_keep"})
-# llama.vim and llama.vscode send these with each request: they are reported as ignored, not refused.
+# llama.vim and llama.vscode always send these fields, so they are reported as ignored and not refused.
 _ALWAYS_SENT: Final = frozenset({"samplers", "n_indent", "t_max_predict_ms"})
 _REFUSED: Final = {name: each for name, each in REFUSED_FIELDS.items() if name not in _ALWAYS_SENT}
 _EMPTY: Final = Usage(0, 0, 0)
 
 
 class InfillFile(Struct, frozen=True):
-    """Another file, for context."""
+    """Another file that gives the model context."""
 
     text: str
     filename: str = ""
@@ -54,7 +53,7 @@ class InfillRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class Timings(Struct, frozen=True):
-    """Tokens and milliseconds of the prompt and the output."""
+    """Numbers of tokens and milliseconds for the prompt and for the output."""
 
     prompt_n: int
     prompt_ms: float
@@ -126,7 +125,7 @@ class InfillEncoder(EventEncoder):
         return msgspec.json.encode(self._last("".join(self._texts)))
 
     def _text(self, deltas: Sequence[Delta]) -> str:
-        """Return the text of these deltas to send, and note the end if it is among them."""
+        """Return the text of these deltas, and record the end if it is among them."""
         for delta in deltas:
             if delta.finish is not None:
                 self._end = delta

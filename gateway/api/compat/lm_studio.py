@@ -1,4 +1,4 @@
-"""Lists of models in LM Studio's forms: `GET /api/v0/models` and `GET /api/v1/models`."""
+"""Lists of models as in LM Studio: `GET /api/v0/models` and `GET /api/v1/models`."""
 
 from typing import Literal
 
@@ -56,7 +56,7 @@ class Instance(Struct, frozen=True):
 
 
 class Capabilities(Struct, frozen=True):
-    """Abilities of a model, by its files or its worker."""
+    """Abilities of a model, as its worker reports them or as its files show them."""
 
     vision: bool
     trained_for_tool_use: bool
@@ -95,9 +95,7 @@ async def list_v1(catalog: Catalog, scope: Scope, receive: Receive, send: Send) 
 
 
 async def _entries(catalog: Catalog, scope: Scope) -> list[CatalogEntry]:
-    """Return the models that the caller may use and for which LM Studio has a type; it has none for rerankers and
-    audio.
-    """
+    """Return the models that the caller may use, except rerankers and audio models, for which LM Studio has no type."""
     entries = await catalog.list(record_of(scope).caller)
     return [entry for entry in entries if entry.kind not in (RERANK, AUDIO)]
 

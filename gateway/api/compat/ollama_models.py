@@ -1,4 +1,4 @@
-"""Models in Ollama's forms: `GET /api/tags`, `GET /api/ps`, `POST /api/show` and `GET /api/version`."""
+"""Models as in Ollama: `GET /api/tags`, `GET /api/ps`, `POST /api/show` and `GET /api/version`."""
 
 import hashlib
 import time
@@ -21,9 +21,9 @@ from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.kinds import EMBED, TEXT
 
-# Version of Ollama that is reported, whose API is implemented; clients refuse older versions.
+# mlxd implements the API of this version of Ollama and reports it. Clients refuse older versions.
 VERSION: Final = "0.34.0"
-# Expiry of a model that is never unloaded when idle.
+# Reported as the expiry of a model that is never unloaded when idle.
 NEVER: Final = "9999-12-31T23:59:59Z"
 # A chat template that contains one of these texts can render reasoning, or turn it on.
 _THINKING_MARKS: Final = ("<think", "enable_thinking", "reasoning_effort", "<|channel|>")
@@ -38,7 +38,7 @@ class OllamaVersion(Struct, frozen=True):
 
 
 class Details(Struct, frozen=True):
-    """Form of a model's weights; a field that its files do not determine is empty."""
+    """Details of a model's weights. A field is empty if the files do not determine it."""
 
     parent_model: str
     format: str
@@ -49,7 +49,7 @@ class Details(Struct, frozen=True):
 
 
 class Tag(Struct, frozen=True):
-    """One model. Requests name it by `name` or `model`; `size` is in bytes, 0 while no files are here."""
+    """One model. Requests name it by `name` or `model`. `size` is in bytes; 0 if its files are not on this machine."""
 
     name: str
     model: str
@@ -66,7 +66,7 @@ class Tags(Struct, frozen=True):
 
 
 class Running(Struct, frozen=True):
-    """A loaded model. Its memory is that of its worker, all of it visible to the GPU."""
+    """A loaded model. Its memory is that of its worker; the GPU can use all of it."""
 
     name: str
     model: str
@@ -179,7 +179,7 @@ def _capabilities(entry: CatalogEntry) -> list[str]:
         "thinking": any(sign in entry.chat_template for sign in _THINKING_MARKS),
     }
     if entry.kind != TEXT:
-        # Ollama has no name for rerankers and audio.
+        # Ollama has no name for rerankers and audio models.
         return ["embedding"] if entry.kind == EMBED else []
     return ["completion", *(name for name, is_able in has.items() if is_able)]
 
@@ -201,7 +201,7 @@ def parameter_size(parameters: int | None) -> str:
 
 
 def _digest(entry: CatalogEntry) -> str:
-    """Return a hash of the state of a model's files, without reading the weights."""
+    """Return a hash that changes with a model's files. The weights are not read."""
     facts = entry.facts
     state = f"{entry.model.root}\0{facts.size_bytes}\0{facts.parameters}\0{facts.modified_s}"
     return hashlib.blake2b(state.encode(), digest_size=32).hexdigest()

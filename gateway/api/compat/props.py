@@ -12,13 +12,13 @@ from gateway.request.record import record_of
 
 
 class SlotSettings(Struct, frozen=True):
-    """Settings of each slot. Before a load `n_ctx` is that of the model's files; it is left out if unknown."""
+    """Settings of each slot. If the model is not loaded, `n_ctx` comes from its files; it is left out if unknown."""
 
     n_ctx: int | UnsetType = UNSET
 
 
 class PropsModalities(Struct, frozen=True):
-    """Media that a prompt may hold."""
+    """Media that a prompt may contain."""
 
     vision: bool
     audio: bool

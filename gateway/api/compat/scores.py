@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: `POST /v1/rerank` in the forms of Jina, Cohere and TEI, `POST /v1/score` in vLLM's."""
+"""Scores of pairs of texts: `POST /v1/rerank` as in Jina, Cohere and TEI, and `POST /v1/score` as in vLLM."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final
@@ -38,17 +38,17 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
     query: Text
     documents: Annotated[list[Text | RankedDocument], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
     texts: Annotated[list[Text], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
-    # TEI's fields: whether each result has its text, and whether a pair that is too long is cut.
+    # Whether each result has its text, and whether a pair that is too long is cut. These are TEI's fields.
     return_text: bool | None = None
     truncate: bool | None = None
     top_n: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
     return_documents: bool | None = None
-    # Cohere's field: the length in tokens to which a document is cut.
+    # Length in tokens to which a document is cut. This is Cohere's field.
     max_tokens_per_doc: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
-    # vLLM's field: the length in tokens to which a pair is cut, at the end of its document; -1 is the model's own
-    # limit.
+    # Length in tokens to which a pair is cut at the end of its document; -1 is the model's own limit. This is vLLM's
+    # field.
     truncate_prompt_tokens: Truncate | None = None
-    # Description of the task, for models that were trained with one.
+    # Description of the task, for models that were trained with such a description.
     instruction: Annotated[str, Meta(max_length=65_536)] | None = None
 
 
@@ -80,7 +80,7 @@ class ScoreUsage(Struct, frozen=True):
 
 
 class RerankList(Struct, frozen=True):
-    """The most relevant first."""
+    """Results, the most relevant first."""
 
     id: str
     model: str

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, in the forms of vLLM, SGLang and llama.cpp."""
+"""`POST /tokenize` and `POST /detokenize`, as in vLLM, SGLang and llama.cpp."""
 
 from typing import Any, ClassVar, Final
 
@@ -41,7 +41,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     content: str | None = None
     messages: list[RequestMessage] | None = None
-    # Whether the tokenizer adds its special tokens around a text; by default it does for `prompt`, but not for
+    # Whether the tokenizer adds its special tokens around a text. The default is true for `prompt` and false for
     # `content`.
     add_special_tokens: bool | None = None
     add_special: bool | None = None
