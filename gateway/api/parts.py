@@ -1,6 +1,4 @@
-"""Parts from which the public API's endpoints are made, and the makers of endpoints that the tables of operations refer
-to.
-"""
+"""Parts from which the endpoints of the public API are made. The tables of operations refer to makers of endpoints."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts that endpoints use. Made once per public app."""
+    """Parts that endpoints use. They are made once per public app."""
 
     services: Services
     catalog: Catalog
@@ -28,14 +26,14 @@ class Parts:
     downloads: PullQueue
 
 
-# Function that makes an operation's endpoint; operations with the same path and maker share the endpoint.
+# Makes the endpoint of an operation. Operations with the same path and maker share the endpoint.
 Maker = Callable[[Parts], ASGIApp]
-# ASGI function whose additional first argument is the part of the API that it serves.
+# ASGI function with an additional first argument: the part of the API that it serves.
 Handler = Callable[[T, Scope, Receive, Send], Awaitable[None]]
 
 
 class HandlerEndpoint:
-    """ASGI app of a handler. Starlette's router would call a bare function with a `Request` instead."""
+    """ASGI app of a handler. A bare function would be called with a `Request` by starlette's router."""
 
     def __init__(self, handler: Handler[T], part: T) -> None:
         self._app: ASGIApp = partial(handler, part)

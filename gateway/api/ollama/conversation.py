@@ -1,7 +1,7 @@
 """`context` of a completion: the conversation as integers, which a client sends back without reading them.
 
-Ollama's own integers are token ids. Here they contain the turns, with three bytes of JSON in each integer, so that any
-worker can continue, with or without its cache, and the turns pass through the chat template like all others.
+Ollama's own integers are token ids. Here they contain the turns as JSON, three bytes per integer. So any worker can
+continue, with or without its cache, and the turns pass through the chat template like all others.
 """
 
 import struct
@@ -15,7 +15,7 @@ from gateway.errors import BadRequest
 
 # This mark is larger than any token id of Ollama's own contexts.
 MARK: Final = 0x6D6C7864
-# Three bytes fit into a signed 32-bit integer, which some clients use.
+# Some clients use signed 32-bit integers, into which three bytes fit.
 _WIDTH: Final = 3
 _WORD: Final = 1 << (8 * _WIDTH)
 # Each integer is packed into this many bytes.
@@ -37,7 +37,7 @@ def write_context(turns: Sequence[ConversationTurn]) -> list[int]:
     data = msgspec.json.encode(turns)
     count = len(data) // _WIDTH
     whole = count * _WIDTH
-    # Slice assignments avoid a Python step for each integer, of which there may be a million.
+    # There may be a million integers. Slice assignments avoid a Python step for each of them.
     words = bytearray(count * _BYTES)
     for at in range(_WIDTH):
         words[_WIDTH - 1 - at :: _BYTES] = data[at:whole:_WIDTH]

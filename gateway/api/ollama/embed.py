@@ -1,4 +1,4 @@
-"""`POST /api/embed`, and `POST /api/embeddings`, its older form."""
+"""`POST /api/embed` and its older form, `POST /api/embeddings`."""
 
 from time import perf_counter
 from typing import Annotated, Final
@@ -23,14 +23,14 @@ from protocol.prompts import EmbedPrompt
 from protocol.to_worker import Generate, Sampling
 
 INPUTS_MAX: Final = 2048
-# This value truncates inputs to the model's limit.
+# With this value, inputs are truncated to the model's limit.
 _TO_CONTEXT: Final = -1
 
 _encode: Final = msgspec.json.Encoder().encode
 
 
 class EmbedFields(Struct, frozen=True, kw_only=True):
-    """Fields of both forms. `truncate` defaults to true, as in Ollama; false refuses a long input with 400."""
+    """Fields of both forms. `truncate` defaults to true, as in Ollama; if it is false, too long an input is a 400."""
 
     model: str = ""
     options: OptionsField | None = None
@@ -72,7 +72,7 @@ _embeddings: Final = Schema(OllamaEmbeddingsRequest)
 
 
 class Embed:
-    """ASGI endpoint of embeddings in the newer form, or with `is_old` in the older one."""
+    """ASGI endpoint of embeddings, in the newer form or, with `is_old`, in the older one."""
 
     def __init__(self, services: Services, *, is_old: bool) -> None:
         self._services = services
@@ -98,7 +98,7 @@ class Embed:
         return request, unknown + ignored + (["keep_alive"] if request.keep_alive is not None else [])
 
     def _render(self, vectors: Vectors, model: str, record: RequestRecord) -> bytes:
-        """Encode the answer vector by vector. All numbers at once would take ten times the memory."""
+        """Encode the answer vector by vector. Encoding all numbers together would take ten times the memory."""
         rows = [_encode(vectors.numbers(at)) for at in range(vectors.count)]
         if self._is_old:
             return _encode(OneEmbedding([])).replace(b"[]", rows[0] if rows else b"[]")
@@ -110,7 +110,7 @@ class Embed:
 
 
 def _inputs(request: EmbedRequest | OllamaEmbeddingsRequest) -> tuple[str, ...]:
-    """Return the texts to embed; none if the request only loads or unloads the model. Raises `BadRequest`."""
+    """Return the texts to embed. There are none if the request only loads or unloads the model. Raises `BadRequest`."""
     given = request.input if isinstance(request, EmbedRequest) else request.prompt
     if isinstance(given, str) or given is None:
         return (given,) if given else ()

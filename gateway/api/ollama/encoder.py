@@ -47,17 +47,17 @@ _NOTHING: Final = SentText()
 
 @dataclass(slots=True)
 class AnswerSoFar:
-    """The answer so far, without its thinking. Owned by its encoder."""
+    """The answer so far, without its thinking."""
 
     texts: list[str] = field(default_factory=list[str])
-    # The incomplete tool call, and the pieces of its arguments.
+    # The tool call that is not complete yet, and the pieces of its arguments.
     call: OllamaToolCall | None = None
     arguments: list[str] = field(default_factory=list[str])
     finish: Finish = Finish.STOP
     usage: Usage = _EMPTY
 
     def add(self, delta: Delta) -> SentText | None:
-        """Return the content that a delta adds, or None. A tool call is returned once it is complete."""
+        """Return the content that a delta adds, or None. A tool call is returned only when it is complete."""
         if delta.finish is not None:
             self.finish, self.usage = delta.finish, delta.usage or _EMPTY
         logprobs = tuple(chat_logprobs(delta.logprobs)) if delta.logprobs is not None else ()
@@ -91,7 +91,7 @@ class AnswerSoFar:
 
 
 class LineForm(ABC):
-    """Format of one endpoint's lines. `key` is the field that holds the text."""
+    """Format of one endpoint's lines. `key` is the field with the text."""
 
     key: str
 
@@ -108,7 +108,7 @@ class LineForm(ABC):
         """
 
     def loaded(self, reason: str) -> OllamaLine:
-        """Make the only line of the answer to a request that loads or unloads its model."""
+        """Make the only line of the answer to a request that loads or unloads a model."""
         return structs.replace(self.line(_NOTHING), created_at=timestamp(), done=True, done_reason=reason)
 
     def _shared_fields(self, content: SentText, answer: AnswerSoFar | None) -> dict[str, Any]:
@@ -163,7 +163,9 @@ class GenerateForm(LineForm):
 
 
 class LineStream:
-    """`StreamEncoder` of lines. The common line, a piece of text, is a prebuilt prefix and suffix around the text."""
+    """`StreamEncoder` of lines. The usual line, a piece of text, is made of a prebuilt prefix, the text and a prebuilt
+    suffix.
+    """
 
     def __init__(self, form: LineForm) -> None:
         self._form = form
@@ -203,7 +205,7 @@ class LineStream:
 
 
 class LineFold:
-    """`Fold` of one line with the content of `LineStream`."""
+    """`Fold` of one line with the same content as `LineStream`."""
 
     def __init__(self, form: LineForm) -> None:
         self._form = form

@@ -1,4 +1,4 @@
-"""`POST /api/chat` and `POST /api/generate`: answers, or without a prompt the load or unload of a model."""
+"""`POST /api/chat` and `POST /api/generate`. Without a prompt, a request loads or unloads its model."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -72,7 +72,7 @@ async def _respond(
     form = make_form(request, request.model or model.name, record)
     if is_empty(request):
         reason = await load_or_unload(services, record, model, receive, is_last=request.is_last)
-        # One line is also a whole stream.
+        # For a stream, the single line is the whole stream.
         body = msgspec.json.encode(form.loaded(reason)) + (b"\n" if request.is_stream else b"")
         await send_body(send, 200, body, record.headers, JSON_LINES if request.is_stream else JSON)
         return

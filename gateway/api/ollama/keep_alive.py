@@ -5,12 +5,12 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-# Matches zero durations, in Go's notation or as seconds. Only the unit may end a number in a sequence, because a row of
-# zeros would otherwise take exponential time.
+# Matches durations of zero in Go's notation, or in seconds. In a sequence, each number must end in a unit, because a
+# row of zeros could otherwise take exponential time.
 _ZERO: Final = re.compile(r"[-+]?(0+(\.0*)?|(0+(\.0*)?(ns|us|µs|μs|ms|s|m|h))+)")
 KeepAlive = float | Annotated[str, Meta(max_length=64)]
 
 
 def is_zero(keep_alive: float | str | None) -> bool:
-    """Whether a `keep_alive` is a zero duration."""
+    """Whether a `keep_alive` is a duration of zero."""
     return bool(_ZERO.fullmatch(keep_alive.strip())) if isinstance(keep_alive, str) else keep_alive == 0

@@ -1,7 +1,7 @@
-"""Load and unload of a model by Ollama requests without a prompt, and the authorization of administrative requests.
+"""Loads and unloads a model for Ollama requests without a prompt, and authorizes administrative requests.
 
-Unloading and downloading a model need an admin key. Without keys, every program on this machine may use the models, but
-none may administer them.
+Unloading and downloading a model need an admin key. While there are no keys, every program on this machine may use the
+models, but none may administer them.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ async def load_or_unload(
     `ClientLeft`.
     """
     if model.name not in services.config.models:
-        # A peer loads a model when it gets the first request for it, and only the peer's own operator may unload it.
+        # A peer loads a model at the first request for it, and only the peer's own operator may unload the model.
         if is_last:
             usable = record.caller.usable(services.config.models.values())
             raise ModelNotFound(model.name, [each.name for each in usable], "Models that are loaded here")
@@ -64,7 +64,7 @@ async def _load(services: Services, record: RequestRecord, model: ModelConfig) -
 
 
 def authorize(services: Services, record: RequestRecord, action: Action, target: str, what: str) -> None:
-    """Check that the caller may give an order, and record it in the audit log. Raises `Forbidden`."""
+    """Check that the caller may give an administrative command, and record it in the audit log. Raises `Forbidden`."""
     caller = record.caller
     if caller.key is None or not caller.is_admin:
         raise Forbidden(f"{what} needs an admin key: mlxctl keys create NAME --admin")

@@ -59,12 +59,12 @@ def lower_generate(
 
 
 def conversation_of(request: GenerateRequest) -> list[ConversationTurn]:
-    """Return the turns of a completion without images, up to its prompt. Raises `BadRequest`."""
+    """Return the turns of a completion up to and including its prompt, without images. Raises `BadRequest`."""
     return [*_before(request), ConversationTurn("user", request.prompt or "")]
 
 
 def _before(request: GenerateRequest) -> list[ConversationTurn]:
-    """Return the turns before the prompt. The request's `system` replaces the system turn of the conversation."""
+    """Return the turns before the prompt. The request's `system` replaces the system turn of its `context`."""
     turns = read_context(request.context or ())
     if not request.system:
         return turns
@@ -106,7 +106,7 @@ def _thinking(request: GenerationFields, model: ModelConfig) -> ThinkingBudget:
 
 
 def _constraint(wanted: Any, *, after_reasoning: bool) -> Constraint | None:
-    """Lower a `format`: `json`, or a schema, which is enforced as far as a grammar can."""
+    """Lower a `format`: `json`, or a schema. A schema is enforced as far as a grammar can enforce it."""
     match wanted:
         case None | "":
             return None
@@ -120,7 +120,7 @@ def _constraint(wanted: Any, *, after_reasoning: bool) -> Constraint | None:
 
 
 def _content(text: str, images: list[str] | None, where: str) -> Content:
-    """Lower text and images; the images come first."""
+    """Return the content of a turn with text and images. The images come first."""
     parts = [_image(image, f"{where}[{index}]") for index, image in enumerate(images or ())]
     return canonical.content([*parts, text] if text or not parts else parts, "")
 
@@ -130,15 +130,15 @@ def _image(image: str, where: str) -> dict[str, Any]:
 
 
 class _Turns:
-    """Lowering of a chat's turns.
+    """Lowers the turns of a chat.
 
-    Calls without an id get one; each result is matched with the next call that has no result.
+    Calls without an id get one. Each result is matched with the next call that has no result.
     """
 
     def __init__(self) -> None:
         self._count = 0
-        # The dictionaries hold: id and name of each call without a result, by the call's number; the numbers of all
-        # calls by id, and by name, in order; and the names of all calls by id.
+        # Calls are numbered. `_waiting` maps the number of each call without a result to its id and name. The next two
+        # map ids and names to the numbers of their calls, in order; the last maps ids to names.
         self._waiting: dict[int, tuple[str, str]] = {}
         self._by_id: dict[str, deque[int]] = {}
         self._by_name: dict[str, deque[int]] = {}
@@ -174,7 +174,7 @@ class _Turns:
         return Call(call_id, name, arguments_text(spec.function))
 
     def _answered(self, message: OllamaTurn) -> str:
-        """Return the id of the call to which a result belongs."""
+        """Return the id of the call that a result belongs to."""
         wanted_id, wanted_name = message.tool_call_id, message.tool_name
         if wanted_id:
             number = self._first(self._by_id.get(wanted_id))

@@ -1,4 +1,4 @@
-"""`options` of Ollama's requests: sampling, and ignored settings of Ollama's runner."""
+"""`options` of Ollama's requests: sampling, and settings of Ollama's runner, which are ignored."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
@@ -18,7 +18,7 @@ from protocol.to_worker import Sampling
 
 _WHOLE_MAX: Final = 1 << 40
 _SEED_MAX: Final = (1 << 63) - 1
-# Some clients write whole numbers as fractions.
+# Some clients write whole numbers with a fraction, such as 1.0.
 Whole = Annotated[int, Meta(ge=-1, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-1, le=_WHOLE_MAX)]
 Limit = Annotated[int, Meta(ge=-2, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-2, le=_WHOLE_MAX)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=_SEED_MAX)] | Annotated[float, Meta(ge=-(2**62), le=2**62)]
@@ -36,7 +36,9 @@ _REFUSED: Final = REFUSED_FIELDS | SAMPLER_FIELDS | constraint_fields("format", 
 
 
 class OllamaOptions(Struct, frozen=True):
-    """Options that have an effect or are refused. A negative limit means no limit, and a negative seed a random one."""
+    """Options that have an effect or are refused. A negative limit means no limit, and a negative seed means a random
+    seed.
+    """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: Whole | None = None
@@ -64,13 +66,15 @@ class OllamaOptions(Struct, frozen=True):
         return None if self.seed is None or self.seed < 0 else int(self.seed)
 
     def most_tokens(self, default: int | None) -> int | None:
-        """Return the maximum number of tokens of the answer; None means up to the end of the context."""
+        """Return the maximum number of tokens of the answer. None lets the answer continue up to the end of the
+        context.
+        """
         if self.num_predict is None:
             return default
         return int(self.num_predict) if self.num_predict > 0 else None
 
     def sampling(self, defaults: SamplingDefaults, seed: int) -> Sampling:
-        """Return the sampling of a request. Options that it lacks have the model's own defaults, not Ollama's."""
+        """Return the sampling of a request. If an option is missing, the model's default is used, not Ollama's."""
         looks_back = self.repeat_last_n is None or self.repeat_last_n != 0
         repetition = first(self.repeat_penalty, defaults.repetition_penalty, 1.0)
         values = sampling_values(self, defaults) | {"repetition_penalty": repetition}
@@ -85,7 +89,9 @@ class OllamaOptions(Struct, frozen=True):
 
 
 def _properties() -> dict[str, Any]:
-    """Return the properties of `OllamaOptions` inline, because the field itself is decoded as any object."""
+    """Return the properties of `OllamaOptions` for the field's schema, because the field itself is decoded as any
+    object.
+    """
     _, components = msgspec.json.schema_components([OllamaOptions])
     return {"type": "object", "properties": components[OllamaOptions.__name__]["properties"]}
 

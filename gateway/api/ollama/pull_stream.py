@@ -1,4 +1,4 @@
-"""`POST /api/pull`: the progress of a download as Ollama's lines.
+"""`POST /api/pull`: the progress of a download, in lines as Ollama sends them.
 
 Pulls share a queue with the downloads of the web page.
 """
@@ -36,7 +36,9 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class PullEndpoint:
-    """ASGI endpoint of pulls. If its client leaves, the download continues; the page or another pull can follow it."""
+    """ASGI endpoint of pulls. If its client leaves, the download continues; the web page or another pull
+    can follow it.
+    """
 
     def __init__(self, services: Services, downloads: PullQueue) -> None:
         self._services = services
@@ -57,7 +59,9 @@ class PullEndpoint:
             await self._stream(download, record, receive, send)
 
     def _path_to_download(self, name: str, record: RequestRecord) -> str | None:
-        """Return a model's path, or the name if the caller has no such model; None if the files are on this machine."""
+        """Return the path of a configured model, or `name` if the caller has no such model. None if the files are on
+        this machine.
+        """
         try:
             path = self._services.router.locate_here(name, record.caller).model.path
         except ModelNotFound:
@@ -112,7 +116,7 @@ class PullEndpoint:
 
 
 def repository_of(name: str) -> str:
-    """Return the repository that a name in Ollama's spelling stands for. Raises `BadRequest`."""
+    """Return the repository that a name stands for in Ollama's spelling. Raises `BadRequest`."""
     for host in _HOSTS:
         name = name.removeprefix(host)
     name = name.removesuffix(":latest")

@@ -1,4 +1,6 @@
-"""Ollama's routes that mlxd refuses, such as `/api/create`: the configuration names models of the Hugging Face Hub."""
+"""Ollama routes that mlxd refuses, such as those that create or copy models: mlxd's models come from the Hugging Face
+Hub and are listed in the configuration.
+"""
 
 from typing import Final
 

@@ -54,14 +54,13 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
     keep_alive: KeepAlive | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    # Whether the oldest turns are dropped if the prompt is too long. By default such a prompt is refused with 400.
+    # Whether the oldest turns are dropped if the prompt is too long. By default such a prompt is refused with a 400.
     truncate: bool | None = None
-    # Ollama's option to truncate the context during an answer. It is ignored: a long answer ends at the context's
-    # limit.
+    # Whether the context is truncated during an answer. Ignored: a long answer ends at the context's limit.
     shift: bool | None = None
-    # mlxd's own field: whether tokens are drafted, and the maximum number of tokens in a draft.
+    # Whether tokens are drafted, and the maximum number of tokens in a draft. This field is mlxd's own.
     speculate: Speculate | None = None
-    # mlxd's own field: whether a long prompt is prefilled sparsely, and the share of the prompt that is kept.
+    # Whether a long prompt is prefilled sparsely, and the fraction of it that is kept. This field is mlxd's own.
     sparse_prefill: SparsePrefill | None = None
 
     @property
@@ -121,7 +120,7 @@ class PullRequest(ModelName, frozen=True):
     stream: bool | None = None
 
 
-# These legacy fields change how a model is loaded for one query.
+# These legacy fields change how Ollama loads a model for one query. They have no effect here.
 SHOW_NO_ACTION: Final = frozenset({"system", "template", "options"})
 PULL_NO_ACTION: Final = frozenset({"insecure", "username", "password"})
 
@@ -152,15 +151,15 @@ def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
     if request.raw and request.images:
         raise Unsupported("'images' are not supported with 'raw'.", "images")
     ignored = _ignored(request)
-    if (request.raw or request.suffix) and request.think:  # no template is applied that could enable thinking
+    if (request.raw or request.suffix) and request.think:  # No template is applied that could enable thinking.
         ignored.append("think")
-    if request.suffix and request.truncate:  # there are no turns that could be dropped
+    if request.suffix and request.truncate:  # There are no turns that could be dropped.
         ignored.append("truncate")
     return request, unknown + ignored
 
 
 def is_empty(request: GenerationFields) -> bool:
-    """Whether a request has no prompt, and so loads or unloads its model."""
+    """Whether a request has no prompt. Such a request loads or unloads its model."""
     match request:
         case OllamaChatRequest():
             return not request.messages

@@ -1,4 +1,4 @@
-"""Answers of Ollama's API: one line of JSON each, several lines in a stream. Durations are in nanoseconds."""
+"""Answers of Ollama's API. Each is one line of JSON; a stream has several lines. Durations are in nanoseconds."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ DONE_REASONS: Final = {Finish.STOP: "stop", Finish.TOOL_CALLS: "stop", Finish.LE
 
 
 class OllamaFunction(Struct, frozen=True):
-    """A function with its arguments, which are an object."""
+    """A function with its arguments, which are a JSON object."""
 
     index: int
     name: str
@@ -39,7 +39,7 @@ class OllamaMessage(Struct, frozen=True, omit_defaults=True):
 
 
 class OllamaLine(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Fields that lines of chats and completions share; those from `done_reason` on are in the last line."""
+    """Fields that lines of chats and completions share. Those from `done_reason` on are only in the last line."""
 
     model: str
     created_at: str
@@ -61,7 +61,9 @@ class ChatLine(OllamaLine, frozen=True, kw_only=True):
 
 
 class GenerateLine(OllamaLine, frozen=True, kw_only=True):
-    """A line of `POST /api/generate`, or its whole answer. `context` is the conversation, for the next request."""
+    """A line of `POST /api/generate`, or its whole answer. The client sends `context`, the conversation, with its next
+    request.
+    """
 
     response: str
     done: bool
@@ -90,7 +92,7 @@ def ollama_body(error: ApiError) -> bytes:
 
 
 def timestamp(at: datetime | None = None) -> str:
-    """Format a time as Ollama does; the default is now."""
+    """Format a time as Ollama does. The default is the current time."""
     return (at or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 

@@ -31,7 +31,7 @@ class ChatStream(ChoiceStream[ChatChunkChoice]):
 
     def __init__(self, heading: Heading, include_usage: bool) -> None:
         super().__init__(heading, include_usage, ChatChunk, "content")
-        # Choices whose first chunk waits for the token ids of their prompt.
+        # Choices whose first chunk is not sent yet, because it needs the token ids of the prompt.
         self._unopened = set(range(heading.choices)) if heading.sends_ids else set[int]()
 
     def begin(self, prompt_tokens: int) -> bytes:
@@ -68,7 +68,7 @@ def _reason(finish: Finish, heading: Heading) -> str:
 
 
 def _piece(delta: Delta, is_legacy: bool) -> ChatDelta | None:
-    """Return the message fields of a delta; None for a delta that is not sent to clients."""
+    """Return the message fields for a delta; None for a delta that clients do not get."""
     match delta.kind:
         case DeltaKind.TEXT:
             return ChatDelta(content=delta.text) if delta.text else None

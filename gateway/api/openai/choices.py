@@ -1,4 +1,4 @@
-"""Numbered choices of chat and text completions, streamed in parallel or combined into one answer."""
+"""Numbered choices of chat and text completions. They are streamed in parallel or combined into one answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,15 +22,15 @@ P = TypeVar("P", bound="Partial")
 DONE: Final = b"data: [DONE]\n\n"
 
 encode: Final = msgspec.json.Encoder().encode
-# The member is looked up once: looking up an enum's member takes as long as encoding a word.
+# The member is looked up once, because looking up an enum's member takes as long as encoding a word.
 _TEXT: Final = DeltaKind.TEXT
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Fields that every chunk and the whole answer share.
+    """Fields that all chunks, or the whole answer, have.
 
-    `is_legacy` gives calls the shape that preceded tools. `sends_ids` includes the token ids of the prompt and the
+    `is_legacy` gives calls the form that OpenAI used before tools. `sends_ids` adds the token ids of the prompt and the
     output.
     """
 
@@ -45,12 +45,12 @@ class Heading:
 
 @dataclass(slots=True)
 class Partial:
-    """A choice that is not complete yet. Owned by its fold."""
+    """A choice that is not complete yet."""
 
     finish: Finish = Finish.STOP
     usage: Usage | None = None
     token_ids: list[int] = field(default_factory=list[int])
-    # Ids of the choice's prompt, and the prompt's log-probabilities as JSON.
+    # Token ids of the choice's prompt, and the prompt's log-probabilities as JSON.
     prompt_ids: tuple[int, ...] = ()
     prompt_logprobs: list[bytes] = field(default_factory=list[bytes])
 
@@ -76,7 +76,8 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
         self._sends_ids = heading.sends_ids
         self._usages: dict[int, Usage] = {}
         self._choices: dict[int, int] = {}
-        # Bytes of the usual chunk before its text, by rid. The bytes after the text are the same for all rids.
+        # Maps request ids to the bytes of the usual chunk before its text. The bytes after the text are the same for
+        # all.
         self._before: dict[int, bytes] = {}
         self._after = b""
 
@@ -109,7 +110,7 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
 
     @abstractmethod
     def _choice_for(self, index: int, delta: Delta) -> C | None:
-        """Make the choice for a delta's chunk; None for a delta that is not sent to clients."""
+        """Make the choice for a delta's chunk; None for a delta that clients do not get."""
 
     @abstractmethod
     def _ended(self, index: int, finish: Finish) -> C:
@@ -135,7 +136,7 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
         return events
 
     def _with_ids(self, index: int, choice: C | None, ids: Sequence[int]) -> C | None:
-        """Add token ids to a choice, even if the text of the ids is held back."""
+        """Add token ids to a choice, even if their text is still held back."""
         if choice is None and not ids:
             return None
         return replace(self._blank(index) if choice is None else choice, token_ids=ids)
@@ -192,7 +193,7 @@ class ChoiceFold(ABC, Generic[C, P]):
         return encode(self._answer(self._shape(heading.id, heading.created, heading.model, choices, usage)))
 
     def _answer(self, answer: Struct) -> Struct:
-        """Add the prompt's fields to the whole answer, for chat completions. By default, do nothing."""
+        """Add fields about the prompt to the whole answer. The default adds none; chat completions override this."""
         return answer
 
     def _ids_of(self, choice: P) -> TokenIds:
@@ -200,8 +201,8 @@ class ChoiceFold(ABC, Generic[C, P]):
         return choice.token_ids if self._heading.sends_ids else UNSET
 
     def _prompt_of(self, index: int) -> tuple[Raw | UnsetType, TokenIds]:
-        """Return the requested log-probabilities and ids of a choice's prompt, which are stored with the prompt's first
-        choice.
+        """Return the requested log-probabilities and token ids of a choice's prompt. They are stored in the prompt's
+        first choice.
         """
         return self._prompts[index // self._heading.choices_per_prompt]
 

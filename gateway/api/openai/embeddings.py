@@ -19,7 +19,7 @@ from protocol.kinds import EMBED
 from protocol.prompts import EmbedPrompt
 from protocol.to_worker import Generate, Sampling
 
-# OpenAI allows this many inputs of embeddings. A request for completions may have fewer prompts (`PROMPTS`).
+# Maximum number of inputs, as in OpenAI's API. Requests for completions may have fewer prompts (`PROMPTS`).
 INPUTS_MAX: Final = 2048
 _INPUTS: Final = PROMPTS | {"maxItems": INPUTS_MAX}
 _QUERY: Final = ("query", "search_query")
@@ -37,11 +37,11 @@ class EmbeddingsRequest(Struct, frozen=True, kw_only=True):
     input: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(_INPUTS)]
     encoding_format: Annotated[str, words(*ENCODINGS)] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    # Type of the inputs, which selects the model's prompt that precedes each text. The values are those of other
+    # Type of the inputs. It selects which of the model's prompts precedes each text. The values are those of other
     # servers.
     input_type: Annotated[str, known(*_INPUT_TYPES)] | None = None
     prompt_name: Annotated[str, Meta(max_length=256)] | None = None
-    # vLLM's field: length in tokens to which inputs are truncated; -1 is the model's limit.
+    # Length in tokens to which inputs are truncated; -1 is the model's limit. This is vLLM's field.
     truncate_prompt_tokens: Truncate | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
 
@@ -112,7 +112,7 @@ def inputs_of(request: EmbeddingsRequest) -> tuple[str | tuple[int, ...], ...]:
 def lower_embeddings(
     request: EmbeddingsRequest, inputs: tuple[str | tuple[int, ...], ...], rid: int, deadline_ms: int
 ) -> Generate:
-    """Make the worker's message for the vectors of `inputs`."""
+    """Make the worker's request for the vectors of `inputs`."""
     prompt = EmbedPrompt(
         inputs,
         prompt_name=request.prompt_name or "",
@@ -151,7 +151,7 @@ class Embeddings:
 
 
 def _render(vectors: Vectors, model: str, is_base64: bool) -> bytes:
-    """Encode an `EmbeddingList` vector by vector. All numbers at once would take ten times the memory."""
+    """Encode an `EmbeddingList` vector by vector. Encoding all numbers together would take ten times the memory."""
     usage = EmbeddingUsage(vectors.prompt_tokens, vectors.prompt_tokens)
     empty = msgspec.json.encode(EmbeddingList([], model, usage))
     before, _, after = empty.partition(b"[]")

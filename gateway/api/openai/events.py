@@ -1,4 +1,4 @@
-"""Server-sent events of OpenAI's streams, and the defaults that its stream encoders share."""
+"""Server-sent events of OpenAI's streams, and a base class for its stream encoders."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,10 +12,10 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class EventEncoder:
-    """Defaults of a `StreamEncoder` for a request that has one sequence and sends no events before its first delta."""
+    """Default methods of a `StreamEncoder` for a request with one sequence and no events before its first delta."""
 
     def bind(self, rids: Sequence[int]) -> None:
-        """Ignore the rid, as a request has only one."""
+        """Ignore the request id, because a request has only one."""
 
     def begin(self, prompt_tokens: int) -> bytes:
         return b""

@@ -24,13 +24,13 @@ from gateway.errors import BadRequest
 from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt, TokensPrompt
 from protocol.to_worker import Generate, Sampling
 
-# The worker itself passes these arguments to the template, or they would change how the template is called.
+# Arguments that clients may not set: the worker itself passes them to the template, or they change how it is called.
 RESERVED_KWARGS: Final = frozenset(
     {
         "messages",
         "conversation",
         "conversations",
-        # Methods of the template have a receiver of this name.
+        # The template's methods use this name for their receiver.
         "self",
         "tools",
         "documents",
@@ -47,9 +47,9 @@ RESERVED_KWARGS: Final = frozenset(
         "tokenizer_kwargs",
     }
 )
-# Each choice repeats all biases on its way to the worker.
+# This is limited, because each choice's message to the worker contains all biases.
 BIAS_MAX: Final = 16_384
-# The worker tokenizes each of these texts.
+# This is limited, because the worker tokenizes each of these texts.
 BIAS_TEXTS_MAX: Final = 256
 BIAS_TEXT_CHARS_MAX: Final = 16_384
 # OpenAI's default for text completions.
@@ -112,7 +112,7 @@ def lower_completion(
 
 
 def derive_seed(seed: int, choice: int) -> int:
-    """Derive the seed of a choice: the first choice has the request's seed, the others its splitmix64."""
+    """Derive the seed of a choice. The first choice has the request's seed; the others get values of splitmix64."""
     if choice == 0:
         return seed & _MASK63
     z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK64
@@ -135,7 +135,7 @@ def lower_texts(
     thinking_budget: int | None = None,
     prediction: str = "",
 ) -> list[Generate]:
-    """Make a `Generate` for each prompt and choice; the choices of a prompt are adjacent. Raises `BadRequest`."""
+    """Make a `Generate` for each prompt and choice. The choices of a prompt are adjacent. Raises `BadRequest`."""
     choices = request.n or 1
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise BadRequest("'min_tokens' is more than 'max_tokens'.", "min_tokens", "invalid_value")
@@ -168,7 +168,7 @@ def lower_texts(
             shows_special=request.skip_special_tokens is False,
             truncate=truncate,
             cuts_tokens=bool(truncate) and isinstance(prompts[index // choices], ChatPrompt),
-            # A whole answer contains the prompt's ids once per prompt, a stream contains them once per choice.
+            # A whole answer contains the prompt's token ids once per prompt; a stream contains them once per choice.
             prompt_ids=sends_ids and (bool(request.stream) or index % choices == 0),
             prompt_logprobs=scored if index % choices == 0 else None,
         )
@@ -179,7 +179,7 @@ def lower_texts(
 def _sampling(request: SamplingFields, model: SamplingDefaults, bias: _Biases, seed: int) -> Sampling:
     values = sampling_values(request, model) | sampler_values(request)
     if request.penalty_window is None:
-        # A window of no tokens leaves nothing to penalize.
+        # If the penalty window has no tokens, there is nothing to penalize.
         values["repetition_penalty"] = 1.0
     elif request.repetition_penalty is None:
         values["repetition_penalty"] = first(request.repeat_penalty, model.repetition_penalty, 1.0)
@@ -193,20 +193,20 @@ def _sampling(request: SamplingFields, model: SamplingDefaults, bias: _Biases, s
 
 
 def _sooner(deadline_ms: int, timeout_s: float | None) -> int:
-    """Return the earlier of the server's deadline and the request's own; 0 means no deadline."""
+    """Return the earlier deadline: the server's or the request's own; 0 means no deadline."""
     asked_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
     return min(deadline_ms, asked_ms) if deadline_ms and asked_ms else deadline_ms or asked_ms
 
 
 def _biases(given: Mapping[str, float] | Sequence[tuple[int | str, float]]) -> _Biases:
-    """Return biases by token id, and biases of texts. Raises `BadRequest`."""
+    """Return biases of token ids and biases of texts. Raises `BadRequest`."""
     ids: dict[int, float] = {}
     texts: list[tuple[str, float]] = []
     if len(given) > BIAS_MAX:
         raise BadRequest(f"'logit_bias' has {len(given)} entries; at most {BIAS_MAX} are taken.", "logit_bias")
     for key, value in given.items() if isinstance(given, Mapping) else given:
-        # int() would also accept "+1", " 1" and "1_0". A text in a list is always taken as text, even if it is a
-        # number.
+        # The digits are checked because int() would also accept "+1", " 1" and "1_0". In a list, even a text that looks
+        # like a number is a text.
         if isinstance(key, int) or (isinstance(given, Mapping) and key.isascii() and key.isdigit() and len(key) <= 10):
             ids[int(key)] = value
         elif not key or (isinstance(given, Mapping) and key.lstrip("+-").isdigit()):

@@ -1,4 +1,4 @@
-"""Message parts that hold an image, a video or audio, as OpenAI and other servers spell them."""
+"""Message parts with an image, video or audio, in the spellings of OpenAI and other servers."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -7,7 +7,7 @@ from gateway.api.openai.request import AudioData, ChatCompletionRequest, MediaLi
 from gateway.errors import BadRequest, missing_parameter
 from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, merged
 
-# Each type of part maps to its kind of medium, and to the fields that may hold its URL, the usual field first.
+# Maps each type of part to its kind of medium, and to the fields that may have its URL, the usual field first.
 MEDIA_PARTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "image_url": (IMAGE, ("image_url",)),
     "input_image": (IMAGE, ("image_url", "image")),
@@ -20,13 +20,13 @@ MEDIA_PARTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
 }
 
 Options = dict[str, int | float]
-# A request's options for all its media, by kind of medium.
+# Options that apply to all media of a request, by kind of medium.
 MediaOptions = Mapping[str, Options]
 NO_OPTIONS: Final[MediaOptions] = {IMAGE: {}, VIDEO: {}, AUDIO: {}}
 
 
 def media_options(request: ChatCompletionRequest) -> MediaOptions:
-    """Merge `mm_processor_kwargs` and `media_io_kwargs`, which has precedence. Raises `BadRequest`."""
+    """Merge the request's `mm_processor_kwargs` and `media_io_kwargs`; the latter win. Raises `BadRequest`."""
     processing, reading = request.mm_processor_kwargs, request.media_io_kwargs
     pixels = {} if processing is None else _set(min_pixels=processing.min_pixels, max_pixels=processing.max_pixels)
     if pixels.get("min_pixels", 0) > pixels.get("max_pixels", 1 << 30):

@@ -1,4 +1,4 @@
-"""Lowering of OpenAI's messages, in every version's spelling, to the turns that chat templates expect."""
+"""Lowering of OpenAI's messages, as all versions of the API spell them, to the turns that chat templates expect."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_para
 def turns(messages: Sequence[RequestMessage], options: MediaOptions = NO_OPTIONS) -> list[dict[str, Any]]:
     """Lower a conversation.
 
-    Each tool result gets the called tool's name; `options` apply to all media. Raises `BadRequest`.
+    Each tool result gets the name of the called tool. `options` apply to all media. Raises `BadRequest`.
     """
-    # Legacy function calls have no ids. Each call gets one, which its result also gets.
+    # Legacy function calls have no ids. Each call gets one here, and so does its result.
     legacy: dict[str, str] = {}
     return named_results(
         [_turn(message, f"messages[{index}]", legacy, options) for index, message in enumerate(messages)]

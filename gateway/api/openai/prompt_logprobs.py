@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens in vLLM's form: null for the first token, then an object by token id."""
+"""Log-probabilities of prompt tokens as vLLM sends them: null for the first token, then an object by token id."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
@@ -52,7 +52,7 @@ def whole(parts: Sequence[bytes]) -> Raw:
 
 
 def _entry(entry: PromptLogprob) -> dict[int, RankedLogprob] | None:
-    """Return an object with the token itself and the likeliest tokens; None for a prompt's first token."""
+    """Return an object with the prompt's own token and the likeliest tokens; None for a prompt's first token."""
     if not entry.rank:
         return None
     named = {entry.id: _ranked(entry.token, entry.logprob, entry.rank)}

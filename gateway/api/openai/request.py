@@ -1,6 +1,4 @@
-"""Request bodies of OpenAI's chat and text completions: types, ranges, and the refusal of fields that are not
-supported.
-"""
+"""Request bodies of OpenAI's chat and text completions: types, ranges, and refused fields."""
 
 from typing import Annotated, Any, ClassVar, Final
 
@@ -55,7 +53,7 @@ class StreamOptions(Struct, frozen=True):
 
 
 class MediaLink(Struct, frozen=True):
-    """Location of a medium: a data URI, or a URL if URLs are fetched. `detail` applies to images."""
+    """Where a medium is: a data URI, or a URL if the configuration allows URLs. `detail` applies to images."""
 
     url: Annotated[str, shape(TEXT)]
     detail: Annotated[str, words(*DETAILS)] | None = None
@@ -104,7 +102,7 @@ class MessagePart(Struct, frozen=True):
 
 
 class VideoReading(Struct, frozen=True, forbid_unknown_fields=True):
-    """Frames to take from a video, as a number or per second."""
+    """How many frames to take from a video: a number in total, or per second."""
 
     num_frames: Annotated[int, Meta(ge=1, le=2048)] | None = None
     fps: Annotated[float, Meta(gt=0, le=240)] | None = None
@@ -117,7 +115,7 @@ class MediaReading(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Processing(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's `mm_processor_kwargs`: bounds of an image's pixels, and frames per second of a video."""
+    """vLLM's `mm_processor_kwargs`: limits of an image's pixels, and frames per second of a video."""
 
     min_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
@@ -180,7 +178,7 @@ class RequestMessage(Struct, frozen=True):
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
     audio: Annotated[Any, UNSERVED] = None
-    # DeepSeek's and Mistral's field: the last message, which must be the assistant's, is continued.
+    # If true, the last message, which must be the assistant's, is continued. This field is DeepSeek's and Mistral's.
     prefix: bool | None = None
 
 
@@ -192,7 +190,7 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
-    # llama.cpp's field; -1 means no limit.
+    # Maximum tokens of the answer; -1 means no limit. This is llama.cpp's field.
     n_predict: Annotated[int, Meta(ge=-1, le=1 << 40)] | None = None
     n: Choices | None = None
     seed: Seed | None = None
@@ -206,17 +204,17 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     # llama.cpp's and LM Studio's name for the repetition penalty.
     repeat_penalty: RepetitionPenalty | None = None
-    # OpenAI's form maps token ids to biases. llama.cpp's form also has texts, whose tokens all get the bias.
+    # In OpenAI's form, token ids map to biases. llama.cpp's form also has texts; each token of a text gets its bias.
     logit_bias: dict[str, Bias] | list[tuple[TokenId | BiasText, Bias]] | None = None
     ignore_eos: bool | None = None
-    # Fields of mlxd and vLLM. A lower priority runs first, the timeout is in seconds, and requests with different salts
-    # share no cached prefixes.
+    # Requests of a lower priority run first, the timeout is in seconds, and requests with different salts share no
+    # cached prefixes. These fields are vLLM's and mlxd's.
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=7 * 86400)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    # mlxd's own field: whether tokens are drafted, and the maximum number of tokens in a draft.
+    # Whether tokens are drafted, and the maximum number of tokens in a draft. This field is mlxd's own.
     speculate: Speculate | None = None
-    # mlxd's own field: whether a long prompt is prefilled sparsely, and the share of the prompt that is kept.
+    # Whether a long prompt is prefilled sparsely, and the fraction of it that is kept. This field is mlxd's own.
     sparse_prefill: SparsePrefill | None = None
 
     @property
@@ -233,7 +231,7 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
 
 
 class PromptFields(SamplingFields, frozen=True, kw_only=True):
-    """vLLM's fields about the prompt's tokens, in both bodies."""
+    """vLLM's fields about the prompt's tokens, which both bodies have."""
 
     # Number of tokens that are kept at the end of a prompt; -1 keeps as many as fit.
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
@@ -244,7 +242,7 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def scored(self) -> int | None:
-        """Number of likeliest tokens per position of the prompt; None if the answer has no log-probabilities of the
+        """Number of likeliest tokens at each position of the prompt; None if the answer has no log-probabilities of the
         prompt.
         """
         return None if self.stream else self.prompt_logprobs
@@ -286,14 +284,16 @@ FUNCTION_CALL: Final = {"anyOf": [{"enum": ["none", "auto"]}, NAMED, NULL]}
 
 
 class PredictedPart(Struct, frozen=True):
-    """One part of the expected text."""
+    """One part of the predicted text."""
 
     type: Annotated[str, words("text")]
     text: str
 
 
 class Prediction(Struct, frozen=True):
-    """Text that the client expects in much of the answer. It changes the time that the answer takes, never a token."""
+    """Text that the client expects in a large part of the answer. It changes how long the answer takes, but never a
+    token.
+    """
 
     type: Annotated[str, words("content")]
     content: str | list[PredictedPart]
@@ -317,22 +317,23 @@ class ChatCompletionRequest(PromptFields, frozen=True, kw_only=True):
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     continue_final_message: bool | None = None
-    # vLLM's field: false means the same as continuing the final message, and is accepted only together with it.
+    # False means the same as continuing the final message, and is accepted only together with that. This is vLLM's
+    # field.
     add_generation_prompt: bool | None = None
-    # Fields of other servers for thinking; `thinking` sets their precedence.
+    # Fields of other servers for thinking. The module `thinking` decides which of them wins.
     reasoning: ReasoningSpec | None = None
     thinking: AnthropicThinking | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Annotated[Any, shape(TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
-    # OpenAI's older fields, which `tools` and `tool_choice` have replaced.
+    # These older fields of OpenAI were replaced by `tools` and `tool_choice`.
     functions: list[FunctionSpec] | None = None
     function_call: Annotated[Any, shape(FUNCTION_CALL)] = None
     # vLLM's fields for images and video.
     media_io_kwargs: MediaReading | None = None
     mm_processor_kwargs: Processing | None = None
     prediction: Prediction | None = None
-    # OpenAI's fields that are known, but supported only as far as they request nothing else than text.
+    # OpenAI's fields that are accepted only as far as they ask for nothing but text.
     modalities: list[Annotated[str, words("text")]] | None = None
     audio: Annotated[Any, UNSERVED] = None
     web_search_options: Annotated[Any, UNSERVED] = None
@@ -344,11 +345,11 @@ class CompletionRequest(PromptFields, frozen=True, kw_only=True):
     prompt: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(PROMPTS)]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
-    # The text after a gap, for models that were trained to fill in the middle.
+    # The text after a gap. It needs a model that was trained to fill in the middle.
     suffix: str | None = None
-    # vLLM's field: false omits the special tokens that the tokenizer adds around a text.
+    # False leaves out the special tokens that the tokenizer adds around a text. This is vLLM's field.
     add_special_tokens: bool | None = None
-    # OpenAI's field, which is supported only for a single choice.
+    # Accepted only for a single choice.
     best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
 
     @property
@@ -358,7 +359,7 @@ class CompletionRequest(PromptFields, frozen=True, kw_only=True):
         return (1 if is_one else len(self.prompt)) * (self.n or 1)
 
 
-# These fields are accepted with any value, because they request nothing from a local server.
+# Any value of these fields is accepted, because they request nothing from a local server.
 NO_ACTION: Final = frozenset(
     {
         "user",
@@ -405,7 +406,7 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
 def _ignored(request: PromptFields) -> list[str]:
     """Return the known fields that have no effect.
 
-    Like vLLM at its default limit, raises `BadRequest` for too many entries.
+    Raises `BadRequest` if `prompt_logprobs` exceeds vLLM's default limit, or is set for a stream.
     """
     count = request.prompt_logprobs
     if count is None:
@@ -427,6 +428,6 @@ def _refuse_unserved_chat(request: ChatCompletionRequest) -> None:
     if request.prediction is not None and request.prediction.type != "content":
         raise Unsupported("Only predictions of the type 'content' are supported.", "prediction.type")
     for name in ("audio", "web_search_options"):
-        # Even an empty object requests the feature.
+        # The field counts even if its object is empty.
         if getattr(request, name) is not None:
             raise Unsupported(f"'{name}' is not supported.", name)

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's chat and text completions. A struct's tag is its first field on the wire."""
+"""Answers of OpenAI's chat and text completions. A struct's tag is the first field in its JSON."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,14 @@ from protocol.from_worker import Finish, TokenLogprob, Usage
 
 _encode: Final = msgspec.json.Encoder().encode
 
-# vLLM's field, which only answers to requests for token ids contain.
+# Only answers to requests for token ids have this field. It is vLLM's.
 TokenIds = Sequence[int] | UnsetType
 
 
 class PromptTokens(Struct, frozen=True, omit_defaults=True):
-    """Parts of a prompt's tokens: cached tokens, tokens of media if any, and tokens that a sparse prefill kept."""
+    """Details of a prompt's tokens: those cached, those of media if there are any, and those that a sparse prefill
+    kept.
+    """
 
     cached_tokens: int
     image_tokens: int = 0
@@ -27,7 +29,9 @@ class PromptTokens(Struct, frozen=True, omit_defaults=True):
 
 
 class CompletionTokens(Struct, frozen=True, omit_defaults=True):
-    """Parts of an answer's tokens, and the accepted and rejected tokens of the request's prediction, if any."""
+    """Details of an answer's tokens. If the request has a prediction, its accepted and rejected tokens are
+    counted too.
+    """
 
     reasoning_tokens: int
     accepted_prediction_tokens: int = 0
@@ -90,7 +94,7 @@ class ChatChunkChoice(Struct, frozen=True):
 
 
 class ChatChunk(Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
-    """One chunk. `usage` is present only if requested: null in every chunk but the last."""
+    """One chunk. `usage` is present only if requested; it is null in every chunk but the last."""
 
     id: str
     created: int
@@ -147,7 +151,7 @@ class TextChoice(Struct, frozen=True):
 
 
 class TextCompletion(Struct, frozen=True, tag_field="object", tag="text_completion"):
-    """A whole completion, or one chunk of a stream: OpenAI uses the same shape for both."""
+    """A whole completion, or one chunk of a stream. OpenAI uses the same form for both."""
 
     id: str
     created: int
@@ -170,7 +174,7 @@ def finish_reason(finish: Finish) -> str:
 
 
 def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
-    """Sum up usage in the order of choices. The prompt of several choices counts once."""
+    """Sum up the usage of all choices, in their order. A prompt that several choices share counts once."""
     prompt = cached = completion = reasoning = image = video = audio = accepted = rejected = kept = 0
     for index, usage in enumerate(usages):
         if index % choices_per_prompt == 0:
@@ -205,9 +209,9 @@ def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[ContentLogprob]:
 
 
 class TextLogprobsBuilder:
-    """Builder of log-probabilities in the legacy shape, token by token.
+    """Builds log-probabilities in the legacy form, token by token.
 
-    `text_offset` counts characters, even if tokens end inside of a character.
+    `text_offset` counts characters, even if a token ends inside a character.
     """
 
     def __init__(self) -> None:
@@ -238,7 +242,7 @@ class TextLogprobsBuilder:
 
 
 class TextLogprobsParts:
-    """Legacy log-probabilities of a whole choice, kept as JSON, which takes much less memory than objects."""
+    """Legacy log-probabilities of a whole choice. They are kept as JSON, which takes much less memory than objects."""
 
     def __init__(self) -> None:
         self._builder = TextLogprobsBuilder()
@@ -253,10 +257,10 @@ class TextLogprobsParts:
             parts.append(_encode(getattr(body, name))[1:-1])
 
     def whole(self) -> TextLogprobs:
-        """Return all entries, encoded. No other call may follow."""
+        """Return all entries, encoded. No method may be called after this."""
         fields = {name: Raw(b"[" + b",".join(parts) + b"]") for name, parts in self._parts.items()}
         self._parts.clear()
-        # The encoder does not check that values have the declared types, which are for the schema.
+        # The types that the struct declares are only for the schema; the encoder does not check them.
         return TextLogprobs(**cast("dict[str, Any]", fields))
 
 

@@ -1,4 +1,4 @@
-"""Sampling fields beyond OpenAI's, as vLLM, llama.cpp, text-generation-webui and mlx-lm spell them."""
+"""Sampling fields beyond OpenAI's, as vLLM, llama.cpp, text-generation-webui and mlx-lm name them."""
 
 from typing import Annotated, Any, Final
 
@@ -24,7 +24,7 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 class SamplerFields(FormatFields, frozen=True, kw_only=True):
     """Fields for formats, token limits and samplers.
 
-    Windows are in tokens: -1 is the whole context, and so is 0 for penalties.
+    Windows are in tokens. -1 means the whole context; for penalties, 0 means that too.
     """
 
     min_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
@@ -36,7 +36,7 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
     repeat_last_n: Window | None = None
     repetition_context_size: Window | None = None
     typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    # A negative value turns it off, as zero does.
+    # A negative value, like zero, turns this sampler off.
     top_n_sigma: Annotated[float, Meta(ge=-1, le=100)] | None = None
     xtc_probability: Unit | None = None
     xtc_threshold: Unit | None = None
@@ -63,7 +63,7 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
 
 
 def sampler_values(request: SamplerFields) -> dict[str, Any]:
-    """Return the values of `protocol.Sampling` for these fields, as far as a request sets them. Raises `BadRequest`."""
+    """Return the values of `protocol.Sampling` for the fields that a request sets. Raises `BadRequest`."""
     named = {
         "min_tokens": request.min_tokens,
         "stop_ids": tuple(request.stop_token_ids or ()) or None,

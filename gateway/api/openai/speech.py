@@ -22,7 +22,7 @@ from protocol.kinds import AUDIO
 from protocol.prompts import SpeechPrompt
 from protocol.to_worker import Generate, Sampling
 
-# Each format maps to its content type.
+# Maps each audio format to its content type.
 FORMATS: Final = {
     "mp3": b"audio/mpeg",
     "opus": b"audio/ogg",
@@ -32,8 +32,8 @@ FORMATS: Final = {
     "pcm": b"audio/pcm",
 }
 STREAMS: Final = ("audio", "sse")
-# An audio file cannot contain an error. The answer therefore begins with the file's first bytes, so that a refusal can
-# have an error status.
+# An audio file cannot contain an error. The status is therefore sent only with the file's first bytes, so that a
+# refusal can have an error status.
 _PACE: Final = StreamTiming(hold_s=7 * 86400.0)
 Voice = Annotated[str, Meta(max_length=256)]
 
@@ -43,7 +43,7 @@ class VoiceId(Struct, frozen=True):
 
 
 class SpeechRequest(Struct, frozen=True, kw_only=True):
-    """`POST /v1/audio/speech`. `voice` is one of the model's; an empty one is the model's default."""
+    """`POST /v1/audio/speech`. `voice` is one of the model's voices; empty means the model's default."""
 
     model: str = ""
     input: Annotated[str, shape(TEXT)]
@@ -65,7 +65,7 @@ class SpeechUsage(Struct, frozen=True):
 
 
 class AudioDelta(Struct, frozen=True, tag_field="type", tag="speech.audio.delta"):
-    """The next part of the file, in base64."""
+    """The next part of the audio file, in base64."""
 
     audio: str
 
@@ -78,7 +78,7 @@ _schema = Schema(SpeechRequest, frozenset({"user"}))
 
 
 class SpeechEndpoint:
-    """ASGI endpoint of speech, as a file or as events."""
+    """ASGI endpoint of speech. The answer is a file or a stream of events."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -132,7 +132,7 @@ def _checked(request: SpeechRequest, max_chars: int) -> str:
 
 
 class SpeechFile(EventEncoder):
-    """Encoder of an audio file's bytes. A failed file is cut off, so that its client notices that it is incomplete."""
+    """Encoder of an audio file's bytes. If generation fails, the file is cut off, so that the client notices it."""
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join(delta.data for delta in deltas)
@@ -148,7 +148,7 @@ class SpeechFile(EventEncoder):
 
 
 class SpeechEvents(EventEncoder):
-    """Encoder of an audio file as server-sent events."""
+    """Encoder of an audio file as a stream of server-sent events."""
 
     def __init__(self) -> None:
         self._usage: Usage | None = None

@@ -11,7 +11,7 @@ from gateway.api.common.decode import converted
 from gateway.api.openai.request import TOOL_MODES, ChatCompletionRequest, FunctionSpec, ToolSpec
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 
-# The parsers accept longer names and more characters than OpenAI, since gateways to other servers put paths into names.
+# Longer names and more characters than OpenAI's are accepted, because gateways to other servers put paths into names.
 _NAME: Final = re.compile(r"[\w.\-:/@$]{1,128}")
 
 
@@ -47,7 +47,7 @@ def lower_tools(request: ChatCompletionRequest) -> ToolPolicy:
 
 
 def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolPolicy:
-    """Lower legacy functions, with which an answer has at most one call."""
+    """Lower legacy functions. With them, an answer has at most one call."""
     tools = tuple(_function(spec, f"functions[{index}]") for index, spec in enumerate(functions))
     if isinstance(call, dict):
         name = converted(call, _Named, "function_call").name
@@ -94,7 +94,7 @@ def _choose(tools: list[FunctionTool], choice: Any, is_parallel: bool) -> ToolPo
 
 
 def _allow(tools: list[FunctionTool], allowed: _Allowed, is_parallel: bool) -> ToolPolicy:
-    """Show only the allowed tools to the model."""
+    """Return a policy that shows only the allowed tools to the model."""
     where = "tool_choice.allowed_tools"
     names: set[str] = set()
     for index, raw in enumerate(allowed.tools):

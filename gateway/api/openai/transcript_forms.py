@@ -1,4 +1,4 @@
-"""Transcripts in the forms of OpenAI's API: JSON, plain text, and subtitles as SRT and WebVTT."""
+"""Transcripts in the formats of OpenAI's API: JSON, plain text, and subtitles as SRT and WebVTT."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from protocol.from_worker import Delta, Usage
 
 
 class AudioTokens(Struct, frozen=True):
-    """Parts of the tokens of a transcription's input."""
+    """Details of the tokens of a transcription's input."""
 
     audio_tokens: int
     text_tokens: int = 0
 
 
 class TokenUsage(Struct, frozen=True, tag_field="type", tag="tokens"):
-    """Tokens of a clip, at ten per second, and of its transcript."""
+    """Tokens of a clip, counted as ten per second, and of its transcript."""
 
     input_tokens: int
     input_token_details: AudioTokens
@@ -33,7 +33,7 @@ class DurationUsage(Struct, frozen=True, tag_field="type", tag="duration"):
 
 
 class TranscriptSegment(Struct, frozen=True):
-    """A segment; `tokens` and the numbers after it are known for Whisper only."""
+    """A segment. `tokens` and the numbers after it are known only for Whisper."""
 
     id: int
     seek: int
@@ -54,7 +54,7 @@ class TranscriptWord(Struct, frozen=True):
 
 
 class Transcription(Struct, frozen=True):
-    """Text and usage for the `response_format` `json`, and all fields for `verbose_json`.
+    """Transcription with text and usage for the format `json`, and with all fields for `verbose_json`.
 
     `language` is empty if the model does not report a language.
     """
@@ -69,7 +69,7 @@ class Transcription(Struct, frozen=True):
 
 
 class Transcript:
-    """Transcript so far, extended by the deltas of one request."""
+    """Transcript so far. The deltas of one request extend it."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -79,7 +79,7 @@ class Transcript:
         self.usage: Usage | None = None
 
     def add(self, deltas: Sequence[Delta]) -> str:
-        """Add deltas, and return their text."""
+        """Add deltas to the transcript and return their text."""
         new = ""
         for delta in deltas:
             new += delta.text
@@ -108,7 +108,7 @@ class Transcript:
         return self.text.strip().encode() + b"\n"
 
     def verbose(self, task: str, granularities: Sequence[str]) -> bytes:
-        """Encode as JSON with segments, words or both."""
+        """Encode the transcript as JSON with segments, words or both."""
         segments = [
             msgspec.convert({"id": at} | structs.asdict(each), TranscriptSegment)
             for at, each in enumerate(self.segments)
@@ -127,7 +127,7 @@ class Transcript:
         )
 
     def srt(self) -> bytes:
-        """Encode as SubRip."""
+        """Encode the transcript as SubRip."""
         blocks = [
             f"{at}\n{_time(each.start, ',')} --> {_time(each.end, ',')}\n{_line(each.text, '->')}\n"
             for at, each in enumerate(self.segments, start=1)
@@ -135,7 +135,9 @@ class Transcript:
         return "\n".join(blocks).encode() + b"\n"
 
     def vtt(self) -> bytes:
-        """Encode as WebVTT (https://www.w3.org/TR/webvtt1), with its three special characters escaped."""
+        """Encode the transcript as WebVTT (https://www.w3.org/TR/webvtt1), with its three special
+        characters escaped.
+        """
         blocks = [
             f"{_time(each.start, '.')} --> {_time(each.end, '.')}\n{_line(_escaped(each.text), '')}\n"
             for each in self.segments
@@ -151,7 +153,7 @@ def _time(seconds: float, mark: str) -> str:
 
 
 def _line(text: str, arrow: str) -> str:
-    """Join the lines of a text: an empty line would end its block, and an arrow would be read as a time."""
+    """Join the lines of a text: an empty line would end the subtitle, and an arrow would be read as a time."""
     line = " ".join(text.split())
     return line.replace("-->", arrow) if arrow else line
 

@@ -28,7 +28,7 @@ from protocol.to_worker import Generate, Sampling
 
 JSON, PLAIN, SRT, VERBOSE, VTT = "json", "text", "srt", "verbose_json", "vtt"
 FORMATS: Final = (JSON, PLAIN, SRT, VERBOSE, VTT)
-# Each format maps to its content type.
+# Maps each response format to its content type.
 _TYPES: Final = {
     JSON: b"application/json",
     VERBOSE: b"application/json",
@@ -38,7 +38,7 @@ _TYPES: Final = {
 }
 FILE: Final = "file"
 GRANULARITIES: Final = ("segment", "word")
-# Fields whose values are lists, which a form sends as a repeated name.
+# Fields whose value is a list. A form sends a list as several fields of the same name.
 _LISTS: Final = {
     "timestamp_granularities": "timestamp_granularities[]",
     "timestamp_granularities[]": "timestamp_granularities[]",
@@ -74,7 +74,7 @@ class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
     )
     stream: bool = False
     include: list[str] = field(default_factory=list[str], name="include[]")
-    # All clips are transcribed in windows that end at pauses, as OpenAI does for `auto`.
+    # The value changes nothing: all clips are transcribed in windows that end at pauses, as OpenAI does for `auto`.
     chunking_strategy: Annotated[str, known("auto")] = "auto"
 
 
@@ -88,7 +88,7 @@ class TranscriptDone(Struct, frozen=True, tag_field="type", tag="transcript.text
 
 
 class Transcriptions:
-    """ASGI endpoint of transcriptions, or with `is_translated` of translations into English."""
+    """ASGI endpoint of transcriptions or, with `is_translated`, of translations into English."""
 
     def __init__(self, services: Services, *, is_translated: bool) -> None:
         self._services = services
@@ -146,7 +146,7 @@ class Transcriptions:
 
 
 def _request(form: MultipartForm, struct: type[TranslationRequest]) -> tuple[TranslationRequest, list[str]]:
-    """Convert the fields of a form. Returns the request with the names of unknown fields. Raises `BadRequest`."""
+    """Convert the fields of a form. Returns the request and the names of unknown fields. Raises `BadRequest`."""
     names = {each.encode_name for each in msgspec.structs.fields(struct)}
     values: dict[str, Any] = {}
     lists: defaultdict[str, list[str]] = defaultdict(list)
@@ -176,7 +176,7 @@ def _file(form: MultipartForm, limit_bytes: int) -> bytes:
 
 
 def _checked(request: TranslationRequest, *, is_stream: bool) -> Sequence[str]:
-    """Return the requested granularities of timestamps. Raises `BadRequest` for fields that exclude each other."""
+    """Return the requested granularities of timestamps. Raises `BadRequest` if fields exclude each other."""
     format = request.response_format
     if format not in FORMATS:
         raise invalid_choice(format, FORMATS, "response_format")
@@ -208,7 +208,7 @@ class TranscriptFold:
         self._transcript = Transcript()
 
     def bind(self, rids: Sequence[int]) -> None:
-        """Ignore the rid, as a request has only one."""
+        """Ignore the request id, because a request has only one."""
 
     def add(self, deltas: Sequence[Delta]) -> None:
         self._transcript.add(deltas)
@@ -216,7 +216,7 @@ class TranscriptFold:
     def result(self) -> bytes:
         whole = self._transcript
         if self._task == "translate":
-            # A translation is English whatever the spoken language.
+            # A translation is in English, whatever language was spoken.
             whole.language = "english"
         match self._format:
             case "text":
@@ -232,7 +232,7 @@ class TranscriptFold:
 
 
 class TranscriptEncoder(EventEncoder):
-    """Encoder of a transcript stream: the text of each window, and then the whole text."""
+    """Encoder of a transcript stream: first the text of each window, then the whole text."""
 
     def __init__(self) -> None:
         self._transcript = Transcript()

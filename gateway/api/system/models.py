@@ -1,6 +1,6 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`, with the fields of OpenAI, Anthropic and llama.cpp in one form.
+"""`GET /v1/models` and `GET /v1/models/{id}`. One answer has the fields of OpenAI, Anthropic and llama.cpp.
 
-Each dialect's clients skip the fields of the others.
+Clients of each skip the fields of the others.
 """
 
 from datetime import UTC, datetime
@@ -20,7 +20,7 @@ from gateway.workers.supervisor.state import State, WorkerView
 
 
 class ModelMeta(Struct, frozen=True):
-    """Numbers that llama.cpp's clients read; unknown numbers are left out. `size` is in bytes."""
+    """Numbers that llama.cpp's clients read. Unknown numbers are left out. `size` is in bytes."""
 
     n_ctx: int | UnsetType = UNSET
     n_ctx_train: int | UnsetType = UNSET
@@ -29,7 +29,7 @@ class ModelMeta(Struct, frozen=True):
 
 
 class LoadProgress(Struct, frozen=True):
-    """Progress of a load; 0 bytes means that a number is not known yet."""
+    """Progress of a load. A number of bytes is 0 if it is not known yet."""
 
     stage: str
     loaded_bytes: int

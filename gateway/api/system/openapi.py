@@ -53,10 +53,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Operation: one method of one path.
+    """One method of one path.
 
     `maker` makes the endpoint. `extra` are fields of the body that have no effect, `events` are the types of a stream's
-    events, `error` is the dialect's shape of errors, and `errors` are their statuses.
+    events, `error` is the dialect's form of errors, and `errors` are the statuses of errors.
     """
 
     method: str
@@ -69,10 +69,10 @@ class Operation:
     events: Sequence[Any] = ()
     error: Any = ErrorBody
     errors: Sequence[int] = ALWAYS
-    # Whether each event also has a `sequence_number`, which is added when the event is written.
+    # Whether each event also has a `sequence_number`. It is added when the event is written.
     is_numbered: bool = False
     parameters: Sequence[Parameter] = ()
-    # Whether a key is needed; None if the configuration decides.
+    # Whether a key is required; None if that depends on the configuration.
     needs_key: bool | None = True
     body_type: str = JSON
     media_type: str = JSON
@@ -119,7 +119,7 @@ def document(operations: Sequence[Operation], *, version: str, description: str)
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": schemes},
     }
-    # Defaults in the schemas are still Python objects, which encoding turns into JSON types.
+    # The schemas contain defaults that are Python objects. Encoding turns them into JSON types.
     return msgspec.json.decode(msgspec.json.encode(whole))
 
 
@@ -155,7 +155,7 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
         kind: {"schema": {"type": "string", "description": text}} for kind, text in operation.media_types.items()
     }
     if operation.events:
-        # OpenAPI 3.1 cannot describe the single events of a stream; OpenAPI 3.2 has `itemSchema` for that.
+        # OpenAPI 3.1 cannot describe the individual events of a stream; OpenAPI 3.2 has `itemSchema` for this.
         data: Schema = {"anyOf": [references[event] for event in operation.events]}
         if operation.is_numbered:
             data |= {"properties": {"sequence_number": {"type": "integer"}}, "required": ["sequence_number"]}
@@ -178,8 +178,8 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
 
 
 def _event(data: Schema) -> Schema:
-    """Return the schema of a server-sent event in the form of OpenAPI 3.2. `[DONE]`, the end mark of OpenAI's streams,
-    is not JSON.
+    """Return the schema of a server-sent event, as OpenAPI 3.2 has it. `[DONE]`, with which OpenAI's streams end, is no
+    JSON.
     """
     coded = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": coded}, "required": ["data"]}
@@ -224,7 +224,7 @@ def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Sche
 
 
 def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
-    """Return all structs that these shapes contain."""
+    """Return all structs that occur in these types."""
     structs: dict[type[Struct], types.StructType] = {}
     seen: set[int] = set()
     waiting: list[Any] = list(types.multi_type_info(shapes))
@@ -245,7 +245,9 @@ def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
 
 
 def _given_name(struct: type[Struct], schemas: Mapping[str, Any]) -> str:
-    """Return msgspec's name of a struct, which contains the module only if two structs share the plain name."""
+    """Return the name that msgspec gives a struct. It contains the module only if two structs have the same
+    plain name.
+    """
     return struct.__name__ if struct.__name__ in schemas else f"{struct.__module__}.{struct.__name__}"
 
 
@@ -261,7 +263,7 @@ def _sent(struct: type[Struct]) -> list[str]:
 
 
 def _is_unset(field: types.Field) -> bool:
-    """Whether the default of a field is UNSET, with which the field is left out."""
+    """Whether the default of a field is UNSET. Such a field is left out of the JSON."""
     return not field.required and field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT
 
 

@@ -1,7 +1,7 @@
-"""Deep health check, which generates one token with each loaded model.
+"""Deep health check: generates one token with each loaded model.
 
-A probe counts in no admission queue, key or metric of requests, loads no model and does not delay the unload of an idle
-model. Only the token counts of workers include it.
+A probe does not count in any admission queue, key or metric of requests, loads no model, and does not delay the unload
+of an idle model. Only the worker's token counts include it.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from protocol.to_worker import Generate, Sampling
 
 DEADLINE_S: Final = 10.0
 POLL_S: Final = 0.05
-# Higher than the priority of any key.
+# Lower numbers run first, and no key's requests have so low a number, so a probe runs before all other requests.
 PROBE_PRIORITY: Final = -1_000_000
 BROKEN: Final = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
-# Salt of the prefix cache that no key uses.
+# No key uses this salt of the prefix cache.
 PROBE_SALT: Final = "health"
 _PROMPTS: Final[dict[str, Prompt]] = {
     EMBED: EmbedPrompt(("Hi",)),
@@ -36,7 +36,7 @@ _PROMPTS: Final[dict[str, Prompt]] = {
     AUDIO: SpeechPrompt("Hi."),
 }
 _SPEECH_WITH_INSTRUCTIONS: Final = SpeechPrompt("Hi.", instructions="A calm voice.")
-# Clip of silence: 0.25 s at 16 kHz.
+# A clip of silence: 0.25 s at 16 kHz.
 _SAMPLES: Final = bytes(8000)
 _SILENCE: Final = TranscribePrompt(
     b"RIFF"
@@ -48,7 +48,9 @@ _SILENCE: Final = TranscribePrompt(
 
 
 def require_admin(record: RequestRecord) -> None:
-    """Raises `Unauthorized` or `Forbidden` for other callers than admins: a probe costs a step of every model."""
+    """Raises `Unauthorized` or `Forbidden` unless the caller is an admin, because a probe costs a step of
+    every model.
+    """
     caller = record.caller
     if caller.is_admin:
         return
@@ -85,7 +87,7 @@ async def _probe(services: Services, worker: WorkerHandle, deadline_s: float) ->
         error = "its worker cannot be reached"
     except TimeoutError:
         if _steps(worker) != steps:
-            # Requests of others occupied all rows, and their steps show that the model works.
+            # Other requests occupied all rows, and their steps show that the model works.
             return Probe(worker.name, True, "busy", _ms(began), "")
         error = f"no token within {deadline_s:g} s"
     return Probe(worker.name, not error, "failed" if error else "ready", _ms(began), error)
