@@ -1,10 +1,10 @@
 """Rate limits and budgets of a key: token buckets on a monotonic clock, and usage from the ledger.
 
-A request counts as its sequences, prompts times choices, since each costs the worker as much as a request.
+Limits of requests count sequences (prompts times choices), since each sequence costs the worker as much as a request.
 
-A bucket holds a minute's worth and refills evenly, so that its level and the time until it is full are exact. Tokens
-are taken by estimate when a request begins and settled when it ends. An overdrawn bucket refuses requests until its
-debt is refilled, so that the mean rate holds even if every estimate is wrong.
+A bucket holds a minute's worth and refills evenly, so that its level and the time until it is full are exact. A request
+takes its estimated tokens when it begins, and the difference to its usage when it ends. An overdrawn bucket refuses
+requests until its debt is refilled, so that the mean rate holds even if every estimate is wrong.
 """
 
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Header = tuple[bytes, bytes]
 
 BUSY_RETRY_AFTER_S: Final = 1.0
-# Until a sequence of the key has ended, a sequence is expected to use this many completion tokens.
+# A sequence is expected to use this many completion tokens until a sequence of the key has ended.
 EXPECTED_COMPLETION: Final = 256.0
 # The largest debt of a bucket refills in this time. It is also the longest Retry-After.
 DEBT_MAX_S: Final = 86400.0
@@ -43,7 +43,7 @@ class Budget:
         self._name = name
         self.limits = limits
         self._ledger = ledger
-        # For each budget, the period and the percentage that were last logged.
+        # The period and the percentage that were last logged, for each budget.
         self._logged: dict[tuple[str, str], tuple[str, int]] = {}
 
     def check(self, running: int, sequences: int, reserved: float) -> None:

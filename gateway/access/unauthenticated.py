@@ -23,7 +23,7 @@ PERIOD_S: Final = 60.0
 LINES_BY_ADDRESS: Final = 3
 LINES_IN_ALL: Final = 60
 COUNTED_ADDRESSES_MAX: Final = 1024
-# At the end of a period, the counts of this many addresses are logged separately.
+# Number of addresses whose counts are logged separately at the end of a period.
 LOGGED_ADDRESSES_MAX: Final = 20
 
 

@@ -115,8 +115,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     small: str = ""
     # A request that takes longer is logged as a warning with the time of each phase. 0 disables this.
     slow_request_s: Seconds = 30.0
-    # For debugging, the newest requests and their answers are kept in `home/captures`, up to this number. 0 disables
-    # this.
+    # Number of newest requests that are kept with their answers in `home/captures`, for debugging. 0 disables this.
     capture: Annotated[int, Meta(ge=0, le=10_000)] = 0
     capture_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 64 * 1024 * 1024
     capture_age_s: Seconds = 86400.0
@@ -208,9 +207,9 @@ class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
     process runs it.
     """
 
-    # For a group on this machine alone, one entry `local` for each rank.
+    # One entry `local` for each rank, if the group runs on this machine alone.
     nodes: tuple[str, ...] = ()
-    # With `tensor`, each rank has a part of every layer; with `pipeline`, each rank has some whole layers.
+    # `tensor` gives each rank a part of every layer; `pipeline` gives each rank some whole layers.
     parallel: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
     # Number of layers of each rank of a pipeline.

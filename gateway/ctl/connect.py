@@ -126,7 +126,7 @@ def _chosen(models: Sequence[ServedModel], wanted: str | None) -> ServedModel:
         raise CommandFailed(f"there is no model {wanted!r}; models here: {names or 'none'}")
     if not models:
         raise CommandFailed("no model is configured or downloaded: mlxctl recommend lists some that fit")
-    # Without a configuration, the demo has the alias `default` even if other models are downloaded.
+    # The demo has the alias `default` if there is no configuration, even if other models are downloaded.
     real = [model for model in models if model.name not in _DEMOS] or models
     return next((model for model in real if "default" in model.aliases), real[0])
 

@@ -28,7 +28,7 @@ STREAMS: Final = 6
 STREAM_TOKENS: Final = 256
 # Answers are made this long if shorter ones had all ended before their worker could be killed.
 LONGER_TOKENS: Final = 1536
-# After a worker is stopped, output that it has already sent arrives within this time.
+# Output that a worker has sent before it is stopped arrives within this time.
 SETTLE_S: Final = 1.0
 FIRST_DELTA_TIMEOUT_S: Final = 600.0
 # The other ranks have this long to exit after a verification.

@@ -39,7 +39,8 @@ TRAILER_BYTES_MAX: Final = 8 * 1024
 FIELD_BYTES: Final = 32
 # This time starts with the connection or the previous answer, and ends with the last header.
 HEAD_TIMEOUT_S: Final = 75.0
-# After the answer, the rest of the request's body may still arrive: many clients read the answer only once all is sent.
+# Many clients read the answer only after they have sent the whole request, so the rest of its body may arrive this long
+# after the answer.
 LINGER_S: Final = 10.0
 LATE_BYTES_MAX: Final = 256 * 1024
 DROPPED_BYTES_MAX: Final = 64 * 1024 * 1024

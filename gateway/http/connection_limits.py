@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 RESERVED_FILES: Final = 128
 FILES_PER_WORKER: Final = 8
 WORKERS_COUNTED: Final = 16
-# At least this fraction (1/16) of the limit is reserved. A large limit can spare it, as nothing else needs descriptors.
+# The reserve is at least 1/16 of the limit. A large limit can spare it, as nothing else needs descriptors.
 RESERVED_FILES_PART: Final = 16
 # A daemon for fewer clients than this would be useless, so it refuses to start.
 CLIENTS_MIN: Final = 64

@@ -9,7 +9,7 @@ from starlette.types import Message, Scope, Send
 from gateway.request.record import Dialect, Header, RequestRecord
 
 JSON: Final = b"application/json"
-# With this header, browsers do not treat an answer as a page, whatever text it quotes.
+# Browsers do not treat an answer with this header as a page, whatever text it quotes.
 _NO_SNIFF: Final[Header] = (b"x-content-type-options", b"nosniff")
 # The transport buffers whatever the client has not read, so a large answer is sent in slices of this size.
 SLICE_BYTES: Final = 64 * 1024

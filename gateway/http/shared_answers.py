@@ -12,7 +12,7 @@ from gateway.http.request_body import reserve
 from gateway.request.body_memory import Bodies, BodyLease
 from gateway.request.record import RequestRecord
 
-# Per reader, the transport buffers two slices (its high-water mark is one slice), and the reader has the next slice.
+# A reader has one slice, and two more are buffered by its transport, whose high-water mark is one slice.
 READER_BYTES: Final = 3 * SLICE_BYTES
 
 

@@ -17,7 +17,7 @@ from protocol.to_worker import Down, Generate, Shutdown
 
 log = logging.getLogger(__name__)
 
-# After this many deltas, other tasks of the event loop get a turn.
+# Number of deltas after which other tasks of the event loop get a turn.
 BATCH_DELTAS: Final = 128
 # Frames above this size are sent without a copy.
 COPY_BYTES_MAX: Final = 256 * 1024

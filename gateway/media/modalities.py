@@ -12,7 +12,7 @@ from protocol.prompts import Media
 
 TEXT: Final = "text"
 SETUP: Final = "mlxctl setup vision"
-# Until the worker has counted the tokens of a medium, rate limits use these estimates.
+# Rate limits use these estimates until the worker has counted the tokens of a medium.
 TOKENS: Final = {"image": 1024, "video": 4096, "audio": 512}
 _PLURALS: Final = {"image": "images", "video": "videos", "audio": "audio"}
 

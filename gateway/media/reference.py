@@ -56,7 +56,7 @@ def stored_url(digest: bytes) -> str:
 
 
 def detail_options(detail: str | None, param: str) -> dict[str, int | float]:
-    """Return the image options of a `detail`. Raises `BadRequest`."""
+    """Return the image options that a value of `detail` stands for. Raises `BadRequest`."""
     if detail is None:
         return {}
     if detail not in DETAILS:

@@ -205,7 +205,7 @@ def _file(reference: Reference, folders: Sequence[str], limit_bytes: int) -> byt
         is_below = any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
         if parts.netloc not in ("", "localhost") or not is_below:
             raise PermissionError
-        # Without O_NONBLOCK, opening a pipe would block until the pipe has a writer.
+        # Opening a pipe without O_NONBLOCK would block until the pipe has a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):

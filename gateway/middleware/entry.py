@@ -81,7 +81,7 @@ class EntryMiddleware:
         except ClientLeft:
             record.status = CLIENT_CLOSED
             record.outcome = "disconnect"
-        except Exception as error:  # This is the outermost frame of a request's task.
+        except Exception as error:  # Any other exception is a bug in the server.
             self._services.metrics.unhandled_errors += 1
             log.error("request failed", exc_info=error, extra={"fields": {"request": record.id, "path": record.path}})
             await self._refuse(answer, record, InternalError())

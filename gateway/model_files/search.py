@@ -22,7 +22,7 @@ _TAG: Final = "mlx"
 _PUBLISHER: Final = "mlx-community"
 # Number of models in one page of the hub's list.
 _LISTED_MAX: Final = 100
-# To find `limit` usable models, at most this many times `limit` models are inspected.
+# Maximum number of models that are inspected to find `limit` usable ones, as a multiple of `limit`.
 _JUDGED_MAX: Final = 3
 _AT_ONCE: Final = 8
 # A recommended model must leave memory for the long prompts of agents.

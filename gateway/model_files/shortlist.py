@@ -20,7 +20,7 @@ class HubEntry(Struct, frozen=True):
 
     def inspect(self, available_bytes: int) -> ModelMetadata:
         """Estimate the model's memory and whether it fits, as `mlxctl info` does from files."""
-        # With four bits in groups of 64, scales and biases are a ninth of the model. They are the floats that a dtype
+        # A ninth of a model with four bits in groups of 64 is scales and biases. They are the floats that a dtype
         # changes.
         floats = self.disk_bytes // 9
         packed = self.disk_bytes - floats

@@ -20,7 +20,7 @@ LARGE_BYTES: Final = 64 * 1024
 # A request waits at most this long for memory for its body. After that it is refused.
 MEMORY_WAIT_S: Final = 5.0
 RETRY_AFTER_S: Final = 2.0
-# For `auto`, the limit is the machine's memory divided by this.
+# The limit for `auto` is the machine's memory divided by this.
 _AUTO_DIVISOR: Final = 64
 _AUTO_MIN_BYTES: Final = 256 * 1024 * 1024
 

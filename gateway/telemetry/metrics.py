@@ -107,7 +107,7 @@ class ModelMetrics:
     # Decaying sums of the prompt tokens that local workers processed, and of the time that this took.
     prefilled_tokens: float = 0.0
     prefilled_s: float = 0.0
-    # After the newest unload, the fraction of the process's memory that was free again before a deadline.
+    # Fraction of the process's memory that was free again before a deadline, at the newest unload.
     returned_part: float | None = None
 
     def sequence_ended(self, reason: str, usage: Usage | None) -> None:
@@ -205,7 +205,7 @@ class Metrics:
         self.unhandled_errors = 0
         # Number of failures of the response store by kind; see `prometheus.STORE_PROBLEMS`.
         self.store_problems: Counter[str] = Counter()
-        # For each listener, the number of open connections and its limit.
+        # Number of open connections and their limit, for each listener.
         self.connections: dict[str, Callable[[], int]] = {}
         self.connections_max: dict[str, Callable[[], int]] = {}
         # Connections refused immediately, by listener and reason, and connections closed later, by reason.

@@ -132,7 +132,7 @@ _REFUSED: Final = (
     }
 )
 _messages = Schema(MessagesRequest, NO_ACTION, "messages", MessageParam, refused=_REFUSED)
-# For counting, clients also send whole requests for messages, so their other fields are accepted.
+# Clients also send whole requests for messages to be counted, so their other fields are accepted.
 decode_count: Final = Schema(
     CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fields__), "messages", MessageParam
 ).decode
@@ -368,7 +368,7 @@ def _thinking(request: CountRequest, default: ThinkingBudget) -> ThinkingBudget:
     if request.output_config is not None and request.output_config.effort is not None:
         wanted = ThinkingBudget.of_effort(request.output_config.effort, "output_config.effort")
     if request.thinking is None:
-        # As in the real API, thinking must be requested, because other clients read the answer from the first block. An
+        # Thinking must be requested, as in the real API, because other clients read the answer from the first block. An
         # effort alone does not request it.
         return ThinkingBudget(default.is_enabled or False, wanted.effort).under(default)
     match request.thinking.type:

@@ -123,7 +123,7 @@ class Schema(Generic[T]):
         try:
             return self._items.decode(piece)
         except msgspec.ValidationError as error:
-            # The error names the item's index in the whole list.
+            # The error has the item's index in this piece. It is replaced by the index in the whole list.
             path = _ITEM_PATH.sub(
                 lambda match: f" - at `$.{self._listed}[{first + int(match[1])}]", str(error), count=1
             )

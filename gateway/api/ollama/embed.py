@@ -23,7 +23,7 @@ from protocol.prompts import EmbedPrompt
 from protocol.to_worker import Generate, Sampling
 
 INPUTS_MAX: Final = 2048
-# With this value, inputs are truncated to the model's limit.
+# This value truncates inputs to the model's limit.
 _TO_CONTEXT: Final = -1
 
 _encode: Final = msgspec.json.Encoder().encode

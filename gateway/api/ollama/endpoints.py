@@ -72,7 +72,7 @@ async def _respond(
     form = make_form(request, request.model or model.name, record)
     if is_empty(request):
         reason = await load_or_unload(services, record, model, receive, is_last=request.is_last)
-        # For a stream, the single line is the whole stream.
+        # The single line is also the whole stream, if the request asks for a stream.
         body = msgspec.json.encode(form.loaded(reason)) + (b"\n" if request.is_stream else b"")
         await send_body(send, 200, body, record.headers, JSON_LINES if request.is_stream else JSON)
         return

@@ -204,7 +204,7 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     # llama.cpp's and LM Studio's name for the repetition penalty.
     repeat_penalty: RepetitionPenalty | None = None
-    # In OpenAI's form, token ids map to biases. llama.cpp's form also has texts; each token of a text gets its bias.
+    # OpenAI's form maps token ids to biases. llama.cpp's form also has texts; each token of a text gets its bias.
     logit_bias: dict[str, Bias] | list[tuple[TokenId | BiasText, Bias]] | None = None
     ignore_eos: bool | None = None
     # Requests of a lower priority run first, the timeout is in seconds, and requests with different salts share no

@@ -140,7 +140,7 @@ def _made_known(path: str, yes: bool) -> str:
     """
     if (served := _served(path)) is not None:
         return served.name
-    # Without configured models the daemon serves all downloaded ones, and a reload finds the new one.
+    # The daemon serves all downloaded models if none is configured, and a reload finds the new one.
     client.post("/v1/config/reload", {}, ReloadResult)
     if (served := _served(path)) is not None:
         return served.name

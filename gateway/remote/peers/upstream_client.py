@@ -43,7 +43,7 @@ _RESPONSE_HEADERS: Final = (b"retry-after",)
 # key.
 _UPSTREAM_STATUSES: Final = frozenset({401, 402, 403, 404, 408, 429, 500, 502, 503, 504, 529})
 _KEY_STATUSES: Final = frozenset({401, 402, 403})
-# At most this many characters of a refusal are logged, and of an unexpected media type.
+# Maximum number of characters that are logged of a refusal, and of an unexpected media type.
 _EXCERPT_CHARS: Final = 500
 _KIND_CHARS: Final = 100
 
