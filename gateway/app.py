@@ -80,7 +80,7 @@ class App:
 
 
 def _guarded(app: ASGIApp, services: Services, backend: Backend) -> ASGIApp:
-    """Wrap the public app in its middleware: the web page's, and authentication and CORS for the rest."""
+    """Wrap the public app in its middleware. The web page has its own; all other paths have authentication and CORS."""
     # The address cannot change in a running daemon.
     is_local = is_loopback(services.config.server.host)
 

@@ -162,7 +162,7 @@ class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
 class PlaceView(Struct, frozen=True):
     """A daemon that could serve a request: a peer, or this daemon, whose name is empty. Times are in seconds.
 
-    `objection` says why the daemon is not eligible; the other numbers are 0 then.
+    `objection` says why the daemon is not eligible. The numbers are 0 if there is an objection.
     """
 
     name: str
@@ -362,9 +362,9 @@ class UiRevoked(Struct, frozen=True):
 
 
 class ReloadResult(Struct, frozen=True):
-    """Changes of a reload: names of models, and keys such as `server.drain` and `models.NAME.sampling`.
+    """Changes of a reload: names of models, and changed keys such as `server.drain` and `models.NAME.sampling`.
 
-    A restarted model resumes its streams; a removed model finishes them first.
+    A restarted model resumes its streams; a removed model finishes its streams first.
     """
 
     added: list[str]

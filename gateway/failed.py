@@ -1,4 +1,4 @@
-"""Root of the errors that an operator sees."""
+"""Base class of the errors that an operator sees."""
 
 
 class CommandFailed(Exception):

@@ -43,7 +43,7 @@ class Caller:
         """Whether the key allows the model, or the adapter that the request names.
 
         A key for a model may use the model's adapters only if its patterns match them too. A key for an adapter may not
-        use the model alone.
+        use the model without the adapter.
         """
         if self.is_metrics_only:
             return False

@@ -26,7 +26,11 @@ _decoder = msgspec.json.Decoder(AuditEntry)
 
 
 class KeyAddresses:
-    """Addresses by the prefix of a secret, so that a new secret starts without any. Used on the event loop only."""
+    """Addresses from which keys are used. They are stored by the secret's prefix, so that a new secret starts without
+    any.
+
+    Used on the event loop only.
+    """
 
     def __init__(self, trail: AuditTrail, path: Path, prefixes: Collection[str]) -> None:
         """`path` is the audit log; `prefixes` are the prefixes of the valid keys' secrets."""

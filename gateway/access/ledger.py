@@ -1,7 +1,7 @@
 """Ledger of usage by day, key and model, in a file for each month.
 
-The current month is in memory, and is written periodically and at the end; older months are read on request. A request
-is booked once, on the day on which it ends.
+The current month is in memory and is written periodically and at the end; older months are read on request. A request
+counts once, on the day on which it ends.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class LedgerSpending(Struct):
 
 @dataclass(slots=True)
 class _Month:
-    """One month's lines and their file. Owned by the ledger."""
+    """One month's lines and their file. Only the ledger changes it."""
 
     name: str
     file: WriteOrder

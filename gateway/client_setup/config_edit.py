@@ -100,7 +100,7 @@ class ConfigEdit(Struct, frozen=True):
 
     def _env(self, text: str) -> str:
         assert isinstance(self.content, dict)
-        # Only newlines end lines of such a file, whereas `splitlines` knows seven more characters.
+        # Only newlines end lines of such a file, but `splitlines` also splits at seven other characters.
         lines = text.removesuffix("\n").split("\n") if text else []
         for name, value in self.content.items():
             wanted = f"{name}={value}"

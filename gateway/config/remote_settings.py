@@ -8,7 +8,7 @@ Seconds = Annotated[float, Meta(ge=0, le=30 * 86400)]
 
 
 class PeerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[peers.NAME]`: another mlxd, whose models are served here as well. Paths are relative to this file."""
+    """`[peers.NAME]`: another mlxd, whose models this mlxd serves too. Paths are relative to this file."""
 
     name: str
     # URL at which the other daemon listens, such as `https://studio2.local:8484`.

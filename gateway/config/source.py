@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class ConfigSource:
-    """One configuration file: its path and, once read, the line of each key."""
+    """One configuration file: its path, and the line of each key after the file was read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""`mlxctl calibrate`: measures a model in a process of its own and stores the results for the model's next worker."""
+"""`mlxctl calibrate`: measures a model in a separate process and stores the results for the model's next worker."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Shell completion of model names. It reads files alone, so that it is quick and needs no daemon."""
+"""Shell completion of model names. It only reads files, so that it is quick and needs no daemon."""
 
 from collections.abc import Callable
 from typing import Annotated, Any

@@ -13,7 +13,7 @@ from gateway.ctl.printing import Json, print_json, print_result, seconds
 from gateway.failed import CommandFailed
 
 POLL_S: Final = 0.05
-# Workers that hold much memory take long to exit after the last request.
+# A worker with much memory takes long to exit after the last request.
 STOP_S: Final = 600.0
 
 

@@ -68,7 +68,7 @@ class RateSample(Struct, frozen=True):
 
 
 def sample_rates(look: Callable[[], DaemonStatus], span_s: float) -> RateSample:
-    """Sample the daemon twice and compute rates, or sample it once if no model has a request."""
+    """Sample the daemon twice and compute rates. If no model has a request, one sample is enough."""
     before = look()
     if not any(model.inside for model in before.models):
         return compare(before, before, 0.0)

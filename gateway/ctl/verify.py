@@ -46,7 +46,9 @@ def checks(config: Config, model: ModelConfig, tokens: int, *, kill: bool) -> Ge
 
 
 def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[VerifyCheck, None, None]:
-    """Load the model once more, in addition to the daemon's, and compare its outputs. Raises `CommandFailed`."""
+    """Load the model once more, in addition to the daemon's, and compare its outputs with each other. Raises
+    `CommandFailed`.
+    """
     if set(model.group.ranks) - {LOCAL}:
         raise CommandFailed("a model with ranks on other machines cannot be verified by a process beside the daemon")
     spec = worker_spec(config, model)

@@ -1,6 +1,6 @@
-"""Captures of the newest requests and their answers, for debugging: private files, off unless configured.
+"""Captures of the newest requests and their answers, for debugging. They are private files, and off unless configured.
 
-Captures are bounded by number, size and age. Headers that may hold a secret are never written.
+The number, size and age of captures are limited. Headers that may contain a secret are never written.
 """
 
 import asyncio

@@ -376,7 +376,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._is_in_head = self._has_progressed = True
         if self.cycle.response_complete:
-            # When the rest of this body arrived, it ended uvicorn's own timer for idle connections.
+            # The rest of this body ended uvicorn's own timer for idle connections when it arrived.
             self._arm(self.head_timeout_s)
 
     def _use_field_bytes(self, size: int) -> None:

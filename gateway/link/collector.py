@@ -50,9 +50,10 @@ class Collector:
         self.rids = tuple(rids)
         # Number of prompt tokens by rid.
         self.accepted: dict[int, int] = {}
-        # Parts of the request's JSON schema that the grammar does not enforce; the same for all of its sequences.
+        # Parts of the request's JSON schema that the grammar does not enforce. They are the same for all sequences.
         self.relaxed: tuple[str, ...] = ()
-        # Numbers of turns and of tokens that were left out of the prompt; of all sequences, the one that lost most.
+        # Numbers of turns and of tokens that were left out of the prompt, for the sequence from which most were left
+        # out.
         self.left_out = (0, 0)
         # Number of cached prompt tokens by rid.
         self.cached: dict[int, int] = {}

@@ -112,7 +112,7 @@ class Admission:
             raise BadRequest(f"{sequences} sequences in one request; {whose} takes at most {most}.", "n")
 
     def inside(self, model: str) -> int:
-        """Return the number of `model`'s sequences that hold a lease now."""
+        """Return the number of sequences of `model` that have a lease now."""
         return self._queues[model].inside
 
     def mean_s(self, model: str) -> float:

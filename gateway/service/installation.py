@@ -18,7 +18,7 @@ EVERYBODY: Final = -1
 
 
 class Owner(Struct, frozen=True):
-    """Owner of the service that is installed at a prefix. It is recorded for the verbs that follow `install`."""
+    """Owner of the service that is installed at a prefix. `install` records it for later commands."""
 
     home: str
     user: str

@@ -1,8 +1,8 @@
 """Folders of a home, opened so that root can safely work in the homes of services.
 
-The program of a service's user may have been taken over by an attacker. Root therefore follows no symbolic link of
-that user, opens the folder once and works inside the open folder, changes only the owner of files that it has just
-made, and touches no file with another hard link. Other users work with their own rights and may use links as they like.
+An attacker may have taken over a program that runs as a service's user. Root therefore follows no symbolic link of that
+user, opens the folder once and works inside the open folder, changes only the owner of files that it has just made, and
+touches no file with another hard link. Users other than root work with their own rights and may use links as they like.
 """
 
 import contextlib

@@ -160,7 +160,7 @@ class MessageFold:
 
 
 def ending(delta: Delta) -> out.MessageEnd:
-    """Return the stop reason and stop sequence of a message, in Anthropic's terms."""
+    """Return the stop reason and the stop sequence of a message, as Anthropic's API names them."""
     assert delta.finish is not None
     if delta.finish is Finish.STOP and delta.stop:
         return out.MessageEnd("stop_sequence", delta.stop)

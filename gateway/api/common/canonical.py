@@ -1,6 +1,6 @@
 """Dialect-independent parts of a request: turns, tools, tool choice and thinking budget.
 
-Each dialect's lowering makes these; the way from them to `protocol.Generate` is the same for all dialects.
+Each dialect's lowering makes these parts. All dialects then turn them into a `protocol.Generate` in the same way.
 """
 
 import json

@@ -133,7 +133,7 @@ class Catalog:
         return await asyncio.to_thread(self._entry, router, target, self.services.view(target.model))
 
     def _upstream_models(self) -> Iterator[tuple[ModelConfig, WorkerView]]:
-        """Return the models of upstreams, each once."""
+        """Yield the models of upstreams. A model that several upstreams have is yielded once."""
         names = {name for upstream in self.services.config.upstreams.values() for name in upstream.models}
         for name in sorted(names):
             yield ModelConfig(name=name, path=""), WorkerView(name=name, path="", state=State.READY)

@@ -166,7 +166,7 @@ def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[st
 
 
 def _pieces(raws: list[Raw]) -> Iterator[bytes]:
-    """Yield lists of items of at most about `PIECE_BYTES`. A larger item is alone in its list."""
+    """Yield lists of items of at most about `PIECE_BYTES`. A larger item is the only one in its list."""
     piece: list[bytes] = []
     size = 0
     for raw in raws:

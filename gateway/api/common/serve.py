@@ -173,7 +173,7 @@ async def prepare(
     work, deadline_ms = services.bodies.work, int(services.config.server.request_timeout_s * 1000)
     lowered = await work(record.body_bytes, make, services.link.next_rid, deadline_ms)
     generates = lowered if isinstance(lowered, list) else [lowered]
-    # All choices of a chat share one prompt, and no other request has media.
+    # Media can only be in the prompt of a chat, and all choices of a chat share one prompt.
     prompt = generates[0].prompt
     if isinstance(prompt, ChatPrompt) and prompt.media:
         prompt = await with_media(services, record, model, prompt)

@@ -38,7 +38,9 @@ class InfillFile(Struct, frozen=True):
 
 
 class InfillRequest(SamplingFields, frozen=True, kw_only=True):
-    """`POST /infill`. `prompt` begins the middle; with `n_predict` 0 the request only fills the prefix cache."""
+    """Body of `POST /infill`. The text to fill in begins with `prompt`. With `n_predict` 0, the request only fills the
+    prefix cache.
+    """
 
     input_prefix: str = ""
     input_suffix: str = ""

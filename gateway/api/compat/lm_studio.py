@@ -36,7 +36,7 @@ class ModelsV0(Struct, frozen=True):
 
 
 class Quantization(Struct, frozen=True):
-    """Quantization of most weights."""
+    """Quantization of the majority of the weights."""
 
     name: str
     bits_per_weight: int

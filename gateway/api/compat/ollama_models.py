@@ -66,7 +66,7 @@ class Tags(Struct, frozen=True):
 
 
 class Running(Struct, frozen=True):
-    """A loaded model. Its memory is that of its worker; the GPU can use all of it."""
+    """A loaded model. `size` and `size_vram` are both the memory of its worker, all of which the GPU can use."""
 
     name: str
     model: str

@@ -25,7 +25,7 @@ class PropsModalities(Struct, frozen=True):
 
 
 class Props(Struct, frozen=True):
-    """Properties of a model. `total_slots` sequences run at once."""
+    """Properties of a model. `total_slots` is the maximum number of concurrent sequences."""
 
     default_generation_settings: SlotSettings
     total_slots: int

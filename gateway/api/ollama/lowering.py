@@ -189,7 +189,7 @@ class _Turns:
     def _first(self, numbers: deque[int] | None) -> int | None:
         """Return the first of these calls that has no result.
 
-        Calls before it are dropped, so that each is checked only once.
+        The calls before it are dropped from `numbers`, so that each is checked only once.
         """
         while numbers:
             number = numbers.popleft()

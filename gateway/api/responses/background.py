@@ -67,7 +67,8 @@ class Background:
         self.is_over = False
         self.is_left = False
         self.form = ""
-        # The generation is dropped once the response is over, because it holds the packed prompt with its media.
+        # The generation is dropped when the response has ended, because it keeps the packed prompt with its media in
+        # memory.
         self._generation: Generation | None = None
 
     @property
@@ -313,7 +314,7 @@ class Backgrounds:
         self._evict()
         asyncio.get_running_loop().call_later(KEEP_ENDED_S, self._known.pop, background.id, None)
         if not background.is_left:
-            # The journal is deleted once the store has the last state.
+            # The journal is deleted only when the store has the last state.
             with suppress(StoreBroken):
                 await self._store.settle()
             await background.journal.remove()
@@ -339,7 +340,7 @@ class Backgrounds:
         log.info("background response ended", extra={"fields": fields})
 
     def _evict(self) -> None:
-        """Drop the oldest ended responses until the rest are within ENDED_BYTES_MAX."""
+        """Drop the oldest ended responses until those left take at most ENDED_BYTES_MAX."""
         ended = [each for each in self._known.values() if each.is_over]
         total = sum(each.size_bytes for each in ended)
         for each in ended:

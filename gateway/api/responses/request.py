@@ -182,7 +182,7 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
-    """`POST /v1/responses`. The fields after `user` are those of other servers."""
+    """Body of `POST /v1/responses`. The fields after `user` come from other servers."""
 
     stream: bool | None = None
     store: bool | None = None

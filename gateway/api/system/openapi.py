@@ -186,7 +186,9 @@ def _event(data: Schema) -> Schema:
 
 
 def _qualified(struct: type) -> str:
-    """Return a name such as `openai.ChatRequest`: the struct's dialect, with `_out` for answers, or else its module."""
+    """Return a name such as `openai.ChatRequest`. The first part is the dialect, with `_out` for answers and `_tools`
+    for tools; for a struct of another module, it is the module's name.
+    """
     package, _, module = struct.__module__.rpartition(".")
     dialect = package.rpartition(".")[2]
     place = {"request": dialect, "response": f"{dialect}_out", "tools": f"{dialect}_tools"}.get(module, module)

@@ -77,7 +77,8 @@ async def _probe(services: Services, worker: WorkerHandle, deadline_s: float) ->
     error = ""
     try:
         async with asyncio.timeout(deadline_s):
-            # A worker takes no requests while its memory is needed elsewhere, or while a suspect request runs alone.
+            # A worker takes no requests while another model needs its memory, or while it runs only a request that may
+            # crash it.
             while worker.state is State.READY and not worker.is_ready:  # noqa: ASYNC110 - no event announces it
                 await asyncio.sleep(POLL_S)
             if worker.state is not State.READY:

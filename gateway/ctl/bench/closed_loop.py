@@ -28,7 +28,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BenchLoad:
-    """Settings that all requests of a benchmark share. `extra` is added to each request's body unchanged."""
+    """Settings that all requests of a benchmark have in common. `extra` is added to each request's body unchanged."""
 
     target: Target
     model: str

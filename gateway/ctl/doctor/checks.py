@@ -32,7 +32,9 @@ class DoctorFinding(Struct, frozen=True):
 
 
 def versions(found: Mapping[str, str | None]) -> DoctorFinding:
-    """Check the distributions that mlxd needs. `found` maps each to its version, or None."""
+    """Check the distributions that mlxd needs. `found` maps the name of each to its version, or to None if it is
+    missing.
+    """
     missing = [name for name, version in found.items() if version is None]
     if missing:
         return DoctorFinding("versions", "bad", f"not installed: {', '.join(missing)}", "install mlxd again")
@@ -65,7 +67,7 @@ def configuration(path: Path, error: str) -> DoctorFinding:
 
 
 def home(path: Path, mode: int | None, owner: int, uid: int) -> DoctorFinding:
-    """Check the home. `mode` holds its permission bits, or None if it is missing."""
+    """Check the home. `mode` is its permission bits; None if the home is missing."""
     if mode is None:
         return DoctorFinding("home", "ok", f"{path} will be made at the first start")
     # Root may manage homes of other users.

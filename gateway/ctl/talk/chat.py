@@ -34,7 +34,9 @@ class ChatOptions(Struct, frozen=True):
 
 
 def talk(model: str, prompt: str | None, options: ChatOptions, *, json: bool = False) -> None:
-    """Print the answer to a prompt or to piped input; without either, hold a conversation. Raises `CommandFailed`."""
+    """Print the answer to a prompt or to piped input. If there is neither, hold a conversation. Raises
+    `CommandFailed`.
+    """
     sampling = {"max_tokens": options.max_tokens, "temperature": options.temperature}
     request: dict[str, Any] = {"model": model, "stream": True}
     request |= {name: value for name, value in sampling.items() if value is not None}

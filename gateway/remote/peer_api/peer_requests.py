@@ -44,7 +44,7 @@ from protocol.peering import (
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import Detokenize, Generate, Tokenize
 
-# The first frame is sent at once, because peers have short time-outs.
+# The first frame is sent immediately, because peers have short time-outs.
 STREAM_TIMING: Final = StreamTiming(hold_s=0.0, keepalive_s=1.0)
 FRAMES: Final = b"application/vnd.mlxd.frames"
 MSGPACK: Final = b"application/msgpack"

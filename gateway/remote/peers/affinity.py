@@ -89,7 +89,7 @@ def _cut(data: bytes) -> Iterator[bytes]:
 
 
 class Affinity:
-    """Places to which prefixes were sent, for the newest `KEYS_MAX` prefixes. Owned by the fleet."""
+    """Remembers to which places prefixes were sent, for the newest `KEYS_MAX` prefixes. The fleet owns it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -59,7 +59,7 @@ class PeerLost:
     failure: Failure
 
 
-# A function that is called at most once, when the stream has ended.
+# Called at most once, when the stream has ended.
 OnLoss = Callable[[PeerLost], None]
 
 
