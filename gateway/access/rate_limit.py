@@ -323,7 +323,9 @@ class Meter:
         return self._headers("x-ratelimit-{part}-{kind}", _duration)
 
     def anthropic_headers(self) -> list[Header]:
-        """Return the headers `anthropic-ratelimit-*`. Their reset is a point in time, not a duration as OpenAI's."""
+        """Return the headers `anthropic-ratelimit-*`. They give the reset as a point in time, OpenAI's give it as a
+        duration.
+        """
         return self._headers("anthropic-ratelimit-{kind}-{part}", _time_after)
 
     def _headers(self, name: str, format_reset: Callable[[float], str]) -> list[Header]:

@@ -341,7 +341,7 @@ class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_pixels: Annotated[int, Meta(ge=1024, le=1 << 30)] = 64_000_000
     # Maximum bytes of the media of all running requests together.
     in_flight_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 512 * 1024 * 1024
-    # Whether http and https URLs are fetched: never, or from addresses of the public internet.
+    # `public` allows http and https URLs with addresses of the public internet; `off` allows none.
     urls: Literal["off", "public"] = "off"
     fetch_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
     # Folders below which a `file:` URL may point.

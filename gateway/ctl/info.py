@@ -48,7 +48,7 @@ def info(
 
 
 def print_info(name: str, info: ModelMetadata, echo: Callable[[str], None] = typer.echo) -> None:
-    """Print a model's needs for people, line by line."""
+    """Print what is known about a model, line by line: its memory, its context, and whether it fits."""
     kv = "not computed for this attention"
     if info.kv_1k_bytes is not None:
         kv = f"{size(info.kv_1k_bytes)} per 1,000 tokens" + (f", in {info.kv_bits} bits" if info.kv_bits else "")

@@ -49,7 +49,9 @@ def console() -> Console:
 
 
 def progress_bar(*columns: "ProgressColumn") -> "Progress":
-    """Return a progress bar of bytes on stderr, with more columns. It is shown on a terminal only."""
+    """Return a progress bar on stderr that counts bytes and has additional `columns`. It is shown on a
+    terminal only.
+    """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     text, download = TextColumn("{task.description}", markup=False), DownloadColumn(binary_units=True)

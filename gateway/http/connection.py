@@ -120,7 +120,7 @@ class GuardedProtocol(HttpToolsProtocol):
         # `_handshake` is None on plain TCP and on the unix socket.
         self._handshake = handshake
         self._is_in_head = True
-        # Number of bytes that the current head, or trailers, may still have.
+        # Number of further bytes that the current head, or its trailers, may take.
         self._field_bytes_left = HEAD_BYTES_MAX
         # Whether the last input completed a head or a part of a body, and the number of bytes fed since such an input.
         self._has_progressed = False

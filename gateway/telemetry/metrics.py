@@ -179,7 +179,7 @@ class MediaNumbers:
     used_bytes: int = 0
     # Number of requests that were refused for lack of memory.
     refused: int = 0
-    # Number of running fetches by URL.
+    # Number of media URLs that are being fetched.
     fetching: int = 0
 
 

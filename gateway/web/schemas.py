@@ -173,7 +173,7 @@ class KeyRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyView(KeyFields, frozen=True, kw_only=True):
-    """A key without its secret. Its usage is that since counting began; times are Unix times, 0 for never."""
+    """A key without its secret. Usage numbers are totals since counting began; times are Unix times, 0 for never."""
 
     name: str
     prefix: str

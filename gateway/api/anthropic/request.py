@@ -250,7 +250,7 @@ def _assistant_turn(blocks: list[Block]) -> dict[str, Any]:
             case "text":
                 texts.append(block.text or "")
             case _:
-                pass  # The model cannot be shown thinking and tool use of other servers.
+                pass  # Thinking and tool use of other servers are left out, because the model cannot be shown them.
     return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
 
 

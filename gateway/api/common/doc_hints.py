@@ -36,7 +36,9 @@ def typed(*known: str, **properties: Any) -> dict[str, Any]:
 
 
 def case(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
-    """Return the schema of one form that an object may have."""
+    """Return the schema of an object with these required fields and these properties, as one of several
+    alternatives.
+    """
     return {"properties": properties, "required": list(required)}
 
 

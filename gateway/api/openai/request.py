@@ -333,7 +333,7 @@ class ChatCompletionRequest(PromptFields, frozen=True, kw_only=True):
     media_io_kwargs: MediaReading | None = None
     mm_processor_kwargs: Processing | None = None
     prediction: Prediction | None = None
-    # OpenAI's fields that are accepted only as far as they ask for nothing but text.
+    # These fields of OpenAI are accepted only if they ask for text and nothing else.
     modalities: list[Annotated[str, words("text")]] | None = None
     audio: Annotated[Any, UNSERVED] = None
     web_search_options: Annotated[Any, UNSERVED] = None

@@ -130,7 +130,9 @@ class BenchConnection(asyncio.Protocol):
             await loop.create_connection(lambda: self, self._target.host, self._target.port, ssl=context)
 
     async def request(self, path: str, body: bytes | None = None, timeout_s: float = 600.0) -> Reply:
-        """Send a request and wait for the whole answer. Errors of the server do not raise; see `Reply.error`."""
+        """Send a request and wait for the whole answer. An error of the server is in `Reply.error` and
+        raises nothing.
+        """
         reply = self.reply = Reply(sent=time.perf_counter())
         self._rest = b""
         self._is_stream = False
