@@ -3,10 +3,11 @@
 The gateway cannot see which request crashed a worker. Therefore each crash has suspects: the sequences that had no
 token from that worker yet, because they were waiting or in their prefill.
 
-- Most crashes are not a request's fault, so sequences that are not suspicious are resumed immediately. - A sequence is
-suspicious if it was the only suspect of a crash, or had no token from two workers in a row.   Suspicious sequences are
-resumed last, one after another, each when all sequences before it have a token. New   requests wait until then. So the
-next crash has one suspect. - A request that was the only suspect of two crashes in a row is quarantined.
+- Most crashes are not a request's fault, so sequences that are not suspicious are resumed immediately.
+- A sequence is suspicious if it was the only suspect of a crash, or had no token from two workers in a row.
+  Suspicious sequences are resumed last, one after another, each when all sequences before it have a token. New
+  requests wait until then. So the next crash has one suspect.
+- A request that was the only suspect of two crashes in a row is quarantined.
 """
 
 import logging
