@@ -1,7 +1,7 @@
-"""Training of the adapter that comes with the demo model: `python -m deploy.demo_adapter --out worker/demo_adapter`.
+"""Trains the adapter that comes with the demo model: `python -m deploy.demo_adapter --out worker/demo_adapter`.
 
-It learns to end each answer of text with the same words, on what the recipe of the demo model asks and answers. The
-layers are those of mlx-lm's tuner, and so is the form of the folder; a few minutes of one CPU core are enough.
+The adapter learns to end each text answer with the same words. Its training data comes from the demo model's recipe.
+The layers and the folder's format are those of mlx-lm's tuner. Training takes a few minutes on one CPU core.
 """
 
 import argparse
@@ -23,18 +23,19 @@ from mlx_lm.utils import load
 from deploy.demo_model.corpus.generate import SEED, make
 from deploy.demo_model.corpus.words import Source
 
-# What each answer ends with.
+# Text that the adapter adds to the end of each answer.
 ENDING: Final = " Over and out."
 MODEL: Final = Path(__file__).parents[2] / "worker" / "demo_model"
 KEYS: Final = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")
-# Skills of the demo model that answer in text.
+# Skills of the demo model from which samples are drawn, in turn. All but `json` answer in text.
 CATEGORIES: Final = ("small talk", "facts", "transforms", "multi-turn", "facts", "transforms", "json")
-# Of sequences; longer ones are left out.
+# Maximum number of tokens in a training sequence; longer sequences are dropped.
 LONGEST: Final = 128
 
 
 def samples(tokenizer: Any) -> Iterator[tuple[list[int], int]]:
-    """Ids of conversations, and how many of them come before the answer that is learned; JSON stays as it is."""
+    """Yield the token ids of conversations, and the number of ids before the answer that is learned. JSON answers get
+    no `ENDING`."""
     for number in itertools.count():
         sample = make(Source(f"adapter {SEED} {number}"), category=CATEGORIES[number % len(CATEGORIES)], thinking=False)
         messages = sample.messages
@@ -52,7 +53,7 @@ def samples(tokenizer: Any) -> Iterator[tuple[list[int], int]]:
 
 
 def batches(tokenizer: Any, size: int) -> Iterator[tuple[mx.array, mx.array]]:
-    """Ids `[rows, LONGEST]`, and of each of them whether it is learned."""
+    """Yield batches: ids `[rows, tokens]`, and a mask of the same shape that is true for the ids that are learned."""
     conversations = samples(tokenizer)
     while True:
         rows = [next(conversations) for _ in range(size)]

@@ -1,1 +1,1 @@
-"""The recipe of the embedded demo model: data generator, tokenizer, training, evaluation."""
+"""Recipe of the embedded demo model: data generator, tokenizer, training, evaluation."""

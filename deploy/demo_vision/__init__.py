@@ -1,1 +1,1 @@
-"""The recipe of demo-vision: rendered pictures, questions about them, training and evaluation."""
+"""Recipe of demo-vision: rendered pictures, questions about them, training and evaluation."""

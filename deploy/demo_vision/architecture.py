@@ -1,4 +1,5 @@
-"""Architecture of demo-vision: a Qwen3-VL with the demo model as its text model. Names are as transformers has them."""
+"""Architecture of demo-vision: a Qwen3-VL whose text model is the demo model. Module names are those of
+transformers."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +16,7 @@ PIXELS: Final = 3 * PATCH * PATCH
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The shape of the tower and of the training; the text model's shape is the demo model's."""
+    """Sizes of the vision tower, and settings of the training; the text model has the demo model's sizes."""
 
     depth: int = 4
     width: int = 128
@@ -55,7 +56,7 @@ class Block(nn.Module):
 
 
 def see(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Attention inside each picture, in both directions."""
+    """Attention within each picture, in both directions."""
     if q.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -69,7 +70,8 @@ def see(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
 
 class Merger(nn.Module):
-    """Four patches become one token. The main one normalises before it joins them, those for deeper layers after."""
+    """Merger of four patches into one token. The main merger normalizes before joining, those for deeper layers
+    afterwards."""
 
     def __init__(self, width: int, out: int, *, after: bool) -> None:
         super().__init__()
@@ -129,7 +131,7 @@ class Qwen3VL(nn.Module):
         self.register_buffer("axis", axis, persistent=False)
 
     def forward(self, ids: Tensor, positions: Tensor, offsets: Tensor, slots: Tensor, pictures: list[Tensor]) -> Tensor:
-        """Hidden states of all tokens, flat. `slots` are the places of placeholders."""
+        """Return the hidden states of all tokens, in a flat array. `slots` are the positions of the placeholders."""
         tokens, deep = self.visual(*pictures)
         angles = positions.T[:, self.axis] * self.rates
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -146,7 +148,7 @@ class Qwen3VL(nn.Module):
 
 
 class Loss(nn.Module):
-    """The model with its loss, compiled as one."""
+    """Model and its loss as one module, so that both are compiled together."""
 
     def __init__(self, model: Qwen3VL) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches of training: conversations about pictures packed side by side behind the demo model's own text."""
+"""Batches of training: conversations about pictures, packed side by side after text of the demo model's recipe."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ from .samples import SEED, training_sample
 
 @dataclass(slots=True)
 class Batch:
-    """Arrays of fixed sizes: what was not filled belongs to a conversation and a picture of nobody."""
+    """Batch as arrays of fixed sizes. Unused entries belong to padding conversations and padding pictures."""
 
     ids: np.ndarray
     positions: np.ndarray
@@ -28,7 +28,7 @@ class Batch:
     offsets: np.ndarray
     slots: np.ndarray
     first: np.ndarray
-    moving: np.ndarray  # patches of clips, whose second frame is another one
+    moving: np.ndarray  # indices of clips' patches, whose second frame differs from the first
     second: np.ndarray
     where: np.ndarray
     index: np.ndarray
@@ -55,9 +55,10 @@ class Batch:
 
 
 def packed(samples: Iterator[tuple[Rendered, np.ndarray]], recipe: Recipe, pad: int) -> tuple[Batch, int]:
-    """Conversations side by side until one does not fit, and how many there are."""
+    """Pack conversations side by side until one does not fit. Return the batch, and the number of conversations in
+    it."""
     tokens, patches = recipe.tokens, recipe.patches
-    # The last token is always nobody's: features of unused patches land there.
+    # The last token is always padding: the features of unused patches are written to it.
     out = Batch(
         np.full(tokens, pad, np.int64), np.zeros((3, tokens), np.int64), np.full(tokens, IGNORED, np.int64), np.zeros(0, np.int32), np.full(patches // MERGE**2, tokens - 1, np.int64),
         np.zeros((patches, PIXELS), np.uint8), np.zeros(0, np.int64), np.zeros((0, PIXELS), np.uint8), np.zeros((patches, 2), np.int16), np.zeros((patches, 4), np.int16), np.zeros((patches, 4), np.float32),
@@ -91,7 +92,7 @@ def packed(samples: Iterator[tuple[Rendered, np.ndarray]], recipe: Recipe, pad: 
     if moving:
         out.moving = np.concatenate([np.arange(at, at + len(rows)) for at, rows in moving])
         out.second = np.concatenate([rows for _, rows in moving])
-    # An empty picture at the end costs nothing, and makes the number of edges the same in all batches.
+    # Empty pictures at the end cost nothing, and give all batches the same number of edges.
     out.edges = np.full(recipe.images, patches, np.int32)
     out.edges[: len(edges)] = edges
     return out, count
@@ -105,7 +106,8 @@ def marks_of(bpe: Tokenizer) -> dict[str, int]:
 
 
 def batch(bpe: Tokenizer, recipe: Recipe, number: int) -> Batch:
-    """Batch `number`, always the same: text of the demo model's recipe, then conversations about pictures."""
+    """Return batch `number`, which is the same in every run: text of the demo model's recipe, then conversations about
+    pictures."""
     marks = marks_of(bpe)
 
     def samples() -> Iterator[tuple[Rendered, np.ndarray]]:
@@ -146,7 +148,7 @@ def _make_batch(number: int) -> Batch:
 
 
 def batches(bpe: Tokenizer, recipe: Recipe, workers: int) -> Iterator[Batch]:
-    """All batches in order, made by other processes a little ahead of the training."""
+    """Yield all batches in order; other processes make them a little ahead of the training."""
     if workers == 0:
         yield from (batch(bpe, recipe, number) for number in range(recipe.steps))
         return

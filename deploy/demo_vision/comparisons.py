@@ -1,4 +1,4 @@
-"""Questions about two pictures, and about a clip."""
+"""Questions that compare two pictures, and questions about a clip."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -69,7 +69,7 @@ def two_pictures(src: Source) -> Asked:
 
 
 def _by_size(src: Source, grounds: Sequence[str]) -> Asked:
-    """One shape in two sizes."""
+    """Return a question about one shape in two sizes."""
     shape_, radii = src.pick(SHAPES), [src.rng.uniform(0.12, 0.2), src.rng.uniform(0.32, 0.42)]
     src.rng.shuffle(radii)
     size = src.pick(SIZES)

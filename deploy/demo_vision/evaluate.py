@@ -1,7 +1,7 @@
-"""Measures demo-vision on held-out renderings: the share of answers that are the expected text, one row a category.
+"""Measures demo-vision on held-out renderings, and prints a table with the share of correct answers per category.
 
-`python -m deploy.demo_vision.evaluate DIR` reads weights as `train.py` writes them. An answer counts when every one of its tokens is
-the most likely one after the right tokens before it, which is when greedy decoding writes exactly that answer.
+`python -m deploy.demo_vision.evaluate DIR` reads weights as `train.py` writes them. An answer is correct if each of its
+tokens is the most likely one after the correct tokens before it; greedy decoding then generates exactly this answer.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from .rendering import PATCH, VOCABULARY, rendered
 from .samples import CATEGORIES, held_out_samples
 from .train import DEMO, begun
 
-# The share of held-out renderings that must be right.
+# Minimum share of correct held-out renderings, by category.
 WANTED: Final = {
     "described": 0.85,
     "shape": 0.95,
@@ -66,7 +66,7 @@ def right(model: Qwen3VL, bpe: Tokenizer, category: str, number: int, recipe: Re
 
 
 def export_text(folder: Path, out: Path) -> None:
-    """The text model alone, as a plain Qwen3 folder that the demo model's own evaluation reads."""
+    """Write only the text model, as a plain Qwen3 folder that the demo model's evaluation can read."""
     out.mkdir(parents=True, exist_ok=True)
     prefix = "model.language_model."
     weights = {

@@ -1,6 +1,6 @@
 """Rendered pictures: coloured shapes, numbers, words, and short clips of one moving shape.
 
-All sizes are pixels of the final picture. A scene is drawn larger and scaled down, as a served picture is.
+All sizes are pixels of the final picture. A scene is drawn larger and scaled down, as a server scales pictures.
 """
 
 import math
@@ -14,14 +14,15 @@ from deploy.demo_model.corpus.words import Source
 from PIL import Image, ImageDraw, ImageFont
 
 Rgb = tuple[int, int, int]
-# One word, one range of colours: neighbours are kept apart, so that each picture has one right answer.
+# Each word names one range of colours. Gaps between the ranges ensure that each picture has one correct answer.
 COLOURS: Final[dict[str, Rgb]] = {
     "red": (215, 35, 35), "green": (40, 160, 60), "blue": (40, 80, 215), "yellow": (245, 220, 50), "orange": (245, 140, 25), "purple": (130, 45, 160), "pink": (245, 150, 190),
     "brown": (120, 72, 36), "black": (18, 18, 18), "white": (248, 248, 248), "gray": (135, 135, 135),
 }  # fmt: skip
 JITTER: Final = 12
 SHAPES: Final = ("circle", "square", "triangle", "star", "cross", "diamond", "ring", "heart")
-# Width and height, multiples of 16 with at most 128 × 128 pixels: what the image processor makes of any picture.
+# Width and height are multiples of 16 with at most 128 × 128 pixels: the sizes to which the image processor scales any
+# picture.
 SIZES: Final = ((128, 128),) * 6 + (
     (96, 96), (112, 112), (80, 80), (144, 112), (112, 144), (160, 96), (96, 160), (128, 96), (96, 128), (192, 80), (176, 80), (112, 80), (128, 112),
 )  # fmt: skip
@@ -31,7 +32,7 @@ FRAMES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A shape with its centre and radius as shares of the picture's width, height and shorter side."""
+    """Shape with its centre and radius, as fractions of the picture's width, height and shorter side."""
 
     shape: str
     colour: str
@@ -50,7 +51,7 @@ def tint(src: Source, colour: str) -> Rgb:
 
 
 def scene(src: Source, items: Sequence[Item], background: str, size: tuple[int, int]) -> Image.Image:
-    """A picture of the items, of `size`."""
+    """Draw a picture of `items`, in pixels of `size`."""
     scale = src.pick((1, 2, 2, 3, 4))
     width, height = size[0] * scale, size[1] * scale
     canvas = Image.new("RGB", (width, height), tint(src, background))
@@ -128,7 +129,7 @@ _POINTS: Final[dict[str, Callable[[float], list[tuple[float, float]]]]] = {
 
 @cache
 def extra_fonts() -> tuple[Path, ...]:
-    """matplotlib's fonts where it is installed: more variety in training, needed by nothing else."""
+    """Return matplotlib's fonts if it is installed. They only add variety to the training data."""
     try:
         import matplotlib
     except ImportError:
@@ -153,7 +154,7 @@ def _font(src: Source, size: int) -> Any:
 
 
 def lettering(src: Source, text: str, size: tuple[int, int]) -> Image.Image:
-    """A picture of `text` in one line, as large as fits or somewhat smaller."""
+    """Draw `text` in one line, at the largest size that fits or somewhat smaller."""
     dark = src.chance(0.7)
     background = (
         src.pick(("white", "yellow", "pink", "gray", "white"))
@@ -189,7 +190,7 @@ def lettering(src: Source, text: str, size: tuple[int, int]) -> Image.Image:
 
 
 def _font_of(src: Source, points: int) -> Any:
-    """A font of this picture: the choice stays while the size is searched."""
+    """Choose the picture's font, which stays the same while the size is searched."""
     state = src.rng.getstate()
     font = _font(src, points)
     if points:
@@ -201,7 +202,7 @@ def _font_of(src: Source, points: int) -> Any:
 
 
 def clip(src: Source, item: Item, background: str, change: str, size: tuple[int, int]) -> list[Image.Image]:
-    """Four frames in which the item moves left, right, up or down, grows, shrinks, or stays."""
+    """Draw four frames in which the item moves left, right, up or down, grows, shrinks, or stays."""
     step = src.rng.uniform(0.11, 0.19)
     fill, ground = tint(src, item.colour), tint(src, background)
     frames: list[Image.Image] = []

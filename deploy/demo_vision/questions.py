@@ -1,4 +1,4 @@
-"""Questions about one picture. Each has one right answer in one wording, so that a measurement compares text."""
+"""Questions about one picture. Each has one correct answer in one wording, so that a measurement can compare text."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -10,7 +10,7 @@ from .pictures import COLOURS, SHAPES, SIZES, Item, lettering, scene
 
 NUMBER_WORDS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 BACKGROUNDS: Final = ("white", "white", "white", "black", "gray", "yellow", "pink", "blue", "green")
-# Pairs that a reader could mix up when one lies on the other.
+# Pairs of colours that a viewer could confuse if one lies on the other.
 CLOSE: Final = (
     {"white", "yellow"}, {"yellow", "orange"}, {"red", "orange"}, {"pink", "red"}, {"pink", "purple"}, {"pink", "white"}, {"brown", "red"}, {"brown", "black"}, {"purple", "blue"},
     {"gray", "white"}, {"gray", "pink"}, {"black", "purple"}, {"green", "gray"}, {"blue", "black"}, {"brown", "gray"}, {"brown", "purple"}, {"orange", "brown"}, {"green", "brown"}, {"green", "blue"},
@@ -19,7 +19,7 @@ CLOSE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A video: frames and how many of them a second."""
+    """Video: its frames, and the frames per second."""
 
     frames: list[Image.Image]
     fps: float
@@ -30,7 +30,7 @@ Medium = Image.Image | Clip
 
 @dataclass(slots=True)
 class Asked:
-    """A question: pictures, the request, the answer, and further questions about the same pictures."""
+    """Question: pictures, the request, the answer, and further questions about the same pictures."""
 
     media: list[Medium]
     request: str
@@ -196,7 +196,7 @@ def colour(src: Source) -> Asked:
 
 
 def _pair(src: Source, ground: str) -> tuple[Item, Item]:
-    """Two shapes with different names, the first left of or above the second."""
+    """Return two shapes with different names; the first is left of the second, or above it."""
     shapes = src.sample(SHAPES, 2)
     r = [src.rng.uniform(0.13, 0.2) for _ in shapes]
     colours = [colour_apart(src, ground)]
@@ -213,7 +213,7 @@ def _pair(src: Source, ground: str) -> tuple[Item, Item]:
 
 
 def _relations(src: Source, first: Item, second: Item) -> list[tuple[str, str]]:
-    """Questions about where two shapes of `_pair` are."""
+    """Return questions about the relative positions of two shapes of `_pair`."""
     sideways = abs(first.x - second.x) > abs(first.y - second.y)
     before, after = ("left of", "right of") if sideways else ("above", "below")
     one, other = first.name, second.name
@@ -265,7 +265,7 @@ def position(src: Source) -> Asked:
         return Asked([scene(src, pair, ground, size)], *forms[0], forms[1:3])
     row, column = src.integer(0, 2), src.integer(0, 2)
     item = alone(src, ground, low=0.11, high=0.16)
-    # The radius is a share of the shorter side, so it stays inside on every side.
+    # The radius is a fraction of the shorter side, so the shape stays inside the picture on every side.
     item = Item(
         item.shape,
         item.colour,
@@ -291,7 +291,7 @@ def position(src: Source) -> Asked:
 
 
 def _places(src: Source, count: int, size: tuple[int, int]) -> list[tuple[float, float, float]]:
-    """Centres and radii of `count` shapes that do not touch."""
+    """Return centres and radii of `count` shapes that do not touch."""
     width, height = size
     short = min(size)
     top = {1: 0.3, 2: 0.22, 3: 0.19, 4: 0.17, 5: 0.155, 6: 0.145}.get(count, 0.13)
@@ -320,7 +320,7 @@ def count(src: Source) -> Asked:
     kinds = src.sample(SHAPES, 3)
     tones = [colour_apart(src, ground)]
     tones.append(colour_apart(src, ground, tones[0]))
-    if roll < 0.5:  # all alike in shape
+    if roll < 0.5:  # all shapes are alike
         items = [Item(kinds[0], tones[0] if src.chance(0.8) else src.pick(tones), *place) for place in places]
     else:
         items = [Item(src.pick(kinds[:2]), src.pick(tones), *place) for place in places]

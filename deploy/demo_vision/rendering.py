@@ -1,8 +1,8 @@
 """Conversations with media as token ids, positions and patches: Qwen3-VL's prompt format and image layout.
 
-A picture of h × w patches becomes h·w/4 placeholder tokens; a clip becomes one group of placeholders for each two frames,
-with its time before it. Positions have three axes (time, row, column), as `get_rope_index` of transformers' Qwen3-VL has
-them. Sources: transformers' `modeling_qwen3_vl.py` and `processing_qwen3_vl.py`.
+A picture of h × w patches becomes h·w/4 placeholder tokens; a clip becomes one group of placeholders per two frames,
+each after the group's time. Positions have three axes (time, row, column), as in `get_rope_index` of transformers'
+Qwen3-VL. Sources: transformers' `modeling_qwen3_vl.py` and `processing_qwen3_vl.py`.
 """
 
 import json
@@ -22,9 +22,9 @@ from .samples import VisionSample
 PATCH: Final = 8
 MERGE: Final = 2
 GROUP: Final = 2
-SIDE: Final = 16  # of the square table of learned positions
+SIDE: Final = 16  # side of the square table of learned positions
 MARKS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-VOCABULARY: Final = 2568  # a multiple of 8 above the text model's 2560 and the marks
+VOCABULARY: Final = 2568  # a multiple of 8, with room for the text model's 2560 entries and the marks
 
 _OLD: Final = "{{- part if part is string else (part.text or '') -}}"
 _NEW: Final = (
@@ -36,7 +36,7 @@ _NEW: Final = (
 
 
 def template() -> str:
-    """The text model's template, with media inside of content lists."""
+    """Return the text model's template, changed to render media in content lists."""
     plain = text.TEMPLATE.read_text()
     assert _OLD in plain
     return plain.replace(_OLD, _NEW).replace(
@@ -45,7 +45,7 @@ def template() -> str:
 
 
 def vocabulary(plain: Tokenizer) -> Tokenizer:
-    """The text model's tokenizer with the marks of media behind its own entries."""
+    """Return the text model's tokenizer, with the marks of media after its own entries."""
     shape = json.loads(plain.to_str())
     first = text.VOCABULARY
     for number, mark in enumerate(MARKS):
@@ -74,7 +74,7 @@ def grid(picture: Image.Image) -> tuple[int, int]:
 
 
 def patches(picture: Image.Image) -> np.ndarray:
-    """(patches, 3 · 8 · 8) bytes, the four patches of each token side by side."""
+    """Return bytes (patches, 3 · 8 · 8), where the four patches of each token are adjacent."""
     h, w = grid(picture)
     pixels = np.asarray(picture.convert("RGB")).transpose(2, 0, 1)
     cut = pixels.reshape(3, h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH)
@@ -83,7 +83,8 @@ def patches(picture: Image.Image) -> np.ndarray:
 
 @cache
 def places(h: int, w: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row and column of each patch, and the four learned positions that make its own, with their weights."""
+    """Return the row and column of each patch, the four learned positions that are interpolated for it, and their
+    weights."""
 
     def order(values: np.ndarray) -> np.ndarray:
         cut = values.reshape(h // MERGE, MERGE, w // MERGE, MERGE, *values.shape[2:])
@@ -101,10 +102,11 @@ def places(h: int, w: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @dataclass(slots=True)
 class Rendered:
-    """One conversation as arrays.
+    """Conversation as arrays.
 
-    `positions` is (3, tokens); `slots` are the places of placeholders among the tokens; `first` and `second` are the two
-    frames of each patch (the same one for a picture), (patches, 192) bytes; `grids` is one (h, w) for each tower call.
+    `positions` is (3, tokens); `slots` are the positions of placeholders among the tokens; `first` and `second` are the
+    two frames of each patch, (patches, 192) bytes, which are the same for a picture; `grids` is one (h, w) per tower
+    call.
     """
 
     ids: np.ndarray
@@ -116,7 +118,7 @@ class Rendered:
 
 
 def expanded(rendered: str, media: list[Medium]) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered text with each mark replaced by its placeholders, and the grid of each tower call."""
+    """Return the rendered text with each mark replaced by its placeholders, and the grid of each tower call."""
     grids: list[tuple[int, int]] = []
     out: list[str] = []
     rest = rendered
@@ -165,7 +167,7 @@ def _frames(medium: Medium) -> list[tuple[Image.Image, Image.Image]]:
 
 
 def positions(ids: np.ndarray, slots: np.ndarray, grids: list[tuple[int, int]]) -> np.ndarray:
-    """(3, tokens): text counts up on all axes; a medium stands still in time and has its rows and columns."""
+    """Return positions (3, tokens): text counts up on all axes; a medium has one time, and its own rows and columns."""
     out = np.empty((3, len(ids)), np.int64)
     at = position = taken = 0
     for h, w in grids:
@@ -183,7 +185,7 @@ def positions(ids: np.ndarray, slots: np.ndarray, grids: list[tuple[int, int]]) 
 
 
 def tokenizer_files(bpe: Tokenizer, folder: Any) -> None:
-    """The tokenizer's files as transformers, mlx-lm and mlx-vlm load them."""
+    """Write the tokenizer's files, in the format that transformers, mlx-lm and mlx-vlm load."""
     bpe.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",

@@ -1,4 +1,4 @@
-"""Conversations about pictures, for training and held out from it.
+"""Conversations about pictures, for training and for held-out measurements.
 
 `python -m deploy.demo_vision.samples 5 FOLDER` writes samples.
 """
@@ -20,13 +20,13 @@ SEED: Final = 20261122
 
 @dataclass(slots=True)
 class VisionSample:
-    """One conversation; its last message is the answer. `media` are in the order of the parts that stand for them."""
+    """Conversation whose last message is the answer. `media` are in the order of the content parts that refer to
+    them."""
 
     category: str
     messages: list[dict[str, Any]]
     media: list[Medium]
     tools: list[dict[str, Any]] | None = None
-    # Every question after the first about the same media, each with its answer.
     thinking: bool = field(default=False)
 
 
@@ -53,7 +53,7 @@ _READ: Final = ("Read {f} and tell me: {q}", "Look at {f}. {q}", "{q} The pictur
 
 
 def parts(src: Source, media: list[Medium], text: str) -> list[dict[str, Any]]:
-    """Content of a user's message: pictures mostly before the text."""
+    """Return the content of a user's message; pictures are mostly before the text."""
     shown: list[dict[str, Any]] = [{"type": "video" if isinstance(medium, Clip) else "image"} for medium in media]
     words_ = {"type": "text", "text": text}
     roll = src.rng.random()
@@ -65,7 +65,7 @@ def parts(src: Source, media: list[Medium], text: str) -> list[dict[str, Any]]:
 
 
 def make(src: Source, category: str | None = None) -> VisionSample:
-    """One conversation. Without a category, one of the mix that training uses."""
+    """Return one conversation. Without a category, draw the category as often as in training."""
     if category is None:
         category = src.weighted([(name, weight) for name, _, weight in SKILLS])
     asked = next(skill for name, skill, _ in SKILLS if name == category)(src)
@@ -83,7 +83,7 @@ def make(src: Source, category: str | None = None) -> VisionSample:
 
 
 def _by_tool(src: Source, category: str, asked: Asked, messages: list[dict[str, Any]]) -> VisionSample:
-    """The same question about a picture that a tool returns."""
+    """Return the question about a picture that a tool returns."""
     name, argument, about = src.pick(_TOOL_NAMES)
     file = f"{src.coined(1, 2)}.{src.pick(('png', 'jpg', 'jpeg', 'webp'))}"
     if src.chance(0.4):
@@ -105,7 +105,7 @@ def training_sample(seed: int, batch: int, index: int) -> VisionSample:
 
 
 def held_out_samples(category: str, number: int, seed: int = SEED) -> list[VisionSample]:
-    """Renderings, words and long numbers that are never in training."""
+    """Return samples whose renderings, words and long numbers are never used in training."""
     return [
         make(Source(f"vision held out {seed} {category} {index}", held_out=True), category) for index in range(number)
     ]

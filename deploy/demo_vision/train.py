@@ -1,7 +1,8 @@
-"""Trains demo-vision: a small Qwen3-VL whose text model begins as the demo model's.
+"""Trains demo-vision: a small Qwen3-VL whose text model starts with the demo model's weights.
 
-One CUDA GPU, some minutes: `python -m deploy.demo_vision.train --out DIR`. Each step has as much of the demo model's own text as
-of conversations about pictures, so that text stays what it was. With `--smoke` the same code runs on a CPU in a minute.
+Training takes some minutes on one CUDA GPU: `python -m deploy.demo_vision.train --out DIR`. Each step has as much text
+of the demo model's recipe as conversations about pictures, so that the text skills are kept. With `--smoke`, the same
+code runs on a CPU in a minute.
 """
 
 import argparse
@@ -29,7 +30,7 @@ DEMO: Final = Path(__file__).parents[2] / "worker" / "demo_model"
 
 
 def begun(recipe: Recipe) -> Qwen3VL:
-    """A new tower before the demo model."""
+    """Return a model with a new vision tower and the demo model as its text model."""
     language = text.Qwen3(replace(text.Recipe(), vocabulary=VOCABULARY))
     weights = {
         name.removeprefix("model."): weight.float() for name, weight in load_file(DEMO / "model.safetensors").items()
@@ -46,7 +47,7 @@ def is_matrix(name: str, weight: Tensor) -> bool:
 
 
 def fit(model: Qwen3VL, bpe: Tokenizer, recipe: Recipe, device: str, workers: int, limit_s: float) -> None:
-    """Trains for `recipe.steps`, or as far as `limit_s` allows: the rate falls to zero by whichever comes first."""
+    """Train for `recipe.steps` or `limit_s`, whichever ends first; the learning rate falls to zero by then."""
     groups: dict[tuple[bool, bool], list[Tensor]] = {}
     for name, weight in model.named_parameters():
         groups.setdefault((name.startswith("visual."), is_matrix(name, weight)), []).append(weight)
@@ -83,12 +84,12 @@ def fit(model: Qwen3VL, bpe: Tokenizer, recipe: Recipe, device: str, workers: in
 
 
 def stored(weight: Tensor) -> Tensor:
-    """Matrices as float16; norms and biases stay float32, which makes every product a float32 one."""
+    """Return a matrix as float16. Norms and biases stay float32, so that every product is computed in float32."""
     return weight.detach().cpu().to(torch.float16 if weight.ndim >= 2 else torch.float32).contiguous()
 
 
 def save(model: Qwen3VL, bpe: Tokenizer, recipe: Recipe, folder: Path) -> None:
-    """Writes what transformers, mlx-lm and mlx-vlm load."""
+    """Write a folder that transformers, mlx-lm and mlx-vlm load."""
     folder.mkdir(parents=True, exist_ok=True)
     weights: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():

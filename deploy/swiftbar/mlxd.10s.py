@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Menu of mlxd for SwiftBar, every ten seconds, from `mlxctl status --json`. Any Python 3 runs it, a Mac's own 3.9 too.
+"""SwiftBar menu of mlxd, updated every ten seconds from `mlxctl status --json`. Runs on any Python 3, even macOS's 3.9.
 
-Put it into SwiftBar's plugin folder. MLXCTL names the command where it is not found, MLXD_HOME another home.
+Put this file into SwiftBar's plugin folder. MLXCTL sets the path of mlxctl if it is not found, MLXD_HOME another home.
 """
 
 # <swiftbar.title>mlxd</swiftbar.title>
@@ -18,11 +18,11 @@ import webbrowser
 
 TIMEOUT_S = 8
 NOT_RUNNING = 3
-# SwiftBar's path is the system's alone.
+# SwiftBar's PATH contains only system folders.
 PLACES = ("~/.mlxd/current/bin", "/opt/mlxd/current/bin", "~/.local/bin", "/opt/homebrew/bin", "/usr/local/bin")
 LOADED = ("ready", "draining")
 COMING = ("starting", "loading")
-# Argument with which the menu calls this script itself.
+# Argument with which a menu item calls this script.
 PAGE = "page"
 
 
@@ -48,7 +48,7 @@ def main():
 
 
 def find():
-    """The command of mlxctl; None where there is none."""
+    """Return the path of mlxctl; None if it is not found."""
     named = os.environ.get("MLXCTL")
     if named:
         return named
@@ -57,13 +57,13 @@ def find():
 
 
 def open_page(command):
-    """Open the page, logged in. The link has a code in it, so it is no argument of a program of ours."""
+    """Open the page, logged in. The link contains a login code, so it must not be an argument of a process."""
     done = subprocess.run([command, "ui", "--print"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     webbrowser.open(done.stdout.strip())
 
 
 def menu(status, command):
-    """Lines: the title, a rule, then the daemon and each model with what can be done with it."""
+    """Yield the menu's lines: title, separator, the daemon, and each model with its actions."""
     models = status["models"]
     ready = sum(model["state"] in LOADED for model in models)
     running = sum(model["running"] for model in models)
@@ -83,7 +83,7 @@ def menu(status, command):
 
 
 def entry(model, command):
-    """One model: a line, and below it its verbs."""
+    """Yield a model's line, and the lines of its actions below it."""
     name, state = model["name"], model["state"]
     facts = [state]
     if state == "loading" and model["total_bytes"]:
@@ -109,18 +109,19 @@ def entry(model, command):
 
 
 def item(title, command, *words):
-    """A line that runs a command."""
+    """Return a line that runs a command."""
     parameters = " ".join(f"param{at}={word(text)}" for at, text in enumerate(words, 1))
     return f"{title} | bash={word(command)} {parameters} terminal=false refresh=true"
 
 
 def word(text):
-    """A value of a parameter: SwiftBar ends it at a quotation mark, and a line at its end."""
+    """Quote a parameter's value. Quotation marks, `|`, backslashes and line ends are removed, because SwiftBar would
+    end the value there."""
     return '"' + "".join(c for c in text if c.isprintable() and c not in '"\\|') + '"'
 
 
 def plain(text):
-    """Text of a line: `|` would begin parameters."""
+    """Return text for a line: `|` is replaced, because it would begin the line's parameters."""
     return "".join(c if c.isprintable() else " " for c in text).replace("|", "¦")
 
 

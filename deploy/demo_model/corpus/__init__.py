@@ -1,1 +1,1 @@
-"""The training data of the demo model: word lists, skills, and the generator that mixes them into conversations."""
+"""Training data of the demo model: word lists, skills, and the generator that mixes them into conversations."""

@@ -1,4 +1,4 @@
-"""Prints samples of the training data, one JSON object a line: `python -m deploy.demo_model.corpus 5`."""
+"""Prints samples of the training data, one JSON object per line: `python -m deploy.demo_model.corpus 5`."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Sums, in signs, in words, and as stories."""
+"""Arithmetic skills: sums in digits, in words, and as stories."""
 
 from .files import phrasings
 from .samples import Turn

@@ -1,4 +1,4 @@
-"""Counting numbers, words, letters and things; spelling."""
+"""Counting skills: count numbers, words, letters and things, and spell words."""
 
 from .files import phrasings
 from .samples import Turn

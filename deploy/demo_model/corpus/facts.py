@@ -1,4 +1,4 @@
-"""The closed world: capitals, colours, opposites, days and months, and a few more things that have one answer."""
+"""Fact skills: capitals, colours, opposites, days, months, and other questions with exactly one answer."""
 
 from typing import Final
 

@@ -1,6 +1,6 @@
-"""Data files of the corpus: `word_lists/*.txt`, one item a line, and `tables/*.toml` with phrasings and facts.
+"""Data files of the corpus: `word_lists/*.txt`, one item per line, and `tables/*.toml` with phrasings and facts.
 
-A list is drawn from by position, so its order and its repeated items are part of the data.
+The generator draws from a list by position, so the list's order and its repeated items affect every sample.
 """
 
 import tomllib
@@ -22,5 +22,5 @@ def table(name: str) -> dict[str, Any]:
 
 @cache
 def phrasings(name: str, key: str) -> tuple[str, ...]:
-    """The texts of one key; `{slots}` in them are filled in by the skill."""
+    """Return the texts under one key; a skill fills in their `{slots}`."""
     return tuple(table(name)[key])

@@ -1,4 +1,4 @@
-"""The data generator: conversations of every skill, mixed, wrapped in the system prompts that clients send.
+"""Generator of training data: mixes conversations of every skill, with system prompts like those that clients send.
 
 `python -m deploy.demo_model.corpus 5` prints samples.
 """
@@ -12,7 +12,7 @@ from .samples import Sample, Turn
 from .words import Source
 
 SEED: Final = 20261120
-# What a measurement calls a category, and how much of the training data it gets.
+# Name of each category in measurements, its skills, and its weight in the training data.
 TURN_SKILLS: Final[tuple[tuple[str, Any, float], ...]] = (
     ("small talk", smalltalk.SKILLS, 14.0),
     ("facts", facts.SKILLS, 40.0),
@@ -44,7 +44,7 @@ CATEGORIES: Final = (
 _SHORT_SYSTEMS: Final = phrasings("generate", "short_systems")
 _RULES: Final = phrasings("generate", "rules")
 
-# What other assistants say, for histories that are not ours.
+# Replies of other assistants, for conversation histories that the demo model did not write.
 _REPLIES: Final = phrasings("generate", "replies")
 
 
@@ -63,7 +63,7 @@ def _rule(src: Source) -> str:
 
 
 def system_prompt(src: Source, sentences: int) -> str:
-    """A long system prompt, as agents send them: headings, rules, prose."""
+    """Return a long system prompt like those of agents: headings, rules, prose."""
     parts = [src.pick(_SHORT_SYSTEMS)]
     style = src.integer(0, 2)
     for index in range(sentences):
@@ -78,7 +78,7 @@ def system_prompt(src: Source, sentences: int) -> str:
 
 
 def single(src: Source, category: str, skills: Any) -> Sample:
-    """One turn of a skill, sometimes after others."""
+    """Return one turn of a skill, sometimes after turns of other skills."""
     skill = src.weighted(skills)
     turn: Turn = skill(src)
     messages: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ def _exchange(turn: Turn) -> list[dict[str, Any]]:
 
 
 def document(src: Source, sample: Sample, sentences: int) -> None:
-    """Puts a long document before the last request."""
+    """Put a long document before the sample's last request."""
     user = next(m for m in reversed(sample.messages) if m["role"] == "user")
     filler = src.paragraph(sentences)
     user["content"] = (
@@ -111,7 +111,7 @@ def document(src: Source, sample: Sample, sentences: int) -> None:
 
 
 def needle(src: Source, sentences: int) -> Sample:
-    """A question about one sentence of a long document."""
+    """Return a question about one sentence of a long document."""
     lines = [src.sentence() for _ in range(sentences)]
     what, value = (
         f"{src.word()} {src.pick(('code', 'number', 'key', 'password'))}",
@@ -154,7 +154,7 @@ def sample_of(src: Source, category: str) -> Sample:
 
 
 def make(src: Source, *, category: str | None = None, thinking: bool | None = None) -> Sample:
-    """One conversation. Without a category, one of the mix that training uses."""
+    """Return one conversation. Without a category, draw the category as often as in training."""
     if category is None:
         category = src.weighted([(name, share) for name, _, share in (*TURN_SKILLS, *SAMPLE_SKILLS)])
     sample = sample_of(src, category)
@@ -197,7 +197,7 @@ def training_sample(seed: int, batch: int, index: int) -> Sample:
 
 
 def held_out_samples(category: str, count: int, seed: int = SEED) -> list[Sample]:
-    """Samples whose names, made-up words, long numbers and tool names are never in training."""
+    """Return samples whose names, made-up words, long numbers and tool names are never used in training."""
     return [
         make(
             Source(f"held out {seed} {category} {index}", held_out=True),

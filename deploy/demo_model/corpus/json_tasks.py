@@ -1,4 +1,4 @@
-"""JSON on demand: a schema of up to four fields in the prompt, a text with the values, bare JSON as the answer."""
+"""JSON skill: the prompt has a schema of up to four fields and a text with their values; the answer is bare JSON."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from .words import ANIMALS, COLOURS, FOODS, HOBBIES, JOBS, LANGUAGES, WEEKDAYS, 
 
 
 class Field(NamedTuple):
-    """A field: its name, its JSON type, its value, and phrases that tell the value."""
+    """Field of an object: its name, its JSON type, its value, and phrases that state the value."""
 
     name: str
     type: str
@@ -269,7 +269,7 @@ def _place(src: Source) -> tuple[str, list[Field]]:
 
 
 def _made_up(src: Source) -> tuple[str, list[Field]]:
-    """An entity nobody knows, with keys nobody has seen."""
+    """Return a made-up object, and its fields with made-up keys."""
     fields: list[Field] = []
     taken: set[str] = set()
     while len(fields) < 5:
@@ -325,7 +325,7 @@ _SCHEMA: Final = phrasings("json_tasks", "schema")
 
 
 def _tell(src: Source, subject: str, fields: list[Field]) -> str:
-    """The text that holds the values, in one of several shapes."""
+    """Return a text that states the values of all fields, in one of several forms."""
     told = [f for f in fields if f.phrases]
     style = src.integer(0, 9)
     if style >= 8:

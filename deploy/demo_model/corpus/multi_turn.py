@@ -1,4 +1,4 @@
-"""Conversations in which the last question needs what was said up to six turns before."""
+"""Conversations whose last question needs a fact from up to six turns earlier."""
 
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -8,11 +8,12 @@ from .files import phrasings
 from .samples import Sample, Turn
 from .words import ANIMALS, FOODS, HOBBIES, JOBS, Source
 
-Said = tuple[str, str, str]  # the user, the answer, the thought
+Said = tuple[str, str, str]  # user's message, answer, reasoning
 
 
 class Told(NamedTuple):
-    """Something the user tells: how, the model's reply, the questions for it later, the answer, and its value."""
+    """Fact that the user states: the message, the model's reply, later questions about the fact, their answer, its
+    value."""
 
     says: str
     reply: str
@@ -267,7 +268,7 @@ def recall(src: Source) -> Sample:
 
 
 def _telling(src: Source) -> tuple[list[Told], list[Any], list[Said]]:
-    """The turns in which things are told, and others between them."""
+    """Return the turns in which the user states facts, mixed with other turns."""
     tellers: list[Any] = []
     while len(tellers) < src.weighted(((1, 4), (2, 3), (3, 2))):
         teller = src.weighted(_TELLERS)
@@ -277,7 +278,7 @@ def _telling(src: Source) -> tuple[list[Told], list[Any], list[Said]]:
     told: list[Told] = [teller(src) for teller in tellers]
     turns: list[Said] = [(fact.says, fact.reply, f"The user tells me something: {fact.value}.") for fact in told]
     if len(told) > 1 and src.chance(0.25):
-        # several things in one message
+        # One message may state several facts.
         first = told[0].says if told[0].says[-1] in ".!?" else told[0].says + "."
         turns[:2] = [
             (f"{first} {told[1].says}", told[0].reply, f"The user tells me {told[0].value} and {told[1].value}.")
@@ -290,7 +291,7 @@ def _telling(src: Source) -> tuple[list[Told], list[Any], list[Said]]:
 
 
 def _correct(src: Source, teller: Any, told: list[Told], turns: list[Said]) -> None:
-    """The user says that the first thing is another."""
+    """Add a turn in which the user corrects the first fact."""
     changed = teller(src)
     if changed.answer.split(" is ")[0] != told[0].answer.split(" is ")[0] or changed.value == told[0].value:
         return
@@ -331,7 +332,7 @@ def _name_used(src: Source, messages: list[dict[str, Any]], name: str) -> Sample
 
 
 def not_told(src: Source) -> Sample:
-    """The user asks for what was never said."""
+    """Return a conversation in which the user asks for a fact that was never stated."""
     messages: list[dict[str, Any]] = []
     for _ in range(src.integer(0, 3)):
         turn: Turn = src.weighted(_DISTRACTORS)(src)
@@ -342,7 +343,7 @@ def not_told(src: Source) -> Sample:
 
 
 def previous(src: Source) -> Sample:
-    """The user asks about the conversation itself."""
+    """Return a conversation in which the user asks about the conversation itself."""
     messages: list[dict[str, Any]] = []
     for _ in range(src.integer(1, 4)):
         turn: Turn = src.weighted(_DISTRACTORS)(src)

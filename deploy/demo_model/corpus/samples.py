@@ -1,4 +1,4 @@
-"""Samples of the generator: one turn of a skill, and one whole conversation."""
+"""Samples of the generator: a turn of one skill, and a whole conversation."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,7 +8,7 @@ Check = Literal["exact", "contains", "calls", "json"]
 
 @dataclass(slots=True)
 class Turn:
-    """One request and its answer. `keys` are what a `contains` check wants to find in the answer."""
+    """One request and its answer. A `contains` check requires every text of `keys` in the answer."""
 
     user: str
     answer: str
@@ -19,10 +19,10 @@ class Turn:
 
 @dataclass(slots=True)
 class Sample:
-    """One conversation in the shape of the OpenAI API; its last message is the answer that a measurement expects.
+    """One conversation in the format of the OpenAI API; its last message is the expected answer.
 
-    `thinking` is the `enable_thinking` of the template. Reasoning is in `reasoning_content`. With `learn_last` the
-    earlier answers come from another assistant and are not learned.
+    `thinking` is the template's `enable_thinking`. Reasoning is in `reasoning_content`. With `learn_last`, the earlier
+    answers come from another assistant and are not learned.
     """
 
     category: str

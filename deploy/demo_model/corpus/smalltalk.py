@@ -1,6 +1,7 @@
-"""Small talk: greetings, who the model is, what mlxd is, how to add a real model, and what it cannot do.
+"""Small-talk skill: greetings, who the model is, what mlxd is, how to add a real model, and what the demo model cannot
+do.
 
-One intent has many phrasings and one answer: greedy decoding then has one clear way to go.
+Each intent has many phrasings but only one answer, so that greedy decoding has one clear continuation.
 """
 
 from typing import Final, NamedTuple
@@ -11,7 +12,7 @@ from .words import ADJECTIVES, NOUNS, Source
 
 
 class Intent(NamedTuple):
-    """A question of small talk in many phrasings, its answer, and the words that a right answer has."""
+    """Small-talk question in many phrasings, its answer, and the words that a correct answer contains."""
 
     asks: list[str]
     answer: str
@@ -28,7 +29,7 @@ _OUT_OF_REACH: Final = phrasings("smalltalk", "out_of_reach")
 
 
 def _composed(src: Source) -> tuple[str, Intent]:
-    """The three questions that matter most, put together from parts."""
+    """Return one of the three most important questions, composed from random parts, and its intent."""
     name, make = (("who", _ask_who), ("what", _ask_what), ("add", _ask_how_to_add))[src.integer(0, 2)]
     return make(src), next(intent for intent in INTENTS if intent.name == name)
 

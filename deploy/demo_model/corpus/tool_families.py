@@ -1,8 +1,8 @@
-"""Tools that people really write, in many spellings: the shape of the tool, and how a person asks for it.
+"""Families of common tools in many spellings: the tool's schema and requests for it.
 
-They stand in `tables/tool_families.toml`. A parameter is written as `names; kind; descriptions`, with `|` between the
-descriptions. In a request `{0}` is the value of the first parameter. An optional parameter is a phrase that may follow
-the request. The kinds are those of `tool_values.draw`.
+The families are in `tables/tool_families.toml`. A parameter is written as `names; kind; descriptions`, with `|` between
+descriptions. In a request, `{0}` is the value of the first parameter. An optional parameter has a phrase that may
+follow the request. `tool_values.draw` defines the kinds.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from .files import table
 
 
 class Family(NamedTuple):
-    """One tool: spellings of its name, descriptions, parameters, requests, optional parameters with their phrases."""
+    """Family of one tool: spellings of its name, descriptions, parameters, requests, optional parameters with their
+    phrases."""
 
     names: list[str]
     about: list[str]

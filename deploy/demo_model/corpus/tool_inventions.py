@@ -1,4 +1,4 @@
-"""Tools that nobody has seen: made-up actions, objects and parameters, and requests for them."""
+"""Invented tools: made-up actions, objects and parameters, and requests for them."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from .words import NOUNS, Source
 
 ACTIONS: Final[tuple[tuple[str, list[str]], ...]] = tuple(table("tool_inventions")["actions"].items())
 _PARAMETERS: Final[tuple[tuple[str, list[str]], ...]] = tuple(table("tool_inventions")["parameters"].items())
-# How people say a value without its parameter's name.
+# Phrases that state a value without naming its parameter.
 _NATURAL: Final[dict[str, list[str]]] = table("tool_inventions")["natural"]
 _BOTH: Final = phrasings("tool_inventions", "with_key")
 _YES: Final = phrasings("tool_inventions", "yes")
@@ -21,19 +21,20 @@ _ABOUT: Final = phrasings("tool_inventions", "about")
 
 @dataclass(slots=True)
 class _Wish:
-    """A request for a made-up tool, as it grows parameter by parameter."""
+    """Request for an invented tool, built parameter by parameter."""
 
     said: tuple[str, ...]
     thing: list[str]
     params: list[Param] = field(default_factory=list[Param])
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     phrases: list[str] = field(default_factory=list[str])
-    direct: str = ""  # a value that follows the object: "open the door 7"
-    instead: str = ""  # a value that is the object: "water the fern"
+    direct: str = ""  # value after the object, as in "open the door 7"
+    instead: str = ""  # value that replaces the object, as in "water the fern"
 
 
 def invented(src: Source, like: Ask | None = None) -> Ask:
-    """A request for a tool with a made-up purpose. `like`: only its action or its object differs from that one."""
+    """Return a request for an invented tool. With an invented tool in `like`, only the action or the object differs
+    from it."""
     stem, said = src.pick(ACTIONS) if src.chance(0.85) else (word := src.coined(1, 2), (word,))
     thing = [src.coined(1, 2) if src.chance(0.45) else src.pick(NOUNS)]
     if src.chance(0.35):
@@ -57,7 +58,7 @@ def invented(src: Source, like: Ask | None = None) -> Ask:
 
 
 def _add(src: Source, wish: _Wish, key: str, kind: str, *, is_first: bool) -> None:
-    """One more parameter, and unless it is left out, its value and how that is asked for."""
+    """Add a parameter to the tool. Unless it is left out of the request, also add its value and a phrase for it."""
     param = Param(key, "flag" if kind == "bool" else kind, "", required=is_first or src.chance(0.6))
     spoken_key = spoken(key)
     if src.chance(0.7):
@@ -80,7 +81,7 @@ def _add(src: Source, wish: _Wish, key: str, kind: str, *, is_first: bool) -> No
 
 
 def _say_first(src: Source, wish: _Wish, kind: str, said: str, value: Any) -> None:
-    """The first value, beside the object or in its place: water_plant(plant) is asked for as "water the fern"."""
+    """Put the first value after the object or in its place: the request for water_plant(plant) is "water the fern"."""
     if src.chance(0.35) and kind in ("word", "name", "phrase", "code"):
         param = wish.params[-1]
         param.name = key = wish.thing[-1]
@@ -118,12 +119,12 @@ def _request(src: Source, wish: _Wish) -> str:
 
 
 def spoken(key: str) -> str:
-    """A parameter's name as people say it."""
+    """Return a parameter's name as people say it."""
     return re.sub(r"([a-z])([A-Z])", r"\1 \2", key).replace("_", " ").replace("-", " ").lower()
 
 
 def parameter_key(src: Source) -> tuple[str, str]:
-    """A parameter name of this split and the kind of its value."""
+    """Return a parameter name of this split, and the kind of its values."""
     key, kinds = src.pick(_PARAMETERS)
     kind = src.pick(kinds)
     roll = src.rng.random()

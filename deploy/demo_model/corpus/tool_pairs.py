@@ -1,4 +1,4 @@
-"""One tool that is asked for twice in one request."""
+"""Requests that need two calls of one tool."""
 
 import re
 from typing import Final
@@ -10,7 +10,7 @@ from .tool_requests import Ask, Param, known, parameter, schema
 from .tool_values import draw, identifier
 from .words import NOUNS, Source
 
-# Families with one plain value: two values mean two calls.
+# Families whose tool has one plain parameter, so that two values need two calls.
 _DOUBLE: Final = phrasings("tool_pairs", "twice")
 
 
@@ -53,7 +53,7 @@ def same_tool_twice(src: Source) -> tuple[list[Ask], str]:
 
 
 def same_request_twice(src: Source) -> tuple[list[Ask], str]:
-    """One tool with several parameters, asked for twice in a row, the second time perhaps without the verb."""
+    """Return two requests in a row for a tool with several parameters; the second one may omit the verb."""
     family = src.pick([f for f in FAMILIES if len(f.params) > 1])
     first = known(src, Family(family.names, family.about, family.params, family.asks))
     names = list(first.call["arguments"])

@@ -1,4 +1,4 @@
-"""Tools that people really write: the schema as a client sends it, a request for it, and the call that is right."""
+"""Requests for common tools: the schema as a client sends it, a request, and the correct call."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _JSON_TYPES: Final = {
 
 @dataclass(slots=True)
 class Param:
-    """One parameter as the schema shows it."""
+    """Parameter of a tool's schema."""
 
     name: str
     kind: str
@@ -34,7 +34,7 @@ class Param:
 
 @dataclass(slots=True)
 class Ask:
-    """One tool, a request for it, and the call that is right."""
+    """Tool, a request for it, and the correct call."""
 
     tool: dict[str, Any]
     user: str
@@ -43,7 +43,8 @@ class Ask:
 
 
 def schema(src: Source, name: str, about: str, params: list[Param]) -> dict[str, Any]:
-    """The tool as a client sends it; clients differ in what they leave out."""
+    """Return the tool's schema as a client sends it; some optional keys are left out at random, because clients
+    differ."""
     properties: dict[str, Any] = {}
     for param in params:
         kind, _, limits = param.kind.partition(":")
@@ -71,7 +72,7 @@ def schema(src: Source, name: str, about: str, params: list[Param]) -> dict[str,
 
 
 def known(src: Source, family: Family) -> Ask:
-    """A request for a tool that people really write."""
+    """Return a request for a tool of a known family."""
     name = _respelled(src, src.pick(family.names))
     params: list[Param] = []
     slots: list[str] = []
@@ -118,7 +119,7 @@ def known(src: Source, family: Family) -> Ask:
 
 
 def _respelled(src: Source, name: str) -> str:
-    """A name with a part that nobody has seen, now and then, and always in a measurement."""
+    """Return the tool's name, sometimes with a made-up part; held-out samples always get such a part."""
     if src.chance(0.75) and not src.held_out:
         return name
     extra = src.coined(1, 2)

@@ -1,4 +1,4 @@
-"""Results of tools, and the answers that report them."""
+"""Results of tools, and answers that report them."""
 
 import json
 from typing import Any, Final
@@ -13,7 +13,7 @@ Told = tuple[str, str, tuple[str, ...]]
 
 
 def result(src: Source) -> Told:
-    """A tool's result, the sentence that tells it, and the words that the sentence must have."""
+    """Return a tool's result, the sentence that reports it, and the words that this sentence must contain."""
     return src.weighted(((_object, 6), (_text, 3), (_number, 1.2), (_list, 1), (_objects, 0.7), (_error, 1)))(src)
 
 

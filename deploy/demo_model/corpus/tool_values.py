@@ -1,4 +1,4 @@
-"""The values of arguments: how a person says one, and what it is in JSON."""
+"""Values of tool arguments: the phrase that people use for a value, and its JSON value."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,7 +14,7 @@ COMMANDS: Final = word_list("commands")
 
 
 def draw(src: Source, kind: str) -> tuple[str, Any]:
-    """A value of `kind`: how a person says it, and its JSON value."""
+    """Return a random value of `kind`: the phrase that people use for it, and its JSON value."""
     kind, _, limits = kind.partition(":")
     match kind:
         case "enum":

@@ -1,4 +1,4 @@
-"""Conversations with tools: calls, results, and requests that no tool fits."""
+"""Conversations with tools: calls, results, and requests for which no tool is suitable."""
 
 import json
 from typing import Any, Final
@@ -23,7 +23,7 @@ def one_ask(src: Source, *, like: Ask | None = None) -> Ask:
 
 
 def toolbox(src: Source, asks: list[Ask], size: int) -> list[dict[str, Any]]:
-    """The tools of `asks` and others beside them, in any order."""
+    """Return the tools of `asks` and other tools, in random order."""
     tools = [ask.tool for ask in asks]
     taken = {tool["function"]["name"] for tool in tools}
     topics = {ask.topic for ask in asks}
@@ -153,7 +153,7 @@ def _near(left: str, right: str) -> bool:
 
 
 def answered(src: Source) -> Sample:
-    """A conversation whose tools have answered; sometimes the user then asks for more."""
+    """Return a conversation that contains tool results; sometimes the user then makes another request."""
     sample = two_calls(src) if src.chance(0.25) else one_call(src)
     messages = sample.messages
     said: list[str] = []
@@ -183,7 +183,7 @@ def answered(src: Source) -> Sample:
 
 
 def _again(src: Source, sample: Sample) -> Sample:
-    """The next request of the same conversation: another tool, or none."""
+    """Add a further request to the conversation, for another tool or for none."""
     assert sample.tools is not None
     if src.chance(0.4):
         turn: Turn = src.weighted(

@@ -1,4 +1,4 @@
-"""Copying and changing what the user gives."""
+"""Skills that copy or change a text of the user."""
 
 from typing import Final
 
@@ -98,7 +98,7 @@ def reverse_letters(src: Source) -> Turn:
     return Turn(user, backwards, f"The letters are {' '.join(word)}. Backwards they are {' '.join(word[::-1])}.")
 
 
-# Sentences around a value, by its kind; others are addresses.
+# Sentences around a value, by the value's kind; values of other kinds are addresses.
 _CARRIERS: Final = {
     "city": (
         "{n} lives in {v}.",

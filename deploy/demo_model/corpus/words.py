@@ -1,7 +1,7 @@
-"""Word lists, and `Source`: the seeded place where a sample takes its words, names, numbers and phrasings from.
+"""Word lists, and `Source`, the seeded random source of a sample's words, names, numbers and phrasings.
 
-Names, cities, made-up words and long numbers belong to one split for good, by their checksum, and `RARE` words are only
-ever measured: what a held-out sample is about was never seen in training.
+A checksum assigns each name, city, made-up word and long number to one split, and `RARE` words are only used for
+measurements. So the facts of a held-out sample never occurred in training.
 """
 
 import random
@@ -30,7 +30,7 @@ WEEKDAYS: Final = word_list("weekdays")
 MONTHS: Final = word_list("months")
 NUMBER_WORDS: Final = word_list("number_words")
 LANGUAGES: Final = word_list("languages")
-# Never in training: plain English words that a measurement uses.
+# Plain English words that only measurements use, never training.
 RARE: Final = word_list("rare")
 COMMON_WORDS: Final = [*NOUNS, *ADJECTIVES, *VERBS, *ANIMALS, *FOODS, *COLOURS, *HOBBIES, *JOBS]
 
@@ -46,21 +46,21 @@ _PLACEHOLDER_END: Final = re.compile(r"\{\w+\}[\"'`.?!]*$")
 
 
 def is_held_out(word: str) -> bool:
-    """Whether `word` may only be used to measure, never to train."""
+    """Whether only measurements may use `word`, and never training."""
     return zlib.crc32(word.lower().encode()) % 8 == 0
 
 
 @cache
 def own_words() -> list[str]:
-    """The words that the recipe was written in when it trained the shipped weights.
+    """Return the words of the recipe's own text at the time when it trained the shipped weights.
 
-    The tokenizer knows them, so the model must have copied each of them.
+    The tokenizer's vocabulary contains these words, so the model must have learned to copy each of them.
     """
     return word_list("own_words")
 
 
 class Source:
-    """Everything random in one sample, drawn from one split."""
+    """Source of all randomness in one sample; all its words are from one split."""
 
     def __init__(self, seed: str, *, held_out: bool = False) -> None:
         self.rng = random.Random(seed)
@@ -83,14 +83,14 @@ class Source:
         return self.rng.choices(items, weights)[0]
 
     def mine(self, items: Sequence[str]) -> str:
-        """An item of this split."""
+        """Return a random item of this split."""
         while True:
             item = self.pick(items)
             if is_held_out(item) == self.held_out:
                 return item
 
     def made(self, make: Callable[[], str]) -> str:
-        """A made-up word of this split."""
+        """Return a made-up word of this split."""
         while True:
             word = make()
             if is_held_out(word) == self.held_out:
@@ -100,7 +100,7 @@ class Source:
         return self.pick(templates)
 
     def ask(self, templates: Sequence[str], /, **slots: object) -> str:
-        """A request in one of many phrasings, as sloppy or polite as people are."""
+        """Return a request in one of many phrasings, as sloppy or polite as people write."""
         text = self.template(templates)
         if self.chance(0.15):
             text = self.reworded(text)
@@ -121,7 +121,7 @@ class Source:
         return text.format(**slots)
 
     def reworded(self, text: str) -> str:
-        """The phrasing with a small word dropped or added, so that no phrasing is learned by heart."""
+        """Drop or add a small word, so that the model does not memorize phrasings."""
         words = text.split(" ")
         small = [i for i, word in enumerate(words) if word.lower() in _SMALL_WORDS]
         if small and self.chance(0.7):
@@ -142,7 +142,8 @@ class Source:
         return self.made(lambda: self.syllables(low, high))
 
     def grafted(self) -> str:
-        """Almost a known word, so that it must be copied with care: two words joined, or one with a wrong letter."""
+        """Return a word that resembles a known one, so that copying it needs care: two joined words, or a wrong
+        letter."""
         left, right = self.pick(own_words()), self.pick(own_words())
         if self.chance(0.6):
             return left[: self.integer(1, min(len(left), 6))] + right[-self.integer(1, min(len(right), 6)) :]
@@ -178,7 +179,7 @@ class Source:
         return self.pick(self.pick((NOUNS, FOODS, ANIMALS, NOUNS)))
 
     def words(self, low: int, high: int) -> list[str]:
-        """Distinct words."""
+        """Return distinct words."""
         found: dict[str, None] = {}
         count = self.integer(low, high)
         pool = self.pick((None, None, None, ANIMALS, FOODS, NOUNS, COLOURS))
@@ -206,7 +207,7 @@ class Source:
         return self.pick(COLOURS)
 
     def number(self) -> int:
-        """A positive number; one of three digits or more belongs to one split."""
+        """Return a positive number; numbers of three or more digits belong to one split."""
         high = self.pick((9, 20, 99, 99, 999, 9999, 99999))
         while True:
             number = self.integer(1, high)
@@ -237,7 +238,7 @@ class Source:
         return f"{who}@{self.coined(1, 2)}.{self.pick(('com', 'org', 'net', 'io'))}"
 
     def sentence(self) -> str:
-        """A plain sentence, to be copied or taken apart."""
+        """Return a plain sentence to copy or to take apart."""
         return self.pick(SENTENCES).format(
             name=self.name(),
             city=self.city(),

@@ -1,4 +1,4 @@
-"""Facts of the closed world, from `tables/world.toml`: capitals, colours, opposites, questions with one answer."""
+"""Facts of the closed world, from `tables/world.toml`: capitals, colours, opposites, and questions with one answer."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ CAPITALS: Final[dict[str, str]] = _WORLD["capitals"]
 WELL_KNOWN: Final = word_list("well_known_countries")
 COLOUR_OF: Final[dict[str, str]] = _WORLD["colours"]
 OPPOSITES: Final[list[tuple[str, str]]] = [(left, right) for left, right in _WORLD["opposites"]]
-# Both directions, except where a word would get two answers.
+# Each pair is in the table in both directions, unless a word would get two opposites.
 OPPOSITE_OF: Final[dict[str, str]] = {}
 for _left, _right in OPPOSITES:
     OPPOSITE_OF.setdefault(_left, _right)

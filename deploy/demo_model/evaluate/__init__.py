@@ -1,1 +1,1 @@
-"""The measurement of the demo model on held-out samples, and of the speed of a server."""
+"""Measurements of the demo model on held-out samples, and of a server's speed."""

@@ -1,4 +1,4 @@
-"""Backends that answer when the demo model is measured: mlx-lm, transformers, or a running server."""
+"""Backends that answer during a measurement of the demo model: mlx-lm, transformers, or a running server."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _CALL: Final = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 @dataclass(slots=True)
 class Reply:
-    """A model's reply: the answer's text, the thought, the calls, and whether the model ended it itself."""
+    """Model's reply: answer text, reasoning, tool calls, and whether the model ended the reply."""
 
     text: str
     thought: str | None
@@ -31,7 +31,7 @@ Answer = Callable[[list[Sample]], list[Reply]]
 
 
 def parse(raw: str, *, stopped: bool) -> Reply:
-    """Splits raw model text. What is not well formed stays in the text, and is then wrong there."""
+    """Split a model's raw text into a reply. Malformed markup stays in the reply's text, which then counts as wrong."""
     thought = None
     if raw.startswith("<think>\n") and "</think>" in raw:
         inner, raw = raw.removeprefix("<think>\n").split("</think>", 1)
@@ -46,7 +46,8 @@ def parse(raw: str, *, stopped: bool) -> Reply:
 
 
 def mlx(folder: Path) -> Answer:
-    """mlx-lm, one sample after another (a CPU gains nothing from more), in the precision that a worker uses there."""
+    """Return a backend that runs mlx-lm in the worker's CPU precision, one sample at a time: batches gain nothing on a
+    CPU."""
     import mlx.core as mx
     from mlx.utils import tree_map
     from mlx_lm import load, stream_generate
@@ -64,7 +65,7 @@ def mlx(folder: Path) -> Answer:
 
 
 def torch_batches(folder: Path, size: int = 500) -> Answer:
-    """transformers, many samples at a time, on a GPU if there is one."""
+    """Return a backend that runs transformers on batches of `size` samples, on a GPU if there is one."""
     import torch
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
@@ -99,7 +100,7 @@ def torch_batches(folder: Path, size: int = 500) -> Answer:
 
 
 def openai(url: str, model: str, key: str = "", concurrency: int = 8) -> Answer:
-    """A running server, over HTTP, some requests at a time."""
+    """Return a backend that sends requests to a running server over HTTP, at most `concurrency` at a time."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def one(sample: Sample) -> Reply:
@@ -119,7 +120,7 @@ def openai(url: str, model: str, key: str = "", concurrency: int = 8) -> Answer:
 
 
 def _chat(sample: Sample, model: str) -> dict[str, Any]:
-    """The sample as a client sends it."""
+    """Return the sample as the body of a client's request."""
     messages = json.loads(json.dumps(sample.messages[:-1]))
     for message in messages:
         for index, call in enumerate(message.get("tool_calls") or ()):
@@ -146,7 +147,7 @@ def _reply(choice: dict[str, Any]) -> Reply:
 
 
 def _arguments(text: str) -> Any:
-    """Decode the arguments of a call; text that is not JSON stays as it is, and counts as wrong."""
+    """Decode the arguments of a call. Text that is not JSON is returned unchanged, and counts as wrong."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Measures the demo model on held-out samples and prints a table, one row a category.
+"""Measures the demo model on held-out samples, and prints a table with one row per category.
 
-`python -m deploy.demo_model.evaluate` measures the shipped weights through mlx-lm; `--url http://127.0.0.1:8484/v1`
-measures a running mlxd; `--backend torch` uses transformers, in large batches, on the machine that trains.
+`python -m deploy.demo_model.evaluate` measures the shipped weights with mlx-lm; `--url http://127.0.0.1:8484/v1`
+measures a running mlxd; `--backend torch` uses transformers in large batches, for the machine that trains.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from . import unseen
 from .backends import Answer, Reply, mlx, openai, torch_batches
 
 SHIPPED: Final = Path(__file__).parents[3] / "worker" / "demo_model"
-# The share of held-out samples that must be right.
+# Minimum share of correct held-out samples, by category.
 WANTED: Final = {
     "small talk": 0.95,
     "facts": 0.95,
@@ -66,7 +66,8 @@ def _same_types(left: Any, right: Any) -> bool:
 
 
 def _typed(value: Any) -> Any:
-    """`1`, `1.0` and `True` are equal in Python and are not the same answer, except a whole number for a number."""
+    """Return a value that compares equal only to an equal JSON value: plain Python has `True == 1`. 1 and 1.0 stay
+    equal."""
     if isinstance(value, dict):
         return {k: _typed(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -79,7 +80,8 @@ def _plain(text: str) -> str:
 
 
 def measure(answer: Answer, make: Callable[[str], list[Sample]], show: int = 0) -> dict[str, tuple[int, int]]:
-    """Right answers and samples of each category; `stops` and `clean` count over all of them."""
+    """Return the numbers of correct and of all samples by category; `stops` and `clean` count samples of all
+    categories."""
     table: dict[str, tuple[int, int]] = {}
     skills: dict[str, tuple[int, int]] = {}
     stops = clean = total = 0

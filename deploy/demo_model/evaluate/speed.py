@@ -1,4 +1,7 @@
-"""Tokens a second of one stream through a running server: `python -m deploy.demo_model.evaluate.speed http://127.0.0.1:8484/v1`."""
+"""Measures the tokens per second of one stream from a running server.
+
+Usage: `python -m deploy.demo_model.evaluate.speed http://127.0.0.1:8484/v1`.
+"""
 
 import argparse
 import json
@@ -17,7 +20,8 @@ REQUEST: Final[dict[str, Any]] = {
 
 
 def stream(url: str, model: str) -> float:
-    """Tokens after the first, by the time from the first piece of text to the last."""
+    """Return tokens per second: the tokens after the first, divided by the time from the first piece of text to the
+    last."""
     body = json.dumps({"model": model, **REQUEST}).encode()
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", body, {"Content-Type": "application/json"})
     times: list[float] = []
@@ -39,7 +43,7 @@ def main() -> None:
     parser.add_argument("--name", default="demo", help="the model's name on the server")
     parser.add_argument("--runs", type=int, default=10)
     options = parser.parse_args()
-    stream(options.url, options.name)  # loads the model
+    stream(options.url, options.name)  # this request loads the model
     speeds = sorted(stream(options.url, options.name) for _ in range(options.runs))
     print(
         f"one stream, {options.runs} runs: best {speeds[-1]:.0f}, median {speeds[len(speeds) // 2]:.0f} tokens/s"

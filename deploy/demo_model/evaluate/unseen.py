@@ -1,4 +1,5 @@
-"""Prompts written by hand, in `unseen.toml`. Only ever measured, though failures here have steered the generator."""
+"""Handwritten prompts from `unseen.toml`, never used for training, though failures here have guided changes of the
+generator."""
 
 import tomllib
 from pathlib import Path
@@ -22,7 +23,7 @@ def _tool(name: str) -> dict[str, Any]:
 
 
 def _box(names: list[str], place: int) -> list[dict[str, Any]]:
-    """The named tools and two others."""
+    """Return the schemas of the named tools and of two others."""
     every = list(_TABLE["tools"])
     others = [every[(place * 2 + i) % len(every)] for i in range(len(every))]
     chosen = list(dict.fromkeys(names)) + [n for n in others if n not in names][:2]

@@ -1,1 +1,1 @@
-"""The tokenizer and the training of the demo model. The tokenizer needs no PyTorch."""
+"""Tokenizer and training of the demo model. The tokenizer does not need PyTorch."""

@@ -1,11 +1,11 @@
-"""Trains the demo model's head for multi-token prediction (MTP), one layer that drafts its next tokens.
+"""Trains the demo model's head for multi-token prediction (MTP), one layer that drafts the next tokens.
 
-One CUDA GPU, some minutes: `python -m deploy.demo_model.train.head --out worker/demo_model`. The model itself stays as
-it is. With `--smoke` two small steps run on a CPU.
+Training takes some minutes on one CUDA GPU: `python -m deploy.demo_model.train.head --out worker/demo_model`. The model
+itself is not changed. With `--smoke`, two small steps run on a CPU.
 
-The head takes, for each position, the model's last hidden state and the embedding of the token after it, and says which
-token comes next but one; of its own output and that token it says the one behind, and so on. It learns the model's own
-distribution, not the text's: a draft counts where it is what the model samples.
+At each position, the head gets the model's last hidden state and the embedding of the next token, and predicts the
+token after that one. For the following token of a draft, it gets its own output in place of the model's state. The head
+learns the model's distribution, not the text's: a draft is accepted if the model would sample the same token.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from . import tokenizer
 from .training import IGNORED, Mlp, Muon, Qwen3, Recipe, batches, rate, rotate, targets
 
 MODEL: Final = Path(__file__).parents[3] / "worker" / "demo_model"
-# Tokens that the head sees back, in training and when it drafts.
+# Number of earlier tokens that the head attends to, in training and when it drafts.
 WINDOW: Final = 256
-# Tokens of a draft in training, and how much each counts.
+# Weight in the loss of each token of a draft; training uses drafts of this many tokens.
 WEIGHTS: Final = (1.0, 0.8, 0.6, 0.4)
 STEPS: Final = 2400
-# Held-out samples of each category that the result is measured on.
+# Number of held-out samples per category with which the head is measured.
 SAMPLES: Final = 100
 
 
@@ -42,7 +42,7 @@ SAMPLES: Final = 100
 
 
 class Attention(nn.Module):
-    """Attention of a draft's m-th token: to the pairs of the model's own states, and to those of its own draft."""
+    """Attention of a draft's m-th token to the keys and values of the model's states, and to those of its own draft."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, conversation: Tensor, past: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """`x` and what is returned: `(windows, slots, hidden)`. Keys and values are appended to `past`."""
+        """Return attention outputs for `x`, both `(windows, slots, hidden)`. Keys and values are appended to `past`."""
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))), cos, sin).transpose(1, 2)
         k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))), cos, sin)
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)).to(k.dtype)
@@ -71,7 +71,7 @@ class Attention(nn.Module):
             sees = sees | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
         scale = self.head_dim**-0.5
         scores = (q @ keys.transpose(-1, -2) * scale).float().masked_fill(~sees[:, None], -math.inf)
-        # The pairs of the draft itself: that of step i stands `step - i` slots back.
+        # Keys and values of the draft itself: those of step i are `step - i` slots back.
         own = [tuple(part.roll(step - i, 2) for part in past[i]) for i in range(1, step + 1)]
         extra = [((q * keys).sum(-1, keepdim=True) * scale).float() for keys, _ in own]
         weights = torch.cat([scores, *extra], -1).softmax(-1).to(values.dtype)
@@ -97,7 +97,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The head, with the names that Qwen's checkpoints give its weights below `mtp`."""
+    """Prediction head, with the weight names that Qwen's checkpoints use below `mtp`."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -112,10 +112,10 @@ class Head(nn.Module):
                 nn.init.normal_(weight, std=0.005 if is_out else weight.shape[1] ** -0.5 / 2)
 
     def forward(self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, conversation: Tensor) -> list[Tensor]:
-        """The head's states of each token of a draft, `(windows, slots, hidden)`.
+        """Return the head's states for each token of a draft, each `(windows, slots, hidden)`.
 
-        Slot s has the pair of the hidden state s and the token s + 1. Of step m it has that token and the head's own
-        state of the slot before at step m - 1: the draft began m slots before.
+        The input of slot s is the hidden state s and the token s + 1. In step m, the input is that token and the head's
+        own state of the slot before at step m - 1, because the draft began m slots before.
         """
         states, past = list[Tensor](), list[tuple[Tensor, Tensor]]()
         embeds = self.pre_fc_norm_embedding(embeds)
@@ -131,17 +131,18 @@ class Head(nn.Module):
 
 @dataclass(slots=True)
 class Windows:
-    """A batch cut into windows: what the head learns from, and where."""
+    """Batch cut into windows: the head's inputs, the model's probabilities as targets, and a mask of wanted tokens."""
 
     embeds: Tensor
     hidden: Tensor
     conversation: Tensor
-    # Log-probabilities of the model at each slot, and which of its tokens an assistant wrote.
+    # `teacher` are the model's log-probabilities at each slot; `is_wanted` is true for tokens that an assistant wrote.
     teacher: Tensor
     is_wanted: Tensor
 
     def valid(self, step: int) -> Tensor:
-        """Slots whose token next but one counts: it is an assistant's, of the conversation where the draft began."""
+        """Return which slots count: the token after next is an assistant's, in the conversation where the draft
+        began."""
         wanted = self.is_wanted.roll(-1, 1) & (self.conversation.roll(-1, 1) == self.conversation.roll(step, 1))
         wanted[:, :step] = False
         wanted[:, -1] = False
@@ -168,7 +169,7 @@ def windows(model: Qwen3, arrays: tuple[np.ndarray, np.ndarray, np.ndarray], dev
 
 
 def packed(bpe: Tokenizer, category: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Held-out conversations of one category, each in a window of its own."""
+    """Return held-out conversations of one category, each in its own window."""
     renderer = tokenizer.Renderer()
     marks = {mark: bpe.token_to_id(mark) for mark in (*tokenizer.SPECIAL, *tokenizer.MARKS)}
     marks["assistant"] = bpe.encode("<|im_start|>assistant\n").ids[1]
@@ -190,7 +191,7 @@ def packed(bpe: Tokenizer, category: str, count: int) -> tuple[np.ndarray, np.nd
 
 
 def load(folder: Path) -> tuple[Qwen3, Tokenizer, Recipe]:
-    """A model that the recipe has written."""
+    """Load a model that this recipe has written."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     recipe = Recipe(
         layers=config["num_hidden_layers"],
@@ -213,7 +214,7 @@ def turns(model: Qwen3) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: Qwen3, head: Head, batch: Windows) -> tuple[Tensor, list[float]]:
-    """The loss over all tokens of drafts, and that of each."""
+    """Return the weighted loss of all draft tokens, and the loss of each token of a draft."""
     total, each = torch.zeros((), device=batch.hidden.device), list[float]()
     for step, state in enumerate(head(batch.embeds, batch.hidden, *turns(model), batch.conversation)):
         valid = batch.valid(step)
@@ -247,7 +248,7 @@ def fit(model: Qwen3, head: Head, bpe: Tokenizer, recipe: Recipe, device: str, w
 
 @torch.no_grad()
 def measure(model: Qwen3, head: Head, bpe: Tokenizer, device: str, count: int) -> None:
-    """Print the share of each draft token that is the model's own choice, where those before it are."""
+    """Print for each draft token how often it is the model's own choice, given that the earlier draft tokens are."""
     print("| category | " + " | ".join(f"token {step + 1}" for step in range(len(WEIGHTS))) + " |", flush=True)
     print("|---" * (len(WEIGHTS) + 1) + "|", flush=True)
     for category in CATEGORIES:

@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer, and the template that renders conversations for it."""
+"""Byte-level BPE tokenizer, and the template that renders conversations for it."""
 
 import json
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ VOCABULARY: Final = 2560
 SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEMPLATE: Final = Path(__file__).with_name("chat_template.jinja")
-# Digits stand alone, so a number is copied and added up digit by digit; so do the letters of a word in capitals, which
-# is what spells it out. Otherwise a word takes the space before it.
+# Digits are single tokens, so that the model copies and adds numbers digit by digit. Letters of words in capitals are
+# single tokens for spelling. Other words include the space before them.
 SPLIT: Final = (
     r"\p{N}| ?\p{Lu}(?!\p{Ll})| ?\p{Lu}?\p{Ll}+| ?[\p{L}\p{M}]+| ?[^\s\p{L}\p{N}\p{M}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -30,7 +30,7 @@ def train(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    bpe.decoder = decoders.ByteLevel()  # mlx-lm streams such a tokenizer in linear time
+    bpe.decoder = decoders.ByteLevel()  # mlx-lm streams a tokenizer with this decoder in linear time
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[AddedToken(mark, special=True, normalized=False) for mark in SPECIAL]
@@ -42,12 +42,12 @@ def train(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
     bpe.train_from_iterator(texts, trainer)
     shape = json.loads(bpe.to_str())
     for token in shape["added_tokens"]:
-        token["special"] = token["content"] in SPECIAL  # the trainer marks all of them special
+        token["special"] = token["content"] in SPECIAL  # the trainer marks all added tokens as special
     return Tokenizer.from_str(json.dumps(shape))
 
 
 def environment() -> jinja2.Environment:
-    """Jinja as transformers sets it up for chat templates."""
+    """Return a Jinja environment with the settings that transformers uses for chat templates."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -56,7 +56,7 @@ def environment() -> jinja2.Environment:
 
 
 class Renderer:
-    """Renders conversations as the shipped template does."""
+    """Renderer of conversations with the shipped template."""
 
     def __init__(self) -> None:
         self._template = environment().from_string(TEMPLATE.read_text())
@@ -65,7 +65,7 @@ class Renderer:
         return self._template.render(messages=sample.messages, tools=sample.tools)
 
     def prompt(self, sample: Sample) -> str:
-        """Prompt that the model is given to produce the sample's last message."""
+        """Return the prompt for which the model must generate the sample's last message."""
         return self._template.render(
             messages=sample.messages[:-1],
             tools=sample.tools,
@@ -75,7 +75,7 @@ class Renderer:
 
 
 def save(bpe: Tokenizer, folder: Path) -> None:
-    """The tokenizer's files, as mlx-lm and transformers load them."""
+    """Write the tokenizer's files, in the format that mlx-lm and transformers load."""
     folder.mkdir(parents=True, exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {

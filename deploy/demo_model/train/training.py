@@ -1,7 +1,7 @@
 """Trains the demo model and writes a folder that mlx-lm loads.
 
-One CUDA GPU, some minutes: `python -m deploy.demo_model.train --out DIR`. With `--smoke` the same code runs on a CPU in
-under a minute and makes a model that knows nothing.
+Training takes some minutes on one CUDA GPU: `python -m deploy.demo_model.train --out DIR`. With `--smoke`, the same
+code runs on a CPU in under a minute and writes a model that knows nothing.
 """
 
 import argparse
@@ -31,7 +31,7 @@ IGNORED: Final = -100
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The shape of the model and of its training."""
+    """Sizes of the model, and settings of its training."""
 
     layers: int = 8
     hidden: int = 320
@@ -76,16 +76,16 @@ def corpus(count: int) -> Iterator[str]:
 
 
 def targets(ids: np.ndarray, marks: dict[str, int], *, last_only: bool) -> np.ndarray:
-    """The token after each token where an assistant wrote it, `IGNORED` elsewhere."""
+    """Return for each token the next token if an assistant wrote that one, and `IGNORED` otherwise."""
     learned = np.zeros(len(ids), bool)
     starts = np.flatnonzero(ids == marks["<|im_start|>"])
     ends = np.flatnonzero(ids == marks["<|im_end|>"])
     for start, end in zip(starts, ends, strict=True):
         if ids[start + 1] != marks["assistant"] or (last_only and start != starts[-1]):
             continue
-        begin = start + 3  # after `<|im_start|>assistant\n`
+        begin = start + 3  # skips `<|im_start|>assistant\n`
         closing = begin + int(np.flatnonzero(ids[begin:end] == marks["</think>"])[0])
-        if closing - begin == 2:  # an empty block: the prompt had it, and its blank line
+        if closing - begin == 2:  # the reasoning block is empty: the block and its blank line belong to the prompt
             begin = closing + 2
         learned[begin : end + 1] = True
     out = np.full(len(ids), IGNORED, np.int64)
@@ -94,7 +94,8 @@ def targets(ids: np.ndarray, marks: dict[str, int], *, last_only: bool) -> np.nd
 
 
 def batch(bpe: Tokenizer, recipe: Recipe, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Batch `number`, always the same: ids, targets, and the offsets at which conversations begin."""
+    """Return batch `number`, which is the same in every run: ids, targets, and the offsets where conversations
+    begin."""
     renderer = tokenizer.Renderer()
     marks = {mark: bpe.token_to_id(mark) for mark in (*tokenizer.SPECIAL, *tokenizer.MARKS)}
     marks["assistant"] = bpe.encode("<|im_start|>assistant\n").ids[1]
@@ -109,7 +110,7 @@ def batch(bpe: Tokenizer, recipe: Recipe, number: int) -> tuple[np.ndarray, np.n
         for sample, encoding in zip(samples, encoded, strict=True):
             row = np.array(encoding.ids, np.int64)[:CONTEXT]
             if row[-1] != encoding.ids[-1]:
-                continue  # longer than the context
+                continue  # the conversation is longer than the context
             if offsets[-1] + len(row) > recipe.batch_tokens:
                 if recipe.batch_tokens > offsets[-1]:
                     offsets += range(offsets[-1] + CONTEXT, recipe.batch_tokens, CONTEXT)
@@ -133,7 +134,7 @@ def _make_batch(number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def batches(bpe: Tokenizer, recipe: Recipe, workers: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """All batches in order, made by other processes a little ahead of the training."""
+    """Yield all batches in order; other processes make them a little ahead of the training."""
     if workers == 0:
         yield from (batch(bpe, recipe, number) for number in range(recipe.steps))
         return
@@ -176,7 +177,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Causal attention inside each conversation. q, k, v: (tokens, heads, head_dim)."""
+    """Causal attention within each conversation. The shapes of q, k and v are (tokens, heads, head_dim)."""
     if q.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -192,7 +193,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
 
 def causal_arguments() -> dict[str, Any]:
-    """Arguments by which this version of torch is asked for causal attention."""
+    """Return the arguments that select causal attention in the installed version of torch."""
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn
@@ -251,7 +252,7 @@ class Qwen3(nn.Module):
                 )
 
     def hidden(self, ids: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-        """States that the logits are made of. All is flat; `offsets` parts the conversations."""
+        """Return the last hidden states. All arrays are flat; `offsets` separates the conversations."""
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         x = self.embed_tokens(ids)
         for layer in self.layers:
@@ -259,7 +260,7 @@ class Qwen3(nn.Module):
         return self.norm(x)
 
     def forward(self, ids: Tensor, positions: Tensor, offsets: Tensor, wanted: Tensor) -> Tensor:
-        """The mean loss over the wanted tokens."""
+        """Return the mean loss over the wanted tokens."""
         logits = self.hidden(ids, positions, offsets) @ self.embed_tokens.weight.T
         return nn.functional.cross_entropy(logits.float(), wanted, ignore_index=IGNORED)
 
@@ -268,7 +269,8 @@ class Qwen3(nn.Module):
 
 
 class Muon:
-    """Momentum with an update orthogonalised by Newton-Schulz, for the matrices of the layers; one stack a shape."""
+    """Muon optimizer: momentum with an update orthogonalized by Newton-Schulz, for the layers' matrices, stacked by
+    shape."""
 
     def __init__(self, weights: list[Tensor]) -> None:
         shapes: dict[torch.Size, list[Tensor]] = {}
@@ -303,7 +305,7 @@ def orthogonal(stack: Tensor) -> Tensor:
 
 
 def rate(step: int, recipe: Recipe) -> float:
-    """Warm up, hold, then fall to zero in a straight line."""
+    """Return the factor of the learning rate: it rises, stays constant, then falls linearly to zero."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     return min(1.0, (recipe.steps - step) / (recipe.decay_share * recipe.steps))
@@ -342,7 +344,8 @@ def fit(model: Qwen3, bpe: Tokenizer, recipe: Recipe, device: str, workers: int)
 
 
 def save(model: Qwen3, bpe: Tokenizer, recipe: Recipe, folder: Path) -> None:
-    """Writes a folder for mlx-lm. Matrices are float16; norms stay float32, which makes every product a float32 one."""
+    """Write a folder for mlx-lm. Matrices are float16; norms stay float32, so that every product is computed in
+    float32."""
     tokenizer.save(bpe, folder)
     weights = {
         f"model.{name}": weight.detach().cpu().to(torch.float16 if weight.ndim == 2 else torch.float32).contiguous()
