@@ -32,7 +32,7 @@ from protocol.to_worker import SetMemory
 log = logging.getLogger(__name__)
 
 _WITHOUT_PROCESS: Final = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
-# The next load waits until this fraction of an ended process's memory is free, or until the deadline has passed.
+# The next load waits until this fraction of an ended process's memory is free, or until RETURN_DEADLINE_S has passed.
 RETURNED_PART: Final = 0.95
 RETURN_DEADLINE_S: Final = 2.0
 RETURN_POLL_S: Final = 0.02
@@ -129,7 +129,8 @@ class Broker:
         self.allocations[name] = self._new_allocation(name, share, need)
 
     def _need_here(self, model: ModelConfig) -> Need:
-        """Estimate the memory of a model's processes on this machine, of a group all local ranks. Reads files."""
+        """Estimate the memory of a model's processes on this machine; in a group, these are all local ranks. Reads
+        files."""
         profile, group = self._times.of(model.name, model.path), model.group
         need = estimate(model, self.budget, profile.load if profile is not None else None)
         if not group.ranks:
@@ -351,7 +352,8 @@ class Broker:
             allocation.shrinking_to, allocation.shrink_ends = share, now + SHRINK_DEADLINE_S
 
     def _end_shrinking(self, allocation: Allocation, now: float) -> None:
-        """Lower the share once the worker has shrunk to it, or at the deadline as far as the worker has shrunk."""
+        """Once the worker has shrunk, lower its share to the ordered size; at the deadline, to the size that it has
+        reached."""
         target = allocation.shrinking_to
         if target is None:
             return

@@ -13,7 +13,8 @@ class PendingGrant:
     """Memory grant that a worker waits for. Owned by the broker."""
 
     name: str
-    # `number` orders grants by arrival. It is taken before the model's files are read, which takes time.
+    # Serial number by which grants are ordered by arrival. It is taken before the model's files are read, which takes
+    # time.
     number: int
     since: float
     need: Need
@@ -40,8 +41,9 @@ class Allocation:
     requested_at: float | None = None
     is_swap: bool = False
     gated_at: float | None = None
-    # The share to which the worker was ordered to shrink, and the deadline of that order.
+    # Share to which the worker was ordered to shrink.
     shrinking_to: int | None = None
+    # Deadline of that order.
     shrink_ends: float = 0.0
     # Reason of the worker's eviction; empty if there is none.
     evict_reason: str = ""

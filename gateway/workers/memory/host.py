@@ -10,11 +10,11 @@ import psutil
 from gateway.workers.supervisor.os_process import darwin_rusage
 
 GIB: Final = 1 << 30
-# This fraction of the memory, within these bounds, is reserved for the system and other programs.
+# Fraction of the memory that is reserved for the system and other programs, between RESERVE_MIN and RESERVE_MAX bytes.
 RESERVE_PART: Final = 0.1
 RESERVE_MIN: Final = GIB
 RESERVE_MAX: Final = 16 * GIB
-# By default a Mac's GPU may wire this fraction of the memory (max_recommended_working_set_size).
+# Fraction of the memory that a Mac's GPU may wire by default (max_recommended_working_set_size).
 WORKING_SET_PART: Final = 0.75
 _CGROUP_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USES: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -103,7 +103,7 @@ def _reserve(total: int) -> int:
 
 
 def _number(text: str | None) -> int | None:
-    """Parse an integer. None for any other text, such as `max`, by which cgroup v2 means no limit."""
+    """Parse an integer. Return None for any other text, such as `max`, which means no limit in cgroup v2."""
     return int(text) if text is not None and text.strip().isdigit() else None
 
 

@@ -15,7 +15,7 @@ from protocol.failures import Code, Failure
 
 log = logging.getLogger(__name__)
 
-# The machine is short of memory if less is free than SHORT_MIN_BYTES, or this fraction of the budget if that is more.
+# The machine is short of memory if less is free than SHORT_MIN_BYTES or this fraction of the budget, whichever is more.
 SHORT_PART: Final = 0.01
 SHORT_MIN_BYTES: Final = 256 << 20
 LEND_INTERVAL_S: Final = 10.0

@@ -54,8 +54,8 @@ class Pool:
         # Workers of removed models stay until they have stopped.
         self._workers: dict[str, Worker] = {}
         self._removed: set[str] = set()
-        # Models whose surviving worker is of another version: it is stopped at the start, and the model is loaded
-        # again.
+        # Models whose worker from the earlier gateway has another version: it is stopped at the start, and the model is
+        # loaded again.
         self._reloaded: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self.times = KnownTimes(profiles_dir(config.home))
@@ -115,7 +115,8 @@ class Pool:
         self._link.close()
 
     async def release(self, deadline_s: float, impatience: asyncio.Task[object]) -> None:
-        """Let running requests finish until the deadline or `impatience` ends. The next gateway adopts the workers."""
+        """Let running requests finish until the deadline, or until the task `impatience` ends. The next gateway adopts
+        the workers."""
         end = time.monotonic() + deadline_s
         while self._link.in_flight and time.monotonic() < end and not impatience.done():
             await asyncio.wait({impatience}, timeout=RELEASE_POLL_S)

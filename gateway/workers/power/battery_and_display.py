@@ -27,12 +27,15 @@ Run = Callable[[Sequence[str]], str]
 FULL: Final = SetPace()
 # A machine without input for this time is not in use.
 AWAY_S: Final = 60.0
-# Fractions of the time in which models may compute: while the machine is in use, in use on battery, and hot.
+# Fraction of the time in which models may compute while the machine is in use.
 DUTY: Final = 0.8
+# This fraction applies instead while the machine is in use on battery.
 BATTERY_DUTY: Final = 0.6
+# Upper limit of the fraction by thermal state, even while the machine is not in use.
 HOT_DUTY: Final[dict[Thermal, float]] = {"nominal": 1.0, "serious": 0.7, "critical": 0.5}
-# While the machine is in use, a prefill tick is limited to this time and to this many tokens per row.
+# Maximum duration of a tick with prefill while the machine is in use.
 TICK_MS: Final = 60
+# Maximum number of prompt tokens per row in such a tick.
 CHUNK_TOKENS: Final = 256
 POLL_S: Final = 1.0
 INPUT_INTERVAL_S: Final = 5.0
@@ -134,7 +137,7 @@ class DesktopWatch:
         self._poll_s = poll_s
         self._state: DesktopState | None = None
         self._read_at = float("-inf")
-        # By model name: the epoch of the worker that was last sent a pace, and that pace.
+        # Last pace that was sent to each model's worker, with the worker's epoch.
         self._sent: dict[str, tuple[int, SetPace]] = {}
         self.duty = 1.0
 

@@ -41,7 +41,7 @@ class Cause(Enum):
     # The worker exited with status 0 after it had been ready.
     CLEAN = auto()
     CRASHED = auto()
-    # A rank exited because it lost another rank of its group, so its requests are not suspected of a crash.
+    # A rank exited because it lost another rank of its group, so its requests are not suspected of causing a crash.
     PARTNER_LOST = auto()
     # A restart cannot help: the model's files, the configuration or the protocol must change.
     FINAL = auto()
@@ -54,7 +54,7 @@ class SequenceAction(Enum):
     FAIL = auto()
     # The next worker resumes the sequences.
     RESUME = auto()
-    # The next worker resumes the sequences, and those without a token are suspected of the crash.
+    # The next worker resumes the sequences; those without a token are suspected of causing the crash.
     SUSPECT = auto()
 
 
@@ -143,7 +143,7 @@ class WorkerExit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Consequences of one exit. `failure` is for waiting callers, `stream_failure` for sequences that end."""
+    """Consequences of one exit. `failure` is sent to waiting callers, `stream_failure` to sequences that end."""
 
     status: int
     next: State

@@ -60,9 +60,11 @@ class AdoptProcess:
 class EventKind(Enum):
     """Kind of a `WorkerEvent`."""
 
-    # Commands of the memory broker: end the worker to make room, replace it, or open its gate again.
+    # The memory broker ends the worker to make room.
     EVICT = auto()
+    # The memory broker orders a replacement of the worker.
     RECYCLE = auto()
+    # The memory broker opens the worker's gate again.
     REOPEN = auto()
     # The Welcome was sent, so the worker is routable.
     GREETED = auto()

@@ -16,10 +16,10 @@ from protocol.sharding import parts_of
 from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
 
 _THIS_HOST: Final = HostSpec("", ("127.0.0.1",))
-# After rank 0 has exited, followers have this long to exit. Then they get SIGTERM, and SIGKILL after TERM_S more.
+# Followers have this long to exit after rank 0. Then they get SIGTERM, and SIGKILL after TERM_S more.
 FOLLOWER_GRACE_S: Final = 0.5
 TERM_S: Final = 1.0
-# After a follower has exited, rank 0 has this long to exit. Then it gets SIGTERM.
+# Rank 0 has this long to exit after a follower. Then it gets SIGTERM.
 LEAD_GRACE_S: Final = 2.0
 _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE})
 

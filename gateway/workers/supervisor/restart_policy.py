@@ -12,7 +12,7 @@ HEALTHY_S: Final = 60.0
 CRASH_WINDOW_S: Final = 600.0
 OPEN_WEIGHT: Final = 5
 HALF_OPEN_INTERVAL_S: Final = 300.0
-# A crash while loading counts this many times, because a load costs minutes and gigabytes.
+# A crash while loading counts as this many crashes, because a load costs minutes and gigabytes.
 LOADING_WEIGHT: Final = 2
 
 

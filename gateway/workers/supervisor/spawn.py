@@ -31,13 +31,13 @@ Command = Callable[[WorkerSpec], list[str]]
 def default_command(spec: WorkerSpec) -> list[str]:
     """Return a worker's command. Name and epoch in it identify the process; standard input has the specification.
 
-    `-P` prevents that a folder `worker/` in the current directory is imported.
+    `-P` keeps Python from importing a folder `worker/` in the current directory.
     """
     rank = ["--rank", str(spec.rank.rank)] if spec.rank is not None else []
     return [sys.executable, "-P", "-m", "worker", spec.name, "--epoch", str(spec.epoch), *rank, "--spec", STDIN]
 
 
-# A pipe without a reader holds this much on macOS, and more on Linux.
+# A pipe without a reader holds this many bytes on macOS, and more on Linux.
 PIPE_BYTES: Final = 16 * 1024
 
 
@@ -84,7 +84,7 @@ class Spawner:
         """Start a process on this machine. Raises `OSError`."""
         down = Path(spec.down.removeprefix("ipc://"))
         if not down.exists():
-            # Without this socket the worker could not connect, and its load would time out.
+            # The worker could not connect without this socket, and its load would time out.
             raise FileNotFoundError(f"{down} is gone: somebody removed the run folder; restart mlxd")
         argv = self._command(spec)
         variables = {FOLDER_ENV: str(profiles_dir(self._home))}
@@ -199,7 +199,7 @@ class AdoptedProcess:
         await wait_exit(self.pid, lambda: not self._process.is_alive())
 
     def signal(self, signum: int) -> None:
-        # After an exit, the system may give the pid to another process.
+        # The system may give the pid to another process after the exit.
         if self._process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
