@@ -55,7 +55,7 @@ def is_tower(name: str) -> bool:
     return _TOWER.match(name) is not None
 
 
-# Architectures whose prediction heads are supported, for the published checkpoints of each.
+# Types of models whose prediction heads are supported, in the format of their published checkpoints.
 SUPPORTED_TYPES: Final = frozenset(
     {
         "bailing_moe", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite",

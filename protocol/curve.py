@@ -43,7 +43,7 @@ class AllowedKeys:
         self._on_refusal = on_refusal
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Check a key; pyzmq's authenticators require this name."""
+        """Check a key. pyzmq's authenticators require this method name."""
         public = z85.decode(key).hex()
         is_admitted = public in self._keys()
         if not is_admitted:

@@ -161,8 +161,9 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     image_tokens: int = 0
     video_tokens: int = 0
     audio_tokens: int = 0
-    # Number of drafted tokens that came from the request's `prediction`, and number of those that were accepted.
+    # Number of drafted tokens that came from the request's `prediction`.
     predicted: int = 0
+    # Number of those tokens that were accepted.
     accepted: int = 0
     # Number of prompt tokens that a sparse prefill kept; 0 without a sparse prefill.
     kept: int = 0

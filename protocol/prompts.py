@@ -34,9 +34,9 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     template_kwargs: dict[str, Any] = {}
     # Continue the last assistant message instead of opening a new one.
     continue_final: bool = False
-    # Whether the model reasons, None for the template's default; and the reasoning effort (`low`, `medium`, `high`), if
-    # known.
+    # Whether the model reasons; None means the template's default.
     thinking: bool | None = None
+    # Reasoning effort: `low`, `medium` or `high`; empty if unknown.
     effort: str = ""
     must_call: bool = False
     callable_tools: tuple[str, ...] = ()

@@ -23,9 +23,8 @@ IPC_PATH_MAX: Final = 107 if sys.platform == "linux" else 103
 GOODBYE_LINGER_MS: Final = 2000
 # Interval after which a worker's blocked send returns to check for its gateway.
 SEND_TIMEOUT_MS: Final = 500
-# Options of sockets to other machines: handshake timeout, interval and timeout of libzmq's heartbeats, reconnect
-# back-off, and queued frames. The heartbeat timeout is longer than any of our own timeouts: a busy machine must not
-# look like a closed connection.
+# These options are for sockets to other machines. The heartbeat timeout is libzmq's own. It is longer than any of
+# mlxd's timeouts, because a busy machine must not look like a closed connection.
 HANDSHAKE_MS: Final = 5000
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 60_000

@@ -7,7 +7,7 @@ import msgspec
 
 # This argument in place of JSON means that the specification is on standard input.
 STDIN: Final = "-"
-# Maximum number of adapters of one model.
+# Maximum number of adapters that one model may have.
 ADAPTERS_MAX: Final = 64
 # Name of this machine among the nodes of a group.
 LOCAL: Final = "local"
@@ -39,11 +39,11 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     split: tuple[int, ...] = ()
     # Hosts by rank of a group over several machines; empty for this machine alone.
     hosts: tuple[HostSpec, ...] = ()
-    # Python interpreter on the other machines, empty for the path of this one; environment variables of all ranks, as
-    # NAME=VALUE.
+    # Python interpreter on the other machines; empty means the path of this machine's interpreter.
     python: str = ""
+    # Environment variables of all ranks, as NAME=VALUE.
     envs: tuple[str, ...] = ()
-    # Total memory of the ranks, set by the operator for ranks on other machines; 0 means what each machine has.
+    # Total memory of the ranks, set by the operator for ranks on other machines; 0 means each machine's whole memory.
     memory_bytes: int = 0
 
     @property
@@ -52,7 +52,7 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment variables in `envs` by name."""
+        """Return the environment variables of `envs` as a mapping from name to value."""
         return dict(each.split("=", 1) for each in self.envs)
 
 
@@ -74,21 +74,23 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     devices: tuple[str, ...] = ()
     # Value of CUDA_VISIBLE_DEVICES; empty leaves it unchanged.
     gpu: str = ""
-    # Number of the group's ranks on this host, which share `memory_bytes`.
+    # Number of the group's ranks on this rank's host, which share `memory_bytes`.
     beside: int = 1
-    # Timeouts: until all have joined; from then until all are loaded; without a heartbeat; minimum CPU time of a stuck
-    # step, and minimum age of a stuck step, which is below the gateway's limit so that no request is suspected; until
-    # the others have left.
+    # Timeout until all ranks have joined.
     join_s: float = 60.0
+    # Timeout after joining until all ranks have loaded.
     load_s: float = 600.0
+    # Timeout without a heartbeat.
     beat_s: float = 6.0
+    # Minimum CPU time of a step that counts as stuck.
     step_s: float = 10.0
+    # Minimum age of a step that counts as stuck. It is below the gateway's limit, so that no request is suspected.
     stuck_s: float = 45.0
+    # Timeout until the other ranks have left.
     leave_s: float = 1.0
     # Assumed duration of the first steps, which compile kernels.
     first_s: float = 15.0
-    # Whether this rank runs on another machine than rank 0. If so, a `memory_bytes` other than 0 was set by the
-    # operator.
+    # Whether this rank runs on another machine than rank 0. Its `memory_bytes`, if not 0, was set by the operator.
     is_remote: bool = False
 
 
@@ -123,8 +125,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     kv_bytes: int = -1
     # Family of the model's reasoning and tool-call markup; empty means detection by template and vocabulary.
     parser: str = ""
-    # Folder of the disk caches of all workers, and its size in bytes; empty means off.
+    # Folder of the disk caches of all workers; empty means no disk cache.
     disk_cache_dir: str = ""
+    # Maximum size of that folder in bytes.
     disk_cache_bytes: int = 0
     # Minimum tokens of a prefix in the disk cache; shorter prefixes stay in memory.
     disk_cache_tokens: int = 0
@@ -138,13 +141,15 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     # Whether all runs compute the same shapes: one request at a time, prompt chunks by position only, no reuse of
     # prefixes.
     deterministic: bool = False
-    # Limits of a request's media: bytes of each, their number, and pixels of an image by its header.
+    # Maximum bytes of one medium in a request.
     media_bytes: int = 32 * 1024 * 1024
+    # Maximum number of media in a request.
     media_count: int = 64
+    # Maximum pixels of an image, according to its header.
     media_pixels: int = 64_000_000
     # Drafts of next tokens: `auto` if measured to be faster, or `off`.
     speculate: str = "auto"
-    # Draft model; empty means none.
+    # Draft model, in the same form as `path`; empty means none.
     draft: str = ""
     # One of `protocol.kinds`; empty means detection from the model's files.
     kind: str = ""
@@ -157,22 +162,23 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     rank: RankSpec | None = None
     # Bits per value of the KV of running rows and cached prefixes, 8 or 4; 0 means the model's own precision.
     kv_bits: int = 0
-    # Default share of a prompt that a sparse prefill keeps, 0 for no sparse prefill; and the minimum length in tokens
-    # of a prompt that is prefilled sparsely.
+    # Default share of a prompt that a sparse prefill keeps; 0 means no sparse prefill.
     sparse_keep: float = 0.0
+    # Minimum length in tokens of a prompt that is prefilled sparsely.
     sparse_from: int = 0
-    # Place of the experts: with `disk`, experts of a repacked model are read when chosen. Size in bytes of the cache
-    # for experts in memory, -1 for the default.
+    # Place of the experts: `memory`, or `disk`, where a repacked model's experts are read when they are chosen.
     experts: str = "memory"
+    # Size in bytes of the cache for experts in memory; -1 means the default.
     expert_cache_bytes: int = -1
-    # Address where events of the prefix cache are published, and address where missed events are replayed; empty means
-    # none.
+    # Address where events of the prefix cache are published; empty means that they are not published.
     kv_events: str = ""
+    # Address where missed events are replayed; empty means that they are not replayed.
     kv_events_replay: str = ""
     kv_events_topic: str = ""
 
     def __post_init__(self) -> None:
-        # msgspec omits a default only if the value is the same object, which a computed number above 256 is not.
+        # msgspec omits a default only if the value is the same object, and a computed number above 256 is another
+        # object.
         for field in msgspec.structs.fields(self):
             if getattr(self, field.name) == field.default:
                 msgspec.structs.force_setattr(self, field.name, field.default)

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, get_type_hints
 
 import msgspec
 
-# Tokens per block in statistics for routers and in events of the prefix cache.
+# Number of tokens per block in statistics for routers and in events of the prefix cache.
 BLOCK: Final = 64
 
 
@@ -231,11 +231,15 @@ class StatusStats(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int = 0
     cache_bytes: int = 0
     kv_bytes: int = 0
-    # Drafted and accepted tokens, and the speed of steps with drafts divided by that of steps without.
+    # Number of tokens that were drafted.
     drafted_tokens: int = 0
+    # Number of drafted tokens that were accepted.
     accepted_tokens: int = 0
+    # Speed of steps with drafts, divided by the speed of steps without drafts.
     draft_gain: float = 0.0
-    # Number of prompts with a sparse prefill, number of their tokens, and number of those tokens that were kept.
+    # Number of prompts with a sparse prefill.
     sparse_prompts: int = 0
+    # Number of tokens in these prompts.
     sparse_prompt_tokens: int = 0
+    # Number of these tokens that were kept.
     sparse_kept_tokens: int = 0

@@ -47,10 +47,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_n_sigma: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    # DRY penalty; `dry_multiplier` 0 means off, a window of 0 means the whole context.
+    # Strength of the DRY penalty; 0 means off.
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
+    # Number of newest tokens that DRY searches for repetitions; 0 means the whole context.
     dry_window: int = 0
     # Texts that end a repetition for the DRY penalty if a token contains one of them.
     dry_breakers: tuple[str, ...] = ()
@@ -145,7 +146,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     # Truncation of a prompt that does not fit: 0 refuses it, -1 drops the oldest turns of a chat or the first tokens of
     # a text; a positive number keeps that many last tokens of a text, even if more would fit.
     truncate: int = 0
-    # Turns and tokens that an earlier worker truncated, which must be truncated again; None if unknown.
+    # Numbers of turns and tokens that an earlier worker truncated and that must be truncated again; None if unknown.
     left_out: tuple[int, int] | None = None
     # Whether special tokens are part of the output's text.
     shows_special: bool = False
@@ -153,9 +154,10 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     cuts_tokens: bool = False
     # Whether the ids of the prompt are sent before its answer.
     prompt_ids: bool = False
-    # Number of top tokens per token of the prompt, sent before its answer with log-probability and rank; None means
-    # none. The client already has `prompt_scored` entries of an earlier worker; only the others are sent.
+    # Number of top tokens sent, with log-probability and rank, for each token of the prompt before its answer; None
+    # means that no prompt log-probabilities are sent.
     prompt_logprobs: int | None = None
+    # Number of these entries that the client already has from an earlier worker; only the others are sent.
     prompt_scored: int = 0
     # Number of `echo` entries with `top_logprobs` that the client has from an earlier worker, together with their text.
     echo_scored: int = 0

@@ -4,11 +4,12 @@ from typing import Final
 
 import msgspec
 
-# Tokens per second of audio, as OpenAI bills them, for transcribed and for spoken audio.
+# Tokens per second of transcribed audio, as OpenAI bills them.
 TRANSCRIBED_TOKENS_PER_S: Final = 10
+# Tokens per second of spoken audio, as OpenAI bills them.
 SPOKEN_TOKENS_PER_S: Final = 20
-# Bounds of the memory for the decoded samples of all clips in a worker, which depends on the worker's memory. One hour
-# takes 230 MB.
+# A worker may use a part of its memory, within these two bounds, for the decoded samples of all clips. One hour takes
+# 230 MB.
 MAX_CLIP_BYTES: Final = 512 << 20
 MIN_CLIP_BYTES: Final = 16 << 20
 
@@ -32,13 +33,13 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     avg_logprob: float = 0.0
     compression_ratio: float = 0.0
     no_speech_prob: float = 0.0
-    # Start of its window, in hundredths of a second.
+    # Start of the segment's window, in hundredths of a second.
     seek: int = 0
     words: tuple[Word, ...] = ()
 
 
 class TranscriptPart(msgspec.Struct, frozen=True, array_like=True):
-    """Text of one window. `seconds` is the length of the whole clip."""
+    """Text of one window of a clip. `seconds` is the length of the whole clip."""
 
     segments: tuple[Segment, ...]
     language: str = ""

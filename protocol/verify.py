@@ -21,7 +21,7 @@ class VerifyCheck(msgspec.Struct, frozen=True):
     name: str
     requests: int = 0
     tokens: int = 0
-    # Number of prompt tokens that came from a cache.
+    # Number of prompt tokens that came from a cache, in all outputs of the check.
     cached: int = 0
     differences: tuple[Difference, ...] = ()
     note: str = ""
